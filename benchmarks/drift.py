@@ -45,12 +45,12 @@ from evernear.release.archive_reader import open_release
 from evernear.release.drift_baseline import DriftBaseline
 from evernear.release.manifest import DRIFT_BASELINE_FILE
 from evernear.release.registry import Registry
+from evernear.serving.configuration import QUERY_LOG_PERIOD_S, QUERY_LOG_SAMPLE
 from evernear.serving.core import Predictor
 from evernear.serving.endpoints import Endpoints
 from evernear.serving.query_log_files import QUERIES, LoggedQuery, Period
 from evernear.serving.responses import Prediction
 from evernear.settings import Settings
-from evernear.settings.serving import ServingSettings
 from evernear.triggers.requests import Person, RequestStore
 from evernear.triggers.watch.watcher import Watcher
 
@@ -397,7 +397,7 @@ def check_all(
     requests = RequestStore(store)
     write = _log_writer(store.put, champion.version, answers, np.random.default_rng(seed))
     result, was_drift, untested_h, position = Result(), False, 0.0, 0
-    period = timedelta(seconds=ServingSettings().query_log_period_s)
+    period = timedelta(seconds=QUERY_LOG_PERIOD_S)
     for _ in range(int(timedelta(days=scenario.days) / CHECK_EVERY)):
         now += CHECK_EVERY
         while position < len(queries) and queries[position][0] < now:
@@ -438,7 +438,7 @@ def _log_writer(
     """Writes a file of the query log, with a uniform sample of the period's queries,
     as a server does.
     """
-    sample = ServingSettings().query_log_sample
+    sample = QUERY_LOG_SAMPLE
 
     def write(since: datetime, until: datetime, queries: list[Query]) -> None:
         chosen = sorted(rng.choice(len(queries), min(sample, len(queries)), replace=False).tolist())

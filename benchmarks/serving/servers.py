@@ -25,6 +25,7 @@ from evernear.serving.client.grpc import PREDICTIONS
 from evernear.serving.endpoints import home_of, read_key
 from evernear.serving.torchserve_proto.inference_pb2 import PredictionResponse, PredictionsRequest
 from evernear.settings import ServingSettings
+from evernear.settings.serving import MODEL_NAME
 
 HOST = "127.0.0.1"
 STARTUP_TIMEOUT_S = 120
@@ -69,7 +70,7 @@ def evernear(served: Served, directory: Path) -> Generator[Running]:
     local.serve_local(settings)
     home = home_of(settings.workdir)
     try:
-        key, model = read_key(home, "inference"), settings.serving.model_name
+        key, model = read_key(home, "inference"), MODEL_NAME
         rest = _post_target(
             served, settings.serving.inference_port, f"/predictions/{model}", f"Authorization: Bearer {key}"
         )
@@ -160,7 +161,7 @@ def free_ports(count: int) -> list[int]:
 
 def _v1_target(served: Served, port: int) -> Target:
     bodies = [json.dumps({"instances": [{"data": base64.b64encode(i).decode()}]}).encode() for i in served.images]
-    path = f"/v1/models/{served.settings.serving.model_name}:predict"
+    path = f"/v1/models/{MODEL_NAME}:predict"
     return Target(
         HOST,
         port,

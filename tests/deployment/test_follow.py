@@ -255,7 +255,7 @@ def test_server_follows_verifies_and_keeps_the_old_release(
     first = promote()
     settings = Settings(workdir=tmp_path, serving=settings_on_free_ports())
     image, _ = open_release(first.archive, tmp_path / "opened").smoke_queries()[0]
-    server = start(settings, "--follow", "--set", "serving.follow_poll_s=0.2")
+    server = start(settings, "--follow", before="from evernear.deployment import follow; follow.POLL_S = 0.2")
     assert server.stdout is not None
     assert server.stderr is not None
     try:

@@ -20,14 +20,15 @@ from evernear.settings import Settings
 from tests.releases import MakeRelease, settings_on_free_ports
 
 
-def start(settings: Settings, *words: str) -> subprocess.Popen[str]:
-    """Start `evernear serve` with ``words``."""
+def start(settings: Settings, *words: str, before: str = "") -> subprocess.Popen[str]:
+    """Start `evernear serve` with ``words``, after the Python statement ``before``."""
     ports = {
         f"EVERNEAR_SERVING__{name.upper()}": str(value)
         for name, value in settings.serving.model_dump().items()
         if name.endswith("_port")
     }
-    command = [Path(sys.executable).with_name("evernear"), "serve", *words, "--workdir", settings.workdir]
+    program = f"{before}\nfrom evernear.__main__ import main\nmain()"
+    command = [sys.executable, "-c", program, "serve", *words, "--workdir", settings.workdir]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     return subprocess.Popen(command, env=os.environ | ports, text=True, **pipes)
 

@@ -16,7 +16,7 @@ from evernear.index.build import build_index
 from evernear.index.description import DISTANCE_TOLERANCE
 from evernear.index.search import Gallery
 from evernear.release import archive as archiving
-from evernear.release.archive import Candidate, Release, make_archive
+from evernear.release.archive import SMOKE_QUERIES, Candidate, Release, make_archive
 from evernear.release.archive_reader import ReleaseParts, open_release
 from evernear.serving import HANDLER
 from evernear.serving.core import Predictor
@@ -79,7 +79,7 @@ def test_rounding_does_not_fail_the_smoke_test_of_a_release_with_a_query_at_the_
     for _, query in parts.smoke_queries():
         assert abs(query.dist - threshold) > DISTANCE_TOLERANCE
     for error in (0.9 * DISTANCE_TOLERANCE, -0.9 * DISTANCE_TOLERANCE):
-        assert smoke(Server(parts, error), parts) == ServingSettings().smoke_queries
+        assert smoke(Server(parts, error), parts) == SMOKE_QUERIES
 
 
 def test_query_at_the_threshold_of_an_earlier_release_is_compared_by_distance(
@@ -117,6 +117,6 @@ def test_without_a_settled_query_distances_are_still_compared(
     packed = released(system, tmp_path, threshold=0.5)
     assert not packed.smoke_settled
     parts = open_release(packed.archive, tmp_path / "opened")
-    assert smoke(Server(parts, pred="other", unknown=True), parts) == ServingSettings().smoke_queries
+    assert smoke(Server(parts, pred="other", unknown=True), parts) == SMOKE_QUERIES
     with pytest.raises(ServingError, match="fails its smoke test"):
         smoke(Server(parts, error=0.01), parts)

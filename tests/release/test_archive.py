@@ -14,7 +14,7 @@ from evernear.embedding.image_vectors import embed_images
 from evernear.errors import IntegrityError, StoreError
 from evernear.evaluation.evaluate import ReleasedSystem, UnavailableSystem
 from evernear.index.search import Gallery
-from evernear.release.archive import Candidate, git_commit, make_archive
+from evernear.release.archive import SMOKE_QUERIES, Candidate, git_commit, make_archive
 from evernear.release.archive_reader import open_release, read_release_manifest
 from evernear.release.champion import open_anchor, open_champion
 from evernear.release.registry import Registry
@@ -109,7 +109,7 @@ def test_smoke_queries_are_query_images_with_the_predictions_of_the_release(
     network = load_network(system.network_dir)
     gallery = Gallery.open(system.index_dir, sha256_file(system.network_dir / "network.pt"))
 
-    assert len(queries) == ServingSettings().smoke_queries
+    assert len(queries) == SMOKE_QUERIES
     assert len({query.label for _, query in queries}) == len(queries), "one per class while classes remain"
     for image, query in queries:
         decoded = decode(image, 10_000)

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 import pytest
 
 from evernear.release.archive_reader import ReleaseParts, open_release
+from evernear.serving import configuration
 from tests.releases import MakeRelease
 from tests.served import Served, serving
 
@@ -21,5 +22,8 @@ def served(make_release: MakeRelease, tmp_path_factory: pytest.TempPathFactory) 
     socket.
     """
     directory = tmp_path_factory.mktemp("wörk dir, 1") / ("d" * 100)
-    with serving(make_release(), directory, query_log_period_s=1.0) as served:
-        yield served
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(configuration, "QUERY_LOG_PERIOD_S", 1.0)
+        with serving(make_release(), directory) as served:
+            patch.undo()  # of interest only when the server starts
+            yield served

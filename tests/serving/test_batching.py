@@ -42,11 +42,11 @@ def server(
         with serving(delayed_release, workdir) as served:
             yield served
         return
-    settings = Settings(workdir=workdir, serving=settings_on_free_ports(model_api=False))
+    settings = Settings(workdir=workdir, serving=settings_on_free_ports())
     home = home_of(workdir)
     model_store(home).mkdir(parents=True)
     shutil.copy(delayed_release.archive, model_store(home) / "embedding.mar")
-    torchserve.start_server(settings.serving, home)
+    torchserve.start_server(settings.serving, home, model_api=False)
     try:
         torchserve.await_ready(settings.serving, home, delayed_release.version)
         yield Served(settings, open_release(delayed_release.archive, workdir / "opened"))

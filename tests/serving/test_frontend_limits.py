@@ -18,13 +18,14 @@ from evernear.errors import PredictionRejectedError, ServingError, SettingsError
 from evernear.serving import java, torchserve
 from evernear.serving.client import Client, Target
 from evernear.settings import ServingSettings, load
+from evernear.settings.serving import HEAP_SIZE_BYTES
 from tests.releases import MakeRelease, PackedRelease
 from tests.served import Served, serving
 from tests.serving.raw import Answer, Raw, bearer, request
 
 CLIENTS = 150
 LARGEST = ServingSettings.model_fields["max_request_size_bytes"].default
-SMALLEST_HEAP = 128 * 2**20
+SMALL_HEAP = 128 * 2**20
 FORM = (b'--x\r\nContent-Disposition: form-data; name="data"; filename="a"\r\n\r\n', b"\r\n--x--\r\n")
 FORM_TYPE = b"Content-Type: multipart/form-data; boundary=x\r\n"
 
@@ -36,10 +37,12 @@ def release(make_release: MakeRelease) -> PackedRelease:
 
 @pytest.fixture(scope="module")
 def small(release: PackedRelease, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    """A server with the smallest heap that the settings allow."""
-    with serving(release, tmp_path_factory.mktemp("small"), heap_size_bytes=SMALLEST_HEAP) as served:
-        yield served
-        assert not [log for log in (served.home / "logs").iterdir() if b"OutOfMemory" in log.read_bytes()]
+    """A server with a small heap."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(java, "HEAP_SIZE_BYTES", SMALL_HEAP)
+        with serving(release, tmp_path_factory.mktemp("small")) as served:
+            yield served
+            assert not [log for log in (served.home / "logs").iterdir() if b"OutOfMemory" in log.read_bytes()]
 
 
 @contextmanager
@@ -195,13 +198,8 @@ def test_grpc_messages_without_a_token_are_not_stored(small: Served) -> None:
 
 
 def test_settings_reject_a_request_size_beyond_the_heap_quarter() -> None:
-    with pytest.raises(SettingsError, match="at most a quarter of heap_size_bytes"):
-        load(
-            overrides=[
-                f"serving.heap_size_bytes={SMALLEST_HEAP}",
-                f"serving.max_request_size_bytes={SMALLEST_HEAP // 2}",
-            ]
-        )
+    with pytest.raises(SettingsError, match=r"max_request_size_bytes = 134217729: .*134217728"):
+        load(overrides=[f"serving.max_request_size_bytes={HEAP_SIZE_BYTES // 4 + 1}"])
 
 
 @pytest.fixture(scope="module")
@@ -210,8 +208,9 @@ def hasty(release: PackedRelease, tmp_path_factory: pytest.TempPathFactory) -> I
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(java, "UPLOAD_TIMEOUT_S", 1)
         patch.setattr(java, "IDLE_TIMEOUT_S", 3)
-        patch.setattr(java, "CONNECTION_BYTES", SMALLEST_HEAP // 20)
-        with serving(release, tmp_path_factory.mktemp("hasty"), heap_size_bytes=SMALLEST_HEAP) as served:
+        patch.setattr(java, "CONNECTION_BYTES", SMALL_HEAP // 20)
+        patch.setattr(java, "HEAP_SIZE_BYTES", SMALL_HEAP)
+        with serving(release, tmp_path_factory.mktemp("hasty")) as served:
             yield served
 
 

@@ -107,7 +107,7 @@ def test_client_cannot_hide_its_requests_as_readiness_probes(served: Served) -> 
 
     time.sleep(2 * FLUSH_EVERY_S)
     before = counted()
-    url = f"http://127.0.0.1:{serving.inference_port}/predictions/{serving.model_name}"
+    url = f"http://127.0.0.1:{serving.inference_port}/predictions/embedding"
     headers = {"evernear-probe": "1", "Authorization": f"Bearer {read_key(served.home, 'inference')}"}
     image, _ = served.parts.smoke_queries()[0]
     assert requests.post(url, image, headers=headers, timeout=30).status_code == 200

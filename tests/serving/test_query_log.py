@@ -25,6 +25,7 @@ from evernear.serving import query_log
 from evernear.serving.client import Client
 from evernear.serving.configuration import (
     QUERY_LOG_FILE,
+    QUERY_LOG_SAMPLE,
     QUERY_LOG_VARIABLE,
     QueryLogConfiguration,
     logged_queries,
@@ -281,11 +282,11 @@ def test_worker_reads_the_servers_configuration(
     monkeypatch.setenv(QUERY_LOG_VARIABLE, str(tmp_path / QUERY_LOG_FILE))
     write_configuration(ServingSettings(query_log="off"), tmp_path)
     assert QueryLog.from_environment(parts) is None
-    write_configuration(ServingSettings(query_log="images", query_log_sample=7), tmp_path)
+    write_configuration(ServingSettings(query_log="images"), tmp_path)
     log = QueryLog.from_environment(parts)
     assert log is not None
     assert log._configuration.images
-    assert log._configuration.sample == 7
+    assert log._configuration.sample == QUERY_LOG_SAMPLE
     (tmp_path / QUERY_LOG_FILE).write_text("{}")
     assert QueryLog.from_environment(parts) is None, "a damaged configuration does not stop the worker"
 

@@ -232,11 +232,11 @@ def test_stop_without_a_server_does_nothing(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_without_the_model_api_only_the_model_store_is_loaded(make_release: MakeRelease, tmp_path: Path) -> None:
     release = make_release()
-    settings = Settings(workdir=tmp_path, serving=settings_on_free_ports(model_api=False))
+    settings = Settings(workdir=tmp_path, serving=settings_on_free_ports())
     home = home_of(tmp_path)
     model_store(home).mkdir(parents=True)
     shutil.copy(release.archive, model_store(home) / "embedding.mar")
-    torchserve.start_server(settings.serving, home)
+    torchserve.start_server(settings.serving, home, model_api=False)
     try:
         torchserve.await_ready(settings.serving, home, release.version)
         for image, query in open_release(release.archive, tmp_path / "opened").smoke_queries():

@@ -14,10 +14,12 @@ from PIL import Image
 
 from evernear.common.store import open_store
 from evernear.release.registry import Registry
+from evernear.serving import configuration
 from evernear.serving.configuration import logged_queries
 from evernear.serving.query_log_files import parse_file
 from evernear.settings import Settings
 from evernear.triggers.requests import RequestStore
+from evernear.triggers.watch import observe
 from evernear.triggers.watch.watcher import Watcher
 from tests.releases import MakeRelease, System
 from tests.served import serving
@@ -32,7 +34,7 @@ def noise(number: int) -> bytes:
 
 @pytest.mark.slow
 def test_drifting_queries_of_a_server_become_a_proposal(
-    system: System, make_release: MakeRelease, tmp_path: Path
+    system: System, make_release: MakeRelease, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shutil.copytree(urlsplit(system.dataset.manifest.store_uri).path, tmp_path / "store")
     store = open_store((tmp_path / "store").as_uri())
@@ -40,7 +42,8 @@ def test_drifting_queries_of_a_server_become_a_proposal(
     Registry(store).publish(release.archive)
     Registry(store).set_champion(release.version, None)
     sent = 60
-    with serving(release, tmp_path / "work", query_log_period_s=0.5) as served:
+    monkeypatch.setattr(configuration, "QUERY_LOG_PERIOD_S", 0.5)
+    with serving(release, tmp_path / "work") as served:
         for number in range(sent):
             served.client().predict(noise(number))
         directory, deadline_s = logged_queries(served.home), time.monotonic() + 30
@@ -56,9 +59,9 @@ def test_drifting_queries_of_a_server_become_a_proposal(
                 "workdir": served.settings.workdir,
                 "store": store.uri,
                 "data": {"source": "digits", "gallery_fraction": 0.2, "query_fraction": 0.1},
-                "watch": {"min_queries": 50},
             }
         )
+        monkeypatch.setattr(observe, "MIN_QUERIES", 50)
         report = Watcher(settings, store, None, tmp_path).check()
     assert report.faults == ()
     assert report.figures["queries"] == sent

@@ -2,7 +2,6 @@
 See `evernear.serving.pod`.
 """
 
-import time
 from typing import Annotated
 
 import typer
@@ -65,12 +64,3 @@ def ready(config: ConfigOption = None, overrides: SetOption = None, workdir: Wor
     with pod.client(settings) as client:
         queries = smoke(client, pod.release(settings))
     print_line(f"Ready: {quantity(queries, 'stored query', 'stored queries')} passed.")
-
-
-@app.command()
-def drain(config: ConfigOption = None, overrides: SetOption = None, workdir: WorkdirOption = None) -> None:
-    """preStop hook: wait for `serving.endpoint_removal_s` seconds while Kubernetes
-    removes the pod from its endpoints.
-    """
-    settings = local_settings(config, overrides, workdir)
-    time.sleep(settings.serving.endpoint_removal_s)

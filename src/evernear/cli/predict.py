@@ -23,6 +23,7 @@ from evernear.errors import (
     SettingsError,
 )
 from evernear.settings import Settings
+from evernear.settings.serving import MODEL_NAME
 
 if TYPE_CHECKING:
     from evernear.serving.client import Target
@@ -257,9 +258,8 @@ def _local_metadata(settings: Settings, version: str | None) -> "Metadata":
     from evernear.serving.management import Management
     from evernear.serving.responses import Metadata
 
-    model = settings.serving.model_name
-    loaded = Management(home_of(settings.workdir)).describe(model, version)
-    return Metadata.of(Registry(open_store(settings.store_uri)).get(loaded.version).manifest, model)
+    loaded = Management(home_of(settings.workdir)).describe(MODEL_NAME, version)
+    return Metadata.of(Registry(open_store(settings.store_uri)).get(loaded.version).manifest, MODEL_NAME)
 
 
 def _print_metadata(metadata: "Metadata", as_json: bool) -> None:

@@ -14,6 +14,7 @@ from evernear.common.output import log_to_stderr, print_json, print_line, print_
 from evernear.errors import ServingError, SettingsError
 from evernear.settings import Settings
 from evernear.settings.layers import command_for
+from evernear.settings.serving import MODEL_NAME
 
 if TYPE_CHECKING:
     from evernear.evaluation.live_accuracy import LiveAccuracy
@@ -105,7 +106,7 @@ def serve(
         version = start_torchserve(settings)
     url = endpoints(home).inference_url
     stop_it = command_for(settings.workdir, "stop")
-    live = f"Release {version} is live at {url}/predictions/{settings.serving.model_name}; `{stop_it}` stops it."
+    live = f"Release {version} is live at {url}/predictions/{MODEL_NAME}; `{stop_it}` stops it."
     if not foreground:
         print_line(live)
         return
@@ -123,7 +124,7 @@ def _serve_and_follow(settings: Settings) -> None:
     with stopped_by_signals(home):
         follower.start()
         url = endpoints(home).inference_url
-        print_line(f"Following {settings.store_uri}; predictions at {url}/predictions/{settings.serving.model_name}.")
+        print_line(f"Following {settings.store_uri}; predictions at {url}/predictions/{MODEL_NAME}.")
         follower.run()
 
 
@@ -135,7 +136,7 @@ def ready(config: ConfigOption = None, overrides: SetOption = None, workdir: Wor
     from evernear.serving.torchserve import is_ready
 
     settings = local_settings(config, overrides, workdir)
-    if not is_ready(home_of(settings.workdir), settings.serving.model_name):
+    if not is_ready(home_of(settings.workdir), MODEL_NAME):
         print_line(f"Not ready; `{command_for(settings.workdir, 'status')}` shows details.", sys.stderr)
         raise typer.Exit(1)
     print_line("Ready.")

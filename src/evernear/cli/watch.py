@@ -159,7 +159,7 @@ def _show_status(settings: Settings, as_json: bool) -> None:
 def _ship(settings: Settings, now: bool) -> None:
     from evernear.common.store import open_store
     from evernear.serving import query_log
-    from evernear.serving.configuration import logged_queries
+    from evernear.serving.configuration import QUERY_LOG_PERIOD_S, logged_queries
     from evernear.serving.endpoints import home_of
 
     log_to_stderr(logging.WARNING, settings.log_format)
@@ -168,8 +168,7 @@ def _ship(settings: Settings, now: bool) -> None:
         shipped = query_log.ship_query_log(directory, store)
         print_line(f"Shipped {quantity(shipped, 'file')} from {directory} to {store.uri}.")
         if not shipped:
-            period_s = settings.serving.query_log_period_s
-            print_line(f"The server writes a file every {period_s:g} s (serving.query_log_period_s) if it is queried.")
+            print_line(f"The server writes a file every {QUERY_LOG_PERIOD_S:g} s if it is queried.")
         return
     stop = threading.Event()
     remains = (

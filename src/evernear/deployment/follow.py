@@ -34,6 +34,7 @@ from evernear.serving.endpoints import home_of, read_state
 from evernear.settings import RunSettings
 
 STATE_FILE = "follow.json"
+POLL_S = 30.0  # until the champion's pointer is read again
 PROCESS_POLL_S = 0.5
 FIRST_PAUSE_S = 10.0
 LONGEST_PAUSE_S = 600.0
@@ -206,7 +207,7 @@ class Follower:
         ).save(self._home / STATE_FILE)
 
     def _next_poll_s(self) -> float:
-        return _jittered(self._settings.serving.follow_poll_s)
+        return _jittered(POLL_S)
 
 
 def _jittered(pause_s: float) -> float:

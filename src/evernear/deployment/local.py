@@ -28,8 +28,10 @@ from evernear.serving.configuration import model_store
 from evernear.serving.endpoints import Endpoints, home_of, read_state
 from evernear.serving.management import Management, RegisteredVersion
 from evernear.settings import RunSettings
+from evernear.settings.serving import MODEL_NAME
 
 DRAIN_TIMEOUT_S = 30
+KEEP_REGISTERED = 3  # releases, for a fast rollback; each takes the memory of its workers
 SPARE_BYTES = 2**20  # for filesystem blocks and TorchServe's logs
 LAST_BATCH_S = 0.5  # time in which a batch that has left the queue is certainly answered
 
@@ -41,9 +43,8 @@ class LocalTarget:
         self._settings = settings
         self._registry = Registry(open_store(settings.store_uri))
         self._home = home_of(settings.workdir)
-        self._model = settings.serving.model_name
         self._management = Management(self._home)
-        self._url = f"{Endpoints.of(settings.serving).inference_url}/predictions/{self._model}"
+        self._url = f"{Endpoints.of(settings.serving).inference_url}/predictions/{MODEL_NAME}"
 
     def is_running(self) -> bool:
         """Whether TorchServe is running."""
@@ -136,7 +137,7 @@ class LocalTarget:
             if loaded:
                 self._unload(version)
             raise
-        self._management.set_default(self._model, version)
+        self._management.set_default(MODEL_NAME, version)
         # The release is already live, so a failure to prune is ignored. The next
         # deployment tries to prune again.
         with contextlib.suppress(ServingError, StoreError, IntegrityError):
@@ -149,7 +150,7 @@ class LocalTarget:
         Raises:
             ServingError: the server does not respond.
         """
-        return self._management.describe(self._model).version if self._registered() else None
+        return self._management.describe(MODEL_NAME).version if self._registered() else None
 
     def stored_archive(self, version: str) -> Path:
         """The server's copy of the archive for a loaded release."""
@@ -190,15 +191,13 @@ class LocalTarget:
         if not self.is_running():
             return state | {"server": "died"}
         try:
-            models = self._management.list_models()
-            model = self._model if self._model in models or not models else models[0]
-            versions = [registered.version for registered in self._management.versions(model)]
-            default = self._management.describe(model) if versions else None
+            versions = [registered.version for registered in self._management.versions(MODEL_NAME)]
+            default = self._management.describe(MODEL_NAME) if versions else None
         except ServingError:
             return state | {"server": "not answering"}
         return state | {
             "server": "up",
-            "url": f"{running.endpoints.inference_url}/predictions/{model}",
+            "url": f"{running.endpoints.inference_url}/predictions/{MODEL_NAME}",
             "default": default.version if default else None,
             "ready_workers": default.ready_workers if default else 0,
             "registered": versions,
@@ -220,7 +219,7 @@ class LocalTarget:
 
     def _registered(self) -> dict[str, RegisteredVersion]:
         """The releases that the server has loaded, keyed by version, oldest first."""
-        return {model.version: model for model in self._management.versions(self._model)}
+        return {model.version: model for model in self._management.versions(MODEL_NAME)}
 
     def _follow(self, champion: Champion) -> None:
         """Make the champion the default,
@@ -231,7 +230,7 @@ class LocalTarget:
             if not self._has_archive(champion.version):
                 self._registry.fetch(champion.version, self._stored(champion.version))
             self._load(champion.version)
-        self._management.set_default(self._model, champion.version)
+        self._management.set_default(MODEL_NAME, champion.version)
         self._unload_unpublished(champion.version)
 
     def _unload_unpublished(self, live: str) -> None:
@@ -292,10 +291,10 @@ class LocalTarget:
     def _unregister(self, version: str) -> None:
         with contextlib.suppress(ServingError):  # TorchServe refuses to unregister a default among several
             if version in self._registered():
-                self._management.unregister(self._model, version)
+                self._management.unregister(MODEL_NAME, version)
 
     def _prune(self) -> None:
-        """Unload all releases except the first ``serving.keep_registered`` releases.
+        """Unload all releases except the first `KEEP_REGISTERED` releases.
         The champion is first, followed by its rollback target, followed by the newest
         releases.
         """
@@ -304,14 +303,14 @@ class LocalTarget:
             return
         rank = {champion.version: 2, champion.previous: 1}
         by_rank = sorted(self._registered(), key=lambda version: (rank.get(version, 0), version), reverse=True)
-        for version in by_rank[self._settings.serving.keep_registered :]:
+        for version in by_rank[KEEP_REGISTERED:]:
             self._drain(version)
             self._unload(version)
 
     def _drain(self, version: str) -> None:
         """Wait until the previous default release has answered its requests."""
         deadline_s = time.monotonic() + DRAIN_TIMEOUT_S
-        while self._management.describe(self._model, version).queue.pending and time.monotonic() < deadline_s:
+        while self._management.describe(MODEL_NAME, version).queue.pending and time.monotonic() < deadline_s:
             time.sleep(torchserve.POLL_S)
         time.sleep(LAST_BATCH_S)
 
@@ -322,7 +321,7 @@ class LocalTarget:
         return stored.is_file() and sha256_file(stored) == self._registry.get(version).archive_sha256
 
     def _stored(self, version: str) -> Path:
-        return model_store(self._home) / f"{self._model}-{version}.mar"
+        return model_store(self._home) / f"{MODEL_NAME}-{version}.mar"
 
 
 def at_running_server(settings: RunSettings) -> RunSettings:

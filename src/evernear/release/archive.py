@@ -45,7 +45,16 @@ from evernear.release.manifest import (
     new_version,
 )
 from evernear.settings import ServingSettings
+from evernear.settings.serving import (
+    MAX_BATCH_DELAY_MS,
+    MODEL_NAME,
+    QUEUE_SIZE,
+    RESPONSE_TIMEOUT_S,
+    STARTUP_TIMEOUT_S,
+)
 
+SMOKE_QUERIES = 8
+"""Largest number of stored queries that a release must answer before it goes live."""
 EmbeddedBlocks = Iterator[tuple[Block, NDArray[np.float32]]]
 SMOKE_BLOCK = 512  # number of query images from which the smoke queries are chosen
 # Runs torch-model-archiver. ``python -m model_archiver...`` would warn that the module
@@ -159,14 +168,14 @@ def make_archive(
             write_atomically(parts / MODEL_CONFIG_FILE, _model_config(settings))
             embedder = ExportedEmbedder(network_dir, store)
             queries = _write_smoke_queries(
-                parts, dataset, _embedded(dataset, "query", embedder), gallery, settings.smoke_queries
+                parts, dataset, _embedded(dataset, "query", embedder), gallery, SMOKE_QUERIES
             )
             baseline, group_distance = _drift_baseline(dataset, embedder, gallery)
             write_atomically(parts / DRIFT_BASELINE_FILE, baseline.to_bytes())
             manifest = _describe(parts, candidate, network, gallery, settings, created, group_distance)
             write_atomically(parts / MANIFEST_FILE, manifest.to_json())
-            _pack(Path(temporary), settings.model_name, manifest.version)
-            (Path(temporary) / f"{settings.model_name}.mar").replace(out_dir / ARCHIVE_FILE)
+            _pack(Path(temporary), manifest.version)
+            (Path(temporary) / f"{MODEL_NAME}.mar").replace(out_dir / ARCHIVE_FILE)
             write_atomically(out_dir / MANIFEST_FILE, manifest.to_json())
     return Release(manifest, out_dir / ARCHIVE_FILE, smoke_settled=all(query.settled for query in queries))
 
@@ -184,10 +193,10 @@ def _model_config(settings: ServingSettings) -> str:
     """TorchServe's options for the model. The number of workers is a server option."""
     options = {
         "batchSize": settings.batch_size,
-        "maxBatchDelay": settings.max_batch_delay_ms,
-        "jobQueueSize": settings.queue_size,
-        "responseTimeout": settings.response_timeout_s,
-        "startupTimeout": settings.startup_timeout_s,
+        "maxBatchDelay": MAX_BATCH_DELAY_MS,
+        "jobQueueSize": QUEUE_SIZE,
+        "responseTimeout": RESPONSE_TIMEOUT_S,
+        "startupTimeout": STARTUP_TIMEOUT_S,
     }
     return "".join(f"{name}: {value}\n" for name, value in options.items())
 
@@ -349,7 +358,7 @@ def _png(image: NDArray[np.uint8]) -> bytes:
     return buffer.getvalue()
 
 
-def _pack(directory: Path, model_name: str, version: str) -> None:
+def _pack(directory: Path, version: str) -> None:
     """Run torch-model-archiver on ``directory``/parts.
 
     The archiver stages its files in ``TMPDIR/<model name>``, and deletes this directory
@@ -359,7 +368,7 @@ def _pack(directory: Path, model_name: str, version: str) -> None:
     staging = directory / "staging"
     staging.mkdir()
     options = {
-        "--model-name": model_name,
+        "--model-name": MODEL_NAME,
         "--version": version,
         "--handler": f"parts/{HANDLER_FILE}",
         "--extra-files": "parts",

@@ -22,6 +22,9 @@ UNIX_SOCKET_PATH_BYTES = 107  # sun_path of unix(7), less its terminating zero
 
 QUERY_LOG_VARIABLE = "_EVERNEAR_QUERY_LOG"
 QUERY_LOG_FILE = "query-log.json"
+QUERY_LOG_SAMPLE = 100  # queries that each worker samples in a period: enough for drift, and kilobytes a day
+QUERY_LOG_PERIOD_S = 300.0  # between two log files of a worker
+QUERY_LOG_SIZE_BYTES = 64 * 2**20  # log files buffered on this machine; the oldest are dropped first
 
 
 class QueryLogConfiguration(Frozen):
@@ -34,14 +37,15 @@ class QueryLogConfiguration(Frozen):
     size_bytes: int
 
 
-def write_configuration(settings: ServingSettings, home: Path, *, tokens: bool = True) -> None:
+def write_configuration(settings: ServingSettings, home: Path, *, tokens: bool = True, model_api: bool = True) -> None:
     """Write ``config.properties``, ``metrics.yaml``,
     ``log4j2.xml`` and the query log's configuration to ``home``.
 
     Batching is configured in each archive (`evernear.release.archive`). Unless
-    ``tokens`` is set, the APIs require no token.
+    ``tokens`` is set, the APIs require no token. Unless ``model_api`` is set, no model can be
+    registered, and the server serves the models in its model store at startup.
     """
-    write_atomically(home / "config.properties", _as_properties(_properties(settings, home, tokens)))
+    write_atomically(home / "config.properties", _as_properties(_properties(settings, home, tokens, model_api)))
     write_atomically(home / "metrics.yaml", json.dumps(metrics_file(), indent=2))  # JSON is YAML
     write_atomically(home / "log4j2.xml", (resources.files("evernear.serving") / "log4j2.xml").read_bytes())
     if settings.query_log == "off":
@@ -50,9 +54,9 @@ def write_configuration(settings: ServingSettings, home: Path, *, tokens: bool =
         QueryLogConfiguration(
             directory=logged_queries(home),
             images=settings.query_log == "images",
-            sample=settings.query_log_sample,
-            period_s=settings.query_log_period_s,
-            size_bytes=settings.query_log_size_bytes,
+            sample=QUERY_LOG_SAMPLE,
+            period_s=QUERY_LOG_PERIOD_S,
+            size_bytes=QUERY_LOG_SIZE_BYTES,
         ).save(home / QUERY_LOG_FILE)
 
 
@@ -79,7 +83,7 @@ def temporary_directory(home: Path) -> Path:
     return Path("/tmp") / scratch_name(home)  # noqa: S108 - created by make_private
 
 
-def _properties(settings: ServingSettings, home: Path, tokens: bool) -> dict[str, object]:
+def _properties(settings: ServingSettings, home: Path, tokens: bool, model_api: bool) -> dict[str, object]:
     # TorchServe cannot parse IPv6 addresses in these properties. Our frontend therefore
     # binds to the address in the system property `evernear.host`.
     host = LOOPBACK if ":" in settings.host else settings.host
@@ -95,11 +99,11 @@ def _properties(settings: ServingSettings, home: Path, tokens: bool) -> dict[str
         "grpc_management_address": LOOPBACK,
         "grpc_management_port": settings.grpc_management_port,
         "model_store": model_store(home),
-        "load_models": "" if settings.model_api else "all",
+        "load_models": "" if model_api else "all",
         # TorchServe splits `allowed_urls` at commas. In the pattern, each comma is
         # replaced with a dot, which matches any character.
         "allowed_urls": "file://" + re.escape(str(model_store(home))).replace(",", ".") + "/.*",
-        "enable_model_api": str(settings.model_api).lower(),
+        "enable_model_api": str(model_api).lower(),
         "enable_envvars_config": "false",
         "disable_token_authorization": str(not tokens).lower(),
         "token_expiration_min": KEYS_EXPIRE_AFTER_MIN,

@@ -75,7 +75,6 @@ class ServerState(Frozen):
 
     pid: int
     endpoints: Endpoints
-    drain_timeout_s: int = 30
 
 
 def read_state(home: Path) -> ServerState | None:

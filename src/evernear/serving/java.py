@@ -16,13 +16,15 @@ from evernear.errors import ServingError
 from evernear.serving.configuration import QUERY_LOG_FILE, QUERY_LOG_VARIABLE, temporary_directory
 from evernear.serving.metrics import SECONDS_BOUNDS
 from evernear.settings import ServingSettings
+from evernear.settings.serving import HEAP_SIZE_BYTES, QUEUE_SIZE, RESPONSE_TIMEOUT_S
 
 MAIN_CLASS = "evernear.Frontend"
 FRONTEND_ARCHIVE = Path(__file__).parent / "frontend" / "frontend.jar"
 JAVA_MAJOR_VERSION = 17  # the oldest version that runs TorchServe 0.12
 
-# How long the frontend waits for a client.
+# How long the frontend waits.
 IDLE_TIMEOUT_S = 75  # for the head of the next request, longer than the 60 s of proxies
+DRAIN_TIMEOUT_S = 30  # for in-flight requests at shutdown, as long as a batch may take
 UPLOAD_TIMEOUT_S = 60  # for a body: 6.5 MB at 1 Mbit/s
 # Heap memory reserved for each connection. A connection actually uses less than a tenth
 # of the reserved memory, for 8 KiB of headers and for parsing.
@@ -73,7 +75,7 @@ def java_command(settings: ServingSettings, home: Path, frontend: Mapping[str, o
     unsafe = ["--sun-misc-unsafe-memory-access=allow"] if _major_version(java) >= 23 else []
     return [
         str(java),
-        f"-Xmx{settings.heap_size_bytes}",
+        f"-Xmx{HEAP_SIZE_BYTES}",
         # Leave the CPU cores to the worker. The frontend only moves bytes, so the C1
         # compiler is sufficient. In the first 15 s under load, the frontend used 0.8 of
         # 2 cores with C2, and 0.3 of 2 cores with C1 alone.
@@ -104,14 +106,14 @@ def frontend_limits(settings: ServingSettings) -> dict[str, int]:
     worker, each byte is stored at most twice in off-heap memory. In-flight requests are
     limited to a quarter of the heap, which leaves enough memory for the copies.
     """
-    batches_ahead = math.ceil(settings.queue_size / settings.batch_size)
+    batches_ahead = math.ceil(QUEUE_SIZE / settings.batch_size)
     return {
-        "drain_timeout_s": settings.drain_timeout_s,
+        "drain_timeout_s": DRAIN_TIMEOUT_S,
         "idle_timeout_s": IDLE_TIMEOUT_S,
         "upload_timeout_s": UPLOAD_TIMEOUT_S,
-        "answer_timeout_s": settings.response_timeout_s * (1 + batches_ahead),
-        "max_connections": settings.heap_size_bytes // CONNECTION_BYTES,
-        "max_in_flight_bytes": min(settings.heap_size_bytes // 4, 2**31 - 1),  # a Java int
+        "answer_timeout_s": RESPONSE_TIMEOUT_S * (1 + batches_ahead),
+        "max_connections": HEAP_SIZE_BYTES // CONNECTION_BYTES,
+        "max_in_flight_bytes": min(HEAP_SIZE_BYTES // 4, 2**31 - 1),  # a Java int
     }
 
 
@@ -129,7 +131,7 @@ def java_environment(settings: ServingSettings, home: Path) -> dict[str, str]:
         "TMPDIR": temporary,
         QUERY_LOG_VARIABLE: str(home / QUERY_LOG_FILE),
         "LC_ALL": "C.UTF-8",  # otherwise Java cannot open non-ASCII paths
-        "OMP_NUM_THREADS": str(settings.threads),  # under load, oversubscription reduces throughput the most
+        "OMP_NUM_THREADS": str(settings.threads or 1),  # under load, oversubscription reduces throughput the most
     }
 
 

@@ -11,6 +11,7 @@ from evernear.common.frozen import Frozen
 from evernear.errors import ServerUnreachableError, ServingError
 from evernear.serving.endpoints import endpoints, read_key, start_hint
 from evernear.settings import ServingSettings
+from evernear.settings.serving import MODEL_NAME, STARTUP_TIMEOUT_S
 
 TIMEOUT_S = 30
 
@@ -78,11 +79,11 @@ class Management:
         """
         parameters = {
             "url": archive,
-            "model_name": settings.model_name,
+            "model_name": MODEL_NAME,
             "initial_workers": settings.workers,
             "synchronous": "true",
         }
-        self._call("POST", "/models", parameters, timeout_s=settings.startup_timeout_s + TIMEOUT_S)
+        self._call("POST", "/models", parameters, timeout_s=STARTUP_TIMEOUT_S + TIMEOUT_S)
 
     def set_default(self, model: str, version: str) -> None:
         """Make ``version`` the default."""

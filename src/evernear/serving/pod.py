@@ -8,7 +8,7 @@ kubelet runs them.
     startupProbe     exec evernear pod ready                              all stored queries, predictions compared
     readinessProbe   GET /ready on the inference port, no token           a stored query, unless traffic is answered
     livenessProbe    the same, tolerating the time in which a worker loads
-    preStop          exec evernear pod drain                              serves while the endpoint is removed
+    preStop          exec sleep                                           serves while the endpoint is removed
     SIGTERM          drains (decision 9)
 
 In all containers, ``EVERNEAR_WORKDIR`` is the path of an emptyDir, which is the only
@@ -41,11 +41,21 @@ from evernear.serving import torchserve
 from evernear.serving.client import Client, Target
 from evernear.serving.configuration import LOOPBACK, model_store
 from evernear.serving.endpoints import home_of
+from evernear.serving.java import DRAIN_TIMEOUT_S
 from evernear.settings import RunSettings, ServingSettings, Settings
+from evernear.settings.serving import HEAP_SIZE_BYTES, MODEL_NAME
 from evernear.settings.sources import TOKEN_FILE_VARIABLE
 
 ANYWHERE = "0.0.0.0"  # noqa: S104 - of the pod, to which a NetworkPolicy restricts access
+ENDPOINT_REMOVAL_S = 10
+"""Delay of the preStop hook, while Kubernetes removes the pod from its endpoints and clients
+notice.
+"""
 JAVA_EXIT_S = 5  # after the drain
+GRACE_PERIOD_S = ENDPOINT_REMOVAL_S + DRAIN_TIMEOUT_S + JAVA_EXIT_S
+"""The ``terminationGracePeriodSeconds`` of a pod: the time for the preStop hook, the drain
+and the exit of Java.
+"""
 TOKEN = re.compile(r"[A-Za-z0-9._~+/-]{16,4096}=*")
 """Pattern for a b64token (RFC 6750, section 2.1) of at least 96 bits."""
 _STAGING = ".fetch-"
@@ -59,13 +69,6 @@ MEMORY_STEP_BYTES = 256 * 2**20  # so that small differences between releases do
 _UNITS = {"Mi": 2**20, "Gi": 2**30}
 
 
-def grace_period_s(settings: ServingSettings) -> int:
-    """The ``terminationGracePeriodSeconds`` of a pod: the time for the preStop hook,
-    the drain and the exit of Java.
-    """
-    return settings.endpoint_removal_s + settings.drain_timeout_s + JAVA_EXIT_S
-
-
 def memory_size_bytes(settings: ServingSettings, index_size_bytes: int, worker_parts_size_bytes: int) -> int:
     """The memory that a pod needs if every worker processes a full batch of the largest
     requests.
@@ -77,7 +80,7 @@ def memory_size_bytes(settings: ServingSettings, index_size_bytes: int, worker_p
     """
     batch = 2 * settings.batch_size * settings.max_request_size_bytes
     worker = WORKER_SIZE_BYTES + worker_parts_size_bytes + decode_size_bytes(settings.max_pixels) + batch
-    return settings.heap_size_bytes + JAVA_SIZE_BYTES + index_size_bytes + settings.workers * worker
+    return HEAP_SIZE_BYTES + JAVA_SIZE_BYTES + index_size_bytes + settings.workers * worker
 
 
 def pod_memory(settings: RunSettings, index_size_bytes: int = 0, worker_parts_size_bytes: int = 0) -> str:
@@ -170,11 +173,11 @@ def serve_pod(settings: Settings, *, without_token: bool = False) -> NoReturn:
     host = ANYWHERE if serving.host == LOOPBACK else serving.host
     frontend = {
         "log": "console",
-        "model": serving.model_name,
+        "model": MODEL_NAME,
         "query_file": _release_dir(settings) / release(settings).smoke_queries()[0][1].file,
     }
     torchserve.exec_torchserve(
-        serving.model_copy(update={"host": host, "model_api": False}),
+        serving.model_copy(update={"host": host}),
         home_of(settings.workdir),
         frontend | ({"token_file": token_file} if token_file else {}),
         tokens=token_file is not None,
@@ -200,7 +203,7 @@ def client(settings: Settings) -> Client:
 
 
 def _archive(settings: Settings) -> Path:
-    return model_store(home_of(settings.workdir)) / f"{settings.serving.model_name}.mar"
+    return model_store(home_of(settings.workdir)) / f"{MODEL_NAME}.mar"
 
 
 def _release_dir(settings: Settings) -> Path:

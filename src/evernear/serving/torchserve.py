@@ -35,9 +35,10 @@ from evernear.serving.endpoints import (
     home_of,
     read_state,
 )
-from evernear.serving.java import MAIN_CLASS, find_java, java_command, java_environment
+from evernear.serving.java import DRAIN_TIMEOUT_S, MAIN_CLASS, find_java, java_command, java_environment
 from evernear.serving.management import Management
 from evernear.settings import ServingSettings
+from evernear.settings.serving import MODEL_NAME, STARTUP_TIMEOUT_S
 
 POLL_S = 0.1
 CONNECT_TIMEOUT_S = 1.0
@@ -46,17 +47,18 @@ JAVA_EXIT_TIMEOUT_S = 5.0  # after the drain
 KILL_TIMEOUT_S = 15.0
 
 
-def start_server(settings: ServingSettings, home: Path) -> Endpoints:
+def start_server(settings: ServingSettings, home: Path, *, model_api: bool = True) -> Endpoints:
     """Start TorchServe in ``home`` unless it is already running,
     and wait until its management API responds.
 
-    The server outlives this process and inherits no pipes from it.
+    The server outlives this process and inherits no pipes from it. ``model_api`` is passed
+    to `write_configuration`.
 
     Raises:
         PortInUseError: a different program uses a port.
         ServingError: Java or TorchServe is not installed, the server is already running
             on different ports, or the server does not start within
-            ``settings.startup_timeout_s``.
+            `STARTUP_TIMEOUT_S`.
         StoreError: ``home``, or the server's directory in /tmp, cannot be created.
         BusyError: a different process is starting or stopping this server, and does not
             finish in time.
@@ -69,11 +71,11 @@ def start_server(settings: ServingSettings, home: Path) -> Endpoints:
         _remove_leftovers(home)
         _require_free_ports(requested)
         command = java_command(settings, home, {})
-        write_configuration(settings, home)
+        write_configuration(settings, home, model_api=model_api)
         pid = _spawn_detached(command, settings, home)
-        ServerState(pid=pid, endpoints=requested, drain_timeout_s=settings.drain_timeout_s).save(home / STATE_FILE)
+        ServerState(pid=pid, endpoints=requested).save(home / STATE_FILE)
         try:
-            _await_management(home, pid, settings.startup_timeout_s)
+            _await_management(home, pid, STARTUP_TIMEOUT_S)
         except BaseException:
             _end_processes(home)
             _remove_leftovers(home)
@@ -97,7 +99,7 @@ def exec_torchserve(settings: ServingSettings, home: Path, frontend: Mapping[str
     _require_free_ports(Endpoints.of(settings))
     _remove_leftovers(home)
     command = java_command(settings, home, frontend)
-    write_configuration(settings, home, tokens=tokens)
+    write_configuration(settings, home, tokens=tokens, model_api=False)
     make_private(temporary_directory(home))
     os.umask(0o077)
     os.chdir(home)
@@ -123,7 +125,7 @@ def stop_server(home: Path) -> bool:
     """Stop the server in ``home`` and its workers, and return whether it was running.
 
     The server drains: it rejects new connections and finishes in-flight requests. The
-    time limit is the ``drain_timeout_s`` with which the server was started.
+    time limit is `DRAIN_TIMEOUT_S`.
 
     Raises:
         ServingError: a process does not exit.
@@ -164,18 +166,16 @@ def await_ready(settings: ServingSettings, home: Path, version: str) -> None:
     is running or a worker crashes repeatedly.
 
     Raises:
-        ServingError: the workers are not READY within ``settings.startup_timeout_s``.
+        ServingError: the workers are not READY within `STARTUP_TIMEOUT_S`.
         ServerUnreachableError: the server died.
     """
     management = Management(home)
-    deadline_s = time.monotonic() + settings.startup_timeout_s
+    deadline_s = time.monotonic() + STARTUP_TIMEOUT_S
     while time.monotonic() < deadline_s:
-        if management.describe(settings.model_name, version).ready_workers >= settings.workers:
+        if management.describe(MODEL_NAME, version).ready_workers >= settings.workers:
             return
         time.sleep(POLL_S)
-    raise ServingError(
-        f"Release {version} is not ready after {settings.startup_timeout_s} s; see {home}/logs/model.log."
-    )
+    raise ServingError(f"Release {version} is not ready after {STARTUP_TIMEOUT_S} s; see {home}/logs/model.log.")
 
 
 def is_ready(home: Path, model: str) -> bool:
@@ -380,7 +380,7 @@ def _end_processes(home: Path) -> bool:
     if state is not None:
         java = [process for process in running if process.pid == state.pid]
         _signal(java, psutil.Process.terminate)
-        psutil.wait_procs(java, timeout=state.drain_timeout_s + JAVA_EXIT_TIMEOUT_S)
+        psutil.wait_procs(java, timeout=DRAIN_TIMEOUT_S + JAVA_EXIT_TIMEOUT_S)
     remaining = processes(home)  # workers exit with their Java process, unless it died first
     _signal(remaining, psutil.Process.kill)
     psutil.wait_procs(remaining, timeout=KILL_TIMEOUT_S)

@@ -16,7 +16,9 @@ from evernear.deployment.kubernetes.labels import REVISION
 from evernear.deployment.kubernetes.objects import serving_objects
 from evernear.deployment.kubernetes.pod_template import ServedRelease
 from evernear.errors import SettingsError
+from evernear.serving.java import DRAIN_TIMEOUT_S
 from evernear.settings import Settings, load
+from evernear.settings.serving import STARTUP_TIMEOUT_S
 
 Tree = dict[str, Any]
 OLDEST, NEWEST = "1.30", "1.37"
@@ -135,8 +137,8 @@ def test_memory_is_checked_before_the_first_step_reads_images() -> None:
 
 
 def test_lower_limits_of_serving_make_room() -> None:
-    assert objects("kubernetes.memory=1Gi", "serving.batch_size=1", "serving.max_pixels=1000000",
-                   "serving.max_request_size_bytes=1000000", "serving.heap_size_bytes=134217728")  # fmt: skip
+    assert objects("kubernetes.memory=1280Mi", "serving.batch_size=1", "serving.max_pixels=1000000",
+                   "serving.max_request_size_bytes=1000000")  # fmt: skip
 
 
 def test_only_the_autoscaler_sets_the_number_of_replicas() -> None:
@@ -212,25 +214,20 @@ def test_threads_fit_the_cpu_limit(cpu: str, workers: int, threads: int) -> None
 
 
 def test_config_map_contains_the_serving_settings() -> None:
-    expected = settings("serving.model_name=faces", "serving.threads=3", "serving.drain_timeout_s=7")
+    expected = settings("serving.batch_size=8", "serving.threads=3", "serving.query_log=off")
     manifests = {manifest["kind"]: manifest for manifest in serving_objects(expected, RELEASE)}
     pod_settings = Settings.model_validate(tomllib.loads(manifests["ConfigMap"]["data"]["evernear.toml"]))
     assert pod_settings.serving == expected.serving
-    spec = pod(manifests)
-    assert spec["terminationGracePeriodSeconds"] > 7 + expected.serving.endpoint_removal_s
-    probe = spec["containers"][0]["startupProbe"]
-    assert probe["failureThreshold"] * probe["periodSeconds"] >= expected.serving.startup_timeout_s
 
 
-def test_prestop_hook_does_not_read_the_settings_file() -> None:
-    """By then the file may belong to the next release,
-    and contain settings that the pod's evernear does not know.
-    """
-    (serve,) = pod(objects("serving.endpoint_removal_s=17"))["containers"]
-    program, *words = serve["lifecycle"]["preStop"]["exec"]["command"]
-    assert (program, words[:2]) == ("evernear", ["pod", "drain"])
-    assert "--config" not in words
-    assert load(environment={}, overrides=words[words.index("--set") + 1 :]).serving.endpoint_removal_s == 17
+def test_pod_has_time_to_start_and_to_drain() -> None:
+    spec = pod(objects())
+    (serve,) = spec["containers"]
+    program, delay_s = serve["lifecycle"]["preStop"]["exec"]["command"]
+    assert program == "sleep"
+    assert spec["terminationGracePeriodSeconds"] > int(delay_s) + DRAIN_TIMEOUT_S
+    probe = serve["startupProbe"]
+    assert probe["failureThreshold"] * probe["periodSeconds"] >= STARTUP_TIMEOUT_S
 
 
 def test_claim_is_mounted_at_the_path_of_the_store() -> None:
@@ -288,8 +285,7 @@ def test_commands_of_the_pod_exist() -> None:
     for overrides in ([], ["kubernetes.token_secret=token"], ["kubernetes.query_secret=queries"]):
         spec = pod(objects(*overrides))
         (serve,) = spec["containers"]
-        hooks = [serve["startupProbe"]["exec"], serve["lifecycle"]["preStop"]["exec"]]
-        for container in (*spec["initContainers"], serve, *hooks):
+        for container in (*spec["initContainers"], serve, serve["startupProbe"]["exec"]):
             program, *words = container["command"]
             assert program == "evernear"
             parse(typer.main.get_command(app), words)

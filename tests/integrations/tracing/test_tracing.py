@@ -70,7 +70,7 @@ def test_prediction_is_one_trace_through_both_servers(
             assert answer.status_code == 200
             spans = collector.wait_for(TRACE, "POST /predict", "prepare", "call predictor", "predict", "search")
         serving_settings = served.settings.serving
-        url = f"http://127.0.0.1:{serving_settings.inference_port}/predictions/{serving_settings.model_name}"
+        url = f"http://127.0.0.1:{serving_settings.inference_port}/predictions/embedding"
         headers = parent(OTHER_TRACE) | {"Authorization": f"Bearer {read_key(served.home, 'inference')}"}
         assert httpx.post(url, content=b"no image", headers=headers).status_code == 400
         _, rejected = collector.wait_for(OTHER_TRACE, "predict")["predict"]

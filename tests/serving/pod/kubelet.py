@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 import requests
 
-from evernear.serving.pod import grace_period_s
+from evernear.serving.pod import GRACE_PERIOD_S
 from evernear.settings import ServingSettings, Settings
 from tests.releases import settings_on_free_ports
 
@@ -31,7 +31,8 @@ class Pod:
     /tmp and Secret in it.
     """
 
-    def __init__(self, directory: Path, token: str | None = None, **serving: object) -> None:
+    def __init__(self, directory: Path, token: str | None = None, removal_s: float = 10, **serving: object) -> None:
+        self.removal_s = removal_s
         self.serving: ServingSettings = settings_on_free_ports(**serving)
         self.workdir, self._secret, self._tmp = (directory / name for name in ("work", "secret", "tmp"))
         for path in (self.workdir, self._secret, self._tmp):
@@ -69,7 +70,7 @@ class Pod:
             self._server = subprocess.Popen(command, env=self._environment(contained=True), stdout=log, stderr=log)
 
     def exec(self, command: str) -> subprocess.CompletedProcess[str]:
-        """Run an exec probe or hook, as a process next to the server."""
+        """Run an exec probe, as a process next to the server."""
         environment = self._environment(contained=False)
         return subprocess.run([EVERNEAR, "pod", command], env=environment, capture_output=True, text=True, timeout=120)
 
@@ -99,22 +100,20 @@ class Pod:
         return process.children()[0] if can_contain() else process
 
     def delete(self) -> float:
-        """Run preStop, send SIGTERM and wait until all processes end;
+        """Sleep as preStop does, send SIGTERM and wait until all processes end;
         returns the seconds that this took.
 
         A pod that outlives its grace period is killed, which is a failure.
         """
         started_s = time.monotonic()
-        grace_s = grace_period_s(self.serving)
-        hook = self.exec("drain")
-        assert hook.returncode == 0, hook.stderr
+        time.sleep(self.removal_s)
         assert self._server is not None
         self.first_process().terminate()
         try:
-            self._server.wait(timeout=grace_s - (time.monotonic() - started_s))
+            self._server.wait(timeout=GRACE_PERIOD_S - (time.monotonic() - started_s))
         except subprocess.TimeoutExpired:
             self.kill()
-            raise AssertionError(f"the pod was not gone after {grace_s} s: {self.log}") from None
+            raise AssertionError(f"the pod was not gone after {GRACE_PERIOD_S} s: {self.log}") from None
         return time.monotonic() - started_s
 
     def kill(self) -> None:

@@ -14,7 +14,7 @@ from evernear.errors import IntegrityError, ServingError, SettingsError, StoreEr
 from evernear.release.registry import Registry
 from evernear.serving import pod
 from evernear.serving.endpoints import home_of
-from evernear.settings import ServingSettings, Settings
+from evernear.settings import Settings
 from evernear.settings.sources import TOKEN_FILE_VARIABLE
 from tests.no_files import NO_FILES
 from tests.releases import MakeRelease, PackedRelease, forge
@@ -194,8 +194,3 @@ def test_serve_rejects_a_token_with_without_token(
     monkeypatch.setenv(TOKEN_FILE_VARIABLE, "/somewhere/token")
     with pytest.raises(SettingsError, match="drop one of them"):
         pod.serve_pod(settings, without_token=True)
-
-
-def test_grace_period_covers_prestop_and_drain() -> None:
-    settings = ServingSettings(endpoint_removal_s=7, drain_timeout_s=40)
-    assert pod.grace_period_s(settings) > 7 + 40

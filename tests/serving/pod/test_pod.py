@@ -27,7 +27,7 @@ LAG_S = 0.5  # delay between a change of the endpoints and of the balancer
 @pytest.fixture(scope="module")
 def pod(start_pod: StartPod) -> Pod:
     """The pod that the last test replaces."""
-    return start_pod(endpoint_removal_s=2, threads=2)
+    return start_pod(removal_s=2, threads=2)
 
 
 class Service:
@@ -184,7 +184,7 @@ def test_replacing_a_pod_fails_no_request(pod: Pod, start_pod: StartPod, shipped
         calling(balancer.port, shipped.image, TOKEN, clients=4, pause_s=0.01) as calls,
     ):
         _await(lambda: calls.total > 60)
-        replace([service], pod, successor, lag_s=0.8 * pod.serving.endpoint_removal_s)
+        replace([service], pod, successor, lag_s=0.8 * pod.removal_s)
         after = calls.total
         _await(lambda: calls.total > after + 60)
     assert calls.failures == []
@@ -200,7 +200,7 @@ def test_replacements_under_load_fail_no_request_of_5000_unless_prestop_is_too_s
     """The endpoint is removed immediately, then late, then later than the preStop
     delay, which must fail requests.
     """
-    pods = [start_pod(endpoint_removal_s=3)]
+    pods = [start_pod(removal_s=3)]
     rest, grpc = Service("inference_port"), Service("grpc_inference_port")
     for service in (rest, grpc):
         service.add(pods[0])
@@ -211,14 +211,14 @@ def test_replacements_under_load_fail_no_request_of_5000_unless_prestop_is_too_s
         calling_grpc(grpc_balancer.port, shipped.image, TOKEN, clients=2, pause_s=0.02) as grpc_calls,
     ):
         for lag_s in (LAG_S, 2.7):
-            pods.append(start_pod(endpoint_removal_s=3))
+            pods.append(start_pod(removal_s=3))
             end_s = replace([rest, grpc], pods[-2], pods[-1], lag_s)
             with capsys.disabled():
                 print(f"\nendpoint removed after {lag_s} s, pod gone after {end_s:.1f} s: {summary(calls, grpc_calls)}")
         _await(lambda: calls.total >= 5000, timeout_s=200)
         assert calls.failures + grpc_calls.failures == []
         assert balancer.refused + grpc_balancer.refused == 0
-        pods.append(start_pod(endpoint_removal_s=0))
+        pods.append(start_pod(removal_s=0))
         replace([rest, grpc], pods[-2], pods[-1], LAG_S)
         pods.append(start_pod())
         replace([rest, grpc], pods[-2], pods[-1], 3)

@@ -30,10 +30,10 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, System]:
 
 
 @pytest.fixture
-def watched(trained: tuple[Path, System], tmp_path: Path) -> Iterator[WatchedSystem]:
+def watched(trained: tuple[Path, System], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[WatchedSystem]:
     """A copy of that store, and the folder, which is restored afterwards."""
     directory, _ = trained
     shutil.copytree(directory / "store", tmp_path / "store")
-    watched = WatchedSystem(directory / "images", tmp_path)
+    watched = WatchedSystem(directory / "images", tmp_path, monkeypatch)
     yield watched
     watched.remove_added()

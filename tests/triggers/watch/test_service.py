@@ -37,8 +37,9 @@ from tests.triggers.watch.watched import noise
 
 
 @pytest.fixture
-def settings(tmp_path: Path) -> Settings:
+def settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Settings:
     """A source without a release: every check decides to train."""
+    monkeypatch.setattr(service_module, "DEBOUNCE_S", 0.3)
     for number in range(30):
         path = tmp_path / "images" / "ab"[number % 2] / f"{number}.png"
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -47,7 +48,7 @@ def settings(tmp_path: Path) -> Settings:
 
 
 def make_settings(directory: Path, **watch: object) -> Settings:
-    chosen: dict[str, object] = {"interval_s": 3600, "debounce_s": 0.3, "health_port": 0, **watch}
+    chosen: dict[str, object] = {"interval_s": 3600, "health_port": 0, **watch}
     return Settings.model_validate(
         {
             "workdir": directory / "work",
@@ -156,7 +157,8 @@ def test_burst_of_changes_leads_to_one_check(
     monkeypatch.setenv("AWS_REGION", "us-east-1")
     with notifying_minio() as minio:
         monkeypatch.setenv("AWS_ENDPOINT_URL", minio.url)
-        bucket = make_settings(tmp_path, debounce_s=60.0)  # no check begins during the burst, however long it takes
+        monkeypatch.setattr(service_module, "DEBOUNCE_S", 60.0)  # no check begins during the burst
+        bucket = make_settings(tmp_path)
         bucket = bucket.model_copy(update={"data": bucket.data.model_copy(update={"source": "s3://images"})})
         # This server cannot list the source, which a check reports as a fault.
         with running(bucket, tmp_path) as (service, watcher):
@@ -185,7 +187,7 @@ def test_endless_changes_delay_a_check_by_a_limit(settings: Settings, tmp_path: 
             service.changed()
             time.sleep(0.02)
             assert time.monotonic() - begin_s < 15
-        assert watcher.checks_s[1] - begin_s > 2  # 10 times debounce_s
+        assert watcher.checks_s[1] - begin_s > 2  # 10 times DEBOUNCE_S
 
 
 def test_change_during_a_check_leads_to_another(

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -90,7 +91,7 @@ def test_few_new_images_lead_to_nothing(watched: WatchedSystem) -> None:
 
 def test_declined_proposal_stays_quiet_until_it_is_worse(watched: WatchedSystem) -> None:
     watched.add("3", MANY[:200])
-    watch = {"cooldown_s": 6 * 3600, "new_train_images": 100, "new_gallery_images": 1000}
+    watch: dict[str, Any] = {"cooldown_s": 6 * 3600, "new_train_images": 100, "new_gallery_images": 1000}
     watched.watcher(**watch).check()
     (first,) = watched.proposals
     decline(watched, first)
@@ -593,7 +594,7 @@ def test_files_that_a_run_has_read_are_new_only_if_their_images_are(
     """The champion's snapshot, or the one of its training,
     is not the newest and lists the former times.
     """
-    watch = {"policy": "start", "new_gallery_images": 5, "new_train_images": 50, "new_train_share": 0.0}
+    watch: dict[str, Any] = {"policy": "start", "new_gallery_images": 5, "new_train_images": 50, "new_train_share": 0.0}
     touch()
     watched.add("3", MANY[:5])
     (watched.images / "3" / "broken.png").write_text("no image")

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 from PIL import Image
 from sklearn.datasets import load_digits
 
@@ -28,6 +29,7 @@ from evernear.serving.query_log import QueryLog, ship_query_log
 from evernear.serving.responses import Prediction
 from evernear.settings import Settings
 from evernear.triggers.requests import Request, RequestStore
+from evernear.triggers.watch import decide, observe
 from evernear.triggers.watch.watcher import Watcher
 
 NOON = datetime(2027, 3, 1, 12, tzinfo=UTC)
@@ -123,6 +125,7 @@ class WatchedSystem:
 
     images: Path
     directory: Path
+    patch: pytest.MonkeyPatch
     now: datetime = NOON
     runs: MemoryRuns = field(default_factory=MemoryRuns)
     _added: list[Path] = field(default_factory=list[Path])
@@ -136,18 +139,30 @@ class WatchedSystem:
         return list(RequestStore(self.store).list())
 
     def settings(self, **watch: object) -> Settings:
-        chosen: dict[str, object] = {"new_gallery_images": 30, "min_queries": 40, **watch}
         return Settings.model_validate(
             {
                 "workdir": self.directory / "work",
                 "store": (self.directory / "store").as_uri(),
                 "data": {"source": f"folder:{self.images}", "gallery_fraction": 0.2, "query_fraction": 0.1},
-                "watch": chosen,
+                "watch": watch,
             }
         )
 
-    def watcher(self, runs: MemoryRuns | None = None, **watch: object) -> Watcher:
-        """A new one, as after a restart."""
+    def watcher(
+        self,
+        runs: MemoryRuns | None = None,
+        *,
+        new_gallery_images: int = 30,
+        new_train_share: float = decide.NEW_TRAIN_SHARE,
+        min_queries: int = 40,
+        drift_window_s: float = observe.DRIFT_WINDOW_S,
+        **watch: object,
+    ) -> Watcher:
+        """A new one, as after a restart, with thresholds that suit a few images."""
+        self.patch.setattr(decide, "NEW_GALLERY_IMAGES", new_gallery_images)
+        self.patch.setattr(decide, "NEW_TRAIN_SHARE", new_train_share)
+        self.patch.setattr(observe, "MIN_QUERIES", min_queries)
+        self.patch.setattr(observe, "DRIFT_WINDOW_S", drift_window_s)
         cache = self.directory / "cache"
         cache.mkdir(exist_ok=True)
         return Watcher(self.settings(**watch), self.store, runs or self.runs, cache, lambda: self.now)

@@ -12,8 +12,9 @@ from evernear.common.disk import sha256_bytes
 from evernear.deployment.kubernetes.labels import REVISION, SETTINGS_SHA256, selector
 from evernear.index.description import VECTORS_FILE
 from evernear.release.records import Record
-from evernear.serving.pod import grace_period_s, pod_memory
-from evernear.settings import KubernetesSettings, RunSettings, ServingSettings
+from evernear.serving.pod import ENDPOINT_REMOVAL_S, GRACE_PERIOD_S, pod_memory
+from evernear.settings import KubernetesSettings, RunSettings
+from evernear.settings.serving import RESPONSE_TIMEOUT_S, STARTUP_TIMEOUT_S
 
 Tree = dict[str, Any]
 
@@ -83,7 +84,7 @@ def _threads(settings: RunSettings) -> int:
 
     Oversubscribed threads wait for each other. See benchmarks/results/serving.md.
     """
-    if settings.serving.threads != ServingSettings().threads:
+    if settings.serving.threads:
         return settings.serving.threads
     return max(1, (int(parse_quantity(settings.kubernetes.cpu)) - 1) // settings.serving.workers)
 
@@ -109,7 +110,7 @@ def _pod(settings: RunSettings, release: ServedRelease) -> Tree:
         "automountServiceAccountToken": False,
         "enableServiceLinks": False,
         "securityContext": POD_SECURITY | {"fsGroup": USER, "fsGroupChangePolicy": "OnRootMismatch"},
-        "terminationGracePeriodSeconds": grace_period_s(settings.serving),
+        "terminationGracePeriodSeconds": GRACE_PERIOD_S,
         "topologySpreadConstraints": [
             _spread(kubernetes, "kubernetes.io/hostname"),
             _spread(kubernetes, "topology.kubernetes.io/zone"),
@@ -183,12 +184,8 @@ def _container(settings: RunSettings, release: ServedRelease) -> Tree:
         container["envFrom"] = [{"secretRef": {"name": kubernetes.milvus_secret}}]
     if kubernetes.gpus:
         container["resources"]["limits"]["nvidia.com/gpu"] = str(kubernetes.gpus)
-    starts = math.ceil(serving.startup_timeout_s / PROBE_S)
+    starts = math.ceil(STARTUP_TIMEOUT_S / PROBE_S)
     alive = {"httpGet": {"path": "/ready", "port": "http"}, "periodSeconds": PROBE_S}
-    # The value of `serving.endpoint_removal_s` is not read from the ConfigMap. While
-    # pods are being replaced, the mounted file already contains the settings of the new
-    # pods.
-    drain = ["evernear", "pod", "drain", "--set", f"serving.endpoint_removal_s={serving.endpoint_removal_s}"]
     return container | {
         "ports": [
             {"name": "http", "containerPort": serving.inference_port, "protocol": "TCP"},
@@ -204,8 +201,8 @@ def _container(settings: RunSettings, release: ServedRelease) -> Tree:
         "readinessProbe": alive | {"timeoutSeconds": PROBE_TIMEOUT_S, "failureThreshold": 2},
         # TorchServe restarts dead workers. The container is restarted only if
         # TorchServe cannot restart a dead worker.
-        "livenessProbe": alive | {"timeoutSeconds": serving.response_timeout_s, "failureThreshold": starts},
-        "lifecycle": {"preStop": {"exec": {"command": drain}}},
+        "livenessProbe": alive | {"timeoutSeconds": RESPONSE_TIMEOUT_S, "failureThreshold": starts},
+        "lifecycle": {"preStop": {"exec": {"command": ["sleep", str(ENDPOINT_REMOVAL_S)]}}},
     }
 
 

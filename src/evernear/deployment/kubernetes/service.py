@@ -13,6 +13,7 @@ from evernear.serving.client import Client, Target
 from evernear.serving.client.target import token_of_environment
 from evernear.serving.responses import Prediction, Rejection
 from evernear.settings import KubernetesSettings, RunSettings
+from evernear.settings.serving import MODEL_NAME, RESPONSE_TIMEOUT_S
 
 PAUSE_S = 0.5
 CONVERGENCE_TIMEOUT_S = 60
@@ -39,7 +40,7 @@ def verify(client: PredictionClient, settings: KubernetesSettings, parts: Releas
 
 def service_url(settings: RunSettings) -> str:
     """The prediction URL inside the cluster."""
-    return f"http://{_host(settings)}:{settings.serving.inference_port}/predictions/{settings.serving.model_name}"
+    return f"http://{_host(settings)}:{settings.serving.inference_port}/predictions/{MODEL_NAME}"
 
 
 def service_client(cluster: Cluster, settings: RunSettings) -> PredictionClient:
@@ -73,10 +74,10 @@ def _target(settings: RunSettings, host: str, port: int, *, tls: bool = False) -
     return Target(
         host=host,
         port=port,
-        model=settings.serving.model_name,
+        model=MODEL_NAME,
         token=token_of_environment,
         tls=tls,
-        timeout_s=settings.serving.response_timeout_s,
+        timeout_s=RESPONSE_TIMEOUT_S,
         max_size_bytes=settings.serving.max_request_size_bytes,
         hint="its NetworkPolicy lets in the namespaces of kubernetes.client_namespaces",
     )
@@ -113,8 +114,8 @@ class _ApiServerProxyClient:
     def __init__(self, cluster: Cluster, settings: RunSettings) -> None:
         self._cluster = cluster
         self._service = settings.kubernetes.name
-        self._path = f"/predictions/{settings.serving.model_name}"
-        self._timeout_s = settings.serving.response_timeout_s
+        self._path = f"/predictions/{MODEL_NAME}"
+        self._timeout_s = RESPONSE_TIMEOUT_S
 
     def predict(self, image: bytes, version: str | None = None) -> Prediction:
         """Like `evernear.serving.client.Client.predict`."""

@@ -15,6 +15,7 @@ from evernear.common.masking import remember, usable
 from evernear.errors import SettingsError
 from evernear.serving.endpoints import endpoints, home_of, host_and_port, read_key, start_hint
 from evernear.settings import RunSettings
+from evernear.settings.serving import MODEL_NAME, RESPONSE_TIMEOUT_S
 from evernear.settings.sources import TOKEN_FILE_VARIABLE, TOKEN_VARIABLE
 
 Format = Literal["rest", "grpc", "prep"]
@@ -79,11 +80,11 @@ class Target:
         return Target(
             host=host,
             port=port,
-            model=serving.model_name,
+            model=MODEL_NAME,
             format=format,
             token=token_of_environment,
             tls=tls,
-            timeout_s=serving.response_timeout_s,
+            timeout_s=RESPONSE_TIMEOUT_S,
             max_size_bytes=limit,
         )
 

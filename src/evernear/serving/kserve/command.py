@@ -13,6 +13,7 @@ from evernear.common.output import print_line
 from evernear.errors import EvernearError
 from evernear.serving.release_source import ReleaseSource
 from evernear.settings import PrepSettings, ServingSettings
+from evernear.settings.serving import MODEL_NAME, QUEUE_SIZE, RESPONSE_TIMEOUT_S
 
 MAX_IMAGES = 1024
 """Maximum number of images in one request. This limit is necessary because a tiny file
@@ -32,8 +33,8 @@ def arguments(description: str) -> argparse.ArgumentParser:
     serving, prep = ServingSettings(), PrepSettings()
     parser.set_defaults(
         enable_latency_logging=False,  # the metrics have the same figures, and logging them delays each response
-        model_name=serving.model_name,
-        predictor_request_timeout_seconds=serving.response_timeout_s,
+        model_name=MODEL_NAME,
+        predictor_request_timeout_seconds=RESPONSE_TIMEOUT_S,
         grpc_max_receive_message_length=serving.max_request_size_bytes,
     )
     add = parser.add_argument
@@ -44,7 +45,7 @@ def arguments(description: str) -> argparse.ArgumentParser:
     add("--max_request_size_bytes", type=int, default=serving.max_request_size_bytes, help="Size of a body.")
     add("--max_images", type=int, default=MAX_IMAGES, help="Images in one request.")
     add("--batch_size", type=int, default=serving.batch_size, help="Images of concurrent requests in a batch.")
-    add("--queue_size", type=int, default=serving.queue_size, help="Images that may wait; further requests get 503.")
+    add("--queue_size", type=int, default=QUEUE_SIZE, help="Images that may wait; further requests get 503.")
     add("--max_pixels", type=int, default=serving.max_pixels, help="Pixels of an image; the release may allow fewer.")
     add("--max_bodies_size_bytes", type=int, default=prep.max_bodies_size_bytes, help="Size of all bodies in flight.")
     add("--upload_timeout_seconds", type=float, default=prep.upload_timeout_s, help="Time limit for receiving a body.")

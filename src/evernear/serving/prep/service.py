@@ -29,6 +29,7 @@ from evernear.serving.request_parsing import image_from_json
 from evernear.serving.responses import Metadata, Prediction
 from evernear.serving.tracing import span, tracer
 from evernear.settings import Settings
+from evernear.settings.serving import MODEL_NAME
 
 MATCHING_ATTEMPTS = 3  # releases may change while one request is answered
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
@@ -79,7 +80,6 @@ class PrepService:
         """If ``embeddings`` is set, predictions contain the image's embedding."""
         self._embeddings = embeddings
         self._prep = settings.prep
-        self._model = settings.serving.model_name
         self._store_uri = settings.store_uri
         self._predictors = [AsyncClient(target) for target in targets_of(settings)]
         self._releases = Releases(settings.store_uri)
@@ -134,7 +134,7 @@ class PrepService:
 
     async def metadata(self) -> Metadata:
         """Describe the live release. Raises the errors of `predict`."""
-        return Metadata.of(await self.live_release(), self._model)
+        return Metadata.of(await self.live_release(), MODEL_NAME)
 
     async def close(self) -> None:
         """Close the connections to the predictor, and stop the threads."""

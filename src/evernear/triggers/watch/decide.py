@@ -19,6 +19,12 @@ _DRIFT_RATIO = 1.5
 effects vary by chance.
 """
 _NOTHING_NEW = "But the source has nothing new to train on: label images like the live queries first."
+NEW_TRAIN_SHARE = 0.05
+"""Share of the network's training images from which new ones are worth a training run. A
+smaller share changes the network less than another seed does.
+"""
+NEW_GALLERY_IMAGES = 20
+"""New gallery images that are worth a reindex, which takes minutes and no training."""
 _LOSS_STEP = 0.05
 """Increase in a loss of accuracy that counts as worse: 5 percentage points."""
 
@@ -101,7 +107,7 @@ def _causes_to_train(observation: Observation, settings: Settings) -> tuple[Caus
         if "source" not in settings.data.model_fields_set:
             reasons.append(f"{observation.source} is the default; set data.source to watch another source.")
         causes.append(Cause("first_release", tuple(reasons), steps))
-    elif changes and changes.train_images >= max(watch.new_train_images, watch.new_train_share * changes.trained_on):
+    elif changes and changes.train_images >= max(watch.new_train_images, NEW_TRAIN_SHARE * changes.trained_on):
         share = f", {changes.train_images / changes.trained_on:.0%} of" if changes.trained_on else " in addition to"
         reason = (
             f"About {quantity(round(changes.train_images), 'new training image')}{share} the {changes.trained_on:,}"
@@ -126,9 +132,9 @@ def _causes_to_index(observation: Observation, settings: Settings) -> tuple[Caus
     if classes := _valid_classes(changes, settings):
         reason = f"{'A new class' if len(classes) == 1 else 'New classes'} in the source: {_counted(classes)}."
         causes.append(Cause("new_classes", (reason,), {"new_classes": 1}))
-    if changes.gallery_images >= settings.watch.new_gallery_images:
+    if changes.gallery_images >= NEW_GALLERY_IMAGES:
         reason = f"About {quantity(round(changes.gallery_images), 'new gallery image')}."
-        causes.append(Cause("gallery_images", (reason,), {"new_gallery_images": settings.watch.new_gallery_images}))
+        causes.append(Cause("gallery_images", (reason,), {"new_gallery_images": NEW_GALLERY_IMAGES}))
     return tuple(causes)
 
 

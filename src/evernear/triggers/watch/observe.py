@@ -37,6 +37,22 @@ from evernear.review.live_labels import labels_of_release
 from evernear.serving.live_queries import live_queries, reference_queries
 from evernear.settings import DataSettings, Settings
 
+DRIFT_WINDOW_S = 24 * 3600.0
+"""Age of the live queries that a check reads: a day, since the hours of a day differ."""
+MIN_QUERIES = 200
+"""Smallest sample of live queries to test for drift. If fewer of them are independent, a
+check also reads older ones, up to ``watch.query_retention_s``. In smaller samples, random
+differences exceed `BOUNDS`.
+"""
+FALSE_ALARM_RATE = 0.001
+"""Largest share of checks that may report drift by chance: with a check an hour, once in six
+weeks.
+"""
+BOUNDS: dict[Measure, float] = {"unknown_rise": 0.05, "distance_shift": 0.15, "embedding_shift": 0.005}
+"""Smallest effects to report, because tiny ones are significant in a large sample: a rise of
+the unknown rate as a share of all queries, the Kolmogorov-Smirnov statistic of the gallery
+distances, and the energy coefficient of the embeddings.
+"""
 _T = TypeVar("_T")
 _WINDOW_MARGIN = 1.2
 """Safety factor for extending a window. The window is this factor longer than the rate
@@ -95,7 +111,7 @@ class Drift:
     """
     gap_s: float
     window_s: float
-    """Age of the oldest queries. The age exceeds ``watch.drift_window_s`` if that
+    """Age of the oldest queries. The age exceeds `DRIFT_WINDOW_S` if that
     window contains too few independent queries.
     """
     unknown_rate: float
@@ -220,27 +236,20 @@ class Observer:
         return manifest
 
     def _drift(self, registry: Registry, champion: ReleaseManifest, now: datetime, faults: list[str]) -> Drift:
-        watch = self.settings.watch
+        retention_s = self.settings.watch.query_retention_s
         reference = reference_queries(self._baseline(registry, champion.version))
-        window_s = float(watch.drift_window_s)
+        window_s = DRIFT_WINDOW_S
         live, damaged = live_queries(self.store, champion.version, now - timedelta(seconds=window_s), now)
         independent, gap_s = independent_queries(live)
-        # With few queries, random differences exceed the bounds, and only the p-value
-        # prevents false alarms. The window is therefore extended.
-        if len(independent) < watch.min_queries and window_s < watch.query_retention_s:
-            wanted_s = _WINDOW_MARGIN * window_s * watch.min_queries / max(1, len(independent))
-            window_s = min(wanted_s, watch.query_retention_s)
+        if len(independent) < MIN_QUERIES and window_s < retention_s:
+            wanted_s = _WINDOW_MARGIN * window_s * MIN_QUERIES / max(1, len(independent))
+            window_s = min(wanted_s, retention_s)
             live, damaged = live_queries(self.store, champion.version, now - timedelta(seconds=window_s), now)
             independent, gap_s = independent_queries(live)
         faults += damaged
-        is_enough = len(live) >= watch.min_queries
-        bounds: dict[Measure, float] = {
-            "unknown_rise": watch.unknown_rise,
-            "distance_shift": watch.distance_shift,
-            "embedding_shift": watch.embedding_shift,
-        }
+        is_enough = len(live) >= MIN_QUERIES
         return Drift(
-            shifts=tuple(measure_drift(reference, independent, bounds, watch.false_alarm_rate)) if is_enough else (),
+            shifts=tuple(measure_drift(reference, independent, BOUNDS, FALSE_ALARM_RATE)) if is_enough else (),
             queries=live.total,
             sampled=len(live),
             independent=len(independent),

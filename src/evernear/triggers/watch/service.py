@@ -31,9 +31,13 @@ from evernear.triggers.watch.schedule_state import CheckReport
 from evernear.triggers.watch.watcher import Watcher
 
 FIRST_RETRY_S = 30.0
+DEBOUNCE_S = 60.0
+"""Quiet time after the last change in the bucket before a check. An upload of many files is
+then one check.
+"""
 DEBOUNCE_MAX = 10
 """Maximum delay of a check if further changes keep arriving, as a multiple of
-``watch.debounce_s``.
+`DEBOUNCE_S`.
 """
 STUCK_AFTER_S = 1800.0
 CLOCK_CHECK_S = 60.0
@@ -87,10 +91,11 @@ class WatchService:
                 coalesce=True,
                 misfire_grace_time=None,
             )
-            if self._settings.watch.prune_keep:
+            if keep := self._settings.watch.prune_keep:
                 self._scheduler.add_job(
                     self.prune,
                     "interval",
+                    args=(keep,),
                     seconds=PRUNE_INTERVAL.total_seconds(),
                     id=_PRUNE_JOB,
                     next_run_time=datetime.now(UTC),
@@ -103,8 +108,7 @@ class WatchService:
                     self.bake, "interval", seconds=BAKE_INTERVAL_S, id=_BAKE_JOB, max_instances=1, coalesce=True
                 )
             self._scheduler.start()
-            if self._settings.watch.bucket_events:
-                threading.Thread(target=self._listen, name="bucket-events", daemon=True).start()
+            threading.Thread(target=self._listen, name="bucket-events", daemon=True).start()
             try:
                 while not self.stopping.wait(CLOCK_CHECK_S):
                     self._follow_clock()
@@ -134,15 +138,15 @@ class WatchService:
             with self._lock:
                 is_changed = self._changed_s is not None
             if is_changed:  # during the check
-                self._run_in(_JOB, timedelta(seconds=self._settings.watch.debounce_s))
+                self._run_in(_JOB, timedelta(seconds=DEBOUNCE_S))
 
-    def prune(self) -> None:
-        """Prune the store to ``watch.prune_keep`` releases.
+    def prune(self, keep: int) -> None:
+        """Prune the store to ``keep`` releases.
 
         If pruning fails or a run is in progress, pruning is retried later.
         """
         try:
-            pruning = prune_store(open_store(self._settings.store_uri), self._settings.watch.prune_keep)
+            pruning = prune_store(open_store(self._settings.store_uri), keep)
         except EvernearError as error:
             self._print(f"{error} Pruning again in {PRUNE_RETRY.total_seconds() / 3600:.0f} h.")
             self._run_in(_PRUNE_JOB, PRUNE_RETRY)
@@ -168,13 +172,13 @@ class WatchService:
 
     def changed(self) -> None:
         """Schedule a check for the time when the source has not changed for
-        ``watch.debounce_s`` seconds.
+        `DEBOUNCE_S` seconds.
         """
-        debounce_s, now_s = self._settings.watch.debounce_s, time.monotonic()
+        now_s = time.monotonic()
         with self._lock:
             self._changed_s = self._changed_s or now_s
-            left_s = self._changed_s + DEBOUNCE_MAX * debounce_s - now_s
-        self._run_in(_JOB, timedelta(seconds=max(0.0, min(debounce_s, left_s))))
+            left_s = self._changed_s + DEBOUNCE_MAX * DEBOUNCE_S - now_s
+        self._run_in(_JOB, timedelta(seconds=max(0.0, min(DEBOUNCE_S, left_s))))
 
     def health(self) -> tuple[bool, dict[str, object]]:
         """Whether checks complete, with details."""
