@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from evernear.cli.interrupts import message_on_interrupt
-from evernear.cli.options import ConfigOption, JsonOption, ReleaseOption, SetOption, WorkdirOption
+from evernear.cli.options import JsonOption, ReleaseOption, options_of
 from evernear.cli.parts import INTERRUPTED, output_uri, parts_progress
-from evernear.cli.releases import StoreOption, registry_settings
+from evernear.cli.releases import registry_settings
 from evernear.common.output import print_json, print_line, quantity
 from evernear.errors import SettingsError
 from evernear.settings import DataSettings, Settings, parse
@@ -22,7 +22,9 @@ MAX_PROCESSES = 8
 CPUS_PER_PROCESS = 4
 
 
+@options_of(registry_settings)
 def batch_predict(
+    settings: Settings,
     source: Annotated[
         str, typer.Option("--source", help="folder:DIR | s3://bucket/prefix; images at any depth, without classes.")
     ],
@@ -40,10 +42,6 @@ def batch_predict(
         typer.Option("--part-images", min=1, help="Images of one Parquet file; a killed part is repeated. [5000]"),
     ] = None,
     as_json: JsonOption = False,
-    store: StoreOption = None,
-    config: ConfigOption = None,
-    overrides: SetOption = None,
-    workdir: WorkdirOption = None,
 ) -> None:
     """Use a release to recognize all images in a folder or bucket, without a server.
 
@@ -57,7 +55,6 @@ def batch_predict(
     from evernear.release.registry import Registry
     from evernear.serving.batch import PART_IMAGES, Shared, plan_predictions, summarize
 
-    settings = registry_settings(store, config, overrides, workdir)
     registry = Registry(open_store(settings.store_uri))
     shared = Shared(
         source=_absolute(source),

@@ -5,7 +5,8 @@ import sys
 
 import typer
 
-from evernear.cli.options import ConfigOption, ReleaseOption, SetOption, WorkdirOption, local_settings
+from evernear.cli.options import ReleaseOption, local_settings, options_of
+from evernear.settings import Settings
 
 app = typer.Typer(
     name="deployment", rich_markup_mode="markdown", no_args_is_help=True, help="The Kubernetes objects of a release."
@@ -18,11 +19,10 @@ def _group() -> None:
 
 
 @app.command()
+@options_of(local_settings)
 def render(
+    settings: Settings,
     release: ReleaseOption = None,
-    config: ConfigOption = None,
-    overrides: SetOption = None,
-    workdir: WorkdirOption = None,
 ) -> None:
     """Print the Kubernetes objects that a deployment would apply, as YAML, for review,
     policy checks or GitOps.
@@ -31,7 +31,6 @@ def render(
 
     from evernear.deployment.kubernetes import KubernetesTarget
 
-    settings = local_settings(config, overrides, workdir)
     objects = KubernetesTarget(settings).render(release)
     unshared = json.loads(json.dumps(objects))  # without shared values, which YAML would write as aliases
     sys.stdout.write(yaml.safe_dump_all(unshared, sort_keys=False, width=120))  # escapes non-ASCII characters

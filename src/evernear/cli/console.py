@@ -18,6 +18,7 @@ from evernear.cli.options import (
     SourceOption,
     WorkdirOption,
     assignments,
+    options_of,
     run_layers,
 )
 from evernear.common.output import print_line, print_secret
@@ -33,7 +34,7 @@ HostOption = Annotated[
 ]
 
 
-def console(
+def console_layers(
     port: PortOption = None,
     host: HostOption = None,
     source: SourceOption = None,
@@ -43,14 +44,15 @@ def console(
     workdir: WorkdirOption = None,
     retire: RetireOption = None,
     rename: RenameOption = None,
-) -> None:
+) -> Layers[Settings]:
+    overrides = assignments(overrides, **{"console.port": port, "console.host": host})
+    return run_layers(source, preset, config, overrides, workdir, retire, rename)
+
+
+@options_of(console_layers)
+def console(layers: Layers[Settings]) -> None:
     """Serve web pages on which users try images, name unknown images, correct suspect
     labels, reindex, promote and roll back."""
-    overrides = assignments(overrides, **{"console.port": port, "console.host": host})
-    _serve(run_layers(source, preset, config, overrides, workdir, retire, rename))
-
-
-def _serve(layers: Layers[Settings]) -> None:
     from evernear.common.store import open_store
     from evernear.release.promotions import whoami
 

@@ -6,11 +6,12 @@ from typing import Annotated, Literal
 
 import typer
 
-from evernear.cli.options import ConfigOption, JsonOption, SetOption, WorkdirOption
+from evernear.cli.options import JsonOption, options_of
 from evernear.cli.parts import output_uri
-from evernear.cli.releases import StoreOption, registry_settings
+from evernear.cli.releases import registry_settings
 from evernear.common.output import print_json, print_line, quantity
 from evernear.errors import SettingsError
+from evernear.settings import Settings
 
 app = typer.Typer(
     name="dataset",
@@ -26,7 +27,9 @@ def _group() -> None:  # pyright: ignore[reportUnusedFunction] - with one comman
 
 
 @app.command()
+@options_of(registry_settings)
 def export(
+    settings: Settings,
     form: Annotated[Literal["parquet", "webdataset", "folder"], typer.Option("--format", help="What to write.")],
     out: Annotated[str, typer.Option("--out", metavar="DIR|s3://...", help="Where the files go.")],
     snapshot: Annotated[
@@ -38,10 +41,6 @@ def export(
         typer.Option("--release", metavar="VERSION", help="Export the embeddings of a release, and its snapshot."),
     ] = None,
     as_json: JsonOption = False,
-    store: StoreOption = None,
-    config: ConfigOption = None,
-    overrides: SetOption = None,
-    workdir: WorkdirOption = None,
 ) -> None:
     """Export a dataset snapshot: images, labels, splits, digests, groups and, with
     --release, the embeddings of that release.
@@ -53,7 +52,6 @@ def export(
     from evernear.data.sources import require_outside
     from evernear.release.export_dataset import export_snapshot, select_snapshot
 
-    settings = registry_settings(store, config, overrides, workdir)
     opened, output = open_store(settings.store_uri), open_store(output_uri(out))
     manifest = select_snapshot(opened, settings.data.dataset, snapshot, release)
     require_outside(output, settings.data.source, manifest.source)

@@ -4,26 +4,25 @@ from typing import Annotated, cast
 
 import typer
 
-from evernear.cli.options import ConfigOption, JsonOption, SetOption, WorkdirOption, local_settings
+from evernear.cli.options import JsonOption, local_settings, options_of
 from evernear.common.output import print_json, print_line
+from evernear.settings import Settings
 
 
+@options_of(local_settings)
 def doctor(
+    settings: Settings,
     parts: Annotated[
         list[str] | None,
         typer.Argument(metavar="[PART]...", help="store, cluster, pipelines or slack. [the configured ones]"),
     ] = None,
     as_json: JsonOption = False,
-    config: ConfigOption = None,
-    overrides: SetOption = None,
-    workdir: WorkdirOption = None,
 ) -> None:
     """Check the object store, the cluster, Kubeflow Pipelines and Slack. Report each
     problem with its remedy."""
     from evernear.cli.checks import PARTS, Part, check, configured
     from evernear.errors import SettingsError
 
-    settings = local_settings(config, overrides, workdir)
     for part in parts or ():
         if part not in PARTS:
             raise SettingsError(f"Unknown part {part!r}; known: {', '.join(PARTS)}.")

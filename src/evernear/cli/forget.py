@@ -5,18 +5,17 @@ from typing import Annotated
 
 import typer
 
-from evernear.cli.options import ConfigOption, JsonOption, SetOption, WorkdirOption
-from evernear.cli.releases import StoreOption, registry_settings
+from evernear.cli.options import JsonOption, options_of
+from evernear.cli.releases import registry_settings
 from evernear.common.output import print_json, print_line, quantity
+from evernear.settings import Settings
 
 
+@options_of(registry_settings)
 def forget(
+    settings: Settings,
     yes: Annotated[bool, typer.Option("--yes", help="Delete. Without it, the command only lists.")] = False,
     as_json: JsonOption = False,
-    store: StoreOption = None,
-    config: ConfigOption = None,
-    overrides: SetOption = None,
-    workdir: WorkdirOption = None,
 ) -> None:
     """Delete images from snapshots, releases, caches, run pages and the query log if
     the source no longer has them.
@@ -26,7 +25,6 @@ def forget(
     from evernear.maintenance.forget import find
     from evernear.maintenance.forget import forget_images as delete_images
 
-    settings = registry_settings(store, config, overrides, workdir)
     opened = open_store(settings.store_uri)
     forgotten = delete_images(opened) if yes else find(opened)
     if yes:

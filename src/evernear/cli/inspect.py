@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from evernear.cli.archives import safe
-from evernear.cli.options import ConfigOption, JsonOption, SetOption, WorkdirOption
-from evernear.cli.releases import StoreOption, registry_of
+from evernear.cli.options import JsonOption, options_of
+from evernear.cli.releases import registry_of
 from evernear.common.disk import open_regular
 from evernear.common.output import print_json, print_line
 from evernear.errors import DataError, IntegrityError, PredictionRejectedError
@@ -37,7 +37,9 @@ def _group() -> None:  # pyright: ignore[reportUnusedFunction] - with one comman
 
 
 @app.command()
+@options_of(registry_of)
 def run(
+    registry: "Registry",
     release: ReleaseArgument,
     images: Annotated[list[Path], typer.Option("--image", metavar="FILE", help="PNG, JPEG or WebP; repeatable.")],
     more: Annotated[list[Path] | None, typer.Argument(metavar="[FILE]...", help="More images.")] = None,
@@ -45,13 +47,8 @@ def run(
         bool, typer.Option("--trust", help="Load a .mar that is not in the registry. It can run arbitrary code.")
     ] = False,
     as_json: JsonOption = False,
-    store: StoreOption = None,
-    config: ConfigOption = None,
-    overrides: SetOption = None,
-    workdir: WorkdirOption = None,
 ) -> None:
     """Use a release to recognize images, without a server."""
-    registry = registry_of(store, config, overrides, workdir)
     with (
         _archive(release, registry) as archive,
         tempfile.TemporaryDirectory(prefix="evernear-inspect-") as temporary,

@@ -8,19 +8,10 @@ from typing import Annotated
 
 import typer
 
-from evernear.cli.options import (
-    ConfigOption,
-    JsonOption,
-    PresetOption,
-    RenameOption,
-    RetireOption,
-    SetOption,
-    SourceOption,
-    WorkdirOption,
-    run_settings,
-)
-from evernear.cli.releases import StoreOption, registry_settings
+from evernear.cli.options import JsonOption, options_of, run_settings
+from evernear.cli.releases import registry_settings
 from evernear.common.output import print_json, print_line, print_table, quantity
+from evernear.settings import Settings
 from evernear.settings.layers import command_for
 
 app = typer.Typer(
@@ -33,15 +24,10 @@ _PRINTED = 10
 
 
 @app.command()
+@options_of(run_settings)
 def check(
+    settings: Settings,
     as_json: JsonOption = False,
-    source: SourceOption = None,
-    preset: PresetOption = None,
-    config: ConfigOption = None,
-    overrides: SetOption = None,
-    workdir: WorkdirOption = None,
-    retire: RetireOption = None,
-    rename: RenameOption = None,
 ) -> None:
     """Search the ingested source for images whose label looks wrong, and list them for
     `evernear console`.
@@ -53,7 +39,6 @@ def check(
     from evernear.common.store import open_store
     from evernear.review.suspects import check_labels
 
-    settings = run_settings(source, preset, config, overrides, workdir, retire, rename)
     result = check_labels(open_store(settings.store_uri), settings, datetime.now(UTC))
     if as_json:
         print_json(result.model_dump(mode="json"))
@@ -74,12 +59,10 @@ def check(
 
 
 @app.command(name="import")
+@options_of(registry_settings)
 def import_(
+    settings: Settings,
     file: Annotated[Path, typer.Argument(metavar="FILE.csv", help="CSV file with the columns id and label.")],
-    store: StoreOption = None,
-    config: ConfigOption = None,
-    overrides: SetOption = None,
-    workdir: WorkdirOption = None,
 ) -> None:
     """Import true labels of live queries and print each release's weekly accuracy.
 
@@ -91,7 +74,7 @@ def import_(
     from evernear.evaluation.live_accuracy import accuracy_by_week
     from evernear.review.live_labels import import_labels, labeled_queries, read_labels
 
-    opened = open_store(registry_settings(store, config, overrides, workdir).store_uri)
+    opened = open_store(settings.store_uri)
     read = read_labels(file)
     result = import_labels(opened, read.labels, datetime.now(UTC))
     print_line(f"{result.stored:,} of {quantity(len(read.labels), 'label')} stored.")

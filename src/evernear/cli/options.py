@@ -1,17 +1,20 @@
 """Options that several commands share, and functions that build settings from them.
 
-A command declares the options, and passes their values to a function of this module:
+A command has the options of such a function, and gets the result as its first argument:
 
     @app.command()
-    def stop(config: ConfigOption = None, overrides: SetOption = None, workdir: WorkdirOption = None) -> None:
-        settings = local_settings(config, overrides, workdir)
-"""  # noqa: W505
+    @options_of(local_settings)
+    def stop(settings: Settings) -> None: ...
+"""
 
 import difflib
 import json
 import re
+from collections.abc import Callable
+from functools import wraps
+from inspect import Signature, signature
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, Concatenate, TypeVar
 
 import typer
 
@@ -19,6 +22,7 @@ from evernear.errors import SettingsError
 from evernear.settings import Settings, load, load_layers
 from evernear.settings.layers import Layers
 
+Built = TypeVar("Built")
 ConfigOption = Annotated[Path | None, typer.Option("--config", help="Settings file (TOML).")]
 PresetOption = Annotated[
     str | None, typer.Option("--preset", help="Built-in settings: best, fast, frozen, photos or quick.")
@@ -66,6 +70,26 @@ MinutesOption = Annotated[
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 
 
+def options_of(build: Callable[..., Built]) -> Callable[[Callable[Concatenate[Built, ...], None]], Callable[..., None]]:
+    """Add the parameters of ``build`` to a command's options. The command gets the
+    result of ``build`` as its first argument."""
+
+    def decorate(command: Callable[Concatenate[Built, ...], None]) -> Callable[..., None]:
+        (_, *own), added = signature(command).parameters.values(), signature(build).parameters
+
+        @wraps(command)
+        def run(**options: Any) -> None:
+            built = build(**{name: options.pop(name) for name in added if name in options})
+            command(built, **options)
+
+        parameters = [*own, *added.values()]
+        vars(run)["__signature__"] = Signature(parameters)
+        run.__annotations__ = {each.name: each.annotation for each in parameters}
+        return run
+
+    return decorate
+
+
 def local_settings(config: ConfigOption = None, overrides: SetOption = None, workdir: WorkdirOption = None) -> Settings:
     """The settings from files, the environment and command-line options."""
     options = assignments(overrides, workdir=workdir)
@@ -96,20 +120,28 @@ def run_layers(
     workdir: WorkdirOption = None,
     retire: RetireOption = None,
     rename: RenameOption = None,
-    minutes: MinutesOption = None,
-    *,
-    new_workdir: bool = False,
 ) -> Layers[Settings]:
-    """Like `run_settings`, but keep the settings of each origin separate.
-    ``new_workdir`` says that the command may create the working directory.
-    """
+    """Like `run_settings`, but keep the settings of each origin separate."""
+    _require_workdir(assignments(overrides, workdir=workdir))
+    return new_run_layers(source, preset, config, overrides, workdir, retire, rename)
+
+
+def new_run_layers(
+    source: SourceOption = None,
+    preset: PresetOption = None,
+    config: ConfigOption = None,
+    overrides: SetOption = None,
+    workdir: WorkdirOption = None,
+    retire: RetireOption = None,
+    rename: RenameOption = None,
+    minutes: MinutesOption = None,
+) -> Layers[Settings]:
+    """Like `run_layers`, for a command that may create the working directory."""
     classes = {
         "classes.retired": json.dumps(retire) if retire else None,
         "classes.renamed": json.dumps(dict(map(_old_and_new, rename))) if rename else None,
     }
     options = assignments(overrides, workdir=workdir, **{"data.source": source, "train.minutes": minutes}, **classes)
-    if not new_workdir:
-        _require_workdir(options)
     return load_layers(preset=preset, config=config, overrides=options)
 
 

@@ -6,8 +6,9 @@ from typing import Annotated
 
 import typer
 
-from evernear.cli.options import ConfigOption, SetOption, WorkdirOption, local_settings
+from evernear.cli.options import local_settings, options_of
 from evernear.common.output import print_line, quantity
+from evernear.settings import Settings
 
 app = typer.Typer(
     name="pod",
@@ -18,48 +19,43 @@ app = typer.Typer(
 
 
 @app.command()
+@options_of(local_settings)
 def fetch(
+    settings: Settings,
     release: Annotated[str, typer.Option("--release", metavar="VERSION", help="The release of the pod.")],
     sha256: Annotated[str, typer.Option("--sha256", metavar="HEX", help="SHA-256 of its archive.")],
-    config: ConfigOption = None,
-    overrides: SetOption = None,
-    workdir: WorkdirOption = None,
 ) -> None:
     """Init container: download a release from the store for `serve`. Idempotent."""
     from evernear.serving import pod
 
-    settings = local_settings(config, overrides, workdir)
     fetched = pod.fetch_release(release, sha256, settings)
     print_line(f"Fetched release {fetched.version}, sha256 {sha256}.")
 
 
 @app.command()
+@options_of(local_settings)
 def serve(
+    settings: Settings,
     without_token: Annotated[
         bool,
         typer.Option("--without-token", help="Accept requests without a token. Restrict access with a NetworkPolicy."),
     ] = False,
-    config: ConfigOption = None,
-    overrides: SetOption = None,
-    workdir: WorkdirOption = None,
 ) -> None:
     """Replace this process with TorchServe and the fetched release. EVERNEAR_TOKEN_FILE
     is the path of a file that contains the token.
     """
     from evernear.serving import pod
 
-    settings = local_settings(config, overrides, workdir)
     pod.serve_pod(settings, without_token=without_token)
 
 
 @app.command()
-def ready(config: ConfigOption = None, overrides: SetOption = None, workdir: WorkdirOption = None) -> None:
+@options_of(local_settings)
+def ready(settings: Settings) -> None:
     """Startup probe: exit with 0 if the answers to all stored queries equal the answers
     recorded in the release."""
     from evernear.deployment.smoke import smoke
     from evernear.serving import pod
-
-    settings = local_settings(config, overrides, workdir)
 
     with pod.client(settings) as client:
         queries = smoke(client, pod.release(settings))

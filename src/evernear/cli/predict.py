@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TextIO
 
 import typer
 
-from evernear.cli.options import ConfigOption, JsonOption, SetOption, WorkdirOption, local_settings
+from evernear.cli.options import JsonOption, local_settings, options_of
 from evernear.common.output import print_json, print_line, printable, quantity
 from evernear.errors import (
     DataError,
@@ -47,7 +47,9 @@ def _path(text: str) -> Path:
     return Path(text)
 
 
+@options_of(local_settings)
 def predict(
+    settings: Settings,
     images: Annotated[
         list[Path] | None, typer.Argument(help="PNG, JPEG or WebP files.", metavar="IMAGE...", parser=_path)
     ] = None,
@@ -78,16 +80,12 @@ def predict(
     version: Annotated[str | None, typer.Option("--version", help="A loaded release other than the default.")] = None,
     metadata: Annotated[bool, typer.Option("--metadata", help="Show the model's inputs and outputs instead.")] = False,
     as_json: JsonOption = False,
-    config: ConfigOption = None,
-    overrides: SetOption = None,
-    workdir: WorkdirOption = None,
 ) -> None:
     """Recognize images with the live release. `evernear batch-predict` recognizes
     images without a server.
     """
     from evernear.serving.client import Client, Target
 
-    settings = local_settings(config, overrides, workdir)
     if metadata and target is None and format != "prep":
         _print_metadata(_local_metadata(settings, version), as_json)
         return

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from evernear.cli.archives import show_archive
-from evernear.cli.options import ConfigOption, JsonOption, SetOption, WorkdirOption, local_settings
+from evernear.cli.options import ConfigOption, JsonOption, SetOption, WorkdirOption, local_settings, options_of
 from evernear.common.output import print_json, print_line, print_table
 from evernear.errors import IntegrityError, SettingsError
 from evernear.evaluation.coverage import classes_tested
@@ -57,7 +57,9 @@ def registry_of(
 
 
 @app.command(name="list")
+@options_of(registry_of)
 def list_(
+    registry: "Registry",
     history: Annotated[
         bool,
         typer.Option(
@@ -66,16 +68,11 @@ def list_(
         ),
     ] = False,
     as_json: JsonOption = False,
-    store: StoreOption = None,
-    config: ConfigOption = None,
-    overrides: SetOption = None,
-    workdir: WorkdirOption = None,
 ) -> None:
     """List all releases, oldest first, with their states: champion,
     promoted (once), held, or not promoted. With --history, show when, how, by whom and
     why the champion changed.
     """
-    registry = registry_of(store, config, overrides, workdir)
     if history:
         _print_history(registry, as_json)
         return
@@ -110,20 +107,17 @@ def list_(
 
 
 @app.command()
+@options_of(registry_of)
 def show(
+    registry: "Registry",
     release: Annotated[str, typer.Argument(metavar="RELEASE", help="A version in the registry, or a .mar file.")],
     as_json: JsonOption = False,
-    store: StoreOption = None,
-    config: ConfigOption = None,
-    overrides: SetOption = None,
-    workdir: WorkdirOption = None,
 ) -> None:
     """Show the data, network, code, verdict, metrics and parts of a release, even if it
     was pruned. For a .mar file, also show its signature, preprocessing and index,
     without running its code."""
     from evernear.release.manifest import is_version
 
-    registry = registry_of(store, config, overrides, workdir)
     if Path(release).is_file() or not is_version(release):
         show_archive(Path(release), as_json)
     else:
@@ -162,14 +156,12 @@ def _show_record(version: str, registry: "Registry", as_json: bool) -> None:
 
 
 @app.command()
+@options_of(registry_of)
 def anchor(
+    registry: "Registry",
     version: Annotated[str | None, typer.Argument(metavar="[VERSION]", help="The new anchor. [print it]")] = None,
     why: WhyOption = "",
     as_json: JsonOption = False,
-    store: StoreOption = None,
-    config: ConfigOption = None,
-    overrides: SetOption = None,
-    workdir: WorkdirOption = None,
 ) -> None:
     """Print the anchor, a release with which the gate also compares every candidate, or
     move the anchor to VERSION. Moving the anchor accepts the accuracy of VERSION, and
@@ -177,7 +169,6 @@ def anchor(
     """
     from evernear.release.promotions import Cause
 
-    registry = registry_of(store, config, overrides, workdir)
     current = registry.require_champion()
     if version is not None:
         if not why.strip():
@@ -190,17 +181,15 @@ def anchor(
 
 
 @app.command()
+@options_of(registry_settings)
 def promote(
+    settings: Settings,
     version: VersionArgument,
     why: WhyOption = "",
     force: Annotated[
         bool, typer.Option("--force", help="Promote even if the verdict is hold. Requires --why.")
     ] = False,
     as_json: JsonOption = False,
-    store: StoreOption = None,
-    config: ConfigOption = None,
-    overrides: SetOption = None,
-    workdir: WorkdirOption = None,
 ) -> None:
     """Make a release the champion. A running server first loads the release, and must
     pass the release's stored queries.
@@ -211,45 +200,38 @@ def promote(
     from evernear.deployment import promote_release
     from evernear.release.promotions import Cause
 
-    settings = registry_settings(store, config, overrides, workdir)
     _print(promote_release(version, settings, force=force, cause=Cause.of_this_process(why)), settings, as_json)
 
 
 @app.command()
+@options_of(registry_settings)
 def rollback(
+    settings: Settings,
     why: WhyOption = "",
     as_json: JsonOption = False,
-    store: StoreOption = None,
-    config: ConfigOption = None,
-    overrides: SetOption = None,
-    workdir: WorkdirOption = None,
 ) -> None:
     """Make the previous champion the champion again. Repeat the command to go back
     further."""
     from evernear.deployment import roll_back
     from evernear.release.promotions import Cause
 
-    settings = registry_settings(store, config, overrides, workdir)
     _print(roll_back(settings, cause=Cause.of_this_process(why)), settings, as_json)
 
 
 @app.command()
+@options_of(registry_of)
 def restore(
+    registry: "Registry",
     version: Annotated[
         str | None, typer.Argument(metavar="[VERSION]", help="The champion. [the newest one in the history]")
     ] = None,
     why: WhyOption = "",
-    store: StoreOption = None,
-    config: ConfigOption = None,
-    overrides: SetOption = None,
-    workdir: WorkdirOption = None,
 ) -> None:
     """Rewrite the lost or damaged champion pointer from the history. Servers are not
     changed.
     """
     from evernear.release.promotions import Cause
 
-    registry = registry_of(store, config, overrides, workdir)
     champion = registry.restore(version, Cause.of_this_process(why)).promotion
     print_line(
         f"Release {champion.version} is the champion again, as promotion {champion.number} of the history; `evernear "

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from evernear.cli.options import ConfigOption, SetOption, WorkdirOption, local_settings
+from evernear.cli.options import local_settings, options_of
 from evernear.common.output import print_line
 from evernear.errors import SettingsError
 from evernear.settings import Settings
@@ -16,16 +16,14 @@ RunsArgument = Annotated[
 ]
 
 
+@options_of(local_settings)
 def report(
+    settings: Settings,
     runs: RunsArgument = None,
     open_: Annotated[bool, typer.Option("--open", help="Open the page in the browser.")] = False,
-    config: ConfigOption = None,
-    overrides: SetOption = None,
-    workdir: WorkdirOption = None,
 ) -> None:
     """Print the path of a run's page (by default, the last run in --workdir), or
     compare two runs."""
-    settings = local_settings(config, overrides, workdir)
     page = _write_page(settings, runs) if runs else _last(settings.workdir)
     print_line(str(page))
     if open_:

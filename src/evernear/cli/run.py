@@ -20,6 +20,8 @@ from evernear.cli.options import (
     SetOption,
     SourceOption,
     WorkdirOption,
+    new_run_layers,
+    options_of,
     run_layers,
 )
 from evernear.common.masking import mask
@@ -38,42 +40,29 @@ RereadOption = Annotated[
 ]
 
 
+@options_of(new_run_layers)
 def run(
+    layers: Layers[Settings],
     remember: RememberOption = False,
     reread: RereadOption = False,
     as_json: JsonOption = False,
-    source: SourceOption = None,
-    preset: PresetOption = None,
-    config: ConfigOption = None,
-    overrides: SetOption = None,
-    workdir: WorkdirOption = None,
-    retire: RetireOption = None,
-    rename: RenameOption = None,
-    minutes: MinutesOption = None,
 ) -> None:
     """Run the continuous-training pipeline on this machine,
     each step in its own process.
     """
-    layers = run_layers(source, preset, config, overrides, workdir, retire, rename, minutes, new_workdir=True)
     _run_and_show(layers, "continuous_training", remember, reread, as_json)
 
 
+@options_of(run_layers)
 def reindex(
+    layers: Layers[Settings],
     remember: RememberOption = False,
     reread: RereadOption = False,
     as_json: JsonOption = False,
-    source: SourceOption = None,
-    preset: PresetOption = None,
-    config: ConfigOption = None,
-    overrides: SetOption = None,
-    workdir: WorkdirOption = None,
-    retire: RetireOption = None,
-    rename: RenameOption = None,
 ) -> None:
     """Add new gallery images, even of a new class,
     to the index of the champion's network, without training.
     """
-    layers = run_layers(source, preset, config, overrides, workdir, retire, rename)
     _run_and_show(layers, "reindex", remember, reread, as_json)
 
 
@@ -103,16 +92,14 @@ def demo(
     from evernear.cli.demo import run_demo
     from evernear.data.sources.digits import lay_out_digits
 
-    layers = run_layers(source, preset, config, overrides, workdir, retire, rename, minutes, new_workdir=True)
+    layers = new_run_layers(source, preset, config, overrides, workdir, retire, rename, minutes)
     unseen: Path | None = None
     if without is not None:
         if source is not None:
             raise SettingsError("--without is for the digits and cannot be combined with --source.")
         known, unseen = lay_out_digits(layers.settings().workdir.resolve(), without)
         overrides = ["serving.query_log=images", *(overrides or [])]  # for `evernear console`
-        layers = run_layers(
-            f"folder:{known}", preset, config, overrides, workdir, retire, rename, minutes, new_workdir=True
-        )
+        layers = new_run_layers(f"folder:{known}", preset, config, overrides, workdir, retire, rename, minutes)
         _require_own_directory(layers.settings())
     settings, console = layers.settings(), Console(force_terminal=sys.stdout.isatty())
     words = ["--keep"] if keep else []

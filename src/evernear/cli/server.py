@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from evernear.cli.interrupts import message_on_interrupt
-from evernear.cli.options import ConfigOption, JsonOption, SetOption, WorkdirOption, local_settings
+from evernear.cli.options import JsonOption, local_settings, options_of
 from evernear.common.output import log_to_stderr, print_json, print_line, print_secret
 from evernear.errors import ServingError, SettingsError
 from evernear.settings import Settings
@@ -20,8 +20,10 @@ if TYPE_CHECKING:
     from evernear.evaluation.live_accuracy import LiveAccuracy
 
 
+@options_of(local_settings)
 def status(
-    as_json: JsonOption = False, config: ConfigOption = None, overrides: SetOption = None, workdir: WorkdirOption = None
+    settings: Settings,
+    as_json: JsonOption = False,
 ) -> None:
     """Show the run in progress, the server, its releases and the champion. With the
     kubernetes target, show the state of the cluster."""
@@ -30,7 +32,6 @@ def status(
     from evernear.deployment.follow import follow_state
     from evernear.serving.endpoints import home_of
 
-    settings = local_settings(config, overrides, workdir)
     if not settings.store and not settings.workdir.is_dir():
         raise SettingsError(
             f"The working directory {settings.workdir} does not exist; name it with --workdir, or create it with "
@@ -67,7 +68,9 @@ def _live_accuracy(settings: Settings, champion: str) -> "list[LiveAccuracy] | N
     return list(weeks)
 
 
+@options_of(local_settings)
 def serve(
+    settings: Settings,
     foreground: Annotated[
         bool, typer.Option("--foreground", help="Stay in the foreground; the server stops with this process.")
     ] = False,
@@ -81,20 +84,16 @@ def serve(
             help="Stay in the foreground, wait for the first release, and switch to each new champion of the store.",
         ),
     ] = False,
-    config: ConfigOption = None,
-    overrides: SetOption = None,
-    workdir: WorkdirOption = None,
 ) -> None:
     """Start TorchServe with the champion, unless TorchServe is already running."""
     if follow_champion:
-        _serve_and_follow(local_settings(config, overrides, workdir))
+        _serve_and_follow(settings)
         return
     from evernear.deployment.foreground import await_champion, follow, stopped_by_signals
     from evernear.deployment.local import serve_local as start_torchserve
     from evernear.serving.endpoints import endpoints, home_of
     from evernear.serving.torchserve import adopt, is_running
 
-    settings = local_settings(config, overrides, workdir)
     home = home_of(settings.workdir)
     was_running = is_running(home)
     if foreground and not was_running:  # a server that was running survives a failure of this command
@@ -128,45 +127,45 @@ def _serve_and_follow(settings: Settings) -> None:
         follower.run()
 
 
-def ready(config: ConfigOption = None, overrides: SetOption = None, workdir: WorkdirOption = None) -> None:
+@options_of(local_settings)
+def ready(settings: Settings) -> None:
     """Readiness probe: exit with 0 if the server can answer predictions now,
     otherwise with 1.
     """
     from evernear.serving.endpoints import home_of
     from evernear.serving.torchserve import is_ready
 
-    settings = local_settings(config, overrides, workdir)
     if not is_ready(home_of(settings.workdir), MODEL_NAME):
         print_line(f"Not ready; `{command_for(settings.workdir, 'status')}` shows details.", sys.stderr)
         raise typer.Exit(1)
     print_line("Ready.")
 
 
-def stop(config: ConfigOption = None, overrides: SetOption = None, workdir: WorkdirOption = None) -> None:
+@options_of(local_settings)
+def stop(settings: Settings) -> None:
     """Stop the local TorchServe after it has answered the requests in flight."""
     from evernear.serving.endpoints import home_of
     from evernear.serving.torchserve import stop_server as stop_torchserve
 
-    settings = local_settings(config, overrides, workdir)
     home = home_of(settings.workdir)
     print_line("TorchServe stopped." if stop_torchserve(home) else f"TorchServe is not running in {home}.")
 
 
-def token(config: ConfigOption = None, overrides: SetOption = None, workdir: WorkdirOption = None) -> None:
+@options_of(local_settings)
+def token(settings: Settings) -> None:
     """Print the bearer token of the inference API, for curl and other clients."""
     from evernear.serving.endpoints import home_of, read_key
 
-    settings = local_settings(config, overrides, workdir)
     print_secret(read_key(home_of(settings.workdir), "inference"))
 
 
-def prep(config: ConfigOption = None, overrides: SetOption = None, workdir: WorkdirOption = None) -> None:
+@options_of(local_settings)
+def prep(settings: Settings) -> None:
     """Run the preprocessing server, which decodes images and forwards them to
     TorchServe.
     """
     from evernear.serving.endpoints import host_and_port
 
-    settings = local_settings(config, overrides, workdir)
     try:
         from evernear.serving.prep.server import serve_prep
     except ModuleNotFoundError as error:

@@ -7,9 +7,10 @@ import threading
 import typer
 
 from evernear.cli.interrupts import stop_on_signals
-from evernear.cli.options import ConfigOption, SetOption, WorkdirOption, local_settings
+from evernear.cli.options import ConfigOption, SetOption, WorkdirOption, local_settings, options_of
 from evernear.common.output import log_to_stderr, print_line
 from evernear.errors import SlackError
+from evernear.settings import Settings
 
 app = typer.Typer(
     name="slack",
@@ -45,12 +46,12 @@ def slack(
 
 
 @app.command(hidden=True)
-def ready(config: ConfigOption = None, overrides: SetOption = None, workdir: WorkdirOption = None) -> None:
+@options_of(local_settings)
+def ready(settings: Settings) -> None:
     """Probe for orchestrators: exit with 0 if the bot of this working directory is
     healthy, otherwise with 1."""
     from evernear.triggers.slack.heartbeat import is_recent
 
-    settings = local_settings(config, overrides, workdir)
     if not is_recent(settings):
         print_line("The bot is not running or is stuck; see its log.", sys.stderr)
         raise typer.Exit(1)

@@ -6,10 +6,11 @@ from typing import Annotated
 
 import typer
 
-from evernear.cli.options import ConfigOption, JsonOption, SetOption, WorkdirOption
-from evernear.cli.releases import StoreOption, registry_settings
+from evernear.cli.options import JsonOption, options_of
+from evernear.cli.releases import registry_settings
 from evernear.common.output import print_json, print_line, print_table, quantity
 from evernear.errors import IntegrityError
+from evernear.settings import Settings
 
 app = typer.Typer(
     name="store", rich_markup_mode="markdown", no_args_is_help=True, help="Check, repair and prune the object store."
@@ -17,7 +18,9 @@ app = typer.Typer(
 
 
 @app.command()
+@options_of(registry_settings)
 def check(
+    settings: Settings,
     repair: Annotated[
         bool, typer.Option("--repair", help="Forget what is damaged, so that the next run reads it again.")
     ] = False,
@@ -28,10 +31,6 @@ def check(
         ),
     ] = None,
     as_json: JsonOption = False,
-    store: StoreOption = None,
-    config: ConfigOption = None,
-    overrides: SetOption = None,
-    workdir: WorkdirOption = None,
 ) -> None:
     """Read and hash every object that a release, a dataset or the champion needs, and
     report damaged objects."""
@@ -41,7 +40,6 @@ def check(
     from evernear.settings import DataSettings
     from evernear.settings.sources import parse
 
-    settings = registry_settings(store, config, overrides, workdir)
     opened = open_store(settings.store_uri)
     if repair:
         chosen = {**settings.data.model_dump(), **({"source": source} if source else {})}
@@ -64,7 +62,9 @@ def check(
 
 
 @app.command()
+@options_of(registry_settings)
 def prune(
+    settings: Settings,
     keep: Annotated[
         int, typer.Option("--keep", min=1, metavar="N", help="Number of newest releases, and of newest runs, to keep.")
     ] = 10,
@@ -74,10 +74,6 @@ def prune(
         typer.Option("--ended", metavar="RUN", help="A run on another machine that was killed; repeatable."),
     ] = None,
     as_json: JsonOption = False,
-    store: StoreOption = None,
-    config: ConfigOption = None,
-    overrides: SetOption = None,
-    workdir: WorkdirOption = None,
 ) -> None:
     """Delete unneeded objects: old releases (except the champion, its parent and the
     target of a rollback), and snapshots, shards, embeddings, checkpoints, parts and run
@@ -87,7 +83,6 @@ def prune(
     from evernear.common.store import open_store
     from evernear.maintenance.prune import prune_store, surplus
 
-    settings = registry_settings(store, config, overrides, workdir)
     opened = open_store(settings.store_uri)
     pruning = surplus(opened, keep) if dry_run else prune_store(opened, keep, ended or ())
     if as_json:

@@ -19,6 +19,7 @@ from evernear.cli.options import (
     SetOption,
     SourceOption,
     WorkdirOption,
+    options_of,
     run_settings,
 )
 from evernear.common.output import log_to_stderr, print_json, print_line, quantity
@@ -101,20 +102,16 @@ def _run(settings: Settings) -> None:
 
 
 @app.command()
+@options_of(watch_settings)
 def once(
+    settings: Settings,
     act: Annotated[bool, typer.Option("--act", help="Propose or start the run, as `watch` does.")] = False,
     as_json: JsonOption = False,
-    source: SourceOption = None,
-    config: ConfigOption = None,
-    overrides: SetOption = None,
-    workdir: WorkdirOption = None,
 ) -> None:
     """Check once, and show the decision with its figures. Nothing is changed without
     --act."""
     from evernear.common.store import open_store
     from evernear.triggers.watch.watcher import Watcher
-
-    settings = watch_settings(source, config, overrides, workdir)
 
     with tempfile.TemporaryDirectory(prefix="evernear-watch-") as cache:
         watcher = Watcher(settings, open_store(settings.store_uri), _runs(settings), Path(cache))

@@ -7,22 +7,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from evernear.cli.options import (
-    ConfigOption,
-    JsonOption,
-    PresetOption,
-    RenameOption,
-    RetireOption,
-    SetOption,
-    SourceOption,
-    WorkdirOption,
-    run_layers,
-    run_settings,
-)
+from evernear.cli.options import JsonOption, options_of, run_layers, run_settings
 from evernear.common.masking import mask
 from evernear.common.output import print_json, print_line
 from evernear.settings import Settings
-from evernear.settings.layers import command_for
+from evernear.settings.layers import Layers, command_for
 
 if TYPE_CHECKING:
     from evernear.data.shards import Dataset
@@ -32,25 +21,19 @@ SpaceOption = Annotated[
 ]
 
 
+@options_of(run_layers)
 def tune(
+    layers: Layers[Settings],
     trials: Annotated[int, typer.Option("--trials", min=1, help="Total number of trials in the study.")] = 20,
     space: SpaceOption = None,
     study: Annotated[Path | None, typer.Option("--study", help="Directory of the study. [WORKDIR/study]")] = None,
     as_json: JsonOption = False,
-    source: SourceOption = None,
-    preset: PresetOption = None,
-    config: ConfigOption = None,
-    overrides: SetOption = None,
-    workdir: WorkdirOption = None,
-    retire: RetireOption = None,
-    rename: RenameOption = None,
 ) -> None:
     """Search for better training settings on this machine. A killed study continues
     where it stopped."""
     from evernear.integrations.tuning.space import BUILT_IN, load_space
     from evernear.integrations.tuning.study import BEST_FILE, run_study
 
-    layers = run_layers(source, preset, config, overrides, workdir, retire, rename)
     settings = layers.settings()
     searched = load_space(space or BUILT_IN)
     directory = study or settings.workdir / "study"
@@ -71,21 +54,12 @@ def tune(
     print_line(f"Next: {again}    the gate compares it with the champion")
 
 
-def trial(
-    source: SourceOption = None,
-    preset: PresetOption = None,
-    config: ConfigOption = None,
-    overrides: SetOption = None,
-    workdir: WorkdirOption = None,
-    retire: RetireOption = None,
-    rename: RenameOption = None,
-) -> None:
+@options_of(run_settings)
+def trial(settings: Settings) -> None:
     """Train once and print the accuracy on the query split as ``accuracy=0.97``,
     which Katib reads.
     """
     from evernear.integrations.tuning.trial import measure_trial
-
-    settings = run_settings(source, preset, config, overrides, workdir, retire, rename)
 
     with TemporaryDirectory() as work:
         accuracy = measure_trial(_ingest_source(settings, Path(work)), settings, Path(work), _report)
