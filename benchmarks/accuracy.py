@@ -66,8 +66,9 @@ def settings_of(preset: str, *overrides: str) -> Settings:
 
 
 def ingest_dataset(source: str, scratch: Path, preset: str = "default", *overrides: str) -> Dataset:
-    settings = settings_of(preset, *overrides, f"data.source={source}").images()
-    save_manifest(ingest_source(settings, (scratch / "store").as_uri()), scratch)
+    settings = settings_of(preset, *overrides, f"data.source={source}")
+    store_uri = (scratch / "store").as_uri()
+    save_manifest(ingest_source(settings.data, store_uri, max_size_px=settings.max_size_px), scratch)
     return Dataset.open(scratch)
 
 

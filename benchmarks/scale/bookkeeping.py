@@ -35,7 +35,7 @@ from evernear.common.parts import OpenWorker, Parts
 from evernear.common.store import FileStore
 from evernear.common.store.s3 import S3Store
 from evernear.common.store.s3_connection import S3Connection
-from evernear.data import ingest
+from evernear.data import ingest, plan
 from evernear.data.decode_part import DecodedPart, IngestPart, Outcome
 from evernear.data.snapshots import Snapshots
 from evernear.data.sources.folder import Bucket
@@ -117,9 +117,8 @@ def measure(directory: Path, count: int, part_names: int) -> dict[str, Any]:
     timed(ingest, "decode_in_parts", "plan")
     timed(ingest, "combine", "combine")
     timed(Snapshots, "publish", "publish")
-    settings = DataSettings(
-        source="s3://listed/names", size_px=SIZE_PX, channels="gray", bit_depth=8, part_names=part_names
-    )
+    plan.PART_NAMES = part_names
+    settings = DataSettings(source="s3://listed/names", size_px=SIZE_PX, channels="gray", bit_depth=8)
     before = Took(time.monotonic(), time.process_time())
     ingest.ingest_source(settings, store.uri, run=decode)
     all_stages = Took(time.monotonic() - before.wall_s, time.process_time() - before.cpu_s)

@@ -21,6 +21,7 @@ from PIL import Image
 from benchmarks import machine
 from benchmarks.scale.embed import Took, run_part
 from evernear.common.parts import OpenWorker, Parts
+from evernear.data import plan
 from evernear.data.ingest import ingest_source
 from evernear.settings import DataSettings
 
@@ -61,7 +62,8 @@ def ingest(scratch: Path, parts: int, part_names: int) -> dict:
     def run(planned: Parts, _: OpenWorker) -> None:
         took.extend(run_part(planned, number) for number in range(planned.plan.parts))
 
-    settings = DataSettings(source=f"folder:{scratch / 'images'}", part_names=part_names)
+    plan.PART_NAMES = part_names
+    settings = DataSettings(source=f"folder:{scratch / 'images'}")
     started_s, started_cpu_s = time.monotonic(), time.process_time()
     manifest = ingest_source(settings, (scratch / f"store-{parts}").as_uri(), run=run)
     wall_s = time.monotonic() - started_s - sum(each.wall_s for each in took)

@@ -58,7 +58,15 @@ def ingest(run: str, store: str, parameters: dict[str, str], settings: Tree, dat
         nodes = StepNodes(nodes_of_ingest(chosen), chosen, running.report)
         live = live_classes(open_store(chosen.store_uri), chosen.classes)
         minimum = ClassMinimum(chosen.validation.min_class_images, live)
-        manifest = ingest_source(chosen.images(), chosen.store_uri, running.report, swaps.append, nodes.run, minimum)
+        manifest = ingest_source(
+            chosen.data,
+            chosen.store_uri,
+            running.report,
+            swaps.append,
+            nodes.run,
+            minimum,
+            chosen.max_size_px,
+        )
         save_manifest(manifest, Path(dataset))
         record = RunRecord(open_store(chosen.store_uri), run)
         record.save(settings=chosen.model_dump(mode="json"), parts_ingest=nodes.ran)

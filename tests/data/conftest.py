@@ -9,11 +9,10 @@ import pytest
 from PIL import Image
 
 from evernear.common.store import open_store
-from evernear.data.ingest import ingest_source
 from evernear.data.manifest import Manifest
 from evernear.data.preprocess import decode, image_digest
 from evernear.data.shards import Dataset
-from evernear.settings import DataSettings
+from tests.small_ingest import ingest_with
 
 MakeImage = Callable[..., bytes]
 Ingest = Callable[..., Manifest]
@@ -51,8 +50,7 @@ def run_ingest(tmp_path: Path) -> Ingest:
 
     def run_ingest(source: Path | str, **settings: object) -> Manifest:
         source = f"folder:{source}" if isinstance(source, Path) else source
-        values = DataSettings.model_validate({"source": source, "shard_size_bytes": 2**16, **settings})
-        return ingest_source(values, (tmp_path / "store").as_uri())
+        return ingest_with(source, (tmp_path / "store").as_uri(), **settings)
 
     return run_ingest
 

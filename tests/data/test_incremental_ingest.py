@@ -20,6 +20,7 @@ from evernear.data.source_diff import fetch_ledger
 from evernear.data.stored_ledger import compress, expand
 from evernear.errors import DataError, IntegrityError
 from evernear.settings import DataSettings
+from tests.small_ingest import ingest_small, ingest_with
 
 
 def test_unchanged_source_gives_the_same_snapshot(tree, run_ingest, tmp_path: Path) -> None:
@@ -225,8 +226,7 @@ def test_changed_image_shape_requires_another_store(tree, run_ingest, tmp_path: 
 
 def test_digest_depends_only_on_the_content(tree, tmp_path: Path) -> None:
     def digest(store: str, **settings: object) -> str:
-        values = DataSettings.model_validate({"source": f"folder:{tree}", **settings})
-        return ingest_source(values, (tmp_path / store).as_uri()).digest
+        return ingest_with(f"folder:{tree}", (tmp_path / store).as_uri(), **settings).digest
 
     assert digest("here") == digest("there", dataset="other", decode_threads=7)
     assert digest("here") != digest("elsewhere", size_px=7)
@@ -323,8 +323,8 @@ def test_changed_preprocessing_applies_to_all_images_and_splits_stay(
         "evernear.data.decoding.to_array", lambda image, *shape: 255 - np.resize(np.asarray(image), shape[:3])
     )
     messages: list[str] = []
-    settings = DataSettings(source=f"folder:{tree}", shard_size_bytes=2**16)
-    second = ingest_source(settings, first.store_uri, messages.append)
+    settings = DataSettings(source=f"folder:{tree}")
+    second = ingest_small(settings, first.store_uri, messages.append)
     after = contents(second)
     assert len(decoded) == len(before) + 1
     assert messages[0].startswith("decoding all images again")

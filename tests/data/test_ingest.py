@@ -53,11 +53,6 @@ def test_shard_size_is_bounded(tmp_path: Path, run_ingest, make_image, contents)
     assert len(contents(manifest)) == 40
 
 
-def test_image_larger_than_a_shard_is_named(tree, run_ingest) -> None:
-    with pytest.raises(DataError, match="more than a shard"):
-        run_ingest(tree, size_px=300)
-
-
 def test_images_are_converted_to_one_shape(tmp_path: Path, run_ingest, make_image, contents) -> None:
     root = tmp_path / "mixed"
     for name, size, mode, kind in [

@@ -21,6 +21,7 @@ from evernear.data.sources.folder import Folder
 from evernear.errors import StoreError
 from evernear.maintenance.references import references
 from evernear.settings import DataSettings
+from tests.small_ingest import ingest_with
 
 RunIngest = Callable[..., Manifest]
 
@@ -49,8 +50,7 @@ def ingest(tmp_path: Path) -> RunIngest:
 
     def ingest(source: Path | str, run: plan.RunParts = run_here, **settings: object) -> Manifest:
         source = f"folder:{source}" if isinstance(source, Path) else source
-        values = {"source": source, "shard_size_bytes": 2**16, **settings}
-        return ingest_source(DataSettings.model_validate(values), (tmp_path / "store").as_uri(), run=run)
+        return ingest_with(source, (tmp_path / "store").as_uri(), run=run, **settings)
 
     return ingest
 

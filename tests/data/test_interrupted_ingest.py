@@ -14,14 +14,15 @@ from evernear.errors import ConflictError, StoreError
 
 CHILD = """
 import resource, sys
-from evernear.data.ingest import ingest_source
+from evernear.data import ingest
 from evernear.errors import EvernearError
 from evernear.settings import DataSettings
 source, store, shard_size_bytes, file_size_bytes = sys.argv[1:]
 if file_size_bytes != "0":
     resource.setrlimit(resource.RLIMIT_FSIZE, (int(file_size_bytes),) * 2)
 try:
-    print(ingest_source(DataSettings(source=source, shard_size_bytes=int(shard_size_bytes)), store).digest)
+    ingest.SHARD_SIZE_BYTES = int(shard_size_bytes)
+    print(ingest.ingest_source(DataSettings(source=source), store).digest)
 except EvernearError as error:
     print(error)
     sys.exit(error.exit_code)

@@ -19,8 +19,8 @@ KILLS = 20
 INGEST = """
 import sys, time
 from evernear.common.run_parts import Processes, run_parts
+from evernear.data import ingest, plan
 from evernear.data.decode_part import open_worker
-from evernear.data.ingest import ingest_source
 from evernear.settings import DataSettings
 
 def open_slowly(parts):
@@ -36,8 +36,8 @@ def run(parts, _):
 
 if __name__ == "__main__":
     source, store = sys.argv[1:]
-    settings = DataSettings(source=source, shard_size_bytes=2**16, part_names=25)
-    print(ingest_source(settings, store, run=run).digest, flush=True)
+    ingest.SHARD_SIZE_BYTES, plan.PART_NAMES = 2**16, 25
+    print(ingest.ingest_source(DataSettings(source=source), store, run=run).digest, flush=True)
 """
 
 

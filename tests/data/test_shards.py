@@ -9,11 +9,11 @@ from PIL import Image
 
 from evernear.common.store import FileStore, open_store
 from evernear.data import shards
-from evernear.data.ingest import ingest_source
 from evernear.data.manifest import Manifest, save_manifest
 from evernear.data.shards import Block, Dataset
 from evernear.errors import DataError, IntegrityError
 from evernear.settings import DataSettings
+from tests.small_ingest import ingest_small
 
 
 @pytest.fixture(scope="module")
@@ -24,8 +24,8 @@ def ingested(tmp_path_factory: pytest.TempPathFactory, make_image) -> Manifest:
         path = directory / "set" / str(number % 3) / f"{number}.png"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(make_image(number, (30, 30)))
-    settings = DataSettings(source=f"folder:{directory / 'set'}", shard_size_bytes=2**16, test_fraction=0.2)
-    manifest = ingest_source(settings, (directory / "store").as_uri())
+    settings = DataSettings(source=f"folder:{directory / 'set'}", test_fraction=0.2)
+    manifest = ingest_small(settings, (directory / "store").as_uri())
     assert sum(shard.split == "train" for shard in manifest.shards) > 3
     return manifest
 

@@ -6,9 +6,9 @@ import pytest
 from minio import Minio
 
 from evernear.common.store import Store, open_store
-from evernear.data.ingest import ingest_source
 from evernear.errors import DataError, StoreError
 from evernear.settings import DataSettings
+from tests.small_ingest import ingest_small
 
 
 def upload(bucket: str, tree: Path, prefix: str) -> Store:
@@ -65,17 +65,17 @@ def test_hidden_class_folders_of_a_bucket_are_named(tree, run_ingest, bucket: st
 
 def test_bucket_is_ingested_incrementally_into_s3(tree, bucket: str, make_image, contents, digest_of) -> None:
     images = upload(bucket, tree, "images")
-    values = DataSettings(source=f"s3://{bucket}/images", shard_size_bytes=2**16)
-    first = ingest_source(values, f"s3://{bucket}/store")
-    assert ingest_source(values, f"s3://{bucket}/store") == first
+    values = DataSettings(source=f"s3://{bucket}/images")
+    first = ingest_small(values, f"s3://{bucket}/store")
+    assert ingest_small(values, f"s3://{bucket}/store") == first
     images.put("2/new.png", make_image(1000))
     images.delete("1/000.png")
-    second = ingest_source(values, f"s3://{bucket}/store")
+    second = ingest_small(values, f"s3://{bucket}/store")
     old, new = contents(first), contents(second)
     assert set(new.split) - set(old.split) == {digest_of(make_image(1000))}
     assert set(old.split) - set(new.split) == {digest_of(make_image(0))}
     slash = values.model_copy(update={"source": f"s3://{bucket}/images/"})
-    assert ingest_source(slash, f"s3://{bucket}/store") == second
+    assert ingest_small(slash, f"s3://{bucket}/store") == second
 
 
 def test_unusual_keys_are_read(run_ingest, make_image, bucket: str, contents) -> None:

@@ -12,7 +12,6 @@ from evernear.common.parts import Parts
 from evernear.common.run_parts import Processes, run_part, run_parts
 from evernear.common.store import Store, open_store
 from evernear.common.store.folder import put_folder
-from evernear.data.ingest import ingest_source
 from evernear.data.manifest import save_manifest
 from evernear.data.shards import Dataset
 from evernear.embedding import embed
@@ -22,6 +21,7 @@ from evernear.errors import IntegrityError
 from evernear.kubeflow.part import main as run_pod
 from evernear.kubeflow.part import worker_of
 from evernear.settings import DataSettings
+from tests.small_ingest import ingest_small
 
 EACH_SHARD = 1
 """A part size in bytes below that of a shard: each shard is a part."""
@@ -31,8 +31,8 @@ EACH_SHARD = 1
 def sharded(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
     """Digits whose gallery has several shards."""
     directory = tmp_path_factory.mktemp("sharded")
-    settings = DataSettings(source="digits", gallery_fraction=0.4, query_fraction=0.1, shard_size_bytes=2**16)
-    save_manifest(ingest_source(settings, (directory / "store").as_uri()), directory)
+    settings = DataSettings(source="digits", gallery_fraction=0.4, query_fraction=0.1)
+    save_manifest(ingest_small(settings, (directory / "store").as_uri()), directory)
     return Dataset.open(directory)
 
 
@@ -102,9 +102,7 @@ def test_pod_embeds_with_the_network_and_the_dataset_of_the_store(
     sharded: Dataset, network_dir: Path, bucket: str, tmp_path: Path
 ) -> None:
     store = open_store(f"s3://{bucket}/store")
-    manifest = ingest_source(
-        DataSettings(source="digits", gallery_fraction=0.4, query_fraction=0.1, shard_size_bytes=2**16), store.uri
-    )
+    manifest = ingest_small(DataSettings(source="digits", gallery_fraction=0.4, query_fraction=0.1), store.uri)
     dataset = Dataset(manifest, store)
     parts = plan(network_dir, dataset, store)
     put_folder(store, network_folder(parts), network_dir)

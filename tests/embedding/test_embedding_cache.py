@@ -14,7 +14,6 @@ from sklearn.datasets import load_digits
 
 from evernear.common.store import Store, open_store
 from evernear.data.gallery import MIN_GALLERY_IMAGES
-from evernear.data.ingest import ingest_source
 from evernear.data.manifest import save_manifest
 from evernear.data.shards import Dataset
 from evernear.embedding import image_vectors
@@ -25,6 +24,7 @@ from evernear.embedding.image_vectors import embed_images
 from evernear.embedding.train import train_network
 from evernear.errors import IntegrityError
 from evernear.settings import DataSettings, TrainSettings
+from tests.small_ingest import ingest_small
 
 SHARD_BYTES = 2**16
 """655 images of 8x8 pixels, so that the gallery has two shards."""
@@ -53,9 +53,9 @@ class GrowingDataset:
         return int((self._pixels[..., None] == image).all(axis=(1, 2, 3)).argmax())
 
     def ingest(self) -> Dataset:
-        settings = DataSettings(source=f"folder:{self.images}", shard_size_bytes=SHARD_BYTES)
+        settings = DataSettings(source=f"folder:{self.images}")
         directory = self._manifests / str(len(list(self._manifests.glob("*"))))
-        save_manifest(ingest_source(settings, self.store_uri), directory)
+        save_manifest(ingest_small(settings, self.store_uri, shard_size_bytes=SHARD_BYTES), directory)
         return Dataset.open(directory)
 
     @property

@@ -14,9 +14,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from evernear.data.ingest import ingest_source
 from evernear.data.manifest import save_manifest
 from evernear.settings import DataSettings
+from tests.small_ingest import ingest_small
 
 KILLS = 20
 # Two processes, so that the step and a part can be killed apart. Parts are slow,
@@ -53,8 +53,8 @@ def test_twenty_kills_at_random_moments_change_nothing(network_dir: Path, tmp_pa
     script = tmp_path / "embed.py"
     script.write_text(EMBED)
     store_uri = (tmp_path / "store").as_uri()
-    settings = DataSettings(source="digits", gallery_fraction=0.5, query_fraction=0.2, shard_size_bytes=2**16)
-    save_manifest(ingest_source(settings, store_uri), tmp_path / "dataset")
+    settings = DataSettings(source="digits", gallery_fraction=0.5, query_fraction=0.2)
+    save_manifest(ingest_small(settings, store_uri), tmp_path / "dataset")
 
     def start(results: Path, out: Path) -> subprocess.Popen[str]:
         command = [sys.executable, str(script), str(network_dir), str(tmp_path / "dataset"), str(out), results.as_uri()]

@@ -12,7 +12,6 @@ import pytest
 from evernear.common.parts import Parts
 from evernear.common.run_parts import Processes, run_part, run_parts
 from evernear.common.store import Store, open_store
-from evernear.data.ingest import ingest_source
 from evernear.data.shards import Dataset
 from evernear.embedding.embed import embed_dataset
 from evernear.embedding.embeddings import Embeddings
@@ -25,6 +24,7 @@ from evernear.evaluation.recognizer import Recognizer
 from evernear.index.build import build_index
 from evernear.settings import DataSettings, IndexSettings
 from tests.releases import System
+from tests.small_ingest import ingest_small
 
 BATCH_SIZE = 50
 EACH_SHARD = 1
@@ -34,9 +34,9 @@ EACH_SHARD = 1
 def dataset(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
     """Digits whose test split has several shards."""
     directory = tmp_path_factory.mktemp("sharded")
-    settings = DataSettings(source="digits", test_fraction=0.8, gallery_fraction=0.1, shard_size_bytes=2**16)
+    settings = DataSettings(source="digits", test_fraction=0.8, gallery_fraction=0.1)
     uri = (directory / "store").as_uri()
-    return Dataset(ingest_source(settings, uri), open_store(uri))
+    return Dataset(ingest_small(settings, uri), open_store(uri))
 
 
 @pytest.fixture(scope="module")

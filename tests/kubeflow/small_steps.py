@@ -12,6 +12,7 @@ from evernear.data.manifest import Manifest, load_manifest, save_manifest
 from evernear.embedding.embeddings import Embeddings
 from evernear.evaluation.open_set import OpenSet
 from tests.releases import System
+from tests.small_ingest import limits
 
 Tree = dict[str, Any]
 
@@ -27,8 +28,9 @@ def put_photos(source: Store, directory: Path, images: int = 60) -> None:
 
 def ingest(run: str, nodes: int, source: str, store: str, job: Tree, out: Path, part_names: int = 10) -> Manifest:
     """Run the ingest step, and return the snapshot."""
-    data = {"source": source, "dataset": run, "nodes": nodes, "part_names": part_names}
-    steps.ingest(run, store, {}, {"target": "registry", "data": data, "parts_job": job}, str(out / run))
+    data = {"source": source, "dataset": run, "nodes": nodes}
+    with limits(part_names=part_names):
+        steps.ingest(run, store, {}, {"target": "registry", "data": data, "parts_job": job}, str(out / run))
     return load_manifest(out / run)
 
 

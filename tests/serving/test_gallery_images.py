@@ -5,7 +5,6 @@ import sys
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -13,10 +12,8 @@ from PIL import Image
 from sklearn.datasets import load_digits
 
 from evernear.common.store import Store, open_store
-from evernear.data import ingest
 from evernear.data.manifest import Manifest, save_manifest
 from evernear.data.shards import Dataset
-from evernear.data.writer import ShardWriter
 from evernear.embedding.embed import embed_dataset
 from evernear.embedding.embeddings import Embeddings
 from evernear.errors import IntegrityError
@@ -29,6 +26,7 @@ from evernear.serving import HANDLER
 from evernear.serving.gallery_images import GalleryImages
 from evernear.settings import DataSettings, IndexSettings, ServingSettings
 from tests.releases import System, decided
+from tests.small_ingest import ingest_small
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
 COUNTS = {"a": 60, "b": 25, "c": 12}
@@ -76,16 +74,8 @@ def built(system: System, tmp_path_factory: pytest.TempPathFactory) -> Built:
 
 
 def ingest_into_small_shards(settings: DataSettings, store_uri: str) -> Manifest:
-    """Shards of about 17 images, less than a setting may choose, so that rows are
-    spread over many.
-    """
-
-    def small(store: Store, name: str, shape: tuple[int, int, int], _: int, *others: Any) -> ShardWriter:
-        return ShardWriter(store, name, shape, 2048, *others)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ingest, "ShardWriter", small)
-        return ingest.ingest_source(settings, store_uri)
+    """Shards of about 17 images, so that rows are spread over many."""
+    return ingest_small(settings, store_uri, shard_size_bytes=2048)
 
 
 def write_images(folder: Path, digit: int, count: int) -> None:

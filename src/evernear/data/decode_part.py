@@ -36,6 +36,9 @@ from evernear.errors import DataError, IntegrityError, MissingObjectError, Store
 from evernear.settings import DataSettings
 
 KIND = "ingest"
+REQUESTS_IN_FLIGHT = 32
+"""Files to read concurrently. A bucket that answers in 20 ms limits two readers to 79 images per
+second, which is less than a CPU decodes (benchmarks/results/scale_ingest.md)."""
 
 
 class LostPartsError(StoreError):
@@ -205,15 +208,12 @@ def _decode_part(
     """
     part = IngestPart.from_json(value, f"part {number} in {parts.store.uri}")
     positions = {name: position for position, name in enumerate(part.names)}
-    requests, threads, at_once = (
-        settings.requests_in_flight,
-        settings.decode_threads or available_cpus(),
-        images_at_once(form),
-    )
+    at_once, threads = images_at_once(form), available_cpus()
+    lookahead = max(REQUESTS_IN_FLIGHT, at_once)
     decoder, outcomes = Decoder(source, form, settings.max_pixels), list[Outcome]()
     with tempfile.TemporaryDirectory(prefix="evernear-ingest-") as scratch:
         path = Path(scratch) / "pixels.raw"
-        decoded = decoder.decode_all(iter(part.entries), requests, threads, max(requests, at_once))
+        decoded = decoder.decode_all(iter(part.entries), REQUESTS_IN_FLIGHT, threads, lookahead)
         with closing(decoded) as results:
             for batch in batched(results, at_once):
                 outcomes += [_outcome(result, positions[result.entry.name]) for result in batch]

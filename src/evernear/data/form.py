@@ -18,21 +18,21 @@ from evernear.data.sources import ArraySource, FileEntry, FileSource
 from evernear.data.sources.packed import PackedFiles
 from evernear.errors import DataError
 from evernear.settings import DataSettings
+from evernear.settings.data import MAX_SIZE_PX
 
 Shape = tuple[int, int, int]
 
-MAX_SIZE_PX = 128
-"""Largest side length that is chosen automatically, because the compact network divides
-larger images into patches. Pretrained backbones require larger images. See
-`evernear.steps.ingest`.
-"""
 _SAMPLED_FILES = 101
 _SAMPLED_AT_ONCE = 4
 _FIRST_TRANSPOSED = 5  # EXIF orientations 5 to 8 exchange width and height
 
 
 def choose_form(
-    settings: DataSettings, source: ArraySource | FileSource, ledger: Ledger, parent: Manifest | None
+    settings: DataSettings,
+    source: ArraySource | FileSource,
+    ledger: Ledger,
+    parent: Manifest | None,
+    max_size_px: int = MAX_SIZE_PX,
 ) -> ImageForm:
     """Choose the form for the images of ``source``. The listing of the source is in
     ``ledger``.
@@ -41,13 +41,13 @@ def choose_form(
         DataError: the settings require a form that differs from the form of the
             ``parent`` snapshot, or no image can be decoded.
     """
-    sample = _Sample(settings, source, ledger)
+    sample = _Sample(settings, source, ledger, max_size_px)
     shape = _shape(settings, sample, parent)
     return ImageForm(shape, _resize(settings, parent), _bit_depth(settings, sample, parent))
 
 
 def _shape(settings: DataSettings, sample: "_Sample", parent: Manifest | None) -> Shape:
-    channels = {"auto": None, "gray": 1, "color": 3}[settings.channels]
+    channels = {None: None, "gray": 1, "color": 3}[settings.channels]
     if parent is not None:
         default = parent.shape
     elif settings.size_px and channels:
@@ -69,8 +69,10 @@ def _dimensions(shape: Shape) -> str:
 
 
 def _resize(settings: DataSettings, parent: Manifest | None) -> Resize:
-    if parent is None or settings.resize in ("auto", parent.resize):
-        return parent.resize if parent is not None else settings.resize
+    if parent is None:
+        return settings.resize or "auto"
+    if settings.resize in (None, parent.resize):
+        return parent.resize
     raise DataError(
         f"The images of the dataset {parent.name!r} were resized by data.resize={parent.resize}, and the settings ask "
         f"for {settings.resize}; give the new one another name (data.dataset)."
@@ -94,8 +96,10 @@ class _Sample:
     about `_SAMPLED_FILES` images. Files are read only when a method needs them.
     """
 
-    def __init__(self, settings: DataSettings, source: ArraySource | FileSource, ledger: Ledger) -> None:
-        self._settings, self._source, self._ledger = settings, source, ledger
+    def __init__(
+        self, settings: DataSettings, source: ArraySource | FileSource, ledger: Ledger, max_size_px: int
+    ) -> None:
+        self._settings, self._source, self._ledger, self._max_size_px = settings, source, ledger, max_size_px
 
     def shape(self) -> Shape:
         """The shape (H, W, C) for the dataset.
@@ -103,7 +107,7 @@ class _Sample:
         If most images have the same size, the dataset has that size. Otherwise, dataset
         images are square, because photographs can be in portrait or landscape
         orientation. The side length is the median of the shorter sides. No side is
-        longer than ``data.max_size_px``. If most images are gray, the dataset is gray.
+        longer than ``max_size_px``. If most images are gray, the dataset is gray.
         """
         if not isinstance(self._source, FileSource):
             return *next(self._source.blocks()).images.shape[1:], 1
@@ -113,7 +117,7 @@ class _Sample:
         height, width = statistics.mode(sizes) if sizes else first[:2]
         if 2 * sizes.count((height, width)) < len(sizes):
             height = width = statistics.median_low(min(size) for size in sizes)
-        scale = min(1.0, (self._settings.max_size_px or MAX_SIZE_PX) / max(height, width))
+        scale = min(1.0, self._max_size_px / max(height, width))
         grays = sum(channels == 1 for *_, channels in shapes)
         channels = (1 if 2 * grays > len(shapes) else 3) if shapes else first[2]
         return max(1, round(height * scale)), max(1, round(width * scale)), channels
@@ -142,7 +146,7 @@ class _Sample:
                 return (height, width, 1 if is_gray(file) else 3), bit_depth_of(file)
             return None
 
-        with ThreadPoolExecutor(min(self._settings.requests_in_flight, _SAMPLED_AT_ONCE)) as pool:
+        with ThreadPoolExecutor(_SAMPLED_AT_ONCE) as pool:
             if isinstance(source, PackedFiles):  # a sample from all images would read all files
                 images = source.read_in_order(islice(self._ledger.in_order(), _SAMPLED_FILES))
             else:

@@ -46,7 +46,11 @@ from evernear.data.waiting import ClassMinimum
 from evernear.data.writer import ShardWriter
 from evernear.errors import SettingsError, StoreError
 from evernear.settings import DataSettings
+from evernear.settings.data import MAX_SIZE_PX
 
+SHARD_SIZE_BYTES = 32 * 2**20
+"""Maximum size of a shard. Ingest holds one open shard per split, and a reader downloads
+whole shards."""
 _REPORT_INTERVAL_S = 1.0
 DECODING_LIBRARIES = ("numpy", "pillow")
 """Libraries whose versions may affect the decoded pixels."""
@@ -64,6 +68,7 @@ def ingest_source(
     warn: Callable[[str], None] = lambda _: None,
     run: RunParts = run_here,
     minimum: ClassMinimum = ANY_NUMBER,
+    max_size_px: int = MAX_SIZE_PX,
 ) -> Manifest:
     """Update a dataset in the store from ``settings.source``, and return the new
     snapshot.
@@ -75,6 +80,7 @@ def ingest_source(
     does not grow with the number of images. ``report`` is called with progress messages
     about once a second. ``warn`` is called with one sentence for each change that may
     be a mistake. ``minimum`` decides which classes wait for more images from review.
+    ``max_size_px`` limits the size that is chosen if ``data.size_px`` is not set.
 
     Raises:
         DataError: the source has no images or only one class, or the images do not
@@ -85,10 +91,10 @@ def ingest_source(
     if settings.test_fraction + settings.gallery_fraction + settings.query_fraction >= 1:
         raise SettingsError("data.test_fraction, gallery_fraction and query_fraction leave nothing to train on.")
     try:
-        return _ingest(settings, store_uri, report, warn, run, minimum, adopt=not settings.reread)
+        return _ingest(settings, store_uri, report, warn, run, minimum, max_size_px, adopt=not settings.reread)
     except LostPartsError as lost:  # a different ingest deleted the parts when it published, or the store is damaged
         report(f"{lost} Starting over.")
-        return _ingest(settings, store_uri, report, warn, run, minimum, adopt=False)
+        return _ingest(settings, store_uri, report, warn, run, minimum, max_size_px, adopt=False)
 
 
 def _ingest(
@@ -98,6 +104,7 @@ def _ingest(
     warn: Callable[[str], None],
     run: RunParts,
     minimum: ClassMinimum,
+    max_size_px: int,
     adopt: bool,
 ) -> Manifest:
     """Run `ingest_source`. If ``adopt`` is set, the parts of an earlier attempt are
@@ -125,11 +132,12 @@ def _ingest(
                 )
 
             decoder = code_digest("evernear.data.decoding", DECODING_LIBRARIES)
-            folder = parts_folder(snapshots, settings, parent, decoder, adopt)
-            form = planned_form(snapshots.store, folder) or choose_form(settings, source, ledger, parent)
+            folder = parts_folder(snapshots, settings, parent, decoder, max_size_px, adopt)
+            form = planned_form(snapshots.store, folder)
+            form = form or choose_form(settings, source, ledger, parent, max_size_px)
             published = {shard.sha256 for shard in parent.shards} if parent else set[str]()
             writer = ShardWriter(
-                snapshots.store, snapshots.name, form.shape, settings.shard_size_bytes, ledger, scratch, published
+                snapshots.store, snapshots.name, form.shape, SHARD_SIZE_BYTES, ledger, scratch, published
             )
             _decode_again(settings, decoder, ledger, report)
 

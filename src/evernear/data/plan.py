@@ -47,12 +47,14 @@ PART_SIZE_BYTES = 2**30
 the dataset.
 """
 _MERGED_FILES = 256
-_OF_SPEED = {"requests_in_flight", "decode_threads", "part_names", "nodes", "reread"}
+PART_NAMES = 20_000
+"""Maximum number of files in a part, which limits the work that a killed ingest loses."""
+_OF_SPEED = {"nodes", "reread"}
 """Settings that do not change the outcome of decoding a file."""
 
 
 def parts_folder(
-    snapshots: Snapshots, settings: DataSettings, parent: Manifest | None, decoder: str, adopt: bool
+    snapshots: Snapshots, settings: DataSettings, parent: Manifest | None, decoder: str, max_size_px: int, adopt: bool
 ) -> str:
     """Choose the folder in which the plans of an ingest are stored. If ``adopt`` is
     set, plans of an earlier ingest that started from the same state are reused.
@@ -60,7 +62,8 @@ def parts_folder(
     ledger = (parent.ledger_sha256, *parent.ledger_changes) if parent else ()
     # The key includes the names of all settings, because a version with different
     # settings could not read the plans.
-    begun = f"{[*DataSettings.model_fields]} {settings.model_dump_json(exclude=_OF_SPEED)} {ledger} {decoder}"
+    chosen = f"{[*DataSettings.model_fields]} {settings.model_dump_json(exclude=_OF_SPEED)} {max_size_px}"
+    begun = f"{chosen} {ledger} {decoder}"
     key = sha256_bytes(begun.encode()) if adopt else uuid4().hex
     return f"{snapshots.parts_folder(parent)}{key[:16]}"
 
@@ -107,7 +110,7 @@ def decode_in_parts(
         ledger.note_decoded(decoded_names(earlier))
         plans.insert(0, earlier)
     if ledger.count_to_decode():
-        parts = cut(ledger.to_decode(), source, settings.part_names, math.prod(form.shape))
+        parts = cut(ledger.to_decode(), source, PART_NAMES, math.prod(form.shape))
         shared = Shared(settings=settings, form=form).model_dump(mode="json")
         plans.insert(0, Parts.make(store, f"{folder}/{len(plans)}", KIND, shared, parts))
         run_plan(plans[0])

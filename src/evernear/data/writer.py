@@ -19,7 +19,7 @@ from evernear.common.store import Store
 from evernear.data.ledger import Ledger
 from evernear.data.manifest import SPLITS, Shard, Split, fetch_object
 from evernear.data.preprocess import Pixels
-from evernear.errors import DataError, IntegrityError
+from evernear.errors import IntegrityError
 
 Rows = NDArray[np.void]
 _BLOCK_BYTES = 2**20
@@ -86,11 +86,6 @@ class ShardWriter:
         self._store, self._dataset, self._ledger, self._scratch = store, dataset, ledger, scratch
         self._dtype = row_dtype(shape)
         self._capacity = (shard_size_bytes - len(_header(self._dtype, 0))) // self._dtype.itemsize
-        if self._capacity < 1:
-            raise DataError(
-                f"One image takes {self._dtype.itemsize} bytes, more than a shard of"
-                f" data.shard_size_bytes={shard_size_bytes}; raise it or set a smaller data.size_px."
-            )
         self._published = published
         self._block_rows = max(1, _BLOCK_BYTES // self._dtype.itemsize)
         self._shards = ledger.shards()

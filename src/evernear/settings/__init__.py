@@ -27,7 +27,7 @@ from evernear.settings import sources
 from evernear.settings.classes import ClassSettings
 from evernear.settings.console import ConsoleSettings
 from evernear.settings.cost import CostSettings
-from evernear.settings.data import DataSettings
+from evernear.settings.data import MAX_SIZE_PX, DataSettings
 from evernear.settings.evaluation import EvaluationSettings
 from evernear.settings.gate import GateSettings
 from evernear.settings.index import IndexSettings
@@ -108,11 +108,10 @@ class RunSettings(Section):
         """The absolute URI of the object store."""
         return self.store or (self.workdir.resolve() / "store").as_uri()
 
-    def images(self) -> DataSettings:
-        """``data``, with the image size limited for a pretrained backbone."""
-        if self.train.weights and not self.data.max_size_px:
-            return self.data.model_copy(update={"max_size_px": PRETRAINED_SIZE_PX})
-        return self.data
+    @property
+    def max_size_px(self) -> int:
+        """Largest side of the dataset's images, unless ``data.size_px`` is set."""
+        return PRETRAINED_SIZE_PX if self.train.weights else MAX_SIZE_PX
 
 
 class Settings(RunSettings):

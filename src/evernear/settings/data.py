@@ -15,6 +15,8 @@ BUILT_IN_SOURCES = ("digits", "mnist")
 PATH_KINDS = ("folder", "huggingface", "mnist", "table", "webdataset")
 """Source kinds whose location is a path. Some of these kinds also accept the URI of an
 object."""
+MAX_SIZE_PX = 128
+"""Largest automatic size, because the compact network divides larger images into patches."""
 TABLE_PATH = re.compile(r"(?:(?!\w+:)|s3://).+\.(?:csv|tsv|parquet|pq)", re.IGNORECASE)
 """Matches the location of a table that needs no ``table:`` prefix."""
 
@@ -28,75 +30,67 @@ class DataSettings(Section):
         " Parquet file with the columns path and label, and optionally split and group | webdataset:DIRECTORY of tars"
         " | huggingface:DIRECTORY of Parquet or Arrow files with images; FILE and DIRECTORY may be s3:// URIs",
     )
-    dataset: str = Field(default="", description="Name of the dataset in the store; if empty, derived from the source.")
+    dataset: str = Field(default="", description="Name of the dataset in the store. Default: from the source.")
     moved_from: str = Field(
         default="",
         description="The earlier location of the source, as data.source named it, if its images have moved. Images "
         "that are gone since are removed, and new labels count.",
     )
-    size_px: int = Field(
-        default=0, ge=0, le=1024, description="Height and width of resized images; 0: from the images' median size."
+    size_px: int | None = Field(
+        default=None,
+        ge=1,
+        le=1024,
+        description="Height and width of resized images. Default: the images' median size, at most 128, or 224 with "
+        "train.weights.",
     )
-    max_size_px: int = Field(
-        default=0, ge=0, le=1024, description="Largest automatic size; 0: 128, or 224 with train.weights."
+    resize: Literal["crop", "letterbox", "stretch"] | None = Field(
+        default=None,
+        description="How images of another aspect ratio are resized. crop to the center, letterbox with gray bars, or "
+        "stretch. Default: crop, or letterbox if more than half of the image would be lost.",
     )
-    resize: Literal["auto", "crop", "letterbox", "stretch"] = Field(
-        default="auto",
-        description="Images of another aspect ratio: crop to the center, pad with gray bars, or stretch; auto: crop, "
-        "or letterbox if more than half would be lost.",
+    bit_depth: int | None = Field(
+        default=None,
+        description="Bits that the values of 16-bit images use: 8, 10, 12, 14 or 16. Larger values are clipped. "
+        "Default: from a sample of the first ingest.",
     )
-    bit_depth: int = Field(
-        default=0,
-        description="Bits that the values of 16-bit images use: 8, 10, 12, 14 or 16; larger values are clipped. "
-        "0: from a sample of the first ingest.",
+    channels: Literal["gray", "color"] | None = Field(
+        default=None, description="Color of the dataset. Default: that of most images."
     )
-    channels: Literal["auto", "gray", "color"] = Field(default="auto", description="auto: those of most images.")
-    layout: Literal["auto", "classes", "innermost"] = Field(
-        default="auto",
-        description="Folders of a source; auto: splits by their names, and classes in them or above them; classes: "
-        "the top-level folders are the classes, whatever their names; innermost: as auto, but each innermost folder "
-        "is a class.",
+    layout: Literal["classes", "innermost"] | None = Field(
+        default=None,
+        description="Meaning of the folders of a source. classes: the top-level folders are the classes, whatever "
+        "their names. innermost: each innermost folder is a class. Default: splits by their names, and classes in "
+        "them or above them.",
     )
     split_folders: dict[str, Literal["train", "test", "gallery", "query", "none"]] = Field(
         default={},
-        description="The split of folders and of packed files whose names do not say it; none: leave them out.",
+        description="The split of folders and of packed files whose names do not say it. none: leave them out.",
     )
     group: str = Field(
         default="",
         description="Images that belong together, such as frames of one scene, and stand in one split. folder: the"
-        " folders below the class; stem: the name before its last number; column: the column group of a table or a"
-        " Parquet file, or the field group of a WebDataset's .json; or a regular expression over the file's name in the"
-        " source, whose parentheses enclose the group.",
+        " folders below the class. stem: the name before its last number. column: the column group of a table or a"
+        " Parquet file, or the field group of a WebDataset's .json. Otherwise a regular expression over the file's name"
+        " in the source, whose parentheses enclose the group.",
     )
     test_fraction: Fraction = Field(default=0.10, description="Share of images in the frozen test split.")
     gallery_fraction: Fraction = Field(default=0.10, description="Share of images in the index.")
     query_fraction: Fraction = Field(default=0.05, description="Share of images that calibrate the open-set threshold.")
-    shard_size_bytes: int = Field(default=32 * 2**20, ge=2**16, description="Largest size of a shard.")
     max_pixels: PixelLimit = Field(
-        default=25_000_000, description="Largest width times height of an image; larger images are rejected."
+        default=25_000_000, description="Largest width times height of an image. Larger images are rejected."
     )
     reread: bool = Field(
         default=False,
         description="Read all files again and compare their contents, as --checksum of rsync does, instead of trusting "
         "sizes, times and ETags; for one run: --reread.",
     )
-    requests_in_flight: int = Field(
-        default=32, ge=1, le=64, description="Files to read concurrently, from a bucket or a folder."
-    )
     nodes: Nodes = Field(default=1, description="Nodes that read and decode the files of a bucket, as ``index.nodes``.")
-    part_names: int = Field(
-        default=20_000,
-        ge=1,
-        description="Files of a part: what is decoded and stored at a time, and at most lost if the ingest is killed. A"
-        " part has at most 1 GiB of files, and of pixels.",
-    )
-    decode_threads: int = Field(default=0, ge=0, description="Threads that decode images; 0: one per available CPU.")
 
     @field_validator("bit_depth")
     @classmethod
-    def _known_bit_depth(cls, bit_depth: int) -> int:
-        if bit_depth not in (0, 8, 10, 12, 14, 16):
-            raise ValueError("it is 8, 10, 12, 14 or 16, or 0 for the bits that the images use")
+    def _known_bit_depth(cls, bit_depth: int | None) -> int | None:
+        if bit_depth not in (None, 8, 10, 12, 14, 16):
+            raise ValueError("it is 8, 10, 12, 14 or 16, or left out for the bits that the images use")
         return bit_depth
 
     @field_validator("group")

@@ -7,11 +7,10 @@ import pytest
 
 from evernear.common.store import Store, open_store
 from evernear.data import export
-from evernear.data.ingest import ingest_source
 from evernear.data.manifest import Manifest
 from evernear.release.export_dataset import export_snapshot
-from evernear.settings import DataSettings
 from tests.dataset_images import write_images
+from tests.small_ingest import ingest_with
 
 FILE_IMAGES = 40
 Ingest = Callable[..., Manifest]
@@ -25,8 +24,7 @@ def ingest(tmp_path: Path) -> Ingest:
     """
 
     def ingest(source: str, store: str = "store", **settings: object) -> Manifest:
-        values = DataSettings.model_validate({"source": source, "shard_size_bytes": 2**16, **settings})
-        return ingest_source(values, (tmp_path / store).as_uri())
+        return ingest_with(source, (tmp_path / store).as_uri(), **settings)
 
     return ingest
 

@@ -10,12 +10,12 @@ from PIL import Image
 
 from evernear.common.store import open_store
 from evernear.data.group_table import PublishedGroups
-from evernear.data.ingest import ingest_source
 from evernear.data.manifest import SPLITS, Manifest
 from evernear.data.shards import Dataset
 from evernear.data.snapshots import Snapshots
 from evernear.settings import DataSettings
 from tests.dataset_images import write_images
+from tests.small_ingest import ingest_small
 
 SOURCES = {"folder": "folder", "webdataset": "webdataset", "parquet": "huggingface"}
 """The kind of source of each format of an export."""
@@ -121,5 +121,5 @@ def test_resized_and_grown_datasets_keep_images_labels_and_splits(ingest, export
 def test_bucket_has_the_same_digest(snapshot, export_to, tmp_path: Path, bucket: str, form) -> None:
     export_to(open_store(f"s3://{bucket}/out"), form, snapshot)
     kind = "" if form == "folder" else f"{SOURCES[form]}:"
-    settings = DataSettings(source=f"{kind}s3://{bucket}/out", shard_size_bytes=2**16)
-    assert ingest_source(settings, (tmp_path / "other").as_uri()).digest == snapshot.digest
+    settings = DataSettings(source=f"{kind}s3://{bucket}/out")
+    assert ingest_small(settings, (tmp_path / "other").as_uri()).digest == snapshot.digest

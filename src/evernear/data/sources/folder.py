@@ -62,7 +62,7 @@ class _ClassFolders(FileSource):
         self._settings = settings
         self._split_folders_used: set[str] = set()
         self._nested = NestedFolders()
-        self._notes_nested = settings.layout == "auto" and settings.group not in ("folder", "stem")
+        self._notes_nested = not settings.layout and settings.group not in ("folder", "stem")
         self._meaning = _Meaning()
         self._labels: dict[str, str] = {}
         self._notes: defaultdict[str, NameSample] = defaultdict(NameSample)
