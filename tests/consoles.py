@@ -17,7 +17,7 @@ def console_client(
 ) -> TestClient:
     """A client at ``address`` of a console whose token is `TOKEN`."""
     services = Services.open(settings, store, runner)
-    app = create_console_app(services, Access(settings.console, TOKEN, "ann"))
+    app = create_console_app(services, Access(settings, TOKEN, "ann"))
     return TestClient(app, base_url="http://console", client=(address, 1), headers=headers)
 
 

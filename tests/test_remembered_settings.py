@@ -33,7 +33,7 @@ def write(work: Path, text: str | bytes) -> None:
 
 def test_later_commands_have_the_settings_of_the_first_run(work: Path) -> None:
     config = work.with_name("config.toml")
-    config.write_text('[slack]\nmay_start = ["U1"]\n[kubernetes.node_selector]\ndisk = "ssd"\n')
+    config.write_text('[permissions]\nstart = ["U1"]\n[kubernetes.node_selector]\ndisk = "ssd"\n')
     words = ("data.source=folder:images", "target=registry", "train.learning_rate=0.001", "index.uri=gallery.db")
     first = layers(work, *words, preset="quick", config=config, environment={"EVERNEAR_TRAIN__SEED": "5"})
     assert first.later_words(keep=True) == ["--workdir", str(work)]
@@ -45,7 +45,7 @@ def test_later_commands_have_the_settings_of_the_first_run(work: Path) -> None:
     loaded = later.settings()
     images = f"folder:{work.parent}/images"
     assert (loaded.data.source, loaded.target, loaded.train.learning_rate) == (images, "registry", 0.001)
-    assert (loaded.slack.may_start, loaded.kubernetes.node_selector) == (("U1",), {"disk": "ssd"})
+    assert (loaded.permissions.start, loaded.kubernetes.node_selector) == (("U1",), {"disk": "ssd"})
     assert loaded.index.uri == f"{work.parent}/gallery.db"
     assert loaded.train.epochs == settings.load(preset="quick", environment={}).train.epochs
     assert loaded.train.seed == 0, "the environment is never kept"
@@ -151,7 +151,7 @@ def test_secret_of_the_environment_is_neither_kept_nor_shown(work: Path, monkeyp
         ("pipeline.endpoint=http://ada:hunter2@kfp.example", "http://***@kfp.example"),
         ("kubernetes.otlp_endpoint=http://collector?api_key=hunter2", "http://collector?api_key=***"),
         ("slack.channel=xoxb-hunter2-hunter2", "***"),
-        ('slack.may_start=["U1", "xoxb-hunter2-hunter2"]', "['U1', '***']"),
+        ('permissions.start=["U1", "xoxb-hunter2-hunter2"]', "['U1', '***']"),
         ('kubernetes.node_selector={"a": "token glpat-hunter2hunter2"}', "token ***"),
     ],
 )

@@ -40,7 +40,7 @@ def test_settings_are_frozen() -> None:
             "train=3",
             "Invalid setting train = 3: it is a section; write its settings as section.key=value.",
         ),
-        ("slack.may_start=U1", 'Invalid setting slack.may_start = U1: it is a list, as in ["a", "b"].'),
+        ("permissions.start=U1", 'Invalid setting permissions.start = U1: it is a list, as in ["a", "b"].'),
         ("kubernetes.node_selector=a=b", 'it is a table, as in {"key": "value"}.'),
     ],
 )

@@ -20,6 +20,7 @@ from evernear import settings
 from evernear.cli.app import app
 from evernear.kubeflow import connection
 from evernear.serving.prep.app import router
+from evernear.settings.prep import TIMEOUT_S
 from tests.deploy.rendered import (
     DEPLOY,
     DIGEST,
@@ -431,7 +432,7 @@ def test_routes_expose_every_path_of_the_preprocessing_server_except_metrics() -
     for backend in [path["backend"]["service"] for path in ingress["rules"][0]["http"]["paths"]]:
         assert backend == {"name": "evernear-prep", "port": {"name": "http"}}
     assert route["rules"][0]["backendRefs"] == [{"name": "evernear-prep", "port": loaded.prep.port}]
-    assert int(route["rules"][0]["timeouts"]["request"].removesuffix("s")) > loaded.prep.timeout_s
+    assert int(route["rules"][0]["timeouts"]["request"].removesuffix("s")) > TIMEOUT_S
 
 
 def _matches(how: str, begin: str, path: str) -> bool:

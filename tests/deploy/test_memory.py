@@ -13,7 +13,8 @@ from evernear.serving.decoding import pool_size_bytes
 from evernear.serving.pod import memory_size_bytes as torchserve_size_bytes
 from evernear.serving.pod import pod_memory
 from evernear.serving.prep.server import prep_memory_size_bytes
-from evernear.settings import PrepSettings, ServingSettings, Settings
+from evernear.settings import ServingSettings, Settings
+from evernear.settings.prep import LARGE_DECODES, MAX_BODIES_SIZE_BYTES
 from tests.deploy.rendered import PARTS, Object, containers, named, objects, pod_specs
 
 MIB = 2**20
@@ -66,12 +67,10 @@ def test_memory_of_the_preprocessing_server_covers_its_settings(part: str) -> No
     assert prep_memory_size_bytes(settings_in(part, container)) <= limit_bytes(container)
 
 
-def test_more_pixels_or_decodes_need_more_memory() -> None:
+def test_more_pixels_need_more_memory() -> None:
     few = prep_memory_size_bytes(Settings())
     more = Settings(serving=ServingSettings(max_pixels=50_000_000))
     assert prep_memory_size_bytes(more) - few == decode_size_bytes(25_000_000)
-    two = Settings(prep=PrepSettings(large_decodes=2))
-    assert prep_memory_size_bytes(two) - few == decode_size_bytes(25_000_000)
 
 
 @pytest.mark.parametrize("part", [part for part in PARTS if part.startswith("kserve")])
@@ -79,8 +78,8 @@ def test_more_pixels_or_decodes_need_more_memory() -> None:
 def test_memory_of_kserve_pods_covers_their_arguments(part: str, module: str, process_size_bytes: int) -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--max_pixels", type=int, default=ServingSettings().max_pixels)
-    parser.add_argument("--large_decodes", type=int, default=PrepSettings().large_decodes)
-    parser.add_argument("--max_bodies_size_bytes", type=int, default=PrepSettings().max_bodies_size_bytes)
+    parser.add_argument("--large_decodes", type=int, default=LARGE_DECODES)
+    parser.add_argument("--max_bodies_size_bytes", type=int, default=MAX_BODIES_SIZE_BYTES)
     servers = running(part, "python", "-m", f"evernear.serving.kserve.{module}")
     assert servers or "canary" in part, "only a canary lacks a transformer"
     for container in servers:

@@ -106,10 +106,8 @@ def product(s3_endpoint: str, bucket: str, tmp_path: Path) -> Iterator[Product]:
         EVERNEAR_SLACK__MODE="http",
         EVERNEAR_SLACK__PORT=str(bot_port),
         EVERNEAR_SLACK__CHANNEL=CHANNEL,
-        EVERNEAR_SLACK__MAY_START=json.dumps([ADA.id]),
-        EVERNEAR_SLACK__MAY_PROMOTE=json.dumps([ADA.id]),
-        EVERNEAR_SLACK__POLL_S="1",
-        EVERNEAR_SLACK__UPDATE_INTERVAL_S="1",
+        EVERNEAR_PERMISSIONS__START=json.dumps([ADA.id]),
+        EVERNEAR_PERMISSIONS__PROMOTE=json.dumps([ADA.id]),
         SLACK_BOT_TOKEN=BOT_TOKEN,
         SLACK_SIGNING_SECRET=SIGNING_SECRET,
     )

@@ -74,7 +74,7 @@ def console(layers: Layers[Settings]) -> None:
     for sentence in services.answers.set_aside.values() if services.answers else ():
         print_line(sentence)
     token = secrets.token_urlsafe(24)
-    access = Access(settings.console, token, whoami())
+    access = Access(settings, token, whoami())
 
     def announce(url: str) -> None:
         query = f"?token={token}" if access.by_token else ""

@@ -83,7 +83,7 @@ def from_words(
         if name not in by_name:
             raise SettingsError(_unknown(key, by_name))
         if allowed is not None and key not in allowed:
-            raise SettingsError(f"{key!r} cannot be set from here; slack.parameters allows: {', '.join(allowed)}.")
+            raise SettingsError(f"{key!r} cannot be set from here; these can: {', '.join(allowed)}.")
         if name == "settings" and key != "settings":
             merge(arguments, {"settings": overrides_from([f"{key}={text}"])})
         else:

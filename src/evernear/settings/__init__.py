@@ -34,6 +34,7 @@ from evernear.settings.index import IndexSettings
 from evernear.settings.kubernetes import KubernetesSettings
 from evernear.settings.layers import DEFAULT_WORKDIR, PRESET, Layers, read_layers
 from evernear.settings.parts_job import PartsJobSettings
+from evernear.settings.permissions import PermissionSettings
 from evernear.settings.pipeline import PipelineSettings
 from evernear.settings.prep import PrepSettings
 from evernear.settings.section import LocalPath, Section
@@ -129,6 +130,7 @@ class Settings(RunSettings):
         description="Newest local runs whose directories, with the artifacts of all steps, stay in ``WORKDIR/runs``. "
         "Releases, run pages and run records stay in the store.",
     )
+    permissions: PermissionSettings = PermissionSettings()
     console: ConsoleSettings = ConsoleSettings()
     pipeline: PipelineSettings = PipelineSettings()
     slack: SlackSettings = SlackSettings()

@@ -15,6 +15,7 @@ import pytest
 from PIL import Image
 
 from evernear.release.archive_reader import ReleaseParts
+from evernear.serving.prep import service
 from evernear.serving.torchserve_proto.inference_pb2 import PredictionsRequest
 from tests.prep_server import ReleaseStore, make_champion, prep_client
 from tests.releases import settings_on_free_ports
@@ -182,9 +183,12 @@ def test_unavailable_predictor_is_retried(stored_releases: ReleaseStore, predict
         assert predictor.calls == 12
 
 
-def test_slow_predictor_times_out(stored_releases: ReleaseStore, predictor: Predictor, port: int) -> None:
+def test_slow_predictor_times_out(
+    stored_releases: ReleaseStore, predictor: Predictor, port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(service, "TIMEOUT_S", 0.3)
     predictor.answer = predictor.wait
-    with prep_client(stored_releases.settings(port, timeout_s=0.3)) as client:
+    with prep_client(stored_releases.settings(port)) as client:
         assert "within 0.3 s" in refusal(client.post("/predict", json=png()), 504)
         assert "within 0.3 s" in refusal(client.get("/health"), 504)
 
@@ -206,7 +210,7 @@ def test_calls_are_not_retried_during_an_outage(stored_releases: ReleaseStore, p
 
 
 def test_concurrent_requests_to_the_predictor_are_limited(
-    stored_releases: ReleaseStore, predictor: Predictor, port: int
+    stored_releases: ReleaseStore, predictor: Predictor, port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     together, most = 0, 0
 
@@ -221,7 +225,8 @@ def test_concurrent_requests_to_the_predictor_are_limited(
         return predictor.recognize(request, context)
 
     predictor.answer = count
-    with prep_client(stored_releases.settings(port, in_flight=2)) as client, ThreadPoolExecutor(8) as pool:
+    monkeypatch.setattr(service, "IN_FLIGHT", 2)
+    with prep_client(stored_releases.settings(port)) as client, ThreadPoolExecutor(8) as pool:
         answers = list(pool.map(lambda _: client.post("/predict", json=png()).status_code, range(16)))
     assert answers == [200] * 16
     assert most == 2

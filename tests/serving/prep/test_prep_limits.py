@@ -21,7 +21,7 @@ from evernear.release.archive_reader import ReleaseParts
 from evernear.release.manifest import ReleaseManifest
 from evernear.serving import http_limits
 from evernear.serving.decoding import MAX_WAITING_LARGE, SMALL_PIXELS
-from evernear.serving.prep import service
+from evernear.serving.prep import app, service
 from evernear.serving.prep.service import prepare
 from tests import hostile
 from tests.prep_server import ReleaseStore, prep_client
@@ -99,9 +99,12 @@ def test_small_images_do_not_wait_for_large_ones(prep: httpx.Client, gate: Gate)
         assert {answer.result().status_code for answer in large} == {200}
 
 
-def test_excess_large_images_are_rejected_immediately(stored_releases: ReleaseStore, port: int, gate: Gate) -> None:
+def test_excess_large_images_are_rejected_immediately(
+    stored_releases: ReleaseStore, port: int, gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(service, "LARGE_DECODES", 2)
     capacity = 2 + MAX_WAITING_LARGE
-    with prep_client(stored_releases.settings(port, large_decodes=2)) as prep, ThreadPoolExecutor(capacity) as pool:
+    with prep_client(stored_releases.settings(port)) as prep, ThreadPoolExecutor(capacity) as pool:
         waiting: list[Future[httpx.Response]] = []
         for _ in range(capacity):
             waiting.append(pool.submit(prep.post, "/predict", json=LARGE))
@@ -132,8 +135,11 @@ def until(ask: Callable[[], httpx.Response], status: int, waiting: list[Future[h
         assert not all(future.done() for future in waiting)
 
 
-def test_waiting_too_long_for_decoding_times_out(stored_releases: ReleaseStore, port: int, gate: Gate) -> None:
-    with prep_client(stored_releases.settings(port, timeout_s=2)) as prep:
+def test_waiting_too_long_for_decoding_times_out(
+    stored_releases: ReleaseStore, port: int, gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(service, "TIMEOUT_S", 2)
+    with prep_client(stored_releases.settings(port)) as prep:
         with ThreadPoolExecutor(2) as pool:
             answers = list(pool.map(lambda _: prep.post("/predict", json=LARGE), range(2)))
         assert [refusal(answer, 504) == "No prediction within 2 s." for answer in answers] == [True, True]
@@ -190,8 +196,9 @@ class RawClient:
         return response.status, headers, json.loads(response.read())["message"]
 
 
-def test_slow_body_is_rejected(stored_releases: ReleaseStore, port: int) -> None:
-    with prep_client(stored_releases.settings(port, upload_timeout_s=1)) as prep, RawClient(prep) as slow:
+def test_slow_body_is_rejected(stored_releases: ReleaseStore, port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(app, "UPLOAD_TIMEOUT_S", 1)
+    with prep_client(stored_releases.settings(port)) as prep, RawClient(prep) as slow:
         slow.head(1_000)
         slow.socket.sendall(b'{"data"')
         status, _, message = slow.answer()
@@ -200,10 +207,13 @@ def test_slow_body_is_rejected(stored_releases: ReleaseStore, port: int) -> None
         assert 'path="/predict",status="408"' in prep.get("/metrics").text
 
 
-def test_total_size_of_bodies_in_flight_is_limited(stored_releases: ReleaseStore, port: int) -> None:
+def test_total_size_of_bodies_in_flight_is_limited(
+    stored_releases: ReleaseStore, port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(app, "MAX_BODIES_SIZE_BYTES", 100_000)
     size_bytes = 60_000
     body = json.dumps(SMALL).encode().ljust(size_bytes)
-    settings = stored_releases.settings(port, max_request_size_bytes=size_bytes, max_bodies_size_bytes=100_000)
+    settings = stored_releases.settings(port, max_request_size_bytes=size_bytes)
     with prep_client(settings) as prep, RawClient(prep) as slow:
         slow.head(size_bytes)
         slow.socket.sendall(body[:-1])
@@ -282,9 +292,11 @@ class TestRejectedBody:
             return answer.status, json.loads(answer.read())["message"]
 
     @pytest.fixture
-    def limited(self, stored_releases: ReleaseStore, port: int) -> Iterator[httpx.Client]:
-        limits = {"max_request_size_bytes": self.LIMIT_BYTES, "max_bodies_size_bytes": self.LIMIT_BYTES}
-        with prep_client(stored_releases.settings(port, **limits)) as client:
+    def limited(
+        self, stored_releases: ReleaseStore, port: int, monkeypatch: pytest.MonkeyPatch
+    ) -> Iterator[httpx.Client]:
+        monkeypatch.setattr(app, "MAX_BODIES_SIZE_BYTES", self.LIMIT_BYTES)
+        with prep_client(stored_releases.settings(port, max_request_size_bytes=self.LIMIT_BYTES)) as client:
             yield client
 
     @pytest.mark.parametrize("chunks", [1, 16])
@@ -318,8 +330,11 @@ class TestRejectedBody:
                 sent_bytes += endless.socket.send(bytes(2**16))
         assert sent_bytes < 16 * self.LIMIT_BYTES
 
-    def test_body_that_stalls_after_the_rejection_is_abandoned(self, stored_releases: ReleaseStore, port: int) -> None:
-        with prep_client(stored_releases.settings(port, upload_timeout_s=1)) as prep, RawClient(prep) as stalled:
+    def test_body_that_stalls_after_the_rejection_is_abandoned(
+        self, stored_releases: ReleaseStore, port: int, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(app, "UPLOAD_TIMEOUT_S", 1)
+        with prep_client(stored_releases.settings(port)) as prep, RawClient(prep) as stalled:
             stalled.head(2**30)
             stalled.socket.sendall(bytes(10))
             assert stalled.answer()[0] == 413

@@ -91,7 +91,7 @@ def test_another_site_changes_nothing(store: Store, source: Path, headers: dict[
 PROXY = (
     "console.identity_header=X-Forwarded-Email",
     'console.trusted_proxies=["10.0.0.0/8"]',
-    'console.may_label=["ann@x"]',
+    'permissions.label=["ann@x"]',
 )
 
 
@@ -103,10 +103,22 @@ def test_identity_comes_from_the_trusted_proxy_alone(store: Store, source: Path)
     assert anonymous.get("/").status_code == 403
     assert anonymous.get("/?token=secret").status_code == 403, "the token is no identity behind a proxy"
     twice = [(b"x-forwarded-email", b"ann@x"), (b"x-forwarded-email", b"eve@x")]
-    access = Access(load(overrides=PROXY, environment={}).console, TOKEN, "owner")
+    access = Access(load(overrides=PROXY, environment={}), TOKEN, "owner")
     scope = {"type": "http", "client": ("10.1.2.3", 1), "headers": twice}
     assert access.identify(Request(scope)) is None
     assert access.identify(Request(scope | {"headers": twice[:1]})) is not None
+
+
+@pytest.mark.parametrize(("entry", "may"), [("*", True), ("U0123456789", False), ("C0123456789", False)])
+def test_name_of_a_slack_id_gets_no_right_of_its_entry(entry: str, may: bool) -> None:
+    """Who may choose their own name would otherwise choose the ID of a channel."""
+    overrides = (*PROXY[:2], f'permissions.promote=["{entry}"]')
+    access = Access(load(overrides=overrides, environment={}), TOKEN, "owner")
+    name = entry if entry != "*" else "ann@x"
+    scope = {"type": "http", "client": ("10.1.2.3", 1), "headers": [(b"x-forwarded-email", name.encode())]}
+    person = access.identify(Request(scope))
+    assert person is not None
+    assert person.may == (frozenset({"promote"}) if may else frozenset())
 
 
 @pytest.mark.parametrize(("person", "status"), [("ann@x", 200), ("bob@x", 403)])
@@ -121,7 +133,7 @@ def test_people_without_a_right_only_read(store: Store, source: Path, person: st
     assert response.status_code == status
     for url, form in {"/review/reindex": {}, "/releases/rollback": {"version": "v", "why": "w"}}.items():
         refused = client.post(url, data=form)
-        assert (refused.status_code, "console.may_" in refused.text) == (403, True)
+        assert (refused.status_code, "permissions." in refused.text) == (403, True)
     if status == 200:
         assert Answer.model_validate_json(store.get(ANSWERS)).who == person
 

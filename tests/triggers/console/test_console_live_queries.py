@@ -73,7 +73,7 @@ def test_labels_need_the_right_and_this_site(store: Store, source: Path) -> None
     with_csrf(stranger)
     form = {"query": "q/1", "label": "7"}
     refused = stranger.post("/review/live", data=form)
-    assert (refused.status_code, "console.may_label" in refused.text) == (403, True)
+    assert (refused.status_code, "permissions.label" in refused.text) == (403, True)
     client = signed_in(store, source)
     assert client.post("/review/live", data=form, headers={"Origin": "http://evil"}).status_code == 403
     assert list(store.list(LIVE_LABELS)) == []

@@ -31,8 +31,8 @@ from tests.releases import MakeRelease
 PROXY = {
     "console.identity_header": "X-Auth-Request-Email",
     "console.trusted_proxies": '["10.0.0.0/8"]',
-    "console.may_start": '["ann@x"]',
-    "console.may_promote": '["ann@x"]',
+    "permissions.start": '["ann@x"]',
+    "permissions.promote": '["ann@x"]',
 }
 
 

@@ -16,6 +16,7 @@ from evernear.common.store import Store, open_store
 from evernear.errors import PipelineServerError, StoreError
 from evernear.kubeflow.runs import KfpStep, Parameter, Run, State
 from evernear.settings import Settings, SlackSettings
+from evernear.settings.permissions import PermissionSettings
 from evernear.triggers.requests import RequestStore
 from evernear.triggers.slack.access import Access
 from evernear.triggers.slack.client import SlackClient
@@ -125,23 +126,25 @@ class Bot:
     store.
     """
 
-    def __init__(self, slack: SlackServer, runs: Any, workdir: Path, settings: Mapping[str, Any]) -> None:
+    def __init__(self, slack: SlackServer, runs: Any, workdir: Path, **permissions: tuple[str, ...]) -> None:
         self.slack = slack
         self.runs = runs
         self.clock = Clock()
         self.settings = Settings(
             workdir=workdir,
             target="registry",
-            slack=SlackSettings.model_validate({"channel": CHANNEL, "api_url": slack.api_url} | dict(settings)),
+            slack=SlackSettings(channel=CHANNEL, api_url=slack.api_url),
+            permissions=PermissionSettings.model_validate(permissions),
         )
         self.store = Outage(open_store(self.settings.store_uri))
         self.restart()
 
-    def restart(self, **slack: Any) -> None:
-        self.settings = self.settings.model_copy(update={"slack": self.settings.slack.model_copy(update=slack)})
+    def restart(self, **permissions: tuple[str, ...]) -> None:
+        permitted = self.settings.permissions.model_copy(update=permissions)
+        self.settings = self.settings.model_copy(update={"permissions": permitted})
         client = WebClient(token=BOT_TOKEN, base_url=self.slack.api_url, timeout=5)
         api = SlackClient(client)
-        access = Access(self.settings.slack, api, self.clock)
+        access = Access(self.settings.permissions, api, self.clock)
         services = Services(self.settings, self.store, self.runs, api, access, self.clock, wake=lambda: None)
         self.worker = Worker(services)
         self.app = create_slack_app(client, SIGNING_SECRET, Handlers(services))

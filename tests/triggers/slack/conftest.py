@@ -26,5 +26,4 @@ def runs() -> MemoryRuns:
 @pytest.fixture
 def bot(slack: SlackServer, runs: MemoryRuns, tmp_path: Path) -> Bot:
     """A bot that permits everything to Ada, and nothing to anyone else."""
-    everything = {f"may_{action}": (ADA.id,) for action in ("start", "stop", "promote", "roll_back", "schedule")}
-    return Bot(slack, runs, tmp_path, everything)
+    return Bot(slack, runs, tmp_path, start=(ADA.id,), promote=(ADA.id,))

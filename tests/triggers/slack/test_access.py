@@ -11,16 +11,16 @@ from tests.triggers.slack.bot import ADA, BOB, CHANNEL, EVE, Bot, MemoryRuns
 def test_nothing_is_permitted_by_default(
     slack: SlackServer, runs: MemoryRuns, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    bot = Bot(slack, runs, tmp_path, {})
+    bot = Bot(slack, runs, tmp_path)
     response = bot.command(ADA, "/retrain")
     assert response.status == 200
-    assert "no one may start runs from Slack yet" in response.body
+    assert "no one may start runs, stop runs or pause the watcher from Slack yet" in response.body
     assert "U0ADA" in response.body
-    assert "slack.may_start" in response.body
+    assert "permissions.start" in response.body
     bot.poll()
     assert slack.messages == []
     (line,) = bot.audit()
-    assert (line["who"], line["what"], line["result"]) == ("ada (U0ADA in Slack)", "start", "refused")
+    assert (line["who"], line["what"], line["result"]) == ("ada (U0ADA in Slack)", "/retrain", "refused")
     assert "refused: ada" in caplog.text
 
 
@@ -44,14 +44,14 @@ def test_commands_that_change_something_need_a_permission(bot: Bot, command: str
 
 
 def test_rollback_prompt_needs_a_permission(bot: Bot) -> None:
-    assert "Sorry, you may not roll back" in bot.query(BOB, "/evernear rollback").text
+    assert "Sorry, you may not promote a release or roll back" in bot.query(BOB, "/evernear rollback").text
     assert [line["result"] for line in bot.audit()] == ["refused"]
 
 
 def test_channel_grants_its_members_but_no_other_organization(
     slack: SlackServer, runs: MemoryRuns, tmp_path: Path
 ) -> None:
-    bot = Bot(slack, runs, tmp_path, {"may_start": (CHANNEL,)})
+    bot = Bot(slack, runs, tmp_path, start=(CHANNEL,))
     prompt = bot.prompt(person=BOB)
     assert "only members of this workspace" in bot.command(EVE, "/retrain").body
     assert "you may not start runs" in bot.command(BOB, "/retrain", channel="C0OTHER").body
@@ -64,7 +64,7 @@ def test_channel_grants_its_members_but_no_other_organization(
 
 
 def test_user_group_grants_its_members(slack: SlackServer, runs: MemoryRuns, tmp_path: Path) -> None:
-    bot = Bot(slack, runs, tmp_path, {"may_start": ("S0TRAINERS",)})
+    bot = Bot(slack, runs, tmp_path, start=("S0TRAINERS",))
     assert "could not look up" in bot.command(BOB, "/retrain").body, "an unknown group grants nothing"
     slack.groups["S0TRAINERS"] = [BOB.id]
     assert bot.command(BOB, "/retrain").body == ""

@@ -6,6 +6,7 @@ import itertools
 import threading
 import time
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from slack_bolt import BoltRequest
 
 from evernear.kubeflow.runs import Parameter, Run, State
 from evernear.triggers.requests import Request, RequestStore
+from evernear.triggers.slack import prompts
 from evernear.triggers.slack.client import Message, SlackClient, SlackUnavailableError
 from tests.loopback.slack import SlackServer, signed
 from tests.loopback.slack.server import SIGNING_SECRET, Fault
@@ -235,7 +237,7 @@ def test_request_is_abandoned_after_repeated_internal_errors(
 
 
 def test_second_person_is_told_who_answered_first(bot: Bot, slack: SlackServer, runs: MemoryRuns) -> None:
-    bot.restart(may_start=(ADA.id, BOB.id))
+    bot.restart(start=(ADA.id, BOB.id))
     prompt = bot.prompt()
     click = slack.button(prompt, "Start training")
     bot.deliver(click.by(BOB))
@@ -405,8 +407,10 @@ def test_unreadable_request_is_logged_once_and_does_not_affect_others(
     assert "Open prompts" in bot.query(ADA, "/evernear status").text
 
 
-def test_old_requests_are_removed_and_open_ones_stay(bot: Bot, slack: SlackServer, runs: MemoryRuns) -> None:
-    bot.restart(prompt_timeout_s=10**8)
+def test_old_requests_are_removed_and_open_ones_stay(
+    bot: Bot, slack: SlackServer, runs: MemoryRuns, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prompts, "PROMPT_TIMEOUT", timedelta(days=1000))
     first, second = bot.prompt(), bot.prompt()
     bot.click(ADA, first, "Not now")
     bot.poll()

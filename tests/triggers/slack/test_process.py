@@ -16,7 +16,8 @@ import pytest
 
 from evernear.errors import PortInUseError, SettingsError, SlackError
 from evernear.settings import Settings
-from evernear.triggers.slack import heartbeat
+from evernear.settings.permissions import PermissionSettings
+from evernear.triggers.slack import heartbeat, server
 from evernear.triggers.slack.server import EVENTS_PATH, serve_slack
 from tests.loopback.kfp import KfpServer
 from tests.loopback.slack import SlackServer, signed
@@ -37,12 +38,13 @@ def tokens(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def settings(slack: SlackServer, tmp_path: Path) -> Settings:
+def settings(slack: SlackServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Settings:
+    monkeypatch.setattr(server, "POLL_S", 0.05)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    allowed = {"may_start": [ADA.id], "poll_s": 0.05, "port": port, "api_url": slack.api_url, "channel": CHANNEL}
-    return Settings.model_validate({"workdir": tmp_path, "slack": allowed})
+    bot = {"port": port, "api_url": slack.api_url, "channel": CHANNEL}
+    return Settings.model_validate({"workdir": tmp_path, "slack": bot, "permissions": {"start": [ADA.id]}})
 
 
 @contextmanager
@@ -110,9 +112,9 @@ def test_socket_mode_from_command_to_run(slack: SlackServer, settings: Settings,
 
 def test_process_prompts_with_kfp_and_ends_on_sigterm(slack: SlackServer, settings: Settings, tmp_path: Path) -> None:
     config = tmp_path / "evernear.toml"
-    allowed = f'may_start = ["{ADA.id}"]\napi_url = "{slack.api_url}"\npoll_s = 0.1'
+    sections = f'[permissions]\nstart = ["{ADA.id}"]\n[slack]\napi_url = "{slack.api_url}"'
     with KfpServer() as kfp:
-        config.write_text(f'workdir = "{tmp_path}"\n[slack]\n{allowed}\n[pipeline]\nendpoint = "{kfp.url}"\n')
+        config.write_text(f'workdir = "{tmp_path}"\n{sections}\n[pipeline]\nendpoint = "{kfp.url}"\n')
         kfp.publish(GOLDEN, version="c0ffee1")
         command = [sys.executable, "-c", "from evernear.cli.app import main; main()", "slack", "--config", str(config)]
         with terminated(subprocess.Popen(command, stderr=subprocess.PIPE, text=True)) as log:
@@ -125,7 +127,7 @@ def test_process_prompts_with_kfp_and_ends_on_sigterm(slack: SlackServer, settin
 
 
 def test_refusal_is_part_of_the_acknowledgement(slack: SlackServer, settings: Settings, runs: MemoryRuns) -> None:
-    settings = settings.model_copy(update={"slack": settings.slack.model_copy(update={"may_start": ()})})
+    settings = settings.model_copy(update={"permissions": PermissionSettings()})
     with serving(settings, runs):
         acknowledgement = slack.deliver(ADA.types("/retrain", CHANNEL, slack.response_url(CHANNEL)))
     assert acknowledgement is not None
@@ -147,7 +149,7 @@ def test_http_mode_accepts_only_signed_requests(slack: SlackServer, settings: Se
         assert post(body, **{"x-slack-request-timestamp": "yesterday"}) == 401
         assert post(body, **{"x-slack-request-timestamp": "1" * 5000}) == 401
         assert post(b"\xff\xfe") == 400
-        assert post("x" * (settings.slack.max_request_size_bytes + 1)) == 413
+        assert post("x" * (server.MAX_REQUEST_SIZE_BYTES + 1)) == 413
         old, stale = signed(payload, SIGNING_SECRET, time.time() - 600)
         assert client.post(EVENTS_PATH, content=old, headers=stale).status_code == 401
         assert client.post(EVENTS_PATH, content=body).status_code == 401
@@ -197,7 +199,7 @@ def test_used_port_is_named(slack: SlackServer, settings: Settings) -> None:
 
 def test_ctrl_c_ends_the_process_with_a_message(slack: SlackServer, tmp_path: Path) -> None:
     config = tmp_path / "evernear.toml"
-    slack_settings = f'may_start = ["{ADA.id}"]\napi_url = "{slack.api_url}"'
+    slack_settings = f'api_url = "{slack.api_url}"'
     config.write_text(
         f'workdir = "{tmp_path}"\n[slack]\n{slack_settings}\n[pipeline]\nendpoint = "http://127.0.0.1:1"\n'
     )

@@ -93,7 +93,7 @@ def test_promotion_of_a_held_release_records_the_person(
     assert "The champion has changed since" in slack.messages[-1].text
     audited = {(line["what"], line["result"], line["release"]) for line in bot.audit() if line["what"] != "start"}
     assert audited == {
-        ("promote", "refused", ""),
+        ("release.promote", "refused", ""),
         ("promote", "done", champion.version),
         ("roll_back", "failed", serving.version),
     }
@@ -178,6 +178,6 @@ def test_failed_promotion_is_reported_and_can_be_repeated(
 
 
 def test_buttons_without_permissions_are_hidden(bot: Bot, end_run: EndRun) -> None:
-    bot.restart(may_promote=(), may_roll_back=())
+    bot.restart(promote=())
     assert end_run(True).buttons == ["Open in Kubeflow"]
     assert end_run(False).buttons == ["Open in Kubeflow"]

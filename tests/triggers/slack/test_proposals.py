@@ -158,7 +158,7 @@ def test_declined_proposal_closes_its_prompt(bot: Bot, slack: SlackServer, runs:
 def test_person_who_declines_during_anothers_acceptance_is_told(
     bot: Bot, slack: SlackServer, runs: MemoryRuns, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    bot.restart(may_start=(ADA.id, BOB.id))
+    bot.restart(start=(ADA.id, BOB.id))
     prompt = prompted(bot, slack)
     accept, decline = slack.button(prompt, "Train").by(BOB), slack.button(prompt, "Not now").by(ADA)
     find, preempted = RequestStore.find, threading.Event()
@@ -235,7 +235,8 @@ def test_accepted_proposal_without_a_prompt_is_started_days_later(bot: Bot, runs
 
 
 def test_proposals_are_not_prompted_without_a_channel(bot: Bot, slack: SlackServer, runs: MemoryRuns) -> None:
-    bot.restart(channel="")
+    bot.settings = bot.settings.model_copy(update={"slack": bot.settings.slack.model_copy(update={"channel": ""})})
+    bot.restart()
     make_request(bot)
     bot.poll()
     assert (slack.messages, runs.started) == ([], {})

@@ -3,7 +3,6 @@
 import io
 import json
 import logging
-from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -16,6 +15,8 @@ from evernear.kubeflow.runs import State
 from evernear.reporting.notify import CONFUSION_MATRIX, finalize
 from evernear.settings import DataSettings, IndexSettings
 from evernear.triggers.requests import RequestStore
+from evernear.triggers.slack.prompts import PROMPT_TIMEOUT
+from evernear.triggers.slack.runs import UPDATE_INTERVAL
 from tests.loopback.slack import SlackServer
 from tests.triggers.slack.bot import ADA, BOB, CHANNEL, Bot, MemoryRuns
 
@@ -110,7 +111,7 @@ def test_run_is_followed_in_one_message_and_ends_with_the_verdict(
 def test_settings_of_the_bot_replace_the_defaults_of_the_pipeline(
     slack: SlackServer, runs: MemoryRuns, tmp_path: Path
 ) -> None:
-    bot = Bot(slack, runs, tmp_path, {"may_start": (ADA.id,)})
+    bot = Bot(slack, runs, tmp_path, start=(ADA.id,))
     overrides = {"data": DataSettings(source="s3://images/ours", size_px=32), "index": IndexSettings(k=9)}
     bot.settings = bot.settings.model_copy(update=overrides)
     bot.restart()
@@ -135,7 +136,7 @@ def test_message_is_edited_only_after_changes_and_within_the_rate_limit(
     for number in range(60):  # five minutes with a new step at every poll
         runs.set(State.RUNNING, **{f"step{number}": State.RUNNING})
         bot.poll(5)
-    every_s = bot.settings.slack.update_interval_s
+    every_s = UPDATE_INTERVAL.total_seconds()
     assert slack.calls.count("chat.update") - edits <= 2 * (300 / every_s + 1)
     for _ in range(60):
         bot.poll(5)
@@ -234,7 +235,7 @@ def test_prompt_whose_expiry_cannot_be_stored_stays_unchanged(
 
 
 def test_delayed_prompt_shows_its_expiry(bot: Bot, slack: SlackServer, runs: MemoryRuns) -> None:
-    until = bot.clock() + timedelta(seconds=bot.settings.slack.prompt_timeout_s)
+    until = bot.clock() + PROMPT_TIMEOUT
     runs.is_down = True
     bot.command(ADA, "/retrain")
     bot.poll()
@@ -255,7 +256,7 @@ def test_delayed_prompt_shows_its_expiry(bot: Bot, slack: SlackServer, runs: Mem
         ("train.epochs=" + "[" * 1900, "Invalid setting train.epochs = "),
         ("preset=bset", "No preset 'bset'; known: best"),
         ("settings={}", "'settings' cannot be set from here"),
-        ("gate.accuracy_floor=0", "'gate.accuracy_floor' cannot be set from here; slack.parameters allows: preset"),
+        ("gate.accuracy_floor=0", "'gate.accuracy_floor' cannot be set from here; these can: preset"),
         ("data.size_px=28", "'data.size_px' cannot be set from here"),
         ("data.source=digits", "'data.source' cannot be set from here"),
         ("source=digits", "'source' cannot be set from here"),
@@ -316,7 +317,9 @@ def test_run_is_stopped_by_button_and_by_id_prefix(bot: Bot, slack: SlackServer,
     bot.command(ADA, "/evernear stop ffffffff")
     bot.poll()
     assert "No run's id begins with" in slack.ephemeral[-1].text
-    assert [line["what"] for line in bot.audit()].count("stop") == 3
+    audited = [(line["what"], line["result"]) for line in bot.audit()]
+    assert audited.count(("stop", "done")) == 2
+    assert audited.count(("run.stop", "refused")) == 1
 
 
 def test_button_stops_a_run_older_than_the_newest_fifty(bot: Bot, slack: SlackServer, runs: MemoryRuns) -> None:

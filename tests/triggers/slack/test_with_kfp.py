@@ -30,8 +30,7 @@ def kfp() -> Iterator[KfpServer]:
 
 @pytest.fixture
 def bot(slack: SlackServer, kfp: KfpServer, tmp_path: Path) -> Bot:
-    allowed = {f"may_{action}": (ADA.id,) for action in ("start", "stop", "promote", "roll_back")}
-    return Bot(slack, KfpRuns(PipelineSettings(endpoint=kfp.url)), tmp_path, allowed)
+    return Bot(slack, KfpRuns(PipelineSettings(endpoint=kfp.url)), tmp_path, start=(ADA.id,), promote=(ADA.id,))
 
 
 def test_held_model_is_explained_in_the_thread(bot: Bot, slack: SlackServer, kfp: KfpServer) -> None:

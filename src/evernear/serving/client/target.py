@@ -15,6 +15,7 @@ from evernear.common.masking import remember, usable
 from evernear.errors import SettingsError
 from evernear.serving.endpoints import endpoints, home_of, host_and_port, read_key, start_hint
 from evernear.settings import RunSettings
+from evernear.settings.prep import TIMEOUT_S as PREP_TIMEOUT_S
 from evernear.settings.serving import MODEL_NAME, RESPONSE_TIMEOUT_S
 from evernear.settings.sources import TOKEN_FILE_VARIABLE, TOKEN_VARIABLE
 
@@ -57,7 +58,7 @@ class Target:
             return replace(
                 Target.remote(settings, settings.prep.host, format),
                 token=lambda: None,
-                timeout_s=settings.prep.timeout_s,
+                timeout_s=PREP_TIMEOUT_S,
                 hint="start it with `evernear prep`",
             )
         home = home_of(settings.workdir)

@@ -12,7 +12,8 @@ from evernear.common.masking import mask_streams
 from evernear.common.output import print_line
 from evernear.errors import EvernearError
 from evernear.serving.release_source import ReleaseSource
-from evernear.settings import PrepSettings, ServingSettings
+from evernear.settings import ServingSettings
+from evernear.settings.prep import LARGE_DECODES, MAX_BODIES_SIZE_BYTES, UPLOAD_TIMEOUT_S
 from evernear.settings.serving import MODEL_NAME, QUEUE_SIZE, RESPONSE_TIMEOUT_S
 
 MAX_IMAGES = 1024
@@ -30,7 +31,7 @@ def arguments(description: str) -> argparse.ArgumentParser:
         description=description,
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    serving, prep = ServingSettings(), PrepSettings()
+    serving = ServingSettings()
     parser.set_defaults(
         enable_latency_logging=False,  # the metrics have the same figures, and logging them delays each response
         model_name=MODEL_NAME,
@@ -47,10 +48,10 @@ def arguments(description: str) -> argparse.ArgumentParser:
     add("--batch_size", type=int, default=serving.batch_size, help="Images of concurrent requests in a batch.")
     add("--queue_size", type=int, default=QUEUE_SIZE, help="Images that may wait; further requests get 503.")
     add("--max_pixels", type=int, default=serving.max_pixels, help="Pixels of an image; the release may allow fewer.")
-    add("--max_bodies_size_bytes", type=int, default=prep.max_bodies_size_bytes, help="Size of all bodies in flight.")
-    add("--upload_timeout_seconds", type=float, default=prep.upload_timeout_s, help="Time limit for receiving a body.")
+    add("--max_bodies_size_bytes", type=int, default=MAX_BODIES_SIZE_BYTES, help="Size of all bodies in flight.")
+    add("--upload_timeout_seconds", type=float, default=UPLOAD_TIMEOUT_S, help="Time limit for receiving a body.")
     add("--enable_access_log", action="store_true", help="Log each request, which delays its answer by 0.2 ms.")
-    add("--large_decodes", type=int, default=prep.large_decodes, help="Concurrent decodes of images above a megapixel.")
+    add("--large_decodes", type=int, default=LARGE_DECODES, help="Concurrent decodes of images above a megapixel.")
     return parser
 
 

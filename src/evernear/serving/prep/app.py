@@ -28,6 +28,7 @@ from evernear.serving.request_parsing import RequestError, image_request_schema
 from evernear.serving.responses import Metadata, Prediction, Rejection
 from evernear.serving.tracing import TRACE_FIELD, describe_response, request_span, trace_id
 from evernear.settings import Settings
+from evernear.settings.prep import MAX_BODIES_SIZE_BYTES, UPLOAD_TIMEOUT_S
 
 REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _log = logging.getLogger(__name__)
@@ -91,8 +92,8 @@ def create_app(settings: Settings) -> FastAPI:
     app.add_middleware(
         BodyLimits,
         max_size_bytes=settings.prep.max_request_size_bytes,
-        max_total_size_bytes=settings.prep.max_bodies_size_bytes,
-        timeout_s=settings.prep.upload_timeout_s,
+        max_total_size_bytes=MAX_BODIES_SIZE_BYTES,
+        timeout_s=UPLOAD_TIMEOUT_S,
     )
     for error in (EvernearError, HTTPException):
         app.add_exception_handler(error, _error_response)

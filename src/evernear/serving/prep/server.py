@@ -8,6 +8,7 @@ from evernear.serving.http_limits import HeadTimeoutProtocol
 from evernear.serving.prep.app import create_app
 from evernear.serving.prep.service import targets_of
 from evernear.settings import Settings
+from evernear.settings.prep import LARGE_DECODES, MAX_BODIES_SIZE_BYTES
 
 SHUTDOWN_TIMEOUT_S = 30
 PROCESS_SIZE_BYTES = 128 * 2**20
@@ -49,6 +50,5 @@ def prep_memory_size_bytes(settings: Settings) -> int:
 
     Each request body is in memory twice: as received, and after base64 decoding.
     """
-    prep = settings.prep
-    decoding = pool_size_bytes(prep.large_decodes, settings.serving.max_pixels)
-    return PROCESS_SIZE_BYTES + decoding + 2 * prep.max_bodies_size_bytes
+    decoding = pool_size_bytes(LARGE_DECODES, settings.serving.max_pixels)
+    return PROCESS_SIZE_BYTES + decoding + 2 * MAX_BODIES_SIZE_BYTES

@@ -29,8 +29,11 @@ from evernear.serving.request_parsing import image_from_json
 from evernear.serving.responses import Metadata, Prediction
 from evernear.serving.tracing import span, tracer
 from evernear.settings import Settings
+from evernear.settings.prep import LARGE_DECODES, TIMEOUT_S
 from evernear.settings.serving import MODEL_NAME
 
+ATTEMPTS = 4  # to reach the predictor for a request, while a pod is replaced; gRPC allows 5
+IN_FLIGHT = 64  # concurrent requests to the predictor, two full batches; others wait
 MATCHING_ATTEMPTS = 3  # releases may change while one request is answered
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 
@@ -79,14 +82,13 @@ class PrepService:
     def __init__(self, settings: Settings, *, embeddings: bool = False) -> None:
         """If ``embeddings`` is set, predictions contain the image's embedding."""
         self._embeddings = embeddings
-        self._prep = settings.prep
         self._store_uri = settings.store_uri
         self._predictors = [AsyncClient(target) for target in targets_of(settings)]
         self._releases = Releases(settings.store_uri)
         self._latest: ReleaseManifest | None = None  # the release of the latest prediction
         self._max_pixels = settings.serving.max_pixels
-        self._decoding = DecodePool(settings.prep.large_decodes)
-        self._slots = asyncio.Semaphore(settings.prep.in_flight)
+        self._decoding = DecodePool(LARGE_DECODES)
+        self._slots = asyncio.Semaphore(IN_FLIGHT)
         self.metrics = Metrics()
         self.tracer = tracer("evernear-prep")
 
@@ -95,7 +97,7 @@ class PrepService:
 
         Raises:
             RequestError, DataError: the request or its image is invalid.
-            ServerTimeoutError: the prediction takes longer than ``prep.timeout_s``.
+            ServerTimeoutError: the prediction takes longer than `TIMEOUT_S`.
             OverloadedError: too many large images are waiting.
             ServingError: the predictor is unreachable or fails, or the preprocessing of
                 the predictor's release is unavailable.
@@ -144,10 +146,10 @@ class PrepService:
 
     async def _in_time(self, work: Awaitable[Result]) -> Result:
         try:
-            async with asyncio.timeout(self._prep.timeout_s):
+            async with asyncio.timeout(TIMEOUT_S):
                 return await work
         except TimeoutError:
-            raise ServerTimeoutError(f"No prediction within {self._prep.timeout_s:g} s.") from None
+            raise ServerTimeoutError(f"No prediction within {TIMEOUT_S:g} s.") from None
 
     async def _live_release(self) -> ReleaseManifest:
         prediction = await self._predict(inspect_image, blank(await self._expected_release()))
@@ -241,6 +243,6 @@ def targets_of(settings: Settings) -> list[Target]:
     hosts = [host for host in (prep.predictor_host, prep.predictor_fallback_host) if host]
     targets = [Target.remote(settings, host, "grpc", tls=prep.predictor_tls) for host in hosts]
     return [
-        replace(target, timeout_s=prep.timeout_s, attempts=prep.attempts)
+        replace(target, timeout_s=TIMEOUT_S, attempts=ATTEMPTS)
         for target in targets or [Target.local(settings, "grpc")]
     ]

@@ -2,10 +2,11 @@
 against other sites by a CSRF token and response headers."""
 
 import hmac
+import re
 import secrets
 from collections.abc import Iterable
 from ipaddress import ip_address, ip_network
-from typing import Literal
+from typing import get_args
 from urllib.parse import urlencode, urlsplit
 
 from starlette.datastructures import MutableHeaders
@@ -15,9 +16,9 @@ from starlette.responses import PlainTextResponse, RedirectResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from evernear.common.frozen import Frozen
-from evernear.settings.console import ConsoleSettings
+from evernear.settings import Settings
+from evernear.settings.permissions import Right
 
-Right = Literal["label", "start", "promote"]
 CSRF_HEADER = "x-evernear-csrf"
 _TOKEN_COOKIE = "evernear-token"  # noqa: S105 - its name
 _CSRF_COOKIE = "evernear-csrf"
@@ -25,6 +26,8 @@ _OPEN_PATHS = ("/health",)
 """Paths without authentication, for an orchestrator's probes."""
 _SAFE_METHODS = ("GET", "HEAD")
 _NAME_MAX_CHARACTERS = 200
+_SLACK_ID = re.compile(r"[UWSCG][A-Z0-9]{8,}")
+"""An entry for Slack. A user of the proxy who has chosen this name does not get its rights."""
 CONTENT_SECURITY_POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' blob:; connect-src 'self';"
     " form-action 'self'; frame-ancestors 'none'; base-uri 'none'"
@@ -50,11 +53,12 @@ class Access:
     """Identifies ``owner`` by the token, or each user by a header from a trusted
     proxy."""
 
-    def __init__(self, settings: ConsoleSettings, token: str, owner: str) -> None:
-        self._settings = settings
+    def __init__(self, settings: Settings, token: str, owner: str) -> None:
+        self._settings = settings.console
+        self._permissions = settings.permissions
         self._token = token
-        self._owner = Person(name=owner, may=frozenset(("label", "start", "promote")))
-        self._proxies = [ip_network(proxy) for proxy in settings.trusted_proxies]
+        self._owner = Person(name=owner, may=frozenset(get_args(Right)))
+        self._proxies = [ip_network(proxy) for proxy in settings.console.trusted_proxies]
 
     @property
     def by_token(self) -> bool:
@@ -68,12 +72,11 @@ class Access:
         names = request.headers.getlist(self._settings.identity_header)
         if len(names) != 1 or not self._is_proxy(request) or not 0 < len(names[0]) <= _NAME_MAX_CHARACTERS:
             return None
-        lists: dict[Right, tuple[str, ...]] = {
-            "label": self._settings.may_label,
-            "start": self._settings.may_start,
-            "promote": self._settings.may_promote,
-        }
-        return Person(name=names[0], may=frozenset(right for right, may in lists.items() if _is_in(names[0], may)))
+        rights: tuple[Right, ...] = get_args(Right)
+        return Person(
+            name=names[0],
+            may=frozenset(right for right in rights if _is_in(names[0], getattr(self._permissions, right))),
+        )
 
     def sign_in(self, request: Request) -> Response | None:
         """The response to the sign-in URL that `evernear console` printed: a cookie,
@@ -161,12 +164,12 @@ def require(request: Request, right: Right) -> Person:
     """
     person: Person = request.state.person
     if right not in person.may:
-        raise HTTPException(403, f"{person.name} may not do this; console.may_{right} lists who may.")
+        raise HTTPException(403, f"{person.name} may not do this; permissions.{right} lists who may.")
     return person
 
 
 def _is_in(name: str, may: Iterable[str]) -> bool:
-    return any(each in ("*", name) for each in may)
+    return any(each == "*" or (each == name and not _SLACK_ID.fullmatch(name)) for each in may)
 
 
 def _is_ours(request: Request, csrf: str) -> bool:

@@ -26,6 +26,9 @@ from evernear.triggers.console.services import Services
 from evernear.triggers.console.warm_up import WarmUp
 from evernear.triggers.console.web import error_response
 
+MAX_REQUEST_SIZE_BYTES = 10 * 2**20  # the largest image file; larger ones get 413
+MAX_BODIES_SIZE_BYTES = 64 * 2**20  # of all images in flight; further requests get 503
+UPLOAD_TIMEOUT_S = 30.0  # for an image: 10 MiB at 3 Mbit/s
 PAGES = (TryPage, ReviewPage, ReindexPart, LivePart, DataPage, ReleasesPage)
 
 
@@ -42,7 +45,6 @@ def create_console_app(services: Services, access: Access) -> Starlette:
         finally:
             await app.state.predictor.close()
 
-    limits = services.settings.console
     app = Starlette(
         routes=[
             Route("/health", _health),
@@ -54,9 +56,9 @@ def create_console_app(services: Services, access: Access) -> Starlette:
             Middleware(Guard, access=access),
             Middleware(
                 BodyLimits,
-                max_size_bytes=limits.max_request_size_bytes,
-                max_total_size_bytes=limits.max_bodies_size_bytes,
-                timeout_s=limits.upload_timeout_s,
+                max_size_bytes=MAX_REQUEST_SIZE_BYTES,
+                max_total_size_bytes=MAX_BODIES_SIZE_BYTES,
+                timeout_s=UPLOAD_TIMEOUT_S,
             ),
         ],
         exception_handlers={EvernearError: error_response, HTTPException: error_response},

@@ -23,9 +23,10 @@ from evernear.review.submissions import Submissions
 from evernear.review.suspects import Suspect, load_suspects
 from evernear.serving.gallery_images import GalleryImages
 from evernear.settings import Settings
+from evernear.settings.permissions import Right
 from evernear.triggers import audit
 from evernear.triggers.audit import AuditEvent
-from evernear.triggers.console.access import Person, Right, require
+from evernear.triggers.console.access import Person, require
 from evernear.triggers.console.releases import Releases
 from evernear.triggers.console.run_records import RunRecords
 from evernear.triggers.console.runs import Done, Runner

@@ -1,24 +1,21 @@
-"""Permissions: the allow-lists of `evernear.settings.SlackSettings`."""
+"""Permissions: the lists of `evernear.settings.permissions.PermissionSettings`."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import datetime, timedelta
-from typing import Any, Literal
+from typing import Any
 
 from slack_bolt import BoltContext
 
 from evernear.errors import EvernearError, SlackError
-from evernear.settings import SlackSettings
+from evernear.settings.permissions import PermissionSettings, Right
 from evernear.triggers.requests import Person
 from evernear.triggers.slack.client import SlackClient
 
-Permission = Literal["start", "stop", "promote", "roll_back", "schedule"]
-_VERBS: dict[Permission, str] = {
-    "start": "start runs",
-    "stop": "stop runs",
-    "promote": "promote a release that the gate held",
-    "roll_back": "roll back",
-    "schedule": "pause or resume the watcher",
+_VERBS: dict[Right, str] = {
+    "label": "name images",
+    "start": "start runs, stop runs or pause the watcher",
+    "promote": "promote a release or roll back",
 }
 _GROUP_CACHE_TIME = timedelta(minutes=1)
 
@@ -54,36 +51,30 @@ class Caller:
 
 
 class Access:
-    """The allow-lists, and the members of the user groups in them."""
+    """The lists, and the members of the user groups in them."""
 
-    def __init__(self, settings: SlackSettings, slack: SlackClient, clock: Callable[[], datetime]) -> None:
-        self._lists: dict[Permission, tuple[str, ...]] = {
-            "start": settings.may_start,
-            "stop": settings.may_stop,
-            "promote": settings.may_promote,
-            "roll_back": settings.may_roll_back,
-            "schedule": settings.may_schedule,
-        }
+    def __init__(self, settings: PermissionSettings, slack: SlackClient, clock: Callable[[], datetime]) -> None:
+        self._settings = settings
         self._slack = slack
         self._clock = clock
         self._groups: dict[str, tuple[datetime, frozenset[str]]] = {}
 
-    def is_granted(self, permission: Permission) -> bool:
+    def is_granted(self, right: Right) -> bool:
         """Whether anyone is authorized. The button is hidden otherwise."""
-        return bool(self._lists[permission])
+        return bool(self._permitted(right))
 
-    def require(self, permission: Permission, caller: Caller) -> None:
-        """Check that ``caller`` has ``permission``.
+    def require(self, right: Right, caller: Caller) -> None:
+        """Check that ``caller`` has the ``right``.
 
         Raises:
-            RequestRefusedError: ``caller`` does not have the permission.
+            RequestRefusedError: ``caller`` does not have it.
         """
-        setting, allowed = f"slack.may_{permission}", self._lists[permission]
+        setting, allowed = f"permissions.{right}", self._permitted(right)
         if not caller.is_of_workspace:
             raise RequestRefusedError("Sorry, only members of this workspace may do that.")
         if not allowed:
             raise RequestRefusedError(
-                f"Sorry, no one may {_VERBS[permission]} from Slack yet. The operator of evernear can add your id, "
+                f"Sorry, no one may {_VERBS[right]} from Slack yet. The operator of evernear can add your id, "
                 f"{caller.person.id}, a user group's or this channel's, {caller.channel}, to {setting}."
             )
         # User groups are checked last, because each group requires a call to Slack.
@@ -93,9 +84,13 @@ class Access:
             ):
                 return
         raise RequestRefusedError(
-            f"Sorry, you may not {_VERBS[permission]}. The operator of evernear can add your id, {caller.person.id}, "
+            f"Sorry, you may not {_VERBS[right]}. The operator of evernear can add your id, {caller.person.id}, "
             f"to {setting}."
         )
+
+    def _permitted(self, right: Right) -> tuple[str, ...]:
+        entries: tuple[str, ...] = getattr(self._settings, right)
+        return entries
 
     def _members(self, group: str) -> frozenset[str]:
         cached = self._groups.get(group)

@@ -71,7 +71,7 @@ def champion(call: Call) -> Message:
     return champion_message(current, registry.get(current.version, include_pruned=True) if current else None)
 
 
-@query("/evernear rollback", "rolls back to the previous release after confirmation", permission="roll_back")
+@query("/evernear rollback", "rolls back to the previous release after confirmation", permission="promote")
 def rollback(call: Call) -> Message:
     """Prompt for a rollback. Only the caller sees the prompt."""
     current = call.services.registry.champion()
@@ -81,7 +81,7 @@ def rollback(call: Call) -> Message:
     return rollback_message(current)
 
 
-@command("/evernear stop", "ends a run, given the first characters of its id", usage="RUN", permission="stop")
+@command("/evernear stop", "ends a run, given the first characters of its id", usage="RUN", permission="start")
 def stop(call: Call) -> None:
     """Record a request to stop a run."""
     run_id = call.text.strip()
@@ -96,13 +96,13 @@ def schedule(call: Call) -> Message:
     return line(f"The watcher is {_watcher_status(call.services)}")
 
 
-@command("/evernear schedule start", "resumes the watcher", permission="schedule")
+@command("/evernear schedule start", "resumes the watcher", permission="start")
 def schedule_start(call: Call) -> Message:
     """Resume the watcher's schedule."""
     return _switch_schedule(call, on=True)
 
 
-@command("/evernear schedule stop", "pauses the watcher", permission="schedule")
+@command("/evernear schedule stop", "pauses the watcher", permission="start")
 def schedule_stop(call: Call) -> Message:
     """Pause the watcher's schedule."""
     return _switch_schedule(call, on=False)

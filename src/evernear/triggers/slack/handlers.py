@@ -54,7 +54,7 @@ class Handlers:
             return ack()
         call = self._call(context, body, str(command["trigger_id"]), text)
         if route.permission:
-            call.require(route.permission)
+            call.require(route.permission, route.name)
         return _acknowledge(ack, route.run(call))
 
     def query(self, respond: Respond, command: Payload, body: Payload, context: BoltContext) -> None:
@@ -68,7 +68,7 @@ class Handlers:
         try:
             call = self._call(context, body, str(command["trigger_id"]), text)
             if route.permission:
-                call.require(route.permission)
+                call.require(route.permission, route.name)
             message = route.run(call)
         except Exception as error:  # Slack shows nothing for an error after the acknowledgement
             if not isinstance(error, EvernearError):
@@ -87,11 +87,12 @@ class Handlers:
 
     def click(self, ack: Ack, action: Payload, body: Payload, context: BoltContext) -> BoltResponse:
         """Run the handler of a button."""
-        button = BUTTONS[str(action["action_id"])]
+        name = str(action["action_id"])
+        button = BUTTONS[name]
         value = str(action.get("value") or "")
         call = self._call(context, body, str(body.get("trigger_id") or ""), value, _thread(body))
         if button.permission:
-            call.require(button.permission)
+            call.require(button.permission, name)
         button.run(call)
         return ack()
 

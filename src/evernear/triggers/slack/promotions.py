@@ -39,7 +39,7 @@ def request_promotion(call: Call) -> None:
     _record(call, "promote")
 
 
-@on_click(ROLL_BACK, permission="roll_back")
+@on_click(ROLL_BACK, permission="promote")
 def request_rollback(call: Call) -> None:
     """Record a request to roll back the last promotion."""
     _record(call, "roll_back")

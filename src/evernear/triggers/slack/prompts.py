@@ -33,6 +33,28 @@ from evernear.triggers.slack.routes import Call
 from evernear.triggers.slack.routes import button as on_click
 from evernear.triggers.slack.services import Services
 
+PROMPT_TIMEOUT = timedelta(hours=4)
+"""Time until an unanswered prompt expires, so that a forgotten one starts nothing."""
+RETRAIN_PARAMETERS = (
+    "preset",
+    "train.epochs",
+    "train.batch_size",
+    "train.learning_rate",
+    "train.weight_decay",
+    "train.margin",
+    "train.scale",
+    "train.embedding_dim",
+    "train.width",
+    "train.augment",
+    "train.seed",
+    "index.type",
+    "index.search",
+    "index.label_by",
+    "index.k",
+)
+"""Settings that /retrain may set. With settings of the gate or of the data, anyone who may
+start a run would also decide what is promoted.
+"""
 ACCEPT, DECLINE = "request.accept", "request.decline"
 _VERBS = {TRAINING: "train", "reindex": "index the gallery"}
 
@@ -42,12 +64,11 @@ def request_run(call: Call, pipeline: str) -> None:
 
     The worker prompts for confirmation.
     """
-    timeout = timedelta(seconds=call.services.settings.slack.prompt_timeout_s)
     call.record(
         "run",
         request_id("run", call.trigger),
         state="pending",
-        expires=call.services.clock() + timeout,
+        expires=call.services.clock() + PROMPT_TIMEOUT,
         pipeline=pipeline,
         text=call.text[: TEXT_MAX_CHARACTERS + 1],
     )
@@ -87,7 +108,7 @@ def decline(call: Call) -> None:
     """
     request = _find(call)
     if not call.caller.person.id or call.caller.person.id != request.asked_by.id:
-        call.require("start")
+        call.require("start", DECLINE)
     _answer(call, request, "declined")
     call.audit("decline", "done", request=request.id)
 
@@ -162,7 +183,7 @@ def _post_prompt(services: Services, request: Request) -> None:
             raise SettingsError(
                 f"The command has more than {TEXT_MAX_CHARACTERS} characters; set the settings in the pipeline instead."
             )
-        parameters = from_words(split_words(request.text), known, services.settings.slack.parameters)
+        parameters = from_words(split_words(request.text), known, RETRAIN_PARAMETERS)
     except SettingsError as error:
         services.notify(request, str(error))
         services.finish(request, "failed")

@@ -11,10 +11,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from evernear.errors import ConflictError
+from evernear.settings.permissions import Right
 from evernear.triggers import audit
 from evernear.triggers.audit import AuditEvent
 from evernear.triggers.requests import Kind, Request, request_id
-from evernear.triggers.slack.access import Caller, Permission, RequestRefusedError
+from evernear.triggers.slack.access import Caller, RequestRefusedError
 from evernear.triggers.slack.client import Message
 from evernear.triggers.slack.services import Services
 
@@ -34,8 +35,8 @@ class Call:
     thread: str = ""
     """Timestamp of the message to reply to."""
 
-    def require(self, permission: Permission) -> None:
-        """Check that the caller has ``permission``. A refusal is audited.
+    def require(self, permission: Right, what: str) -> None:
+        """Check that the caller has ``permission`` for ``what``. A refusal is audited.
 
         Raises:
             RequestRefusedError: the caller does not have ``permission``.
@@ -43,8 +44,8 @@ class Call:
         try:
             self.services.access.require(permission, self.caller)
         except RequestRefusedError as error:
-            _log.warning("refused: %s may not %s.", self.caller.person, permission)
-            self.audit(permission, "refused", detail=str(error))
+            _log.warning("refused: %s needs the permission %s for %s.", self.caller.person, permission, what)
+            self.audit(what, "refused", detail=str(error))
             raise
 
     def record(self, kind: Kind, record_id: str, **fields: Any) -> None:
@@ -92,7 +93,7 @@ class Command:
     name: str
     usage: str
     help: str
-    permission: Permission | None
+    permission: Right | None
     is_query: bool
     run: Handler
 
@@ -101,7 +102,7 @@ class Command:
 class Button:
     """The handler for clicks on a button."""
 
-    permission: Permission | None
+    permission: Right | None
     run: Callable[[Call], None]
 
 
@@ -110,7 +111,7 @@ BUTTONS: dict[str, Button] = {}
 
 
 def command(
-    name: str, help: str, *, usage: str = "", permission: Permission | None = None, is_query: bool = False
+    name: str, help: str, *, usage: str = "", permission: Right | None = None, is_query: bool = False
 ) -> Callable[[Handler], Handler]:
     """Register a command that changes something, as in
     ``@command("/evernear stop", "ends a run", usage="RUN")``.
@@ -127,7 +128,7 @@ def command(
     return register
 
 
-def query(name: str, help: str, *, permission: Permission | None = None) -> Callable[[Handler], Handler]:
+def query(name: str, help: str, *, permission: Right | None = None) -> Callable[[Handler], Handler]:
     """Register a command that changes nothing.
 
     The command runs after the acknowledgement, so it may take longer.
@@ -135,9 +136,7 @@ def query(name: str, help: str, *, permission: Permission | None = None) -> Call
     return command(name, help, permission=permission, is_query=True)
 
 
-def button(
-    action: str, permission: Permission | None = None
-) -> Callable[[Callable[[Call], None]], Callable[[Call], None]]:
+def button(action: str, permission: Right | None = None) -> Callable[[Callable[[Call], None]], Callable[[Call], None]]:
     """Register the handler of all buttons with the action id ``action``.
 
     The handler runs before the acknowledgement.

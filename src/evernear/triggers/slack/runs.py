@@ -44,6 +44,8 @@ OUTCOME_GRACE = timedelta(minutes=1)
 """Time after the end of a successful run during which its outcome may not be visible in
 the store yet.
 """
+UPDATE_INTERVAL = timedelta(seconds=15)
+"""Shortest time between edits of a message, below Slack's limit for all runs together."""
 _OUTCOME_EMOJI = {
     "promoted": ":tada:",
     "held": ":no_entry:",
@@ -55,7 +57,7 @@ _OUTCOME_EMOJI = {
 _AUDITED_AS = {"run": "start", "promote": "promote", "roll_back": "roll_back"}
 
 
-@on_click(STOP, permission="stop")
+@on_click(STOP, permission="start")
 def request_stop(call: Call) -> None:
     """Record a request to stop a run."""
     run_id = call.text[:100]
@@ -157,7 +159,7 @@ class RunTracker:
             if outcome and outcome.state == "held" and outcome.candidate and access.is_granted("promote"):
                 buttons.append(promote_button(outcome.candidate, current))
             is_live = outcome and outcome.state == "promoted" and current and current.version == outcome.release
-            if is_live and current and access.is_granted("roll_back"):
+            if is_live and current and access.is_granted("promote"):
                 buttons += roll_back_buttons(current)
             message = verdict(request, run, outcome, load_rules(services.store, run.id), current, buttons)
             request = services.requests.change(request, verdict=services.slack.post(channel, message, thread))
@@ -178,7 +180,7 @@ class RunTracker:
         return self._services.requests.change(request, message=address, channel=channel)
 
     def _status(self, request: Request, run: Run, outcome: RunOutcome | None) -> Message:
-        return status(request, run, outcome, can_stop=self._services.access.is_granted("stop"))
+        return status(request, run, outcome, can_stop=self._services.access.is_granted("start"))
 
     def _edit(self, address: str, message: Message, final: bool = False) -> None:
         """Edit the message at ``address`` if its content changed and the last edit is
@@ -187,7 +189,7 @@ class RunTracker:
         previous, edited = self._shown.get(address, (None, None))
         if previous == message:
             return
-        interval = timedelta(seconds=self._services.settings.slack.update_interval_s)
+        interval = UPDATE_INTERVAL
         if edited and not final and self._services.clock() - edited < interval:
             return
         self._services.slack.edit(address, message)

@@ -46,6 +46,8 @@ PING_S = 5
 """Interval between pings, and between the SDK's connection checks."""
 EVENTS_PATH = "/slack/events"
 TIMEOUT_S = 10
+POLL_S = 5.0
+"""Time between two polls of runs and proposals, which cost a request each."""
 POLL_MAX_S = 300.0
 """Maximum duration of a poll. A poll that takes longer than this time counts as stuck.
 For polls that move the champion, the rollout timeout is added to this limit.
@@ -54,6 +56,7 @@ DISCONNECTED_MAX_S = 600.0
 """Time without a connection after which the heartbeat stops,
 so that the orchestrator restarts the process.
 """
+MAX_REQUEST_SIZE_BYTES = 2**20  # Slack sends tens of kilobytes; larger requests get 413
 SHUTDOWN_S = 25.0
 """Time to finish at shutdown. The timeout is less than the 30 s that Kubernetes gives a
 pod to shut down.
@@ -129,12 +132,12 @@ def serve_slack(
         for loop in loops:
             loop.wake()
 
-    store, access = open_store(settings.store_uri), Access(settings.slack, slack, clock)
+    store, access = open_store(settings.store_uri), Access(settings.permissions, slack, clock)
     services = Services(settings, store, runs, slack, access, clock, wake)
-    worker, poll_s = Worker(services), settings.slack.poll_s
+    worker = Worker(services)
     loops += [
-        _Loop("follow", worker.follow, poll_s, POLL_MAX_S),
-        _Loop("move", worker.move, poll_s, POLL_MAX_S + settings.kubernetes.rollout_timeout_s),
+        _Loop("follow", worker.follow, POLL_S, POLL_MAX_S),
+        _Loop("move", worker.move, POLL_S, POLL_MAX_S + settings.kubernetes.rollout_timeout_s),
     ]
 
     def sign_in() -> App:
@@ -262,9 +265,7 @@ def _http_mode(app: App, settings: SlackSettings) -> Generator[Callable[[], bool
 
     Yields a function that returns whether the server is up.
     """
-    config = uvicorn.Config(
-        http_app(app, settings.max_request_size_bytes), log_level="warning", access_log=False, server_header=False
-    )
+    config = uvicorn.Config(http_app(app), log_level="warning", access_log=False, server_header=False)
     server = uvicorn.Server(config)
     with listening_socket(settings.host, settings.port, "slack.port") as listener:
         _log.info("Listening for Slack at http://%s:%d%s.", *listener.getsockname()[:2], EVENTS_PATH)
@@ -277,7 +278,7 @@ def _http_mode(app: App, settings: SlackSettings) -> Generator[Callable[[], bool
             thread.join(SHUTDOWN_S)
 
 
-def http_app(app: App, max_request_size_bytes: int) -> Starlette:
+def http_app(app: App) -> Starlette:
     """Serve ``app`` over HTTP. Bolt checks that each request is signed and at most five
     minutes old.
     """
@@ -286,7 +287,7 @@ def http_app(app: App, max_request_size_bytes: int) -> Starlette:
         body = bytearray()
         async for chunk in request.stream():
             body += chunk
-            if len(body) > max_request_size_bytes:
+            if len(body) > MAX_REQUEST_SIZE_BYTES:
                 return PlainTextResponse("Too large.", status_code=413)
         timestamp = request.headers.get("x-slack-request-timestamp", "")
         if not timestamp.isdecimal() or len(timestamp) > 20:  # Bolt parses the timestamp before it checks the signature

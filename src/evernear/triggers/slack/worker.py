@@ -28,6 +28,10 @@ FOLLOW_MAX_AGE = timedelta(days=1)
 """Maximum age of a run that the watcher started without approval. Older runs are not
 reported.
 """
+START_TIMEOUT = timedelta(hours=1)
+"""Time to retry starting a run while Kubeflow Pipelines is unavailable. Whoever asked for a
+run has then turned to something else.
+"""
 _log = logging.getLogger(__name__)
 
 
@@ -139,7 +143,7 @@ class Worker:
         if isinstance(error, NotWritableError) or failures >= FAILURES_MAX:
             _log.error("%s: %s Given up.", request_id, text)
             services.finish(request, "failed")
-        elif is_waited_for and waited > timedelta(seconds=services.settings.slack.start_timeout_s):
+        elif is_waited_for and waited > START_TIMEOUT:
             self._give_up(request, f"{text} Given up after {duration(waited)}; repeat the command.")
         elif failures == 0 and not isinstance(error, SlackError) and (is_waited_for or request.state == "started"):
             self._report_retry(request, text)
