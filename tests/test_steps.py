@@ -160,7 +160,7 @@ def test_ingest_rejects_a_run_that_cannot_deploy(
     monkeypatch.setenv("KUBECONFIG", str(tmp_path / "absent"))
     assert run_ingest(tmp_path) == 2
     assert "kubernetes.image" in capsys.readouterr().err
-    assert run_ingest(tmp_path, serving_image="registry.example/serve@sha256:" + 64 * "a") == 12
+    assert run_ingest(tmp_path, serving_image="registry.example/serve@sha256:" + 64 * "a") == 4
     assert run_ingest(tmp_path, preset="frozen", target="registry") == 2
     assert "requires train.weights" in capsys.readouterr().err
     assert run_ingest(tmp_path, preset="bset", target="registry") == 2
@@ -186,7 +186,7 @@ def test_ingest_reports_a_missing_directory_before_a_busy_port(
         parameters = {"source": f"folder:{tmp_path}/absent", "target": "local"}
         for source, exit_code, message in (
             (f"folder:{tmp_path}/absent", 3, "The image directory"),
-            ("digits", 7, ""),
+            ("digits", 4, ""),
         ):
             with pytest.raises(SystemExit) as stopped:
                 steps.ingest("run", (tmp_path / "store").as_uri(), parameters | {"source": source}, settings, "unused")

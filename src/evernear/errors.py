@@ -5,24 +5,21 @@ how to fix it.
 
     EvernearError                        exit code 1
     ├── SettingsError                2   a setting is unknown or out of range
-    ├── DataError                    3   images or labels are unusable
-    │   └── DataValidationError          a validation rule of severity "error" failed
-    ├── StoreError                   4   the object store is unreachable, rejects a request, or has unexpected content
+    ├── DataError                    3   images or labels are unusable, or a validation rule failed
+    ├── IntegrityError               3   a hash, a stamp or a manifest does not match the content
+    ├── StoreError                   4   the object store rejects a request, or has unexpected content
     │   ├── ConflictError                another writer was first (compare-and-swap failed)
     │   ├── MissingObjectError           an object does not exist
     │   └── TransientStoreError          the store is unreachable or overloaded; a retry may succeed
-    ├── IntegrityError               5   a hash, a stamp or a manifest does not match the content
+    ├── ServingError                 4   a server does not start, exited, or rejects a request
+    │   ├── PredictionRejectedError  3   the server answered 4xx for this image
+    │   ├── ServerUnreachableError       no server responds
+    │   └── ServerTimeoutError           the server took longer than the client's timeout
+    ├── BusyError                    4   another run uses the working directory, a deployment the Lease, a run the store
+    ├── ClusterError                 4   Kubernetes is unreachable or rejects a request, or a rollout or a Job failed
+    ├── PipelineServerError          4   Kubeflow Pipelines is unreachable or rejects a request
+    ├── SlackError                   4   Slack is unreachable or rejects a request
     ├── TrainingError                6   training cannot continue (loss not finite, checkpoint of another run)
-    ├── ServingError                 7   TorchServe does not start, exited, or rejects a request
-    │   ├── PortInUseError
-    │   ├── ServerUnreachableError   8
-    │   ├── PredictionRejectedError  9   the server answered 4xx for this image
-    │   └── ServerTimeoutError      11   the server took longer than the client's timeout
-    ├── BusyError                   10   another run uses the working directory, a deployment the Lease, a run the store
-    ├── ClusterError                12   Kubernetes is unreachable or rejects a request, or a rollout failed
-    ├── PipelineServerError         13   Kubeflow Pipelines is unreachable or rejects a request
-    ├── SlackError                  14   Slack is unreachable or rejects a request
-    ├── PartError                   15   a process or a pod that ran a part of a step ended without a result
     └── UserInterruptError         130   Ctrl-C; the shell's convention is 128 + SIGINT
 """  # noqa: W505
 
@@ -45,13 +42,9 @@ class SettingsError(EvernearError):
 
 
 class DataError(EvernearError):
-    """Images or labels are unusable."""
+    """Images or labels are unusable, or a validation rule failed."""
 
     exit_code = 3
-
-
-class DataValidationError(DataError):
-    """A validation rule of severity ``error`` failed."""
 
 
 class StoreError(EvernearError):
@@ -78,7 +71,7 @@ class TransientStoreError(StoreError):
 class IntegrityError(EvernearError):
     """A hash, a stamp or a manifest does not match the content."""
 
-    exit_code = 5
+    exit_code = 3
 
 
 class TrainingError(EvernearError):
@@ -88,31 +81,23 @@ class TrainingError(EvernearError):
 
 
 class ServingError(EvernearError):
-    """TorchServe did not start, has exited, or rejected a request."""
+    """A server did not start, has exited, or rejected a request."""
 
-    exit_code = 7
-
-
-class PortInUseError(ServingError):
-    """A port that the server needs is in use."""
+    exit_code = 4
 
 
 class ServerUnreachableError(ServingError):
     """No server responds."""
 
-    exit_code = 8
-
 
 class PredictionRejectedError(ServingError):
     """The server returned a 4xx status because the image or the request is invalid."""
 
-    exit_code = 9
+    exit_code = 3
 
 
 class ServerTimeoutError(ServingError):
     """The server did not respond within the client's timeout."""
-
-    exit_code = 11
 
 
 class BusyError(EvernearError):
@@ -120,31 +105,25 @@ class BusyError(EvernearError):
     Lease in the cluster.
     """
 
-    exit_code = 10
+    exit_code = 4
 
 
 class ClusterError(EvernearError):
-    """Kubernetes is unreachable or rejected a request, or a rollout failed."""
+    """Kubernetes is unreachable or rejected a request, or a rollout or a Job failed."""
 
-    exit_code = 12
+    exit_code = 4
 
 
 class PipelineServerError(EvernearError):
     """Kubeflow Pipelines is unreachable or rejects a request."""
 
-    exit_code = 13
+    exit_code = 4
 
 
 class SlackError(EvernearError):
     """Slack is unreachable or rejects a request."""
 
-    exit_code = 14
-
-
-class PartError(EvernearError):
-    """A process or a pod that ran a part of a step ended without a result."""
-
-    exit_code = 15
+    exit_code = 4
 
 
 class UserInterruptError(EvernearError):

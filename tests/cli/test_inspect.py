@@ -119,7 +119,7 @@ def test_run_reproduces_the_stored_answers(
     for release in (packed.archive, packed.version):  # as a file and from the registry
         words = ("inspect", "run", release, "--image", image, broken, "--json")
         completed = evernear(*words, store=registry.uri, cwd=tmp_path)
-        assert completed.returncode == 9, completed.stderr
+        assert completed.returncode == 3, completed.stderr
         good, bad = (json.loads(line) for line in completed.stdout.splitlines())
         assert (good["pred"], good["unknown"], good["version"]) == (stored["pred"], stored["unknown"], packed.version)
         assert good["dist"] == pytest.approx(stored["dist"], abs=1e-3)
@@ -171,7 +171,7 @@ def test_consistent_forgery_runs_no_code_without_trust(
     assert output.returncode == 0, output.stderr
     assert json.loads(output.stdout)["lineage"]["own_handler"] is False
     rejected = evernear("inspect", "run", hostile_release.archive, "--image", image, store=registry.uri, cwd=tmp_path)
-    assert "can run arbitrary code" in error_of(rejected, 5)
+    assert "can run arbitrary code" in error_of(rejected, 3)
     assert not marker.exists()
 
     # Even with --trust, the handler does not run and a plain pickle is not accepted as
@@ -179,7 +179,7 @@ def test_consistent_forgery_runs_no_code_without_trust(
     trusted = evernear(
         "inspect", "run", hostile_release.archive, "--image", image, "--trust", store=registry.uri, cwd=tmp_path
     )
-    assert "is not a TorchScript network" in error_of(trusted, 5)
+    assert "is not a TorchScript network" in error_of(trusted, 3)
     assert not marker.exists()
 
 
@@ -188,7 +188,7 @@ def test_index_of_another_network_is_rejected(packed: PackedRelease, tmp_path: P
         index = json.loads(members.read("index.json"))
     other = json.dumps(index | {"network_sha256": "0" * 64}).encode()
     foreign = forge(packed, tmp_path / "foreign.mar", index_json=other)
-    assert "contains vectors of network 000000000000" in error_of(evernear("registry", "show", foreign.archive), 5)
+    assert "contains vectors of network 000000000000" in error_of(evernear("registry", "show", foreign.archive), 3)
 
 
 @pytest.mark.parametrize("change", ["threshold", "preprocessing", "verdict"])
@@ -203,7 +203,7 @@ def test_manifest_that_contradicts_the_parts_is_rejected(packed: PackedRelease, 
     else:
         forged, parts = packed, {"verdict_json": b'{"promote": true}'}
     archive = forge(forged, tmp_path / "forged.mar", **parts).archive
-    error = error_of(evernear("registry", "show", archive), 5)
+    error = error_of(evernear("registry", "show", archive), 3)
     assert "not a valid verdict" in error if change == "verdict" else "contradicts" in error
 
 
@@ -219,8 +219,8 @@ def test_invalid_archive_is_rejected(packed: PackedRelease, tmp_path: Path, cont
     if isinstance(data, bytes):
         archive.write_bytes(data)
     rejected = f" {archive} {'is not a release' if content == 'half' else 'cannot be read'}"
-    assert rejected in error_of(evernear("registry", "show", archive), 5)
-    error = error_of(evernear("inspect", "run", archive, "--image", archive, "--trust"), 4 if content is None else 5)
+    assert rejected in error_of(evernear("registry", "show", archive), 3)
+    error = error_of(evernear("inspect", "run", archive, "--image", archive, "--trust"), 4 if content is None else 3)
     assert rejected in error
 
 
@@ -244,7 +244,7 @@ def test_unknown_index_metric_is_rejected(packed: PackedRelease, tmp_path: Path)
         index = json.loads(members.read("index.json"))
     unsupported = json.dumps(index | {"metric": "hamming"}).encode()
     archive = forge(packed, tmp_path / "strange.mar", index_json=unsupported).archive
-    error = error_of(evernear("registry", "show", archive), 5)
+    error = error_of(evernear("registry", "show", archive), 3)
     assert "index.json in" in error
     assert "is not a valid" in error
 

@@ -9,7 +9,7 @@ from evernear.common.store import open_store
 from evernear.data.manifest import Manifest
 from evernear.data.shards import Dataset
 from evernear.data.validate import NO_CHANGES, Report, require_valid, validate_dataset
-from evernear.errors import DataError, DataValidationError
+from evernear.errors import DataError
 from evernear.settings import ClassSettings, ValidationSettings
 
 COMPOSED, DECOMPOSED = "caf\xe9", "cafe\u0301"
@@ -100,7 +100,7 @@ def test_classes_are_retired_and_renamed_in_any_spelling(make_tree, run_ingest) 
             classes = ClassSettings(retired=(retired,), renamed={old: "the\u0301"})
             assert classes.current_labels(champion) == ("th\xe9",)
             require_valid(check(manifest, champion, classes))
-    with pytest.raises(DataValidationError, match="no image of them is left"):
+    with pytest.raises(DataError, match="no image of them is left"):
         require_valid(check(manifest, (DECOMPOSED,)))
     assert ClassSettings(renamed={DECOMPOSED: COMPOSED}).current(DECOMPOSED) == COMPOSED
     with pytest.raises(ValueError, match="both retired and renamed"):

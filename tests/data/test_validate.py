@@ -8,7 +8,7 @@ from evernear.data.gallery import MIN_GALLERY_IMAGES, joining_gallery
 from evernear.data.manifest import SPLITS, Manifest
 from evernear.data.shards import Dataset
 from evernear.data.validate import NO_CHANGES, Report, require_valid, validate_dataset
-from evernear.errors import DataValidationError
+from evernear.errors import DataError
 from evernear.settings import ClassSettings, ValidationSettings, load
 
 
@@ -34,7 +34,7 @@ def test_errors_stop_with_a_message_that_names_the_files(tree, run_ingest, make_
     (tree / "1" / "again.png").write_bytes((tree / "2" / "001.png").read_bytes())
     manifest = run_ingest(tree)
     report = check(manifest, max_left_out_fraction=0)
-    with pytest.raises(DataValidationError) as exc_info:
+    with pytest.raises(DataError) as exc_info:
         require_valid(report)
     sentence, remedy = str(exc_info.value).split(", add --set ")
     assert sentence == (
@@ -63,7 +63,7 @@ def test_few_files_may_be_left_out(tree, run_ingest, make_image) -> None:
         ("undecodable", "warn"),
         ("conflicting_labels", "warn"),
     ]
-    with pytest.raises(DataValidationError, match=r"1 file cannot be decoded .* 1 image has several labels"):
+    with pytest.raises(DataError, match=r"1 file cannot be decoded .* 1 image has several labels"):
         require_valid(check(manifest, max_left_out_fraction=0.99 * limit))
     # What the settings accept does not count against the other rule.
     require_valid(check(manifest, max_left_out_fraction=0.99 * limit, warn=["undecodable"]))
@@ -103,9 +103,9 @@ def test_severities_are_configurable(tree, run_ingest) -> None:
     manifest = run_ingest(tree)
     require_valid(check(manifest, warn=["undecodable"]))
     assert check(manifest, off=["undecodable", "duplicate"]).findings == ()
-    with pytest.raises(DataValidationError, match="1 image occurs more than once"):
+    with pytest.raises(DataError, match="1 image occurs more than once"):
         require_valid(check(manifest, off=["undecodable"], error=["duplicate"]))
-    with pytest.raises(DataValidationError, match="1 file cannot be decoded"):
+    with pytest.raises(DataError, match="1 file cannot be decoded"):
         require_valid(check(manifest, max_left_out_fraction=0))
 
 
@@ -194,7 +194,7 @@ def test_missing_champion_class_is_an_error(tree, run_ingest) -> None:
         path.unlink()
     (tree / "2").rmdir()
     second = run_ingest(tree)
-    with pytest.raises(DataValidationError, match="The live release has the classes 2, but no image of them is left"):
+    with pytest.raises(DataError, match="The live release has the classes 2, but no image of them is left"):
         require_valid(check(second, ("1", "2", "10")))
     # A class that no release contains may be removed.
     assert check(second, ("1", "10")).findings == ()
@@ -313,7 +313,7 @@ def test_a_class_without_a_gallery_image_names_the_copies_in_another_split(
             offset = 50 if (split, label) == ("train", "a") else 0
             for number in range(count):
                 (folder / f"{number}.png").write_bytes(make_image(first + offset + number))
-    with pytest.raises(DataValidationError) as error:
+    with pytest.raises(DataError) as error:
         require_valid(check(run_ingest(tmp_path / "tree")))
     assert str(error.value).startswith(
         "The data cannot be used: Classes without an image in train or the gallery cannot be recognized: b; add"
@@ -329,12 +329,12 @@ def test_report_survives_unusual_names(tree, run_ingest) -> None:
     (tree / "2").rename(tree / "<b>")
     (tree / "1").rename(tree / "![x](evil.example) *_`")
     manifest = run_ingest(tree)
-    with pytest.raises(DataValidationError, match=r"Classes .*: a\|b \(0\)"):
+    with pytest.raises(DataError, match=r"Classes .*: a\|b \(0\)"):
         require_valid(check(manifest, warn=["undecodable"]))
     report = check(manifest, max_left_out_fraction=0)
     table = [line for line in report.markdown().splitlines() if line.startswith("| ")]
     assert {line.replace("\\|", "").count("|") for line in table} <= {4, 6}
-    with pytest.raises(DataValidationError, match=r"fix or remove a\|b/\\x1b\[31m\.png, a\|b/x\\ny\.png\. "):
+    with pytest.raises(DataError, match=r"fix or remove a\|b/\\x1b\[31m\.png, a\|b/x\\ny\.png\. "):
         require_valid(report)
     assert "| <b>" not in report.markdown()
     assert r"| \!\[x\](evil.example) \*\_\` |" in report.markdown()

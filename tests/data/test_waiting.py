@@ -16,7 +16,7 @@ from evernear.data.snapshots import Snapshots
 from evernear.data.source_diff import diff_source, fetch_ledger
 from evernear.data.validate import Report, require_valid, validate_dataset
 from evernear.data.waiting import ClassMinimum
-from evernear.errors import DataError, DataValidationError
+from evernear.errors import DataError
 from evernear.settings import ClassSettings, DataSettings, ValidationSettings
 
 MINIMUM = 10
@@ -100,7 +100,7 @@ def test_tiny_class_of_the_source_stays_an_error(ingest: Ingest, answer, make_im
     (tree / "own" / "a.png").write_bytes(make_image(601))
     manifest = ingest()
     assert manifest.small_classes.waiting == {}
-    with pytest.raises(DataValidationError, match=re.escape("fewer: mixed (5), own (1)")):
+    with pytest.raises(DataError, match=re.escape("fewer: mixed (5), own (1)")):
         require_valid(validated(manifest))
 
 

@@ -22,7 +22,7 @@ from evernear.common.parts import Part, Parts
 from evernear.common.run_parts import FINAL_EXIT_CODE, PartsRecord, run_parts
 from evernear.common.run_record import RunRecord
 from evernear.common.store import Store, open_store
-from evernear.errors import ClusterError, PartError, SettingsError
+from evernear.errors import ClusterError, SettingsError
 from evernear.kubeflow import indexed_job
 from evernear.kubeflow.indexed_job import IndexedJob, indexes
 from evernear.release.registry import Registry
@@ -165,7 +165,7 @@ if number == 2:
 parts.save_result(number, b"done")
 """
     run_command(monkeypatch, code)
-    with pytest.raises(PartError, match=r"^The shard 7 is damaged\.$"):
+    with pytest.raises(ClusterError, match=r"^The shard 7 is damaged\.$"):
         run(plan(store))
     assert (tmp_path / "started-2").read_text() == "x", "it is not retried"
     assert jobs(loopback) == []
@@ -207,7 +207,7 @@ def test_pods_that_keep_failing_name_the_reason_and_the_template(
     run_command(monkeypatch, "os._exit(137)")
     monkeypatch.setattr(indexed_job, "RETRIES", 1)
     with pytest.raises(
-        PartError, match=r"MaxFailedIndexesExceeded: .* raise its limit in the PodTemplate evernear-parts"
+        ClusterError, match=r"MaxFailedIndexesExceeded: .* raise its limit in the PodTemplate evernear-parts"
     ):
         run(plan(store))
 
@@ -273,7 +273,7 @@ def test_pods_that_cannot_start_name_the_reason_and_the_deadline_the_setting(
     monkeypatch.setattr(indexed_job, "TIMEOUT_S", 2)
     states: list[str] = []
     with pytest.raises(
-        PartError,
+        ClusterError,
         match=r"DeadlineExceeded: .*event FailedScheduling: .*affinity/selector.* Correct the PodTemplate "
         r"evernear-parts if needed, and run again",
     ):
@@ -302,7 +302,7 @@ def test_stopped_step_and_deleted_job(loopback: LoopbackCluster, store: Store, m
         for job in jobs(loopback):
             loopback.api.delete(JOB, "kubeflow", job["metadata"]["name"])
 
-    with pytest.raises(PartError, match="was deleted by someone else; run again to continue"):
+    with pytest.raises(ClusterError, match="was deleted by someone else; run again to continue"):
         run(plan(store, "other"), report=delete)
 
 
@@ -349,7 +349,7 @@ def test_pods_that_the_kubelet_refuses_name_the_reason(
     monkeypatch.setattr(indexed_job, "CREATION_TIMEOUT_S", 0.3)
     monkeypatch.setattr(indexed_job, "TIMEOUT_S", 2)
     states: list[str] = []
-    with pytest.raises(PartError, match="DeadlineExceeded"):
+    with pytest.raises(ClusterError, match="DeadlineExceeded"):
         run(plan(store), report=states.append)
     assert any("container has runAsNonRoot and image will run as root" in state for state in states)
 

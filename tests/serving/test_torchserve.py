@@ -15,14 +15,7 @@ import psutil
 import pytest
 from filelock import FileLock
 
-from evernear.errors import (
-    BusyError,
-    IntegrityError,
-    PortInUseError,
-    PredictionRejectedError,
-    ServerUnreachableError,
-    ServingError,
-)
+from evernear.errors import BusyError, IntegrityError, PredictionRejectedError, ServerUnreachableError, ServingError
 from evernear.release.archive_reader import open_release
 from evernear.serving import java, torchserve
 from evernear.serving.client import Client, Target
@@ -48,7 +41,7 @@ def test_port_in_use_is_named_with_its_setting(tmp_path: Path, setting: str) -> 
     with socket.socket() as holder:
         holder.bind(("127.0.0.1", port))
         holder.listen()
-        with pytest.raises(PortInUseError, match=rf"Port {port} on 127.0.0.1 .*--set serving.{setting}=NUMBER"):
+        with pytest.raises(ServingError, match=rf"Port {port} on 127.0.0.1 .*--set serving.{setting}=NUMBER"):
             torchserve.start_server(settings, tmp_path / "home")
     assert not torchserve.is_running(tmp_path / "home")
 
@@ -168,7 +161,7 @@ def test_port_of_another_working_directory_is_named_with_its_server(
     """Continues with the server of the previous test."""
     for check in (torchserve.start_server, torchserve.require_startable):
         with pytest.raises(
-            PortInUseError,
+            ServingError,
             match=rf"Port {settings.inference_port} .* the server of {home.parent}; run `evernear stop --workdir"
             rf" {home.parent}`, .*target=registry",
         ):

@@ -22,7 +22,7 @@ from evernear.common.output import quantity
 from evernear.common.parts import OpenWorker, Parts, Worker
 from evernear.common.store import open_store
 from evernear.common.threads import divide_between
-from evernear.errors import BusyError, ClusterError, EvernearError, MissingObjectError, PartError, StoreError
+from evernear.errors import BusyError, ClusterError, EvernearError, MissingObjectError, StoreError
 
 FINAL_EXIT_CODE = 42
 """Exit code of a process whose part failed permanently. No error class and no signal
@@ -142,7 +142,7 @@ class Processes:
                     future.result()
                 on_done(len(done))
         except BrokenProcessPool:
-            raise PartError(
+            raise EvernearError(
                 f"One of {count} processes was killed, perhaps because memory ran out. Run again with fewer processes; "
                 "finished parts stay."
             ) from None

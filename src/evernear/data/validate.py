@@ -18,7 +18,7 @@ from evernear.data.manifest import SPLITS, Manifest, Split, counted
 from evernear.data.near_duplicates import NearDuplicates, find_near_duplicates
 from evernear.data.problem_texts import ADVICE, PROBLEMS
 from evernear.data.shards import Dataset
-from evernear.errors import DataValidationError
+from evernear.errors import DataError
 from evernear.settings import ClassSettings, ValidationSettings
 from evernear.settings.validation import Severity
 
@@ -161,12 +161,12 @@ def require_valid(report: Report) -> None:
     """Check that no rule of severity ``error`` is violated.
 
     Raises:
-        DataValidationError: a rule is violated. The message lists all violations..
+        DataError: a rule is violated. The message lists all violations..
     """
     errors = [finding for finding in report.findings if finding.severity == "error"]
     if errors:
         messages = "; ".join(finding.message.removesuffix(".") for finding in errors)
-        raise DataValidationError(f"The data cannot be used: {messages}.{_remedy(report, errors)}")
+        raise DataError(f"The data cannot be used: {messages}.{_remedy(report, errors)}")
 
 
 def _remedy(report: Report, errors: Iterable[Finding]) -> str:

@@ -18,7 +18,7 @@ from evernear.common.disk import sha256_bytes
 from evernear.common.parts import Parts
 from evernear.common.run_parts import FINAL_EXIT_CODE, PodUsage
 from evernear.deployment.kubernetes.cluster import ApiUnavailableError, Cluster
-from evernear.errors import PartError, SettingsError
+from evernear.errors import ClusterError, SettingsError
 from evernear.kubeflow.job import (
     CREATION_TIMEOUT_S,
     START_GRACE_S,
@@ -70,7 +70,7 @@ class IndexedJob:
         pod whose part already has a result ends at once.
 
         Raises:
-            PartError: a part failed permanently, or the Job failed, disappeared,
+            ClusterError: a part failed permanently, or the Job failed, disappeared,
                 or exceeded its deadline.
             ClusterError: the cluster is unreachable or rejects the Job.
             SettingsError: the store is a directory, no namespace or no image is known,
@@ -108,7 +108,7 @@ class IndexedJob:
                 waiting_since_s = time.monotonic()  # the controller may not reach the API server either
             else:
                 if resource is None:
-                    raise PartError(f"The Job {name} was deleted by someone else; run again to continue.")
+                    raise ClusterError(f"The Job {name} was deleted by someone else; run again to continue.")
                 status = resource.get("status", {})
                 completed = len(numbers & indexes(status.get("completedIndexes", "")))
                 if completed > done:
@@ -117,7 +117,7 @@ class IndexedJob:
                 if condition(resource, "Complete"):
                     return status
                 if failed := condition(resource, "FailureTarget") or condition(resource, "Failed"):
-                    raise PartError(_cause(cluster, resource, failed, parts))
+                    raise ClusterError(_cause(cluster, resource, failed, parts))
                 current = _state(status)
                 if status.get("ready") or not status.get("active"):
                     ready_s = time.monotonic()
@@ -128,13 +128,13 @@ class IndexedJob:
                     state = current
                 has_started = has_started or _has_pods(resource)
                 if not has_started and time.monotonic() - waiting_since_s > CREATION_TIMEOUT_S:
-                    raise PartError(
+                    raise ClusterError(
                         f"The pods of the Job {name} were not created within {CREATION_TIMEOUT_S} s: "
                         f"{reasons_for_no_pods(cluster, resource)}. Correct the PodTemplate {TEMPLATE} "
                         "or its quota, and run again."
                     )
             if time.monotonic() > deadline_s:
-                raise PartError(f"The Job {name} has not ended after its deadline; see its events.")
+                raise ClusterError(f"The Job {name} has not ended after its deadline; see its events.")
             time.sleep(POLL_S)
 
 

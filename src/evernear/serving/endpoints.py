@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import ClassVar, Literal
 
 from evernear.common.frozen import Frozen
-from evernear.errors import PortInUseError, ServerUnreachableError, ServingError
+from evernear.errors import ServerUnreachableError, ServingError
 from evernear.settings import ServingSettings
 from evernear.settings.layers import default_workdir
 
@@ -147,7 +147,7 @@ def listening_socket(host: str, port: int, setting: str) -> socket.socket:
     is the name of the port's setting.
 
     Raises:
-        PortInUseError, ServingError: the address cannot be bound.
+        ServingError: the address cannot be bound.
     """
     try:
         return create_listener(host, port)
@@ -160,7 +160,7 @@ def bind_error(error: OSError, host: str, port: int, setting: str) -> ServingErr
     the port's setting.
     """
     if error.errno == errno.EADDRINUSE:
-        return PortInUseError(
+        return ServingError(
             f"Port {port} on {host} is in use by another program; stop that, or choose a free port with "
             f"--set {setting}=NUMBER."
         )

@@ -162,7 +162,7 @@ def serve_pod(settings: Settings, *, without_token: bool = False) -> NoReturn:
         SettingsError: the token is missing or invalid, or a token file is set together
             with ``without_token``.
         ServingError: no release was fetched, or Java or TorchServe is not installed.
-        PortInUseError: a port is in use.
+        ServingError: a port is in use.
     """
     if not _is_alone(_archive(settings)):
         raise ServingError(

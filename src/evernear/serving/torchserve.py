@@ -23,7 +23,7 @@ from filelock import Timeout as LockTimeout
 
 from evernear.common.disk import disk_errors, write_atomically
 from evernear.common.scratch import make_private, remove_own
-from evernear.errors import BusyError, IntegrityError, PortInUseError, ServingError
+from evernear.errors import BusyError, IntegrityError, ServingError
 from evernear.serving.configuration import LOOPBACK, temporary_directory, write_configuration
 from evernear.serving.endpoints import (
     KEY_FILE,
@@ -55,7 +55,7 @@ def start_server(settings: ServingSettings, home: Path, *, model_api: bool = Tru
     to `write_configuration`.
 
     Raises:
-        PortInUseError: a different program uses a port.
+        ServingError: a different program uses a port.
         ServingError: Java or TorchServe is not installed, the server is already running
             on different ports, or the server does not start within
             `STARTUP_TIMEOUT_S`.
@@ -91,7 +91,7 @@ def exec_torchserve(settings: ServingSettings, home: Path, frontend: Mapping[str
     `java_command`, and ``tokens`` to `write_configuration`.
 
     Raises:
-        PortInUseError: a different program uses a port.
+        ServingError: a different program uses a port.
         ServingError: Java or TorchServe is not installed.
         StoreError: ``home``, or the server's directory in /tmp, cannot be created.
     """
@@ -111,7 +111,7 @@ def require_startable(settings: ServingSettings, home: Path) -> None:
     training.
 
     Raises:
-        PortInUseError, ServingError: for the same reasons as in `start_server`.
+        ServingError: for the same reasons as in `start_server`.
     """
     requested = Endpoints.of(settings)
     if is_running(home):
@@ -276,7 +276,7 @@ def _require_free_ports(requested: Endpoints) -> None:
                 if other is None:
                     raise bind_error(error, host, port, f"serving.{setting}") from None
                 stop_command = shlex.join(["evernear", "stop", "--workdir", str(other.parent)])
-                raise PortInUseError(
+                raise ServingError(
                     f"Port {port} on {host} is in use by the server of {other.parent}; run `{stop_command}`, run"
                     " without a server (--set target=registry), or choose other ports (--set serving.*_port)."
                 ) from None
@@ -332,7 +332,7 @@ def _start_error(home: Path) -> ServingError:
     console = home / "logs" / "console.log"
     text = console.read_text(errors="replace") if console.exists() else ""
     if "Address already in use" in text:
-        return PortInUseError(
+        return ServingError(
             f"A port was taken while TorchServe started (see {console}); run again, or choose other ports "
             "with --set serving.inference_port=NUMBER and so on."
         )

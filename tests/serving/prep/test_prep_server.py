@@ -306,7 +306,7 @@ def test_process_loads_no_torch_listens_on_loopback_and_exits_cleanly(
         capture_output=True,
         text=True,
     )
-    assert second.returncode == 7
+    assert second.returncode == 4
     assert f"Port {port} on 127.0.0.1 is in use" in second.stderr
     running.send_signal(signal.SIGTERM)
     assert running.wait(30) in (0, -signal.SIGTERM)
@@ -339,5 +339,5 @@ def test_memory_stays_below_the_pods_limit(process: tuple[subprocess.Popen[str],
 
 def test_does_not_start_without_a_predictor(tmp_path: Path) -> None:
     completed = subprocess.run([EVERNEAR, "prep", "--workdir", str(tmp_path)], capture_output=True, text=True)
-    assert completed.returncode == 8
+    assert completed.returncode == 4
     assert "No TorchServe runs in" in completed.stderr

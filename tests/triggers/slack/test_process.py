@@ -14,7 +14,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from evernear.errors import PortInUseError, SettingsError, SlackError
+from evernear.errors import ServingError, SettingsError, SlackError
 from evernear.settings import Settings
 from evernear.settings.permissions import PermissionSettings
 from evernear.triggers.slack import heartbeat, server
@@ -193,7 +193,7 @@ def test_missing_or_wrong_token_is_named(settings: Settings, monkeypatch: pytest
 def test_used_port_is_named(slack: SlackServer, settings: Settings) -> None:
     with socket.create_server(("127.0.0.1", settings.slack.port)):
         used_port = settings.model_copy(update={"slack": settings.slack.model_copy(update={"mode": "http"})})
-        with pytest.raises(PortInUseError, match=r"slack\.port"):
+        with pytest.raises(ServingError, match=r"slack\.port"):
             serve_slack(used_port, MemoryRuns(), threading.Event())
 
 

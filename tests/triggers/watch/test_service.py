@@ -22,7 +22,7 @@ from evernear.common.run_record import RunRecord, StepRecord
 from evernear.common.store import open_store
 from evernear.data.ingest import ingest_source
 from evernear.data.manifest import manifest_key
-from evernear.errors import EvernearError, PortInUseError, StoreError
+from evernear.errors import EvernearError, ServingError, StoreError
 from evernear.settings import Settings
 from evernear.triggers.requests import RequestStore
 from evernear.triggers.watch import service as service_module
@@ -348,7 +348,7 @@ def test_health_probe_reports_stuck_checks(settings: Settings, tmp_path: Path, m
             assert b"# TYPE evernear_live_accuracy gauge" in response.read()
         monkeypatch.setattr(service_module, "STUCK_AFTER_S", -4000.0)
         assert probe()[0] == 503
-        with pytest.raises(PortInUseError, match=r"health probe cannot listen on 127\.0\.0\.1"):
+        with pytest.raises(ServingError, match=r"health probe cannot listen on 127\.0\.0\.1"):
             WatchService(watcher, make_settings(tmp_path, health_port=port)).run()
         assert not service.stopping.is_set()
 

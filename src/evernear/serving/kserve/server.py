@@ -31,7 +31,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 
-from evernear.errors import PortInUseError, SettingsError
+from evernear.errors import ServingError, SettingsError
 from evernear.serving.endpoints import create_listener, host_and_port
 from evernear.serving.http_limits import BodyLimits
 from evernear.serving.kserve.command import predictor_config
@@ -57,7 +57,7 @@ def serve_kserve(model: ReleaseModel, args: argparse.Namespace) -> None:
     """Serve a loaded model until SIGTERM or SIGINT, then finish in-flight requests.
 
     Raises:
-        PortInUseError: a port is in use.
+        ServingError: a port is in use.
         SettingsError: several workers are requested.
     """
     if args.workers != 1:
@@ -237,4 +237,4 @@ def _listen(host: str, port: int) -> socket.socket:
     try:
         return create_listener(host, port)
     except OSError as error:
-        raise PortInUseError(f"Port {port} on {host} cannot be bound: {error.strerror}; choose another one.") from None
+        raise ServingError(f"Port {port} on {host} cannot be bound: {error.strerror}; choose another one.") from None

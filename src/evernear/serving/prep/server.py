@@ -21,7 +21,7 @@ def serve_prep(settings: Settings) -> None:
     """Serve until SIGTERM or Ctrl-C, then finish in-flight requests.
 
     Raises:
-        PortInUseError, ServingError: ``prep.host`` and ``prep.port`` cannot be bound.
+        ServingError: ``prep.host`` and ``prep.port`` cannot be bound.
         ServerUnreachableError: the predictor is the server of the working directory,
             but no server was started there.
     """

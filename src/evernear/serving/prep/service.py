@@ -40,10 +40,6 @@ SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.
 Result = TypeVar("Result")
 
 
-class ReleaseMismatchError(ServingError):
-    """The image was not prepared as specified by the release that recognized it."""
-
-
 class Metrics:
     """Prometheus metrics of one server."""
 
@@ -167,7 +163,7 @@ class PrepService:
             if actual.preprocessing == expected.preprocessing:
                 return prediction
             expected = actual
-        raise ReleaseMismatchError("The predictor's release changes faster than an image can be prepared; try again.")
+        raise ServingError("The predictor's release changes faster than an image can be prepared; try again.")
 
     async def _expected_release(self) -> ReleaseManifest:
         """The release that made the latest prediction, or the champion if no prediction
@@ -182,7 +178,7 @@ class PrepService:
             try:
                 self._latest = await self._releases.manifest(version)
             except (StoreError, IntegrityError) as error:
-                raise ReleaseMismatchError(
+                raise ServingError(
                     f"The predictor answers with release {version}, whose preprocessing is not available from "
                     f"{self._store_uri}, so its prediction may be wrong: {error}"
                 ) from None

@@ -56,7 +56,7 @@ def serve_console(app: Starlette, settings: ConsoleSettings, on_bound: Callable[
     """Serve until SIGTERM or Ctrl-C. ``on_bound`` receives the URL.
 
     Raises:
-        PortInUseError, ServingError: the server cannot bind to ``console.host`` and
+        ServingError: the server cannot bind to ``console.host`` and
             ``console.port``.
         SettingsError: `require_private` rejects the address, or the certificate is
             unusable.

@@ -121,7 +121,7 @@ def serve_slack(
     Raises:
         SettingsError: a token is missing.
         SlackError: Slack rejects a token.
-        PortInUseError: the mode is ``http``, and ``slack.port`` is in use.
+        ServingError: the mode is ``http``, and ``slack.port`` is in use.
     """
     secrets = Secrets.of_environment(settings.slack)
     client = WebClient(token=secrets.bot_token, base_url=settings.slack.api_url, timeout=TIMEOUT_S)

@@ -20,7 +20,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 
 from evernear.common.output import print_line
 from evernear.common.store import open_store
-from evernear.errors import EvernearError, PortInUseError
+from evernear.errors import EvernearError, ServingError
 from evernear.maintenance.prune import prune_store
 from evernear.serving.endpoints import create_listener, host_and_port
 from evernear.settings import Settings
@@ -78,7 +78,7 @@ class WatchService:
         """Check on the schedule until `stopping` is set.
 
         Raises:
-            PortInUseError: the port of the health probe cannot be bound.
+            ServingError: the port of the health probe cannot be bound.
         """
         with self._health_probe():
             self._scheduler.add_job(
@@ -291,7 +291,7 @@ class WatchService:
             listener = create_listener(watch.health_host, watch.health_port)
         except OSError as error:
             address = host_and_port(watch.health_host, watch.health_port)
-            raise PortInUseError(
+            raise ServingError(
                 f"The health probe cannot listen on {address} ({error.strerror});"
                 " set watch.health_port to a free one, or to 0."
             ) from None
