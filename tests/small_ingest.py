@@ -12,6 +12,7 @@ from evernear.settings import DataSettings
 
 LIMITS = {
     "shard_size_bytes": "evernear.data.ingest.SHARD_SIZE_BYTES",
+    "part_size_bytes": "evernear.common.parts.PART_SIZE_BYTES",
     "part_names": "evernear.data.plan.PART_NAMES",
     "requests_in_flight": "evernear.data.decode_part.REQUESTS_IN_FLIGHT",
     "decode_threads": "evernear.data.decode_part.available_cpus",
@@ -21,7 +22,7 @@ SMALL = 2**16
 
 @contextmanager
 def limits(**numbers: int) -> Generator[None]:
-    """Ingest within the limits ``numbers``, which have the names of `LIMITS`."""
+    """Ingest, embed or evaluate within the limits ``numbers``, which have the names of `LIMITS`."""
     with pytest.MonkeyPatch.context() as patch:
         for name, number in numbers.items():
             patch.setattr(LIMITS[name], (lambda count=number: count) if name == "decode_threads" else number)

@@ -1,4 +1,4 @@
-"""Exact search compared with ``index.type = auto`` at a million vectors:
+"""Exact search compared with the index that evernear chooses, at a million vectors:
 ``python -m benchmarks.scale.index``.
 
 The vectors are real embeddings (`benchmarks.scale.vectors`). ``auto`` is built by the

@@ -217,7 +217,7 @@ def embed(run: str, settings: Tree, dataset: str, network: str, embeddings: str)
     The embeddings are in the store, and the artifact describes them.
     """
     with _step("embed", run, settings) as (running, chosen, record):
-        from evernear.common.parts import PARTS
+        from evernear.common.parts import PART_SIZE_BYTES, PARTS
         from evernear.data.shards import Dataset
         from evernear.embedding.embed import combine_embeddings, network_folder, open_here, plan_embedding
         from evernear.embedding.export import untrained_classes
@@ -225,8 +225,7 @@ def embed(run: str, settings: Tree, dataset: str, network: str, embeddings: str)
 
         data, network_dir, store = Dataset.open(Path(dataset)), Path(network), record.store
         untrained = untrained_classes(network_dir, data, store, chosen.classes)
-        part_size_bytes = chosen.parts_job.part_size_bytes
-        parts = plan_embedding(network_dir, data, store, f"{PARTS}{run}", untrained, part_size_bytes=part_size_bytes)
+        parts = plan_embedding(network_dir, data, store, f"{PARTS}{run}", untrained, part_size_bytes=PART_SIZE_BYTES)
         on_images = countdowns.images(running, parts.plan.units)
         nodes = StepNodes(chosen.index.nodes, chosen, running.report)
         open_worker = partial(open_here, network_dir, data, store, on_images)
@@ -298,7 +297,7 @@ def evaluate(
 ) -> "Evaluation":
     """Evaluate candidate, champion and anchor, as deployed, on the same test split."""
     with _step("evaluate", run, settings) as (running, chosen, record), ExitStack() as stack:
-        from evernear.common.parts import PARTS
+        from evernear.common.parts import PART_SIZE_BYTES, PARTS
         from evernear.data.shards import Dataset
         from evernear.data.validate import Report, near_duplicates_found
         from evernear.embedding.export import describe_network, training_dataset
@@ -325,7 +324,7 @@ def evaluate(
         answered = answered_by_nobody
         if not nodes.is_one:
             systems = systems_to_measure(data, candidate, champion, anchor)
-            parts = plan_answers(data, systems, store, f"{PARTS}{run}", BATCH_SIZE, chosen.parts_job.part_size_bytes)
+            parts = plan_answers(data, systems, store, f"{PARTS}{run}", BATCH_SIZE, PART_SIZE_BYTES)
             answered = stack.enter_context(run_answers(parts, systems, data, network_dir, Path(index), nodes.run))
         result = evaluate_systems(
             candidate,

@@ -88,14 +88,6 @@ def test_gallery_is_searched_exactly_if_the_queries_cannot_show_the_recall(embed
     assert described.reason == "1,500 queries are too few to show a recall of 0.999, so the search is exact"
 
 
-def test_indexes_above_the_memory_limit_are_not_built(make_embeddings, tmp_path, large):
-    vectors, labels = blobs(1, 24_000, dim=32, spread=0.2)
-    made = make_embeddings({"gallery": (vectors, labels), "query": blobs(2, 500, dim=32, spread=0.2)}, 24_000)
-    described = build_index(made, LABELS, IndexSettings(recall=0.5, memory_mb=1), tmp_path)
-    assert described.factory == "Flat"
-    assert described.reason.count("more than index.memory_mb") == 3
-
-
 def test_search_parameters_need_an_explicit_type(embeddings, tmp_path):
     with pytest.raises(SettingsError, match=r"index\.search = 'nprobe=3' needs an index\.type"):
         build_index(embeddings, LABELS, IndexSettings(search="nprobe=3"), tmp_path)

@@ -51,8 +51,9 @@ def embed(run: str, nodes: int, system: System, dataset: Path, store: Store, job
     """
     for info in [*store.list("embeddings/")]:
         store.delete(info.key)
-    settings = {"store": store.uri, "index": {"nodes": nodes}, "parts_job": job | {"part_size_bytes": 1}}
-    return steps.embed(run, settings, str(dataset), str(system.network_dir), str(out / run))
+    settings = {"store": store.uri, "index": {"nodes": nodes}, "parts_job": job}
+    with limits(part_size_bytes=1):
+        return steps.embed(run, settings, str(dataset), str(system.network_dir), str(out / run))
 
 
 def embedded(directory: Path) -> list[tuple[str, str]]:
@@ -63,7 +64,8 @@ def embedded(directory: Path) -> list[tuple[str, str]]:
 def evaluate(run: str, nodes: int, system: System, dataset: Path, store: Store, job: Tree, out: Path) -> Tree:
     """Run the evaluate step with one shard per part, and return the evaluation."""
     OpenSet(held_out=()).save(out / "open-set.json")
-    settings = {"store": store.uri, "evaluation": {"nodes": nodes}, "parts_job": job | {"part_size_bytes": 1}}
+    settings = {"store": store.uri, "evaluation": {"nodes": nodes}, "parts_job": job}
     candidate = [str(path) for path in (dataset, system.network_dir, system.index_dir)]
-    made = steps.evaluate(run, settings, *candidate, str(out / "open-set.json"), str(out / f"evaluation-{run}"))
+    with limits(part_size_bytes=1):
+        made = steps.evaluate(run, settings, *candidate, str(out / "open-set.json"), str(out / f"evaluation-{run}"))
     return made.model_dump()

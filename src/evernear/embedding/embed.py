@@ -25,7 +25,7 @@ from torch import nn
 
 from evernear.common.disk import disk_errors, sha256_bytes, sha256_file
 from evernear.common.frozen import Frozen
-from evernear.common.parts import Part, Parts, Worker
+from evernear.common.parts import PART_SIZE_BYTES, Part, Parts, Worker
 from evernear.common.run_parts import Processes, run_parts
 from evernear.common.store import FileStore, Store
 from evernear.common.store.folder import fetch_folder
@@ -40,7 +40,6 @@ from evernear.embedding.torchscript import freeze_parameters
 from evernear.errors import IntegrityError
 
 KIND = "embed"
-PART_SIZE_BYTES = 2**30
 BATCH_SIZE = 256
 Embed = Callable[[Iterable[ShardBlocks]], Iterator[tuple[Block, Vectors]]]
 """Yields the blocks of shards with their embeddings (N, D)."""

@@ -68,7 +68,7 @@ class IndexFigures(Frozen):
     factory: str
     search: str
     reason: str = ""
-    """The reason for the choice of ``index.type = auto``."""
+    """The reason for the choice of the index type."""
     size: int
     dim: int
     k: int

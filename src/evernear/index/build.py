@@ -19,7 +19,7 @@ from evernear.data.groups import GroupNumbers
 from evernear.embedding.embeddings import EmbeddingBlock, Embeddings
 from evernear.errors import DataError, IntegrityError, SettingsError
 from evernear.index.calibrate import calibrate
-from evernear.index.choose import AUTO, TRAINING_VECTORS, Choice, choose_index
+from evernear.index.choose import TRAINING_VECTORS, Choice, choose_index
 from evernear.index.description import (
     CENTROIDS_FILE,
     DESCRIPTION_FILE,
@@ -65,8 +65,9 @@ def build_index(
             the index type needs more vectors.
         IntegrityError: an embedding is not finite.
     """
-    if settings.type == AUTO and settings.search:
-        raise SettingsError(f"index.search = {settings.search!r} needs an index.type; auto sets its own parameters.")
+    if settings.type is None and settings.search:
+        needs = "needs an index.type; an automatic index sets its own parameters"
+        raise SettingsError(f"index.search = {settings.search!r} {needs}.")
     known = np.array([label not in exclude_labels for label in labels])
     if next(select_labels(embeddings.blocks("gallery"), known), None) is None:
         raise DataError("The gallery is empty; raise data.gallery_fraction.")
@@ -96,13 +97,13 @@ def build_index(
         size=len(numbers),
         labels=tuple(labels),
         counts=tuple(np.bincount(numbers, minlength=len(labels)).tolist()),
-        label_by="vote" if settings.label_by == "auto" else settings.label_by,
+        label_by=settings.label_by or "vote",
         k=settings.k,
         calibration=calibration,
         parts={name: sha256_file(out_dir / name) for name in index_parts(collection)},
         collection=collection,
     )
-    if settings.label_by == "auto":
+    if settings.label_by is None:
         label_by = choose_rule(Gallery(description, chosen.index, numbers, centroids), queries)
         description = description.model_copy(update={"label_by": label_by})
     description.save(out_dir / DESCRIPTION_FILE)
@@ -131,7 +132,7 @@ def _create(gallery: GalleryVectors, settings: IndexSettings, queries: Embedding
     if settings.backend != FAISS:
         with index_backend(settings.backend) as backend:
             chosen = backend.create(gallery, settings, queries, exact)
-    elif settings.type == AUTO:
+    elif settings.type is None:
         chosen = choose_index(gallery.size, gallery.embeddings.dim, settings, partial(_make, gallery), queries, exact)
     else:
         chosen = Choice(_make(gallery, settings.type), settings.type, settings.search, "")
@@ -155,7 +156,7 @@ def _make(gallery: GalleryVectors, factory: str) -> FaissIndex:
     except RuntimeError:
         raise SettingsError(
             f"index.type = {factory!r} is not an index type of FAISS for {dim} "
-            "dimensions; use auto, Flat, HNSW32 or IVF256,Flat, for example."
+            "dimensions; use Flat, HNSW32 or IVF256,Flat, for example, or leave it out."
         ) from None
     if not index.is_trained:
         index.train(_sample(gallery))
@@ -171,9 +172,10 @@ def _parameter_errors(settings: IndexSettings, embeddings: Embeddings) -> Genera
     try:
         yield
     except RuntimeError as error:
+        kind = f"index.type = {settings.type!r}" if settings.type else "The chosen index type"
         search = f" with index.search = {settings.search!r}" if settings.search else ""
         raise SettingsError(
-            f"index.type = {settings.type!r}{search} does not work on the gallery's "
+            f"{kind}{search} does not work on the gallery's "
             f"{quantity(embeddings.count('gallery'), 'vector')}; use Flat."
         ) from error
 

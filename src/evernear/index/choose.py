@@ -1,4 +1,4 @@
-"""For ``index.type = auto``, choose the index type and its search parameter by recall,
+"""If ``index.type`` is not set, choose the index type and its search parameter by recall,
 memory and speed."""
 
 import math
@@ -14,7 +14,7 @@ from evernear.index.faiss_compat import FaissIndex, faiss
 from evernear.index.vectors import VectorIndex
 from evernear.settings import IndexSettings
 
-AUTO, FLAT = "auto", "Flat"
+FLAT = "Flat"
 FLAT_BYTES = 8 * 2**20
 """Size of the largest gallery that is always searched exactly, which is the size of
 16,384 vectors of 128 dimensions. An exact search in this gallery takes 0.3 ms, which is
@@ -66,11 +66,10 @@ def choose_index(
     fills an index from a factory string.
 
     If `exact_search_reason` returns a reason, the index is Flat. Otherwise, inverted
-    files are tried in the order of `CODES`, without encodings that exceed
-    ``settings.memory_mb``. For galleries smaller than `COMPRESSED_FROM_BYTES`, the
-    first encoding is skipped. The first index that reaches ``settings.recall`` on
-    ``queries`` is used (see `tune_index`). If no index reaches this recall, the index
-    is Flat, even if its size exceeds ``settings.memory_mb``.
+    files are tried in the order of `CODES`. For galleries smaller than
+    `COMPRESSED_FROM_BYTES`, the first encoding is skipped. The first index that reaches
+    ``settings.recall`` on ``queries`` is used (see `tune_index`). If no index reaches
+    this recall, the index is Flat.
     """
     flat_bytes = _size_bytes(FLAT, size, dim)
     if reason := exact_search_reason(flat_bytes, len(queries.labels), settings.recall):
@@ -80,9 +79,6 @@ def choose_index(
     for code in CODES if flat_bytes >= COMPRESSED_FROM_BYTES else CODES[1:]:
         factory = f"IVF{lists},{code}"
         size_bytes = _size_bytes(factory, size, dim)
-        if size_bytes > settings.memory_mb * 10**6:
-            rejected.append(f"{factory} takes {_mb(size_bytes)}, more than index.memory_mb")
-            continue
         index = make(factory)
         probes = [f"nprobe={number}" for number in _probes(lists)]
         tuned = tune_index(index, probes, settings.recall, queries, exact)

@@ -145,7 +145,7 @@ class IndexDescription(Frozen):
     factory: str
     search: str
     reason: str = ""
-    """The reason why ``index.type = auto`` chose this type and its parameters, or an
+    """The reason why the index step chose this type and its parameters, or an
     empty string if the type was set explicitly."""
     metric: Literal["inner product", "l2"] = "inner product"
     """The metric by which FAISS ranks vectors. For unit vectors, both metrics result in
@@ -187,7 +187,7 @@ class IndexDescription(Frozen):
             return summary
         return (
             f"{summary}; WARNING: recall@1 is {recall:.2%}, less than index.recall = {target_recall:.2%}; set another "
-            "index.type or index.search, or index.type = auto"
+            "index.type or index.search, or index.type=null"
         )
 
     @property

@@ -14,7 +14,7 @@ class IndexSettings(Section):
 
     backend: str = Field(
         default=plugins.FAISS,
-        description="faiss: vectors in the archive; milvus: in a collection, for more than one machine.",
+        description="faiss: vectors in the archive. milvus: vectors in a collection, for more than one machine.",
     )
     uri: str = Field(
         default="",
@@ -27,24 +27,25 @@ class IndexSettings(Section):
         pattern=r"^[A-Za-z_][A-Za-z0-9_]{0,99}$",
         description="Milvus: alias of the champion's collection, and prefix of all names; use one per store.",
     )
-    type: str = Field(
-        default="auto",
-        description="auto: chosen by size, recall and memory (Flat up to 8 MiB of vectors); or a faiss.index_factory "
-        "string: Flat, HNSW32, IVF256,Flat ...; or an index type of Milvus: FLAT, HNSW,M=32,efConstruction=360 ...",
+    type: str | None = Field(
+        default=None,
+        min_length=1,
+        description="A faiss.index_factory string (Flat, HNSW32, IVF256,Flat ...), or an index type of Milvus (FLAT, "
+        "HNSW,M=32,efConstruction=360 ...). Default: chosen by size and recall, Flat up to 8 MiB of vectors.",
     )
     search: str = Field(
-        default="", description="Search parameters of that type: efSearch=64, nprobe=16 ...; of Milvus: ef=64 ..."
+        default="",
+        description="Search parameters of index.type: efSearch=64, nprobe=16 ..., or ef=64 ... of Milvus. Default: "
+        "the library's.",
     )
     recall: Fraction = Field(
-        default=0.99, description="Recall@1 against exact search that auto must reach, with 95% confidence."
+        default=0.99,
+        description="Recall@1 against exact search, with 95% confidence, that an index must reach to be chosen.",
     )
-    memory_mb: int = Field(
-        default=2000, ge=1, description="Size of the largest approximate index that auto may choose; FAISS only."
-    )
-    label_by: Literal["auto", "vote", "centroid"] = Field(
-        default="auto",
-        description="vote: the majority of the k nearest neighbors; centroid: the nearest class centroid; "
-        "auto: vote, unless the centroids label clearly more images of the query split correctly.",
+    label_by: Literal["vote", "centroid"] | None = Field(
+        default=None,
+        description="vote: the majority of the k nearest neighbors. centroid: the nearest class centroid. "
+        "Default: vote, unless the centroids label clearly more images of the query split correctly.",
     )
     k: int = Field(default=5, ge=1, le=1000, description="Number of neighbors in the vote.")
     false_accept_rate: float = Field(
@@ -57,12 +58,12 @@ class IndexSettings(Section):
         default=0.05,
         gt=0.0,
         lt=1.0,
-        description="Largest share of known images to call unknown; takes precedence over false_accept_rate.",
+        description="Largest share of known images to call unknown. It takes precedence over false_accept_rate.",
     )
 
     nodes: Nodes = Field(
         default=1,
-        description="Nodes that embed the images, as an [Indexed Job](many-machines.md) if more than 1; auto: by the"
+        description="Nodes that embed the images, as an [Indexed Job](many-machines.md) if more than 1. auto: by the"
         " measured rate, at most parts_job.max_nodes.",
     )
 
@@ -85,4 +86,4 @@ class IndexSettings(Section):
         """Settings for a FAISS index that only one process uses."""
         if self.backend == plugins.FAISS:
             return self
-        return self.model_copy(update={"backend": plugins.FAISS, "type": "auto", "search": ""})
+        return self.model_copy(update={"backend": plugins.FAISS, "type": None, "search": ""})

@@ -27,12 +27,7 @@ class PartsJobSettings(Section):
     namespace: str = Field(
         default="",
         pattern=r"^$|^[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?$",
-        description="Namespace of the Job and the PodTemplate; if empty, that of the pod that runs the step.",
+        description="Namespace of the Job and the PodTemplate. Default: that of the pod that runs the step.",
     )
-    image: str = Field(default="", description="Image of the pods; if empty, that of the pipeline.")
+    image: str = Field(default="", description="Image of the pods. Default: that of the pipeline.")
     max_nodes: int = Field(default=8, ge=1, description="Largest number of nodes that auto may choose.")
-    part_size_bytes: int = Field(
-        default=2**30,
-        ge=1,
-        description="Size of a part of embed or evaluate: images in the form of the dataset, by whole shards.",
-    )

@@ -21,7 +21,7 @@ from evernear.common.disk import sha256_bytes
 from evernear.common.output import quantity
 from evernear.embedding.embeddings import EmbeddingBlock
 from evernear.errors import IntegrityError, SettingsError, TransientStoreError
-from evernear.index.choose import AUTO, Choice, exact_search_reason, tune_index
+from evernear.index.choose import Choice, exact_search_reason, tune_index
 from evernear.index.description import Collection
 from evernear.index.exact import ExactNeighbors
 from evernear.index.vectors import GalleryVectors
@@ -54,7 +54,7 @@ POLL_S = 0.2
 MAX_LABEL_BYTES = 65_535
 INDEX_TYPES = ("FLAT", "IVF_FLAT", "IVF_SQ8", "IVF_PQ", "HNSW", "SCANN", "DISKANN", "AUTOINDEX")
 EXACT, GRAPH = "FLAT", "HNSW,M=32,efConstruction=360"
-"""The index types from which ``index.type = auto`` chooses."""
+"""The index types from which the index step chooses if ``index.type`` is not set."""
 BEAMS = tuple(f"ef={ef}" for ef in (16, 32, 64, 128, 256, 512, 1024))
 """Search parameters for `GRAPH`, from fastest to most accurate."""
 
@@ -72,7 +72,7 @@ class MilvusBackend:
         self, gallery: GalleryVectors, settings: IndexSettings, queries: EmbeddingBlock, exact: ExactNeighbors
     ) -> Choice:
         """Fill a collection. See `choose` and `fill`."""
-        if settings.type == AUTO:
+        if settings.type is None:
             return choose(gallery, settings, queries, exact)
         return Choice(fill(gallery, settings, settings.type), settings.type, settings.search, "")
 
@@ -217,7 +217,7 @@ def fill(gallery: GalleryVectors, settings: IndexSettings, factory: str) -> Milv
 
 
 def choose(gallery: GalleryVectors, settings: IndexSettings, queries: EmbeddingBlock, exact: ExactNeighbors) -> Choice:
-    """Fill a collection for ``index.type = auto``, and use ``queries`` to choose its
+    """Fill a collection if ``index.type`` is not set, and use ``queries`` to choose its
     search parameters.
 
     Raises:
