@@ -32,15 +32,15 @@ def test_single_leaked_image_in_a_later_snapshot_is_detected(system: System, mon
     splits change.
     """
     train = next(iter(system.dataset.blocks("train"))).digests
-    blocks = Dataset.blocks
+    blocks = Dataset.shard_blocks
 
-    def moved(self: Dataset, split, block_size=4096):
-        for block in blocks(self, split, block_size):
-            if split == "test" and self is later:
+    def moved(self: Dataset, shard, block_size=4096):
+        for block in blocks(self, shard, block_size):
+            if shard.split == "test" and self is later:
                 block.digests[-1] = train[17]
             yield block
 
     later = Dataset(system.dataset.manifest, open_store(system.dataset.manifest.store_uri))
-    monkeypatch.setattr(Dataset, "blocks", moved)
+    monkeypatch.setattr(Dataset, "shard_blocks", moved)
     assert count_leakage(later, system.dataset) == {"train": 1, "gallery": 0, "query": 0}
     assert np.any(train[17])

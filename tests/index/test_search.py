@@ -202,12 +202,20 @@ def test_out_of_range_labels_are_rejected(copied):
         Gallery.open(copied, NETWORK)
 
 
-@pytest.mark.parametrize("content", [None, "", "{}", '{"format": 2}'])
-def test_invalid_description_is_rejected(copied, content):
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        (None, "run the index step again"),
+        ("", "run the index step again"),
+        ("{}", "run the index step again"),
+        ('{"format": 2}', "another version of evernear"),
+    ],
+)
+def test_invalid_description_is_rejected(copied, content, sentence):
     (copied / DESCRIPTION_FILE).unlink()
     if content is not None:
         (copied / DESCRIPTION_FILE).write_text(content)
-    with pytest.raises(IntegrityError, match="run the index step again"):
+    with pytest.raises(IntegrityError, match=sentence):
         Gallery.open(copied, NETWORK)
 
 

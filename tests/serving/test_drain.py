@@ -151,6 +151,7 @@ def test_is_ready_only_if_a_request_would_succeed(served: Served, tmp_path: Path
     assert torchserve.is_ready(served.home, "embedding")
     command = [Path(sys.executable).with_name("evernear"), "ready", "--workdir"]
     assert subprocess.run([*command, served.settings.workdir]).returncode == 0
+    (tmp_path / "elsewhere").mkdir()
     assert subprocess.run([*command, tmp_path / "elsewhere"]).returncode == 1
     assert not torchserve.is_ready(served.home, "another-model")
     assert not torchserve.is_ready(tmp_path / "elsewhere", "embedding")
