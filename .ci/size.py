@@ -28,7 +28,7 @@ LIMITS = {
     "files of src": 422,
     "lines of tests": 61_700,
     "words of docs": 70_000,
-    "settings": 269,
+    "settings": 154,
     "commands": 36,
     "options": 170,
     "error classes": 37,
