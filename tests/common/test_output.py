@@ -255,7 +255,7 @@ def test_registry_output_is_escaped(
 
 
 def test_server_responses_are_escaped(capsys: pytest.CaptureFixture[str]) -> None:
-    neighbors = [{"label": HOSTILE, "dist": 0.5}]
+    neighbors = [{"label": HOSTILE, "dist": 0.5, "row": 0}]
     response = {"pred": HOSTILE, "dist": 0.5, "unknown": False, "neighbors": neighbors, "version": HOSTILE}
     files = [(Path(HOSTILE), response), (Path("b.png"), DataError(HOSTILE))]
     predict._print_table(iter(files), alone=False)

@@ -17,7 +17,6 @@ from evernear.data.ingest import ingest_source
 from evernear.data.manifest import Manifest
 from evernear.data.source_diff import Newest, diff_source, fetch_ledger
 from evernear.data.sources import open_source
-from evernear.data.sources.named_groups import NamedGroups
 from evernear.data.sources.packed import PackedFiles, split_word
 from evernear.errors import DataError, SettingsError
 from evernear.review.label_target import open_label_target
@@ -234,14 +233,11 @@ def test_groups_of_removed_and_changed_files_are_forgotten(tmp_path, images, run
     assert run_ingest(f"{kind}:{root}", group="column").groups == 6
 
 
-def test_groups_are_read_if_an_earlier_version_listed_the_files(
-    tmp_path, images, run_ingest, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    parquet_of_groups(tmp_path / "hf" / "a", images, labels_of(images), scenes_of(images))
-    with monkeypatch.context() as earlier:
-        earlier.setattr(NamedGroups, "record", lambda *_: None)
-        assert run_ingest(f"huggingface:{tmp_path / 'hf'}").groups == 0
-    assert run_ingest(f"huggingface:{tmp_path / 'hf'}", group="column").groups == 30
+@pytest.mark.parametrize(("kind", "write"), GROUPED)
+def test_groups_of_unchanged_files_may_be_used_later(tmp_path, images, run_ingest, kind, write) -> None:
+    write(tmp_path / "packed" / "a", images, labels_of(images), scenes_of(images))
+    assert run_ingest(f"{kind}:{tmp_path / 'packed'}").groups == 0
+    assert run_ingest(f"{kind}:{tmp_path / 'packed'}", group="column").groups == 30
 
 
 def test_groups_that_are_not_used_are_said(tmp_path, images) -> None:

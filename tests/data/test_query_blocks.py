@@ -39,8 +39,6 @@ def queries(
 
 
 def joined(first: Queries, second: Queries) -> Queries:
-    assert first.labels is not None
-    assert second.labels is not None
     return Queries(
         first.total + second.total,
         0,

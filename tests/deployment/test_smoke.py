@@ -1,6 +1,5 @@
 """The smoke test: what it compares, and that rounding does not fail it."""
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,7 +21,7 @@ from evernear.serving import HANDLER
 from evernear.serving.core import Predictor
 from evernear.serving.responses import Prediction
 from evernear.settings import IndexSettings, ServingSettings
-from tests.releases import MakeRelease, System, decided, forge
+from tests.releases import MakeRelease, System, decided
 
 
 @dataclass
@@ -80,19 +79,6 @@ def test_rounding_does_not_fail_the_smoke_test_of_a_release_with_a_query_at_the_
         assert abs(query.dist - threshold) > DISTANCE_TOLERANCE
     for error in (0.9 * DISTANCE_TOLERANCE, -0.9 * DISTANCE_TOLERANCE):
         assert smoke(Server(parts, error), parts) == SMOKE_QUERIES
-
-
-def test_query_at_the_threshold_of_an_earlier_release_is_compared_by_distance(
-    make_release: MakeRelease, parts: ReleaseParts, tmp_path: Path
-) -> None:
-    queries = json.loads(parts.read("smoke.json"))
-    forged = forge(make_release(), tmp_path / "earlier.mar", smoke_json=json.dumps(queries[:1]).encode())
-    earlier = open_release(forged.archive, tmp_path / "opened")
-    at_threshold = earlier.manifest.model_copy(update={"threshold": queries[0]["dist"]})
-    earlier = ReleaseParts(at_threshold, earlier.directory)
-    assert smoke(Server(earlier, unknown=not queries[0]["unknown"]), earlier) == 1
-    with pytest.raises(ServingError, match="fails its smoke test"):
-        smoke(Server(earlier, error=0.01), earlier)
 
 
 @pytest.mark.parametrize("change", [{"error": 0.01}, {"error": -0.01}, {"pred": "other"}, {"unknown": True}])

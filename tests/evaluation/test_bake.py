@@ -100,13 +100,6 @@ def test_restart_is_seen_by_counters_that_went_down() -> None:
     assert earlier.since(later) is None
 
 
-def test_bounds_of_two_versions_are_compared_where_they_agree() -> None:
-    old = Figures(timed=10, within={0.1: 10, 0.2: 10})
-    new = Figures(timed=10, within={0.1: 9, 0.3: 10})
-    assert (old + new).within == {0.1: 19}
-    assert (old + Figures()).within == old.within
-
-
 def test_limit_of_slow_requests_is_above_the_p99() -> None:
     assert slow_limit_s(Figures()) is None
     assert slow_limit_s(Figures(timed=100, within={0.1: 98, 0.2: 99, 0.25: 99, 0.3: 100})) == 0.3

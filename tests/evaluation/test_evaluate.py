@@ -362,9 +362,7 @@ def reviewed_and_own(system: System, tmp_path: Path) -> Path:
 def test_reviewed_images_that_left_the_test_split_are_no_lost_test_images(
     reviewed_and_own: Path, full: Recognizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """An earlier version placed images that came by review in the test split,
-    and tested the champion on them.
-    """
+    """The champion was tested on images that came by review."""
     settings = DataSettings(source=f"folder:{reviewed_and_own}", test_fraction=0.5, gallery_fraction=0.3)
     store = (tmp_path / "store").as_uri()
     with monkeypatch.context() as patch:

@@ -1,14 +1,12 @@
 """A threshold for images of new scenes comes from scenes that the gallery lacks."""
 
 import io
-import json
 from pathlib import Path
 
 import numpy as np
 import pytest
 from PIL import Image
 
-from evernear.common.disk import sha256_bytes
 from evernear.common.store import open_store
 from evernear.data.groups import group_numbers
 from evernear.data.ingest import ingest_source
@@ -133,17 +131,3 @@ def test_expected_false_rejects_count_scenes(folder: Path, tmp_path: Path, make_
         grouped.calibration.describe_false_rejects()
     )
     assert "independent" not in images_alone.calibration.describe_false_rejects()
-
-
-def test_index_without_groups_keeps_its_digest(folder: Path, tmp_path: Path, make_embeddings: MakeEmbeddings):
-    """The digest of an index from before groups were counted: the field is new,
-    and absent from the hash.
-    """
-    manifest = ingest(folder, tmp_path)
-    dataset = Dataset(manifest, open_store(manifest.store_uri))
-    described = build_index(embed(dataset, make_embeddings), dataset.labels, IndexSettings(), tmp_path / "index")
-    written = described.model_dump(mode="json", exclude={"reason": True, "collection": True})
-    del written["calibration"]["independent"]
-    assert described.digest == sha256_bytes(json.dumps(written, separators=(",", ":")).encode())
-    counted = described.calibration.model_copy(update={"independent": 3.0})
-    assert described.model_copy(update={"calibration": counted}).digest != described.digest

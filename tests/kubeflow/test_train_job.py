@@ -286,7 +286,7 @@ def test_step_that_cannot_list_events_still_names_condition_and_controller(
     loopback: LoopbackCluster, manifests: Objects, digits: Dataset, settings: RunSettings,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    """The Role of an earlier version lacks the right."""
+    """Someone reduced the Role of deploy/ to what they know to be needed."""
     monkeypatch.setattr(train_job, "CREATION_TIMEOUT_S", 0.5)
     role = loopback.api.get(ROLE, "kubeflow", manifests["Role"]["metadata"]["name"])
     loopback.api.edit(ROLE, role | {"rules": role["rules"][:1]}, manager="test")

@@ -19,6 +19,7 @@ from evernear.common.disk import sha256_bytes
 from evernear.common.run_record import RunRecord
 from evernear.common.store import FileStore, open_store
 from evernear.common.store.folder import put_folder
+from evernear.common.store.identity import owner_of
 from evernear.data.ingest import ingest_source
 from evernear.data.ledger import Ledger
 from evernear.data.manifest import Manifest, save_manifest
@@ -136,7 +137,8 @@ def release(
         export_network(directory / "trained", dataset, network)
     embed_dataset(network, dataset, directory / "embeddings", store=store)
     put_folder(store, f"parts/{directory.name}", directory / "embeddings" / "parts")
-    described = build_index(Embeddings.open(directory / "embeddings"), dataset.labels, settings, directory / "index")
+    embeddings, index_dir = Embeddings.open(directory / "embeddings"), directory / "index"
+    described = build_index(embeddings, dataset.labels, settings, index_dir, owner=owner_of(store))
     verdict = decided(System(dataset, network, directory / "index"), None, promote=True)
     verdict.save(directory / "verdict.json")
     candidate = Candidate(dataset, network, directory / "index", directory / "verdict.json", {}, None)
@@ -152,10 +154,12 @@ def record_run(record: RunRecord, verdict: Verdict) -> None:
 
 
 @pytest.fixture
-def prepared(original: Prepared, tmp_path: Path) -> Prepared:
+def prepared(original: Prepared, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Prepared:
     """A copy of the original, with logged queries,
-    and with the champion of the test to be set.
+    and with the champion of the test to be set. The copy owns the original's collection.
     """
+    owner = owner_of(original.store)
+    monkeypatch.setattr("evernear.release.registry.owner_of", lambda _: owner)
     shutil.copytree(original.root, tmp_path / "copy")
     copied = Prepared(**{**vars(original), "root": tmp_path / "copy"})
     copied.store.put(LOG, "".join(f"{line.model_dump_json()}\n" for line in log_lines()).encode())

@@ -2,7 +2,6 @@
 with.
 """
 
-import dataclasses
 import io
 
 import numpy as np
@@ -38,11 +37,6 @@ def test_baseline_contains_the_predictions_on_the_query_and_test_splits(
     assert reference.coordinates == pytest.approx(embeddings @ reference.projection, abs=1e-5)
     assert reference.labels is not None
     assert reference.labels.tolist() == [recognition.pred for recognition in recognitions]
-
-
-def test_baseline_of_an_earlier_version_has_no_classes(reference: DriftBaseline) -> None:
-    earlier = dataclasses.replace(reference, labels=None).to_bytes()
-    assert DriftBaseline.parse(earlier, "here").labels is None
 
 
 def reference_network(system: System) -> str:

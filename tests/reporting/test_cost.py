@@ -46,7 +46,7 @@ def step_of(name: str = "embed", hours: float = 2.0, **values: Any) -> StepRecor
         pytest.param(step_of(gpus=2), CPU_AND_GPU, 0.1 + 2 * (3 * 0.01 + 2 * 3.0), id="GPUs"),
         pytest.param(step_of(gpus=1), PRICES, None, id="a GPU without a price"),
         pytest.param(step_of(state="running", ended=None, cpu_s=0.0), PRICES, None, id="running"),
-        pytest.param(step_of(cpu_s=0.0), PRICES, None, id="a record of an earlier version"),
+        pytest.param(step_of(cpu_s=0.0), PRICES, None, id="killed, so that its CPU time is unknown"),
     ],
 )
 def test_cost_of_a_step(step: StepRecord, prices: CostSettings, expected: float | None) -> None:

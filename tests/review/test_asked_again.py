@@ -62,7 +62,7 @@ def test_gallery_images_are_asked_without_themselves(system: System, make_releas
 def test_image_that_is_not_in_the_gallery_keeps_its_answer(system: System, make_release: MakeRelease) -> None:
     release, store = make_release().manifest, open_store(system.dataset.manifest.store_uri)
     image = encode_png(np.full((8, 8, 1), 7, np.uint8))
-    near = (Neighbor(label="1", dist=0.4), Neighbor(label="1", dist=0.5))
+    near = (Neighbor(label="1", dist=0.4, row=0), Neighbor(label="1", dist=0.5, row=1))
     prediction = Prediction(pred="1", dist=0.4, unknown=True, neighbors=near, version=release.version)
     answer = answer_of_others(prediction, image, GalleryImages(store), release)
     assert answer == ("1", release.threshold < 0.4)

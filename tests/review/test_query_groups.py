@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from evernear.common.store import Store
-from evernear.release.drift_baseline import random_projection
 from evernear.release.registry import Registry
 from evernear.review.groups import group_items
 from evernear.review.queue import Item, Queue
@@ -86,15 +85,6 @@ def test_release_says_how_close_images_of_one_group_are(store: Store, make_relea
         assert numbers(group_items(items, Registry(store).find).groups) == expected
 
 
-def test_logs_without_embeddings_are_grouped_by_their_projections(store: Store) -> None:
-    vectors, labels = blobs(0, 60, classes=3, dim=64, spread=0.05)
-    coordinates = vectors @ random_projection(64)
-    items = [item(number, coordinates=tuple(row.tolist())) for number, row in enumerate(coordinates)]
-    for group in numbers(group_items(items, Registry(store).find).groups)[:3]:
-        assert len(set(labels[group])) == 1
-        assert len(group) > 10
-
-
 def test_images_alone_are_grouped_by_their_pixels(store: Store) -> None:
     from io import BytesIO
 
@@ -135,7 +125,6 @@ def test_queue_reads_what_the_log_has(store: Store, embedding: str) -> None:
     assert first.embedding is not None
     np.testing.assert_array_equal(first.embedding, vector)
     assert second.embedding is None
-    assert len(second.coordinates) == 16
 
 
 def test_grouping_imports_neither_torch_nor_faiss() -> None:

@@ -22,7 +22,7 @@ ANSWER = Prediction(
     pred="a",
     dist=0.9,
     unknown=True,
-    neighbors=(Neighbor(label="a", dist=0.9), Neighbor(label="b", dist=1.0), Neighbor(label="a", dist=1.1)),
+    neighbors=tuple(Neighbor(label=label, dist=dist, row=0) for label, dist in (("a", 0.9), ("b", 1.0), ("a", 1.1))),
     version="20260101.000000.00000000",
     embedding=encode_embedding(VECTOR),
 )

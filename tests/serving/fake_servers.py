@@ -15,7 +15,8 @@ import grpc
 from evernear.serving.client.grpc import PREDICTIONS
 from evernear.serving.torchserve_proto.inference_pb2 import PredictionResponse, PredictionsRequest
 
-ANSWER = {"pred": "7", "dist": 0.5, "unknown": False, "neighbors": [{"label": "7", "dist": 0.5}], "version": "v"}
+NEAR = [{"label": "7", "dist": 0.5, "row": 0}]
+ANSWER = {"pred": "7", "dist": 0.5, "unknown": False, "neighbors": NEAR, "version": "v"}
 Answer = Callable[[PredictionsRequest, grpc.ServicerContext], bytes]
 
 

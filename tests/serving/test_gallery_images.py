@@ -165,19 +165,6 @@ def test_pruned_release_shows_its_images_as_long_as_its_snapshot_is_stored(built
         built.store.delete(f"{PRUNED}{version}.json")
 
 
-def test_release_of_an_earlier_version_says_that_a_reindex_is_needed(built: Built) -> None:
-    version = built.versions[0]
-    key = f"{MANIFESTS}{version}.json"
-    record = Registry(built.store).get(version)
-    earlier = record.manifest.model_copy(update={"joined_gallery": None})
-    built.store.put(key, record.model_copy(update={"manifest": earlier}).to_json())
-    try:
-        with pytest.raises(IntegrityError, match="`evernear reindex`"):
-            GalleryImages(built.store).find(version, 0)
-    finally:
-        built.store.put(key, record.to_json())
-
-
 def test_image_has_the_names_of_its_files(built: Built) -> None:
     images, version = GalleryImages(built.store), built.versions[1]
     image = images.find(version, 0)

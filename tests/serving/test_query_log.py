@@ -117,7 +117,7 @@ def test_damaged_embedding_is_no_embedding(text: str) -> None:
 
 def test_only_uncertain_queries_are_logged_with_images(parts: ReleaseParts, tmp_path: Path) -> None:
     threshold = parts.manifest.threshold
-    far, other = Neighbor(label="7", dist=threshold), Neighbor(label="1", dist=0.55 * threshold)
+    far, other = Neighbor(label="7", dist=threshold, row=0), Neighbor(label="1", dist=0.55 * threshold, row=1)
     certain = Prediction(pred="7", dist=0.4 * threshold, unknown=False, neighbors=(far, other), version="v")
     predictions = [
         certain,

@@ -46,7 +46,7 @@ class Frozen(BaseModel):
             faults = error.errors(include_url=False)
             fault = faults[0]
             field = printable(".".join(str(part) for part in fault["loc"]), _QUOTED_MAX_CHARACTERS)
-            if any(each["loc"] == ("format",) for each in faults):
+            if any(each["loc"][-1:] == ("format",) for each in faults):
                 raise IntegrityError(
                     f"{source} is a {_words(cls)} in the format of another version of evernear. Until 1.0, a changed "
                     "format needs a new store: choose another --workdir or store, or use the version that wrote it."

@@ -66,10 +66,8 @@ class Queries:
     """For each query of the sample, whether the query is unknown, (N,)."""
     at_s: NDArray[np.float64]
     """Arrival times in Unix time, (N,), or zeros in a reference."""
-    labels: NDArray[np.str_] | None = None
-    """Predicted classes, (N,). None for the reference of a release that was archived by
-    an earlier version of evernear.
-    """
+    labels: NDArray[np.str_]
+    """Predicted classes, (N,)."""
 
     @property
     def unknown_rate(self) -> float:
@@ -89,7 +87,7 @@ class Queries:
             self.coordinates[rows],
             self.is_unknown[rows],
             self.at_s[rows],
-            None if self.labels is None else self.labels[rows],
+            self.labels[rows],
         )
 
 
@@ -159,10 +157,8 @@ class _Strata:
     @staticmethod
     def of(reference: Queries, live: Queries) -> "_Strata":
         is_live = np.repeat([False, True], [len(reference), len(live)])
-        classes = np.zeros(len(is_live), np.intp)
-        if reference.labels is not None and live.labels is not None:
-            _, classes = np.unique(np.concatenate([reference.labels, live.labels]), return_inverse=True)
-            classes = _without_empty(classes, is_live)
+        _, classes = np.unique(np.concatenate([reference.labels, live.labels]), return_inverse=True)
+        classes = _without_empty(classes, is_live)
         order = np.argsort(classes, kind="stable")
         return _Strata(is_live, order, np.cumsum(np.unique(classes, return_counts=True)[1]).tolist())
 

@@ -40,7 +40,7 @@ def smoke(client: PredictionClient, parts: ReleaseParts) -> int:
             answer = client.predict(image, version)
         except EvernearError as error:
             raise ServingError(f"Release {version} fails its smoke test with {query.file}: {error}") from None
-        if not _agree(answer, query, parts.manifest.threshold) or answer.version != version:
+        if not _agree(answer, query) or answer.version != version:
             raise ServingError(
                 f"Release {version} fails its smoke test: {query.file} is {_words(answer)} by {answer.version}, and "
                 f"was {_words(query)} when it was archived. The threshold is {parts.manifest.threshold:.4f}, and "
@@ -49,11 +49,8 @@ def smoke(client: PredictionClient, parts: ReleaseParts) -> int:
     return len(queries)
 
 
-def _agree(answer: Prediction, query: SmokeQuery, threshold: float) -> bool:
-    # Releases from earlier evernear versions may contain queries close to the
-    # threshold.
-    settled = query.settled and abs(query.dist - threshold) > DISTANCE_TOLERANCE
-    same = not settled or (answer.pred, answer.unknown) == (query.pred, query.unknown)
+def _agree(answer: Prediction, query: SmokeQuery) -> bool:
+    same = not query.settled or (answer.pred, answer.unknown) == (query.pred, query.unknown)
     return same and abs(answer.dist - query.dist) <= DISTANCE_TOLERANCE
 
 

@@ -134,15 +134,10 @@ class Rule:
 
 
 def total(cells: Cells) -> Figures:
-    """The sum of the cells.
-
-    Releases that two versions of evernear built may have different bounds in
-    ``within``. The sum contains only bounds that all cells have.
-    """
+    """The sum of the cells."""
     counts = {name: sum(getattr(cell, name) for cell in cells) for name in _COUNTERS}
-    timed = [cell.within for cell in cells if cell.timed]
-    bounds = sorted(set(timed[0]).intersection(*timed)) if timed else list[float]()
-    within = {bound: sum(each[bound] for each in timed) for bound in bounds}
+    bounds = {bound for cell in cells for bound in cell.within}
+    within = {bound: sum(cell.within.get(bound, 0) for cell in cells) for bound in bounds}
     return Figures.model_validate(counts | {"within": within})
 
 

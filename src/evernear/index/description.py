@@ -3,7 +3,7 @@ that computed the vectors, and the classification rule."""
 
 import re
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import Field
 
@@ -54,12 +54,11 @@ class Collection(Frozen):
         """The alias of this collection while its release is the champion."""
         return re.sub("(_s[0-9a-f]{12})?_[0-9a-f]{32}$", "", self.name)
 
-    @property
-    def owner(self) -> str | None:
-        """The store that owns the collection, or None if an earlier version of evernear
-        created the collection."""
-        owned = re.search("_s([0-9a-f]{12})_[0-9a-f]{32}$", self.name)
-        return owned[1] if owned else None
+
+def collection_owner(name: str) -> str | None:
+    """The store that owns the collection with this name, or None if no store owns it."""
+    owned = re.search("_s([0-9a-f]{12})_[0-9a-f]{32}$", name)
+    return owned[1] if owned else None
 
 
 class Calibration(Frozen):
@@ -67,8 +66,7 @@ class Calibration(Frozen):
 
     found_by: Literal["unseen classes", "impostors"]
     stated_false_accept_rate: float
-    stated_false_reject_rate: float | None = None
-    """None in releases that were built before this setting existed."""
+    stated_false_reject_rate: float
     threshold: float = Field(ge=0.0, le=MAX_DISTANCE, allow_inf_nan=False)
     queries: int = Field(ge=1)
     false_accepts: int
@@ -112,8 +110,7 @@ class Calibration(Frozen):
             return ""
         low, high = self.expected_false_rejects()
         text = f"{low:.1%} to {high:.1%} of new images of known classes are called unknown"
-        stated = self.stated_false_reject_rate
-        if stated is None or high <= WIDE * stated:
+        if high <= WIDE * self.stated_false_reject_rate:
             return text
         return (
             f"{text}, a wide range from only {quantity(self.queries, 'query image')}{self._grouped()}: to narrow it, "
@@ -139,7 +136,7 @@ class IndexDescription(Frozen):
 
     remedy = "run the index step again"
 
-    format: Literal[1] = 1
+    format: Literal[2] = 2
     network_sha256: str
     dataset_digest: str
     factory: str
@@ -192,16 +189,8 @@ class IndexDescription(Frozen):
 
     @property
     def digest(self) -> str:
-        """A sha256 that identifies the index and its settings. A field that was added
-        later does not change the hash of earlier descriptions."""
-        later: dict[str, Any] = {"reason": True}
-        if self.collection is None:
-            later["collection"] = True
-        elif self.collection.backend == "milvus":
-            later["collection"] = {"backend"}
-        if self.calibration.independent is None:
-            later["calibration"] = {"independent"}
-        return sha256_bytes(self.model_dump_json(exclude=later).encode())
+        """A sha256 that identifies the index and its settings."""
+        return sha256_bytes(self.model_dump_json(exclude={"reason"}).encode())
 
 
 def describe_index(directory: Path) -> IndexDescription:

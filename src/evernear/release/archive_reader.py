@@ -56,7 +56,7 @@ class SmokeQuery(Frozen):
     pred: str
     dist: float
     unknown: bool
-    settled: bool = True
+    settled: bool
     """Whether the label and the unknown flag would stay the same if distances changed
     by the tolerance.
     """
@@ -90,7 +90,7 @@ class ReleaseParts:
 
 def smoke_file(queries: tuple[SmokeQuery, ...]) -> bytes:
     """The content of `SMOKE_FILE`."""
-    return _SMOKE.dump_json(queries, indent=2, exclude_defaults=True)
+    return _SMOKE.dump_json(queries, indent=2)
 
 
 def open_parts(directory: Path) -> ReleaseParts:

@@ -29,35 +29,30 @@ baseline of this size takes 80 kB without the predicted classes.
 """
 PROJECTED_DIM = 16
 _SEED = 0
-_NAMES = ("projection", "coordinates", "distances", "unknown")
-_LABELS = "labels"
+_NAMES = ("projection", "coordinates", "distances", "unknown", "labels")
 
 Floats = NDArray[np.float32]
 
 
 @dataclass(frozen=True)
 class DriftBaseline:
-    """A random projection, and the projected embeddings, distances and unknown flags of
-    N images. ``projection`` has the shape (D, 16), and ``coordinates`` has the shape
-    (N, 16).
+    """A random projection, and the projected embeddings, distances, unknown flags and
+    predicted classes of N images. ``projection`` has the shape (D, 16), and
+    ``coordinates`` has the shape (N, 16).
     """
 
     projection: Floats
     coordinates: Floats
     distances: Floats
     unknown: NDArray[np.bool_]
-    labels: NDArray[np.str_] | None = None
-    """The predicted class of each image, or None if the release was archived by an
-    earlier version of evernear.
-    """
+    labels: NDArray[np.str_]
 
     def to_bytes(self) -> bytes:
         """Serialize the baseline in the format that releases use, which is ``.npz``
         without pickle.
         """
         buffer = io.BytesIO()
-        names = _NAMES if self.labels is None else (*_NAMES, _LABELS)
-        np.savez(buffer, **{name: getattr(self, name) for name in names})
+        np.savez(buffer, **{name: getattr(self, name) for name in _NAMES})
         return buffer.getvalue()
 
     @staticmethod
@@ -70,8 +65,7 @@ class DriftBaseline:
         """
         try:
             with np.load(io.BytesIO(data), allow_pickle=False) as arrays:
-                projection, coordinates, distances, unknown = (arrays[name] for name in _NAMES)
-                labels = arrays.get(_LABELS)
+                projection, coordinates, distances, unknown, labels = (arrays[name] for name in _NAMES)
         except (ValueError, KeyError, OSError, EOFError, TypeError, BadZipFile) as error:
             raise IntegrityError(f"{source} is not a drift baseline ({error}).") from None
         count, dim = len(distances), projection.shape[-1]
@@ -79,7 +73,7 @@ class DriftBaseline:
         kinds = (projection.dtype, coordinates.dtype, distances.dtype, unknown.dtype)
         if shapes != (2, (count, dim), (count,), (count,)) or kinds != (*(np.dtype(np.float32),) * 3, np.dtype(bool)):
             raise IntegrityError(f"{source} is not a drift baseline: the shapes or types of its arrays do not match.")
-        if labels is not None and (labels.shape != (count,) or labels.dtype.kind != "U"):
+        if labels.shape != (count,) or labels.dtype.kind != "U":
             raise IntegrityError(f"{source} is not a drift baseline: its classes do not match its distances.")
         return DriftBaseline(projection, coordinates, distances, unknown, labels)
 

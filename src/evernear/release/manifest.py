@@ -42,7 +42,7 @@ PARTS = frozenset(
         DRIFT_BASELINE_FILE,
     }
 )
-"""The parts of a format 1 release whose archive contains the index vectors. The images
+"""The parts of a release whose archive contains the index vectors. The images
 that `SMOKE_FILE` lists are not included.
 """
 
@@ -70,18 +70,17 @@ class ReleaseManifest(Frozen):
     archive. For each class, ``joined_gallery`` contains the number of train images that
     follow the gallery split in the index. ``group_distance`` is the midpoint between
     the median L2 distance within a class and the median L2 distance between classes.
-    ``joined_gallery`` and ``group_distance`` are None in releases from earlier versions
-    of evernear.
+    ``group_distance`` is None if either median is undefined.
     """
 
-    format: Literal[1] = 1
+    format: Literal[2] = 2
     version: Version
     created: AwareDatetime
     parts: dict[PartName, Part]
     network_sha256: Sha256
     network_identity: Sha256
-    backbone: str = Field(default="compact", max_length=100)
-    pretrained_sha256: Sha256 | None = None
+    backbone: str = Field(max_length=100)
+    pretrained_sha256: Sha256 | None
     dataset_name: str
     dataset_digest: str
     source: str
@@ -90,9 +89,9 @@ class ReleaseManifest(Frozen):
     preprocessing: Preprocessing
     max_pixels: int = Field(gt=0)
     embedding_dim: int = Field(gt=0)
-    collection: Collection | None = None
-    joined_gallery: dict[str, int] | None = None
-    group_distance: float | None = None
+    collection: Collection | None
+    joined_gallery: dict[str, int]
+    group_distance: float | None
     threshold: float
     metrics: dict[str, float]
     verdict_sha256: Sha256

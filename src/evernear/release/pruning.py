@@ -116,7 +116,7 @@ def _drop(registry: Registry, collection: VectorCollection) -> None:
     """Delete a collection, unless the collection may belong to a different store from
     which this store was copied or moved.
     """
-    if registry.owns(collection):
+    if registry.owns(collection.name):
         with index_backend(collection.backend) as backend:
             backend.drop(collection)
     else:

@@ -44,9 +44,7 @@ class Record(Frozen):
 
     @classmethod
     def from_json(cls, data: bytes | str, source: Path | str, remedy: str | None = None) -> Self:
-        """Like `Frozen.from_json`. Records of pruned releases are compressed, unless an
-        earlier version of evernear wrote them.
-        """
+        """Like `Frozen.from_json`. Records of pruned releases are compressed."""
         if isinstance(data, bytes) and data.startswith(_GZIP):
             with suppress(OSError, EOFError, zlib.error):  # a damaged record is no JSON either
                 data = gzip.decompress(data)

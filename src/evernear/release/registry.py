@@ -21,7 +21,7 @@ from evernear.common.disk import sha256_file
 from evernear.common.store import Store
 from evernear.common.store.identity import owner_of
 from evernear.errors import ConflictError, IntegrityError, StoreError
-from evernear.index.description import Collection as VectorCollection
+from evernear.index.description import collection_owner
 from evernear.release.archive_reader import read_release_manifest
 from evernear.release.manifest import is_version
 from evernear.release.promotions import Cause, Champion, ChampionPointer, How, Promotion, until_store_answers
@@ -132,11 +132,9 @@ class Registry:
                             return
         raise IntegrityError(f"No archive in {self.store.uri} is intact and of the version {version}.")
 
-    def owns(self, collection: VectorCollection) -> bool:
-        """Whether a collection belongs, or may belong, to this store. Collections from
-        earlier versions of evernear do not record the store to which they belong.
-        """
-        return collection.owner in (None, owner_of(self.store))
+    def owns(self, collection: str) -> bool:
+        """Whether the collection with this name belongs to this store."""
+        return collection_owner(collection) == owner_of(self.store)
 
     def is_published(self, version: str) -> bool:
         """Whether the release can be promoted, which means that it exists and was not

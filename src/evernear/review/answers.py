@@ -56,8 +56,7 @@ class Answer(Frozen):
     new_folder: bool = False
     """Whether the answer created the folder for its class."""
     suffix: Literal[".png", ".jpg", ".webp"] = ".png"
-    """The file suffix of a live query's image. The suffix ``.png`` is omitted from the
-    audit log, so that earlier versions of evernear can read the answer."""
+    """The file suffix of a live query's image."""
     who: str
     at: AwareDatetime
 
@@ -262,8 +261,7 @@ def _parse(data: bytes, store: Store) -> list[Answer]:
 
 
 def _line(answer: Answer) -> bytes:
-    omitted = {"suffix"} if answer.suffix == ".png" else None
-    return answer.model_dump_json(exclude=omitted).encode() + b"\n"
+    return answer.model_dump_json().encode() + b"\n"
 
 
 def _fold(answers: list[Answer]) -> dict[str, Answer]:

@@ -47,7 +47,7 @@ def answer_of_others(
 
 
 def _shows(near: Neighbor, digest: str, version: str, gallery: GalleryImages) -> bool:
-    found = gallery.find(version, near.row) if near.row >= 0 else None
+    found = gallery.find(version, near.row)
     return found is not None and found.digest == digest
 
 

@@ -3,8 +3,7 @@ so that a user can label all images of a group at once.
 
 Images are compared by the recognizer's embeddings. Embeddings of different networks
 cannot be compared, so each network has separate groups. An item without an embedding is
-grouped by its projected embedding, which logs of earlier versions contain. An item with
-neither embedding is grouped by its pixels.
+grouped by its pixels.
 
 The groups come from agglomerative clustering with average linkage. Two groups are
 merged if the mean distance between their images is at most the release's
@@ -34,7 +33,7 @@ MAX_ITEMS = 2000
 """Maximum number of items to group. Time and memory grow with the square of this
 number. Grouping 2000 items takes 0.3 s and 35 MB."""
 DEFAULT_DISTANCE = 1.0
-"""``group_distance`` for releases from earlier versions of evernear, as an L2 distance
+"""``group_distance`` for releases that have none or were pruned, as an L2 distance
 between unit vectors (0 to 2)."""
 PIXEL_DISTANCE = 0.9
 """``group_distance`` for the vectors from `_gray`. This value corresponds to a
@@ -63,7 +62,7 @@ class _Space(NamedTuple):
     """Vectors of one kind from one network. Only vectors in the same space are
     compared. Groups whose mean distance is at most ``distance`` are merged."""
 
-    kind: Literal["embedding", "coordinates", "pixels"]
+    kind: Literal["embedding", "pixels"]
     network: str
     dim: int
     distance: float
@@ -110,9 +109,6 @@ def _compared(item: Item, release: _Release) -> tuple[_Space, Vector]:
     if item.embedding is not None:
         vector = item.embedding / np.float32(np.linalg.norm(item.embedding))
         return _Space("embedding", release.network, len(vector), release.group_distance), vector
-    if item.coordinates:
-        vector = np.array(item.coordinates, np.float32)
-        return _Space("coordinates", release.network, len(vector), release.group_distance), vector
     vector = _gray(item.image)
     return _Space("pixels", "", len(vector), PIXEL_DISTANCE), vector
 

@@ -48,9 +48,6 @@ class Item(NamedTuple):
     embedding: NDArray[np.float32] | None = None
     """The release's embedding (D,) of the image,
     or None if the log has no embedding."""
-    coordinates: tuple[float, ...] = ()
-    """The projected embedding (`evernear.release.drift_baseline`). Logs from earlier
-    versions of evernear contain only this embedding."""
 
 
 class _LogFile(NamedTuple):
@@ -176,5 +173,4 @@ def _item(version: str, query: LoggedQuery) -> Item | None:
         candidates=query.candidates,
         version=version,
         embedding=decode_embedding(query.embedding),
-        coordinates=query.coordinates,
     )

@@ -21,7 +21,6 @@ from evernear.data.shards import Dataset, remove_cached
 from evernear.data.snapshots import Snapshots
 from evernear.data.stored_ledger import PublishedLedger
 from evernear.data.writer import shard_key
-from evernear.errors import IntegrityError
 from evernear.release.manifest import ReleaseManifest, is_version
 from evernear.release.registry import Registry
 from evernear.serving.decoding import encode_png
@@ -63,9 +62,7 @@ class GalleryImages:
         Forgotten images and images in pruned snapshots are no longer in the store.
 
         Raises:
-            IntegrityError: the gallery has no such row, a shard is damaged, or the
-                release was built by an earlier version of evernear, which did not
-                record the train images in the gallery.
+            IntegrityError: the gallery has no such row, or a shard is damaged.
             StoreError: the store cannot be reached.
         """
         with self._lock:
@@ -73,11 +70,6 @@ class GalleryImages:
         if opened is None:
             return None
         release, dataset = opened
-        if release.joined_gallery is None:
-            raise IntegrityError(
-                f"Release {version} was made by an earlier version of evernear and does not lead to its images; run "
-                "`evernear reindex`."
-            )
         place = gallery_place(dataset, release.joined_gallery, row)
         key = shard_key(release.dataset_name, place.images.shard.sha256)
         if not any(info.key == key for info in self._store.list(key)):

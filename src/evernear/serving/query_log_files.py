@@ -48,16 +48,14 @@ class LoggedQuery(Frozen, allow_inf_nan=False):
     and ``serving.query_log`` is ``images``.
     """
     embedding: str = Field(default="", max_length=MAX_CHARACTERS)
-    """The embedding of ``image`` (`evernear.serving.embedding_codec`). Empty in logs
-    from earlier versions of evernear.
-    """
+    """The embedding of ``image`` (`evernear.serving.embedding_codec`)."""
     candidates: tuple[str, ...] = ()
     """The labels of the nearest neighbors, nearest first,
     if the query has an image or a file.
     """
     id: str = Field(default="", max_length=128)
-    """The request's id, which is also the ``id`` of its response. Empty in logs from
-    earlier versions of evernear.
+    """The request's id, which is also the ``id`` of its response. Empty without
+    TorchServe.
     """
     file: str = ""
     """The base64-encoded file that the client sent, if the query is in the uniform

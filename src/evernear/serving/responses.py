@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from evernear.release.manifest import ReleaseManifest
 
 
-NO_ROW = -1
 EMBEDDING_FIELD = "evernear-embedding"
 """Name of the HTTP header or gRPC input that requests the embedding of the image."""
 
@@ -23,13 +22,12 @@ class Neighbor(Frozen, extra="ignore"):
     """A gallery image near the query.
 
     ``row`` is the row number in the release's gallery, from which
-    `evernear.serving.gallery_images` finds the image. Servers from earlier versions of
-    evernear do not return ``row``, which is then -1.
+    `evernear.serving.gallery_images` finds the image.
     """
 
     label: str
     dist: float
-    row: int = Field(default=NO_ROW, exclude_if=lambda row: row == NO_ROW)
+    row: int
 
 
 class Prediction(Frozen, extra="ignore"):

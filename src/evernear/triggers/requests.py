@@ -97,16 +97,14 @@ class Request(Frozen):
     process that starts the run.
     """
     causes: tuple[str, ...] = ()
-    """Names of the watcher's causes. Empty in user requests and in requests from
-    earlier versions of evernear.
-    """
+    """Names of the watcher's causes. Empty in user requests."""
     reasons: tuple[str, ...] = ()
     """The watcher's reasons, one sentence each."""
     figures: dict[str, float] = Field(default={})
     """The watcher's measurements at the time of the request."""
     champion: str | None = None
-    """The champion at the time of the watcher's request, or None in requests from
-    earlier versions of evernear.
+    """The champion at the time of the watcher's request, or None without a champion and
+    in user requests.
     """
     listing: str = ""
     """A digest of the source listing at the time of the request, with which later

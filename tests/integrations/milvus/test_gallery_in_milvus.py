@@ -17,7 +17,7 @@ from evernear.deployment import deploy_release, promote_release, roll_back
 from evernear.embedding.embeddings import Embeddings
 from evernear.errors import IntegrityError, TransientStoreError
 from evernear.index.build import build_index
-from evernear.index.description import Collection
+from evernear.index.description import Collection, collection_owner
 from evernear.integrations.milvus import client as milvus_client
 from evernear.release.archive_reader import open_release
 from evernear.release.champion import open_champion
@@ -36,8 +36,9 @@ Make = Callable[..., PackedRelease]
 
 @pytest.fixture
 def make(
-    system: System, milvus_uri: str, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
-) -> Make:
+    system: System, milvus_uri: str, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest,
+    settings: RunSettings,
+) -> Make:  # fmt: skip
     """Pack a release with a collection of the index type ``kind``;
     the alias is that of the test.
     """
@@ -45,9 +46,10 @@ def make(
     def make(kind: str = "FLAT", parent: str | None = None) -> PackedRelease:
         index_dir = tmp_path_factory.mktemp("index")
         alias = request.node.originalname
-        settings = IndexSettings(backend="milvus", uri=milvus_uri, collection=alias, type=kind)
+        index = IndexSettings(backend="milvus", uri=milvus_uri, collection=alias, type=kind)
         embeddings = Embeddings.open(system.index_dir.parent / "embeddings")
-        build_index(embeddings, system.dataset.labels, settings, index_dir)
+        owner = owner_of(open_store(settings.store_uri))
+        build_index(embeddings, system.dataset.labels, index, index_dir, owner=owner)
         in_milvus = dataclasses.replace(system, index_dir=index_dir)
         made = release_maker(in_milvus, lambda: tmp_path_factory.mktemp("release"))
         return made(parent=parent)
@@ -118,6 +120,17 @@ def test_alias_follows_promotions_and_rollbacks(make: Make, make_release: MakeRe
     assert alias_target(first) is None
     roll_back(settings)
     assert alias_target(first) == collection_of(second).name
+
+
+def test_alias_of_a_collection_that_evernear_did_not_make_stays(make: Make, settings, caplog):
+    first = make()
+    collection = collection_of(first)
+    client, foreign = milvus_client.connect(collection.uri), f"{collection.alias}_of_someone"
+    client.create_collection(foreign, dimension=4)
+    client.create_alias(foreign, collection.alias)
+    deploy_release(first.archive, first.verdict, settings)
+    assert f"{collection.alias} points at {foreign}, which belongs to another store" in caplog.text
+    assert alias_target(first) == foreign
 
 
 def test_champion_is_opened_for_comparison(make: Make, settings):
@@ -227,7 +240,8 @@ def test_copied_store_leaves_the_collections_of_the_original(
     made = release_maker(dataclasses.replace(system, index_dir=index_dir), lambda: tmp_path_factory.mktemp("release"))
     first = made()
     deploy_release(first.archive, first.verdict, settings)
-    assert (collection_of(first).alias, collection_of(first).owner) == (alias, owner_of(store))
+    assert collection_of(first).alias == alias
+    assert collection_owner(collection_of(first).name) == owner_of(store)
 
     copied = RunSettings(workdir=tmp_path / "copy", target="registry")
     shutil.copytree(settings.workdir / "store", tmp_path / "copy" / "store")

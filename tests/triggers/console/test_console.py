@@ -269,7 +269,7 @@ def test_suspect_labels_are_corrected_and_kept(store: Store, source: Path) -> No
 
 def test_an_image_sent_to_review_is_in_the_queue_at_once_with_its_original(store: Store, source: Path) -> None:
     prediction = Prediction(
-        pred="cat", dist=0.9, unknown=True, neighbors=(Neighbor(label="dog", dist=1.0),), version="v"
+        pred="cat", dist=0.9, unknown=True, neighbors=(Neighbor(label="dog", dist=1.0, row=0),), version="v"
     )
     image = Submissions(store).add(png(7), prediction, "ann", NOW)
     client = signed_in(store, source)
@@ -292,14 +292,6 @@ def test_original_keeps_its_format(store: Store, source: Path) -> None:
     client.post("/review", data={"image": image, "action": "undo"})
     assert not path.exists()
     assert image in client.get("/review").text
-
-
-def test_answers_about_png_files_are_those_that_earlier_versions_read(store: Store, source: Path) -> None:
-    log_queries(store, png(1))
-    client = signed_in(store, source)
-    image = re.findall(r'name="image" value="(\w+)"', client.get("/review").text)[0]
-    client.post("/review", data={"image": image, "action": "label", "label": "bird"})
-    assert b"suffix" not in store.get(ANSWERS)
 
 
 def test_pages_show_the_progress_of_the_first_read(store: Store, source: Path, monkeypatch: pytest.MonkeyPatch) -> None:

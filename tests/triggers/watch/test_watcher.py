@@ -2,7 +2,6 @@
 the pipeline server is in memory.
 """
 
-import dataclasses
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -22,7 +21,6 @@ from evernear.embedding.embeddings import Embeddings
 from evernear.errors import SettingsError, StoreError
 from evernear.index.build import build_index
 from evernear.kubeflow.runs import Run, State
-from evernear.release.drift_baseline import DriftBaseline
 from evernear.release.registry import Registry
 from evernear.review.answers import Answer, Answers
 from evernear.review.label_target import open_label_target
@@ -178,17 +176,6 @@ def test_reindex_waits_for_an_answer_to_a_proposed_training_and_not_the_other_wa
         ("reindex", "expired"),
         ("continuous-training", "pending"),
     ]
-
-
-def test_proposals_of_an_earlier_version_count_for_every_cause(watched: WatchedSystem) -> None:
-    watched.ask(negatives(180))
-    watched.watcher().check()
-    (proposal,) = watched.proposals
-    RequestStore(watched.store).change(proposal, causes=(), seen=None)
-    assert watched.watcher().check().reasons[-1] == f"Proposal {proposal.id} waits for an answer."
-    decline(watched, watched.proposals[0])
-    watched.wait(hours=7)
-    assert watched.watcher().check().reasons[-1].startswith(f"Declined in proposal {proposal.id}")
 
 
 def decline(watched: WatchedSystem, proposal: Request) -> None:
@@ -382,21 +369,6 @@ def test_mix_of_classes_is_shown_and_is_not_drift(watched: WatchedSystem) -> Non
     assert [
         reason for reason in report.reasons if reason.startswith("The mix of classes differs, which is not drift: ")
     ]
-
-
-def test_release_of_an_earlier_version_is_tested_without_classes(
-    watched: WatchedSystem, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    parse = DriftBaseline.parse
-    monkeypatch.setattr(
-        DriftBaseline, "parse", lambda data, source: dataclasses.replace(parse(data, source), labels=None)
-    )
-    watched.ask(stored(watched, "query"))
-    report = watched.watcher().check()
-    assert report.faults == ()
-    assert "class_mix_difference" not in report.figures
-    assert report.figures["drift_found"] == 0
-    assert report.reasons[-1].startswith("The release was archived without predicted classes")
 
 
 def test_damaged_query_log_is_reported(watched: WatchedSystem) -> None:

@@ -34,7 +34,6 @@ from evernear.data.sources.named_splits import NamedSplit, NamedSplits
 from evernear.data.sources.names import skipped_path
 from evernear.errors import DataError
 from evernear.settings.data import DataSettings
-from evernear.settings.group import COLUMN
 
 _MAX_NAMES = 5
 _WITH_NOTES = " notes"
@@ -116,13 +115,10 @@ class PackedFiles(FileSource):
         self._advice = ""
         files, splits = self._files()
         self.chosen_splits = splits.chosen_splits
-        # A ledger of an earlier version contains no groups.
-        lacks_groups = self._settings.group == COLUMN and self.named_groups is not None and self.named_groups.is_empty()
-        list_again = self._settings.reread or lacks_groups
         labeled, unlabeled = Counter[str](), Counter[str]()
         for file in files:
             explicit = splits.explicit(file.split)
-            known = () if list_again else self.remembered(file.name, file.etag)
+            known = () if self._settings.reread else self.remembered(file.name, file.etag)
             entries = [entry._replace(explicit_split=explicit) for entry in known]
             if not entries:
                 entries, count = self._listed(file, explicit)

@@ -40,7 +40,7 @@ def point_alias(registry: Registry, before: Champion | None = None) -> Collectio
         left = _collection(registry, before)
         if (
             left is not None
-            and registry.owns(left)
+            and registry.owns(left.name)
             and (collection is None or (left.uri, left.alias) != (collection.uri, collection.alias))
         ):
             milvus_client.drop_alias(left)
@@ -55,7 +55,7 @@ def _require_own_alias(registry: Registry, collection: Collection) -> None:
     client = milvus_client.connect(collection.uri)
     with milvus_client.milvus_errors(collection.uri):
         target = milvus_client.alias_target(client, collection)
-    if target not in (None, collection.name) and not registry.owns(Collection(uri=collection.uri, name=target)):
+    if target is not None and target != collection.name and not registry.owns(target):
         raise StoreError(
             f"{collection.alias} points at {target}, which belongs to another store, or to this one before it moved; "
             "in the latter case, delete the alias in Milvus."

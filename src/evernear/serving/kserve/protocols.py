@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 
 from evernear.data.preprocess import Pixels, Preprocessing
 from evernear.serving.request_parsing import compression, decode_base64
-from evernear.serving.responses import NO_ROW, Neighbor, Prediction, Rejection
+from evernear.serving.responses import Neighbor, Prediction, Rejection
 
 Images = list[bytes | Rejection] | Pixels
 """Image files, with a `Rejection` in place of each unreadable file, or a uint8 array of
@@ -52,7 +52,7 @@ MAX_TENSORS = 64
 """Maximum number of inputs, and maximum number of outputs, in a v2 request. A valid
 request has one input, and requests at most seven outputs.
 """
-_PADDING = Neighbor(label="", dist=-1.0)
+_PADDING = Neighbor(label="", dist=-1.0, row=-1)
 """Padding in the ``neighbor_labels``, ``neighbor_dists`` and ``neighbor_rows`` tensors,
 used if an approximate index returns fewer neighbors for one image than for another.
 """
@@ -185,11 +185,7 @@ def parse_response(response: InferResponse) -> list[Prediction]:
         ValueError: the response comes from a different kind of model.
     """
     columns = {name: _column(response, name) for name in ("pred", "dist", "unknown", "version")}
-    near = [_column(response, name) for name in ("neighbor_labels", "neighbor_dists")]
-    if response.get_output_by_name("neighbor_rows") is None:  # from a predictor of an earlier version
-        near.append([[NO_ROW] * len(labels) for labels in near[0]])
-    else:
-        near.append(_column(response, "neighbor_rows"))
+    near = [_column(response, name) for name in ("neighbor_labels", "neighbor_dists", "neighbor_rows")]
     return [
         Prediction(
             pred=pred,

@@ -211,7 +211,7 @@ def _figures(observation: Observation, settings: Settings) -> dict[str, float]:
                 f"{shift.measure}_p": shift.p,
                 f"{shift.measure}_detectable": shift.detectable,
             }
-        if drift.mix is not None:
+        if drift.mix:
             figures["class_mix_difference"] = sum(abs(share.live - share.reference) for share in drift.mix) / 2
     if live := observation.live:
         figures |= {

@@ -43,11 +43,6 @@ def mix_remarks(drift: Drift) -> list[str]:
     """
     if not drift.shifts or any(shift.detected for shift in drift.shifts):
         return []
-    if drift.mix is None:
-        return [
-            "The release was archived without predicted classes, so that another mix of classes also counts as drift;"
-            " the next release has them."
-        ]
     named = [share for share in drift.mix if abs(share.live - share.reference) >= _MIX_DIFFERENCE][:_CLASSES]
     if not named:
         return []

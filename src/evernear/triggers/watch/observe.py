@@ -118,10 +118,8 @@ class Drift:
     reference_unknown_rate: float
     reference: int
     """Number of images in the reference."""
-    mix: tuple[ClassShare, ...] | None
-    """The class shares, sorted by descending difference, or None if the reference has
-    no classes.
-    """
+    mix: tuple[ClassShare, ...]
+    """The class shares, sorted by descending difference. Empty without live queries."""
 
 
 @dataclass(frozen=True)
@@ -278,9 +276,9 @@ class Observer:
         return self._baselines[version]
 
 
-def _class_mix(reference: Queries, live: Queries) -> tuple[ClassShare, ...] | None:
-    if reference.labels is None or live.labels is None or not len(live):
-        return None
+def _class_mix(reference: Queries, live: Queries) -> tuple[ClassShare, ...]:
+    if not len(live):
+        return ()
     known, asked = Counter[str](reference.labels.tolist()), Counter[str](live.labels.tolist())
     shares = [
         ClassShare(label, asked[label] / len(live), known[label] / len(reference)) for label in sorted(known | asked)

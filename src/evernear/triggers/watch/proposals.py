@@ -93,7 +93,7 @@ class ProposalService:
             answered=now if by_policy else None,
             pipeline=pipeline,
             parameters={"source": observation.source} if observation.source else {},
-            champion=observation.champion or "",
+            champion=observation.champion,
             **_content(decision, observation, now),
         )
         try:
@@ -233,10 +233,8 @@ def _content(decision: WatchDecision, observation: Observation, now: datetime) -
 
 
 def _covers(request: Request, cause: Cause) -> bool:
-    """Whether ``request`` names ``cause``. Requests from earlier versions of evernear
-    contain no causes, and therefore cover every cause.
-    """
-    return not request.causes or cause.name in request.causes
+    """Whether ``request`` names ``cause``."""
+    return cause.name in request.causes
 
 
 def _declined(cause: Cause, decision: WatchDecision, declined: Sequence[Request]) -> Request | None:
@@ -249,9 +247,7 @@ def _declined(cause: Cause, decision: WatchDecision, declined: Sequence[Request]
 
 def _has_new_champion(request: Request, observation: Observation) -> bool:
     """Whether the live release has changed since the request was made."""
-    if request.champion is not None:
-        return observation.champion != (request.champion or None)
-    return observation.champion_since is not None and observation.champion_since > request.created
+    return observation.champion != request.champion
 
 
 def _is_ahead(request: Request, now: datetime) -> bool:

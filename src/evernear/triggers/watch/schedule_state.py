@@ -33,9 +33,7 @@ class CheckReport(Frozen):
     source: str = ""
     """The source that was checked, or an empty string if the source is unknown."""
     champion: str = ""
-    """The champion at the time of the check. The value is empty if there was no
-    champion. It is also empty in reports from earlier versions of evernear.
-    """
+    """The champion at the time of the check, or an empty string without a champion."""
     action: Action
     reasons: tuple[str, ...]
     """The reasons for the action and, if the action is not proposed now, the reason for
