@@ -31,7 +31,7 @@ LIMITS = {
     "settings": 154,
     "commands": 36,
     "options": 170,
-    "error classes": 37,
+    "error classes": 22,
     "exit codes": 6,
     "parameters of continuous-training": 16,
     "parameters of reindex": 12,

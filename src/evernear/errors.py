@@ -25,6 +25,7 @@ how to fix it.
 
 import errno
 from pathlib import Path
+from typing import Literal
 
 
 class EvernearError(Exception):
@@ -109,21 +110,45 @@ class BusyError(EvernearError):
 
 
 class ClusterError(EvernearError):
-    """Kubernetes is unreachable or rejected a request, or a rollout or a Job failed."""
+    """Kubernetes is unreachable or rejected a request, or a rollout or a Job failed.
+
+    ``status`` is the HTTP status of the API server: 404 for an object that does not
+    exist, 409 for a change by another writer, 503 if the server is unreachable or
+    overloaded, and 0 for all other errors.
+    """
 
     exit_code = 4
+
+    def __init__(self, message: str, status: int = 0) -> None:
+        super().__init__(message)
+        self.status = status
 
 
 class PipelineServerError(EvernearError):
-    """Kubeflow Pipelines is unreachable or rejects a request."""
+    """Kubeflow Pipelines is unreachable or rejects a request. ``status`` is the HTTP
+    status of a rejection, otherwise 0.
+    """
 
     exit_code = 4
+
+    def __init__(self, message: str, status: int = 0) -> None:
+        super().__init__(message)
+        self.status = status
 
 
 class SlackError(EvernearError):
-    """Slack is unreachable or rejects a request."""
+    """Slack is unreachable or rejects a request. After a rate limit, the next call is
+    allowed after ``retry_after_s``.
+    """
 
     exit_code = 4
+
+    def __init__(
+        self, message: str, reason: Literal["", "unavailable", "not_writable"] = "", retry_after_s: float = 0
+    ) -> None:
+        super().__init__(message)
+        self.reason = reason
+        self.retry_after_s = retry_after_s
 
 
 class UserInterruptError(EvernearError):

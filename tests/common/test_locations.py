@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from evernear.common.locations import with_absolute_locations
+from evernear.errors import EvernearError
 from evernear.kubeflow import local_run
 from evernear.serving import java
 from evernear.settings import load
@@ -77,7 +78,7 @@ def test_steps_get_absolute_locations(tmp_path: Path, monkeypatch: pytest.Monkey
     python.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(python))
     settings = load(environment={}, overrides=["workdir=work"])
-    with pytest.raises(local_run.RunFailedError):
+    with pytest.raises(EvernearError):
         local_run.run_pipeline(settings, lambda _: None)
     (log,) = (tmp_path / "work" / "runs").glob("*/log.txt")
     directory, environment = json.loads(log.read_text().splitlines()[0])

@@ -10,7 +10,7 @@ import pytest
 
 from evernear.errors import EvernearError, PipelineServerError, SettingsError
 from evernear.kubeflow import connection
-from evernear.kubeflow.connection import ApiError, Connection
+from evernear.kubeflow.connection import Connection
 from evernear.settings import PipelineSettings
 from tests.loopback.kfp import KfpServer
 
@@ -52,7 +52,7 @@ def test_retries_are_limited(server: KfpServer) -> None:
 
 def test_rejected_requests_are_not_retried(server: KfpServer) -> None:
     server.calls.clear()
-    with pytest.raises(ApiError, match=r"answered 400: Invalid sorting field: .tree.") as error:
+    with pytest.raises(PipelineServerError, match=r"answered 400: Invalid sorting field: .tree.") as error:
         connect(server.url).call(LIST, sort_by="tree")
     assert error.value.status == 400
     assert len(server.calls) == 1
@@ -78,7 +78,7 @@ def test_create_requests_that_were_never_sent_are_retried(server: KfpServer, mon
     def start_server(_: float) -> None:
         service.api_client.configuration.host = address
 
-    monkeypatch.setattr("evernear.common.retry.time", SimpleNamespace(sleep=start_server))
+    monkeypatch.setattr("evernear.kubeflow.connection.time", SimpleNamespace(sleep=start_server))
     created = connection_.call("experiment_service_create_experiment", experiment={"display_name": "x"})
     assert created.display_name == "x"
 
@@ -95,7 +95,9 @@ def test_bearer_token_is_read_from_the_environment() -> None:
     with KfpServer(token="let-me-in") as server:
         assert connect(server.url, {"KFP_TOKEN": "let-me-in"}).call(LIST).runs is None
         for environment in ({}, {"KFP_TOKEN": "expired"}):
-            with pytest.raises(ApiError, match="requires authentication: set KFP_TOKEN or KFP_COOKIES") as error:
+            with pytest.raises(
+                PipelineServerError, match="requires authentication: set KFP_TOKEN or KFP_COOKIES"
+            ) as error:
                 connect(server.url, environment).call(LIST)
             assert "expired" not in str(error.value)
 
@@ -105,7 +107,7 @@ def test_mounted_token_is_read_for_each_request(tmp_path: Path) -> None:
     mounted.write_text("old")
     with KfpServer(token="new") as server:
         connection_ = connect(server.url, {"KF_PIPELINES_SA_TOKEN_PATH": str(mounted)})
-        with pytest.raises(ApiError, match="requires authentication"):
+        with pytest.raises(PipelineServerError, match="requires authentication"):
             connection_.call(LIST)
         mounted.write_text("new")  # the kubelet rotates it
         assert connection_.call(LIST).runs is None
@@ -117,7 +119,7 @@ def test_mounted_token_is_read_for_each_request(tmp_path: Path) -> None:
 def test_login_page_is_an_error_and_not_an_empty_list() -> None:
     with KfpServer(cookie="authservice_session=mine") as server:
         assert connect(server.url, {"KFP_COOKIES": "a=b; authservice_session=mine"}).call(LIST).runs is None
-        with pytest.raises(ApiError, match="probably a login page, instead of JSON: renew KFP_COOKIES"):
+        with pytest.raises(PipelineServerError, match="probably a login page, instead of JSON: renew KFP_COOKIES"):
             connect(server.url, {"KFP_COOKIES": "authservice_session=old"}).call(LIST)
 
 

@@ -10,9 +10,9 @@ import pytest
 
 from evernear.common.store import Store, open_store
 from evernear.data.sources import open_source
-from evernear.errors import ConflictError, SettingsError, StoreError
+from evernear.errors import ConflictError, DataError, SettingsError, StoreError
 from evernear.review import queue as queue_module
-from evernear.review.answers import ANSWERS, PENDING, Answer, AnswerRefusedError, Answers
+from evernear.review.answers import ANSWERS, PENDING, Answer, Answers
 from evernear.review.label_target import LabelTarget, open_label_target
 from evernear.review.queue import Item, Queue
 from tests.review_queue import NOW, log_queries, png
@@ -204,7 +204,7 @@ def test_answer_that_the_file_system_refuses_is_undone_and_the_others_go_on(stor
     answers = Answers(store, open_label_target(f"folder:{source}"))
     too_long, other = relabel(source, LONG), relabel(source, "b.png", 2)
     before = names(source)
-    with pytest.raises(AnswerRefusedError, match=r"is undone: .* too long a name .* shorten the name"):
+    with pytest.raises(DataError, match=r"is undone: .* too long a name .* shorten the name"):
         answers.label(b"", too_long)
     assert names(source) == before
     assert list(store.list(PENDING)) == []
@@ -254,7 +254,7 @@ def test_image_in_several_files_is_moved_completely_or_not_at_all(store: Store, 
     relabel(source, LONG)
     answer = answer.model_copy(update={"files": ("cat/b.png", f"cat/{LONG}"), "label": "bird"})
     before = names(source)
-    with pytest.raises(AnswerRefusedError, match="too long"):
+    with pytest.raises(DataError, match="too long"):
         Answers(store, open_label_target(f"folder:{source}")).label(b"", answer)
     assert names(source) == before
     assert not (source / "bird").exists(), "the folder of a class that the answer would have created"
@@ -267,7 +267,7 @@ def test_source_that_cannot_be_written_keeps_its_labels(store: Store, source: Pa
     before = names(source)
     (source / folder).chmod(0o555)
     answers = Answers(store, open_label_target(f"folder:{source}"))
-    with pytest.raises(AnswerRefusedError, match="Permission denied"):
+    with pytest.raises(DataError, match="Permission denied"):
         answers.label(b"", answer)
     assert names(source) == before
     (source / folder).chmod(0o755)
@@ -298,7 +298,7 @@ def test_change_that_cannot_be_taken_back_now_is_taken_back_later(store: Store, 
     before = names(source)
     target = DeniedTarget(open_label_target(f"folder:{source}"))
     answers = Answers(store, target)
-    with pytest.raises(AnswerRefusedError, match=r"cat/b\.png is undone, but .*DeleteObject is not permitted"):
+    with pytest.raises(DataError, match=r"cat/b\.png is undone, but .*DeleteObject is not permitted"):
         answers.label(b"", answer)
     keep = other.model_copy(update={"action": "keep", "label": ""})
     answers.label(b"", keep)
@@ -315,7 +315,7 @@ def test_missing_source_is_not_created_again(store: Store, source: Path) -> None
     (item,) = Queue(store).pending((), 10)
     answers = Answers(store, open_label_target(f"folder:{source}"))
     source.rename(source.with_name("unmounted"))
-    with pytest.raises(AnswerRefusedError, match="does not exist"):
+    with pytest.raises(DataError, match="does not exist"):
         answers.label(item.image, answer(item, label="cat"))
     assert not source.exists()
     assert answers.latest() == {}

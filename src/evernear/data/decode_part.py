@@ -32,17 +32,13 @@ from evernear.data.manifest import Split
 from evernear.data.preprocess import Pixels
 from evernear.data.sources import FileEntry, FileSource, open_source
 from evernear.data.sqlite import batched
-from evernear.errors import DataError, IntegrityError, MissingObjectError, StoreError
+from evernear.errors import DataError, IntegrityError, MissingObjectError
 from evernear.settings import DataSettings
 
 KIND = "ingest"
 REQUESTS_IN_FLIGHT = 32
 """Files to read concurrently. A bucket that answers in 20 ms limits two readers to 79 images per
 second, which is less than a CPU decodes (benchmarks/results/scale_ingest.md)."""
-
-
-class LostPartsError(StoreError):
-    """The parts of this ingest, or their results, are missing from the store."""
 
 
 class IngestPart(Part):
@@ -245,7 +241,7 @@ def decoded_names(parts: Parts) -> Iterator[tuple[str, str]]:
     broken.
 
     Raises:
-        LostPartsError: an object of a part is missing or damaged.
+        MissingObjectError: an object of a part is missing or damaged.
     """
     for part, decoded in concurrently(partial(_stored_part, parts), _numbers(parts)):
         for position, fault in zip(decoded.positions, decoded.faults, strict=True):
@@ -258,7 +254,7 @@ def stored_results(parts: Parts, scratch: Path) -> Iterator[DecodedFiles]:
     are on disk at the same time.
 
     Raises:
-        LostPartsError: an object of a part is missing or damaged.
+        MissingObjectError: an object of a part is missing or damaged.
     """
     shape = Shared.model_validate(parts.plan.shared).form.shape
 
@@ -269,7 +265,7 @@ def stored_results(parts: Parts, scratch: Path) -> Iterator[DecodedFiles]:
             try:
                 parts.store.fetch(decoded.pixels, path, decoded.sha256)
             except (IntegrityError, MissingObjectError) as error:
-                raise LostPartsError(str(error)) from error
+                raise MissingObjectError(str(error)) from error
         return part, decoded, path
 
     for part, decoded, path in concurrently(fetch, _numbers(parts), ahead=1):
@@ -295,10 +291,10 @@ def _stored_part(parts: Parts, number: int) -> tuple[IngestPart, DecodedPart]:
     try:
         result = parts.result(number)
         if result is None:
-            raise LostPartsError(f"The result of {where} does not exist.")
+            raise MissingObjectError(f"The result of {where} does not exist.")
         return IngestPart.from_json(parts.part(number), where), DecodedPart.from_json(result, where)
     except (IntegrityError, MissingObjectError) as error:
-        raise LostPartsError(str(error)) from error
+        raise MissingObjectError(str(error)) from error
 
 
 def _numbers(parts: Parts) -> list[int]:

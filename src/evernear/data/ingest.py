@@ -32,7 +32,7 @@ from evernear.common.run_parts import Processes, run_parts
 from evernear.common.store import open_store
 from evernear.data.batch import images_at_once
 from evernear.data.combine import array_batches, combine, file_batches
-from evernear.data.decode_part import LostPartsError, stored_results
+from evernear.data.decode_part import MissingObjectError, stored_results
 from evernear.data.decoding import ImageForm
 from evernear.data.form import choose_form
 from evernear.data.groups import grouping
@@ -92,7 +92,9 @@ def ingest_source(
         raise SettingsError("data.test_fraction, gallery_fraction and query_fraction leave nothing to train on.")
     try:
         return _ingest(settings, store_uri, report, warn, run, minimum, max_size_px, adopt=not settings.reread)
-    except LostPartsError as lost:  # a different ingest deleted the parts when it published, or the store is damaged
+    except (
+        MissingObjectError
+    ) as lost:  # a different ingest deleted the parts when it published, or the store is damaged
         report(f"{lost} Starting over.")
         return _ingest(settings, store_uri, report, warn, run, minimum, max_size_px, adopt=False)
 

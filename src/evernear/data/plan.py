@@ -23,7 +23,7 @@ from evernear.data.decode_part import (
     KIND,
     DecodedFiles,
     IngestPart,
-    LostPartsError,
+    MissingObjectError,
     Shared,
     decoded_names,
     open_here,
@@ -90,7 +90,7 @@ def decode_in_parts(
     results, with the newest plan first.
 
     Raises:
-        LostPartsError: a different ingest of the same files finished and deleted the
+        MissingObjectError: a different ingest of the same files finished and deleted the
             parts.
         EvernearError: a part failed.
     """
@@ -101,7 +101,7 @@ def decode_in_parts(
             run(parts, partial(open_here, source, settings, form, on_files))
         except EvernearError as error:
             if Parts.find(store, parts.folder) is None:
-                raise LostPartsError("Another ingest of the same files finished in the meantime.") from error
+                raise MissingObjectError("Another ingest of the same files finished in the meantime.") from error
             raise
 
     while (earlier := Parts.find(store, f"{folder}/{len(plans)}")) is not None:

@@ -26,7 +26,7 @@ from torch.multiprocessing.spawn import ProcessException, ProcessRaisedException
 
 from evernear.common.masking import mask_streams
 from evernear.common.threads import divide_between
-from evernear.errors import EvernearError, SettingsError, TrainingError
+from evernear.errors import EvernearError, SettingsError
 
 Message = TypeVar("Message")
 Value = TypeVar("Value")
@@ -35,10 +35,6 @@ LOOPBACK = "127.0.0.1"
 RENDEZVOUS_TIMEOUT = timedelta(minutes=30)
 """Time limit for the processes of all nodes to join the process group. The nodes' pods
 may start one after another."""
-
-
-class ProcessFailedError(TrainingError):
-    """A training process was killed or failed in an unexpected way."""
 
 
 @dataclass(frozen=True)
@@ -92,8 +88,8 @@ def run_processes(
     in the calling process.
 
     Raises:
-        EvernearError: a process raised this error. The other processes are killed.
-        ProcessFailedError: a process raised any other error or was killed.
+        EvernearError: a process raised this error, or it was killed or raised any other
+            error, with the exit code 1. The other processes are killed.
     """
     messages: SimpleQueue[Message | EvernearError] = multiprocessing.get_context("spawn").SimpleQueue()
     rendezvous = _serve_rendezvous(node) if node.rank == 0 else None  # the server runs as long as this object exists
@@ -114,10 +110,8 @@ def run_processes(
         _receive_messages(messages, on_message)
         if isinstance(error, ProcessRaisedException):
             sys.stderr.write(f"{error.msg}\n")  # the traceback
-            raise ProcessFailedError(
-                f"Training process {error.error_index} of {processes} failed; see the log."
-            ) from error
-        raise ProcessFailedError(f"Training failed: {error.msg} (of {processes} processes).") from error
+            raise EvernearError(f"Training process {error.error_index} of {processes} failed; see the log.") from error
+        raise EvernearError(f"Training failed: {error.msg} (of {processes} processes).") from error
     finally:
         for process in context.processes:
             assert process is not None  # noqa: S101 - started above

@@ -110,8 +110,6 @@ def main() -> int:
     store_uri, run = sys.argv[1:]
     try:
         run_node(open_store(store_uri), run, distributed.Node.from_environment(os.environ))
-    except distributed.ProcessFailedError:
-        return 1  # the error is in the log, and a restart may succeed
     except EvernearError as error:
         print_line(f"evernear: {error}", sys.stderr)
         return error.exit_code

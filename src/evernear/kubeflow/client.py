@@ -16,7 +16,7 @@ from evernear.common.run_record import RUNS, STARTING
 from evernear.common.store import Store
 from evernear.errors import ConflictError, PipelineServerError, SettingsError, StoreError
 from evernear.kubeflow import connection
-from evernear.kubeflow.connection import ApiError, Connection
+from evernear.kubeflow.connection import Connection
 from evernear.kubeflow.runs import KfpStep, Parameter, Run, State
 from evernear.settings import PipelineSettings, merge
 
@@ -118,8 +118,8 @@ class KfpRuns:
             return
         try:
             self._kfp.call("run_service_terminate_run", run_id=run_id)
-        except ApiError:
-            if not self._is_ending(run_id):  # the run may have ended since the check above
+        except PipelineServerError as error:
+            if not error.status or not self._is_ending(run_id):  # the run may have ended since the check above
                 raise
 
     def experiment_id(self) -> str:
@@ -133,7 +133,7 @@ class KfpRuns:
             experiment = {"display_name": name, "description": "Runs of evernear."} | _in(namespace)
             try:
                 created = self._kfp.call("experiment_service_create_experiment", experiment=experiment)
-            except ApiError as error:
+            except PipelineServerError as error:
                 if error.status != 409:  # a different client has just created it
                     raise
             else:
@@ -164,8 +164,9 @@ class KfpRuns:
         locked_at_s = time.monotonic()
         try:
             yield self._find_run(name) or locked_at_s
-        except ApiError:
-            store.delete(key)
+        except PipelineServerError as error:
+            if error.status:
+                store.delete(key)
             raise
         with suppress(StoreError):  # the run has started, so a remaining lock delays no one
             store.delete(key)

@@ -6,6 +6,7 @@ import ipaddress
 import itertools
 import json
 import os
+import time
 import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -19,7 +20,7 @@ from kfp.client import KF_PIPELINES_SA_TOKEN_ENV, KF_PIPELINES_SA_TOKEN_PATH, Se
 from kfp_server_api.exceptions import ApiException
 
 from evernear.common.masking import usable
-from evernear.common.retry import doubling, retry
+from evernear.common.retry import doubling
 from evernear.errors import PipelineServerError, SettingsError
 from evernear.settings import PipelineSettings
 
@@ -37,18 +38,6 @@ BACKOFF_CAP_S = 8.0
 PAGE_SIZE = 100
 MAX_PAGES = 20
 """Maximum number of pages to read from a list."""
-
-
-class ApiError(PipelineServerError):
-    """The API rejected the request with the HTTP status ``status``."""
-
-    def __init__(self, message: str, status: int) -> None:
-        super().__init__(message)
-        self.status = status
-
-
-class _RepeatableError(PipelineServerError):
-    """The request failed, and sending it again is safe."""
 
 
 class Connection:
@@ -86,32 +75,33 @@ class Connection:
         the request was never sent.
 
         Raises:
-            ApiError: the API rejects the request.
-            PipelineServerError: the API is unreachable or fails. The API may or may not
-                have executed the request.
+            PipelineServerError: the API rejects the request, with its ``status``, or
+                is unreachable or fails, with the status 0. In the latter case, it may or
+                may not have executed the request.
         """
         nonempty = {key: value for key, value in arguments.items() if value not in ("", None)}
         creates = "create" in operation or "upload" in operation
 
-        def attempt() -> Any:
+        pauses_s = itertools.islice(doubling(BACKOFF_S, BACKOFF_CAP_S), ATTEMPTS - 1)
+        while True:
             try:
                 return self._call_once(operation, nonempty)
             except urllib3.exceptions.HTTPError as error:
                 message, repeatable = self._describe_connection_error(error), _never_sent(error) or not creates
             except ApiException as error:
                 if error.status and error.status < 500 and error.status != 429:
-                    raise ApiError(self._describe_rejection(error), error.status) from None
+                    raise PipelineServerError(self._describe_rejection(error), error.status) from None
                 message, repeatable = self._describe_rejection(error), error.status != 0 and not creates
-            raise (_RepeatableError if repeatable else PipelineServerError)(message)
-
-        pauses_s = itertools.islice(doubling(BACKOFF_S, BACKOFF_CAP_S), ATTEMPTS - 1)
-        return retry(attempt, on=_RepeatableError, pauses_s=pauses_s)
+            pause_s = next(pauses_s, None) if repeatable else None
+            if pause_s is None:
+                raise PipelineServerError(message)
+            time.sleep(pause_s)
 
     def find(self, operation: str, **arguments: Any) -> Any:
         """The result of `call`, or None if the resource does not exist."""
         try:
             return self.call(operation, **arguments)
-        except ApiError as error:
+        except PipelineServerError as error:
             if error.status != 404:
                 raise
             return None
@@ -148,7 +138,7 @@ class Connection:
         # An authenticating proxy returns its login page with status 200. kfp would
         # parse the page as an empty list.
         if not headers.get("Content-Type", "").startswith("application/json"):
-            raise ApiError(
+            raise PipelineServerError(
                 f"{self.url} returned a web page, probably a login page, instead of JSON: "
                 f"renew {COOKIES_VARIABLE} or {TOKEN_VARIABLE}, and check that pipeline.endpoint is the API's URL.",
                 401,

@@ -17,7 +17,7 @@ from kubernetes.utils.quantity import parse_quantity
 from evernear.common.disk import sha256_bytes
 from evernear.common.parts import Parts
 from evernear.common.run_parts import FINAL_EXIT_CODE, PodUsage
-from evernear.deployment.kubernetes.cluster import ApiUnavailableError, Cluster
+from evernear.deployment.kubernetes.cluster import Cluster
 from evernear.errors import ClusterError, SettingsError
 from evernear.kubeflow.job import (
     CREATION_TIMEOUT_S,
@@ -103,7 +103,9 @@ class IndexedJob:
         while True:
             try:
                 resource = cluster.get("Job", name)
-            except ApiUnavailableError as error:
+            except ClusterError as error:
+                if error.status != 503:
+                    raise
                 self.report(str(error))
                 waiting_since_s = time.monotonic()  # the controller may not reach the API server either
             else:

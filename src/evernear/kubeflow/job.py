@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from evernear.deployment.kubernetes.cluster import Cluster, ObjectConflictError
+from evernear.deployment.kubernetes.cluster import Cluster
 from evernear.deployment.kubernetes.rollout_diagnosis import event_time
 from evernear.errors import ClusterError, SettingsError
 from evernear.kubeflow import IMAGE_VARIABLE, PLACEHOLDER_IMAGE
@@ -54,7 +54,9 @@ def _create(cluster: Cluster, manifest: Tree, is_stale: Callable[[Tree], bool], 
     kind, name = manifest["kind"], manifest["metadata"]["name"]
     try:
         cluster.create(manifest)
-    except ObjectConflictError:
+    except ClusterError as error:
+        if error.status != 409:
+            raise
         earlier = cluster.get(kind, name)
         if earlier is not None and not is_stale(earlier):
             return

@@ -75,14 +75,6 @@ class RunResult(Frozen):
     next_steps: tuple[NextStep, ...] = ()
 
 
-class RunFailedError(EvernearError):
-    """A step failed. The error contains the step's message and exit code."""
-
-    def __init__(self, message: str, exit_code: int) -> None:
-        super().__init__(message)
-        self.exit_code = exit_code
-
-
 def run_pipeline(
     settings: Settings,
     show: Callable[[Event], None],
@@ -97,7 +89,7 @@ def run_pipeline(
 
     Raises:
         BusyError: another run uses the working directory.
-        RunFailedError: a step failed.
+        EvernearError: a step failed, with its exit code.
         SettingsError: a path cannot be passed to the steps because it is not UTF-8.
         StoreError: the temporary directory cannot be created.
         UserInterruptError: Ctrl-C was pressed.
@@ -116,7 +108,9 @@ def run_pipeline(
             shutil.copyfile(page, directory / PAGE_FILE)
         if failures:
             more = f" The run page shows more: {directory / PAGE_FILE}" if (directory / PAGE_FILE).exists() else ""
-            raise RunFailedError(f"{failures[0].message}{more}", failures[0].exit_code)
+            failed = EvernearError(f"{failures[0].message}{more}")
+            failed.exit_code = failures[0].exit_code
+            raise failed
         return _result(directory, steps_s, wall_s)
 
 

@@ -18,7 +18,7 @@ from evernear.common.frozen import Frozen
 from evernear.errors import PipelineServerError, SettingsError
 from evernear.kubeflow.client import KfpRuns, arguments_for, reference_to
 from evernear.kubeflow.compiled import version_name
-from evernear.kubeflow.connection import ApiError, Connection
+from evernear.kubeflow.connection import Connection
 from evernear.settings import PipelineSettings
 
 UNIX_FIELDS = 5
@@ -77,7 +77,7 @@ class Publisher:
         if existing is None:
             try:
                 created = self._send(compiled, pipelineid=pipeline_id, name=name, display_name=version)
-            except ApiError as error:
+            except PipelineServerError as error:
                 existing = self._version(pipeline_id, version, name) if error.status == 409 else None
                 if existing is None:
                     raise
@@ -124,11 +124,12 @@ class Publisher:
             self._update(recurring, "recurring_run_service_disable_recurring_run")
         try:
             created = self._kfp.call("recurring_run_service_create_recurring_run", recurring_run=request)
-        except ApiError:
-            for recurring in enabled:
-                self._update(recurring, "recurring_run_service_enable_recurring_run")
-            raise
-        except PipelineServerError as error:  # the new run may exist, so enabling the old run could start runs twice
+        except PipelineServerError as error:
+            if error.status:
+                for recurring in enabled:
+                    self._update(recurring, "recurring_run_service_enable_recurring_run")
+                raise
+            # The new run may exist, so enabling the old run could start runs twice.
             raise PipelineServerError(
                 f"{error} The old schedule of {pipeline} is disabled and the new one may not exist; try again."
             ) from None
@@ -161,7 +162,7 @@ class Publisher:
         try:
             nonempty = {key: value for key, value in pipeline.items() if value}
             return self._kfp.call("pipeline_service_create_pipeline", pipeline=nonempty).pipeline_id
-        except ApiError as error:
+        except PipelineServerError as error:
             if error.status != 409:  # a different client has just created it
                 raise
         return self._kfp.call(**by_name).pipeline_id

@@ -18,11 +18,11 @@ from evernear.common.output import print_line
 from evernear.common.run_record import RunRecord
 from evernear.common.store import open_store
 from evernear.data.shards import Dataset
-from evernear.deployment.kubernetes.cluster import ApiUnavailableError, Cluster
+from evernear.deployment.kubernetes.cluster import Cluster
 from evernear.embedding.artifact import Epoch
 from evernear.embedding.node import TASK, NodeLog, NodeTask
 from evernear.embedding.recipe import Recipe
-from evernear.errors import TrainingError
+from evernear.errors import ClusterError, TrainingError
 from evernear.kubeflow.job import (
     CREATION_TIMEOUT_S,
     START_GRACE_S,
@@ -136,7 +136,9 @@ def _follow(
     while True:
         try:
             resource = cluster.get("TrainJob", name)
-        except ApiUnavailableError as error:
+        except ClusterError as error:
+            if error.status != 503:
+                raise
             report(str(error))
             waiting_since_s = time.monotonic()  # the controllers may not reach the API server either
         else:

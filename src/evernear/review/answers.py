@@ -37,10 +37,6 @@ PENDING = "review/pending/"
 _ATTEMPTS = 5
 
 
-class AnswerRefusedError(DataError):
-    """The source rejected an answer, which was therefore undone."""
-
-
 class Answer(Frozen):
     """A user's decision about an image.
 
@@ -90,7 +86,7 @@ class Answers:
         Raises:
             SettingsError: the label is not usable as a folder name.
             ConflictError: the image already has an answer.
-            AnswerRefusedError: the source rejects the label, or a file to be moved no
+            DataError: the source rejects the label, or a file to be moved no
                 longer exists. The answer is undone.
         """
         self.recover()
@@ -114,7 +110,7 @@ class Answers:
 
         Raises:
             ConflictError: the image has no answer.
-            AnswerRefusedError: the source cannot be restored.
+            DataError: the source cannot be restored.
         """
         self.recover()
         self._store.put(PENDING + undo.image, b"")
@@ -132,7 +128,7 @@ class Answers:
             self.set_aside.pop(image, None)
             try:
                 self._settle(image)
-            except AnswerRefusedError as error:
+            except DataError as error:
                 self.set_aside[image] = str(error)
 
     def _settle(self, image: str) -> None:
@@ -140,7 +136,7 @@ class Answers:
         has no effect.
 
         Raises:
-            AnswerRefusedError: the answer was undone because the source rejects it, or
+            DataError: the answer was undone because the source rejects it, or
                 the source cannot be restored. A later attempt restores the source,
                 unless a different image has the name of a file to be restored.
         """
@@ -177,7 +173,7 @@ class Answers:
         """Undo the ``labeled`` answers about one image, newest first.
 
         Raises:
-            AnswerRefusedError: a file cannot be restored. If a different image has the
+            DataError: a file cannot be restored. If a different image has the
                 file's name, a user must decide what to do, so the pending record is
                 removed. Otherwise, the record remains.
         """
@@ -192,7 +188,7 @@ class Answers:
         if isinstance(failure, DataError | SettingsError):
             self._store.delete(PENDING + labeled[-1].image)
         if failure:
-            raise AnswerRefusedError(
+            raise DataError(
                 f"The answer about {_subject(labeled[-1])} is undone, but its files are not where they were: {failure}"
             ) from failure
 
@@ -296,8 +292,8 @@ def _moves(answer: Answer, layout: Layout) -> Iterator[tuple[str, str]]:
         yield file, f"{folder}/{path.stem}-{mark}{f'-{number}' if number else ''}{path.suffix}"
 
 
-def _refused(answer: Answer, reason: EvernearError) -> AnswerRefusedError:
-    return AnswerRefusedError(f"The answer about {_subject(answer)} cannot be carried out and is undone: {reason}")
+def _refused(answer: Answer, reason: EvernearError) -> DataError:
+    return DataError(f"The answer about {_subject(answer)} cannot be carried out and is undone: {reason}")
 
 
 def _subject(answer: Answer) -> str:

@@ -11,7 +11,7 @@ import yaml
 from kubernetes.config import incluster_config
 
 from evernear.deployment.kubernetes import cluster as module
-from evernear.deployment.kubernetes.cluster import ApiUnavailableError, Cluster
+from evernear.deployment.kubernetes.cluster import Cluster
 from evernear.deployment.kubernetes.service import service_client
 from evernear.errors import ClusterError, SettingsError
 from evernear.settings import KubernetesSettings
@@ -108,7 +108,7 @@ def test_retries_are_limited(loopback: LoopbackCluster) -> None:
     cluster = Cluster.of(SETTINGS)
     assert cluster.get("Deployment", "evernear-serving") is None
     loopback.fail(too_many_requests(retry_after_s=3600), times=module.MAX_ATTEMPTS)
-    with pytest.raises(ApiUnavailableError, match="still fails after 5 attempts: 429"):
+    with pytest.raises(ClusterError, match="still fails after 5 attempts: 429"):
         cluster.get("Deployment", "evernear-serving")
 
 
@@ -152,9 +152,7 @@ def test_foreign_and_unreachable_servers_are_reported(foreign_server: str, bare:
     kubeconfig = bare / "config"
     kubeconfig.write_text(kubeconfig.read_text().replace(foreign_server, "http://127.0.0.1:1"))
     cluster = Cluster.of(SETTINGS)
-    with pytest.raises(
-        ApiUnavailableError, match=r"^The API server at http://127\.0\.0\.1:1 cannot be reached: .*refused"
-    ):
+    with pytest.raises(ClusterError, match=r"^The API server at http://127\.0\.0\.1:1 cannot be reached: .*refused"):
         cluster.get("Deployment", "x")
 
 

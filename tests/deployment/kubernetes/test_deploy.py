@@ -22,7 +22,7 @@ from evernear.common.retry import retry
 from evernear.common.store import FileStore, open_store
 from evernear.deployment import kubernetes
 from evernear.deployment.kubernetes import rollout
-from evernear.deployment.kubernetes.cluster import Cluster, ObjectConflictError
+from evernear.deployment.kubernetes.cluster import Cluster
 from evernear.deployment.kubernetes.lease import LeaseLock
 from evernear.errors import (
     BusyError,
@@ -531,7 +531,7 @@ def test_lost_lease_stops_the_deployment(
         sandbox.cluster.replace(manifest | {"spec": {**manifest["spec"], "holderIdentity": "somebody else"}})
 
     def verify_and_lose(*arguments: Any) -> int:
-        retry(take_lease, on=ObjectConflictError, pauses_s=[0.01] * 100)  # its holder renews it meanwhile
+        retry(take_lease, on=ClusterError, pauses_s=[0.01] * 100)  # its holder renews it meanwhile
         threading.Event().wait(kubernetes.LEASE_S)
         return verify(*arguments)
 

@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 from slack_bolt import BoltRequest
 
+from evernear.errors import SlackError
 from evernear.kubeflow.runs import Parameter, Run, State
 from evernear.triggers.requests import Request, RequestStore
 from evernear.triggers.slack import prompts
-from evernear.triggers.slack.client import Message, SlackClient, SlackUnavailableError
+from evernear.triggers.slack.client import Message, SlackClient
 from tests.loopback.slack import SlackServer, signed
 from tests.loopback.slack.server import SIGNING_SECRET, Fault
 from tests.triggers.slack.bot import ADA, BOB, Bot, MemoryRuns
@@ -101,7 +102,7 @@ def test_click_before_the_prompt_is_recorded_counts(
         monkeypatch.undo()
         bot.click(ADA, slack.messages[-1], button)
         if is_response_lost:
-            raise SlackUnavailableError("The response is lost.")
+            raise SlackError("The response is lost.", "unavailable")
         return address
 
     bot.command(ADA, "/retrain train.epochs=3")
@@ -147,7 +148,7 @@ def test_crash_before_the_prompt_is_recorded_leaves_two_prompts_for_one_run(
 
     def post_and_die(client: SlackClient, channel: str, message: Message, thread: str = "") -> str:
         post(client, channel, message, thread)
-        raise SlackUnavailableError("The process died before the response.")
+        raise SlackError("The process died before the response.", "unavailable")
 
     bot.command(ADA, "/retrain")
     monkeypatch.setattr(SlackClient, "post", post_and_die)

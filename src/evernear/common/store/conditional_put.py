@@ -43,10 +43,6 @@ _CREATE = {"If-None-Match": "*"}
 _WRITE_ID = "x-amz-meta-write-id"
 
 
-class _ResponseLostError(Exception):
-    """A conditional PUT was sent, but its outcome is unknown."""
-
-
 class ConditionalWriter:
     """Writes objects conditionally in a bucket, under ``prefix``. The prefix is empty
     or ends with a slash.
@@ -127,12 +123,9 @@ class ConditionalWriter:
         }
         for attempt in range(MAX_ATTEMPTS):
             time.sleep(BACKOFF_S * attempt)
-            try:
-                written = self._send(name, data, conditional)
-                if written or attempt == 0:
-                    return written
-            except _ResponseLostError:
-                pass
+            written, is_answered = self._send(name, data, conditional)
+            if written or (is_answered and attempt == 0):
+                return written
             current, current_id = self._read_back(name)
             if current_id == write_id:
                 return current
@@ -143,25 +136,23 @@ class ConditionalWriter:
             " unchanged; run again."
         )
 
-    def _send(self, name: str, data: bytes, headers: dict[str, str]) -> str | None:
-        """Send one conditional PUT. Return the new etag,
-        or None if the condition failed or is not supported.
-
-        Raises:
-            _ResponseLostError: the server may have executed the write, or may still
-                execute it.
+    def _send(self, name: str, data: bytes, headers: dict[str, str]) -> tuple[str | None, bool]:
+        """Send one conditional PUT. Return the new etag, or None if the condition failed
+        or is not supported, and whether the server answered. If it did not, it may have
+        executed the write, or may still execute it.
         """
         with self._connection.errors("s3:PutObject", self._bucket, name):
             try:
-                return required_etag(self._connection.put(self._bucket, name, data, headers).headers.get("etag"))
-            except (urllib3.exceptions.ProtocolError, urllib3.exceptions.ReadTimeoutError) as error:
-                raise _ResponseLostError from error
+                response = self._connection.put(self._bucket, name, data, headers)
+                return required_etag(response.headers.get("etag"), self._connection.endpoint), True
+            except (urllib3.exceptions.ProtocolError, urllib3.exceptions.ReadTimeoutError):
+                return None, False
             except (S3Error, InvalidResponseError) as error:
                 status = status_of(error)
                 if status in (500, 502, 504):
-                    raise _ResponseLostError from error
+                    return None, False
                 if status in (409, 412, 501) or (isinstance(error, S3Error) and error.code in MISSING_OBJECT):
-                    return None
+                    return None, True
                 raise
 
     def _read_back(self, name: str) -> tuple[str | None, str | None]:

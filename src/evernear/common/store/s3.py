@@ -71,7 +71,7 @@ class S3Store(Store):
         def read(response: urllib3.BaseHTTPResponse) -> tuple[bytes, str]:
             data = response.read()
             check_sha256(sha256_bytes(data), response.headers.get(_SHA256), f"{self.uri}/{key}")
-            return data, required_etag(response.headers.get("etag"))
+            return data, required_etag(response.headers.get("etag"), self._connection.endpoint)
 
         return self._get(key, read)
 
@@ -134,7 +134,7 @@ class S3Store(Store):
             written = self._client.put_object(
                 self.bucket, self._prefix + key, stream, size_bytes, metadata={_SHA256: sha256}
             )
-            return required_etag(written.etag)
+            return required_etag(written.etag, self._connection.endpoint)
 
     def _get(self, key: str, read: Callable[[urllib3.BaseHTTPResponse], _T]) -> _T | None:
         """The result of ``read``, or None if the object does not exist.
@@ -158,7 +158,7 @@ class S3Store(Store):
     def _get_once(self, key: str, read: Callable[[urllib3.BaseHTTPResponse], _T]) -> _T:
         response = self._client.get_object(self.bucket, self._prefix + key)
         try:
-            required_etag(response.headers.get("etag"))
+            required_etag(response.headers.get("etag"), self._connection.endpoint)
             return read(response)
         finally:
             response.close()

@@ -25,7 +25,7 @@ from minio.error import InvalidResponseError, MinioException, S3Error
 from minio.helpers import DictType
 
 from evernear.common.masking import usable
-from evernear.common.store.s3_pool import NotS3Error, pool
+from evernear.common.store.s3_pool import not_s3, pool
 from evernear.errors import SettingsError, StoreError, TransientStoreError
 
 MAX_ATTEMPTS = 4
@@ -192,11 +192,6 @@ class S3Connection:
             transient = error.response.status in _OVERLOADED or error.code in _DAMAGED
             kind = TransientStoreError if transient else StoreError
             raise kind(self._explain(error, permission, bucket, location)) from error
-        except NotS3Error as error:
-            raise StoreError(
-                f"{self.endpoint} does not behave like S3: it answers with {error}; check AWS_ENDPOINT_URL, which may"
-                " name a console or a login page."
-            ) from error
         except InvalidResponseError as error:
             # The error is transient, because an ingress sends such responses while its
             # backend is down.
@@ -360,12 +355,12 @@ def status_of(error: S3Error | InvalidResponseError) -> int:
     return error.response.status if isinstance(error, S3Error) else error._code  # pyright: ignore[reportPrivateUsage]
 
 
-def required_etag(etag: str | None) -> str:
+def required_etag(etag: str | None, endpoint: str) -> str:
     """The etag of an object that was read or written, without quotes.
 
     Raises:
-        NotS3Error: the response has no etag.
+        StoreError: the response has no etag.
     """
     if not etag:
-        raise NotS3Error("success but no etag")
+        raise not_s3(endpoint, "success but no etag")
     return etag.strip('"')

@@ -9,7 +9,7 @@ from urllib.parse import unquote, urlsplit
 import urllib3
 
 from evernear.common.proxies import proxy_of
-from evernear.errors import SettingsError
+from evernear.errors import SettingsError, StoreError
 
 CONNECT_TIMEOUT_S = 10.0
 # Timeout between two packets, not for the whole transfer.
@@ -20,10 +20,13 @@ etag.
 """
 
 
-class NotS3Error(Exception):
-    """A response that reports success but was not sent by S3. The message describes the
-    response.
-    """
+def not_s3(endpoint: str, content: str) -> StoreError:
+    """The error for a response with ``content`` that reports success but was not sent
+    by S3."""
+    return StoreError(
+        f"{endpoint} does not behave like S3: it answers with {content}; check AWS_ENDPOINT_URL, which may name a "
+        "console or a login page."
+    )
 
 
 class _OnlyS3:
@@ -31,13 +34,14 @@ class _OnlyS3:
     a listing or a successful write.
     """
 
-    def urlopen(self, *args: Any, **kwargs: Any) -> urllib3.BaseHTTPResponse:
-        response: urllib3.BaseHTTPResponse = super().urlopen(*args, **kwargs)  # pyright: ignore
+    def urlopen(self, method: str, url: str, *args: Any, **kwargs: Any) -> urllib3.BaseHTTPResponse:
+        response: urllib3.BaseHTTPResponse = super().urlopen(method, url, *args, **kwargs)  # pyright: ignore
         kind = response.headers.get("content-type", "").lower()
         if 200 <= response.status < 204 and kind.startswith(_OTHER_CONTENT) and "etag" not in response.headers:
             response.release_conn()
             content = "a web page" if "html" in kind else "content"
-            raise NotS3Error(f"{content} of type {kind.partition(';')[0]}")
+            server = urlsplit(url)
+            raise not_s3(f"{server.scheme}://{server.netloc}", f"{content} of type {kind.partition(';')[0]}")
         return response
 
 

@@ -53,16 +53,6 @@ _MISSING_PERMISSION = re.compile(r'is forbidden: User ".*" cannot ')
 """
 
 
-class ObjectConflictError(ClusterError):
-    """The object changed after it was read,
-    or a different field manager owns a field."""
-
-
-class ApiUnavailableError(ClusterError):
-    """The API server is unreachable or overloaded.
-    The same request may succeed later."""
-
-
 class Cluster:
     """A namespace on a Kubernetes API server. Every method may raise `ClusterError`."""
 
@@ -112,8 +102,10 @@ class Cluster:
         """The object, or None if it does not exist."""
         try:
             return self._call("GET", self._path(kind, name))
-        except _NotFoundError:
-            return None
+        except ClusterError as error:
+            if error.status == 404:
+                return None
+            raise
 
     def list(self, kind: str, **query: str) -> builtins.list[Tree]:
         """The objects of a kind, optionally filtered by ``labelSelector`` or
@@ -125,8 +117,8 @@ class Cluster:
         """Apply an object with server-side apply and the field manager ``evernear``.
 
         Raises:
-            ObjectConflictError: ``force`` is not set, and a different manager owns a
-                field and has set it to a different value.
+            ClusterError: with status 409, ``force`` is not set, and a different manager
+                owns a field and has set it to a different value.
         """
         query = {"fieldManager": FIELD_MANAGER, "force": str(force).lower()}
         if dry_run:
@@ -134,14 +126,16 @@ class Cluster:
         kind, name = manifest["kind"], manifest["metadata"]["name"]
         try:
             return self._call("PATCH", self._path(kind, name), manifest, query)
-        except ObjectConflictError as error:  # the error's message does not name the object
-            raise ObjectConflictError(f"{kind} {name}: {error}") from None
+        except ClusterError as error:
+            if error.status == 409:  # the error's message does not name the object
+                raise ClusterError(f"{kind} {name}: {error}", 409) from None
+            raise
 
     def create(self, manifest: Tree) -> Tree:
         """Create an object.
 
         Raises:
-            ObjectConflictError: the object already exists.
+            ClusterError: with status 409, the object already exists.
         """
         return self._call("POST", self._path(manifest["kind"]), manifest)
 
@@ -149,7 +143,7 @@ class Cluster:
         """Overwrite an object that was read earlier.
 
         Raises:
-            ObjectConflictError: the object has changed since it was read.
+            ClusterError: with status 409, the object has changed since it was read.
         """
         return self._call("PUT", self._path(manifest["kind"], manifest["metadata"]["name"]), manifest)
 
@@ -157,8 +151,9 @@ class Cluster:
         """Delete an object and its dependents. A missing object is not an error."""
         try:
             self._call("DELETE", self._path(kind, name), query={"propagationPolicy": "Background"})
-        except _NotFoundError:
-            return
+        except ClusterError as error:
+            if error.status != 404:
+                raise
 
     def changes(self, manifest: Tree, timeout_s: int) -> Iterator[Tree]:
         """Watch an object for at most ``timeout_s``. ``manifest`` is the object as it
@@ -298,13 +293,13 @@ class Cluster:
             raise self._explain(error) from None
         except (urllib3.exceptions.HTTPError, OpenApiException) as error:
             reason = getattr(error, "reason", None) or error
-            raise ApiUnavailableError(f"The API server at {self.host} cannot be reached: {_plain(reason)}.") from None
+            raise ClusterError(f"The API server at {self.host} cannot be reached: {_plain(reason)}.", 503) from None
 
     def _explain(self, error: ApiException) -> ClusterError:
         status = _status(error)
         if status is None:
             fault = f"answered {error.status} {error.reason}" if error.status else f"cannot be reached: {error.reason}"
-            return ApiUnavailableError(f"The API server at {self.host} {' '.join(fault.split())}.")
+            return ClusterError(f"The API server at {self.host} {' '.join(fault.split())}.", 503)
         message = str(status.get("message", error.reason)).strip().rstrip(".")
         match error.status:
             case 401:
@@ -315,19 +310,15 @@ class Cluster:
                 )
                 return ClusterError(f"The API server refuses: {message}{remedy}.")
             case 404:
-                return _NotFoundError(f"The API server answered 404: {message}.")
+                return ClusterError(f"The API server answered 404: {message}.", 404)
             case 409:
-                return ObjectConflictError(_conflict(status, message))
+                return ClusterError(_conflict(status, message), 409)
             case 429 | 500 | 502 | 503 | 504 as code:
-                return ApiUnavailableError(
-                    f"The API server at {self.host} still fails after {MAX_ATTEMPTS} attempts: {code} {message}."
+                return ClusterError(
+                    f"The API server at {self.host} still fails after {MAX_ATTEMPTS} attempts: {code} {message}.", 503
                 )
             case _:
                 return ClusterError(f"The API server refuses: {message}.")
-
-
-class _NotFoundError(ClusterError):
-    """The API server returned 404."""
 
 
 def _status(error: ApiException) -> Tree | None:

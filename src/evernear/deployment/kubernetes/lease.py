@@ -16,7 +16,7 @@ from contextlib import suppress
 from datetime import UTC, datetime
 from typing import Self
 
-from evernear.deployment.kubernetes.cluster import Cluster, ObjectConflictError, Tree
+from evernear.deployment.kubernetes.cluster import Cluster, Tree
 from evernear.deployment.kubernetes.labels import COMMON_LABELS
 from evernear.errors import BusyError, ClusterError
 from evernear.release.promotions import whoami
@@ -90,8 +90,11 @@ class LeaseLock:
             duration_s = spec.get("leaseDurationSeconds", self._duration_s)
             expired = observed == spec and time.monotonic() - observed_s > duration_s
             if lease is None or not holder or expired:
-                with suppress(ObjectConflictError):
+                try:
                     return self._take(lease)
+                except ClusterError as error:
+                    if error.status != 409:
+                        raise
                 continue  # a different process took it first
             if holder == self._identity:  # an earlier attempt succeeded, but its response was lost
                 return lease
@@ -130,7 +133,10 @@ class LeaseLock:
         spec = {**self._manifest["spec"], "renewTime": _micro_time()}
         try:
             self._manifest = self._cluster.replace(self._manifest | {"spec": spec})
-        except ObjectConflictError:  # taken over, or an earlier renewal succeeded but its response was lost
+        except ClusterError as error:
+            if error.status != 409:
+                raise
+            # Taken over, or an earlier renewal succeeded but its response was lost.
             lease = self._cluster.get("Lease", self._name)
             holder = ((lease or {}).get("spec") or {}).get("holderIdentity")
             if lease is None or holder != self._identity:

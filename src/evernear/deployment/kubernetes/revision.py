@@ -32,7 +32,7 @@ def apply_revision(cluster: Cluster, objects: Iterable[Tree], *, force: bool = F
     server only validates the objects.
 
     Raises:
-        ObjectConflictError: a different field manager owns a field and has set it to a
+        ClusterError: with status 409, a different field manager owns a field and has set it to a
             different value.
         ClusterError: an object is refused (missing permission, exceeded quota, unknown
             field), or the API server is unavailable.

@@ -2,7 +2,7 @@
 
 import time
 
-from evernear.deployment.kubernetes.cluster import ApiUnavailableError, Cluster, Tree
+from evernear.deployment.kubernetes.cluster import Cluster, Tree
 from evernear.deployment.kubernetes.rollout_diagnosis import Diagnosis, diagnose
 from evernear.errors import ClusterError
 from evernear.settings import KubernetesSettings
@@ -37,7 +37,10 @@ def await_rollout(cluster: Cluster, settings: KubernetesSettings) -> None:
             if is_complete(deployment):
                 return
             diagnosis = diagnose(cluster, settings, deployment)
-        except ApiUnavailableError as error:  # pods continue to serve without their control plane
+        except ClusterError as error:
+            if error.status != 503:
+                raise
+            # Pods continue to serve without their control plane.
             diagnosis = Diagnosis(str(error).rstrip("."))
         now_s = time.monotonic()
         if diagnosis is None or not diagnosis.persistent:

@@ -35,24 +35,6 @@ _NOT_WRITABLE = frozenset({
 _UNAVAILABLE = frozenset({"fatal_error", "internal_error", "request_timeout", "service_unavailable"})
 
 
-class RateLimitedError(SlackError):
-    """Slack limits the rate of calls.
-    The next call is allowed after ``retry_after_s``.
-    """
-
-    def __init__(self, message: str, retry_after_s: float) -> None:
-        super().__init__(message)
-        self.retry_after_s = retry_after_s
-
-
-class SlackUnavailableError(SlackError):
-    """Slack is unreachable or reports an outage."""
-
-
-class NotWritableError(SlackError):
-    """The bot cannot write to the channel or message."""
-
-
 @dataclass(frozen=True)
 class Message:
     """A message with blocks, and with ``text`` for notifications and for clients that
@@ -66,9 +48,8 @@ class Message:
 class SlackClient:
     """Slack's Web API.
 
-    Every method may raise `RateLimitedError`, `SlackUnavailableError` or
-    `NotWritableError`, or a plain `SlackError` if Slack rejects the call. An address
-    (``channel/ts``) identifies a message.
+    Every method may raise `SlackError`. An address (``channel/ts``) identifies a
+    message.
     """
 
     def __init__(self, client: WebClient) -> None:
@@ -100,8 +81,9 @@ class SlackClient:
         try:
             with translated_errors("chat.update"):
                 self._client.chat_update(channel=channel, ts=ts, text=message.text, blocks=message.blocks)
-        except NotWritableError:
-            pass
+        except SlackError as error:
+            if error.reason != "not_writable":
+                raise
 
     def post_ephemeral(self, channel: str, user: str, message: Message) -> None:
         """Show ``message`` to one user in the channel.
@@ -111,7 +93,9 @@ class SlackClient:
         try:
             with translated_errors("chat.postEphemeral"):
                 self._client.chat_postEphemeral(channel=channel, user=user, text=message.text, blocks=message.blocks)
-        except NotWritableError:
+        except SlackError as error:
+            if error.reason != "not_writable":
+                raise
             self.post(user, message)
 
     def upload(self, address: str, data: bytes, filename: str, title: str, alt_text: str) -> None:
@@ -151,11 +135,11 @@ def translate(call: str, error: SlackApiError) -> SlackError:
         headers = {name.lower(): value for name, value in dict(getattr(response, "headers", {})).items()}
         wait_s = str(headers.get("retry-after", ""))
         wait = float(wait_s) if wait_s.isdigit() else DEFAULT_RETRY_AFTER_S
-        return RateLimitedError(f"Slack limits the rate of {call}.", wait)
+        return SlackError(f"Slack limits the rate of {call}.", retry_after_s=wait)
     if status >= 500 or code in _UNAVAILABLE:
         return _unavailable(call, f"status {status}" if status >= 500 else code)
     if code in _NOT_WRITABLE:
-        return NotWritableError(f"Slack refused {call}: {code}.")
+        return SlackError(f"Slack refused {call}: {code}.", "not_writable")
     if code == "missing_scope":
         return SlackError(
             f"Slack refused {call}: the app lacks the scope {body.get('needed', '')!r}; compare its manifest "
@@ -166,5 +150,5 @@ def translate(call: str, error: SlackApiError) -> SlackError:
     return SlackError(f"Slack refused {call}: {code}.")
 
 
-def _unavailable(call: str, reason: str) -> SlackUnavailableError:
-    return SlackUnavailableError(f"Slack is unavailable ({call}: {reason}); see https://slack-status.com.")
+def _unavailable(call: str, reason: str) -> SlackError:
+    return SlackError(f"Slack is unavailable ({call}: {reason}); see https://slack-status.com.", "unavailable")

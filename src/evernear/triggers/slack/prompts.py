@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
-from evernear.errors import ConflictError, SettingsError
+from evernear.errors import ConflictError, SettingsError, SlackError
 from evernear.kubeflow.parameters import combine, from_settings, from_words, split_words
 from evernear.kubeflow.runs import Run
 from evernear.kubeflow.runs import State as RunState
@@ -28,7 +28,7 @@ from evernear.triggers.slack.blocks import (
     mention,
     section,
 )
-from evernear.triggers.slack.client import Block, Message, NotWritableError
+from evernear.triggers.slack.client import Block, Message
 from evernear.triggers.slack.routes import Call
 from evernear.triggers.slack.routes import button as on_click
 from evernear.triggers.slack.services import Services
@@ -195,7 +195,9 @@ def _post_prompt(services: Services, request: Request) -> None:
     message = prompt(request, parameters, defaults, services.runs.list(request.pipeline, limit=20))
     try:
         address = services.slack.post(request.channel, message)
-    except NotWritableError:
+    except SlackError as error:
+        if error.reason != "not_writable":
+            raise
         text = "I cannot write to that channel; invite me with /invite @evernear and repeat the command."
         services.slack.post(request.asked_by.id, line(text))
         services.finish(request, "failed")

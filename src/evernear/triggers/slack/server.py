@@ -29,12 +29,12 @@ from starlette.routing import Route
 
 from evernear.common.masking import remember
 from evernear.common.store import open_store
-from evernear.errors import SettingsError
+from evernear.errors import SettingsError, SlackError
 from evernear.serving.endpoints import listening_socket
 from evernear.settings import Settings, SlackSettings
 from evernear.triggers.slack import heartbeat
 from evernear.triggers.slack.access import Access
-from evernear.triggers.slack.client import RateLimitedError, SlackClient, SlackUnavailableError, translate
+from evernear.triggers.slack.client import SlackClient, translate
 from evernear.triggers.slack.handlers import Handlers, create_slack_app
 from evernear.triggers.slack.services import Clock, Services
 from evernear.triggers.slack.worker import Worker
@@ -233,11 +233,13 @@ def _retry_until_available(connect: Callable[[], _T], stop: threading.Event) -> 
     while not stop.is_set():
         try:
             return connect()
-        except (BoltError, OSError, HTTPException, SlackUnavailableError) as error:
+        except (BoltError, OSError, HTTPException, SlackError) as error:
+            if isinstance(error, SlackError) and error.reason != "unavailable":
+                raise
             _log.warning("%s Retrying in %.0f s.", error, wait_s)
         except SlackApiError as error:
             translated = translate("apps.connections.open", error)
-            if not isinstance(translated, SlackUnavailableError | RateLimitedError):
+            if translated.reason != "unavailable" and not translated.retry_after_s:
                 raise translated from None
             _log.warning("%s Retrying in %.0f s.", translated, wait_s)
         stop.wait(wait_s)

@@ -14,7 +14,6 @@ from evernear.errors import ConflictError, EvernearError, SlackError
 from evernear.triggers.requests import POLICY, Request
 from evernear.triggers.slack import promotions, prompts
 from evernear.triggers.slack.blocks import duration, error_text, line
-from evernear.triggers.slack.client import NotWritableError, RateLimitedError
 from evernear.triggers.slack.commands import help_message
 from evernear.triggers.slack.runs import RunTracker, starting
 from evernear.triggers.slack.services import Clock, Services
@@ -85,12 +84,10 @@ class Worker:
             step()
         except ConflictError:
             pass  # a click changed the request first, and the next poll reads it
-        except RateLimitedError as error:
-            _log.warning("%s: %s Retrying in %.0f s.", name, error, error.retry_after_s)
-            self._backoff.delay(name, error.retry_after_s)
         except EvernearError as error:
-            _log.warning("%s: %s Retrying later.", name, error)
-            self._backoff.delay(name)
+            wait_s = _rate_limit_s(error)
+            _log.warning("%s: %s Retrying %s.", name, error, f"in {wait_s:.0f} s" if wait_s else "later")
+            self._backoff.delay(name, wait_s)
         except Exception:  # an internal error in one request must not stop other requests
             _log.exception("%s: internal error; retrying later", name)
             self._backoff.delay(name)
@@ -100,10 +97,11 @@ class Worker:
     def _advance(self, request: Request) -> None:
         try:
             self._step(request)
-        except (ConflictError, RateLimitedError):
+        except ConflictError:
             raise
         except Exception as error:
-            self._report_failure(request.id, error)
+            if _rate_limit_s(error) is None:
+                self._report_failure(request.id, error)
             raise
 
     def _step(self, request: Request) -> None:
@@ -140,7 +138,7 @@ class Worker:
         text = error_text(error)
         waited = services.clock() - (request.answered or request.created)
         is_waited_for = request.state == "accepted" or (request.state == "pending" and not request.message)
-        if isinstance(error, NotWritableError) or failures >= FAILURES_MAX:
+        if (isinstance(error, SlackError) and error.reason == "not_writable") or failures >= FAILURES_MAX:
             _log.error("%s: %s Given up.", request_id, text)
             services.finish(request, "failed")
         elif is_waited_for and waited > START_TIMEOUT:
@@ -164,6 +162,10 @@ class Worker:
             self._services.slack.edit(request.message, starting(request, text))
         else:
             self._services.notify(request, f"{text} The request is stored; retrying.")
+
+
+def _rate_limit_s(error: Exception) -> float | None:
+    return (error.retry_after_s or None) if isinstance(error, SlackError) else None
 
 
 class _Backoff:

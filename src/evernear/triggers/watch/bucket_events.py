@@ -16,17 +16,13 @@ from minio.helpers import BaseURL
 from minio.signer import presign_v4
 
 from evernear.common.store.s3_connection import S3Connection
-from evernear.errors import StoreError
+from evernear.errors import SettingsError
 
 EVENTS = ["s3:ObjectCreated:*", "s3:ObjectRemoved:*"]
 EXPIRES_S = 60
 """Validity of the signature. The server checks the signature when it opens the
 stream.
 """
-
-
-class NotificationsUnsupportedError(StoreError):
-    """The source does not support notifications. A retry does not help."""
 
 
 def listen(source: str, on_change: Callable[[], None]) -> None:
@@ -36,14 +32,14 @@ def listen(source: str, on_change: Callable[[], None]) -> None:
     Returns when the server ends the stream.
 
     Raises:
-        NotificationsUnsupportedError: the source is not a bucket,
-            or its server has no notifications.
+        SettingsError: the source is not a bucket, its server has no notifications, or the
+            connection is not configured. A retry does not help.
         StoreError: the server is unreachable or rejects the request,
             or the connection broke.
     """
     parts = urlsplit(source)
     if parts.scheme != "s3":
-        raise NotificationsUnsupportedError(f"{source} has no notifications; it is checked on the schedule.")
+        raise SettingsError(f"{source} has no notifications; it is checked on the schedule.")
     bucket, folder = parts.netloc, parts.path.strip("/")
     connection = S3Connection.from_environment()
     host = urlsplit(connection.endpoint).hostname or ""
@@ -83,5 +79,5 @@ def _url(connection: S3Connection, bucket: str, query: dict[str, Any]) -> str:
     return url.geturl()
 
 
-def _unsupported(endpoint: str) -> NotificationsUnsupportedError:
-    return NotificationsUnsupportedError(f"{endpoint} has no bucket notifications; the source is checked on schedule.")
+def _unsupported(endpoint: str) -> SettingsError:
+    return SettingsError(f"{endpoint} has no bucket notifications; the source is checked on schedule.")

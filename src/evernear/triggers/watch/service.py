@@ -25,7 +25,7 @@ from evernear.maintenance.prune import prune_store
 from evernear.serving.endpoints import create_listener, host_and_port
 from evernear.settings import Settings
 from evernear.triggers.watch.baker import Baker
-from evernear.triggers.watch.bucket_events import NotificationsUnsupportedError, listen
+from evernear.triggers.watch.bucket_events import SettingsError, listen
 from evernear.triggers.watch.metrics import exposition
 from evernear.triggers.watch.schedule_state import CheckReport
 from evernear.triggers.watch.watcher import Watcher
@@ -236,7 +236,7 @@ class WatchService:
             reason = "the server closed the connection."
             try:
                 listen(self._watcher.source(), self.changed)
-            except NotificationsUnsupportedError as error:
+            except SettingsError as error:
                 self._report(str(error))
                 return
             except EvernearError as error:
