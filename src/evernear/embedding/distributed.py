@@ -26,7 +26,7 @@ from torch.multiprocessing.spawn import ProcessException, ProcessRaisedException
 
 from evernear.common.masking import mask_streams
 from evernear.common.threads import divide_between
-from evernear.errors import EvernearError, SettingsError
+from evernear.errors import EvernearError, SettingsError, TrainingError
 
 Message = TypeVar("Message")
 Value = TypeVar("Value")
@@ -88,8 +88,9 @@ def run_processes(
     in the calling process.
 
     Raises:
-        EvernearError: a process raised this error, or it was killed or raised any other
-            error, with the exit code 1. The other processes are killed.
+        EvernearError: a process raised this error. The other processes are killed.
+        TrainingError: a process raised any other error or was killed. Its exit code is
+            1, because a restart may succeed.
     """
     messages: SimpleQueue[Message | EvernearError] = multiprocessing.get_context("spawn").SimpleQueue()
     rendezvous = _serve_rendezvous(node) if node.rank == 0 else None  # the server runs as long as this object exists
@@ -110,8 +111,8 @@ def run_processes(
         _receive_messages(messages, on_message)
         if isinstance(error, ProcessRaisedException):
             sys.stderr.write(f"{error.msg}\n")  # the traceback
-            raise EvernearError(f"Training process {error.error_index} of {processes} failed; see the log.") from error
-        raise EvernearError(f"Training failed: {error.msg} (of {processes} processes).") from error
+            raise _restartable(f"Training process {error.error_index} of {processes} failed; see the log.") from error
+        raise _restartable(f"Training failed: {error.msg} (of {processes} processes).") from error
     finally:
         for process in context.processes:
             assert process is not None  # noqa: S101 - started above
@@ -165,6 +166,12 @@ def broadcast_from_rank_0(value: Value) -> Value:
     objects = [value]
     dist.broadcast_object_list(objects)
     return objects[0]
+
+
+def _restartable(message: str) -> TrainingError:
+    error = TrainingError(message)
+    error.exit_code = EvernearError.exit_code
+    return error
 
 
 def _receive_messages(messages: "SimpleQueue[Message | EvernearError]", on_message: Callable[[Message], None]) -> None:
