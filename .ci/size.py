@@ -1,5 +1,5 @@
-"""Print the size of the code and the number of choices that it offers. Fail if a
-count exceeds its limit.
+"""Print the size of the code and the number of choices that it offers. Fail if a count exceeds its
+limit.
 
 Lower a limit when its count falls. A commit that raises one says what users gain.
 """
@@ -24,22 +24,22 @@ from evernear.cli.options import local_settings
 from evernear.settings import Settings
 
 LIMITS = {
-    "lines of src": 61_000,
-    "files of src": 422,
-    "lines of tests": 61_700,
-    "words of docs": 70_000,
+    "lines of src": 59_000,
+    "files of src": 419,
+    "lines of tests": 62_300,
+    "words of docs": 42_000,
     "settings": 154,
     "commands": 36,
     "options": 170,
     "error classes": 22,
     "exit codes": 6,
-    "parameters of continuous-training": 16,
-    "parameters of reindex": 12,
-    "parameters of predict": 9,
-    "parameters of promote": 11,
-    "parameters of rollback": 11,
-    "mean length of a line of code": 60.0,
-    "statements per line of code": 0.9,
+    "parameters of continuous-training": 8,
+    "parameters of reindex": 7,
+    "parameters of predict": 6,
+    "parameters of promote": 6,
+    "parameters of rollback": 6,
+    "mean length of a line of code": 48.2,
+    "statements per line of code": 0.8,
     "lines of a function, 95th percentile": 30,
 }
 

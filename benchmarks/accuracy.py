@@ -1,10 +1,9 @@
 """Accuracy of the deployed system, over seeds:
 ``python benchmarks/accuracy.py --source mnist``.
 
-Each run goes through the functions of the pipeline's steps: ingest, train, export,
-embed, index, measure. Settings were chosen with ``--split query``, from which no
-network or index was built; ``--split test``, the default, is for the numbers in the
-README.
+Each run goes through the functions of the pipeline's steps: ingest, train, export, embed, index,
+measure. Settings were chosen with ``--split query``, from which no network or index was built;
+``--split test``, the default, is for the numbers in the README.
 """
 
 import argparse
@@ -75,9 +74,8 @@ def ingest_dataset(source: str, scratch: Path, preset: str = "default", *overrid
 def run(
     dataset: Dataset, settings: Settings, scratch: Path, split: Any, open_set: OpenSet | None = None
 ) -> dict[str, Any]:
-    """Train, index and measure; ``open_set`` is the result of the probe,
-    which determines the threshold.
-    """
+    """Train, index and measure; ``open_set`` is the result of the probe, which determines the
+    threshold."""
     trained, network, embeddings, index = (scratch / n for n in ("trained", "network", "embeddings", "index"))
     started_s, started_cpu_s = time.perf_counter(), time.process_time()
     history = train_network(dataset, settings.train, trained)
@@ -114,9 +112,8 @@ def metrics(measurement: Measurement) -> dict[str, Any]:
 
 
 def mean_interval(values: list[float]) -> tuple[float, float, float]:
-    """The mean over seeds, and its 95% interval by Student's t; for a single seed,
-    the interval is the mean itself.
-    """
+    """The mean over seeds, and its 95% interval by Student's t; for a single seed, the interval is
+    the mean itself."""
     mean = statistics.mean(values)
     if len(values) == 1:
         return mean, mean, mean

@@ -1,20 +1,19 @@
 """How often and how soon a bake rolls back a release: ``python benchmarks/bake.py``.
 
-Traffic is simulated and compared as by the watcher, which reads the pods every ten
-seconds: an hour of the release before, by minute, then ``watch.bake_s`` of the new
-release. 5% of the queries are unknown, 0.1% of the requests fail, and the time of a
-request is log-normal with a median of 40 ms. The queries are
+Traffic is simulated and compared as by the watcher, which reads the pods every ten seconds: an hour
+of the release before, by minute, then ``watch.bake_s`` of the new release. 5% of the queries are
+unknown, 0.1% of the requests fail, and the time of a request is log-normal with a median of 40 ms.
+The queries are
 
 - ``independent``,
 - ``bursts``: ten frames of a scene, which are all known or all unknown, or
 - ``day``: the share of unknown swings by 4 points in the course of a day,
   and the rollout is at any time of it.
 
-A *quiet* release is as the one before. The others have 20 more points of unknown, 5
-more points of errors, take twice as long, or let a request wait in the queue for an
-exponential time of 70 ms on average, while its batch takes as long as before. The time
-to the rollback is that from the rollout to the decision; the rollback itself takes as
-long as a rollout.
+A *quiet* release is as the one before. The others have 20 more points of unknown, 5 more points of
+errors, take twice as long, or let a request wait in the queue for an exponential time of 70 ms on
+average, while its batch takes as long as before. The time to the rollback is that from the rollout
+to the decision; the rollback itself takes as long as a rollout.
 """
 
 import argparse

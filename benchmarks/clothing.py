@@ -1,15 +1,14 @@
-"""Training on photographs from random weights,
-compared with plain torchvision training of equal time.
+"""Training on photographs from random weights, compared with plain torchvision training of equal
+time.
 
-``python benchmarks/clothing.py --source clothing-dataset-small`` with a checkout of the
-GitHub repository alexeygrigorev/clothing-dataset-small: 3,781 photographs of ten kinds
-of clothes, about 400 px wide, in train/, validation/ and test/.
+``python benchmarks/clothing.py --source clothing-dataset-small`` with a checkout of the GitHub
+repository alexeygrigorev/clothing-dataset-small: 3,781 photographs of ten kinds of clothes, about
+400 px wide, in train/, validation/ and test/.
 
-The baseline is the recipe of torchvision tutorials: resnet18, random resized crops and
-flips, SGD with one cycle of the learning rate, cross-entropy. It decodes the images
-once, trains on images of the same size and in the same precision, and stops after the
-CPU seconds that evernear's training took. Each training run has a separate process,
-whose peak memory is measured.
+The baseline is the recipe of torchvision tutorials: resnet18, random resized crops and flips, SGD
+with one cycle of the learning rate, cross-entropy. It decodes the images once, trains on images of
+the same size and in the same precision, and stops after the CPU seconds that evernear's training
+took. Each training run has a separate process, whose peak memory is measured.
 """
 
 import argparse
@@ -76,9 +75,7 @@ def main() -> None:
 
 
 def run_in_process(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Call ``function`` in a new process,
-    so that its peak memory can be measured separately.
-    """
+    """Call ``function`` in a new process, so that its peak memory can be measured separately."""
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         return pool.submit(function, *arguments).result()
 
@@ -91,9 +88,7 @@ def train_evernear(dataset_dir: Path, seed: int, overrides: list[str]) -> dict[s
 
 
 def train_torchvision(source: Path, side: int, cpu_s: float, seed: int) -> dict[str, Any]:
-    """Train a resnet18 for ``cpu_s``,
-    and measure it on the centers of the test images.
-    """
+    """Train a resnet18 for ``cpu_s``, and measure it on the centers of the test images."""
     torch.manual_seed(seed)
     decode = v2.Compose([v2.RGB(), v2.PILToTensor(), v2.Resize(round(side * RESIZE))])
     augment = v2.Compose([v2.RandomResizedCrop(side), v2.RandomHorizontalFlip()])

@@ -1,12 +1,12 @@
 """The watcher's alarms and proposals in simulated weeks of live queries:
 ``python benchmarks/drift.py --mnist DIR``.
 
-``DIR`` contains the four IDX files of MNIST. A small release is trained on 800 of its
-images, with a query split of 40, and a large one is a reindex of it with 10,000. Their
-live queries are other images, in a random order. A third release is trained on 10,000
-images that went through the camera of the frames (shift, brightness, JPEG), since
-frames of another camera than the reference's are drift. A run writes the query log of a
-server, checks with the real watcher every `CHECK_EVERY`, and counts:
+``DIR`` contains the four IDX files of MNIST. A small release is trained on 800 of its images, with
+a query split of 40, and a large one is a reindex of it with 10,000. Their live queries are other
+images, in a random order. A third release is trained on 10,000 images that went through the camera
+of the frames (shift, brightness, JPEG), since frames of another camera than the reference's are
+drift. A run writes the query log of a server, checks with the real watcher every `CHECK_EVERY`, and
+counts:
 
 - ``tested``: checks that tested for drift.
 - ``alarms``: runs of consecutive checks that reported drift.
@@ -75,9 +75,8 @@ BURST_DAY, BURST = 1, 1_000
 
 @dataclass(frozen=True)
 class Scenario:
-    """Queries of some days. ``change`` names the images from ``change_day`` on;
-    empty: no change.
-    """
+    """Queries of some days. ``change`` names the images from ``change_day`` on; empty: no
+    change."""
 
     name: str
     release: str
@@ -190,8 +189,8 @@ def _range(values: Sequence[int]) -> str:
 
 
 def prepare(mnist: Path, release: str, directory: Path) -> None:
-    """Make the release and predict all images that the scenarios use,
-    unless ``directory`` has both.
+    """Make the release and predict all images that the scenarios use, unless ``directory`` has
+    both.
 
     The large release is a reindex of the small one, so that both have one network.
     """
@@ -276,18 +275,15 @@ def write_idx(directory: Path, part: str, images: Images, labels: Images) -> Non
 
 
 def change_camera(images: Images, blur: float, contrast: float, noise: float, rng: np.random.Generator) -> Images:
-    """Blur (standard deviation in pixels), less contrast around gray,
-    and noise (in gray levels).
-    """
+    """Blur (standard deviation in pixels), less contrast around gray, and noise (in gray
+    levels)."""
     blurred = gaussian_filter(images.astype(np.float32), (0, blur, blur))
     changed = (blurred - 128) * contrast + 128 + rng.normal(0, noise, images.shape)
     return changed.clip(0, 255).astype(np.uint8)
 
 
 def frames(images: Images, rng: np.random.Generator, count: int) -> Images:
-    """``count`` frames of each image: shifted by up to a pixel,
-    brightness within 6%, JPEG.
-    """
+    """``count`` frames of each image: shifted by up to a pixel, brightness within 6%, JPEG."""
     made: list[Images] = []
     for image in images:
         for _ in range(count):
@@ -372,8 +368,7 @@ def schedule(scenario: Scenario, labels: Sequence[str], rng: np.random.Generator
         times_s = rng.uniform(0, 86_400, PER_DAY).tolist()
         if scenario.burst and day == BURST_DAY:
             times_s += rng.uniform(43_050, 43_350, BURST).tolist()  # two files of the log
-        # The class has too few images for all weekends. Within a weekend,
-        # each comes once.
+        # The class has too few images for all weekends. Within a weekend, each comes once.
         special = rng.permutation(of_class).tolist() if day % 7 == 5 else special
         for time_s in sorted(times_s):
             is_special = scenario.weekends and day % 7 >= 5 and rng.random() < WEEKEND_SHARE
@@ -435,9 +430,8 @@ def check_all(
 def _log_writer(
     put: Callable[[str, bytes], object], version: str, answers: dict[str, Answers], rng: np.random.Generator
 ) -> Callable[[datetime, datetime, list[Query]], None]:
-    """Writes a file of the query log, with a uniform sample of the period's queries,
-    as a server does.
-    """
+    """Writes a file of the query log, with a uniform sample of the period's queries, as a server
+    does."""
     sample = QUERY_LOG_SAMPLE
 
     def write(since: datetime, until: datetime, queries: list[Query]) -> None:

@@ -1,11 +1,11 @@
 """Images per second of embedding a gallery:
 ``python benchmarks/embed_gallery.py --source mnist``.
 
-The benchmark runs the whole embed step: load the network, read the gallery split (here
-most of the training images, because galleries are large) from its shards, embed it with
-the frozen network, and write embeddings. The baseline follows the source project: the
-plain scripted network with ten images per batch, which reads the same shards and writes
-nothing. The two alternate, and the best of several repeats is reported.
+The benchmark runs the whole embed step: load the network, read the gallery split (here most of the
+training images, because galleries are large) from its shards, embed it with the frozen network, and
+write embeddings. The baseline follows the source project: the plain scripted network with ten
+images per batch, which reads the same shards and writes nothing. The two alternate, and the best of
+several repeats is reported.
 """
 
 import argparse

@@ -14,9 +14,9 @@ Two seeds of the default recipe share 60% on MNIST's 10,000 test images (25 of 4
 99.60% and 99.54% after four epochs). 0% is the harder case: the less two models agree,
 the more of their difference is due to chance.
 
-Three more tables concern the anchor. Their models answer one frozen test split, and
-each pair shares the given fraction of errors: a query has a difficulty, and a model a
-deviation from it, both normal.
+Three more tables concern the anchor. Their models answer one frozen test split, and each pair
+shares the given fraction of errors: a query has a difficulty, and a model a deviation from it, both
+normal.
 
 - Equal: champion, anchor and candidate are equally good. Every hold is a false one.
 - Chains: each of ten candidates is a point worse than the one before it. The result is
@@ -54,9 +54,8 @@ CONVENTIONAL_LEVEL = 0.05
 
 @dataclass(frozen=True)
 class Case:
-    """A simulated pair: ``difference_points`` is challenger minus champion,
-    in points of accuracy.
-    """
+    """A simulated pair: ``difference_points`` is challenger minus champion, in points of
+    accuracy."""
 
     planted: Literal["drawn", "frozen"]
     queries: int
@@ -88,11 +87,11 @@ class Case:
 
 
 def cases() -> Iterator[Case]:
-    """Yield cases of MNIST's size and target accuracy,
-    then of a test split of scikit-learn's digits.
+    """Yield cases of MNIST's size and target accuracy, then of a test split of scikit-learn's
+    digits.
 
-    On such a small split, most equal models that fail are below the accuracy floor,
-    not behind the champion.
+    On such a small split, most equal models that fail are below the accuracy floor, not behind the
+    champion.
     """
     for planted in ("drawn", "frozen"):
         for shared in (MEASURED_SHARED, 0.0):
@@ -106,14 +105,11 @@ def cases() -> Iterator[Case]:
 
 
 class TestSplit:
-    """A frozen test split, answered by models of which each pair shares the fraction
-    ``shared`` of errors.
-    """
+    """A frozen test split, answered by models of which each pair shares the fraction ``shared`` of
+    errors."""
 
     def __init__(self, queries: int, shared: float, error_rate: float, seed: int) -> None:
-        """``shared`` holds for models of ``error_rate``,
-        approximately also for others.
-        """
+        """``shared`` holds for models of ``error_rate``, approximately also for others."""
         self._rng = np.random.default_rng(seed)
         self._correlation = correlation(shared, error_rate)
         self._difficulty = self._rng.standard_normal(queries)
@@ -128,9 +124,8 @@ class TestSplit:
 
 @cache
 def correlation(shared: float, error_rate: float) -> float:
-    """The correlation of two models' scores with which they share the fraction
-    ``shared`` of their errors.
-    """
+    """The correlation of two models' scores with which they share the fraction ``shared`` of their
+    errors."""
     limit = -NormalDist().inv_cdf(error_rate)
 
     def excess(correlation: float) -> float:
@@ -152,9 +147,8 @@ class Chain:
     steps: int = 10
 
     def run(self, seed: int) -> tuple[float, int]:
-        """The accuracy of the last champion,
-        and the number of the first candidate that was held (0: none).
-        """
+        """The accuracy of the last champion, and the number of the first candidate that was held
+        (0: none)."""
         split = TestSplit(self.queries, self.shared, 1 - self.start, seed)
         accuracy, first_held = self.start, 0
         champion = anchor = split.outcomes(1 - self.start)
@@ -180,9 +174,7 @@ def chains() -> Iterator[Chain]:
 
 
 def held_equal(queries: int, accuracy: float, shared: float, seed: int) -> set[str]:
-    """The rules that hold a candidate that is as good as the champion and the
-    anchor.
-    """
+    """The rules that hold a candidate that is as good as the champion and the anchor."""
     split = TestSplit(queries, shared, 1 - accuracy, seed)
     candidate, champion, anchor = (split.outcomes(1 - accuracy) for _ in range(3))
     verdict = decide(make_evaluation(candidate, champion, anchor=anchor), GateSettings())
@@ -192,9 +184,8 @@ def held_equal(queries: int, accuracy: float, shared: float, seed: int) -> set[s
 def make_evaluation(
     challenger: Outcomes, champion: Outcomes, labels: tuple[str, ...] = LABELS, anchor: Outcomes | None = None
 ) -> Evaluation:
-    """The evaluation of systems that differ only in these outcomes.
-    Without ``anchor``, the champion is the anchor.
-    """
+    """The evaluation of systems that differ only in these outcomes. Without ``anchor``, the
+    champion is the anchor."""
     fixed = (
         AnchorEvaluation(
             name="anchor",
@@ -246,9 +237,8 @@ def make_measurement(name: str, outcomes: Outcomes, labels: tuple[str, ...]) -> 
 
 
 def count_held(case: Case, seeds: int, levels: Sequence[float]) -> list[int]:
-    """The number of ``seeds`` simulations of ``case`` that the gate holds,
-    at each of ``levels``.
-    """
+    """The number of ``seeds`` simulations of ``case`` that the gate holds, at each of
+    ``levels``."""
     counts = [0] * len(levels)
     for seed in range(seeds):
         evaluation = make_evaluation(*case.outcomes(seed))

@@ -1,19 +1,18 @@
-"""A head on the features of a pretrained backbone,
-compared with whitened features and with logistic regression on the same features.
+"""A head on the features of a pretrained backbone, compared with whitened features and with
+logistic regression on the same features.
 
-``python benchmarks/head.py --source signs=DIRECTORY --source clothing=DIRECTORY`` with
-class folders of photographs in ``DIRECTORY/train`` and ``DIRECTORY/test``. The settings
-are those of the preset photos. Each method knows the same training and gallery images:
-all of them, or a random sample of 5 or 20 images of each class. The features, the
-whitening, the head and the center are those of the train and export steps. A test image
-is recognized by the nearest of the known images, which are the gallery of a release
-with a frozen backbone. A release is served with the head, unless the train step prefers
-whitened features, and with the centroids of the classes, if they recognize clearly more
-queries. The logistic regression of scikit-learn (C = 1) trains on the features, each
+``python benchmarks/head.py --source signs=DIRECTORY --source clothing=DIRECTORY`` with class
+folders of photographs in ``DIRECTORY/train`` and ``DIRECTORY/test``. The settings are those of the
+preset photos. Each method knows the same training and gallery images: all of them, or a random
+sample of 5 or 20 images of each class. The features, the whitening, the head and the center are
+those of the train and export steps. A test image is recognized by the nearest of the known images,
+which are the gallery of a release with a frozen backbone. A release is served with the head, unless
+the train step prefers whitened features, and with the centroids of the classes, if they recognize
+clearly more queries. The logistic regression of scikit-learn (C = 1) trains on the features, each
 divided by its standard deviation.
 
-The results are written after each sample. ``--add`` keeps them, so that only missing
-samples are measured. ``--directory`` keeps the features too.
+The results are written after each sample. ``--add`` keeps them, so that only missing samples are
+measured. ``--directory`` keeps the features too.
 """
 
 import argparse
@@ -111,11 +110,11 @@ def load_runs() -> list[dict[str, Any]]:
 
 
 class Sample(TrainingImages):
-    """A dataset whose train and gallery splits have ``count`` random images of each
-    class together, or all images if ``count`` is None.
+    """A dataset whose train and gallery splits have ``count`` random images of each class together,
+    or all images if ``count`` is None.
 
-    The shares of the gallery and of the queries are those of the dataset, but at least
-    one image of each class.
+    The shares of the gallery and of the queries are those of the dataset, but at least one image of
+    each class.
     """
 
     def __init__(self, dataset: Dataset, count: int | None, seed: int) -> None:
@@ -201,9 +200,8 @@ def embedder(
 def correct_answers(
     embed: Callable[[Tensor], Tensor], known: Labeled, queries: Labeled
 ) -> dict[str, NDArray[np.float64]]:
-    """Whether each of the ``queries`` is recognized, as arrays (N,) of 0 and 1: by the
-    vote of the nearest known images, and by the centroids of the classes.
-    """
+    """Whether each of the ``queries`` is recognized, as arrays (N,) of 0 and 1: by the vote of the
+    nearest known images, and by the centroids of the classes."""
     vectors, references = embed(queries.features), embed(known.features)
     nearest = (vectors @ references.T).topk(max(NEIGHBORS)).indices
     labels = known.classes[nearest].numpy().astype(np.int32)
@@ -214,9 +212,8 @@ def correct_answers(
 
 
 def accuracies(queries: dict[str, NDArray[np.float64]], test: dict[str, NDArray[np.float64]]) -> dict[str, Any]:
-    """Test accuracy of each rule, and of the rule that the index step chooses with the
-    queries (`evernear.index.build.choose_rule`).
-    """
+    """Test accuracy of each rule, and of the rule that the index step chooses with the queries
+    (`evernear.index.build.choose_rule`)."""
     gained = queries["centroids"] - queries["neighbors_1"]
     rule = "centroids" if gained.mean() > gained.std() / len(gained) ** 0.5 else "neighbors_1"
     values = {name: float(correct.mean()) for name, correct in test.items()}

@@ -1,16 +1,15 @@
 """Latency of valid requests next to hostile ones:
 ``python benchmarks/hostile_traffic.py``.
 
-Each server receives batches of concurrent requests: 8 valid ones with 8 generated
-bodies (hostile), 16 valid ones (quiet), and 8 valid ones (half). Blocks of these
-alternate, so other load affects all of them. Every valid request must get the correct
-response, no response may be a 5xx, and no process may die. The p99 of valid requests
-next to hostile ones is compared with batches of the same size and, to account for
-smaller batches, of half the size. Then 15 valid requests are sent together with one of
-the largest valid image files of each kind.
+Each server receives batches of concurrent requests: 8 valid ones with 8 generated bodies (hostile),
+16 valid ones (quiet), and 8 valid ones (half). Blocks of these alternate, so other load affects all
+of them. Every valid request must get the correct response, no response may be a 5xx, and no process
+may die. The p99 of valid requests next to hostile ones is compared with batches of the same size
+and, to account for smaller batches, of half the size. Then 15 valid requests are sent together with
+one of the largest valid image files of each kind.
 
-The servers are real processes on loopback: TorchServe, the preprocessing server in
-front of it, and KServe's predictor (if ``.venv/kserve`` exists).
+The servers are real processes on loopback: TorchServe, the preprocessing server in front of it, and
+KServe's predictor (if ``.venv/kserve`` exists).
 """
 
 import argparse
@@ -160,9 +159,7 @@ def targets(
 
 
 def without_forms(malformed: Malformed) -> Malformed:
-    """Return only bodies that TorchServe's frontend forwards unchanged;
-    it parses forms.
-    """
+    """Return only bodies that TorchServe's frontend forwards unchanged; it parses forms."""
 
     def make(rng: random.Random) -> Request:
         request = malformed(rng)
@@ -175,9 +172,7 @@ def without_forms(malformed: Malformed) -> Malformed:
 
 @contextmanager
 def prep_process(served: Served) -> Iterator[tuple[int, int]]:
-    """Start a preprocessing server in front of TorchServe;
-    yield its port and process ID.
-    """
+    """Start a preprocessing server in front of TorchServe; yield its port and process ID."""
     settings = served.settings
     Registry(open_store(settings.store_uri)).publish(served.home / "model-store" / "release.mar")
     make_champion(settings.store_uri, served.manifest.version)

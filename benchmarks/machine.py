@@ -38,8 +38,8 @@ def describe() -> dict[str, Any]:
 def write(
     name: str, title: str, machine: Mapping[str, Any], result: Mapping[str, Any], table: Sequence[Sequence[str]]
 ) -> None:
-    """Write all values to ``results/<name>.json``,
-    and ``table`` with a heading to ``<name>.md``.
+    """Write all values to ``results/<name>.json``, and ``table`` with a heading to
+    ``<name>.md``.
 
     The first row of ``table`` is its heading.
     """

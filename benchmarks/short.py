@@ -1,9 +1,8 @@
 """A short run for a pull request: ``python benchmarks/short.py`` prints Markdown.
 
-It measures the accuracy of the system as it is served, and the speed of embedding
-compared with the plain scripted network, on scikit-learn's digits, so nothing is
-downloaded. 203 test images cannot distinguish 99.5% from 99.0%; they only show that
-something broke.
+It measures the accuracy of the system as it is served, and the speed of embedding compared with the
+plain scripted network, on scikit-learn's digits, so nothing is downloaded. 203 test images cannot
+distinguish 99.5% from 99.0%; they only show that something broke.
 """
 
 import tempfile

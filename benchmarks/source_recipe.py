@@ -1,9 +1,8 @@
 """The source project's training, reimplemented from its description as the baseline.
 
-Convolution 32, max-pooling, convolution 64, two fully connected layers of 128, batch
-normalization; ArcFace with s = 32 and m = 0.5; SGD at 0.01 without momentum or
-schedule; batches of 64; images read one by one through a DataLoader with two workers
-from .npy memory maps.
+Convolution 32, max-pooling, convolution 64, two fully connected layers of 128, batch normalization;
+ArcFace with s = 32 and m = 0.5; SGD at 0.01 without momentum or schedule; batches of 64; images
+read one by one through a DataLoader with two workers from .npy memory maps.
 """
 
 from collections.abc import Iterator

@@ -1,12 +1,11 @@
 """Time to the accuracy of the source project's recipe:
 ``python benchmarks/time_to_accuracy.py --source mnist``.
 
-In each repeat, the recipe (`source_recipe`) trains for five epochs and its accuracy is
-measured after the first and the fifth; evernear trains with two short schedules. All
-train on the same train split and are measured in the same way: float32 embeddings of
-the gallery, labels of the queries by vote of the nearest five. Times cover training and
-reading the data, but not measuring; the minimum of several runs is reported, because
-noise only adds time.
+In each repeat, the recipe (`source_recipe`) trains for five epochs and its accuracy is measured
+after the first and the fifth; evernear trains with two short schedules. All train on the same train
+split and are measured in the same way: float32 embeddings of the gallery, labels of the queries by
+vote of the nearest five. Times cover training and reading the data, but not measuring; the minimum
+of several runs is reported, because noise only adds time.
 
 The schedules were chosen with ``--split query``, never on the test split.
 """

@@ -1,15 +1,14 @@
-"""Build the documentation as a site in ``site/``;
-``--check`` builds and checks it without writing.
+"""Build the documentation as a site in ``site/``; ``--check`` builds and checks it without
+writing.
 
     python -m docs.build [--check]
 
-The pages are the Markdown files of `PAGES`, which also read well on GitHub, the
-notebooks with their committed outputs, and a reference of the settings. Links between
-pages stay relative. Links to other files of the repository lead to GitHub where the
-environment names the repository (``GITHUB_REPOSITORY``, as in a workflow), and are text
-otherwise. Every link of a built page leads to the web or into the site, and it loads
-nothing from another host. ``--check`` also searches the pages and the comments of the
-code for `docs.wrapping.damage`.
+The pages are the Markdown files of `PAGES`, which also read well on GitHub, the notebooks with
+their committed outputs, and a reference of the settings. Links between pages stay relative. Links
+to other files of the repository lead to GitHub where the environment names the repository
+(``GITHUB_REPOSITORY``, as in a workflow), and are text otherwise. Every link of a built page leads
+to the web or into the site, and it loads nothing from another host. ``--check`` also searches the
+pages and the comments of the code for `docs.wrapping.damage`.
 """
 
 import argparse
@@ -81,8 +80,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def check_wrapping() -> None:
-    """Search all pages and comments for blocks and commands that became part of a
-    paragraph.
+    """Search all pages and comments for blocks and commands that became part of a paragraph.
 
     Raises:
         DataError: some did. The message names each place.
@@ -94,8 +92,7 @@ def check_wrapping() -> None:
 
 
 def stage(directory: Path) -> None:
-    """Write every page of the site as Markdown into ``directory``,
-    with links that fit the site.
+    """Write every page of the site as Markdown into ``directory``, with links that fit the site.
 
     Raises:
         DataError: a link leads to a file that does not exist,
@@ -123,8 +120,7 @@ def all_pages() -> dict[Path, str]:
 
 def page_text(source: Path) -> tuple[str, dict[str, bytes]]:
     """The Markdown of a page, and its pictures by file name:
-    the outputs of a notebook.
-    """
+    the outputs of a notebook."""
     if source.suffix != ".ipynb":
         return source.read_text(), {}
     from nbconvert import MarkdownExporter  # takes a second to import
@@ -133,8 +129,8 @@ def page_text(source: Path) -> tuple[str, dict[str, bytes]]:
     exporter = MarkdownExporter()
     exporter.register_preprocessor(CoalesceStreamsPreprocessor, enabled=True)
     text, resources = exporter.from_filename(str(source), {"unique_key": source.stem})
-    # As HTML, because the pictures are not files of the repository,
-    # as the target of a link must be.
+    # As HTML, because the pictures are not files of the repository, as the target of a link must
+    # be.
     return PICTURE.sub(r'<img alt="output of the cell above" src="\1">', text), resources["outputs"]
 
 
@@ -215,9 +211,8 @@ def build(work: Path) -> None:
 
 
 def unrendered_lists(site: Path) -> set[str]:
-    """Pages with a paragraph that has a list in it,
-    where GitHub and the site generator disagree about Markdown.
-    """
+    """Pages with a paragraph that has a list in it, where GitHub and the site generator disagree
+    about Markdown."""
     paragraphs = re.compile(r"<p>((?:(?!</p>).)*)</p>", re.DOTALL)
     item = re.compile(r"^\s*(?:[-*]|\d+\.) ", re.MULTILINE)
     pages = {page: paragraphs.findall(page.read_text()) for page in site.rglob("*.html")}
@@ -225,9 +220,7 @@ def unrendered_lists(site: Path) -> set[str]:
 
 
 def foreign_resources(site: Path) -> set[str]:
-    """Addresses on other hosts that the pages of a built site load,
-    as opposed to link to.
-    """
+    """Addresses on other hosts that the pages of a built site load, as opposed to link to."""
     pages = [_addresses(page) for page in site.rglob("*.html")]
     return {url for page in pages for url in page.loaded if re.match(r"(https?:)?//", url)}
 

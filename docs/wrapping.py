@@ -1,5 +1,5 @@
-"""Find blocks and commands that became part of a paragraph: fences, prompts,
-directives and examples.
+"""Find blocks and commands that became part of a paragraph: fences, prompts, directives and
+examples.
 
 Markdown is searched, and so are comments and Python's docstrings.
 """
@@ -25,9 +25,7 @@ Lines = list[tuple[int, str]]
 
 
 def damage(path: Path) -> list[str]:
-    """One phrase for each place of a file where a line break is missing,
-    or stands within code.
-    """
+    """One phrase for each place of a file where a line break is missing, or stands within code."""
     text = path.read_text()
     lines = list(enumerate(text.splitlines(), 1))
     blocks = [lines] if path.suffix == ".md" else [*_comments(lines)]

@@ -1,6 +1,5 @@
-"""moto with atomic conditional writes, like S3.
-Plain moto checks the condition and writes in two steps.
-"""
+"""moto with atomic conditional writes, like S3. Plain moto checks the condition and writes in two
+steps."""
 
 import functools
 import io
@@ -21,8 +20,8 @@ def start_moto() -> ThreadedMotoServer:
     server, lock = moto._server, threading.Lock()
     assert server is not None
     application = server.app
-    # Without this cache, moto lists the directories of all services
-    # for each request, which is a fourth of its time.
+    # Without this cache, moto lists the directories of all services for each request, which is a
+    # fourth of its time.
     application.get_backend_for_host = functools.cache(application.get_backend_for_host)
 
     def atomic(environ: "WSGIEnvironment", start_response: "StartResponse") -> Iterable[bytes]:

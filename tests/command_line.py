@@ -1,6 +1,5 @@
-"""Run the ``evernear`` command in the test process,
-which has already imported the command's modules.
-"""
+"""Run the ``evernear`` command in the test process, which has already imported the command's
+modules."""
 
 import io
 import subprocess

@@ -28,13 +28,11 @@ _bucket_numbers = itertools.count(time.time_ns())
 
 
 LONGEST_FIRST = ("scenarios", "deployment", "notebooks", "kserve", "serving", "embedding", "data", "triggers")
-"""Directories whose tests take longest: if started last,
-they would run alone at the end, on one of two cores.
-"""
+"""Directories whose tests take longest: if started last, they would run alone at the end, on one of
+two cores."""
 SLOW_TIMEOUT_S = 1800
-"""Default time limit of a slow test. A test that takes minutes on an idle processor can
-take many times as long on a busy one.
-"""
+"""Default time limit of a slow test. A test that takes minutes on an idle processor can take many
+times as long on a busy one."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -50,9 +48,7 @@ def _directories(item: pytest.Item) -> list[str]:
 
 @pytest.fixture(scope="session", autouse=True)
 def settings_without_those_of_the_checkout() -> Iterator[None]:
-    """Ignore the settings that `make demo` keeps in the directory in which the tests
-    run.
-    """
+    """Ignore the settings that `make demo` keeps in the directory in which the tests run."""
     checkout, read_file = Path.cwd() / Settings().workdir, layers.read_file
 
     def read_other_file(model: type[BaseModel], workdir: Path) -> Tree | None:
@@ -75,8 +71,7 @@ def writes_without_sync() -> Iterator[None]:
 def s3_endpoint() -> Iterator[str]:
     """The URL of an S3 server: moto, or the one at ``TEST_S3_URL``.
 
-    ``TEST_S3_ACCESS_KEY`` and ``TEST_S3_SECRET_KEY`` must be allowed to create buckets
-    there.
+    ``TEST_S3_ACCESS_KEY`` and ``TEST_S3_SECRET_KEY`` must be allowed to create buckets there.
     """
     if url := os.environ.get("TEST_S3_URL"):
         yield url
@@ -115,9 +110,8 @@ def milvus_uri(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="session")
 def system(tmp_path_factory: pytest.TempPathFactory) -> System:
-    """The digits dataset and a small network trained on it by the first worker that
-    needs it; nobody changes it.
-    """
+    """The digits dataset and a small network trained on it by the first worker that needs it;
+    nobody changes it."""
     directory = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
         directory = directory.parent  # shared by the workers

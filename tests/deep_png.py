@@ -10,8 +10,8 @@ from tests import hostile
 
 
 def deep_png(values: NDArray[np.uint16], *, transparent: tuple[int, ...] = (), exif: bytes = b"") -> bytes:
-    """A PNG file of ``values`` (H, W) or (H, W, C): gray, gray with alpha, color,
-    or color with alpha.
+    """A PNG file of ``values`` (H, W) or (H, W, C): gray, gray with alpha, color, or color with
+    alpha.
 
     ``transparent`` is the color that is transparent (tRNS).
     """

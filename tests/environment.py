@@ -1,9 +1,7 @@
-"""The initial environment of every test and its subprocesses,
-isolated from the user's shell.
+"""The initial environment of every test and its subprocesses, isolated from the user's shell.
 
-conftest.py imports this module before anything that reads the environment. The removed
-variables are saved for the few tests that need them, which install packages or use a
-real cluster.
+conftest.py imports this module before anything that reads the environment. The removed variables
+are saved for the few tests that need them, which install packages or use a real cluster.
 """
 
 import json
@@ -13,9 +11,8 @@ import signal
 import sys
 
 SHELL_VARIABLE = "EVERNEAR_TEST_SHELL"
-"""An environment variable, because pytest-xdist workers inherit an environment that is
-already isolated.
-"""
+"""An environment variable, because pytest-xdist workers inherit an environment that is already
+isolated."""
 
 _PROXIES = r"(all|ftp|http|https|no)_proxy"
 _CERTIFICATES = r"ssl_cert_(file|dir)|(requests|curl)_ca_bundle"
@@ -27,26 +24,22 @@ _FOREIGN = re.compile("|".join([_PROXIES, _CERTIFICATES, _SERVICES, _THREADS, _T
 
 
 def isolate() -> None:
-    """Remove the variables that the code under test reads,
-    and limit every process to one thread.
+    """Remove the variables that the code under test reads, and limit every process to one
+    thread.
 
-    Tests run in parallel, and most of them wait for servers.
-    Every process can be interrupted.
+    Tests run in parallel, and most of them wait for servers. Every process can be interrupted.
     """
     removed = {name: os.environ.pop(name) for name in list(os.environ) if _FOREIGN.fullmatch(name)}
     os.environ.setdefault(SHELL_VARIABLE, json.dumps(removed))
     os.environ["OMP_NUM_THREADS"] = "1"
     sys.dont_write_bytecode = False
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-        # A shell starts a background job this way,
-        # and the commands under test would inherit it.
+        # A shell starts a background job this way, and the commands under test would inherit it.
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def of_the_shell(*names: str) -> dict[str, str]:
-    """Return the variables of ``names``, in upper or lower case,
-    from the user's shell.
-    """
+    """Return the variables of ``names``, in upper or lower case, from the user's shell."""
     wanted = {name.lower() for name in names}
     removed: dict[str, str] = json.loads(os.environ[SHELL_VARIABLE])
     return {name: value for name, value in removed.items() if name.lower() in wanted}

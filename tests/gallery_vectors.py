@@ -29,9 +29,8 @@ class MakeEmbeddings(Protocol):
 
 
 def blobs(seed: int, count: int, classes: int = 5, dim: int = 16, spread: float = 0.35) -> tuple[Vectors, Numbers]:
-    """Unit vectors around one center per class.
-    The centers do not depend on the seed, and every class occurs.
-    """
+    """Unit vectors around one center per class. The centers do not depend on the seed, and every
+    class occurs."""
     centers = np.random.default_rng(99).normal(size=(classes, dim))
     rng = np.random.default_rng(seed)
     labels = np.concatenate([np.arange(classes), rng.integers(0, classes, count - classes)])

@@ -1,7 +1,7 @@
 """Hand-crafted PNG, JPEG and WebP files that cost a decoder time or memory.
 
-No library would write such files. The files in `REFUSED` must be rejected by their
-structure. The files of `largest_valid_files` are just within every limit.
+No library would write such files. The files in `REFUSED` must be rejected by their structure. The
+files of `largest_valid_files` are just within every limit.
 """
 
 import random
@@ -41,9 +41,8 @@ def png(
     before: bytes = b"",
     after: bytes = b"",
 ) -> bytes:
-    """A black PNG file, about a thousandth of its pixels;
-    ``before`` and ``after`` surround the pixel data.
-    """
+    """A black PNG file, about a thousandth of its pixels; ``before`` and ``after`` surround the
+    pixel data."""
 
     def rows(width: int, height: int) -> Iterator[bytes]:
         row = bytes([row_filter]) + bytes((width * _CHANNELS[color] * depth + 7) // 8)
@@ -59,16 +58,15 @@ def png(
 
 
 def empty_blocks(size_bytes: int) -> bytes:
-    """A deflate stream of empty blocks,
-    each with a Huffman table for the decoder to build (RFC 1951, 3.2.7).
-    """
+    """A deflate stream of empty blocks, each with a Huffman table for the decoder to build (RFC
+    1951, 3.2.7)."""
     order = (16, 17, 18, 0, 8, 7, 9, 6, 10, 5, 11, 4, 12, 3, 13, 2, 14, 1, 15)
     lengths = dict.fromkeys((*range(1, 16), 18), 4)
     codes = _canonical(lengths)
     header = "0" + _number(2, 2) + _number(0, 5) + _number(0, 5) + _number(15, 4)
     header += "".join(_number(lengths.get(symbol, 0), 3) for symbol in order)
-    # Symbols 0 to 14 have 1 to 15 bits, the end of the block has 15, all between have
-    # none, and so has the distance 1.
+    # Symbols 0 to 14 have 1 to 15 bits, the end of the block has 15, all between have none, and so
+    # has the distance 1.
     table = "".join(codes[length] for length in range(1, 16))
     table += codes[18] + _number(138 - 11, 7) + codes[18] + _number(103 - 11, 7) + codes[15] + codes[1]
     end = _canonical({**{symbol: symbol + 1 for symbol in range(15)}, 256: 15})[256]
@@ -131,8 +129,7 @@ def progressive(width: int, height: int, components: int, scans: int) -> bytes:
     """A progressive JPEG file whose scans of a few bytes make the decoder visit every
     coefficient.
 
-    Each Huffman table has one code: no change (DC),
-    or the longest end-of-band run (AC).
+    Each Huffman table has one code: no change (DC), or the longest end-of-band run (AC).
     """
     blocks = -(-width // 8) * -(-height // 8)
     names = range(1, components + 1)
@@ -168,9 +165,7 @@ def exif(entries: int, size_bytes: int) -> bytes:
 
 
 def noise(mode: str, side: int, **options: object) -> bytes:
-    """A JPEG file of noise at full quality,
-    the largest possible file for its pixels.
-    """
+    """A JPEG file of noise at full quality, the largest possible file for its pixels."""
     buffer, block = BytesIO(), ImageFile.MAXBLOCK
     ImageFile.MAXBLOCK = 8 * side * side + 2**16  # a progressive file is written in one piece
     try:
@@ -227,9 +222,8 @@ def webp_noise(side: int) -> bytes:
 
 
 def code_groups(side: int, groups: int) -> bytes:
-    """A lossless WebP file whose blocks of 4 x 4 pixels choose among ``groups`` groups
-    of prefix codes (RFC 9649).
-    """
+    """A lossless WebP file whose blocks of 4 x 4 pixels choose among ``groups`` groups of prefix
+    codes (RFC 9649)."""
     bits: list[str] = []
 
     def put(value: int, count: int) -> None:
@@ -283,9 +277,7 @@ def animated_webp() -> bytes:
 
 @dataclass(frozen=True)
 class Bomb:
-    """A file that must be rejected by its structure;
-    the error contains ``sentence``.
-    """
+    """A file that must be rejected by its structure; the error contains ``sentence``."""
 
     make: Callable[[], bytes]
     sentence: str
@@ -328,9 +320,8 @@ REFUSED = {
 
 
 def largest_valid_files(max_pixels: int) -> dict[str, Callable[[], bytes]]:
-    """Files of ``max_pixels`` in every supported format,
-    each with the most expensive content within the limits.
-    """
+    """Files of ``max_pixels`` in every supported format, each with the most expensive content
+    within the limits."""
     side = int(max_pixels**0.5)
     files: dict[str, Callable[[], bytes]] = {
         "PNG, RGBA, 16 bits": lambda: png(side, side, 16, RGBA),

@@ -1,6 +1,5 @@
-"""Generated requests, most of them malformed,
-and a client that sends them along with valid requests.
-"""
+"""Generated requests, most of them malformed, and a client that sends them along with valid
+requests."""
 
 import asyncio
 import base64
@@ -52,9 +51,7 @@ def is_chunked(request: Request) -> bool:
 
 @dataclass(frozen=True)
 class RequestTarget:
-    """A server on loopback, a valid request for it,
-    and a generator of malformed requests.
-    """
+    """A server on loopback, a valid request for it, and a generator of malformed requests."""
 
     port: int
     path: bytes
@@ -192,9 +189,7 @@ def real_images() -> tuple[bytes, ...]:
 
 @cache
 def bombs() -> tuple[bytes, ...]:
-    """Small files of images that are too large to decode.
-    Making them takes a second.
-    """
+    """Small files of images that are too large to decode. Making them takes a second."""
     return tuple(bomb.make() for bomb in hostile.REFUSED.values())
 
 
@@ -344,8 +339,8 @@ def malformed_instances(rng: random.Random) -> Request:
 
 
 def fuzz(target: RequestTarget, seconds: float, batch: int = 24) -> int:
-    """Send new bodies for ``seconds``, each batch along with valid requests;
-    return their number.
+    """Send new bodies for ``seconds``, each batch along with valid requests; return their
+    number.
 
     A failure names the seed of its batch.
     """

@@ -1,6 +1,5 @@
-"""File size limits, like `ulimit -f`,
-that simulate a full disk for this process and its children.
-"""
+"""File size limits, like `ulimit -f`, that simulate a full disk for this process and its
+children."""
 
 import resource
 from collections.abc import Iterator

@@ -1,6 +1,4 @@
-"""Special files in place of a regular file.
-Opening some of the special files blocks forever.
-"""
+"""Special files in place of a regular file. Opening some of the special files blocks forever."""
 
 import os
 import socket

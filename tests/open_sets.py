@@ -6,7 +6,6 @@ from evernear.evaluation.probe import Distances, Draw, Sample
 
 
 def draw_of(known: Distances, unknown: Distances, classes: int = 2) -> Draw:
-    """A draw that tests and calibrates with the same distances, of ``classes`` known
-    and held-out classes in turns.
-    """
+    """A draw that tests and calibrates with the same distances, of ``classes`` known and held-out
+    classes in turns."""
     return Draw(*(Sample(part, (np.arange(len(part)) % classes,)) for part in (known, unknown)), known, unknown)

@@ -8,10 +8,9 @@ import subprocess
 import time
 
 FIRST_PORT, PORTS_OF_A_WORKER, WORKERS = 16_000, 1000, 16
-"""The ports below 32,768 are outside the range from which Linux and macOS choose ports
-for connections and for servers on port 0. Such a port stays free until its server
-binds it, however long the server takes to start.
-"""
+"""The ports below 32,768 are outside the range from which Linux and macOS choose ports for
+connections and for servers on port 0. Such a port stays free until its server binds it, however
+long the server takes to start."""
 _worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % WORKERS
 _ports = itertools.cycle(range(PORTS_OF_A_WORKER))
 for _ in range(random.randrange(PORTS_OF_A_WORKER)):  # other test sessions may run on this machine

@@ -113,9 +113,8 @@ def release_maker(system: System, new_directory: Callable[[], Path], pack: Pack 
 
 
 class Restamp:
-    """A `Pack` of candidates that differ in verdict and parent alone:
-    only the first one takes half a second.
-    """
+    """A `Pack` of candidates that differ in verdict and parent alone: only the first one takes half
+    a second."""
 
     def __init__(self) -> None:
         self._first: PackedRelease | None = None
@@ -170,9 +169,7 @@ def settings_on_free_ports(**changes: object) -> ServingSettings:
 
 
 def forge(release: PackedRelease, archive: Path, **parts: bytes) -> PackedRelease:
-    """Repack a release with other parts (``smoke_json=...``) and a matching
-    manifest.
-    """
+    """Repack a release with other parts (``smoke_json=...``) and a matching manifest."""
     changed = {name.replace("_", "."): data for name, data in parts.items()}
     described = {n: Part(sha256=sha256_bytes(d), size_bytes=len(d)) for n, d in changed.items()}
     parts = release.manifest.parts | described

@@ -59,9 +59,8 @@ class SeaweedFS:
 
 @contextmanager
 def seaweedfs(directory: Path, config: Path) -> Iterator[SeaweedFS]:
-    """Start the server on free ports,
-    with its data in ``directory`` and the S3 identities in ``config``.
-    """
+    """Start the server on free ports, with its data in ``directory`` and the S3 identities in
+    ``config``."""
     if "TEST_WEED" not in os.environ:
         pytest.skip("TEST_WEED does not name a SeaweedFS binary")
     binary = Path(os.environ["TEST_WEED"])

@@ -220,9 +220,7 @@ def test_demo_installs_what_the_commands_of_the_readme_need_and_not_the_rest() -
 
 
 def installed_with(name: str, extras: frozenset[str] = frozenset()) -> set[str]:
-    """The package ``name`` with ``extras`` and all that they require on this
-    platform.
-    """
+    """The package ``name`` with ``extras`` and all that they require on this platform."""
     seen: set[tuple[str, frozenset[str]]] = set()
     pending = [(name, extras)]
     while pending:

@@ -55,9 +55,8 @@ def test_shell_variables_do_not_reach_tests() -> None:
 
 
 def test_commands_under_test_can_be_interrupted_in_a_background_job() -> None:
-    """A shell without job control starts ``pytest &`` with SIGINT ignored,
-    which processes inherit.
-    """
+    """A shell without job control starts ``pytest &`` with SIGINT ignored, which processes
+    inherit."""
     program = "import signal; print(signal.getsignal(signal.SIGINT) is signal.default_int_handler)"
     isolated = (
         f"from tests import environment; import subprocess, sys; subprocess.run([sys.executable, '-c', {program!r}])"

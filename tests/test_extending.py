@@ -1,6 +1,5 @@
-"""docs/extending.md is correct: its files and changed lines fit the tree, each example
-touches few files, and its commands run.
-"""
+"""docs/extending.md is correct: its files and changed lines fit the tree, each example touches few
+files, and its commands run."""
 
 import os
 import re

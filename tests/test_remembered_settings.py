@@ -1,6 +1,5 @@
-"""The settings that a run saves in ``WORKDIR/evernear.toml``, their readers,
-and their precedence.
-"""
+"""The settings that a run saves in ``WORKDIR/evernear.toml``, their readers, and their
+precedence."""
 
 import os
 from pathlib import Path
@@ -121,9 +120,7 @@ def test_what_is_about_one_run_is_not_kept(work: Path) -> None:
 
 
 def test_first_run_without_settings_also_leaves_a_file(work: Path) -> None:
-    """The options of the second run, such as a looser gate,
-    are then for that run only.
-    """
+    """The options of the second run, such as a looser gate, are then for that run only."""
     assert layers(work).keep(replace=False) == []
     layers(work, "gate.beat_baseline=false").keep(replace=False)
     assert layers(work).settings().gate.beat_baseline
@@ -239,9 +236,7 @@ def test_file_without_permission_is_an_error(work: Path) -> None:
 
 
 def test_file_of_a_person_is_respected(work: Path) -> None:
-    """Its relative paths start at the directory,
-    so that it can be moved and used from anywhere.
-    """
+    """Its relative paths start at the directory, so that it can be moved and used from anywhere."""
     write(work, 'workdir = "."\n[data]\nsource = "folder:images"  # here\n[train]\nweights = "resnet.safetensors"\n')
     text = (work / FILE).read_text()
     loaded = layers(work, "target=registry")

@@ -167,9 +167,7 @@ def test_unknown_section_in_the_environment_is_an_error() -> None:
 
 
 def service_links(service: str, port: int, protocol: str, port_name: str) -> dict[str, str]:
-    """The variables that a kubelet sets for a Service
-    (kubernetes/pkg/kubelet/envvars).
-    """
+    """The variables that a kubelet sets for a Service (kubernetes/pkg/kubelet/envvars)."""
     name, upper = service.upper().replace("-", "_"), protocol.upper()
     address = f"{protocol}://10.96.0.7:{port}"
     return {

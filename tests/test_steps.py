@@ -37,9 +37,8 @@ from tests.releases import MakeRelease, System
 
 
 def ingest_noise(directory: Path, labels: str) -> None:
-    """Ingest random 12 x 12 images, one class per character of ``labels``;
-    write the manifest to ``directory``.
-    """
+    """Ingest random 12 x 12 images, one class per character of ``labels``; write the manifest to
+    ``directory``."""
     rng = np.random.default_rng(0)
     for label in labels:
         (directory / "images" / label).mkdir(parents=True)

@@ -151,9 +151,8 @@ def _timed(function: Callable[..., Any], took: dict[str, Took], stage: str) -> C
 
 
 def serve_listing(count: int, took: dict[str, Took]) -> Bucket:
-    """A bucket with ``count`` names. Its pages take as long as those of a real bucket,
-    and the CPU time for making them is recorded under ``serve``.
-    """
+    """A bucket with ``count`` names. Its pages take as long as those of a real bucket, and the CPU
+    time for making them is recorded under ``serve``."""
     per_class = -(-count // CLASSES)
     counts = {f"class-{label:03}/": min(per_class, count - label * per_class) for label in range(CLASSES)}
 

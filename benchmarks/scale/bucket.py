@@ -1,10 +1,8 @@
-"""A directory as a read-only S3 bucket on loopback, as slow as S3: GET and HEAD,
-with ranges.
+"""A directory as a read-only S3 bucket on loopback, as slow as S3: GET and HEAD, with ranges.
 
-Each request waits `LATENCY_S`, and each response is sent at no more than
-`CONNECTION_BYTES_PER_S`, so only clients with several requests in flight are faster.
-Signatures are not verified. The files are sent by the kernel, so the server takes
-little CPU time from the client beside it.
+Each request waits `LATENCY_S`, and each response is sent at no more than `CONNECTION_BYTES_PER_S`,
+so only clients with several requests in flight are faster. Signatures are not verified. The files
+are sent by the kernel, so the server takes little CPU time from the client beside it.
 """
 
 import os

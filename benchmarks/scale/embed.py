@@ -1,13 +1,12 @@
 """The embed step in parts: ``python -m benchmarks.scale.embed``.
 
-Random images are embedded twice by processes that run
-``python -m evernear.kubeflow.part``, as the pods of an Indexed Job do, one after the
-other: all images as one part, and in four parts. Each process loads the network and
-reads its shards; nothing is cached. With four nodes, the step would take as long as the
-longest part and combining the results.
+Random images are embedded twice by processes that run ``python -m evernear.kubeflow.part``, as the
+pods of an Indexed Job do, one after the other: all images as one part, and in four parts. Each
+process loads the network and reads its shards; nothing is cached. With four nodes, the step would
+take as long as the longest part and combining the results.
 
-CPU time is what a node with as many cores needs at least;
-it does not depend on what else the machine does.
+CPU time is what a node with as many cores needs at least; it does not depend on what else the
+machine does.
 """
 
 import argparse

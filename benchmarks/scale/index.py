@@ -1,10 +1,10 @@
 """Exact search compared with the index that evernear chooses, at a million vectors:
 ``python -m benchmarks.scale.index``.
 
-The vectors are real embeddings (`benchmarks.scale.vectors`). ``auto`` is built by the
-product's own code, tuned on variations of the query split's images. Recall@1 is
-measured on variations of the test split's images, against exact search; the two indexes
-answer the same batches of 32 alternately, in one process, as in the server.
+The vectors are real embeddings (`benchmarks.scale.vectors`). ``auto`` is built by the product's own
+code, tuned on variations of the query split's images. Recall@1 is measured on variations of the
+test split's images, against exact search; the two indexes answer the same batches of 32
+alternately, in one process, as in the server.
 """
 
 import argparse
@@ -97,9 +97,7 @@ def build_flat(embeddings: Embeddings, described: IndexDescription, directory: P
 
 
 def test_queries(embeddings: Embeddings) -> EmbeddingBlock:
-    """`RECALL_QUERIES` embeddings of the test split,
-    evenly spaced and sorted by label.
-    """
+    """`RECALL_QUERIES` embeddings of the test split, evenly spaced and sorted by label."""
     block = next(iter(embeddings.blocks("test")))
     chosen = np.linspace(0, len(block.labels) - 1, RECALL_QUERIES).astype(int)
     chosen = chosen[np.argsort(block.labels[chosen], kind="stable")]

@@ -1,9 +1,9 @@
 """Ingest of a bucket with 20 ms per request:
 ``MINIO=PATH/minio python -m benchmarks.scale.ingest``.
 
-A MinIO server on loopback contains class folders of PNG files, 28 x 28 gray, behind a
-proxy that delays each request by 20 ms. The store of the dataset is in the same bucket,
-behind the same proxy. The rows are measured one after the other:
+A MinIO server on loopback contains class folders of PNG files, 28 x 28 gray, behind a proxy that
+delays each request by 20 ms. The store of the dataset is in the same bucket, behind the same proxy.
+The rows are measured one after the other:
 
 - ``2 in flight``: as many requests as this machine has cores,
   as in earlier versions, for a subset of the images;
@@ -170,9 +170,8 @@ def minio(directory: Path) -> Generator[int]:
 
 @contextmanager
 def proxy(port: int) -> Generator[tuple[int, list[int]]]:
-    """Start a TCP proxy that delays what it forwards to ``port``;
-    yield its own port and a count of these bytes.
-    """
+    """Start a TCP proxy that delays what it forwards to ``port``; yield its own port and a count of
+    these bytes."""
     loop, sent, server_port = asyncio.new_event_loop(), [0], 0
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -1,13 +1,12 @@
 """Ingest in parts: ``python -m benchmarks.scale.ingest_parts``.
 
 A folder of PNG files, 28 x 28 gray, is ingested twice by processes that run
-``python -m evernear.kubeflow.part``, as the pods of an Indexed Job do, one after the
-other: all files as one part, and in four parts. With four nodes, the step would take as
-long as the longest part and the stages in the step's own process: list, plan, combine
-and publish.
+``python -m evernear.kubeflow.part``, as the pods of an Indexed Job do, one after the other: all
+files as one part, and in four parts. With four nodes, the step would take as long as the longest
+part and the stages in the step's own process: list, plan, combine and publish.
 
-CPU time is what a node with as many cores needs at least;
-it does not depend on what else the machine does.
+CPU time is what a node with as many cores needs at least; it does not depend on what else the
+machine does.
 """
 
 import argparse
@@ -54,9 +53,8 @@ def main() -> None:
 
 
 def ingest(scratch: Path, parts: int, part_names: int) -> dict:
-    """Ingest in parts that run one after the other;
-    the times are those of the longest part and the other stages.
-    """
+    """Ingest in parts that run one after the other; the times are those of the longest part and the
+    other stages."""
     took: list[Took] = []
 
     def run(planned: Parts, _: OpenWorker) -> None:

@@ -1,12 +1,10 @@
-"""Time, peak memory and output of each step of the pipeline at growing numbers of
-images.
+"""Time, peak memory and output of each step of the pipeline at growing numbers of images.
 
-``python -m benchmarks.scale.pipeline --source DIRECTORY --counts 10000 100000 1000000``,
-with a directory of MNIST's files. The larger sets are random affine variations of its
-digits; a seventh of each is the test split, as in MNIST. The training and the probe run
-for one epoch, so that the work of every step is proportional to its images. The growth
-of a step is the exponent p of time ~ images^p between the two largest sets: 1 is
-linear.
+``python -m benchmarks.scale.pipeline --source DIRECTORY --counts 10000 100000 1000000``, with a
+directory of MNIST's files. The larger sets are random affine variations of its digits; a seventh of
+each is the test split, as in MNIST. The training and the probe run for one epoch, so that the work
+of every step is proportional to its images. The growth of a step is the exponent p of time ~
+images^p between the two largest sets: 1 is linear.
 """
 
 import argparse
@@ -59,9 +57,8 @@ def main() -> None:
 
 
 def write_digits(source: Path, directory: Path, count: int) -> None:
-    """Write ``count`` digits to ``directory`` in MNIST's format;
-    beyond MNIST's size, they are variations.
-    """
+    """Write ``count`` digits to ``directory`` in MNIST's format; beyond MNIST's size, they are
+    variations."""
     directory.mkdir(parents=True)
     blocks = list(Mnist(source).blocks())
     generator = torch.Generator().manual_seed(0)
@@ -90,9 +87,8 @@ def _digits(images: NDArray[np.uint8], rows: NDArray[np.int64], generator: torch
 
 
 def run(directory: Path) -> dict[str, Any]:
-    """Run the pipeline on the images in ``directory``: bytes of its dataset;
-    seconds, peak and output of each step.
-    """
+    """Run the pipeline on the images in ``directory``: bytes of its dataset; seconds, peak and
+    output of each step."""
     command = [str(Path(sys.executable).parent / "evernear"), "run", "--source", f"mnist:{directory / 'images'}"]
     options = [word for setting in SETTINGS for word in ("--set", setting)]
     subprocess.run([*command, "--workdir", str(directory / "work"), *options], check=True, stdout=sys.stderr)
@@ -112,9 +108,8 @@ def run(directory: Path) -> dict[str, Any]:
 
 
 def table(runs: list[dict[str, Any]]) -> list[list[str]]:
-    """A row for each step with its time, peak memory and output in each run,
-    and the growth of its time.
-    """
+    """A row for each step with its time, peak memory and output in each run, and the growth of its
+    time."""
     counts = [one["images"] for one in runs]
     rows = [["step", *(f"{count:,} images: s, peak MB, output MB" for count in counts), "growth"]]
     for name in runs[-1]["steps"]:
@@ -128,9 +123,7 @@ def table(runs: list[dict[str, Any]]) -> list[list[str]]:
 
 
 def growth(counts: list[int], seconds: list[float]) -> str:
-    """The exponent of the growth between the last two runs;
-    empty if the times are too short.
-    """
+    """The exponent of the growth between the last two runs; empty if the times are too short."""
     pairs = list(pairwise(zip(counts, seconds, strict=True)))
     if not pairs or min(seconds[-2:]) < 1:
         return ""

@@ -178,9 +178,8 @@ class Bench:
         return row
 
     def order(self, reader: Reader, case: Case, spread_case: Case) -> dict[str, Any]:
-        """What the order of ``case`` depends on,
-        and how well a batch of ``spread_case`` is mixed.
-        """
+        """What the order of ``case`` depends on, and how well a batch of ``spread_case`` is
+        mixed."""
         with tempfile.TemporaryDirectory(dir=self._directory) as directory:
 
             def numbers(name: str, **job: Any) -> list[list[int]]:
@@ -214,13 +213,11 @@ class Bench:
         return row
 
     def _ranks(self, reader: Reader, case: Case, directory: str) -> list[set[int]]:
-        """The images of each global batch that two processes read,
-        in half batches each.
-        """
+        """The images of each global batch that two processes read, in half batches each."""
         jobs = []
         for rank in range(2):
-            # The processes of a node share the cache of MosaicML Streaming;
-            # the others have one each.
+            # The processes of a node share the cache of MosaicML Streaming; the others have one
+            # each.
             cache = Path(directory, "ranks" if reader.format == "mosaicml" else f"rank-{rank}")
             cache.mkdir(exist_ok=True)
             jobs.append(self._start(self._job(reader, case, str(cache), epochs=1, rank=rank, world_size=2)))
@@ -277,9 +274,7 @@ def result_of(process: "subprocess.Popen[str]") -> dict[str, Any]:
 
 
 def spread(numbers: list[int]) -> float:
-    """The standard deviation of the numbers in a batch,
-    relative to the deviation of all.
-    """
+    """The standard deviation of the numbers in a batch, relative to the deviation of all."""
     batches = [numbers[start : start + BATCH_SIZE] for start in range(0, len(numbers), BATCH_SIZE)]
     return float(np.mean([np.std(batch) for batch in batches]) / np.std(numbers))
 
@@ -343,9 +338,8 @@ def peak_bytes() -> int:
 
 
 def private_bytes_of_children() -> int:
-    """Pages that only one of the workers uses;
-    those inherited from this process are counted there.
-    """
+    """Pages that only one of the workers uses; those inherited from this process are counted
+    there."""
     total = 0
     for child in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split():
         try:
@@ -431,9 +425,8 @@ def samples_of(case: Case) -> Iterator[dict[str, Any]]:
 
 
 class Evernear:
-    """Our shards, as the training step reads them;
-    epochs are functions of the seed and their number.
-    """
+    """Our shards, as the training step reads them; epochs are functions of the seed and their
+    number."""
 
     def __init__(self, job: dict[str, Any], case: Case, uri: str) -> None:
         from evernear.common.store import open_store
@@ -459,9 +452,8 @@ class Evernear:
 
 
 class WebDataset:
-    """Tar files, cached; shards and a buffer of samples are shuffled by seed and number
-    of passes.
-    """
+    """Tar files, cached; shards and a buffer of samples are shuffled by seed and number of
+    passes."""
 
     def __init__(self, job: dict[str, Any], case: Case) -> None:
         webdataset = import_module("webdataset")
@@ -536,17 +528,15 @@ class MosaicML(StatefulLoader):
             shuffle_seed=SEED,
             batch_size=batch_size,
         )
-        # Forked workers would share the connection that fetched the index,
-        # and wait for each other's responses.
+        # Forked workers would share the connection that fetched the index, and wait for each
+        # other's responses.
         for stream in dataset.streams:
             stream._downloader.clean_up()
         super().__init__(streaming.StreamingDataLoader(dataset, batch_size=batch_size, num_workers=job["workers"]))
 
 
 class LitData(StatefulLoader):
-    """Optimized chunks; chunks and the samples of each are shuffled,
-    and the loader has a state.
-    """
+    """Optimized chunks; chunks and the samples of each are shuffled, and the loader has a state."""
 
     def __init__(self, job: dict[str, Any], case: Case) -> None:
         litdata = import_module("litdata")

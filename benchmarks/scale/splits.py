@@ -30,9 +30,8 @@ from evernear.settings import DataSettings, IndexSettings
 
 DIM, IMAGES_PER_CLASS = 128, 10
 NOISE = 0.9
-"""Length of the noise, relative to a class's vector:
-images of a class have a cosine of about 0.55.
-"""
+"""Length of the noise, relative to a class's vector: images of a class have a cosine of about
+0.55."""
 BLOCK = 8192
 QUERIES = 10_000
 """Images of the test split that are recognized."""

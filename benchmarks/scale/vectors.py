@@ -1,6 +1,5 @@
-"""A large set of real embeddings: random affine variations of a source's images,
-embedded by a trained network.
-"""
+"""A large set of real embeddings: random affine variations of a source's images, embedded by a
+trained network."""
 
 import io
 from collections.abc import Iterator, Sequence
@@ -25,8 +24,7 @@ from evernear.settings import DataSettings, TrainSettings
 
 IMAGES_OF: dict[Split, tuple[Split, ...]] = {"gallery": ("gallery", "train"), "query": ("query",), "test": ("test",)}
 """The splits of the dataset whose images become embeddings of a split:
-no query is a variation of a gallery image.
-"""
+no query is a variation of a gallery image."""
 TRAIN = TrainSettings(epochs=3, min_steps=0, patch_px=2, width=16)
 """The longer schedule of `benchmarks.time_to_accuracy`."""
 SHARD_SIZE = 65_536
@@ -34,9 +32,8 @@ BATCH_SIZE = 256
 
 
 def embed_variations(source: str, directory: Path, counts: dict[Split, int]) -> Embeddings:
-    """Train briefly and embed ``counts`` images of each split into ``directory``,
-    unless they exist.
-    """
+    """Train briefly and embed ``counts`` images of each split into ``directory``, unless they
+    exist."""
     out_dir = directory / "embeddings"
     if not (out_dir / DESCRIPTION_FILE).is_file():
         save_manifest(ingest_source(DataSettings(source=source), (directory / "store").as_uri()), directory)

@@ -1,3 +1,2 @@
-"""Serving benchmark: evernear compared with servers that users already have or would
-write; see `__main__`.
-"""
+"""Serving benchmark: evernear compared with servers that users already have or would write; see
+`__main__`."""

@@ -1,12 +1,10 @@
-"""Comparison of evernear's server with others:
-``python -m benchmarks.serving --source mnist``.
+"""Comparison of evernear's server with others: ``python -m benchmarks.serving --source mnist``.
 
-All serve one network (of the preset ``fast``, trained briefly: weights do not affect
-speed) and one gallery with every image outside the test split: 60,000 vectors of 128
-dimensions for MNIST. A closed loop of 1, 8 and 32 keep-alive clients sends images of
-the test split to one server at a time, in rounds. The results are medians over the
-rounds, and every response is compared with the core's, called in process. The naive
-handler searches exactly, so a few of its answers differ.
+All serve one network (of the preset ``fast``, trained briefly: weights do not affect speed) and one
+gallery with every image outside the test split: 60,000 vectors of 128 dimensions for MNIST. A
+closed loop of 1, 8 and 32 keep-alive clients sends images of the test split to one server at a
+time, in rounds. The results are medians over the rounds, and every response is compared with the
+core's, called in process. The naive handler searches exactly, so a few of its answers differ.
 
 - ``naive``: TorchServe with its defaults around a handler in the style of the source
   document;
@@ -118,9 +116,8 @@ def main() -> None:
 
 
 def settings_of(source: str, overrides: list[str], scratch: Path) -> Settings:
-    """The preset fast, the default index and a small train split, because train and
-    query images join the gallery.
-    """
+    """The preset fast, the default index and a small train split, because train and query images
+    join the gallery."""
     values = {
         "workdir": str(scratch / "work"),
         "data.source": source,
@@ -134,9 +131,7 @@ def settings_of(source: str, overrides: list[str], scratch: Path) -> Settings:
 
 
 def run_round(served: Served, scratch: Path, arguments: argparse.Namespace, cells: Cells) -> None:
-    """Run one round: start every server, measure it at every concurrency,
-    and stop it.
-    """
+    """Run one round: start every server, measure it at every concurrency, and stop it."""
     lower_bound = in_process(served, arguments.seconds)
     for concurrency in CONCURRENCIES:
         cells.setdefault(("in-process", concurrency), []).append(
@@ -249,9 +244,8 @@ def table(result: dict[str, Any]) -> list[list[str]]:
 
 
 def notes(result: dict[str, Any]) -> list[str]:
-    """Describe whether the targets are met, the latency of a single client,
-    and the bottleneck under load.
-    """
+    """Describe whether the targets are met, the latency of a single client, and the bottleneck
+    under load."""
     rows, highest = result["servers"], str(CONCURRENCIES[-1])
     row, ratios = rows["evernear"], result["ratios_to_naive"]["evernear"]
     met = ratios[highest]["rps"] >= TARGET_TIMES_RPS and ratios[highest]["p99"] <= TARGET_P99_SHARE

@@ -1,6 +1,5 @@
 """The core behind FastAPI and uvicorn, one image per call in the thread pool:
-``fastapi_app.py PARTS PORT``.
-"""
+``fastapi_app.py PARTS PORT``."""
 
 import sys
 from pathlib import Path

@@ -1,8 +1,8 @@
 """Lower bound: the core in a loop, without a server.
 ``in_process.py PARTS SECONDS BATCH... < IMAGES``.
 
-Reads a JSON list of base64 images. Prints JSON: the prediction for each image alone,
-and the batch latencies for each batch size.
+Reads a JSON list of base64 images. Prints JSON: the prediction for each image alone, and the batch
+latencies for each batch size.
 """
 
 import base64

@@ -1,9 +1,9 @@
-"""An efficient closed loop of keep-alive clients,
-which share the machine with the measured server.
+"""An efficient closed loop of keep-alive clients, which share the machine with the measured
+server.
 
-HTTP/1.1 is implemented directly, with one `asyncio.Protocol` per connection; requests
-are built before the measurement and responses are checked after it. gRPC uses grpc.aio
-with one channel for all clients.
+HTTP/1.1 is implemented directly, with one `asyncio.Protocol` per connection; requests are built
+before the measurement and responses are checked after it. gRPC uses grpc.aio with one channel for
+all clients.
 """
 
 import asyncio
@@ -26,9 +26,8 @@ _HEAD_END = b"\r\n\r\n"
 
 @dataclass(frozen=True)
 class Target:
-    """An address and its requests: complete HTTP requests,
-    or gRPC messages if ``grpc_method`` is set.
-    """
+    """An address and its requests: complete HTTP requests, or gRPC messages if ``grpc_method`` is
+    set."""
 
     host: str
     port: int
@@ -41,9 +40,8 @@ class Target:
 
 @dataclass
 class Outcome:
-    """The result of one measurement. ``answers`` counts (image, body) of successes,
-    ``faults`` the other statuses.
-    """
+    """The result of one measurement. ``answers`` counts (image, body) of successes, ``faults`` the
+    other statuses."""
 
     duration_s: float = 0.0
     latencies_s: list[float] = field(default_factory=list)
@@ -64,9 +62,8 @@ class Outcome:
 def measure(
     target: Target, concurrency: int, seconds: float, warm_up_s: float, processes: Callable[[], list[psutil.Process]]
 ) -> Outcome:
-    """Send requests to ``target`` from ``concurrency`` clients;
-    count those that end within ``seconds``.
-    """
+    """Send requests to ``target`` from ``concurrency`` clients; count those that end within
+    ``seconds``."""
     gc.collect()
     gc.disable()
     try:
@@ -183,9 +180,7 @@ async def _grpc_clients(target: Target, concurrency: int, loop: _Loop) -> list[C
 
 
 def _cpu_seconds(processes: Sequence[psutil.Process]) -> dict[str, float]:
-    """Return CPU seconds by program name,
-    which separates java from its Python workers.
-    """
+    """Return CPU seconds by program name, which separates java from its Python workers."""
     seconds: Counter[str] = Counter()
     for process in processes:
         times = process.cpu_times()

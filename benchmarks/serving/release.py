@@ -1,6 +1,5 @@
-"""The release for all servers: one network and one gallery of 60,000 vectors, packed
-for evernear and for the naive handler, and the query images.
-"""
+"""The release for all servers: one network and one gallery of 60,000 vectors, packed for evernear
+and for the naive handler, and the query images."""
 
 import json
 import os
@@ -36,9 +35,8 @@ GALLERY = ("train", "gallery", "query")
 
 @dataclass(frozen=True)
 class Served:
-    """The champion of ``settings``' store, unpacked in ``parts``; its naive
-    counterpart; query images as PNG files.
-    """
+    """The champion of ``settings``' store, unpacked in ``parts``; its naive counterpart; query
+    images as PNG files."""
 
     settings: Settings
     parts: Path
@@ -48,9 +46,8 @@ class Served:
 
 
 def prepare(settings: Settings, scratch: Path) -> Served:
-    """Train briefly, index every image outside the test split, release it,
-    and pack the naive counterpart.
-    """
+    """Train briefly, index every image outside the test split, release it, and pack the naive
+    counterpart."""
     data = ingest_source(settings.data, settings.store_uri)
     save_manifest(data, scratch)
     dataset = Dataset.open(scratch)
@@ -87,9 +84,8 @@ def prepare(settings: Settings, scratch: Path) -> Served:
 
 
 def _embed_all_as_gallery(network_dir: Path, dataset: Dataset, out_dir: Path) -> Embeddings:
-    """Use every image outside the test split as the gallery (MNIST: 60,000),
-    and the test split for calibration.
-    """
+    """Use every image outside the test split as the gallery (MNIST: 60,000), and the test split for
+    calibration."""
     described = embed_dataset(network_dir, dataset, out_dir, (*GALLERY, "test"))
     shards = tuple(
         shard.model_copy(update={"split": "gallery" if shard.split in GALLERY else "query"})

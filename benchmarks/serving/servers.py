@@ -1,6 +1,4 @@
-"""The compared servers, each started as its users would start it,
-and their requests.
-"""
+"""The compared servers, each started as its users would start it, and their requests."""
 
 import base64
 import json
@@ -45,9 +43,7 @@ class Running:
 
 @contextmanager
 def naive(served: Served, directory: Path) -> Generator[Running]:
-    """TorchServe with its defaults, except for free ports and disabled tokens,
-    as in tutorials.
-    """
+    """TorchServe with its defaults, except for free ports and disabled tokens, as in tutorials."""
     directory.mkdir(exist_ok=True)
     ports = free_ports(5)
     names = ("inference_address", "management_address", "metrics_address")
@@ -92,9 +88,8 @@ def evernear(served: Served, directory: Path) -> Generator[Running]:
 
 @contextmanager
 def kserve(served: Served, directory: Path) -> Generator[Running]:
-    """KServe's predictor, called by clients or by its transformer (bodies in JSON),
-    from a separate environment.
-    """
+    """KServe's predictor, called by clients or by its transformer (bodies in JSON), from a separate
+    environment."""
     directory.mkdir(exist_ok=True)
     with ExitStack() as stack:
 
@@ -136,9 +131,7 @@ def litserve(served: Served, directory: Path) -> Generator[Running]:
 
 @contextmanager
 def trivial(served: Served, directory: Path) -> Generator[Running]:
-    """A server with a constant response,
-    which measures the limit of the load generator.
-    """
+    """A server with a constant response, which measures the limit of the load generator."""
     with _app("trivial_app.py", served, directory) as (port, processes):
         target = _post_target(served, port, "/")
         _await_response(target)
@@ -193,9 +186,7 @@ def _app(script: str, served: Served, directory: Path) -> Generator[tuple[int, C
 def _process(
     command: list[str], directory: Path, extra: Mapping[str, str]
 ) -> Generator[Callable[[], list[psutil.Process]]]:
-    """Run ``command`` with its own temporary directory,
-    in a separate session that ends with it.
-    """
+    """Run ``command`` with its own temporary directory, in a separate session that ends with it."""
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "MKL_", "TS_"))}
     environment = inherited | {"TMPDIR": str(directory), "TEMP": str(directory)} | extra
     with (directory / "console.log").open("ab") as console:

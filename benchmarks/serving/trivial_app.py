@@ -1,6 +1,4 @@
-"""A minimal server, which returns a constant response.
-``trivial_app.py PARTS PORT``.
-"""
+"""A minimal server, which returns a constant response. ``trivial_app.py PARTS PORT``."""
 
 import asyncio
 import sys

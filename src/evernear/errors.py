@@ -29,9 +29,8 @@ from typing import Literal
 
 
 class EvernearError(Exception):
-    """Base class for all errors that evernear raises deliberately. ``exit_code`` is the
-    exit status of the process.
-    """
+    """Base class for all errors that evernear raises deliberately. ``exit_code`` is the exit status
+    of the process."""
 
     exit_code = 1
 
@@ -55,8 +54,7 @@ class StoreError(EvernearError):
 
 
 class ConflictError(StoreError):
-    """A conditional write failed because the object changed after the writer read
-    it."""
+    """A conditional write failed because the object changed after the writer read it."""
 
 
 class MissingObjectError(StoreError):
@@ -64,9 +62,8 @@ class MissingObjectError(StoreError):
 
 
 class TransientStoreError(StoreError):
-    """The store is unreachable or overloaded, or the connection was interrupted. A
-    write may or may not have been executed.
-    """
+    """The store is unreachable or overloaded, or the connection was interrupted. A write may or may
+    not have been executed."""
 
 
 class IntegrityError(EvernearError):
@@ -102,9 +99,8 @@ class ServerTimeoutError(ServingError):
 
 
 class BusyError(EvernearError):
-    """A different run uses the working directory, or a different deployment holds the
-    Lease in the cluster.
-    """
+    """A different run uses the working directory, or a different deployment holds the Lease in the
+    cluster."""
 
     exit_code = 4
 
@@ -112,9 +108,9 @@ class BusyError(EvernearError):
 class ClusterError(EvernearError):
     """Kubernetes is unreachable or rejected a request, or a rollout or a Job failed.
 
-    ``status`` is the HTTP status of the API server: 404 for an object that does not
-    exist, 409 for a change by another writer, 503 if the server is unreachable or
-    overloaded, and 0 for all other errors.
+    ``status`` is the HTTP status of the API server: 404 for an object that does not exist, 409 for
+    a change by another writer, 503 if the server is unreachable or overloaded, and 0 for all other
+    errors.
     """
 
     exit_code = 4
@@ -125,9 +121,8 @@ class ClusterError(EvernearError):
 
 
 class PipelineServerError(EvernearError):
-    """Kubeflow Pipelines is unreachable or rejects a request. ``status`` is the HTTP
-    status of a rejection, otherwise 0.
-    """
+    """Kubeflow Pipelines is unreachable or rejects a request. ``status`` is the HTTP status of a
+    rejection, otherwise 0."""
 
     exit_code = 4
 
@@ -137,9 +132,8 @@ class PipelineServerError(EvernearError):
 
 
 class SlackError(EvernearError):
-    """Slack is unreachable or rejects a request. After a rate limit, the next call is
-    allowed after ``retry_after_s``.
-    """
+    """Slack is unreachable or rejects a request. After a rate limit, the next call is allowed after
+    ``retry_after_s``."""
 
     exit_code = 4
 
@@ -152,23 +146,21 @@ class SlackError(EvernearError):
 
 
 class UserInterruptError(EvernearError):
-    """Ctrl-C ended the command. The message states what was stopped, what remains, and
-    how to continue.
-    """
+    """Ctrl-C ended the command. The message states what was stopped, what remains, and how to
+    continue."""
 
     exit_code = 130
 
 
 def disk_full_message(error: OSError, path: Path | str) -> str | None:
-    """The message for a full disk, an exceeded quota or an exceeded file size limit at
-    ``path``. Returns None for any other error.
-    """
+    """The message for a full disk, an exceeded quota or an exceeded file size limit at ``path``.
+    Returns None for any other error."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return f"The disk that holds {path} is full; free some space and run again."
     if error.errno == errno.EFBIG:
         return f"{path} would exceed the file size limit of this process (ulimit -f); raise the limit."
-    # `tempfile` tests its candidate directories by writing a file to each. The error
-    # that `tempfile` raises does not include the cause.
+    # `tempfile` tests its candidate directories by writing a file to each. The error that
+    # `tempfile` raises does not include the cause.
     if error.errno == errno.ENOENT and "No usable temporary directory" in str(error):
         return f"{error.strerror}: full or read-only; free some space, or name another one with TMPDIR."
     return None

@@ -1,9 +1,8 @@
 """The pipeline's steps, one function each.
 
-A step opens the input artifacts, calls one package and writes the output artifact. Each
-component under ``components/`` only calls the function of the same name, so the steps
-also run without KFP. Imports are local to each function so that a step loads only the
-libraries that it needs.
+A step opens the input artifacts, calls one package and writes the output artifact. Each component
+under ``components/`` only calls the function of the same name, so the steps also run without KFP.
+Imports are local to each function so that a step loads only the libraries that it needs.
 """
 
 from collections.abc import Generator
@@ -31,9 +30,8 @@ if TYPE_CHECKING:
     from evernear.evaluation.evaluate import Evaluation
 
 Tree = dict[str, Any]
-"""The settings of a run (`evernear.settings.RunSettings`) as JSON, without defaults,
-as `ingest` returns them.
-"""
+"""The settings of a run (`evernear.settings.RunSettings`) as JSON, without defaults, as `ingest`
+returns them."""
 LIBRARIES = ("faiss-cpu", "numpy", "scipy", "timm", "torch")
 """Libraries whose versions affect the results of training, export and probe."""
 
@@ -41,9 +39,8 @@ LIBRARIES = ("faiss-cpu", "numpy", "scipy", "timm", "torch")
 def ingest(run: str, store: str, parameters: dict[str, str], settings: Tree, dataset: str) -> tuple[str, Tree]:
     """Add the source's new images to the dataset.
 
-    Return the snapshot's digest and the settings of the run. This first step also
-    resolves the run's ``parameters`` (`evernear.settings.of_run`) and rejects a run
-    that cannot deploy.
+    Return the snapshot's digest and the settings of the run. This first step also resolves the
+    run's ``parameters`` (`evernear.settings.of_run`) and rejects a run that cannot deploy.
     """
     with step("ingest", run, store) as running:
         from evernear.data.ingest import ingest_source
@@ -71,9 +68,9 @@ def ingest(run: str, store: str, parameters: dict[str, str], settings: Tree, dat
         record = RunRecord(open_store(chosen.store_uri), run)
         record.save(settings=chosen.model_dump(mode="json"), parts_ingest=nodes.ran)
         running.summary = manifest.summary() + nodes.summary() + warned(swaps)
-    # Argo copies the settings several times per step. Settings with defaults would be
-    # so large that Argo compresses the workflow status. KFP's API server does not read
-    # a compressed status, and would not report the last steps.
+    # Argo copies the settings several times per step. Settings with defaults would be so large that
+    # Argo compresses the workflow status. KFP's API server does not read a compressed status, and
+    # would not report the last steps.
     return manifest.digest, chosen.model_dump(mode="json", exclude_defaults=True)
 
 
@@ -166,9 +163,8 @@ def _train(
 
 
 def _training_key(module: str, data: "Dataset", settings: TrainingChoices, store: Store, **inputs: JsonValue) -> str:
-    """The key of a result that depends on images, training settings, pretrained weights
-    and the code of ``module``.
-    """
+    """The key of a result that depends on images, training settings, pretrained weights and the
+    code of ``module``."""
     from evernear.embedding.weights_digest import weights_sha256
 
     weights, train = weights_sha256(settings, store), settings.model_dump(mode="json")
@@ -372,8 +368,8 @@ def gate(run: str, settings: Tree, evaluation: str, verdict: str) -> bool:
 def archive(run: str, settings: Tree, dataset: str, parts: dict[str, str], release: str) -> str:
     """Pack the release and return its version.
 
-    A held release is published as well, so that a user can promote it. ``parts`` maps
-    ``network``, ``index`` and ``evaluation`` to directories, and ``verdict`` to a file.
+    A held release is published as well, so that a user can promote it. ``parts`` maps ``network``,
+    ``index`` and ``evaluation`` to directories, and ``verdict`` to a file.
     """
     with _step("archive", run, settings) as (running, chosen, record):
         from evernear.evaluation.verdict import Verdict
@@ -404,9 +400,8 @@ def deploy(run: str, settings: Tree, started_by: str, release: str, verdict: str
 
 
 def rollback(run: str, store: str, target: str, settings: Tree, release: str, reason: str, started_by: str) -> None:
-    """Roll back to the previous champion. If ``release`` is set, fail unless it is the
-    current champion.
-    """
+    """Roll back to the previous champion. If ``release`` is set, fail unless it is the current
+    champion."""
     with step("rollback", run, store) as running:
         from evernear.deployment import roll_back
         from evernear.release.promotions import Cause
@@ -476,9 +471,8 @@ def notify(run: str, store: str, pipeline: str, state: str, error_message: str, 
 
 @contextmanager
 def _step(name: str, run: str, settings: Tree) -> Generator[tuple[Step, RunSettings, RunRecord]]:
-    """Run a step after `ingest` with the settings that `ingest` resolved, and the
-    record of the run in its store.
-    """
+    """Run a step after `ingest` with the settings that `ingest` resolved, and the record of the run
+    in its store."""
     chosen = parse(RunSettings, settings)
     with step(name, run, chosen.store_uri) as running:
         yield running, chosen, RunRecord(open_store(chosen.store_uri), run)

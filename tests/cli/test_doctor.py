@@ -1,6 +1,5 @@
-"""`evernear doctor` against stores and against loopback servers for Kubeflow Pipelines
-and Slack.
-"""
+"""`evernear doctor` against stores and against loopback servers for Kubeflow Pipelines and
+Slack."""
 
 import json
 import sys

@@ -44,9 +44,8 @@ def evernear(*arguments: object, store: str = "", cwd: Path | None = None) -> su
 
 
 def error_of(completed: subprocess.CompletedProcess[str], exit_code: int) -> str:
-    """Check that the command failed with one line on stderr and an empty stdout;
-    return the line.
-    """
+    """Check that the command failed with one line on stderr and an empty stdout; return the
+    line."""
     assert completed.returncode == exit_code, completed.stderr
     assert completed.stdout == ""
     assert completed.stderr.startswith("evernear: ")
@@ -127,9 +126,8 @@ def test_run_reproduces_the_stored_answers(
 
 
 def hostile(packed: PackedRelease, path: Path, marker: Path) -> PackedRelease:
-    """A release with valid hashes whose network (a pickle) and handler create the file
-    ``proof`` if they are run.
-    """
+    """A release with valid hashes whose network (a pickle) and handler create the file ``proof`` if
+    they are run."""
 
     class Payload:
         def __reduce__(self) -> tuple[object, ...]:
@@ -140,9 +138,8 @@ def hostile(packed: PackedRelease, path: Path, marker: Path) -> PackedRelease:
 
 
 def restamp(release: PackedRelease, path: Path) -> PackedRelease:
-    """``release`` with index and verdict restamped for its new network,
-    so that everything is consistent.
-    """
+    """``release`` with index and verdict restamped for its new network, so that everything is
+    consistent."""
     network = release.manifest.network_sha256
     with zipfile.ZipFile(release.archive) as members:
         index, verdict = (json.loads(members.read(name)) for name in ("index.json", "verdict.json"))
@@ -174,8 +171,7 @@ def test_consistent_forgery_runs_no_code_without_trust(
     assert "can run arbitrary code" in error_of(rejected, 3)
     assert not marker.exists()
 
-    # Even with --trust, the handler does not run and a plain pickle is not accepted as
-    # a network.
+    # Even with --trust, the handler does not run and a plain pickle is not accepted as a network.
     trusted = evernear(
         "inspect", "run", hostile_release.archive, "--image", image, "--trust", store=registry.uri, cwd=tmp_path
     )

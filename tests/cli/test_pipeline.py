@@ -37,9 +37,7 @@ def _short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[KfpServer]:
-    """A server whose runs behave as ``act`` describes and record their outcome in their
-    store.
-    """
+    """A server whose runs behave as ``act`` describes and record their outcome in their store."""
     with KfpServer(executor=act) as server:
         monkeypatch.setenv("EVERNEAR_PIPELINE__ENDPOINT", server.url)
         yield server
@@ -53,9 +51,8 @@ def published(server: KfpServer) -> KfpServer:
 
 
 def act(run: RunControl) -> None:
-    """Execute a run. The parameter ``source`` selects its behavior: hold, fail,
-    or wait to be stopped.
-    """
+    """Execute a run. The parameter ``source`` selects its behavior: hold, fail, or wait to be
+    stopped."""
     behavior = run.parameters.get("source", "hold")
     run.begin()
     run.task("ingest", "SUCCEEDED")

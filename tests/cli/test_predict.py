@@ -1,6 +1,4 @@
-"""Options of `evernear predict` that are checked before any request,
-and its progress display.
-"""
+"""Options of `evernear predict` that are checked before any request, and its progress display."""
 
 import io
 import json

@@ -1,6 +1,5 @@
-"""Sites for the scenarios: a loopback cluster and, if ``KUBECONFIG`` selects one,
-a real cluster.
-"""
+"""Sites for the scenarios: a loopback cluster and, if ``KUBECONFIG`` selects one, a real
+cluster."""
 
 import os
 from collections.abc import Iterator
@@ -34,8 +33,7 @@ LOOPBACK_IMAGE = "registry.example/evernear-serve@sha256:" + "a" * 64
 @pytest.fixture(params=["loopback", pytest.param("real", marks=pytest.mark.cluster)])
 def sandbox(request: pytest.FixtureRequest) -> Sandbox:
     """A namespace to deploy into; the environment authenticates as the deployer of
-    `deploy/base`.
-    """
+    `deploy/base`."""
     return request.getfixturevalue(f"{request.param}_sandbox")
 
 

@@ -1,6 +1,4 @@
-"""Servers of the loopback cluster's pods,
-each with the pod's release from the object store.
-"""
+"""Servers of the loopback cluster's pods, each with the pod's release from the object store."""
 
 import json
 import threading
@@ -23,9 +21,8 @@ _VERSION = "app.kubernetes.io/version"
 
 
 class Pods:
-    """One HTTP server per release, which responds like TorchServe and fetches the
-    release on the first request.
-    """
+    """One HTTP server per release, which responds like TorchServe and fetches the release on the
+    first request."""
 
     def __init__(self, store: Callable[[], str], directory: Path) -> None:
         self._store, self._directory = store, directory
@@ -33,9 +30,7 @@ class Pods:
         self._running = ExitStack()
 
     def behavior(self, pod: dict[str, Any]) -> PodBehavior:
-        """Make the pod ready, with the release named by its label on the inference
-        port.
-        """
+        """Make the pod ready, with the release named by its label on the inference port."""
         version = pod["metadata"].get("labels", {}).get(_VERSION)
         if version is None:
             return Ready()

@@ -1,6 +1,4 @@
-"""A temporary namespace in a cluster,
-with the objects that a deployment needs in production.
-"""
+"""A temporary namespace in a cluster, with the objects that a deployment needs in production."""
 
 import secrets
 import time
@@ -74,9 +72,8 @@ def temporary_namespace(admin: ApiClient) -> Iterator[str]:
 
 
 def install_deployer(admin: ApiClient, namespace: str) -> None:
-    """Create the deployer of `deploy/base`,
-    with the one extra right that it needs from outside the cluster.
-    """
+    """Create the deployer of `deploy/base`, with the one extra right that it needs from outside the
+    cluster."""
     create(admin, namespace, *_manifests(DEPLOY / "base" / "deployer.yaml"))
     rule = {
         "apiGroups": [""],
@@ -100,8 +97,8 @@ def install_store_secret(admin: ApiClient, namespace: str, environment: dict[str
 
 
 def install_store(admin: ApiClient, namespace: str) -> dict[str, str]:
-    """Install the local overlay's SeaweedFS with an emptyDir,
-    on a node port that pods and this process can reach.
+    """Install the local overlay's SeaweedFS with an emptyDir, on a node port that pods and this
+    process can reach.
 
     Returns the ``AWS_`` variables of its administrator.
     """
@@ -136,10 +133,8 @@ def install_store(admin: ApiClient, namespace: str) -> dict[str, str]:
 
 
 def install_parts(admin: ApiClient, namespace: str, environment: dict[str, str]) -> None:
-    """Create the objects of `deploy/components/many-machines`, and the account of the
-    pipeline's steps. The pods request little, so that three of them fit on a small
-    node.
-    """
+    """Create the objects of `deploy/components/many-machines`, and the account of the pipeline's
+    steps. The pods request little, so that three of them fit on a small node."""
     (template,) = _manifests(PARTS / "template.yaml")
     (container,) = template["template"]["spec"]["containers"]
     container["resources"]["requests"] = {"cpu": "100m", "memory": "256Mi"}

@@ -1,7 +1,7 @@
 """Steps in Indexed Jobs of a real cluster, with the rights of the pipeline's account.
 
-``tests/kubeflow/test_indexed_job.py`` has the same on loopback. These tests also need
-this checkout's training image by digest, in ``EVERNEAR_TEST_TRAIN_IMAGE``.
+``tests/kubeflow/test_indexed_job.py`` has the same on loopback. These tests also need this
+checkout's training image by digest, in ``EVERNEAR_TEST_TRAIN_IMAGE``.
 """
 
 import multiprocessing
@@ -153,8 +153,8 @@ def test_steps_on_nodes_give_the_results_of_one_process(site: Site, system: Syst
 
 
 def test_lost_pod_costs_its_part(site: Site) -> None:
-    """A deleted pod may finish its part before it stops, so pods are deleted, one of
-    each index, until one had to be replaced."""
+    """A deleted pod may finish its part before it stops, so pods are deleted, one of each index,
+    until one had to be replaced."""
     lost, over = set[int](), threading.Event()
 
     def lose(seen: Watch) -> None:

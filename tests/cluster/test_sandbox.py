@@ -1,6 +1,5 @@
-"""The sandbox's namespace and object store on loopback: restricted, complete,
-and deleted at exit.
-"""
+"""The sandbox's namespace and object store on loopback: restricted, complete, and deleted at
+exit."""
 
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,6 +1,4 @@
-"""Deployments that succeed and fail, on loopback and, marked ``cluster``,
-on a real cluster.
-"""
+"""Deployments that succeed and fail, on loopback and, marked ``cluster``, on a real cluster."""
 
 import os
 from pathlib import Path

@@ -1,6 +1,4 @@
-"""The memory limit of a container; the tests of `evernear.common.threads` cover the CPU
-limit.
-"""
+"""The memory limit of a container; the tests of `evernear.common.threads` cover the CPU limit."""
 
 import math
 from pathlib import Path

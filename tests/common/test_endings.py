@@ -1,6 +1,5 @@
-"""Messages about processes that ended without recording an error,
-and about modules that hide others.
-"""
+"""Messages about processes that ended without recording an error, and about modules that hide
+others."""
 
 import json
 import os

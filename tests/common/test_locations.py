@@ -1,6 +1,5 @@
-"""Relative locations in the environment mean the directory where the command was typed,
-whatever a step's is.
-"""
+"""Relative locations in the environment mean the directory where the command was typed, whatever a
+step's is."""
 
 import json
 import sys
@@ -65,9 +64,7 @@ def test_other_values_stay(name: str, value: str) -> None:
 
 
 def test_steps_get_absolute_locations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The process of the pipeline runs in an empty directory,
-    which is deleted after it.
-    """
+    """The process of the pipeline runs in an empty directory, which is deleted after it."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "sqlite:///mlflow.db")
     monkeypatch.setenv("AWS_CA_BUNDLE", "c.pem")

@@ -1,6 +1,4 @@
-"""No secret of the environment, and none that has the form of one,
-is printed or recorded.
-"""
+"""No secret of the environment, and none that has the form of one, is printed or recorded."""
 
 import base64
 import json
@@ -230,8 +228,8 @@ if "_EVERNEAR_EVENTS" in os.environ:  # in the processes of a run
 
 
 def test_failing_run_writes_no_secret(tmp_path: Path) -> None:
-    """Each process of the run writes its environment to its descriptor,
-    before any of our code runs.
+    """Each process of the run writes its environment to its descriptor, before any of our code
+    runs.
 
     The user's own ``pipelines`` and ``components`` on ``PYTHONPATH`` do not matter.
     """

@@ -54,9 +54,7 @@ def assert_escaped(text: str) -> None:
 
 @pytest.fixture
 def console() -> Console:
-    """A terminal without colors, so that all escape sequences originate from the
-    names.
-    """
+    """A terminal without colors, so that all escape sequences originate from the names."""
     return Console(file=io.StringIO(), force_terminal=True, no_color=True, highlight=False, width=1000)
 
 

@@ -130,9 +130,7 @@ def test_name_is_short_and_contains_the_owner(tmp_path: Path) -> None:
 
 
 def test_all_processes_share_one_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A pipeline step with a separate TMPDIR starts the server that `evernear stop`
-    ends.
-    """
+    """A pipeline step with a separate TMPDIR starts the server that `evernear stop` ends."""
     home = tmp_path / ("d" * 100)
     before = temporary_directory(home)
     monkeypatch.setenv("TMPDIR", str(tmp_path))

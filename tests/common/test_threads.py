@@ -1,6 +1,4 @@
-"""Thread counts follow the CPU limit, reach every library,
-and can be overridden by the user.
-"""
+"""Thread counts follow the CPU limit, reach every library, and can be overridden by the user."""
 
 import json
 import os
@@ -33,9 +31,7 @@ PRINT_THREADS = f"import os, evernear; print(os.environ[{threads.THREADS!r}])"
 
 
 def run_isolated(code: str, prefix: tuple[str, ...] = (), **variables: str) -> str:
-    """Return the output of ``code`` in a process whose only thread settings are
-    ``variables``.
-    """
+    """Return the output of ``code`` in a process whose only thread settings are ``variables``."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "_EVERNEAR_"))}
     command = [*prefix, sys.executable, "-c", code]
     return subprocess.run(command, env=environment | variables, capture_output=True, text=True, check=True).stdout

@@ -1,6 +1,5 @@
-"""Folders after public bug reports of neighboring tools,
-where ``../shared`` has them: no image is lost in silence.
-"""
+"""Folders after public bug reports of neighboring tools, where ``../shared`` has them: no image is
+lost in silence."""
 
 import tarfile
 from pathlib import Path

@@ -1,6 +1,5 @@
-"""False alarm rates of the drift tests for any mix of classes,
-and their detection of simulated shifts.
-"""
+"""False alarm rates of the drift tests for any mix of classes, and their detection of simulated
+shifts."""
 
 import dataclasses
 
@@ -20,8 +19,7 @@ from evernear.data.drift import (
 
 LEVEL = 0.05
 SEEDS = 80
-# At a rate of LEVEL, SEEDS checks exceed this number of alarms in one of 10,000 test
-# runs.
+# At a rate of LEVEL, SEEDS checks exceed this number of alarms in one of 10,000 test runs.
 MOST_ALARMS = int(stats.binom.isf(1e-4, SEEDS, LEVEL))
 BOUNDS: dict[Measure, float] = {"unknown_rise": 0.05, "distance_shift": 0.15, "embedding_shift": 0.02}
 NO_BOUNDS: dict[Measure, float] = dict.fromkeys(BOUNDS, -1.0)
@@ -33,9 +31,8 @@ SPREAD = np.linspace(0.06, 0.1, 10)
 
 
 def drawn(rng: np.random.Generator, sample: int = 120, farther: float = 0.0, one_class: float = 0.0) -> Queries:
-    """Queries near ten classes; ``farther`` shifts them,
-    and ``one_class`` of them belong to one class.
-    """
+    """Queries near ten classes; ``farther`` shifts them, and ``one_class`` of them belong to one
+    class."""
     classes = np.where(rng.random(sample) < one_class, 9, rng.integers(0, 10, sample))
     points = CENTERS[classes] + rng.standard_normal((sample, 16)) * 0.1 + farther / 2
     distances = rng.gamma(4.0, SPREAD[classes]) + farther
@@ -59,9 +56,8 @@ def measured(
 
 @pytest.mark.parametrize("one_class", [0.0, 0.6])
 def test_false_alarm_rate_without_drift_is_bounded(one_class: float) -> None:
-    """The complete check, without the effect size bounds,
-    which would reduce the alarm rate further.
-    """
+    """The complete check, without the effect size bounds, which would reduce the alarm rate
+    further."""
     alarms = dict.fromkeys(BOUNDS, 0)
     datasets_with_alarms = 0
     for seed in range(SEEDS):
@@ -78,9 +74,7 @@ def test_false_alarm_rate_without_drift_is_bounded(one_class: float) -> None:
 
 
 def test_another_mix_of_classes_is_drift_only_if_all_queries_count_as_one_class() -> None:
-    """60% of one class, as on weekends:
-    the classes are at different places and distances.
-    """
+    """60% of one class, as on weekends: the classes are at different places and distances."""
     rng = np.random.default_rng(0)
     reference, live = drawn(rng, 500), drawn(rng, 500, one_class=0.6)
     assert not any(shift.detected for shift in measure_drift(reference, live, BOUNDS, 0.001))
@@ -95,9 +89,7 @@ def test_shift_is_detected_in_a_mix_of_one_class() -> None:
 
 
 def test_queries_of_a_class_that_the_reference_lacks_are_compared_with_others() -> None:
-    """A broken camera may make everything look like a class of which the reference has
-    no image.
-    """
+    """A broken camera may make everything look like a class of which the reference has no image."""
     rng = np.random.default_rng(0)
     live = drawn(rng, 300, farther=0.5)
     live = Queries(300, 0, live.distances, live.coordinates, live.is_unknown, live.at_s, np.full(300, "rare"))
@@ -112,9 +104,8 @@ def test_few_queries_are_not_tested() -> None:
 
 @pytest.mark.parametrize(("sample", "one_class"), [(60, 0.0), (300, 0.6)])
 def test_effect_that_is_called_detectable_is_detected(sample: int, one_class: float) -> None:
-    """Shifts are grouped by whether their effect on many queries is the one that small
-    samples state.
-    """
+    """Shifts are grouped by whether their effect on many queries is the one that small samples
+    state."""
     measure: Measure = "distance_shift"
     rng = np.random.default_rng(0)
     reference, many = drawn(rng, 300), np.arange(0.0, 0.4, 0.01)
@@ -190,9 +181,8 @@ def test_unknown_p_value_agrees_with_fishers_exact_test() -> None:
 
 
 def test_weighted_effects_compare_class_by_class() -> None:
-    """Computed again from the definition: the reference's classes weigh as much as
-    their share of the live queries.
-    """
+    """Computed again from the definition: the reference's classes weigh as much as their share of
+    the live queries."""
     rng = np.random.default_rng(2)
     reference, live = drawn(rng, 150), drawn(rng, 130, farther=0.05, one_class=0.5)
     weights = np.array([(live.labels == a).mean() / (reference.labels == a).sum() for a in reference.labels])
@@ -217,9 +207,7 @@ def test_weighted_effects_compare_class_by_class() -> None:
 
 
 def test_permutation_p_value_matches_full_enumeration() -> None:
-    """Two samples of 20 points, of which only 4 differ,
-    so that their sides can be enumerated.
-    """
+    """Two samples of 20 points, of which only 4 differ, so that their sides can be enumerated."""
     rng = np.random.default_rng(4)
     flags = np.array([True] * 4 + [False] * 16)
     reference, live = (one_stratum(rng, rng.random(20).astype(np.float32)) for _ in range(2))

@@ -1,6 +1,5 @@
-"""Data sets as other tools and people pack them: labels of any type, files beside the
-dataset, several images of one sample, hidden labels.
-"""
+"""Data sets as other tools and people pack them: labels of any type, files beside the dataset,
+several images of one sample, hidden labels."""
 
 import io
 import json

@@ -299,9 +299,7 @@ def test_groups_of_test_images_are_numbered(scenes: Path, run_ingest):
 
 
 def bursts(root: Path, name: str, shown: int = 40) -> Path:
-    """Scenes of smooth noise with ten frames each,
-    shifted by a pixel and of other brightness.
-    """
+    """Scenes of smooth noise with ten frames each, shifted by a pixel and of other brightness."""
     rng = np.random.default_rng(0)
     for scene in range(shown):
         base = np.kron(rng.uniform(40, 200, (6, 6)), np.ones((6, 6)))
@@ -362,9 +360,8 @@ def test_class_in_the_name_is_not_proposed_as_the_group(tmp_path: Path, run_inge
 
 
 def test_successive_numbers_of_a_camera_are_proposed_as_groups(tmp_path: Path, run_ingest):
-    """The bursts of IMG_0000.png to IMG_0179.png have nine frames. No part of a name
-    names the scene, but ten successive images are mostly of one.
-    """
+    """The bursts of IMG_0000.png to IMG_0179.png have nine frames. No part of a name names the
+    scene, but ten successive images are mostly of one."""
     source = bursts(tmp_path / "bursts", "scene{scene:03}-{frame}.png")
     for path in source.rglob("*-9.png"):
         path.unlink()

@@ -76,9 +76,8 @@ def test_images_that_came_by_review_are_not_measured_on(tree, run_ingest, make_i
 
 
 def test_few_shards_are_stored_again(tmp_path: Path, run_ingest, make_image, contents) -> None:
-    """150 images fit into a shard. A shard with 19 or more stays as it is. Up to eight
-    smaller ones stay as they are, and then the smallest is filled.
-    """
+    """150 images fit into a shard. A shard with 19 or more stays as it is. Up to eight smaller ones
+    stay as they are, and then the smallest is filled."""
 
     def with_more(numbers: range) -> Manifest:
         for number in numbers:
@@ -258,9 +257,8 @@ def test_later_ingests_store_only_the_changes_of_the_ledger(
             path.write_bytes(make_image(index))
 
     def ingest() -> tuple[Manifest, Manifest]:
-        """One snapshot with the changes of the ledger,
-        and one of another dataset with the whole ledger.
-        """
+        """One snapshot with the changes of the ledger, and one of another dataset with the whole
+        ledger."""
         with monkeypatch.context() as patch:
             patch.setattr("evernear.data.snapshots._MAX_CHANGED_FRACTION", 0.0)
             whole = run_ingest(root, dataset="whole")
@@ -387,9 +385,8 @@ def test_swapped_classes_are_named(tree, run_ingest, make_image) -> None:
 
 
 def test_splits_survive_the_return_to_an_earlier_digest(tree, run_ingest, make_image, contents) -> None:
-    """An image is removed, so that the dataset is as before it was added,
-    and restored together with others.
-    """
+    """An image is removed, so that the dataset is as before it was added, and restored together
+    with others."""
 
     def add(numbers: range) -> list[Path]:
         paths = [tree / "1" / f"added-{number}.png" for number in numbers]

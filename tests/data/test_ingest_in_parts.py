@@ -1,6 +1,5 @@
-"""An ingest in parts: the snapshot does not depend on the parts, on who ran them,
-or on kills in between.
-"""
+"""An ingest in parts: the snapshot does not depend on the parts, on who ran them, or on kills in
+between."""
 
 import io
 import tarfile
@@ -28,9 +27,8 @@ RunIngest = Callable[..., Manifest]
 
 @pytest.fixture
 def varied(tree: Path, make_image) -> Path:
-    """`tree` with copies, copies under another label, a broken file,
-    one that is no image, and frames of scenes.
-    """
+    """`tree` with copies, copies under another label, a broken file, one that is no image, and
+    frames of scenes."""
     for number in range(0, 30, 3):
         (tree / "1" / f"copy-{number:03}.png").write_bytes(make_image(number))
     for number in range(1, 20, 3):
@@ -44,9 +42,7 @@ def varied(tree: Path, make_image) -> Path:
 
 @pytest.fixture
 def ingest(tmp_path: Path) -> RunIngest:
-    """``ingest(source, run, **settings)`` ingests with ``run`` as what runs the
-    parts.
-    """
+    """``ingest(source, run, **settings)`` ingests with ``run`` as what runs the parts."""
 
     def ingest(source: Path | str, run: plan.RunParts = run_here, **settings: object) -> Manifest:
         source = f"folder:{source}" if isinstance(source, Path) else source
@@ -98,9 +94,8 @@ def test_processes_that_open_the_source_themselves_decode_the_same(varied: Path,
 def test_ingest_that_was_killed_ends_as_if_it_began_now(
     varied: Path, ingest: RunIngest, make_image, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Files that are gone, new or changed since do not matter,
-    and the parts that were finished are not read again.
-    """
+    """Files that are gone, new or changed since do not matter, and the parts that were finished are
+    not read again."""
 
     finished: set[str] = set()
 

@@ -106,9 +106,7 @@ def test_slower_of_two_concurrent_ingests_fails(tree, run_ingest, make_image, mo
 
 
 def with_small_disk(script: str, mount: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run a shell script in a separate mount namespace,
-    with a disk of 1 MiB at ``mount``.
-    """
+    """Run a shell script in a separate mount namespace, with a disk of 1 MiB at ``mount``."""
     mount.mkdir()
     prepare = f"mount -t tmpfs -o size=1m none '{mount}' || exit 77\n"
     command = ["unshare", "--map-root-user", "--mount", "sh", "-c", prepare + script, "sh", *arguments]
@@ -166,9 +164,7 @@ class InterruptedIngestError(Exception):
 
 
 def read_files(monkeypatch: pytest.MonkeyPatch, interrupt_after: int = 10**9) -> list[str]:
-    """Record the files that are read from here on;
-    interrupt the reading of one after that many.
-    """
+    """Record the files that are read from here on; interrupt the reading of one after that many."""
     files: list[str] = []
     real_read = Folder.read
 

@@ -1,6 +1,5 @@
 """Twenty kills of an ingest and of its processes, at random moments:
-the snapshot is the same each time.
-"""
+the snapshot is the same each time."""
 
 import os
 import random
@@ -14,8 +13,8 @@ import psutil
 import pytest
 
 KILLS = 20
-# Two processes, so that the step and a part can be killed apart. Parts are slow,
-# so that a kill meets one.
+# Two processes, so that the step and a part can be killed apart. Parts are slow, so that a kill
+# meets one.
 INGEST = """
 import sys, time
 from evernear.common.run_parts import Processes, run_parts

@@ -1,6 +1,5 @@
-"""Which folders are splits and which are classes;
-an error names settings that answer, and the tests run them.
-"""
+"""Which folders are splits and which are classes; an error names settings that answer, and the
+tests run them."""
 
 import re
 import shlex
@@ -24,9 +23,7 @@ NAMES = ["a", "b"]
 
 @pytest.fixture
 def make_tree(tmp_path: Path, make_image) -> MakeTree:
-    """``make_tree(folders, count)`` writes ``count`` different images into each of
-    ``folders``.
-    """
+    """``make_tree(folders, count)`` writes ``count`` different images into each of ``folders``."""
 
     def make_tree(folders: Iterable[str], count: int = 20) -> Path:
         for index, folder in enumerate(folders):
@@ -44,9 +41,7 @@ def in_each(splits: Iterable[str], classes: Iterable[str] = NAMES) -> list[str]:
 
 
 def answers(error: DataError) -> list[DataSettings]:
-    """The settings that a message offers: the splits,
-    and that all folders are classes.
-    """
+    """The settings that a message offers: the splits, and that all folders are classes."""
     words = re.findall(r"--set ('[^']*'|\S+)", str(error))
     values = [shlex.split(word.rstrip(",.;"))[0] for word in words]
     splits = [value for value in values if value.startswith("data.split_folders")]
@@ -167,9 +162,8 @@ def test_other_folders_beside_splits_in_class_folders_are_refused(
 
 
 def test_split_of_one_class_can_be_named(make_tree, run_ingest) -> None:
-    """Without a train folder beside it, test may be anything: its images are used,
-    and the run says so.
-    """
+    """Without a train folder beside it, test may be anything: its images are used, and the run says
+    so."""
     root = make_tree(["dog", "dog/test", "cat"])
     (problem,) = run_ingest(root).problems
     assert problem.names == ("dog (test: 20 images)",)
@@ -341,9 +335,8 @@ def test_bucket_and_folder_have_one_layout(make_tree, run_ingest, bucket: str, f
 
 
 def test_layout_of_a_bucket_costs_few_requests(make_tree, bucket: str, monkeypatch) -> None:
-    """One request for the top folder, and one for each of at most 20 folders and of
-    those named like splits.
-    """
+    """One request for the top folder, and one for each of at most 20 folders and of those named
+    like splits."""
     uri = upload(bucket, make_tree([*map(str, range(50)), "testbed", "train tracks"], count=2))
     source = Bucket(uri)
     read: list[str] = []

@@ -1,6 +1,5 @@
 """A file among the images is used, broken, or left out and counted:
-never lost in silence.
-"""
+never lost in silence."""
 
 import os
 from pathlib import Path
@@ -59,9 +58,7 @@ def noted(manifest: Manifest, rule: str) -> list[str]:
 
 
 def upload(bucket: str, tree: Path) -> str:
-    """Put all files of ``tree`` into the bucket,
-    also those whose keys a `Store` rejects.
-    """
+    """Put all files of ``tree`` into the bucket, also those whose keys a `Store` rejects."""
     from tests.data.test_sources_s3 import client
 
     images = client()

@@ -90,9 +90,8 @@ def test_loop_outside_of_the_source_ends(tree, disk: Path) -> None:
 
 
 def test_links_among_classes_do_not_multiply(tree) -> None:
-    """Each class gets the images of the others once,
-    and no path is followed through all of them.
-    """
+    """Each class gets the images of the others once, and no path is followed through all of
+    them."""
     classes = [f"c{number}" for number in range(12)]
     for name in classes:
         (tree / name).mkdir()

@@ -1,6 +1,4 @@
-"""The comparison of a listing with the ledger gives the same result for any order of
-names.
-"""
+"""The comparison of a listing with the ledger gives the same result for any order of names."""
 
 import random
 import sqlite3
@@ -20,9 +18,8 @@ def entry(number: int, etag: str = "old") -> FileEntry:
 
 
 def ingest(path: Path, listing: list[FileEntry], broken: str = "") -> tuple[list[FileEntry], set[str]]:
-    """List files, and decode the pending files without pixels. Return the files in the
-    ledger, and the names of the decoded files.
-    """
+    """List files, and decode the pending files without pixels. Return the files in the ledger, and
+    the names of the decoded files."""
     saved = path.with_suffix(".saved")
     with closing(Ledger(path, "folder:/images")) as ledger:
         ledger.list_files(listing)

@@ -1,6 +1,4 @@
-"""A source that moved: deletions, new labels and splits survive,
-whatever was tried before.
-"""
+"""A source that moved: deletions, new labels and splits survive, whatever was tried before."""
 
 import shutil
 from pathlib import Path
@@ -38,9 +36,8 @@ def first(tmp_path: Path, store: Store) -> Manifest:
 
 
 def move(tmp_path: Path, target: str) -> str:
-    """Move the images, delete two of each class, and give one another label;
-    return the new source.
-    """
+    """Move the images, delete two of each class, and give one another label; return the new
+    source."""
     (tmp_path / target).parent.mkdir(parents=True, exist_ok=True)
     shutil.move(tmp_path / "old" / "images", tmp_path / target)
     for number in range(4):
@@ -82,9 +79,8 @@ def test_deletions_and_labels_count_after_a_move(
 
 
 def test_unchanged_images_are_new_to_nobody_after_a_move(tmp_path: Path, store: Store, first: Manifest) -> None:
-    """The content is equal, so is the digest of the snapshot;
-    its ledger and manifest name the new source.
-    """
+    """The content is equal, so is the digest of the snapshot; its ledger and manifest name the new
+    source."""
     shutil.move(tmp_path / "old" / "images", tmp_path / "images")
     new = f"folder:{tmp_path / 'images'}"
     settings = DataSettings(source=new, moved_from=f"folder:{tmp_path / 'old' / 'images'}")

@@ -1,6 +1,4 @@
-"""Tars and Parquet files of many images: read in order, once,
-and again only if they change.
-"""
+"""Tars and Parquet files of many images: read in order, once, and again only if they change."""
 
 import gc
 import io

@@ -19,9 +19,8 @@ def queries(
     over_s: float = 86_400,
     one_class: float = 0,
 ) -> Queries:
-    """``count`` queries, ``frames`` of each picture a second apart;
-    ``cameras`` start at the same times.
-    """
+    """``count`` queries, ``frames`` of each picture a second apart; ``cameras`` start at the same
+    times."""
     pictures = count // frames
     starts = np.repeat(np.sort(rng.uniform(0, over_s, -(-pictures // cameras))), cameras)[:pictures]
     classes = np.where(rng.random(pictures) < one_class, 0, rng.integers(0, 10, pictures))

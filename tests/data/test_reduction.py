@@ -1,6 +1,5 @@
 """Different pictures stay different, and visible, in 8 bits:
-16-bit files and transparency.
-"""
+16-bit files and transparency."""
 
 from collections.abc import Callable
 from io import BytesIO
@@ -245,9 +244,8 @@ def test_black_and_white_drawings_are_laid_over_gray() -> None:
 
 
 def test_drawings_that_differ_only_in_the_color_of_the_background_differ() -> None:
-    """A few white marks in a black frame are invisible on white,
-    but are no copies of each other.
-    """
+    """A few white marks in a black frame are invisible on white, but are no copies of each
+    other."""
     digests = set[bytes]()
     for number in range(4):
         pixels = np.zeros((64, 64, 4), np.uint8)
@@ -279,9 +277,8 @@ def test_the_transparent_value_of_few_bits_is_scaled_like_the_pixels(bits: int) 
 
 
 def deep_tree(root: Path, bits: dict[str, int], count: int = 20, channels: int = 1) -> Path:
-    """``count`` images of each class, in which the brightest values of class ``name``
-    have ``bits[name]`` bits.
-    """
+    """``count`` images of each class, in which the brightest values of class ``name`` have
+    ``bits[name]`` bits."""
     for seed, (name, used) in enumerate(bits.items()):
         (root / name).mkdir(parents=True, exist_ok=True)
         for number in range(count):

@@ -22,9 +22,8 @@ def name_of_review(number: int) -> str:
 
 @pytest.fixture
 def reviewed(tree: Path, make_image) -> dict[int, str]:
-    """30 images of class 1 that came by review, by number;
-    30 of the person's own are in ``tree`` besides.
-    """
+    """30 images of class 1 that came by review, by number; 30 of the person's own are in ``tree``
+    besides."""
     for number in range(500, 530):
         (tree / "1" / name_of_review(number)).write_bytes(make_image(number))
     return {number: name_of_review(number) for number in range(500, 530)}

@@ -1,6 +1,4 @@
-"""Changes are counted from listings,
-and the counts are compared with the subsequent ingest.
-"""
+"""Changes are counted from listings, and the counts are compared with the subsequent ingest."""
 
 import os
 import shutil
@@ -24,9 +22,7 @@ Count = Callable[..., SourceDiff]
 
 @pytest.fixture
 def count(tmp_path: Path) -> Count:
-    """``count(source, manifest)`` compares a source with a snapshot in the test's
-    store.
-    """
+    """``count(source, manifest)`` compares a source with a snapshot in the test's store."""
 
     def count(source: Path | str, manifest: Manifest | None, **settings: object) -> SourceDiff:
         source = f"folder:{source}" if isinstance(source, Path) else source
@@ -108,9 +104,8 @@ def test_touched_files_are_sampled(
 def test_files_as_read_are_compared_by_image_and_class(
     tree: Path, run_ingest, make_image, count_touched: Count
 ) -> None:
-    """A run that led to no release has read them: a copy, an image that moved,
-    a broken one, a new one.
-    """
+    """A run that led to no release has read them: a copy, an image that moved, a broken one, a new
+    one."""
     manifest = run_ingest(tree)
     shutil.copyfile(tree / "1" / "000.png", tree / "1" / "copy.png")
     (tree / "1" / "003.png").rename(tree / "2" / "moved.png")
@@ -144,8 +139,7 @@ def test_objects_uploaded_again_in_parts_are_not_new(
 
 def test_expected_splits_match_those_of_ingest(tree: Path, run_ingest, make_image, count: Count) -> None:
     """600 new images are split by content:
-    expected and actual counts agree within chance.
-    """
+    expected and actual counts agree within chance."""
     manifest = run_ingest(tree)
     for number in range(600):
         (tree / "1" / f"more-{number}.png").write_bytes(make_image(5000 + number))

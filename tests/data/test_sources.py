@@ -131,9 +131,8 @@ def test_mnist_is_ingested_completely(run_ingest) -> None:
 
 @pytest.fixture
 def mirror(idx: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[HTTPServer]:
-    """A mirror of small MNIST files with their checksums,
-    the only one that torchvision uses; the cache is empty.
-    """
+    """A mirror of small MNIST files with their checksums, the only one that torchvision uses; the
+    cache is empty."""
     from torchvision.datasets import MNIST
 
     resources: list[tuple[str, str]] = []

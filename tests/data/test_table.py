@@ -1,6 +1,4 @@
-"""Tables of names and labels: the dataset of the same folder,
-and one sentence for each mistake.
-"""
+"""Tables of names and labels: the dataset of the same folder, and one sentence for each mistake."""
 
 import csv
 from collections.abc import Callable
@@ -41,9 +39,7 @@ def write_parquet(path: Path, rows: Rows) -> Path:
 
 @pytest.fixture
 def table(tree: Path) -> Callable[[str], str]:
-    """``table(text)`` writes the text as labels.csv next to the images,
-    and returns the source.
-    """
+    """``table(text)`` writes the text as labels.csv next to the images, and returns the source."""
 
     def table(text: str) -> str:
         path = tree / "labels.csv"

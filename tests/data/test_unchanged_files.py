@@ -1,6 +1,5 @@
-"""A file that changed is read again, whatever times it has.
-A file that was read and found equal is no longer new.
-"""
+"""A file that changed is read again, whatever times it has. A file that was read and found equal is
+no longer new."""
 
 import os
 import shutil
@@ -50,9 +49,8 @@ def read(monkeypatch) -> list[str]:
 
 @pytest.fixture
 def diff(tmp_path: Path) -> Callable[[Path, Manifest], SourceDiff]:
-    """The changes of a folder since the ledger that the store has for a snapshot now,
-    as the watcher sees them.
-    """
+    """The changes of a folder since the ledger that the store has for a snapshot now, as the
+    watcher sees them."""
 
     def diff(tree: Path, manifest: Manifest) -> SourceDiff:
         store = open_store(manifest.store_uri)
@@ -178,9 +176,7 @@ def test_renamed_files_are_new_until_a_run_has_read_them(tree, run_ingest, read,
 
 
 def test_a_ledger_without_change_times_is_read_again_once(alike, run_ingest, read, diff, contents, monkeypatch) -> None:
-    """Two files were swapped before the upgrade,
-    and the earlier version did not see it.
-    """
+    """Two files were swapped before the upgrade, and the earlier version did not see it."""
 
     def earlier(stat: os.stat_result) -> str:
         return f"{stat.st_size}-{stat.st_mtime_ns}"
@@ -286,9 +282,8 @@ def test_parts_of_an_earlier_ledger_are_obsolete(tree, run_ingest, kill_ingest, 
 
 
 def test_a_dataset_that_returns_to_an_earlier_state_remembers_splits(tree, run_ingest, make_image, contents) -> None:
-    """The images between the two states were removed,
-    and a network may have been trained on them.
-    """
+    """The images between the two states were removed, and a network may have been trained on
+    them."""
     first = run_ingest(tree)
     added = [tree / "1" / f"{number}.png" for number in range(1000, 1100)]
     for number, path in enumerate(added, 1000):

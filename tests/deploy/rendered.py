@@ -1,6 +1,5 @@
-"""Manifests that ``kustomize build`` renders from the folders under ``deploy/``,
-alone and combined.
-"""
+"""Manifests that ``kustomize build`` renders from the folders under ``deploy/``, alone and
+combined."""
 
 import os
 import shutil
@@ -72,9 +71,8 @@ def build(folder: Path) -> str:
 
 @cache
 def _kustomize() -> tuple[str, ...]:
-    """The installed build command: kustomize is the fastest,
-    and the copy in .venv takes 1 s longer to start.
-    """
+    """The installed build command: kustomize is the fastest, and the copy in .venv takes 1 s longer
+    to start."""
     if kustomize := shutil.which("kustomize"):
         return (kustomize, "build")
     if (kubectl := shutil.which("kubectl")) and _supports_components(kubectl):
@@ -85,9 +83,8 @@ def _kustomize() -> tuple[str, ...]:
 
 
 def _supports_components(kubectl: str) -> bool:
-    """Whether kubectl's kustomize supports components:
-    kubectl 1.20 (Debian 12) embeds kustomize 2 and reports none.
-    """
+    """Whether kubectl's kustomize supports components: kubectl 1.20 (Debian 12) embeds kustomize 2
+    and reports none."""
     completed = subprocess.run([kubectl, "version", "--client", "--output=json"], capture_output=True, text=True)
     return "kustomizeVersion" in completed.stdout
 
@@ -104,9 +101,8 @@ def settings_of(manifests: list[Object]) -> Settings:
 
 
 def serving(manifests: list[Object]) -> list[Object]:
-    """Objects that the deploy step applies with the settings of ``manifests``;
-    none if it only publishes.
-    """
+    """Objects that the deploy step applies with the settings of ``manifests``; none if it only
+    publishes."""
     loaded = settings_of(manifests)
     if loaded.target != "kubernetes":
         return []
@@ -116,9 +112,8 @@ def serving(manifests: list[Object]) -> list[Object]:
 
 
 def pod_specs(manifests: list[Object]) -> dict[str, Object]:
-    """Spec of every pod by the kind and name of its controller,
-    with the pod's labels under ``labels``.
-    """
+    """Spec of every pod by the kind and name of its controller, with the pod's labels under
+    ``labels``."""
     specs: dict[str, Object] = {}
     for manifest in manifests:
         name = f"{manifest['kind']} {manifest['metadata']['name']}"

@@ -56,8 +56,8 @@ def test_containers_run_with_minimal_privileges(name: str) -> None:
 def test_ports_are_published_on_loopback_only(name: str) -> None:
     ports = SERVICES[name].get("ports", [])
     assert all(re.fullmatch(r"127\.0\.0\.1:(\d+):\1", port) for port in ports)
-    # The service that creates the buckets uses the server's unprotected ports,
-    # from inside its network.
+    # The service that creates the buckets uses the server's unprotected ports, from inside its
+    # network.
     shared = "service:seaweedfs" if name == "bucket" else "none"
     assert SERVICES[name].get("network_mode", "none") in ("none", shared)
 
@@ -91,9 +91,8 @@ def test_services_use_existing_settings_and_commands(name: str) -> None:
 
 
 def test_torchserve_waits_for_the_first_release_and_follows_the_champion() -> None:
-    """Without --follow, it exits. With a short start period, prep does not start:
-    its dependency is unhealthy.
-    """
+    """Without --follow, it exits. With a short start period, prep does not start: its dependency is
+    unhealthy."""
     torchserve = SERVICES["torchserve"]
     assert "--follow" in torchserve["command"]
     assert torchserve["healthcheck"]["start_period"] == "24h"

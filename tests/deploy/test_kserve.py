@@ -1,8 +1,8 @@
-"""The InferenceService is valid for KServe 0.21: fields by its SDK,
-pods by Kubernetes, canaries by its webhook.
+"""The InferenceService is valid for KServe 0.21: fields by its SDK, pods by Kubernetes, canaries by
+its webhook.
 
-The webhook's rules are those of ``inference_service_validation.go`` (most are in
-`webhooks`), and of Knative's ``fieldmask.go`` for its pods.
+The webhook's rules are those of ``inference_service_validation.go`` (most are in `webhooks`), and
+of Knative's ``fieldmask.go`` for its pods.
 """
 
 import ast
@@ -37,9 +37,8 @@ def sdk_package() -> Path:
 
 @cache
 def fields(model: str) -> dict[str, str]:
-    """Field types of an SDK model by JSON key,
-    parsed from its source because importing the SDK takes seconds.
-    """
+    """Field types of an SDK model by JSON key, parsed from its source because importing the SDK
+    takes seconds."""
     tree = ast.parse((sdk_package() / "models" / f"{model}.py").read_text())
     (body,) = (node.body for node in tree.body if isinstance(node, ast.ClassDef))
     values = {node.targets[0].id: ast.literal_eval(node.value) for node in body if isinstance(node, ast.Assign)}

@@ -1,6 +1,5 @@
-"""Every overlay, with the objects that the deploy step adds,
-meets rules on schemas, pods, RBAC and names.
-"""
+"""Every overlay, with the objects that the deploy step adds, meets rules on schemas, pods, RBAC and
+names."""
 
 import json
 import os
@@ -90,8 +89,8 @@ def test_pods_start_with_a_container_that_a_controller_adds(manifests: list[Obje
 
 
 def test_images_that_are_replaced_later_are_not_pulled_for_every_pod() -> None:
-    """The API server stores Always with an image without a tag, even if a digest
-    replaces the image later."""
+    """The API server stores Always with an image without a tag, even if a digest replaces the image
+    later."""
     for path in DEPLOY.rglob("*.yaml"):
         for tree in yaml.safe_load_all(path.read_text()):
             for container in _containers_with_an_image(tree):
@@ -136,9 +135,7 @@ def test_no_pod_has_a_kubernetes_api_token(manifests: list[Object]) -> None:
 
 
 def test_service_link_variables_are_disabled(manifests: list[Object]) -> None:
-    """Kubernetes would set EVERNEAR_PREP_PORT=tcp://...,
-    which is not a setting of evernear.
-    """
+    """Kubernetes would set EVERNEAR_PREP_PORT=tcp://..., which is not a setting of evernear."""
     assert all(spec["enableServiceLinks"] is False for spec in pod_specs(manifests).values())
 
 
@@ -273,9 +270,8 @@ esac
 
 @pytest.fixture
 def install(tmp_path: Path) -> Callable[..., dict[str, str]]:
-    """``install()`` runs ``tests/cluster/install.sh`` with a fake kubectl,
-    and returns the stored Secrets by name.
-    """
+    """``install()`` runs ``tests/cluster/install.sh`` with a fake kubectl, and returns the stored
+    Secrets by name."""
     script, state = tmp_path / "tests/cluster/install.sh", tmp_path / "state"
     for folder in (script.parent, state, tmp_path / "deploy/overlays"):
         folder.mkdir(parents=True)
@@ -361,9 +357,7 @@ def _environment(container: Object, manifests: list[Object]) -> dict[str, str]:
 
 @pytest.mark.parametrize("part", PARTS)
 def test_kfp_endpoint_accepts_the_mounted_token(part: str, tmp_path: Path) -> None:
-    """The client sends a token over plain HTTP only to loopback and to Services of the
-    cluster.
-    """
+    """The client sends a token over plain HTTP only to loopback and to Services of the cluster."""
     (tmp_path / "token").write_text("a pod's own")
     endpoint = settings_of(objects(part)).pipeline
     mounted = {"KF_PIPELINES_SA_TOKEN_PATH": str(tmp_path / "token")}

@@ -1,6 +1,4 @@
-"""Memory limits of pods that decode client images cover the maximum that their settings
-allow.
-"""
+"""Memory limits of pods that decode client images cover the maximum that their settings allow."""
 
 import argparse
 import re
@@ -18,8 +16,7 @@ from evernear.settings.prep import LARGE_DECODES, MAX_BODIES_SIZE_BYTES
 from tests.deploy.rendered import PARTS, Object, containers, named, objects, pod_specs
 
 MIB = 2**20
-# Memory of a process before its first large image, with the digits
-# (benchmarks/hostile_traffic.py).
+# Memory of a process before its first large image, with the digits (benchmarks/hostile_traffic.py).
 PREDICTOR, TRANSFORMER = 720 * MIB, 220 * MIB
 
 
@@ -29,9 +26,8 @@ def size_bytes(quantity: str) -> int:
 
 
 def limit_bytes(container: Object) -> int:
-    """The limit. It is also the request:
-    a node that is full kills pods that use more than they requested.
-    """
+    """The limit. It is also the request: a node that is full kills pods that use more than they
+    requested."""
     resources = container["resources"]
     assert resources["requests"]["memory"] == resources["limits"]["memory"]
     return size_bytes(resources["limits"]["memory"])

@@ -1,5 +1,5 @@
-"""Dashboard and alerts query series and labels that the servers export,
-and fire when they should.
+"""Dashboard and alerts query series and labels that the servers export, and fire when they
+should.
 
 The tests with promtool run where it is on the PATH.
 """
@@ -30,9 +30,8 @@ SUFFIXES = {"counter": ("_total",), "histogram": ("_bucket", "_sum", "_count"), 
 
 
 def exported_labels() -> dict[str, set[str]]:
-    """Labels by series, of TorchServe with evernear's handler,
-    of the preprocessing server and of the watcher.
-    """
+    """Labels by series, of TorchServe with evernear's handler, of the preprocessing server and of
+    the watcher."""
     series = {
         entry["name"]: set(entry["dimensions"])
         for kinds in metrics_file().values()
@@ -51,9 +50,7 @@ def alerts() -> dict[str, str]:
 
 
 def parse_query(query: str) -> tuple[dict[str, set[str]], set[str]]:
-    """Series of a query with the labels that select them,
-    and the labels that it groups by.
-    """
+    """Series of a query with the labels that select them, and the labels that it groups by."""
     grouped = {
         label.strip()
         for labels in re.findall(r"\b(?:by|on|without)\s*\(([^)]*)\)", query)
@@ -146,9 +143,8 @@ def test_queries_of_the_dashboard_are_valid(tmp_path: Path) -> None:
 
 
 def test_agreement_and_drift_of_live_queries_are_computed_from_the_series(tmp_path: Path) -> None:
-    """60% of the live distances are within 0.1 and all within 0.2;
-    of the reference, 90% and 100%.
-    """
+    """60% of the live distances are within 0.1 and all within 0.2; of the reference, 90% and
+    100%."""
     panels = {panel["title"]: panel["targets"][0]["expr"].replace("$namespace", "evernear") for panel in PANELS}
     rules = {"agreement": panels["Agreement of neighbors"], "drift": panels["Drift of distances"]}
     series = {

@@ -23,9 +23,8 @@ class Peer:
 
 
 def reaches(manifests: list[Object], source: Peer, target: Peer, port: int, protocol: str = "TCP") -> bool:
-    """Whether both ends allow the connection;
-    a direction in which no policy selects the pod is open.
-    """
+    """Whether both ends allow the connection; a direction in which no policy selects the pod is
+    open."""
     out = _policies(manifests, source, "Egress")
     into = _policies(manifests, target, "Ingress")
     return _passes(out, "egress", "to", target, port, protocol) and _passes(
@@ -152,8 +151,7 @@ def test_only_pods_with_keys_reach_the_trial_store() -> None:
     assert not reaches(manifests, OTHER_POD, store, 8333)
     assert not reaches(manifests, CLIENT, store, 8333)
     assert not reaches(manifests, store, INTERNET, 443)
-    # Ports of the master, the filer and the volume server,
-    # and the gRPC port of the gateway.
+    # Ports of the master, the filer and the volume server, and the gRPC port of the gateway.
     for unguarded in (9333, 19333, 8888, 18888, 8080, 18080, 18333):
         assert not any(
             reaches(manifests, peer, store, unguarded) for peer in (STEP, CLIENT, component(manifests, "prep"))

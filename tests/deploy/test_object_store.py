@@ -1,6 +1,5 @@
-"""The local overlay's object store: its scripts, and,
-if ``TEST_WEED`` names a binary, a real SeaweedFS.
-"""
+"""The local overlay's object store: its scripts, and, if ``TEST_WEED`` names a binary, a real
+SeaweedFS."""
 
 import json
 import os
@@ -210,8 +209,7 @@ def test_only_the_s3_ports_listen_beyond_loopback(server: SeaweedFS) -> None:
     outside = {address.port for address in listening if address.ip != "127.0.0.1"}
     assert outside == {server.ports["s3.port"], server.ports["s3.port.grpc"]}
     assert {address.port for address in listening} == {*server.ports.values()}
-    # Without protection, the gRPC port would list policies to anyone and accept new
-    # users.
+    # Without protection, the gRPC port would list policies to anyone and accept new users.
     with grpc.insecure_channel(f"127.0.0.1:{server.ports['s3.port.grpc']}") as channel:
         ask = channel.unary_unary("/messaging_pb.SeaweedS3IamCache/ListPolicies")
         with pytest.raises(grpc.RpcError) as refused:

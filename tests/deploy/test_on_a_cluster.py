@@ -1,6 +1,5 @@
-"""The local overlay on a loopback cluster: its pods become ready,
-and the deployer has exactly the rights in use.
-"""
+"""The local overlay on a loopback cluster: its pods become ready, and the deployer has exactly the
+rights in use."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -143,9 +142,8 @@ def _settings() -> Settings:
 
 
 def _name(call: Call) -> str:
-    """The object's name if a Role can restrict access to it; empty for pods,
-    whose names are generated.
-    """
+    """The object's name if a Role can restrict access to it; empty for pods, whose names are
+    generated."""
     name = call.name or call.query.get("fieldSelector", "").removeprefix("metadata.name=")
     return name if name in ("evernear-serving", "evernear-serving-proven") else ""
 

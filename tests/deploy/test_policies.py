@@ -1,6 +1,5 @@
-"""checkov's policies pass, offline, for every overlay with the objects that the deploy
-step adds.
-"""
+"""checkov's policies pass, offline, for every overlay with the objects that the deploy step
+adds."""
 
 import json
 import os

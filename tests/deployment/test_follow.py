@@ -1,6 +1,5 @@
-"""`evernear serve --follow`: the server follows the champion's pointer of a store that
-it only reads.
-"""
+"""`evernear serve --follow`: the server follows the champion's pointer of a store that it only
+reads."""
 
 import shutil
 import signal
@@ -29,9 +28,8 @@ from tests.releases import MakeRelease, PackedRelease, forge, settings_on_free_p
 
 
 class Target:
-    """Records what a server without a process would load;
-    the registry and the archives are real.
-    """
+    """Records what a server without a process would load; the registry and the archives are
+    real."""
 
     def __init__(self, settings: Settings) -> None:
         self.registry = Registry(open_store(settings.store_uri))

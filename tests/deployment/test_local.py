@@ -77,9 +77,8 @@ class Sandbox:
 
     @contextmanager
     def under_load(self) -> Iterator[set[str]]:
-        """Send requests continuously, all of which must succeed;
-        yields the versions that answered.
-        """
+        """Send requests continuously, all of which must succeed; yields the versions that
+        answered."""
         failures: list[str] = []
         versions: set[str] = set()
         stop = threading.Event()
@@ -222,8 +221,7 @@ def test_promotion_is_undone_if_the_champion_changes(sandbox: Sandbox, monkeypat
     assert sandbox.champion == rival.version
     assert candidate.version not in sandbox.registered
 
-    # `serve` makes the server follow the registry,
-    # as after a kill before `set-default`:
+    # `serve` makes the server follow the registry, as after a kill before `set-default`:
     assert local.serve_local(sandbox.settings) == rival.version
     assert sandbox.default == rival.version
 
@@ -244,9 +242,7 @@ deploy_release(Path(sys.argv[1]), Path(sys.argv[2]), Settings.model_validate_jso
 
 
 def test_next_deployment_removes_what_killed_ones_left(sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One was killed while it copied its archive,
-    another after its release had been registered.
-    """
+    """One was killed while it copied its archive, another after its release had been registered."""
     copying, registered, candidate = sandbox.candidate(), sandbox.candidate(), sandbox.candidate()
     words = [sys.executable, "-c", KILLED, copying.archive, copying.verdict, sandbox.settings.model_dump_json()]
     assert subprocess.run(words, timeout=120).returncode == -signal.SIGKILL

@@ -1,6 +1,4 @@
-"""The handler verifies the files that TorchServe unpacked before torch or FAISS reads
-them.
-"""
+"""The handler verifies the files that TorchServe unpacked before torch or FAISS reads them."""
 
 import json
 import pickle
@@ -21,9 +19,8 @@ def packed(make_release: MakeRelease) -> PackedRelease:
 
 
 def load(archive: Path, directory: Path) -> None:
-    """Load a release as a TorchServe worker does,
-    from the directory that Java unpacked the archive into.
-    """
+    """Load a release as a TorchServe worker does, from the directory that Java unpacked the archive
+    into."""
     with zipfile.ZipFile(archive) as members:
         members.extractall(directory)
     EmbeddingHandler().initialize(SimpleNamespace(system_properties={"model_dir": str(directory)}))
@@ -56,9 +53,8 @@ def test_index_of_another_network_is_rejected(packed: PackedRelease, tmp_path: P
 
 
 def test_replaced_network_is_rejected(packed: PackedRelease, tmp_path: Path) -> None:
-    """The manifest's list of parts contains the hash of the replacement,
-    but the index that of the original.
-    """
+    """The manifest's list of parts contains the hash of the replacement, but the index that of the
+    original."""
     with zipfile.ZipFile(packed.archive) as members:
         network = members.read("network.pt")
     replaced = forge(packed, tmp_path / "replaced.mar", network_pt=network + b" ")

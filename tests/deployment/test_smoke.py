@@ -26,9 +26,8 @@ from tests.releases import MakeRelease, System, decided
 
 @dataclass
 class Server:
-    """A server whose rounding differs: distances change by ``error``,
-    and with them the unknown flag.
-    """
+    """A server whose rounding differs: distances change by ``error``, and with them the unknown
+    flag."""
 
     parts: ReleaseParts
     error: float = 0.0

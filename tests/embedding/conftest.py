@@ -1,6 +1,5 @@
-"""Scikit-learn's digits, and a small network trained on them,
-shared by all tests of this package.
-"""
+"""Scikit-learn's digits, and a small network trained on them, shared by all tests of this
+package."""
 
 from pathlib import Path
 

@@ -1,6 +1,5 @@
-"""The ArcFace head against an independent implementation of the paper's formula in
-double precision.
-"""
+"""The ArcFace head against an independent implementation of the paper's formula in double
+precision."""
 
 import math
 
@@ -25,9 +24,7 @@ def head(classes: int = 5, dim: int = 7, scale: float = 32.0) -> ArcFace:
 
 
 def by_angles(embeddings: np.ndarray, centers: np.ndarray, labels: np.ndarray, s: float, m: float) -> np.ndarray:
-    """Equation 3 of arXiv:1801.07698 implemented literally: arccosine,
-    add m, cosine.
-    """
+    """Equation 3 of arXiv:1801.07698 implemented literally: arccosine, add m, cosine."""
     logits = np.empty((len(embeddings), len(centers)))
     for i, x in enumerate(embeddings):
         for j, w in enumerate(centers):

@@ -1,6 +1,4 @@
-"""Random augmentation is bounded, reproducible and correct for images that are not
-square.
-"""
+"""Random augmentation is bounded, reproducible and correct for images that are not square."""
 
 import pytest
 import torch
@@ -23,9 +21,7 @@ def blob(count: int, height: int, width: int) -> torch.Tensor:
 def moments(
     images: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Center (row, column), variances (row,
-    column) and covariance of each image's brightness.
-    """
+    """Center (row, column), variances (row, column) and covariance of each image's brightness."""
     weights = images[:, 0] / images[:, 0].sum(dim=(1, 2), keepdim=True)
     rows, columns = torch.arange(images.shape[2]).reshape(-1, 1), torch.arange(images.shape[3]).reshape(1, -1)
     row, column = (weights * rows).sum((1, 2)), (weights * columns).sum((1, 2))
@@ -92,8 +88,8 @@ def test_rotation_keeps_a_round_spot_round_in_an_oblong_image(monkeypatch: pytes
 def test_an_elastic_deformation_moves_distant_parts_independently(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("SCALE", "SHEAR", "SHIFT", "DEGREES"):
         monkeypatch.setattr(augmentation, name, 0.0)
-    # As far apart as the control points (at 0, 1/3, 2/3 and 1 of the side),
-    # two spots move independently.
+    # As far apart as the control points (at 0, 1/3, 2/3 and 1 of the side), two spots move
+    # independently.
     left = torch.cat([blob(400, 61, 41), torch.zeros(400, 1, 61, 80)], dim=3)
     right = left.flip(3)
     moved = [moments(random_affine(spot, draws(), elastic=True))[:2] for spot in (left, right)]

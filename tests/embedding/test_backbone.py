@@ -1,6 +1,4 @@
-"""timm backbones: weights from a file, fine-tuning, and frozen networks;
-nothing is downloaded.
-"""
+"""timm backbones: weights from a file, fine-tuning, and frozen networks; nothing is downloaded."""
 
 import subprocess
 import sys
@@ -292,9 +290,7 @@ def test_the_rate_of_a_pretrained_backbone_falls_toward_the_image(digits: Datase
 def test_the_first_stages_stay_as_they_are_if_only_the_last_are_trained(
     digits: Dataset, weights: Path, tmp_path: Path
 ) -> None:
-    """Neither weights nor batch statistics of the first third change;
-    all other layers learn.
-    """
+    """Neither weights nor batch statistics of the first third change; all other layers learn."""
     tuned = settings(weights=str(weights), backbone_size_px=32, layers="last", augment="none", min_steps=3)
     train_network(digits, tuned, tmp_path / "last")
     before, after = torch_state(weights), member(tmp_path / "last").backbone.state_dict()

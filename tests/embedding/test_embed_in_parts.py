@@ -1,6 +1,5 @@
-"""Embedding in parts: the same embeddings in any number of parts' runs,
-in any order and after any kill.
-"""
+"""Embedding in parts: the same embeddings in any number of parts' runs, in any order and after any
+kill."""
 
 from functools import partial
 from pathlib import Path

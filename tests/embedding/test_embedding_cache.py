@@ -1,6 +1,5 @@
-"""The embedding cache: a network embeds each image once,
-and cached embeddings equal computed ones.
-"""
+"""The embedding cache: a network embeds each image once, and cached embeddings equal computed
+ones."""
 
 import os
 import subprocess
@@ -73,9 +72,8 @@ def growing(tmp_path: Path) -> GrowingDataset:
 
 
 def embed_newest(network_dir: Path, growing: GrowingDataset, out_dir: Path, batch_sizes: list[int]) -> int:
-    """Embed the newest snapshot, check every vector against the network, return the
-    number that came from the cache.
-    """
+    """Embed the newest snapshot, check every vector against the network, return the number that
+    came from the cache."""
     dataset = growing.ingest()
     batch_sizes.clear()
     described = embed_dataset(network_dir, dataset, out_dir, batch_size=64, store=growing.store)
@@ -158,9 +156,8 @@ def test_the_same_weights_exported_by_another_process_use_the_cache(
     tmp_path: Path,
     batch_sizes: list[int],
 ) -> None:
-    """TorchScript lists constants in the order of Python's string hashes,
-    which differ between processes.
-    """
+    """TorchScript lists constants in the order of Python's string hashes, which differ between
+    processes."""
     embed_newest(network_dir, growing, tmp_path / "first", batch_sizes)
     program = (
         "import sys; from pathlib import Path; from evernear.data.shards import Dataset;"

@@ -1,6 +1,4 @@
-"""A frozen backbone sees each image once: its features are cached,
-and every head reads them.
-"""
+"""A frozen backbone sees each image once: its features are cached, and every head reads them."""
 
 from pathlib import Path
 

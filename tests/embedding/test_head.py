@@ -149,9 +149,8 @@ def test_a_head_that_is_worse_is_not_used(
     ("lost", "views", "used"), [(0, 1, True), (2, 1, True), (3, 1, False), (40, 1, False), (1, 0, False), (2, 0, False)]
 )
 def test_a_few_images_do_not_reject_a_head_with_views(lost: int, views: int, used: bool) -> None:
-    """Whitened features recognize all; the head,
-    which ignores the second feature, fails on the first ``lost``.
-    """
+    """Whitened features recognize all; the head, which ignores the second feature, fails on the
+    first ``lost``."""
     images, whitening = 60, Whitening(3, 3)
     plain = torch.eye(3) * 3**0.5
     examples = HeadExamples(np.stack([plain.numpy()] * (views + 1)), np.arange(3))

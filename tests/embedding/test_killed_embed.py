@@ -1,6 +1,5 @@
-"""Twenty kills of the embed step and of its processes, at random moments: the
-embeddings are the same each time.
-"""
+"""Twenty kills of the embed step and of its processes, at random moments: the embeddings are the
+same each time."""
 
 import json
 import os
@@ -19,8 +18,8 @@ from evernear.settings import DataSettings
 from tests.small_ingest import ingest_small
 
 KILLS = 20
-# Two processes, so that the step and a part can be killed apart. Parts are slow,
-# so that a kill meets one.
+# Two processes, so that the step and a part can be killed apart. Parts are slow, so that a kill
+# meets one.
 EMBED = """
 import sys, time
 from functools import partial

@@ -1,6 +1,5 @@
-"""Muon agrees with timm's Muon in bfloat16,
-and with AdamW for the parameters that it leaves to AdamW.
-"""
+"""Muon agrees with timm's Muon in bfloat16, and with AdamW for the parameters that it leaves to
+AdamW."""
 
 import copy
 from typing import Any

@@ -33,9 +33,7 @@ def plan_at(dataset: Dataset, speed: Speed, **changes: Any) -> Plan:
 
 
 def seconds_of(dataset: Dataset, plan: Plan, speed: Speed) -> float:
-    """The time of the training and of the probe at ``speed``,
-    from the plan's settings.
-    """
+    """The time of the training and of the probe at ``speed``, from the plan's settings."""
     total_s = 0.0
     for settings in (plan.train, plan.probe):
         recipe = with_defaults(settings, dataset)

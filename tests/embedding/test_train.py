@@ -357,8 +357,8 @@ def test_digits_are_not_flipped(digits: Dataset, tiny: TrainSettings, tmp_path: 
 
 
 def test_images_that_look_like_their_mirror_images_are_flipped(tmp_path: Path, tiny: TrainSettings) -> None:
-    # Two arrows: one points up, the other down, each from either side.
-    # Left and right carry no information.
+    # Two arrows: one points up, the other down, each from either side. Left and right carry no
+    # information.
     rng = np.random.default_rng(0)
     for number in range(400):
         image = rng.integers(0, 60, (12, 12), dtype=np.uint8)

@@ -1,6 +1,5 @@
-"""Weights of an installed package: read without importing it, copied to the store,
-and mapped to timm's names.
-"""
+"""Weights of an installed package: read without importing it, copied to the store, and mapped to
+timm's names."""
 
 from pathlib import Path
 from typing import Any
@@ -25,9 +24,8 @@ BACKBONE = "tf_efficientnet_lite0"
 
 
 def original_key(key: str) -> str:
-    """The package's name of timm's ``key``,
-    derived from the order of the layers in each implementation.
-    """
+    """The package's name of timm's ``key``, derived from the order of the layers in each
+    implementation."""
     module, _, rest = key.partition(".")
     if module != "blocks":
         return f"_{ {'bn1': 'bn0', 'bn2': 'bn1', 'classifier': 'fc'}.get(module, module) }.{rest}"
@@ -47,9 +45,8 @@ def store(tmp_path: Path) -> Store:
 
 @pytest.fixture
 def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A package of random weights with the names and the layout of the real one;
-    importing it fails.
-    """
+    """A package of random weights with the names and the layout of the real one; importing it
+    fails."""
     site = tmp_path / "site"
     path = site / PACKAGE.file
     path.parent.mkdir(parents=True)

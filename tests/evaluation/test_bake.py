@@ -1,6 +1,5 @@
-"""The comparison of a release with the one before it: the rules,
-and their behavior under repeated looks.
-"""
+"""The comparison of a release with the one before it: the rules, and their behavior under repeated
+looks."""
 
 import math
 
@@ -85,9 +84,8 @@ def test_bursts_in_the_traffic_need_more_evidence() -> None:
 
 
 def test_errors_are_those_that_clients_see() -> None:
-    """TorchServe counts the worker's errors over HTTP again,
-    and those that never reached the worker.
-    """
+    """TorchServe counts the worker's errors over HTTP again, and those that never reached the
+    worker."""
     assert Figures(answered=10, refused=2, failed=2).errors == 2
     assert Figures(answered=10, refused=2, failed=5).errors == 5
     assert Figures(answered=10, refused=2, failed=5).requests == 13

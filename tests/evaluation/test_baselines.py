@@ -1,6 +1,4 @@
-"""Trivial baselines on the digits, and the gate's rule about them on constructed
-counts.
-"""
+"""Trivial baselines on the digits, and the gate's rule about them on constructed counts."""
 
 from pathlib import Path
 
@@ -73,9 +71,7 @@ def test_a_sample_of_queries_is_compared_with_the_candidate_on_the_same_queries(
 
 
 def test_the_pixel_baseline_knows_the_classes_that_train_images_fill(tmp_path: Path):
-    """Otherwise a candidate would pass the gate more easily because val/ lacks
-    classes.
-    """
+    """Otherwise a candidate would pass the gate more easily because val/ lacks classes."""
     digits = load_digits()
     for number, (pixels, label) in enumerate(zip(digits.images[:600], digits.target[:600], strict=True)):
         split = ("train", "test", "val")[number % 3]

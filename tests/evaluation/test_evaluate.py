@@ -192,9 +192,8 @@ def test_champion_passes_against_itself(system: System, full: Recognizer):
 
 
 def test_leakage_includes_the_training_images_of_the_network(system: System, full: Recognizer):
-    """The candidate's network was trained on another snapshot,
-    whose train split contains these test images.
-    """
+    """The candidate's network was trained on another snapshot, whose train split contains these
+    test images."""
 
     shards = tuple(shard.model_copy(update={"split": "train"}) for shard in system.dataset.shards("test"))
     manifest = system.dataset.manifest.model_copy(update={"shards": shards})
@@ -222,9 +221,8 @@ def test_lost_shard_of_an_earlier_snapshot_does_not_hold_the_candidate(
 def test_unreadable_earlier_snapshot_holds_the_candidate(
     system: System, full: Recognizer, tmp_path: Path, damage: bytes | None
 ):
-    """A shard of the champion's snapshot, on which the network was trained as well, is
-    lost or damaged, and the snapshot's ledger is lost.
-    """
+    """A shard of the champion's snapshot, on which the network was trained as well, is lost or
+    damaged, and the snapshot's ledger is lost."""
     store = open_store(tmp_path.as_uri())
     shard = system.dataset.manifest.shards[0]
     if damage is not None:

@@ -1,6 +1,5 @@
-"""A first release of grouped images needs enough test groups to be better than trivial
-baselines. The images, splits and baselines are real.
-"""
+"""A first release of grouped images needs enough test groups to be better than trivial baselines.
+The images, splits and baselines are real."""
 
 from pathlib import Path
 
@@ -25,8 +24,7 @@ FRAMES = 3
 
 def photograph(folder: Path, labels_of_scene: list[str], frames: int = FRAMES) -> Path:
     """Frames of scenes, in folders of their classes. All classes of a scene share its
-    background.
-    """
+    background."""
     rng = np.random.default_rng(0)
     for scene, labels in enumerate(labels_of_scene):
         background = rng.integers(0, 128, (12, 12))
@@ -48,9 +46,8 @@ def ingest(chosen: RunSettings, folder: Path) -> Dataset:
 
 
 def first_release(dataset: Dataset, chosen: RunSettings, accuracy: float, grouped: bool = True) -> Evaluation:
-    """The evaluation of a candidate that is right on the share ``accuracy`` of the test
-    images, chosen at random.
-    """
+    """The evaluation of a candidate that is right on the share ``accuracy`` of the test images,
+    chosen at random."""
     labels = np.concatenate([block.labels for block in dataset.blocks("test")]).astype(np.int32)
     numbers = None
     if grouped:
@@ -171,9 +168,7 @@ def test_three_test_images_without_groups_are_promoted_with_the_words(tmp_path: 
 
 
 def test_rules_with_an_interval_say_where_no_outcome_could_fail(tmp_path: Path):
-    """One test image a class: 0% (0% to 79%) is not called insignificantly below
-    50%.
-    """
+    """One test image a class: 0% (0% to 79%) is not called insignificantly below 50%."""
     source = photograph(tmp_path / "source", ["abc"], frames=10)
     chosen = settings(source, group="")
     evaluation = first_release(ingest(chosen, tmp_path), chosen, 0.0, grouped=False)

@@ -1,7 +1,6 @@
 """Individual rules, tampered verdicts, and the gate's error rates on simulated cases.
 
-The simulation is that of ``benchmarks/gate.py``,
-which measures the same rates over more seeds.
+The simulation is that of ``benchmarks/gate.py``, which measures the same rates over more seeds.
 """
 
 import json
@@ -60,9 +59,8 @@ def test_small_test_split_rarely_fails_equal_models_and_fails_a_bad_one():
 
 
 def outcomes(errors: dict[int, int], queries: int = 100) -> Outcomes:
-    """Ten classes of ``each`` queries with ``wrong`` errors per class,
-    always in the same queries.
-    """
+    """Ten classes of ``each`` queries with ``wrong`` errors per class, always in the same
+    queries."""
     labels = np.repeat(np.arange(10, dtype=np.int32), queries)
     correct = np.ones(len(labels), np.bool_)
     for label, count in errors.items():
@@ -175,9 +173,8 @@ def test_false_rejects_hold_only_significantly_above_the_ceiling(passing: Evalua
 
 
 def test_test_images_unlike_the_gallery_are_said_in_words(passing: Evaluation):
-    """A given test split of other shops: 15.5% of it is called unknown, and 5% of the
-    images that set the threshold.
-    """
+    """A given test split of other shops: 15.5% of it is called unknown, and 5% of the images that
+    set the threshold."""
     other = {"false_rejects": proportion(155, 1000, 0.95), "calibration_rejects": exact_proportion(10, 200, 0.95)}
     reason = failed(decide(with_candidate(passing, **other), SETTINGS))["false_rejects"].reason
     assert "significantly more than 10%. Your test images look different from your gallery: of the 200 query " in reason
@@ -216,9 +213,7 @@ def test_reason_names_the_largest_class_regression():
 
 
 def test_single_error_in_a_small_class_is_not_a_collapse():
-    """With 18 queries per class, one additional error is 5.6 points;
-    eighteen are a collapse.
-    """
+    """With 18 queries per class, one additional error is 5.6 points; eighteen are a collapse."""
     champion = outcomes({1: 1}, queries=18)
     assert decide(simulation.make_evaluation(outcomes({1: 1, 4: 1}, queries=18), champion), SETTINGS).promote
     collapsed = simulation.make_evaluation(outcomes({1: 1, 4: 18}, queries=18), champion)
@@ -226,9 +221,8 @@ def test_single_error_in_a_small_class_is_not_a_collapse():
 
 
 def with_new_class(errors: dict[int, int]) -> Evaluation:
-    """A champion without class 9 and a challenger that includes it,
-    with ``wrong`` errors per class.
-    """
+    """A champion without class 9 and a challenger that includes it, with ``wrong`` errors per
+    class."""
     evaluation = simulation.make_evaluation(outcomes(errors), outcomes({1: 2, 8: 1, 9: 100}))
     champion = evaluation.champion.model_copy(update={"known_labels": simulation.LABELS[:-1]})
     return evaluation.model_copy(update={"champion": champion})
@@ -243,9 +237,7 @@ def test_new_class_passes_and_is_named():
 
 
 def test_new_class_does_not_offset_regressions_of_other_classes():
-    """100 correct images in the new class,
-    and 8 errors spread over the champion's classes.
-    """
+    """100 correct images in the new class, and 8 errors spread over the champion's classes."""
     losing = with_new_class({1: 5, 3: 2, 5: 2, 8: 2})
     assert losing.comparison.overall.improvements == 100
     assert set(failed(decide(losing, SETTINGS))) == {"no_worse", "no_worse_than_anchor"}
@@ -322,9 +314,8 @@ def test_verdict_is_deterministic(passing: Evaluation):
 
 
 def test_both_comparisons_with_the_champion_share_one_level():
-    """Each rule at the whole level would hold 12% of equal candidates on 1,000 images,
-    where the setting says 10%.
-    """
+    """Each rule at the whole level would hold 12% of equal candidates on 1,000 images, where the
+    setting says 10%."""
     held, trials, case = 0, 200, simulation.Case("drawn", 1000, 0.9, 0.0, 0.6)
     for seed in range(trials):
         rules = {rule.name: rule for rule in decide(simulation.make_evaluation(*case.outcomes(seed)), SETTINGS).rules}
@@ -354,9 +345,8 @@ def test_near_duplicates_above_the_bound_hold_the_candidate_with_the_advice(pass
 
 
 def test_gate_counts_groups():
-    """Twelve queries of one scene are lost: as images they are significant,
-    as one scene they are not.
-    """
+    """Twelve queries of one scene are lost: as images they are significant, as one scene they are
+    not."""
     ours, others = outcomes({1: 12}), outcomes({})
     assert "no_worse" in failed(decide(simulation.make_evaluation(ours, others), SETTINGS))
     groups = np.arange(1000, dtype=np.int32) // 20

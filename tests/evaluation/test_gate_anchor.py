@@ -1,8 +1,7 @@
-"""The anchor: planted chains of small losses, the budget,
-and an anchor that moved or cannot be measured.
+"""The anchor: planted chains of small losses, the budget, and an anchor that moved or cannot be
+measured.
 
-The simulations are those of ``benchmarks/gate.py``,
-which measures the same rates over more seeds.
+The simulations are those of ``benchmarks/gate.py``, which measures the same rates over more seeds.
 """
 
 import numpy as np
@@ -53,9 +52,8 @@ def test_budget_counts_groups() -> None:
 
 @pytest.mark.parametrize(("queries", "step", "last"), [(18, 1, 2), (50, 1, 3), (200, 1, 3)])
 def test_chain_of_losses_that_no_single_test_detects_ends(queries: int, step: int, last: int) -> None:
-    """Each candidate has ``step`` more errors than the champion before it;
-    ``last`` is the last that is promoted.
-    """
+    """Each candidate has ``step`` more errors than the champion before it; ``last`` is the last
+    that is promoted."""
     anchor = champion = losing(1, queries)
     for number in range(1, 10):
         candidate = losing(1 + number * step, queries)
@@ -72,9 +70,8 @@ def test_chain_of_losses_that_no_single_test_detects_ends(queries: int, step: in
 
 @pytest.mark.parametrize(("queries", "shared"), [(50, 0.0), (200, 0.6)])
 def test_equal_candidates_are_held_at_most_at_the_level_of_the_gate(queries: int, shared: float) -> None:
-    """Champion, anchor and candidate are equally good.
-    The bound is exceeded in one of 1000 runs at the limit.
-    """
+    """Champion, anchor and candidate are equally good. The bound is exceeded in one of 1000 runs at
+    the limit."""
     seeds = 100
     held = sum(bool(simulation.held_equal(queries, 0.97, shared, seed)) for seed in range(seeds))
     assert held <= binom.ppf(0.999, seeds, SETTINGS.significance)
@@ -164,9 +161,7 @@ def test_champion_takes_the_place_of_an_anchor_of_other_classes(walked_down: Eva
 
 
 def test_anchor_is_compared_on_the_classes_that_both_know(walked_down: Evaluation) -> None:
-    """Errors 1 to 6 are in classes 1 to 5 and 0; without classes 1 to 5,
-    one loss remains.
-    """
+    """Errors 1 to 6 are in classes 1 to 5 and 0; without classes 1 to 5, one loss remains."""
     assert walked_down.anchor is not None
     assert walked_down.anchor.measurement is not None
     some = walked_down.anchor.measurement.model_copy(update={"known_labels": ("0", "gone")})
@@ -232,9 +227,8 @@ def test_verdict_with_an_anchor_survives_a_round_trip(walked_down: Evaluation) -
 
 
 def test_too_few_images_to_compare_with_champion_and_anchor_are_said() -> None:
-    """One image right before: even if it is lost, no test and no budget notices.
-    Nothing is called insignificant that could not be significant.
-    """
+    """One image right before: even if it is lost, no test and no budget notices. Nothing is called
+    insignificant that could not be significant."""
     few = simulation.make_evaluation(losing(1, 1), losing(0, 1), anchor=losing(0, 1))
     found = rules(decide(few, SETTINGS))
     assert found["no_worse"].result == "too few to tell"

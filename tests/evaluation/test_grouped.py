@@ -20,9 +20,8 @@ def test_a_group_counts_once_in_each_class_that_it_shows():
 @pytest.mark.parametrize("even", [True, False])
 @pytest.mark.parametrize("correlation", [0.5, 1.0])
 def test_interval_of_groups_contains_the_accuracy_and_that_of_frames_does_not(even: bool, correlation: float):
-    """20 scenes of ten frames, 1,000 times;
-    more cases are in the docstring of `effective_totals`.
-    """
+    """20 scenes of ten frames, 1,000 times; more cases are in the docstring of
+    `effective_totals`."""
     rng, accuracy = np.random.default_rng(0), 0.9
     contained = by_frames = 0
     for _ in range(1000):

@@ -1,6 +1,5 @@
-"""An evaluation in parts is the evaluation in one process: each query,
-each image on the run page, each figure.
-"""
+"""An evaluation in parts is the evaluation in one process: each query, each image on the run page,
+each figure."""
 
 from dataclasses import replace
 from functools import partial

@@ -28,9 +28,8 @@ def test_injected_test_images_are_detected(system: System, monkeypatch, split, b
 
 
 def test_single_leaked_image_in_a_later_snapshot_is_detected(system: System, monkeypatch):
-    """An image that trained an earlier release can become a test image only if the
-    splits change.
-    """
+    """An image that trained an earlier release can become a test image only if the splits
+    change."""
     train = next(iter(system.dataset.blocks("train"))).digests
     blocks = Dataset.shard_blocks
 

@@ -1,6 +1,4 @@
-"""Live accuracy: coverage of the intervals, power of the test for a loss,
-and its false alarms.
-"""
+"""Live accuracy: coverage of the intervals, power of the test for a loss, and its false alarms."""
 
 from datetime import UTC, datetime
 

@@ -27,9 +27,7 @@ def measured(system: System, recognizer: Recognizer) -> tuple[Measurement, Outco
 
 @pytest.fixture(scope="module")
 def one_by_one(system: System, recognizer: Recognizer) -> list[tuple[str, Recognition]]:
-    """Each test image's label and its prediction,
-    computed one at a time as on a server.
-    """
+    """Each test image's label and its prediction, computed one at a time as on a server."""
     return [
         (system.dataset.labels[label], recognizer.gallery.recognize(recognizer.embed(image[None]))[0])
         for block in system.dataset.blocks("test")
@@ -104,9 +102,7 @@ def test_class_outside_the_index_is_never_predicted(system: System, index_withou
 
 
 def test_labels_are_matched_by_name(system: System, index_without, measured):
-    """A champion may have labels that differ from the dataset's,
-    in a different order.
-    """
+    """A champion may have labels that differ from the dataset's, in a different order."""
     renamed = tuple("gone" if label == "3" else label for label in system.dataset.labels)
     measurement, _ = measure(Recognizer.open(system.network_dir, index_without(renamed)), system.dataset)
     assert measurement.class_recall["3"].count == 0

@@ -83,9 +83,7 @@ def test_operating_point_is_on_the_roc_curve(open_set: OpenSet):
 
 
 def test_known_images_take_precedence(open_set: OpenSet):
-    """The small network cannot reject 95% of unseen classes without rejecting many
-    known images.
-    """
+    """The small network cannot reject 95% of unseen classes without rejecting many known images."""
     assert open_set.required_reject_rate is not None
     assert open_set.required_reject_rate > 0.05
     assert open_set.reject_rate == 0.05
@@ -109,8 +107,7 @@ def test_both_rates_are_met_if_possible():
 @pytest.mark.parametrize("shift", [0.0, -0.5])
 def test_unknown_is_disabled_if_distances_do_not_separate(shift: float):
     """As near as known images, or nearer:
-    every threshold would reject known images first.
-    """
+    every threshold would reject known images first."""
     result = assess([draw_of(NEAR, NEAR + shift)], IndexSettings())
     assert result.threshold == MAX_DISTANCE
     assert result.reject_rate is None
@@ -120,9 +117,8 @@ def test_unknown_is_disabled_if_distances_do_not_separate(shift: float):
 
 
 def superpopulation(rng: np.random.Generator, classes: tuple[int, int], spread: float, shift: float) -> Draw:
-    """A draw of (known, held-out) ``classes`` of 30 images.
-    The mean distances of classes differ by ``spread``.
-    """
+    """A draw of (known, held-out) ``classes`` of 30 images. The mean distances of classes differ by
+    ``spread``."""
     samples: list[Sample] = []
     for count, middle in zip(classes, (0.0, shift), strict=True):
         of_class = np.repeat(np.arange(count, dtype=np.int32), 30)
@@ -152,8 +148,7 @@ def test_interval_of_the_auroc_contains_the_spread_between_classes(
 
 def test_interval_of_the_shares_contains_the_spread_between_classes():
     """All images of one of two classes are accepted, and none of the other:
-    the third could be either.
-    """
+    the third could be either."""
     near, far = np.linspace(0, 0.5, 500, dtype=np.float32), np.linspace(1, 1.5, 500, dtype=np.float32)
     unknown = Sample(np.concatenate([near, far]), (np.repeat([0, 1], 500),))
     known = Sample(near, (np.arange(500) % 8,))
@@ -177,9 +172,8 @@ def test_images_of_one_group_count_as_one():
 
 
 def test_each_draw_is_compared_with_itself():
-    """The distances of the second network are twice as large;
-    its known images are no unknown ones of the first.
-    """
+    """The distances of the second network are twice as large; its known images are no unknown ones
+    of the first."""
     near, far = NEAR / 2, FAR / 2
     one = assess([draw_of(near, far)], IndexSettings(false_reject_rate=0.2))
     two = assess([draw_of(near, far), draw_of(2 * near, 2 * far)], IndexSettings(false_reject_rate=0.2))
@@ -194,9 +188,7 @@ def test_each_draw_is_compared_with_itself():
 
 
 def test_frames_of_few_scenes_do_not_prove_that_distances_separate():
-    """Three scenes of 100 frames: as images they separate significantly,
-    as scenes they do not.
-    """
+    """Three scenes of 100 frames: as images they separate significantly, as scenes they do not."""
     rng = np.random.default_rng(1)
     known, unknown = (
         np.repeat(np.array(scenes), 100) + rng.normal(0, 0.01, 300) for scenes in ([0.5, 0.6, 0.7], [0.55, 0.65, 0.75])
@@ -233,9 +225,8 @@ def test_probe_is_deterministic_and_survives_json(system: System, open_set: Open
 
 @pytest.mark.parametrize("seed", range(3))
 def test_classes_without_gallery_images_do_not_affect_other_classes(tmp_path: Path, seed: int):
-    """By chance, two of four classes have no gallery images,
-    which validation reports only as a warning.
-    """
+    """By chance, two of four classes have no gallery images, which validation reports only as a
+    warning."""
     pixels, digits = load_digits(return_X_y=True)
     for digit in range(4):
         images = iter((pixels[digits == digit] * 15).astype(np.uint8).reshape(-1, 8, 8))

@@ -1,6 +1,4 @@
-"""The recognizers of the open-set probe are those that a run would export,
-without some classes.
-"""
+"""The recognizers of the open-set probe are those that a run would export, without some classes."""
 
 import math
 from pathlib import Path

@@ -12,9 +12,7 @@ KNOWN = ("cup", "plate")
 
 
 def replayed(before: str, after: str, dist: float = 0.5) -> Replayed:
-    """A query with two answers. A question mark stands for an answer that is called
-    unknown.
-    """
+    """A query with two answers. A question mark stands for an answer that is called unknown."""
     answers = (Answer(name.strip("?"), dist, name.startswith("?")) for name in (before, after))
     return Replayed(IMAGE, *answers)
 

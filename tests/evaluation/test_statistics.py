@@ -57,8 +57,7 @@ def test_auroc_interval_has_its_nominal_coverage(sizes, shape):
     for _ in range(trials):
         result = auroc(*SHAPES[shape](rng, sizes), 0.95)
         inside += result.low <= truth <= result.high
-    # Below 0.95 by the error of 400 trials and two approximations,
-    # but above either interval alone.
+    # Below 0.95 by the error of 400 trials and two approximations, but above either interval alone.
     assert inside / trials >= 0.9
 
 

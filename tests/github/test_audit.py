@@ -1,6 +1,5 @@
-"""`make audit` with a loopback OSV database: its queries,
-and its exit code for findings and failures.
-"""
+"""`make audit` with a loopback OSV database: its queries, and its exit code for findings and
+failures."""
 
 import json
 import re

@@ -46,9 +46,7 @@ def run_step(tmp_path: Path, entries: dict[str, Any], **variables: str) -> str:
 
 
 def test_rebuilt_commit_reuses_its_image(tmp_path: Path) -> None:
-    """Another digest would change the pipeline under the same version,
-    which the upload rejects.
-    """
+    """Another digest would change the pipeline under the same version, which the upload rejects."""
     earlier = step(id="earlier")
     assert run_step(tmp_path, earlier, ATTESTED="") == ""
     assert run_step(tmp_path, earlier, ATTESTED="yes") == f"digest=sha256:{DIGEST}\n"
@@ -70,8 +68,7 @@ def test_image_name_is_lowercase(tmp_path: Path) -> None:
 
 
 def test_sbom_is_not_attached_to_releases() -> None:
-    """The action would otherwise try this for each tag with a release,
-    and fail for lack of permission.
-    """
+    """The action would otherwise try this for each tag with a release, and fail for lack of
+    permission."""
     assert JOB["permissions"]["contents"] == "read"
     assert step(uses="anchore/sbom-action")["with"]["upload-release-assets"] is False

@@ -1,6 +1,4 @@
-"""The scripts of pipeline.yml, run as on GitHub,
-with a loopback token endpoint and KFP server.
-"""
+"""The scripts of pipeline.yml, run as on GitHub, with a loopback token endpoint and KFP server."""
 
 import json
 import os
@@ -27,9 +25,7 @@ REQUEST_TOKEN, IDENTITY, AUDIENCE = "of-this-job", "signed.by.github", "https://
 
 
 class _Issuer(BaseHTTPRequestHandler):
-    """A token endpoint that issues the job's token for the audience that KFP
-    expects.
-    """
+    """A token endpoint that issues the job's token for the audience that KFP expects."""
 
     def do_GET(self) -> None:
         query = parse_qs(urlsplit(self.path).query)
@@ -118,9 +114,8 @@ def test_job_without_a_github_token_fails(kfp: KfpServer, issuer: str, tmp_path:
 
 
 def test_job_conditions_use_no_environment_variables() -> None:
-    """GitHub evaluates the condition of a job before the variables of its environment
-    are available.
-    """
+    """GitHub evaluates the condition of a job before the variables of its environment are
+    available."""
     in_environment = [job for job in WORKFLOW["jobs"].values() if "environment" in job]
     assert in_environment
     assert not [job["if"] for job in in_environment if "vars." in job.get("if", "")]

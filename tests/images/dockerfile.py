@@ -1,6 +1,4 @@
-"""A parser for Dockerfiles: stages and their instructions,
-with build arguments substituted.
-"""
+"""A parser for Dockerfiles: stages and their instructions, with build arguments substituted."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -13,9 +11,8 @@ FILES = ("Dockerfile.serve", "Dockerfile.train")
 
 @dataclass
 class Stage:
-    """A build stage: its instructions, such as (``RUN``, "..."),
-    and the variables that they see.
-    """
+    """A build stage: its instructions, such as (``RUN``, "..."), and the variables that they
+    see."""
 
     name: str
     base: str
@@ -27,9 +24,8 @@ class Stage:
 
 
 def stages(file: str, **arguments: str) -> dict[str, Stage]:
-    """Stages of ``file`` by name, built with ``--build-arg`` values; the last,
-    unnamed stage has the name ``""``.
-    """
+    """Stages of ``file`` by name, built with ``--build-arg`` values; the last, unnamed stage has
+    the name ``""``."""
     known: dict[str, str] = {}
     by_name: dict[str, Stage] = {}
     stage: Stage | None = None
@@ -63,9 +59,7 @@ def ancestry(file: str, last: str, **arguments: str) -> list[Stage]:
 
 
 def sources(file: str, last: str, **arguments: str) -> dict[str, Stage]:
-    """The stages that ``last`` is made from: those that it is based on,
-    copies from or mounts.
-    """
+    """The stages that ``last`` is made from: those that it is based on, copies from or mounts."""
     by_name = stages(file, **arguments)
     used: dict[str, Stage] = {}
     names = [last]
@@ -85,9 +79,7 @@ def _instructions(text: str) -> Iterator[tuple[str, str]]:
 
 
 def _fill(text: str, variables: Mapping[str, str]) -> str:
-    """``text`` with ``${NAME}``, and ``${NAME%%,*}`` for what comes before the first
-    comma.
-    """
+    """``text`` with ``${NAME}``, and ``${NAME%%,*}`` for what comes before the first comma."""
 
     def value(match: re.Match[str]) -> str:
         return variables[match[1]].partition(",")[0] if match[2] else variables[match[1]]

@@ -74,9 +74,8 @@ def test_only_the_virtual_environment_is_copied_from_build_stages(file: str, arg
 
 @pytest.mark.parametrize(("file", "arguments"), VARIANTS, ids=IDS)
 def test_image_has_the_shared_layer_of_torch_if_it_needs_torch(file: str, arguments: dict[str, str]) -> None:
-    """A layer is the same in two images if its instructions, and all that they are
-    based on or mount, are the same.
-    """
+    """A layer is the same in two images if its instructions, and all that they are based on or
+    mount, are the same."""
     names = [stage.name for stage in ancestry(file, "", **arguments)]
     extras = stages(file, **arguments)["dependencies"].variables["EXTRAS"].split(",")
     assert ("torch" in names) == any("torch==" in package for extra in extras for package in packages_of(extra))
@@ -165,9 +164,8 @@ def test_only_torch_of_the_default_index_brings_gpu_packages() -> None:
 
 
 def pins(lock: str) -> dict[str, set[str]]:
-    """The lines of a lock that pin a package, by its name,
-    without markers of Python versions of other images.
-    """
+    """The lines of a lock that pin a package, by its name, without markers of Python versions of
+    other images."""
     lines = re.findall(r"^([a-z0-9-]+)(?:\[\S+\])?(==[^ ;\\\n]+)", (ROOT / lock).read_text(), re.M)
     return {name: {version for other, version in lines if other == name} for name, _ in lines}
 

@@ -1,9 +1,9 @@
 """The install commands of the Dockerfiles, run outside Docker:
 packages are locked, sufficient and minimal.
 
-Each test runs every ``RUN`` before the final stages, which need root, with /opt in a
-temporary directory. Mounted files lie there, and uv is on the PATH. torch is the
-package index's build (TORCH_BACKEND empty), which has hashes.
+Each test runs every ``RUN`` before the final stages, which need root, with /opt in a temporary
+directory. Mounted files lie there, and uv is on the PATH. torch is the package index's build
+(TORCH_BACKEND empty), which has hashes.
 """
 
 import json
@@ -130,9 +130,8 @@ def locked(*files: str) -> dict[str, set[str]]:
 
 
 def require(image: Image, has: set[str], absent: set[str], lock: str = "requirements/main.lock") -> None:
-    """Require packages ``has``, reject packages ``absent``,
-    and require that every package is locked.
-    """
+    """Require packages ``has``, reject packages ``absent``, and require that every package is
+    locked."""
     installed = image.installed()
     assert has <= set(installed)
     assert not (absent | BUILDERS | DEVELOPERS) & set(installed)

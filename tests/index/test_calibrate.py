@@ -20,8 +20,7 @@ DISTANCES = st.lists(st.sampled_from([0.0, 0.25, 0.5, 0.75, 1.0, 1.25, 2.0]), mi
 def test_threshold_is_the_largest_within_the_false_accept_rate(distances, rate):
     impostors = np.array(distances, np.float32)
     threshold = threshold_at(impostors, rate)
-    # Distances are at least 0, so even the smallest threshold accepts impostors at
-    # distance 0.
+    # Distances are at least 0, so even the smallest threshold accepts impostors at distance 0.
     if threshold > 0:
         assert (impostors <= threshold).sum() <= rate * len(impostors)
     beyond = impostors[impostors > threshold]
@@ -124,8 +123,8 @@ def test_threshold_rejects_no_more_known_than_stated_and_as_many_as_it_can(dista
     accepted = known[known <= threshold]
     below = accepted[accepted < accepted.max()]
     if len(below) and (len(known) + 1) * rate >= 1:
-        # A smaller threshold would reject so many that a new image exceeds it more
-        # often than stated.
+        # A smaller threshold would reject so many that a new image exceeds it more often than
+        # stated.
         assert (known > below.max()).sum() + 1 > rate * (len(known) + 1) - 1e-6
 
 

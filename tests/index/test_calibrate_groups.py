@@ -23,18 +23,16 @@ CLASSES = np.random.default_rng(0).integers(60, 190, (2, SIZE, SIZE))
 
 
 def scene(rng: np.random.Generator, label: int, frames: int) -> np.ndarray:
-    """Frames (N, H, W) of one scene: scenes of a class differ by far more than the
-    frames of one.
-    """
+    """Frames (N, H, W) of one scene: scenes of a class differ by far more than the frames of
+    one."""
     place = CLASSES[label] + rng.normal(0, 25, (SIZE, SIZE))
     return np.clip(place + rng.normal(0, 2, (frames, SIZE, SIZE)), 0, 255).astype(np.uint8)
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """150 scenes of two classes: three of four are bursts of frames,
-    and the others are single images.
-    """
+    """150 scenes of two classes: three of four are bursts of frames, and the others are single
+    images."""
     root, rng = tmp_path_factory.mktemp("scenes"), np.random.default_rng(1)
     for number in range(150):
         (root / "ab"[number // 2 % 2]).mkdir(exist_ok=True)
@@ -75,9 +73,7 @@ def rejected_of_new_scenes(threshold: float, dataset: Dataset) -> float:
 def test_only_queries_of_scenes_that_the_gallery_lacks_set_the_threshold(
     folder: Path, tmp_path: Path, make_embeddings: MakeEmbeddings
 ):
-    """A dataset that was ingested before data.group was set keeps its divided
-    scenes.
-    """
+    """A dataset that was ingested before data.group was set keeps its divided scenes."""
     ingest(folder, tmp_path)
     manifest = ingest(folder, tmp_path, group="stem")
     dataset = Dataset(manifest, open_store(manifest.store_uri))

@@ -245,9 +245,7 @@ def _private_bytes() -> int:
 
 
 class Rounded:
-    """An index whose distances differ by up to ``tolerance`` from those of another
-    one.
-    """
+    """An index whose distances differ by up to ``tolerance`` from those of another one."""
 
     def __init__(self, index: FaissIndex, tolerance: float, seed: int) -> None:
         self._index, self._tolerance, self._rng = index, tolerance, np.random.default_rng(seed)

@@ -31,9 +31,7 @@ PLUGIN = Plugin(install="evernear-greeter[all]", commands=lambda: [Command("gree
 
 @pytest.fixture
 def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The directory of a package that has the entry points ``greeter`` and
-    ``broken``.
-    """
+    """The directory of a package that has the entry points ``greeter`` and ``broken``."""
     metadata = tmp_path / "evernear_greeter-1.dist-info"
     metadata.mkdir()
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: evernear-greeter\nVersion: 1\n")

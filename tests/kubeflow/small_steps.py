@@ -35,9 +35,7 @@ def ingest(run: str, nodes: int, source: str, store: str, job: Tree, out: Path, 
 
 
 def put_system(system: System, store: Store, out: Path) -> Path:
-    """Copy the dataset of a system to the store, and return a directory with its
-    manifest.
-    """
+    """Copy the dataset of a system to the store, and return a directory with its manifest."""
     original = open_store(system.dataset.manifest.store_uri)
     for info in original.list("datasets/"):
         store.put(info.key, original.get(info.key))
@@ -46,9 +44,8 @@ def put_system(system: System, store: Store, out: Path) -> Path:
 
 
 def embed(run: str, nodes: int, system: System, dataset: Path, store: Store, job: Tree, out: Path) -> Tree:
-    """Run the embed step without cached embeddings and with one shard per part, and
-    return its metadata.
-    """
+    """Run the embed step without cached embeddings and with one shard per part, and return its
+    metadata."""
     for info in [*store.list("embeddings/")]:
         store.delete(info.key)
     settings = {"store": store.uri, "index": {"nodes": nodes}, "parts_job": job}

@@ -176,9 +176,7 @@ def test_https_to_a_port_without_tls_is_no_problem_of_certificates(server: KfpSe
 
 
 def test_constructor_sends_no_request(server: KfpServer) -> None:
-    """kfp.Client would request the server's mode,
-    and wait 25 s for a server that is down.
-    """
+    """kfp.Client would request the server's mode, and wait 25 s for a server that is down."""
     server.calls.clear()
     connect(server.url)
     assert not server.calls

@@ -1,6 +1,5 @@
-"""Parts in an Indexed Job on the loopback cluster, whose pods are processes; the
-account has the Role of `deploy/`.
-"""
+"""Parts in an Indexed Job on the loopback cluster, whose pods are processes; the account has the
+Role of `deploy/`."""
 
 import os
 import signal
@@ -37,8 +36,8 @@ from tests.releases import MakeRelease, System
 DEPLOY = Path(__file__).parents[2] / "deploy" / "components" / "many-machines"
 SETTINGS = PartsJobSettings(namespace="kubeflow", image="registry.example/evernear-train@sha256:" + "a" * 64)
 JOB_SETTINGS = SETTINGS.model_dump(include={"namespace", "image"})
-# The command of a pod: it writes the result of its part as `evernear.kubeflow.part`
-# does, without loading a release.
+# The command of a pod: it writes the result of its part as `evernear.kubeflow.part` does, without
+# loading a release.
 FINISH = """
 import os, sys
 from evernear.common.parts import Parts
@@ -57,9 +56,8 @@ def manifests() -> Objects:
 
 @pytest.fixture
 def loopback(tmp_path: Path, manifests: Objects, monkeypatch: pytest.MonkeyPatch) -> Iterator[LoopbackCluster]:
-    """A cluster with the objects of `deploy/`; ``KUBECONFIG`` authenticates as the
-    account of the pipeline's steps.
-    """
+    """A cluster with the objects of `deploy/`; ``KUBECONFIG`` authenticates as the account of the
+    pipeline's steps."""
     with LoopbackCluster(tmp_path) as cluster:
         admin = config.new_client_from_config(str(cluster.kubeconfig()))
         utils.create_from_dict(admin, {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": "kubeflow"}})

@@ -1,6 +1,4 @@
-"""Runs through the real ``kfp.Client``,
-on a loopback server that enforces the published API.
-"""
+"""Runs through the real ``kfp.Client``, on a loopback server that enforces the published API."""
 
 import threading
 from collections.abc import Iterator
@@ -25,9 +23,8 @@ CREATE = "run_service_create_run"
 
 
 class Clock:
-    """The server's clock. It advances by a second at each reading,
-    so that no two timestamps are equal.
-    """
+    """The server's clock. It advances by a second at each reading, so that no two timestamps are
+    equal."""
 
     def __init__(self) -> None:
         self.now = datetime(2026, 11, 22, 8, 0, 0, tzinfo=UTC)

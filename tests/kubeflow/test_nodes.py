@@ -40,9 +40,7 @@ class RecordedJob:
 
 
 def auto(parts: Parts, monkeypatch: pytest.MonkeyPatch, seconds: dict[int, float], max_nodes: int = 8) -> RecordedJob:
-    """Run ``parts`` with a clock on which each part takes as long as ``seconds``
-    says.
-    """
+    """Run ``parts`` with a clock on which each part takes as long as ``seconds`` says."""
     now, job = [0.0], RecordedJob()
     monkeypatch.setattr(nodes_module, "time", SimpleNamespace(monotonic=lambda: now[0]))
 

@@ -1,6 +1,4 @@
-"""The arguments of a run, from this process's own settings and from what a person
-types.
-"""
+"""The arguments of a run, from this process's own settings and from what a person types."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,9 +19,7 @@ IMAGE = "registry.example/evernear-serve@sha256:" + 64 * "a"
 
 
 def uploaded(**pinned: Any) -> Any:
-    """The newest version as KFP describes it,
-    with the defaults that the upload pinned.
-    """
+    """The newest version as KFP describes it, with the defaults that the upload pinned."""
     compiled = fill_defaults((GOLDEN / "continuous_training.yaml").read_bytes(), pinned)
     return SimpleNamespace(pipeline_spec=next(yaml.load_all(compiled, yaml.CSafeLoader)))
 

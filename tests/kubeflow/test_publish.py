@@ -1,6 +1,5 @@
-"""Uploads and schedules through the real ``kfp.Client``,
-on a loopback server that enforces the published API.
-"""
+"""Uploads and schedules through the real ``kfp.Client``, on a loopback server that enforces the
+published API."""
 
 import copy
 import threading
@@ -59,9 +58,7 @@ def test_upload_names_the_version_after_the_commit_and_is_idempotent(server: Kfp
 
 
 def test_upload_recognizes_a_version_that_the_server_reformatted(server: KfpServer, publisher: Publisher) -> None:
-    """The server turns integers into floats or back,
-    and drops fields with default values.
-    """
+    """The server turns integers into floats or back, and drops fields with default values."""
     compiled = fill_defaults(COMPILED, {"settings": {"train": {"epochs": 3}}})
     publisher.upload(compiled, COMMIT)
     (version,) = server.state.versions.values()

@@ -1,6 +1,5 @@
-"""Training on several nodes: a TrainJob on the loopback cluster,
-whose nodes are processes that really train.
-"""
+"""Training on several nodes: a TrainJob on the loopback cluster, whose nodes are processes that
+really train."""
 
 import copy
 import os
@@ -52,9 +51,8 @@ def manifests() -> Objects:
 
 @pytest.fixture
 def loopback(tmp_path: Path, manifests: Objects, monkeypatch: pytest.MonkeyPatch) -> Iterator[LoopbackCluster]:
-    """A cluster with the objects of `deploy/`; ``KUBECONFIG`` authenticates as the
-    account of the pipeline's steps.
-    """
+    """A cluster with the objects of `deploy/`; ``KUBECONFIG`` authenticates as the account of the
+    pipeline's steps."""
     with LoopbackCluster(tmp_path) as cluster:
         admin = config.new_client_from_config(str(cluster.kubeconfig()))
         utils.create_from_dict(admin, {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": "kubeflow"}})
@@ -247,9 +245,7 @@ def test_api_server_checks_the_train_job(
 
 
 def refuse(cluster: LoopbackCluster, manifests: Objects, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Use a TrainingRuntime that passes its schema and webhook,
-    but whose JobSet is refused.
-    """
+    """Use a TrainingRuntime that passes its schema and webhook, but whose JobSet is refused."""
     runtime = copy.deepcopy(manifests["TrainingRuntime"])
     runtime["metadata"]["name"] = "refused"
     runtime["spec"]["template"]["spec"]["failurePolicy"]["rules"][0]["name"] = "training-error"

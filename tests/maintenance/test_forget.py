@@ -1,6 +1,5 @@
 """Deletion of images that the source no longer has:
-nothing in the store may have their pixels, hashes or vectors.
-"""
+nothing in the store may have their pixels, hashes or vectors."""
 
 import base64
 import json
@@ -83,9 +82,8 @@ class Prepared:
 
 @pytest.fixture(scope="module")
 def original(tmp_path_factory: pytest.TempPathFactory, milvus_uri: str) -> Prepared:
-    """Train on three classes; remove class c and some images of b; reindex;
-    train again. Nothing is live yet.
-    """
+    """Train on three classes; remove class c and some images of b; reindex; train again. Nothing is
+    live yet."""
     root = tmp_path_factory.mktemp("forget")
     digits = load_digits()
     for label, name in enumerate("abc"):
@@ -124,9 +122,8 @@ def pixels_by_hash(store: str, manifest: Manifest) -> dict[bytes, bytes]:
 def release(
     root: Path, manifest: Manifest, number: int, network: Path | None, settings: IndexSettings
 ) -> tuple[Path, str, str]:
-    """Publish a release of a snapshot: the directory of its network,
-    its version and its collection.
-    """
+    """Publish a release of a snapshot: the directory of its network, its version and its
+    collection."""
     directory = root / f"work{number}"
     save_manifest(manifest, directory / "dataset")
     dataset = Dataset.open(directory / "dataset")
@@ -155,9 +152,8 @@ def record_run(record: RunRecord, verdict: Verdict) -> None:
 
 @pytest.fixture
 def prepared(original: Prepared, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Prepared:
-    """A copy of the original, with logged queries,
-    and with the champion of the test to be set. The copy owns the original's collection.
-    """
+    """A copy of the original, with logged queries, and with the champion of the test to be set. The
+    copy owns the original's collection."""
     owner = owner_of(original.store)
     monkeypatch.setattr("evernear.release.registry.owner_of", lambda _: owner)
     shutil.copytree(original.root, tmp_path / "copy")
@@ -332,9 +328,8 @@ def test_removed_image_can_be_added_again(prepared: Prepared, request: pytest.Fi
 
 @pytest.mark.parametrize("live", ["trained", "reindexed"])
 def test_affected_champion_is_refused_and_nothing_is_deleted(prepared: Prepared, live: str):
-    """The reindexed release has no removed images in its gallery,
-    but its network was trained on them.
-    """
+    """The reindexed release has no removed images in its gallery, but its network was trained on
+    them."""
     champion: str = getattr(prepared, live)
     promote(prepared, prepared.retrained, champion)
     before = content(prepared)

@@ -1,6 +1,5 @@
 """The references of a store name what its roots need:
-with these objects alone, everything can be read.
-"""
+with these objects alone, everything can be read."""
 
 from pathlib import Path
 
@@ -34,9 +33,8 @@ def store(tmp_path: Path) -> Store:
 
 @pytest.fixture
 def releases(store: Store, system: System, make_release: MakeRelease) -> list[PackedRelease]:
-    """Two published releases, with their snapshot copied into the store;
-    the first one is the champion.
-    """
+    """Two published releases, with their snapshot copied into the store; the first one is the
+    champion."""
     original = open_store(system.dataset.manifest.store_uri)
     for info in original.list("datasets/"):
         store.put(info.key, original.get(info.key))

@@ -53,9 +53,8 @@ def settings(tmp_path: Path) -> DataSettings:
 
 
 def with_history(settings: DataSettings, store: Store) -> Manifest:
-    """A dataset after ingests that added, removed, relabeled and renamed images,
-    and added a class.
-    """
+    """A dataset after ingests that added, removed, relabeled and renamed images, and added a
+    class."""
     images = Path(settings.source.removeprefix("folder:"))
     ingest_source(settings, store.uri)
     write_images(images, 8, seed=1)

@@ -1,6 +1,5 @@
-"""Pruning a store deletes what nothing needs, and nothing else: beside runs,
-and if it is killed.
-"""
+"""Pruning a store deletes what nothing needs, and nothing else: beside runs, and if it is
+killed."""
 
 import json
 import os

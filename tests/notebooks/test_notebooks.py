@@ -1,6 +1,4 @@
-"""Every notebook runs from top to bottom,
-and is committed with the outputs of such a run.
-"""
+"""Every notebook runs from top to bottom, and is committed with the outputs of such a run."""
 
 import os
 import sys

@@ -1,7 +1,7 @@
 """The components and pipelines in the form of kubeflow/pipelines-components.
 
-With ``TEST_PIPELINES_COMPONENTS=CHECKOUT``, the catalog's own validators run on a copy
-of that checkout; they need the package semver.
+With ``TEST_PIPELINES_COMPONENTS=CHECKOUT``, the catalog's own validators run on a copy of that
+checkout; they need the package semver.
 """
 
 import ast
@@ -34,9 +34,7 @@ for path in map(Path, sys.argv[1:]):
 
 @pytest.fixture(scope="module")
 def assets(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """Directories of all assets in an empty checkout,
-    which is importable as ``kfp_components``.
-    """
+    """Directories of all assets in an empty checkout, which is importable as ``kfp_components``."""
     return catalog.write_catalog(tmp_path_factory.mktemp("catalog") / "kfp_components", "train@sha256:1", ["someone"])
 
 
@@ -50,9 +48,8 @@ def test_every_component_and_pipeline_is_in_the_catalog(assets: list[Path]) -> N
 
 
 def test_metadata_follows_the_schema_of_the_catalog(assets: list[Path]) -> None:
-    """The rules of validate_metadata.py: fields and their order, stability,
-    semantic versions, a recent date.
-    """
+    """The rules of validate_metadata.py: fields and their order, stability, semantic versions, a
+    recent date."""
     for asset in assets:
         metadata = yaml.safe_load((asset / "metadata.yaml").read_text())
         assert list(metadata) == ["name", "stability", "dependencies", "lastVerified", "tags"]
@@ -67,9 +64,8 @@ def test_metadata_follows_the_schema_of_the_catalog(assets: list[Path]) -> None:
 
 
 def test_code_imports_only_what_the_catalog_allows(assets: list[Path]) -> None:
-    """The rules of check_imports.py: at module level kfp, the standard library,
-    and in pipelines kfp_components.
-    """
+    """The rules of check_imports.py: at module level kfp, the standard library, and in pipelines
+    kfp_components."""
     checkout = assets[0].parents[3]
     for path in checkout.rglob("*.py"):
         allowed = {"kfp", *sys.stdlib_module_names} | ({"kfp_components"} if "pipelines" in path.parts[-6:] else set())

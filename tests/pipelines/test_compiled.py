@@ -1,6 +1,5 @@
-"""The compiled pipelines: reproducible, with the expected images, parameters,
-retries and resources.
-"""
+"""The compiled pipelines: reproducible, with the expected images, parameters, retries and
+resources."""
 
 import ast
 import os
@@ -142,9 +141,8 @@ def test_run_form_is_short_and_has_no_settings_defaults(compiled: Compiled) -> N
 
 
 def test_task_parameters_are_passed_to_their_group(compiled: Compiled) -> None:
-    """kfp does not pass the parameter of a limit to the group,
-    so that the run fails before the task.
-    """
+    """kfp does not pass the parameter of a limit to the group, so that the run fails before the
+    task."""
     for values, tasks in compiled.groups():
         for name, task in tasks.items():
             inputs = task.get("inputs", {}).get("parameters", {}).values()
@@ -188,9 +186,8 @@ def test_steps_that_are_not_idempotent_are_not_retried(compiled: Compiled) -> No
 
 
 def test_every_task_has_a_timeout_and_time_for_its_retries(compiled: Compiled) -> None:
-    """Argo ends a retried task backoffMaxDuration after its *first* attempt started;
-    kfp's default is 1 h.
-    """
+    """Argo ends a retried task backoffMaxDuration after its *first* attempt started; kfp's default
+    is 1 h."""
     for name, task in compiled.tasks.items():
         timeout_s = int(compiled.pod(name)["activeDeadlineSeconds"])
         assert 0 < timeout_s <= 24 * HOUR_S

@@ -1,6 +1,5 @@
-"""Reuse of the champion's network and threshold.
-tests/scenarios/test_main_job.py tests complete reindex runs.
-"""
+"""Reuse of the champion's network and threshold. tests/scenarios/test_main_job.py tests complete
+reindex runs."""
 
 import json
 import shutil
@@ -47,8 +46,8 @@ def test_reuse_extracts_the_network_unchanged(
     assert release.version == version
     assert describe_network(tmp_path / "network") == describe_network(system.network_dir)
     load_network(tmp_path / "network")
-    # This index was built without a probe,
-    # so its threshold was calibrated on gallery impostors and is not reused.
+    # This index was built without a probe, so its threshold was calibrated on gallery impostors and
+    # is not reused.
     assert open_set.threshold is None
 
 

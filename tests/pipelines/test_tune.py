@@ -1,6 +1,4 @@
-"""The Katib Experiment runs ``evernear trial`` with the parameters of the search
-space.
-"""
+"""The Katib Experiment runs ``evernear trial`` with the parameters of the search space."""
 
 import re
 from collections.abc import Callable

@@ -122,8 +122,8 @@ def test_smoke_queries_are_query_images_with_the_predictions_of_the_release(
 def test_archiving_leaves_the_temporary_directory_unchanged(
     make_release: MakeRelease, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # By default, torch-model-archiver stages in TMPDIR/<model name> and first deletes
-    # that directory, which may contain the files of a user or of another run.
+    # By default, torch-model-archiver stages in TMPDIR/<model name> and first deletes that
+    # directory, which may contain the files of a user or of another run.
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     existing = tmp_path / "embedding" / "precious"
     existing.parent.mkdir()

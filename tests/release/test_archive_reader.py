@@ -138,9 +138,8 @@ def test_decompression_bomb_is_not_unpacked(packed: PackedRelease, tmp_path: Pat
 
 
 def patch_directory(archive: Path, name: str, change: Callable[[bytearray, int], None]) -> Path:
-    """Edit a member's entry in the central directory;
-    ``change`` receives the file's bytes and the entry's offset.
-    """
+    """Edit a member's entry in the central directory; ``change`` receives the file's bytes and the
+    entry's offset."""
     content = bytearray(archive.read_bytes())
     entry = content.rindex(name.encode()) - 46
     assert content[entry : entry + 4] == b"PK\x01\x02"
@@ -164,9 +163,7 @@ def test_wrong_member_size_is_rejected(packed: PackedRelease, tmp_path: Path, si
 @pytest.mark.parametrize("kind", [zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA, 99])
 @pytest.mark.parametrize("name", ["manifest.json", TORCHSERVE, "verdict.json"])
 def test_compressed_member_is_rejected(packed: PackedRelease, tmp_path: Path, name: str, kind: int) -> None:
-    """The data is not valid for that compression,
-    so decompressing it would raise another error.
-    """
+    """The data is not valid for that compression, so decompressing it would raise another error."""
     archive = rewrite(packed, tmp_path / "odd.mar", lambda _: None)
 
     def falsify(content: bytearray, entry: int) -> None:
@@ -178,9 +175,8 @@ def test_compressed_member_is_rejected(packed: PackedRelease, tmp_path: Path, na
 
 
 def test_overlapping_members_are_rejected(packed: PackedRelease, tmp_path: Path) -> None:
-    """Two names share one uncompressed content,
-    so the archive expands (Fifield 2019, "A better zip bomb").
-    """
+    """Two names share one uncompressed content, so the archive expands (Fifield 2019, "A better zip
+    bomb")."""
     with zipfile.ZipFile(packed.archive) as members:
         network = members.read("network.pt")
     bomb = forge(packed, tmp_path / "overlap.mar", index_faiss=network, labels_npy=network, centroids_npy=network)
@@ -210,9 +206,8 @@ def unlisted(name: str, data: bytes) -> bytes:
 
 @pytest.mark.parametrize("place", ["before", "behind"])
 def test_member_visible_only_to_torchserve_is_rejected(packed: PackedRelease, tmp_path: Path, place: str) -> None:
-    """Java's ZipInputStream follows local headers:
-    TorchServe ran such a handler instead of the real one.
-    """
+    """Java's ZipInputStream follows local headers: TorchServe ran such a handler instead of the
+    real one."""
     content = packed.archive.read_bytes()
     with zipfile.ZipFile(packed.archive) as members:
         start = members.start_dir
@@ -242,9 +237,7 @@ def test_member_that_ends_early_for_torchserve_is_rejected(packed: PackedRelease
 
 
 def test_member_header_with_extra_field_sizes_opens(packed: PackedRelease, tmp_path: Path) -> None:
-    """Members over 2 GB store their sizes in an extra field;
-    smaller members may also do so.
-    """
+    """Members over 2 GB store their sizes in an extra field; smaller members may also do so."""
     with zipfile.ZipFile(packed.archive) as old, zipfile.ZipFile(tmp_path / "large.mar", "w") as new:
         for name in old.namelist():
             with new.open(name, "w", force_zip64=True) as member:

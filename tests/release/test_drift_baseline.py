@@ -1,6 +1,4 @@
-"""The drift baseline: a sample of a release's predictions to compare live queries
-with.
-"""
+"""The drift baseline: a sample of a release's predictions to compare live queries with."""
 
 import io
 

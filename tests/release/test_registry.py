@@ -141,9 +141,7 @@ def test_exactly_one_concurrent_promotion_succeeds(
 
 
 def promote_in_rounds(uri: str, versions: list[str], number: int, start: ProcessBarrier, end: ProcessBarrier) -> int:
-    """Try to promote version ``number`` once per round;
-    return the number of successes.
-    """
+    """Try to promote version ``number`` once per round; return the number of successes."""
     registry, successes = Registry(open_store(uri)), 0
     for round_number in range(len(versions)):
         champion = registry.champion()
@@ -247,9 +245,7 @@ def test_rollbacks_undo_promotions_one_by_one(store: Store, releases: list[Packe
 
 
 def test_repeated_rollback_does_not_alternate(store: Store, releases: list[PackedRelease]) -> None:
-    """After the promotions A, B, A, B, rollbacks lead to A, B,
-    A instead of alternating.
-    """
+    """After the promotions A, B, A, B, rollbacks lead to A, B, A instead of alternating."""
     registry = Registry(store)
     first, second, _ = releases
     champion = champions(registry, [first, second])
@@ -358,9 +354,8 @@ def test_promotion_with_a_lost_response_is_reported_as_done(
 def test_failed_promotion_is_not_in_the_history(
     store: Store, releases: list[PackedRelease], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The history entry is written before the pointer; if the pointer update fails,
-    the entry must not count.
-    """
+    """The history entry is written before the pointer; if the pointer update fails, the entry must
+    not count."""
     registry = Registry(store)
     champion = champions(registry, releases[:2])
     ServerUnreachableError(store, monkeypatch).fail(1, executed=False)
@@ -539,9 +534,8 @@ def test_prune_keeps_shared_archives(store: Store, six_releases: list[PackedRele
 def test_killed_prune_is_safe_and_completed_by_the_next(
     store: Store, six_releases: list[PackedRelease], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int
 ) -> None:
-    """Eight writes: the pointer; for each of two releases the tombstone,
-    the record and the archive; the pointer.
-    """
+    """Eight writes: the pointer; for each of two releases the tombstone, the record and the
+    archive; the pointer."""
     registry = promoted_registry(store, six_releases)
     remaining = iter(range(1, step))
 
@@ -576,9 +570,8 @@ def test_killed_prune_is_safe_and_completed_by_the_next(
 
 
 def test_stale_promotion_after_a_prune_fails(store: Store, six_releases: list[PackedRelease]) -> None:
-    """This also applies if the pointer is unchanged: the record is read,
-    then pruned, then promoted.
-    """
+    """This also applies if the pointer is unchanged: the record is read, then pruned, then
+    promoted."""
     registry = promoted_registry(store, six_releases)
     champion = registry.champion()
     real_get = registry.get

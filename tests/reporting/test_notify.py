@@ -40,8 +40,8 @@ def record(store: Store) -> RunRecord:
     [
         ({"verdict": PROMOTE, "deployment": DEPLOYED}, "SUCCEEDED", f"promoted: release {VERSION} is live"),
         ({"verdict": HOLD}, "SUCCEEDED", "held: Accuracy is 80%."),
-        # KFP's server reports COMPLETE. It reports a held run as RUNNING, because the
-        # skipped group is not counted, or as FAILED if a step was retried.
+        # KFP's server reports COMPLETE. It reports a held run as RUNNING, because the skipped group
+        # is not counted, or as FAILED if a step was retried.
         ({"verdict": PROMOTE, "deployment": DEPLOYED}, "COMPLETE", f"promoted: release {VERSION} is live"),
         ({"verdict": HOLD, "archived": DEPLOYED}, "RUNNING", "held: Accuracy is 80%."),
         ({"verdict": HOLD, "archived": DEPLOYED}, "FAILED", "held: Accuracy is 80%."),

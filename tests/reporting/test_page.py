@@ -50,9 +50,8 @@ VOID = {"meta", "link", "br", "img", "input", "hr"}
 
 
 class WellFormed(HTMLParser):
-    """Fails at an element that is not closed in order,
-    and collects what a page must not contain, or only once.
-    """
+    """Fails at an element that is not closed in order, and collects what a page must not contain,
+    or only once."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -80,9 +79,7 @@ class WellFormed(HTMLParser):
 
 
 def check(html: str) -> WellFormed:
-    """Assert that ``html`` is well-formed and has no script and no external
-    reference.
-    """
+    """Assert that ``html`` is well-formed and has no script and no external reference."""
     parser = WellFormed()
     parser.feed(html)
     parser.close()
@@ -334,9 +331,7 @@ def test_information_of_the_validation_is_no_warning(
 
 
 def thousand_classes(measured: tuple[Evaluation, Examples]) -> tuple[Evaluation, Examples]:
-    """The largest examples, of images of 96 x 96 noise,
-    and an evaluation of 1,000 classes.
-    """
+    """The largest examples, of images of 96 x 96 noise, and an evaluation of 1,000 classes."""
     evaluation, examples = measured
     labels = tuple(f"class number {number}" for number in range(1000))
     recall = {label: proportion(number % 20, 20, 0.95) for number, label in enumerate(labels)}
@@ -366,9 +361,7 @@ def test_tables_of_a_thousand_classes_are_bounded(
 def test_largest_page_is_small_enough_to_send(
     record: RunRecord, system: System, recognizer: Recognizer, measured: tuple[Evaluation, Examples]
 ) -> None:
-    """Photographs compress better than noise,
-    which is the worst case of every image format.
-    """
+    """Photographs compress better than noise, which is the worst case of every image format."""
     from evernear.evaluation import example_collector as module
 
     rng = np.random.default_rng(0)
@@ -464,9 +457,8 @@ def test_long_class_names_are_shortened(
 def test_confusion_png_accepts_any_class_name(
     measured: tuple[Evaluation, Examples], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """matplotlib would parse text between two dollar signs as a formula,
-    and raise if it is invalid.
-    """
+    """matplotlib would parse text between two dollar signs as a formula, and raise if it is
+    invalid."""
     names = ["$1_$2", "a<b&c", "\x1b[31m\x00", "\u202egod\nline"]
     matrix = names, [[3, 1, 0, 0], [0, 4, 0, 0], [0, 0, 1, 0], [0, 0, 0, 1]]
     monkeypatch.setattr(type(measured[0].candidate), "confusion_matrix", lambda _: matrix)

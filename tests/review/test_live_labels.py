@@ -1,6 +1,4 @@
-"""Labels of live queries by id: files that people export,
-and their way into the store.
-"""
+"""Labels of live queries by id: files that people export, and their way into the store."""
 
 from datetime import UTC, datetime, timedelta, timezone
 from pathlib import Path
@@ -65,9 +63,8 @@ def test_later_label_replaces_an_earlier_one_and_labels_outlive_the_log(store: S
 
 
 def test_a_growing_file_is_imported_again_and_again(store: Store) -> None:
-    """Only what is new is stored, so that old labels do not count as labels of this
-    month, and a correction reaches queries that the log no longer has.
-    """
+    """Only what is new is stored, so that old labels do not count as labels of this month, and a
+    correction reaches queries that the log no longer has."""
     import_labels(store, {"id-0": "b", "id-2": "a"}, NOW)
     before = labeled_queries(store).queries
     assert import_labels(store, {"id-0": "b", "id-2": "a"}, NOW + timedelta(days=40)).stored == 2

@@ -24,9 +24,7 @@ def store(tmp_path: Path) -> Store:
 def log(
     store: Store, ids: list[str], *, queries: int = 100, version: str = "v", at: datetime = WEDNESDAY, file: bytes = b""
 ) -> None:
-    """A log file of ``queries``, of which those with ``ids`` are in the uniform sample
-    of files.
-    """
+    """A log file of ``queries``, of which those with ``ids`` are in the uniform sample of files."""
     period = Period(version=version, since=at, until=at, queries=queries, unknown=0)
     sent = base64.b64encode(file or png(1)).decode()
     rows = [LoggedQuery(at=at, pred="cat", dist=0.1, unknown=False, id=each, file=sent) for each in ids]
@@ -67,9 +65,8 @@ def test_image_that_was_deleted_from_a_log_file_is_no_longer_shown(store: Store)
 
 
 def test_query_is_as_likely_in_a_busy_period_as_in_a_quiet_one(store: Store) -> None:
-    """Both files have 20 queries: of 1,000 and of 200.
-    Five of six queries to label are of the busy period.
-    """
+    """Both files have 20 queries: of 1,000 and of 200. Five of six queries to label are of the busy
+    period."""
     shares: Counter[str] = Counter()
     for week in range(60):
         at = WEDNESDAY + timedelta(days=7 * week)

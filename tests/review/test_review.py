@@ -1,6 +1,4 @@
-"""Labeling live queries: the queue, the answers in the source and the audit log,
-and the page.
-"""
+"""Labeling live queries: the queue, the answers in the source and the audit log, and the page."""
 
 import os
 from functools import partial
@@ -277,9 +275,8 @@ def test_source_that_cannot_be_written_keeps_its_labels(store: Store, source: Pa
 
 
 class DeniedTarget:
-    """A source that takes new files but lets none be removed,
-    as a bucket without s3:DeleteObject.
-    """
+    """A source that takes new files but lets none be removed, as a bucket without
+    s3:DeleteObject."""
 
     def __init__(self, target: LabelTarget) -> None:
         self._target = target

@@ -1,6 +1,4 @@
-"""Suspect labels: confident learning on neighbors,
-and the relabeled files of the source.
-"""
+"""Suspect labels: confident learning on neighbors, and the relabeled files of the source."""
 
 import json
 from datetime import UTC, datetime
@@ -29,9 +27,7 @@ NOW = datetime.now(UTC)
 
 
 def clusters(count: int = 200, classes: int = 4) -> Embedded:
-    """Well separated classes of unit vectors,
-    and images that do not resemble each other.
-    """
+    """Well separated classes of unit vectors, and images that do not resemble each other."""
     rng = np.random.default_rng(0)
     labels = np.arange(count) % classes
     vectors = np.eye(classes, 16, dtype=np.float32)[labels] + rng.normal(0, 0.05, (count, 16)).astype(np.float32)

@@ -1,8 +1,8 @@
 """Run one step on disks of growing size until its output fits:
 ``STEP RESULT IMAGES DIRECTORY``.
 
-Prints a line of JSON for each disk. Needs permission to mount,
-as in a namespace created by ``unshare``.
+Prints a line of JSON for each disk. Needs permission to mount, as in a namespace created by
+``unshare``.
 """
 
 import json
@@ -25,9 +25,8 @@ NO_MOUNT = 77
 
 
 def calls(artifacts: dict[str, str], images: Path, disk: Path) -> dict[str, Callable[[], object]]:
-    """Each step with outputs and store on ``disk``;
-    ``made`` has the artifacts of an earlier run, on another disk.
-    """
+    """Each step with outputs and store on ``disk``; ``made`` has the artifacts of an earlier run,
+    on another disk."""
 
     def out(name: str) -> str:
         return str(disk / "out" / name)

@@ -36,16 +36,14 @@ def workspace(tmp_path: Path) -> Workspace:
 
 
 def facts(workspace: Workspace, result: dict) -> tuple[str, str]:
-    """The dataset's digest and the hash of the weights,
-    which are equal for runs with the same data and settings.
-    """
+    """The dataset's digest and the hash of the weights, which are equal for runs with the same data
+    and settings."""
     dataset = json.loads(Path(result["paths"]["train.trained"], "network.json").read_text())
     return dataset["dataset_digest"], dataset["weights_sha256"]
 
 
 def kill_at(workspace: Workspace, step: str, victim: str) -> bool:
-    """Start a run and kill -9 the command, or the step's own process,
-    when ``step`` has started.
+    """Start a run and kill -9 the command, or the step's own process, when ``step`` has started.
 
     Returns:
         Whether ``victim`` was killed; if its step ended too early,
@@ -188,9 +186,7 @@ def test_crashed_server_is_reported_and_restarts(workspace: Workspace) -> None:
 
 @pytest.mark.parametrize("size_kb", [4, 60, pytest.param(600, marks=pytest.mark.slow)])
 def test_disk_full(workspace: Workspace, size_kb: int) -> None:
-    """The disk of the working directory is too small for the dataset or the
-    training.
-    """
+    """The disk of the working directory is too small for the dataset or the training."""
     workspace.workdir.mkdir()
     mounted = f"mount -t tmpfs -o size={size_kb}k none {workspace.workdir} || exit 77; "
     command = f"{EVERNEAR} run --preset quick; code=$?; ls {workspace.workdir}/store/releases/champion.json; exit $code"

@@ -1,6 +1,4 @@
-"""Every step on disks of growing size reports the same error until it has enough
-space.
-"""
+"""Every step on disks of growing size reports the same error until it has enough space."""
 
 import json
 import subprocess

@@ -1,6 +1,5 @@
 """A first release that the gate holds:
-every command that evernear prints in that state works.
-"""
+every command that evernear prints in that state works."""
 
 import re
 import shlex

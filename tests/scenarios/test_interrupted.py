@@ -1,6 +1,5 @@
-"""Ctrl-C: a message about what was stopped and what remains, exit code 130,
-and no remaining process.
-"""
+"""Ctrl-C: a message about what was stopped and what remains, exit code 130, and no remaining
+process."""
 
 import json
 import signal
@@ -29,9 +28,8 @@ def is_alive(process: psutil.Process) -> bool:
 
 
 def interrupted(process: subprocess.Popen[str], progress: str = "") -> str:
-    """Interrupt the command; check that it shows ``progress`` and its processes end,
-    and return its last message.
-    """
+    """Interrupt the command; check that it shows ``progress`` and its processes end, and return its
+    last message."""
     children = psutil.Process(process.pid).children(recursive=True)
     process.send_signal(signal.SIGINT)
     output, _ = process.communicate(timeout=COMMAND_TIMEOUT_S)

@@ -11,8 +11,7 @@ from evernear.kubeflow import local_run
 from evernear.settings import load
 from tests.scenarios.workspace import Workspace, write_digits, write_negatives
 
-# test_promise.py tests the path from images to a live release in every run of the
-# tests.
+# test_promise.py tests the path from images to a live release in every run of the tests.
 pytestmark = pytest.mark.slow
 
 
@@ -101,8 +100,8 @@ def test_reindex_adds_a_class_and_rollback_removes_it(served: tuple[Workspace, d
     assert after["threshold"] == before["threshold"]
     shards = json.loads(Path(result["paths"]["embed.embeddings"], "embeddings.json").read_text())["shards"]
     reused = sum(shard["reused"] for shard in shards)
-    # All 100 except those of the test split;
-    # the embeddings of the champion's images come from the store.
+    # All 100 except those of the test split; the embeddings of the champion's images come from the
+    # store.
     assert 80 <= sum(shard["count"] for shard in shards) - reused <= 100
     assert reused > 100
 
@@ -158,8 +157,7 @@ def test_model_trained_on_shuffled_labels_is_not_promoted(served: tuple[Workspac
     write_digits(workspace.directory / "shuffled", labels="0123456789", shuffle_labels=True)
     source = ("--source", f"folder:{workspace.directory / 'shuffled'}", "--set", "data.dataset=shuffled")
     completed = workspace.process("run", "--preset", "quick", *source)
-    # The training usually detects this; if an epoch is above chance by luck,
-    # the gate does.
+    # The training usually detects this; if an epoch is above chance by luck, the gate does.
     assert re.search("The network learned nothing|labels had been shuffled", completed.stdout + completed.stderr)
     status = json.loads(workspace.command("status", "--json").stdout)
     assert (status["champion"], status["default"]) == (champion, champion)

@@ -1,8 +1,8 @@
 """The complete system, from new images in a bucket to a class that is recognized.
 
-Real: the bucket's protocol, the watcher and the bot as processes, the compiled pipeline
-and its steps, training, gate, TorchServe. On loopback: Slack and Kubeflow Pipelines,
-which runs the pipelines on this machine.
+Real: the bucket's protocol, the watcher and the bot as processes, the compiled pipeline and its
+steps, training, gate, TorchServe. On loopback: Slack and Kubeflow Pipelines, which runs the
+pipelines on this machine.
 """
 
 import itertools
@@ -133,9 +133,8 @@ def product(s3_endpoint: str, bucket: str, tmp_path: Path) -> Iterator[Product]:
 
 
 def first_release(settings: Settings, directory: Path) -> None:
-    """Run the pipeline's steps in this process, which has already imported torch;
-    in a run, each has its own.
-    """
+    """Run the pipeline's steps in this process, which has already imported torch; in a run, each
+    has its own."""
     run, store, chosen = "first", settings.store_uri, pipeline_arguments(settings)["settings"]
     names = ("dataset", "trained", "network", "open_set", "embeddings", "index", "evaluation", "verdict", "release")
     path = {name: str(directory / name) for name in names}

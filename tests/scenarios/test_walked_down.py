@@ -1,8 +1,8 @@
-"""A chain of releases, each of a weaker network than the one before,
-on a test split of about 20 images.
+"""A chain of releases, each of a weaker network than the one before, on a test split of about 20
+images.
 
-Without an anchor, nine such releases were promoted, none was held, and the accuracy on
-other images fell from 96% to 63%.
+Without an anchor, nine such releases were promoted, none was held, and the accuracy on other images
+fell from 96% to 63%.
 """
 
 import json

@@ -46,9 +46,7 @@ class Workspace:
         }
 
     def command(self, *words: str) -> subprocess.CompletedProcess[str]:
-        """Run ``evernear WORDS`` in the tests' own process,
-        which has already imported torch.
-        """
+        """Run ``evernear WORDS`` in the tests' own process, which has already imported torch."""
         return evernear(*words, environment=self.environment, cwd=self.directory)
 
     def process(self, *words: str, timeout_s: float = COMMAND_TIMEOUT_S) -> subprocess.CompletedProcess[str]:
@@ -76,17 +74,14 @@ class Workspace:
         )
 
     def run(self, *words: str, command: str = "run") -> dict[str, Any]:
-        """Run ``evernear run --json`` or a similar ``command``,
-        which must succeed; return its result.
-        """
+        """Run ``evernear run --json`` or a similar ``command``, which must succeed; return its
+        result."""
         completed = self.process(command, "--preset", "quick", "--json", *words)
         assert completed.returncode == 0, completed.stdout + completed.stderr
         return json.loads(completed.stdout.splitlines()[-1])
 
     def refused(self, *words: str) -> tuple[int, str]:
-        """Run a command that must fail with one error message;
-        return exit code and message.
-        """
+        """Run a command that must fail with one error message; return exit code and message."""
         completed = self.command(*words)
         assert completed.returncode != 0, completed.stdout
         assert "Traceback" not in completed.stdout + completed.stderr
@@ -135,9 +130,7 @@ class Workspace:
 
 
 def write_negatives(directory: Path, label: str, numbers: range) -> None:
-    """Images of an additional class: scikit-learn's zeros,
-    inverted to black on white.
-    """
+    """Images of an additional class: scikit-learn's zeros, inverted to black on white."""
     images, targets = load_digits(return_X_y=True)
     directory.joinpath(label).mkdir(parents=True, exist_ok=True)
     for number in np.flatnonzero(targets == 0)[numbers]:
@@ -146,9 +139,8 @@ def write_negatives(directory: Path, label: str, numbers: range) -> None:
 
 
 def write_digits(directory: Path, labels: str = "0123", per_class: int = 120, shuffle_labels: bool = False) -> None:
-    """scikit-learn's digits as PNG files, one folder per class;
-    ``shuffle_labels`` assigns random classes.
-    """
+    """scikit-learn's digits as PNG files, one folder per class; ``shuffle_labels`` assigns random
+    classes."""
     images, targets = load_digits(return_X_y=True)
     rng = np.random.default_rng(0)
     for label in labels:

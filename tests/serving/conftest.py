@@ -18,9 +18,7 @@ def parts(make_release: MakeRelease, tmp_path_factory: pytest.TempPathFactory) -
 
 @pytest.fixture(scope="session")
 def served(make_release: MakeRelease, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    """A release on TorchServe, in a non-ASCII path that is too long for a Unix
-    socket.
-    """
+    """A release on TorchServe, in a non-ASCII path that is too long for a Unix socket."""
     directory = tmp_path_factory.mktemp("wörk dir, 1") / ("d" * 100)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(configuration, "QUERY_LOG_PERIOD_S", 1.0)

@@ -1,6 +1,5 @@
-"""Fake servers on real sockets, for behavior that the real ones cannot be made to show
-on demand.
-"""
+"""Fake servers on real sockets, for behavior that the real ones cannot be made to show on
+demand."""
 
 import http.server
 import json

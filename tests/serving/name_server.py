@@ -1,6 +1,5 @@
-"""A DNS server on loopback whose answers change, as for a headless Service,
-and pods at addresses of 127.0.0.0/8.
-"""
+"""A DNS server on loopback whose answers change, as for a headless Service, and pods at addresses
+of 127.0.0.0/8."""
 
 import socket
 import struct
@@ -18,8 +17,7 @@ NXDOMAIN = 3
 class NameServer:
     """Answers each query for an A record with ``addresses``; no addresses are NXDOMAIN.
 
-    With ``caching``, an answer is repeated until its TTL ends,
-    as by a caching server on a node.
+    With ``caching``, an answer is repeated until its TTL ends, as by a caching server on a node.
     """
 
     def __init__(self, *, caching: bool = False) -> None:

@@ -54,9 +54,7 @@ class Raw:
         return Answer(int(lines[0].split()[1]), headers, body)
 
     def all_answers(self) -> list[Answer]:
-        """Read responses until the server closes the connection;
-        a reset is an error.
-        """
+        """Read responses until the server closes the connection; a reset is an error."""
         answers: list[Answer] = []
         while self._received or self._more():
             answers.append(self.answer())
@@ -86,9 +84,7 @@ def bearer(served: Served, api: str = "inference") -> bytes:
 
 
 def request(line: bytes, headers: bytes = b"", body: bytes | None = None) -> bytes:
-    """Format a request; ``line`` is method and target,
-    optionally with a version other than 1.1.
-    """
+    """Format a request; ``line`` is method and target, optionally with a version other than 1.1."""
     if line.count(b" ") < 2:
         line += b" HTTP/1.1"
     length = b"" if body is None else b"Content-Length: %d\r\n" % len(body)

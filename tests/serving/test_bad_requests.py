@@ -1,6 +1,5 @@
-"""Every request gets a prediction, or 4xx with a message,
-and does not affect the worker or other requests.
-"""
+"""Every request gets a prediction, or 4xx with a message, and does not affect the worker or other
+requests."""
 
 import base64
 import json

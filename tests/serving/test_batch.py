@@ -1,6 +1,5 @@
-"""Batch prediction: a whole source through a release into Parquet,
-in parts that are written once.
-"""
+"""Batch prediction: a whole source through a release into Parquet, in parts that are written
+once."""
 
 import json
 import shutil
@@ -35,9 +34,8 @@ IMAGES = 23
 
 @pytest.fixture(scope="module")
 def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Images at several depths, without classes,
-    with a broken one and two files that are no images.
-    """
+    """Images at several depths, without classes, with a broken one and two files that are no
+    images."""
     folder = tmp_path_factory.mktemp("photos")
     random = np.random.default_rng(0)
     for number in range(IMAGES):

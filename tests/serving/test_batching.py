@@ -1,6 +1,4 @@
-"""Which requests wait for others, on a server that would let each batch wait for a
-minute.
-"""
+"""Which requests wait for others, on a server that would let each batch wait for a minute."""
 
 import re
 import shutil
@@ -85,17 +83,14 @@ def predict(server: Served) -> bool:
 
 
 def await_received(server: Served, total: int) -> None:
-    """Wait until the server has received ``total`` requests,
-    and put them where the worker takes them.
-    """
+    """Wait until the server has received ``total`` requests, and put them where the worker takes
+    them."""
     wait_until(lambda: received(server) == total)
     time.sleep(0.5)
 
 
 def await_reported(server: Served, total: int) -> int:
-    """Wait until the worker has reported ``total`` images,
-    and return the number of its batches.
-    """
+    """Wait until the worker has reported ``total`` images, and return the number of its batches."""
     wait_until(lambda: reported(server)["sum"] == total)
     return reported(server)["count"]
 

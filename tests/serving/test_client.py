@@ -1,6 +1,4 @@
-"""The client over REST and gRPC, with a real TorchServe and with servers that
-misbehave.
-"""
+"""The client over REST and gRPC, with a real TorchServe and with servers that misbehave."""
 
 import asyncio
 import json

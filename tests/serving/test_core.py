@@ -160,9 +160,8 @@ def test_handler_imports_only_packages_of_the_serving_image() -> None:
 def test_deep_images_are_read_with_the_bit_depth_of_the_release(
     parts: ReleaseParts, bit_depth: BitDepth, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """In TorchServe's worker, and by way of the preprocessing server;
-    KServe's servers call the same function.
-    """
+    """In TorchServe's worker, and by way of the preprocessing server; KServe's servers call the
+    same function."""
     shape = parts.manifest.preprocessing.model_copy(update={"bit_depth": bit_depth})
     manifest = parts.manifest.model_copy(update={"preprocessing": shape})
     network = load_torchscript(parts.directory / NETWORK_FILE)

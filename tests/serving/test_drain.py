@@ -1,6 +1,4 @@
-"""Shutdown of a server: requests in flight are answered,
-and no process or file remains.
-"""
+"""Shutdown of a server: requests in flight are answered, and no process or file remains."""
 
 import http.client
 import subprocess

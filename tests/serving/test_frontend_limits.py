@@ -1,6 +1,4 @@
-"""Limits on clients of a server with the smallest Java heap,
-which keeps working at every limit.
-"""
+"""Limits on clients of a server with the smallest Java heap, which keeps working at every limit."""
 
 import signal
 import socket
@@ -53,9 +51,8 @@ def connections(served: Served, count: int) -> Iterator[list[Raw]]:
 
 @contextmanager
 def admitted_uploads(served: Served) -> Iterator[list[Raw]]:
-    """Connections that fill the server, once it has noticed that those of earlier tests
-    are closed.
-    """
+    """Connections that fill the server, once it has noticed that those of earlier tests are
+    closed."""
     clients: list[Raw] = []
 
     def are_enough() -> bool:

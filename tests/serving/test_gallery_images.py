@@ -34,9 +34,8 @@ COUNTS = {"a": 60, "b": 25, "c": 12}
 
 @dataclass(frozen=True)
 class Built:
-    """A store with a release of each of two snapshots,
-    and the digests of the images by row of their indexes.
-    """
+    """A store with a release of each of two snapshots, and the digests of the images by row of
+    their indexes."""
 
     store: Store
     versions: tuple[str, str]
@@ -47,9 +46,8 @@ class Built:
 
 @pytest.fixture(scope="module")
 def built(system: System, tmp_path_factory: pytest.TempPathFactory) -> Built:
-    """Index three classes; then remove images of a and all of c, add d,
-    and index again, as a reindex does.
-    """
+    """Index three classes; then remove images of a and all of c, add d, and index again, as a
+    reindex does."""
     root = tmp_path_factory.mktemp("rows")
     for number, (label, count) in enumerate(COUNTS.items()):
         write_images(root / "images" / label, number, count)

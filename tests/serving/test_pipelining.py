@@ -45,9 +45,8 @@ def kind_of(answer: Answer) -> str:
 
 
 def orders() -> list[tuple[str, ...]]:
-    """All orders of a prediction, a request that needs no worker,
-    and one that closes the connection.
-    """
+    """All orders of a prediction, a request that needs no worker, and one that closes the
+    connection."""
     return [order for ending in ENDINGS for order in itertools.permutations(("prediction", "ping", ending))] + [
         ("prediction", "ping") * 3,
         ("ping", "prediction") * 3,

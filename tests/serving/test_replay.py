@@ -73,9 +73,8 @@ def cropping(recognizer: Recognizer, resize: Resize = "crop") -> Recognizer:
 
 @pytest.fixture(scope="module")
 def large_queries(system: System) -> list[bytes]:
-    """Digits of the gallery as a camera sends them: larger,
-    and twice as wide as high, with a margin at both sides.
-    """
+    """Digits of the gallery as a camera sends them: larger, and twice as wide as high, with a
+    margin at both sides."""
     images = np.concatenate([block.images for block in system.dataset.blocks("gallery")])[:250]
     return [png(np.pad(image.repeat(2, 0).repeat(2, 1), ((0, 0), (8, 8), (0, 0)))) for image in images]
 

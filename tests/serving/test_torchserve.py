@@ -104,8 +104,7 @@ def test_server_outlives_its_launcher_without_its_pipes(home: Path, settings: Se
     )
     environment = {name: value for name, value in os.environ.items() if name != "JAVA_HOME"}
     environment |= {"PATH": str(tmp_path), "TS_CONFIG_FILE": "/nonsense", "JAVA_TOOL_OPTIONS": "-Xmx1"}
-    # `run` waits until both pipes close,
-    # so a server that kept one open would block it forever.
+    # `run` waits until both pipes close, so a server that kept one open would block it forever.
     launcher = subprocess.run(
         [sys.executable, "-c", script, settings.model_dump_json(), str(home)],
         env=environment,
@@ -248,9 +247,8 @@ def test_without_the_model_api_only_the_model_store_is_loaded(make_release: Make
 def test_logs_of_server_and_workers_have_no_secret(
     make_release: MakeRelease, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each Python process of the server writes its environment to its descriptor,
-    as a native library could.
-    """
+    """Each Python process of the server writes its environment to its descriptor, as a native
+    library could."""
     for name in ("EVERNEAR_MILVUS_TOKEN", "OTEL_EXPORTER_OTLP_HEADERS", "KFP_TOKEN"):
         monkeypatch.setenv(name, f"{name.replace('_', '')}=wJalrXUt")
     monkeypatch.setenv("DATABASE_URL", "http://user:wJalrXUt-2@127.0.0.1:9")

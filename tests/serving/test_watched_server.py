@@ -1,6 +1,5 @@
-"""From a query over HTTP to a proposal: TorchServe logs it,
-and the watcher uploads the log and detects drift.
-"""
+"""From a query over HTTP to a proposal: TorchServe logs it, and the watcher uploads the log and
+detects drift."""
 
 import shutil
 import time

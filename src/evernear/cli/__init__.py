@@ -1,3 +1,2 @@
-"""The command line, with one module per group of commands. `evernear.cli.app` combines
-the modules.
-"""
+"""The command line, with one module per group of commands. `evernear.cli.app` combines the
+modules."""

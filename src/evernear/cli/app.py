@@ -1,6 +1,5 @@
-"""The ``evernear`` command. Each command imports the heavy libraries that it needs, so
-that other commands start quickly.
-"""
+"""The ``evernear`` command. Each command imports the heavy libraries that it needs, so that other
+commands start quickly."""
 
 import sys
 from collections.abc import Callable
@@ -88,8 +87,7 @@ def _options(  # pyright: ignore[reportUnusedFunction] - typer calls it
 
 
 def main() -> None:
-    """Run the command line. Report expected errors in one sentence,
-    without a traceback."""
+    """Run the command line. Report expected errors in one sentence, without a traceback."""
     mask_streams()
     try:
         app()

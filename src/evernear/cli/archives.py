@@ -12,8 +12,7 @@ SHOWN_LABELS = 50
 
 
 def show_archive(archive: Path, as_json: bool) -> None:
-    """Print the signature, preprocessing, index, labels, metrics and lineage of a
-    ``.mar``."""
+    """Print the signature, preprocessing, index, labels, metrics and lineage of a ``.mar``."""
     from evernear.release.describe import describe
     from evernear.serving import HANDLER
 

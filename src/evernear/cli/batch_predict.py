@@ -1,6 +1,5 @@
-"""``evernear batch-predict``: use a release to recognize all images in a source without
-a server, and write the answers to Parquet files.
-"""
+"""``evernear batch-predict``: use a release to recognize all images in a source without a server,
+and write the answers to Parquet files."""
 
 import sys
 from typing import TYPE_CHECKING, Annotated
@@ -45,9 +44,8 @@ def batch_predict(
 ) -> None:
     """Use a release to recognize all images in a folder or bucket, without a server.
 
-    Each part is a Parquet file with the columns path, digest (sha256 of the file),
-    label, distance, unknown, neighbors, version and error. Run the same command again
-    to continue.
+    Each part is a Parquet file with the columns path, digest (sha256 of the file), label, distance,
+    unknown, neighbors, version and error. Run the same command again to continue.
     """
     from evernear.common.run_parts import run_parts
     from evernear.common.store import open_store
@@ -83,9 +81,8 @@ def batch_predict(
 
 
 def _executor(settings: Settings, processes: int | None, nodes: int | None, *uris: str) -> "Executor":
-    """Processes on this machine or, if ``nodes`` is set, an Indexed Job whose pods can
-    read all ``uris``.
-    """
+    """Processes on this machine or, if ``nodes`` is set, an Indexed Job whose pods can read all
+    ``uris``."""
     if nodes is None:
         from evernear.common.run_parts import Processes
         from evernear.common.threads import available_cpus
@@ -102,9 +99,8 @@ def _executor(settings: Settings, processes: int | None, nodes: int | None, *uri
 
 
 def _absolute(source: str) -> str:
-    """Make a source's path absolute, by the rules of `data.source`, so that the command
-    can be continued from any directory.
-    """
+    """Make a source's path absolute, by the rules of `data.source`, so that the command can be
+    continued from any directory."""
     if not source:
         raise SettingsError("--source is empty; name folder:DIRECTORY or s3://bucket/prefix.")
     return parse(DataSettings, {"source": source}).source

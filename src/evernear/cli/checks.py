@@ -1,7 +1,7 @@
 """Check the services that evernear depends on. Report each problem with its remedy.
 
-Each check sends real requests with the settings and the identity of this process. The
-checks change only one small object in the store, ``doctor.json``.
+Each check sends real requests with the settings and the identity of this process. The checks change
+only one small object in the store, ``doctor.json``.
 """
 
 import os
@@ -45,9 +45,7 @@ def configured(settings: Settings) -> list[Part]:
 
 
 def check(settings: Settings, parts: Sequence[Part]) -> Iterator[CheckResult]:
-    """Check ``parts``, and yield each result as soon as it is known. An error becomes a
-    finding.
-    """
+    """Check ``parts``, and yield each result as soon as it is known. An error becomes a finding."""
     checks: dict[Part, Callable[[Settings], str]] = {
         "store": _store,
         "cluster": _cluster,
@@ -66,9 +64,8 @@ def check(settings: Settings, parts: Sequence[Part]) -> Iterator[CheckResult]:
 
 
 def _store(settings: Settings) -> str:
-    """Write, read and list objects. The first conditional write tests whether the store
-    supports conditional writes.
-    """
+    """Write, read and list objects. The first conditional write tests whether the store supports
+    conditional writes."""
     from evernear.common.store import open_store
     from evernear.release.registry import Registry
 
@@ -82,9 +79,8 @@ def _store(settings: Settings) -> str:
 
 
 def _cluster(settings: Settings) -> str:
-    """Check the deployer's permissions. Check with a dry run whether the API server
-    accepts the objects of a release.
-    """
+    """Check the deployer's permissions. Check with a dry run whether the API server accepts the
+    objects of a release."""
     from evernear.deployment.kubernetes import KubernetesTarget
 
     target = KubernetesTarget(settings)

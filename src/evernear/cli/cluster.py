@@ -24,9 +24,8 @@ def render(
     settings: Settings,
     release: ReleaseOption = None,
 ) -> None:
-    """Print the Kubernetes objects that a deployment would apply, as YAML, for review,
-    policy checks or GitOps.
-    """
+    """Print the Kubernetes objects that a deployment would apply, as YAML, for review, policy
+    checks or GitOps."""
     import yaml
 
     from evernear.deployment.kubernetes import KubernetesTarget

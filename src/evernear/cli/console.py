@@ -1,6 +1,4 @@
-"""``evernear console``: the pages on which users try and name images, and make
-decisions.
-"""
+"""``evernear console``: the pages on which users try and name images, and make decisions."""
 
 import os
 import secrets
@@ -51,8 +49,8 @@ def console_layers(
 
 @options_of(console_layers)
 def console(layers: Layers[Settings]) -> None:
-    """Serve web pages on which users try images, name unknown images, correct suspect
-    labels, reindex, promote and roll back."""
+    """Serve web pages on which users try images, name unknown images, correct suspect labels,
+    reindex, promote and roll back."""
     from evernear.common.store import open_store
     from evernear.release.promotions import whoami
 

@@ -1,5 +1,4 @@
-"""``evernear dataset``: export a dataset from the store to files that other tools can
-open."""
+"""``evernear dataset``: export a dataset from the store to files that other tools can open."""
 
 import sys
 from typing import Annotated, Literal

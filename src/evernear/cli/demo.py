@@ -1,6 +1,5 @@
-"""``evernear demo``: run the pipeline, deploy the release locally, and recognize images
-that were not used for training.
-"""
+"""``evernear demo``: run the pipeline, deploy the release locally, and recognize images that were
+not used for training."""
 
 import shlex
 from collections.abc import Callable, Iterator
@@ -28,8 +27,7 @@ from evernear.settings.layers import command_for
 SHOWN_NEIGHBORS = 3
 SHOWN_UNSEEN = 3
 NEW_CLASS = "new class"
-"""The label of images whose class is not in the source.
-The correct answer is unknown."""
+"""The label of images whose class is not in the source. The correct answer is unknown."""
 
 
 def run_demo(
@@ -41,8 +39,8 @@ def run_demo(
     unseen: Path | None = None,
     command: RunCommand | None = None,
 ) -> None:
-    """Run the pipeline, deploy the release on TorchServe, and recognize images that
-    were not used for training.
+    """Run the pipeline, deploy the release on TorchServe, and recognize images that were not used
+    for training.
 
     ``unseen`` is a folder with images of a class that the source does not contain.
     """
@@ -85,9 +83,8 @@ def _recognize(settings: Settings, result: RunResult, console: Console, unseen: 
 
 
 def unseen_images(dataset: Dataset, directory: Path) -> Iterator[tuple[str, Path]]:
-    """Write one test image of each class to ``directory`` as a PNG file, and yield
-    (label, path).
-    """
+    """Write one test image of each class to ``directory`` as a PNG file, and yield (label,
+    path)."""
     directory.mkdir(parents=True, exist_ok=True)
     remaining = set(range(len(dataset.labels)))
     for block in dataset.blocks("test"):

@@ -18,8 +18,8 @@ def doctor(
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Check the object store, the cluster, Kubeflow Pipelines and Slack. Report each
-    problem with its remedy."""
+    """Check the object store, the cluster, Kubeflow Pipelines and Slack. Report each problem with
+    its remedy."""
     from evernear.cli.checks import PARTS, Part, check, configured
     from evernear.errors import SettingsError
 

@@ -17,9 +17,8 @@ def forget(
     yes: Annotated[bool, typer.Option("--yes", help="Delete. Without it, the command only lists.")] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Delete images from snapshots, releases, caches, run pages and the query log if
-    the source no longer has them.
-    """
+    """Delete images from snapshots, releases, caches, run pages and the query log if the source no
+    longer has them."""
     from evernear.common.store import open_store
     from evernear.deployment import forget_releases
     from evernear.maintenance.forget import find

@@ -81,9 +81,8 @@ def run(
 
 @contextmanager
 def _archive(release: str, registry: "Registry") -> Generator[Path]:
-    """The file ``release``, or the downloaded archive of the version ``release`` in a
-    temporary directory.
-    """
+    """The file ``release``, or the downloaded archive of the version ``release`` in a temporary
+    directory."""
     from evernear.release.manifest import is_version
 
     if Path(release).is_file() or not is_version(release):

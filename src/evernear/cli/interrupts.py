@@ -1,6 +1,4 @@
-"""Handle Ctrl-C: the command ends with exit code 130 and a message that states what
-remains.
-"""
+"""Handle Ctrl-C: the command ends with exit code 130 and a message that states what remains."""
 
 import signal
 import threading
@@ -26,8 +24,8 @@ def message_on_interrupt(message: str) -> Generator[None]:
 
 @contextmanager
 def stop_on_signals(stop: threading.Event, message: str) -> Generator[None]:
-    """Set ``stop`` on SIGTERM and Ctrl-C, so that the context's body can finish its
-    current work.
+    """Set ``stop`` on SIGTERM and Ctrl-C, so that the context's body can finish its current
+    work.
 
     Raises:
         UserInterruptError: on Ctrl-C, with ``message``. SIGTERM does not raise an

@@ -32,9 +32,9 @@ def check(
     """Search the ingested source for images whose label looks wrong, and list them for
     `evernear console`.
 
-    The command trains two networks, each on half of the images and as briefly as the
-    probe. A network is not used for the images that it was trained on, because the
-    network has fitted the labels of those images.
+    The command trains two networks, each on half of the images and as briefly as the probe. A
+    network is not used for the images that it was trained on, because the network has fitted the
+    labels of those images.
     """
     from evernear.common.store import open_store
     from evernear.review.suspects import check_labels
@@ -66,9 +66,9 @@ def import_(
 ) -> None:
     """Import true labels of live queries and print each release's weekly accuracy.
 
-    The id is the `id` of the server's response. A later row for an id corrects an
-    earlier one, in the file and in the store, so a growing file can be imported again.
-    These labels measure accuracy and do not enter the dataset.
+    The id is the `id` of the server's response. A later row for an id corrects an earlier one, in
+    the file and in the store, so a growing file can be imported again. These labels measure
+    accuracy and do not enter the dataset.
     """
     from evernear.common.store import open_store
     from evernear.evaluation.live_accuracy import accuracy_by_week

@@ -71,8 +71,8 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of 
 
 
 def options_of(build: Callable[..., Built]) -> Callable[[Callable[Concatenate[Built, ...], None]], Callable[..., None]]:
-    """Add the parameters of ``build`` to a command's options. The command gets the
-    result of ``build`` as its first argument."""
+    """Add the parameters of ``build`` to a command's options. The command gets the result of
+    ``build`` as its first argument."""
 
     def decorate(command: Callable[Concatenate[Built, ...], None]) -> Callable[..., None]:
         (_, *own), added = signature(command).parameters.values(), signature(build).parameters
@@ -106,9 +106,8 @@ def run_settings(
     retire: RetireOption = None,
     rename: RenameOption = None,
 ) -> Settings:
-    """The settings of a run. The options specify the source, the preset, and the
-    classes that were removed or renamed on purpose.
-    """
+    """The settings of a run. The options specify the source, the preset, and the classes that were
+    removed or renamed on purpose."""
     return run_layers(source, preset, config, overrides, workdir, retire, rename).settings()
 
 
@@ -146,8 +145,8 @@ def new_run_layers(
 
 
 def _require_workdir(options: list[str]) -> None:
-    """Require that the working directory exists if the command line names one. A
-    mistyped name would otherwise be an empty working directory."""
+    """Require that the working directory exists if the command line names one. A mistyped name
+    would otherwise be an empty working directory."""
     named = [option.partition("=")[2] for option in options if option.startswith("workdir=")]
     workdir = Path(named[-1]).expanduser() if named else Path()
     if workdir.is_dir():
@@ -168,7 +167,6 @@ def _old_and_new(rename: str) -> tuple[str, str]:
 
 
 def assignments(overrides: list[str] | None, **options: object) -> list[str]:
-    """All assignments as ``key=value``. Assignments from ``--set`` come before
-    assignments from dedicated options.
-    """
+    """All assignments as ``key=value``. Assignments from ``--set`` come before assignments from
+    dedicated options."""
     return [*(overrides or []), *(f"{key}={value}" for key, value in options.items() if value is not None)]

@@ -1,6 +1,5 @@
-"""Helpers for commands whose output consists of many parts: the output location and the
-progress display.
-"""
+"""Helpers for commands whose output consists of many parts: the output location and the progress
+display."""
 
 import sys
 from collections.abc import Callable
@@ -13,8 +12,7 @@ INTERRUPTED = "Interrupted. Finished parts stay; run the command again to contin
 
 
 def output_uri(out: str) -> str:
-    """The store URI for the value of ``--out``, which is a directory or
-    ``s3://bucket/prefix``.
+    """The store URI for the value of ``--out``, which is a directory or ``s3://bucket/prefix``.
 
     Raises:
         SettingsError: ``out`` is empty.

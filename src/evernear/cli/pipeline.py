@@ -73,9 +73,8 @@ def server_settings(
     config: Path | None = None,
     words: Sequence[str] = (),
 ) -> PipelineSettings:
-    """The settings for the Kubeflow Pipelines server. Settings that a working directory
-    remembers are ignored, because they concern this machine.
-    """
+    """The settings for the Kubeflow Pipelines server. Settings that a working directory remembers
+    are ignored, because they concern this machine."""
     options = {"pipeline.endpoint": endpoint, "pipeline.namespace": namespace}
     return load(config=config, overrides=assignments([*words], **options), remembered=False).pipeline
 
@@ -117,12 +116,11 @@ def upload(
     namespace: NamespaceOption = None,
     config: ConfigOption = None,
 ) -> None:
-    """Upload pipelines as a new version that uses this image. Each option sets the
-    default of its parameter.
+    """Upload pipelines as a new version that uses this image. Each option sets the default of its
+    parameter.
 
     The version's name ends in a hash of the settings that describe the cluster, such as
-    pipeline.task_memory. A version that already exists with the same content is left
-    unchanged.
+    pipeline.task_memory. A version that already exists with the same content is left unchanged.
     """
     from evernear.kubeflow.compiled import compile_pipelines, default_version, words_of_section
 
@@ -164,9 +162,8 @@ def run(
     namespace: NamespaceOption = None,
     config: ConfigOption = None,
 ) -> None:
-    """Start the newest version of a pipeline. Parameters that are not set keep the
-    defaults of the pipeline version.
-    """
+    """Start the newest version of a pipeline. Parameters that are not set keep the defaults of the
+    pipeline version."""
     from evernear.kubeflow.client import KfpRuns
     from evernear.kubeflow.parameters import caller, combine, from_words
 
@@ -207,9 +204,7 @@ def schedule(
     namespace: NamespaceOption = None,
     config: ConfigOption = None,
 ) -> None:
-    """Run the newest version on a schedule that replaces the pipeline's current
-    schedule.
-    """
+    """Run the newest version on a schedule that replaces the pipeline's current schedule."""
     assigned = run_assignments(source, preset, target, serving_image, parameters)
     server = server_settings(endpoint, namespace, config)
     if (cron is None) != off:

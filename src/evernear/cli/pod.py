@@ -1,6 +1,5 @@
-"""``evernear pod``: the commands, probes and hooks for the containers of a serving pod.
-See `evernear.serving.pod`.
-"""
+"""``evernear pod``: the commands, probes and hooks for the containers of a serving pod. See
+`evernear.serving.pod`."""
 
 from typing import Annotated
 
@@ -41,9 +40,8 @@ def serve(
         typer.Option("--without-token", help="Accept requests without a token. Restrict access with a NetworkPolicy."),
     ] = False,
 ) -> None:
-    """Replace this process with TorchServe and the fetched release. EVERNEAR_TOKEN_FILE
-    is the path of a file that contains the token.
-    """
+    """Replace this process with TorchServe and the fetched release. EVERNEAR_TOKEN_FILE is the path
+    of a file that contains the token."""
     from evernear.serving import pod
 
     pod.serve_pod(settings, without_token=without_token)
@@ -52,8 +50,8 @@ def serve(
 @app.command()
 @options_of(local_settings)
 def ready(settings: Settings) -> None:
-    """Startup probe: exit with 0 if the answers to all stored queries equal the answers
-    recorded in the release."""
+    """Startup probe: exit with 0 if the answers to all stored queries equal the answers recorded in
+    the release."""
     from evernear.deployment.smoke import smoke
     from evernear.serving import pod
 

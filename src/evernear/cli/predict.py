@@ -1,6 +1,5 @@
-"""``evernear predict``: recognize images with a running server. This module imports
-neither torch nor FAISS.
-"""
+"""``evernear predict``: recognize images with a running server. This module imports neither torch
+nor FAISS."""
 
 import re
 import sys
@@ -33,15 +32,12 @@ STDIN = Path("-")
 SHOWN_NEIGHBORS = 3
 SHOWN_SKIPPED = 10
 PIPE_WIDTH = 10_000
-"""Table width in characters if the output is not a terminal. At this width, no row
-wraps.
-"""
+"""Table width in characters if the output is not a terminal. At this width, no row wraps."""
 
 
 def _path(text: str) -> Path:
-    """Parse a path argument. An empty path, for example from an unset variable, would
-    otherwise stand for the current directory.
-    """
+    """Parse a path argument. An empty path, for example from an unset variable, would otherwise
+    stand for the current directory."""
     if not text:
         raise SettingsError('The path of an image is empty; name a file or a folder, or "." for this directory.')
     return Path(text)
@@ -81,9 +77,8 @@ def predict(
     metadata: Annotated[bool, typer.Option("--metadata", help="Show the model's inputs and outputs instead.")] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Recognize images with the live release. `evernear batch-predict` recognizes
-    images without a server.
-    """
+    """Recognize images with the live release. `evernear batch-predict` recognizes images without a
+    server."""
     from evernear.serving.client import Client, Target
 
     if metadata and target is None and format != "prep":
@@ -112,9 +107,8 @@ def predict(
 
 
 def _with_champion(error: ServerUnreachableError, settings: Settings) -> EvernearError:
-    """Return ``error``. If no server can be started yet, return an error with the first
-    step to take.
-    """
+    """Return ``error``. If no server can be started yet, return an error with the first step to
+    take."""
     from evernear.common.store import open_store
     from evernear.release.registry import Registry
 
@@ -139,8 +133,8 @@ def _with_overrides(target: "Target", port: int | None, timeout_s: float | None,
 
 
 def _files(paths: list[Path]) -> Iterator[Path]:
-    """The files in ``paths``. A folder is replaced by all images in it, at any depth,
-    including images behind links.
+    """The files in ``paths``. A folder is replaced by all images in it, at any depth, including
+    images behind links.
 
     Raises:
         DataError: a folder contains no image.
@@ -161,9 +155,8 @@ def _files(paths: list[Path]) -> Iterator[Path]:
 
 
 def _images_in(folder: Path) -> tuple[list[Path], list[Path]]:
-    """The images below ``folder``, selected by the same rule as in a source, and the
-    files that are skipped. Both are sorted.
-    """
+    """The images below ``folder``, selected by the same rule as in a source, and the files that are
+    skipped. Both are sorted."""
     from evernear.data.image_tree import walk_images
 
     images: list[Path] = []
@@ -177,9 +170,8 @@ Answer = tuple[Path, dict[str, Any] | EvernearError]
 
 
 def _predict_all(client: Any, files: list[Path], version: str | None) -> Iterator[Answer]:
-    """The answer or error for each file. An error is raised if it does not concern a
-    single file.
-    """
+    """The answer or error for each file. An error is raised if it does not concern a single
+    file."""
     for file in files:
         try:
             if file == STDIN:
@@ -191,9 +183,8 @@ def _predict_all(client: Any, files: list[Path], version: str | None) -> Iterato
 
 
 def _with_progress(answers: Iterator[Answer], total: int, terminal: TextIO) -> Iterator[Answer]:
-    """Show on ``terminal`` how many of ``total`` answers have arrived, and the
-    remaining time. Erase the progress display at the end.
-    """
+    """Show on ``terminal`` how many of ``total`` answers have arrived, and the remaining time.
+    Erase the progress display at the end."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -205,8 +196,7 @@ def _with_progress(answers: Iterator[Answer], total: int, terminal: TextIO) -> I
 
 
 def _print_json(answers: Iterator[Answer]) -> int:
-    """Print each answer as a JSON line as soon as it arrives,
-    and return the exit code."""
+    """Print each answer as a JSON line as soon as it arrives, and return the exit code."""
     exit_code = 0
     for file, answer in answers:
         if isinstance(answer, EvernearError):
@@ -216,9 +206,7 @@ def _print_json(answers: Iterator[Answer]) -> int:
 
 
 def _print_table(answers: Iterator[Answer], *, alone: bool) -> int:
-    """Print all answers in a table, including the answers before an error. Return the
-    exit code.
-    """
+    """Print all answers in a table, including the answers before an error. Return the exit code."""
     from rich import box
     from rich.console import Console
     from rich.table import Table
@@ -247,9 +235,8 @@ def _print_table(answers: Iterator[Answer], *, alone: bool) -> int:
 
 
 def _local_metadata(settings: Settings, version: str | None) -> "Metadata":
-    """The metadata of a release that the local TorchServe process has loaded, read from
-    the registry.
-    """
+    """The metadata of a release that the local TorchServe process has loaded, read from the
+    registry."""
     from evernear.common.store import open_store
     from evernear.release.registry import Registry
     from evernear.serving.endpoints import home_of

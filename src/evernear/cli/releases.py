@@ -40,8 +40,8 @@ WhyOption = Annotated[str, typer.Option("--why", metavar="TEXT", help="Reason fo
 def registry_settings(
     store: StoreOption = None, config: ConfigOption = None, overrides: SetOption = None, workdir: WorkdirOption = None
 ) -> Settings:
-    """The settings. ``--store`` also selects the ``registry`` target, because the local
-    server may use a different store."""
+    """The settings. ``--store`` also selects the ``registry`` target, because the local server may
+    use a different store."""
     registry_only = [f"store={store}", "target=registry"] if store else []
     return local_settings(config, [*(overrides or []), *registry_only], workdir)
 
@@ -69,10 +69,8 @@ def list_(
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """List all releases, oldest first, with their states: champion,
-    promoted (once), held, or not promoted. With --history, show when, how, by whom and
-    why the champion changed.
-    """
+    """List all releases, oldest first, with their states: champion, promoted (once), held, or not
+    promoted. With --history, show when, how, by whom and why the champion changed."""
     if history:
         _print_history(registry, as_json)
         return
@@ -113,9 +111,8 @@ def show(
     release: Annotated[str, typer.Argument(metavar="RELEASE", help="A version in the registry, or a .mar file.")],
     as_json: JsonOption = False,
 ) -> None:
-    """Show the data, network, code, verdict, metrics and parts of a release, even if it
-    was pruned. For a .mar file, also show its signature, preprocessing and index,
-    without running its code."""
+    """Show the data, network, code, verdict, metrics and parts of a release, even if it was pruned.
+    For a .mar file, also show its signature, preprocessing and index, without running its code."""
     from evernear.release.manifest import is_version
 
     if Path(release).is_file() or not is_version(release):
@@ -163,10 +160,8 @@ def anchor(
     why: WhyOption = "",
     as_json: JsonOption = False,
 ) -> None:
-    """Print the anchor, a release with which the gate also compares every candidate, or
-    move the anchor to VERSION. Moving the anchor accepts the accuracy of VERSION, and
-    requires --why.
-    """
+    """Print the anchor, a release with which the gate also compares every candidate, or move the
+    anchor to VERSION. Moving the anchor accepts the accuracy of VERSION, and requires --why."""
     from evernear.release.promotions import Cause
 
     current = registry.require_champion()
@@ -191,11 +186,11 @@ def promote(
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Make a release the champion. A running server first loads the release, and must
-    pass the release's stored queries.
+    """Make a release the champion. A running server first loads the release, and must pass the
+    release's stored queries.
 
-    In Kubernetes, the champion itself is rolled out again with changed settings, such
-    as image, memory or replicas.
+    In Kubernetes, the champion itself is rolled out again with changed settings, such as image,
+    memory or replicas.
     """
     from evernear.deployment import promote_release
     from evernear.release.promotions import Cause
@@ -210,8 +205,7 @@ def rollback(
     why: WhyOption = "",
     as_json: JsonOption = False,
 ) -> None:
-    """Make the previous champion the champion again. Repeat the command to go back
-    further."""
+    """Make the previous champion the champion again. Repeat the command to go back further."""
     from evernear.deployment import roll_back
     from evernear.release.promotions import Cause
 
@@ -227,9 +221,7 @@ def restore(
     ] = None,
     why: WhyOption = "",
 ) -> None:
-    """Rewrite the lost or damaged champion pointer from the history. Servers are not
-    changed.
-    """
+    """Rewrite the lost or damaged champion pointer from the history. Servers are not changed."""
     from evernear.release.promotions import Cause
 
     champion = registry.restore(version, Cause.of_this_process(why)).promotion
@@ -268,9 +260,8 @@ def _fields(record: "Record", champion: "Champion | None") -> dict[str, Any]:
 
 
 def _state(release: dict[str, Any], promoted: set[str]) -> str:
-    """The state of a release: "champion", "promoted" (a former champion), "held" (by
-    the gate) or "not promoted".
-    """
+    """The state of a release: "champion", "promoted" (a former champion), "held" (by the gate) or
+    "not promoted"."""
     if release["champion"]:
         return "champion"
     if release["version"] in promoted:

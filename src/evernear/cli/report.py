@@ -22,8 +22,8 @@ def report(
     runs: RunsArgument = None,
     open_: Annotated[bool, typer.Option("--open", help="Open the page in the browser.")] = False,
 ) -> None:
-    """Print the path of a run's page (by default, the last run in --workdir), or
-    compare two runs."""
+    """Print the path of a run's page (by default, the last run in --workdir), or compare two
+    runs."""
     page = _write_page(settings, runs) if runs else _last(settings.workdir)
     print_line(str(page))
     if open_:

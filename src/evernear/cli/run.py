@@ -47,9 +47,7 @@ def run(
     reread: RereadOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Run the continuous-training pipeline on this machine,
-    each step in its own process.
-    """
+    """Run the continuous-training pipeline on this machine, each step in its own process."""
     _run_and_show(layers, "continuous_training", remember, reread, as_json)
 
 
@@ -60,9 +58,8 @@ def reindex(
     reread: RereadOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Add new gallery images, even of a new class,
-    to the index of the champion's network, without training.
-    """
+    """Add new gallery images, even of a new class, to the index of the champion's network, without
+    training."""
     _run_and_show(layers, "reindex", remember, reread, as_json)
 
 
@@ -86,9 +83,8 @@ def demo(
     rename: RenameOption = None,
     minutes: MinutesOption = None,
 ) -> None:
-    """Run the pipeline, deploy the release locally, and recognize images that were not
-    used for training.
-    """
+    """Run the pipeline, deploy the release locally, and recognize images that were not used for
+    training."""
     from evernear.cli.demo import run_demo
     from evernear.data.sources.digits import lay_out_digits
 
@@ -110,9 +106,8 @@ def demo(
 
 
 def _require_own_directory(settings: Settings) -> None:
-    """Check that the working directory has no release of a different dataset.
-    Otherwise, the demo's release would be compared with a release of that dataset.
-    """
+    """Check that the working directory has no release of a different dataset. Otherwise, the demo's
+    release would be compared with a release of that dataset."""
     from evernear.common.store import open_store
     from evernear.data.listing import dataset_name
     from evernear.data.sources import open_source
@@ -131,9 +126,8 @@ def _require_own_directory(settings: Settings) -> None:
 
 
 class _Progress:
-    """Displays the events of a run, with a status line for the current step and a line
-    for each completed step.
-    """
+    """Displays the events of a run, with a status line for the current step and a line for each
+    completed step."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -157,8 +151,8 @@ class _Progress:
             case _:
                 mark, color = ("ok", "green") if event.kind == "finished" else ("!!", "red")
                 rest = f" {event.step:<10} {event.duration_s:6.1f} s  {printable(event.message)}"
-                # Each line is printed in a single call, because rich redraws the status
-                # line after each call.
+                # Each line is printed in a single call, because rich redraws the status line after
+                # each call.
                 self._console.print(Text.assemble("  ", (mark, color), rest), soft_wrap=True)
         if event.step == "notify" and event.kind == "finished":
             self._status.stop()
@@ -186,8 +180,8 @@ def _run_and_show(
     settings = _rereading(layers.settings(), reread)
     command = _command(layers, remember, "run" if pipeline == "continuous_training" else pipeline)
     _print_changes(layers, remember)
-    # If FORCE_COLOR is set, as in notebooks and CI, rich would otherwise animate output
-    # to a pipe too.
+    # If FORCE_COLOR is set, as in notebooks and CI, rich would otherwise animate output to a pipe
+    # too.
     with _Progress(Console(stderr=True, force_terminal=sys.stderr.isatty())) as show:
         result = run_pipeline(settings, _and_keep(show, layers, remember), pipeline, command)
     if as_json:
@@ -197,9 +191,8 @@ def _run_and_show(
 
 
 def _command(layers: Layers[Settings], remember: bool, *words: str) -> "RunCommand":
-    """The command line of this process, as typed, and a command line that repeats the
-    run once the settings are saved.
-    """
+    """The command line of this process, as typed, and a command line that repeats the run once the
+    settings are saved."""
     from evernear.common.progress import RunCommand
 
     later = layers.later_words(keep=remember or layers.remembered is None)
@@ -218,11 +211,10 @@ def _print_changes(layers: Layers[Settings], remember: bool) -> None:
 
 
 def _and_keep(show: _Progress, layers: Layers[Settings], remember: bool) -> "Callable[[Event], None]":
-    """Show the events of a run. Save the run's settings after the images pass
-    validation.
+    """Show the events of a run. Save the run's settings after the images pass validation.
 
-    A mistyped folder name is therefore not saved. If the run fails or is stopped after
-    the validation, the command can be repeated without options.
+    A mistyped folder name is therefore not saved. If the run fails or is stopped after the
+    validation, the command can be repeated without options.
     """
 
     def show_and_keep(event: "Event") -> None:

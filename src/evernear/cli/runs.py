@@ -25,8 +25,8 @@ POLL_S = 2.0
 
 
 def follow(runs: "KfpRuns", run: "Run", as_json: bool) -> None:
-    """Print each step when it ends, until the run ends. This function replaces kfp's
-    wait function, which ignores the states CANCELED and FAILED.
+    """Print each step when it ends, until the run ends. This function replaces kfp's wait function,
+    which ignores the states CANCELED and FAILED.
 
     Raises:
         EvernearError: the run failed or was stopped.
@@ -81,9 +81,8 @@ def row(run: "Run") -> tuple[str, ...]:
 
 
 def outcome_of(run: "Run", runs: "KfpRuns") -> "RunOutcome | None":
-    """The outcome of a finished run. Returns None if the run did not record an outcome,
-    or if the run's store is not readable from here.
-    """
+    """The outcome of a finished run. Returns None if the run did not record an outcome, or if the
+    run's store is not readable from here."""
     from evernear.reporting.notify import load_outcome
 
     record = record_of(run, runs) if run.state.is_final else None
@@ -105,9 +104,8 @@ def record_of(run: "Run", runs: "KfpRuns") -> "RunRecord | None":
 
 
 def store_of(arguments: dict[str, object], runs: "KfpRuns", pipeline: str) -> "Store | None":
-    """The store of a run. Returns None if this process has no access keys for the
-    store, or if the store's directory does not exist.
-    """
+    """The store of a run. Returns None if this process has no access keys for the store, or if the
+    store's directory does not exist."""
     from evernear.common.store import open_store
 
     default = next((p.default for p in runs.parameters(pipeline) if p.name == "store"), "")
@@ -123,9 +121,8 @@ def store_of(arguments: dict[str, object], runs: "KfpRuns", pipeline: str) -> "S
 
 
 def _get(runs: "KfpRuns", run_id: str) -> "Run":
-    """Get the current state of the run. Requests are retried, so waiting continues
-    after a server restart.
-    """
+    """Get the current state of the run. Requests are retried, so waiting continues after a server
+    restart."""
     return retry(
         lambda: runs.show(run_id), on=PipelineServerError, pauses_s=(POLL_S * number for number in range(1, 10))
     )

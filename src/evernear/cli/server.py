@@ -1,6 +1,5 @@
-"""Local servers: ``evernear status``, ``serve``, ``ready``, ``stop`` and ``token`` for
-TorchServe, and ``prep``.
-"""
+"""Local servers: ``evernear status``, ``serve``, ``ready``, ``stop`` and ``token`` for TorchServe,
+and ``prep``."""
 
 import logging
 import sys
@@ -25,8 +24,8 @@ def status(
     settings: Settings,
     as_json: JsonOption = False,
 ) -> None:
-    """Show the run in progress, the server, its releases and the champion. With the
-    kubernetes target, show the state of the cluster."""
+    """Show the run in progress, the server, its releases and the champion. With the kubernetes
+    target, show the state of the cluster."""
     from evernear.common.run_directories import progress
     from evernear.deployment import open_target
     from evernear.deployment.follow import follow_state
@@ -52,9 +51,8 @@ def status(
 
 
 def _live_accuracy(settings: Settings, champion: str) -> "list[LiveAccuracy] | None":
-    """The champion's weekly accuracy on labeled live queries, newest week first.
-    Returns None if SciPy is not installed.
-    """
+    """The champion's weekly accuracy on labeled live queries, newest week first. Returns None if
+    SciPy is not installed."""
     from evernear.common.store import open_store
     from evernear.review.live_labels import live_accuracy
 
@@ -129,9 +127,7 @@ def _serve_and_follow(settings: Settings) -> None:
 
 @options_of(local_settings)
 def ready(settings: Settings) -> None:
-    """Readiness probe: exit with 0 if the server can answer predictions now,
-    otherwise with 1.
-    """
+    """Readiness probe: exit with 0 if the server can answer predictions now, otherwise with 1."""
     from evernear.serving.endpoints import home_of
     from evernear.serving.torchserve import is_ready
 
@@ -161,9 +157,7 @@ def token(settings: Settings) -> None:
 
 @options_of(local_settings)
 def prep(settings: Settings) -> None:
-    """Run the preprocessing server, which decodes images and forwards them to
-    TorchServe.
-    """
+    """Run the preprocessing server, which decodes images and forwards them to TorchServe."""
     from evernear.serving.endpoints import host_and_port
 
     try:

@@ -48,8 +48,8 @@ def slack(
 @app.command(hidden=True)
 @options_of(local_settings)
 def ready(settings: Settings) -> None:
-    """Probe for orchestrators: exit with 0 if the bot of this working directory is
-    healthy, otherwise with 1."""
+    """Probe for orchestrators: exit with 0 if the bot of this working directory is healthy,
+    otherwise with 1."""
     from evernear.triggers.slack.heartbeat import is_recent
 
     if not is_recent(settings):

@@ -1,5 +1,4 @@
-"""``evernear store``: check and repair the object store, and delete unneeded
-objects."""
+"""``evernear store``: check and repair the object store, and delete unneeded objects."""
 
 import sys
 from typing import Annotated
@@ -32,8 +31,8 @@ def check(
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Read and hash every object that a release, a dataset or the champion needs, and
-    report damaged objects."""
+    """Read and hash every object that a release, a dataset or the champion needs, and report
+    damaged objects."""
     from evernear.common.store import open_store
     from evernear.maintenance.check import check_store
     from evernear.maintenance.check import repair as repair_store
@@ -75,11 +74,9 @@ def prune(
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Delete unneeded objects: old releases (except the champion, its parent and the
-    target of a rollback), and snapshots, shards, embeddings, checkpoints, parts and run
-    records to which nothing refers. The command refuses to run while a run is in
-    progress.
-    """
+    """Delete unneeded objects: old releases (except the champion, its parent and the target of a
+    rollback), and snapshots, shards, embeddings, checkpoints, parts and run records to which
+    nothing refers. The command refuses to run while a run is in progress."""
     from evernear.common.store import open_store
     from evernear.maintenance.prune import prune_store, surplus
 

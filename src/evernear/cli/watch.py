@@ -1,6 +1,5 @@
-"""``evernear watch``: check for new images and drift. Propose or start a training run
-or a reindex.
-"""
+"""``evernear watch``: check for new images and drift. Propose or start a training run or a
+reindex."""
 
 import logging
 import os
@@ -69,8 +68,8 @@ def watch(
     overrides: SetOption = None,
     workdir: WorkdirOption = None,
 ) -> None:
-    """Run the watcher until SIGTERM or Ctrl-C. The watcher checks on the schedule, and
-    soon after MinIO reports a change."""
+    """Run the watcher until SIGTERM or Ctrl-C. The watcher checks on the schedule, and soon after
+    MinIO reports a change."""
     if context.invoked_subcommand is not None:
         return
     if (on is not None) + status + ship > 1 or (now and not ship):
@@ -177,9 +176,7 @@ def _ship(settings: Settings, now: bool) -> None:
 
 
 def _runs(settings: Settings) -> "KfpRuns | None":
-    """The pipeline server in the settings or in this cluster, or None if neither
-    exists.
-    """
+    """The pipeline server in the settings or in this cluster, or None if neither exists."""
     if not settings.pipeline.endpoint and "KUBERNETES_SERVICE_HOST" not in os.environ:
         return None
     try:

@@ -1,3 +1,1 @@
-"""Modules that every package uses: the store, disk files, output, run records and
-threads.
-"""
+"""Modules that every package uses: the store, disk files, output, run records and threads."""

@@ -1,10 +1,9 @@
-"""Normalize class names that look the same, and display class names so that they can be
-told apart.
+"""Normalize class names that look the same, and display class names so that they can be told
+apart.
 
-Accented letters in folder names are in decomposed form on macOS (``e`` and an accent),
-but in composed form on other systems (``é``). A space at the end of a name is
-invisible. A byte-by-byte comparison would treat two spellings of a name as different
-classes.
+Accented letters in folder names are in decomposed form on macOS (``e`` and an accent), but in
+composed form on other systems (``é``). A space at the end of a name is invisible. A byte-by-byte
+comparison would treat two spellings of a name as different classes.
 """
 
 import unicodedata
@@ -15,11 +14,10 @@ _IGNORED = frozenset({"\u034f", *map(chr, range(0xFE00, 0xFE10))})  # grapheme j
 
 
 def class_name(text: str) -> str:
-    """``text`` in composed form (Unicode NFC), without leading or trailing spaces and
-    invisible characters.
+    """``text`` in composed form (Unicode NFC), without leading or trailing spaces and invisible
+    characters.
 
-    Letter case is preserved, because handwriting datasets have the classes ``a`` and
-    ``A``.
+    Letter case is preserved, because handwriting datasets have the classes ``a`` and ``A``.
     """
     return trimmed(unicodedata.normalize("NFC", text))
 
@@ -30,9 +28,8 @@ def trimmed(text: str) -> str:
 
 
 def lookalike_key(name: str) -> str:
-    """A comparison key, which is equal for names that differ only in case, width,
-    spaces or invisible characters.
-    """
+    """A comparison key, which is equal for names that differ only in case, width, spaces or
+    invisible characters."""
     folded = unicodedata.normalize("NFKC", name).casefold()
     visible = (char for char in folded if unicodedata.category(char) != "Cf" and char not in _IGNORED)
     return unicodedata.normalize("NFKC", " ".join("".join(visible).split()))

@@ -1,6 +1,5 @@
-"""A hash of the code that computes a stored result. If the code changes, earlier
-results are not reused.
-"""
+"""A hash of the code that computes a stored result. If the code changes, earlier results are not
+reused."""
 
 import ast
 import hashlib
@@ -31,18 +30,17 @@ EXCLUDED = frozenset(
         "common.threads",
     )
 )
-"""Modules that only move bytes, messages and settings, or that create a dataset. A
-dataset has a separate digest.
-"""
+"""Modules that only move bytes, messages and settings, or that create a dataset. A dataset has a
+separate digest."""
 
 
 @cache
 def code_digest(module: str, libraries: tuple[str, ...] = ()) -> str:
-    """The sha256 of the source code of ``module`` and all evernear modules that it
-    imports, directly or indirectly, except `EXCLUDED`.
+    """The sha256 of the source code of ``module`` and all evernear modules that it imports,
+    directly or indirectly, except `EXCLUDED`.
 
-    Comments, docstrings and formatting do not change the hash. A different installed
-    version of one of the ``libraries`` changes the hash.
+    Comments, docstrings and formatting do not change the hash. A different installed version of one
+    of the ``libraries`` changes the hash.
     """
     sha256 = hashlib.sha256()
     for name, tree in sorted(_closure(module).items()):
@@ -74,17 +72,16 @@ def _source(module: str) -> Path | None:
     """The file of a module, or None if the name is not a module, such as
     ``evernear.data.shards.Dataset``.
 
-    `importlib.util.find_spec` would import the parent packages of the module. The
-    parent packages also import timm, and importing timm takes seconds.
+    `importlib.util.find_spec` would import the parent packages of the module. The parent packages
+    also import timm, and importing timm takes seconds.
     """
     path = ROOT.joinpath(*module.split(".")[1:])
     return next((file for file in (path / "__init__.py", path.with_suffix(".py")) if file.is_file()), None)
 
 
 def _imports(tree: ast.AST) -> Iterator[str]:
-    """Names of evernear modules that ``tree`` imports, including imports inside
-    functions. Some of the names may not be modules.
-    """
+    """Names of evernear modules that ``tree`` imports, including imports inside functions. Some of
+    the names may not be modules."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from _ours(alias.name for alias in node.names)

@@ -1,6 +1,5 @@
-"""The CPU and memory limits of the container that this process runs in, as read from
-the cgroups of the process.
-"""
+"""The CPU and memory limits of the container that this process runs in, as read from the cgroups of
+the process."""
 
 import math
 from collections.abc import Iterator
@@ -9,25 +8,21 @@ from pathlib import Path
 ROOT = Path("/")
 """The directory that contains ``proc`` and ``sys``."""
 UNLIMITED_BYTES = 2**62
-"""If no memory limit is set, cgroup v1 reports the largest multiple of the page size,
-about 2**63 bytes.
-"""
+"""If no memory limit is set, cgroup v1 reports the largest multiple of the page size, about 2**63
+bytes."""
 
 
 def cpu_limit(root: Path = ROOT) -> float:
-    """The lowest CPU limit among this process's cgroups, or infinity if no limit is
-    set.
+    """The lowest CPU limit among this process's cgroups, or infinity if no limit is set.
 
-    See https://docs.kernel.org/admin-guide/cgroup-v2.html#cpu-interface-files for
-    version 2, and https://docs.kernel.org/scheduler/sched-bwc.html#management for
-    version 1.
+    See https://docs.kernel.org/admin-guide/cgroup-v2.html#cpu-interface-files for version 2, and
+    https://docs.kernel.org/scheduler/sched-bwc.html#management for version 1.
     """
     return min(map(_cpus, _cgroups(root, "cpu")), default=math.inf)
 
 
 def memory_limit_bytes(root: Path = ROOT) -> float:
-    """The lowest memory limit among this process's cgroups, or infinity if no limit is
-    set.
+    """The lowest memory limit among this process's cgroups, or infinity if no limit is set.
 
     See https://docs.kernel.org/admin-guide/cgroup-v2.html#memory-interface-files for
     version 2, and https://docs.kernel.org/admin-guide/cgroup-v1/memory.html for version
@@ -37,8 +32,8 @@ def memory_limit_bytes(root: Path = ROOT) -> float:
 
 
 def oom_kills(root: Path = ROOT) -> int:
-    """Number of processes in this process's cgroups that the kernel has killed because
-    memory ran out.
+    """Number of processes in this process's cgroups that the kernel has killed because memory ran
+    out.
 
     Returns 0 if the kernel does not report the number. Version 2 reports the number in
     ``memory.events``, and version 1 reports it in ``memory.oom_control``.
@@ -47,11 +42,11 @@ def oom_kills(root: Path = ROOT) -> int:
 
 
 def _cgroups(root: Path, controller: str) -> Iterator[Path]:
-    """The cgroup of this process and the parent cgroups, in each hierarchy in which
-    ``controller`` can set limits.
+    """The cgroup of this process and the parent cgroups, in each hierarchy in which ``controller``
+    can set limits.
 
-    If only the root of the hierarchy is visible, as in many containers, the root is the
-    container's cgroup.
+    If only the root of the hierarchy is visible, as in many containers, the root is the container's
+    cgroup.
     """
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()  # hierarchy:controllers:path, see cgroups(7)

@@ -12,18 +12,16 @@ from evernear.errors import DataError
 _MAX_NAMES = 5
 _SEPARATOR_LINE = re.compile(r'"?sep=(.)[\s,;"]*', re.IGNORECASE)
 _TEXT_FORMULA = re.compile(r'="([^"]*)"')
-"""A number that was written as a formula, so that a spreadsheet keeps its leading zeros.
-"""
+"""A number that was written as a formula, so that a spreadsheet keeps its leading zeros."""
 
 
 def csv_rows(file: Path, name: str) -> Iterator[tuple[int, list[str]]]:
-    """Yield the line number and the cells of each row of a CSV file that is named
-    ``name`` in messages. The first row names the columns.
+    """Yield the line number and the cells of each row of a CSV file that is named ``name`` in
+    messages. The first row names the columns.
 
-    The file is encoded in UTF-8 or UTF-16 and separated by commas, semicolons or tabs,
-    or by the separator in Excel's first line ``sep=;``. Spaces around a value, and
-    empty columns and rows at the end, are not part of the table. Memory does not grow
-    with the file.
+    The file is encoded in UTF-8 or UTF-16 and separated by commas, semicolons or tabs, or by the
+    separator in Excel's first line ``sep=;``. Spaces around a value, and empty columns and rows at
+    the end, are not part of the table. Memory does not grow with the file.
 
     Raises:
         DataError: the file is not CSV, or a row has too many or too few cells.
@@ -34,8 +32,7 @@ def csv_rows(file: Path, name: str) -> Iterator[tuple[int, list[str]]]:
             first = next((line for line in text if line.strip()), "")
             text.seek(0)
             declared = _SEPARATOR_LINE.fullmatch(first)
-            # Excel separates columns with semicolons in locales whose decimal
-            # separator is a comma.
+            # Excel separates columns with semicolons in locales whose decimal separator is a comma.
             delimiter = declared[1] if declared else max(",;\t", key=first.count)
             reader = csv.reader(text, delimiter=delimiter, strict=True, skipinitialspace=True)
             rows = filter(any, ([_value(cell) for cell in cells] for cells in reader))
@@ -88,8 +85,8 @@ def _without_empty_end(cells: list[str]) -> list[str]:
 def column_positions(
     columns: Sequence[str], name: str, required: Sequence[str], optional: Sequence[str] = ()
 ) -> Mapping[str, int]:
-    """The position of each ``required`` or ``optional`` column in the first row of the
-    file ``name``. Letter case, spaces and invisible characters are ignored.
+    """The position of each ``required`` or ``optional`` column in the first row of the file
+    ``name``. Letter case, spaces and invisible characters are ignored.
 
     Raises:
         DataError: a required column is missing, or a known column occurs twice.

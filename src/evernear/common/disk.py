@@ -15,8 +15,8 @@ from evernear.errors import StoreError, disk_full_message
 
 
 def open_regular(path: Path) -> BufferedReader:
-    """Open a regular file for reading. Unlike `open`, this function does not block
-    until a pipe has a writer.
+    """Open a regular file for reading. Unlike `open`, this function does not block until a pipe has
+    a writer.
 
     Raises:
         OSError: the file cannot be opened, or is a pipe, a device or a directory.
@@ -44,8 +44,8 @@ def sha256_file(path: Path) -> str:
 
 
 def write_atomically(path: Path, data: bytes | str) -> None:
-    """Write a file atomically. After a crash, and for concurrent readers, the file has
-    either the old or the new content.
+    """Write a file atomically. After a crash, and for concurrent readers, the file has either the
+    old or the new content.
 
     Raises:
         StoreError: the file cannot be written, for example because the disk is full or
@@ -57,8 +57,8 @@ def write_atomically(path: Path, data: bytes | str) -> None:
 
 @contextmanager
 def atomic_file(path: Path) -> Generator[BinaryIO]:
-    """A new file that replaces ``path`` if the context's body succeeds, and that is
-    deleted if the body fails.
+    """A new file that replaces ``path`` if the context's body succeeds, and that is deleted if the
+    body fails.
 
     Raises:
         StoreError: the file cannot be written, for example because the disk is full or
@@ -84,9 +84,8 @@ def disk_errors(path: Path | str) -> Generator[None]:
 
 @contextmanager
 def staged_file(directory: Path, name: str) -> Generator[tuple[BinaryIO, Path]]:
-    """A new file with a hidden name in ``directory``. The file is deleted unless the
-    context's body renames it.
-    """
+    """A new file with a hidden name in ``directory``. The file is deleted unless the context's body
+    renames it."""
     handle, temporary = tempfile.mkstemp(dir=directory, prefix=f".{name[:48]}.")  # names have a maximum length
     staged = Path(temporary)
     try:
@@ -98,8 +97,7 @@ def staged_file(directory: Path, name: str) -> Generator[tuple[BinaryIO, Path]]:
 
 
 def sync(file: BinaryIO) -> None:
-    """Flush the content to disk before a rename,
-    so that a power failure cannot leave an empty file.
-    """
+    """Flush the content to disk before a rename, so that a power failure cannot leave an empty
+    file."""
     file.flush()
     os.fsync(file.fileno())

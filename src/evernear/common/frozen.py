@@ -14,9 +14,7 @@ _QUOTED_MAX_CHARACTERS = 200
 
 
 class Frozen(BaseModel):
-    """An immutable value that rejects unknown fields and can be stored as a JSON
-    document.
-    """
+    """An immutable value that rejects unknown fields and can be stored as a JSON document."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     remedy: ClassVar[str] = ""
@@ -28,8 +26,7 @@ class Frozen(BaseModel):
 
     @classmethod
     def from_json(cls, data: bytes | str, source: Path | str, remedy: str | None = None) -> Self:
-        """Parse a stored document. ``remedy`` overrides the default remedy of the
-        class.
+        """Parse a stored document. ``remedy`` overrides the default remedy of the class.
 
         Raises:
             IntegrityError: ``data`` is not a valid document. The message contains

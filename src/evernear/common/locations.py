@@ -1,8 +1,8 @@
-"""Relative paths in environment variables are relative to the directory in which the
-user typed the command.
+"""Relative paths in environment variables are relative to the directory in which the user typed the
+command.
 
-Pipeline steps and TorchServe run in other directories, so their environment contains
-absolute paths.
+Pipeline steps and TorchServe run in other directories, so their environment contains absolute
+paths.
 """
 
 import os
@@ -16,9 +16,7 @@ _PATHS = re.compile(
     r"|HF_HUB_CACHE|HUGGINGFACE_HUB_CACHE|TRANSFORMERS_CACHE|NETRC|MPLCONFIGDIR|TMPDIR"
     r"|GOOGLE_APPLICATION_CREDENTIALS|OTEL_EXPORTER_OTLP_\w*(CERTIFICATE|CLIENT_KEY)"
 )
-"""Environment variables that contain a path and are read by evernear or its
-libraries.
-"""
+"""Environment variables that contain a path and are read by evernear or its libraries."""
 _LISTS = frozenset({"KUBECONFIG", "PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "SSL_CERT_DIR"})
 """Variables that contain several paths."""
 _ADDRESSES = frozenset({"MLFLOW_TRACKING_URI", "MLFLOW_REGISTRY_URI", "EVERNEAR_MILVUS_URI"})
@@ -26,9 +24,8 @@ _ADDRESSES = frozenset({"MLFLOW_TRACKING_URI", "MLFLOW_REGISTRY_URI", "EVERNEAR_
 _NO_PATHS = frozenset({"databricks", "databricks-uc", "uc"})
 """MLflow addresses without a colon."""
 _SQLITE = re.compile(r"(sqlite(?:\+\w+)?:///)([^/:?].*)")
-"""``sqlite:///mlflow.db``. If the URL has a fourth slash, the path is absolute.
-``:memory:`` is not a path.
-"""
+"""``sqlite:///mlflow.db``. If the URL has a fourth slash, the path is absolute. ``:memory:`` is not
+a path."""
 _FILE = re.compile(r"(file:)([^/].*)")
 """``file:./mlruns``"""
 
@@ -36,9 +33,9 @@ _FILE = re.compile(r"(file:)([^/].*)")
 def with_absolute_locations(environment: Mapping[str, str], directory: Path | None = None) -> dict[str, str]:
     """``environment`` with all relative paths made absolute.
 
-    Relative paths are resolved against ``directory``, which is the current directory by
-    default. Server URLs do not change. Paths in a home directory (``~/...``) are also
-    unchanged, because libraries expand them.
+    Relative paths are resolved against ``directory``, which is the current directory by default.
+    Server URLs do not change. Paths in a home directory (``~/...``) are also unchanged, because
+    libraries expand them.
     """
     base = directory or Path.cwd()
     return {name: _absolute(name, value, base) for name, value in environment.items()}

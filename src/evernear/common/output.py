@@ -1,10 +1,9 @@
 """Output for people, with untrusted text escaped and secrets masked.
 
-Class names, file names, fields of a release, server responses and user names are
-untrusted. Printed verbatim, such text could control the terminal (ESC), reverse a line
-(U+202E), hide the end of a line (NUL) or forge lines. Every line for a console, a log
-or a report therefore passes through `printable`, which also masks secrets
-(`evernear.common.masking`).
+Class names, file names, fields of a release, server responses and user names are untrusted. Printed
+verbatim, such text could control the terminal (ESC), reverse a line (U+202E), hide the end of a
+line (NUL) or forge lines. Every line for a console, a log or a report therefore passes through
+`printable`, which also masks secrets (`evernear.common.masking`).
 """
 
 import json
@@ -73,8 +72,8 @@ def print_secret(secret: str) -> None:
 def print_json(value: object) -> None:
     """Print ``value``, which may contain pydantic models, as one line of ASCII JSON.
 
-    JSON cannot represent bytes that are not UTF-8, but file names may contain such
-    bytes. Bytes that are not UTF-8 are escaped as in `printable`.
+    JSON cannot represent bytes that are not UTF-8, but file names may contain such bytes. Bytes
+    that are not UTF-8 are escaped as in `printable`.
     """
     try:
         text = to_json(value, ensure_ascii=True, inf_nan_mode="null")
@@ -102,18 +101,14 @@ def _without_del(text: str) -> str:
 
 
 class LogFormatter(logging.Formatter):
-    """A log formatter that prints each record on one line. A traceback follows the
-    line.
-    """
+    """A log formatter that prints each record on one line. A traceback follows the line."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - logging's own name
         """The text of a log record, with untrusted arguments escaped."""
         return printable(super().formatMessage(record))
 
     def formatException(self, ei: _ExcInfo) -> str:  # noqa: N802 - logging's own name
-        """A traceback. The last lines of a traceback quote the exception, which is
-        untrusted.
-        """
+        """A traceback. The last lines of a traceback quote the exception, which is untrusted."""
         return "\n".join(map(printable, super().formatException(ei).split("\n")))
 
 
@@ -122,8 +117,7 @@ _log_fields: ContextVar[Mapping[str, object]] = ContextVar("log_fields", default
 
 @contextmanager
 def log_fields(**fields: object) -> Generator[None]:
-    """Add ``fields``, such as a request id, to the JSON log records of this thread or
-    task.
+    """Add ``fields``, such as a request id, to the JSON log records of this thread or task.
 
     Empty fields are left out.
     """
@@ -135,14 +129,11 @@ def log_fields(**fields: object) -> Generator[None]:
 
 
 class JsonFormatter(logging.Formatter):
-    """A log formatter that prints each record as one line of ASCII JSON, with the
-    fields of `log_fields`.
-    """
+    """A log formatter that prints each record as one line of ASCII JSON, with the fields of
+    `log_fields`."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """The log record with its time, level, logger, message and, if present,
-        traceback.
-        """
+        """The log record with its time, level, logger, message and, if present, traceback."""
         fields: dict[str, object] = {
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(),
             "level": record.levelname,

@@ -1,10 +1,9 @@
 """Folders that evernear writes: exports, predictions, working directories and stores.
 
-Each carries a `MARKER`. A source of images leaves a marked folder out, wherever the
-folder is below the source, because its files are copies or results of other images. The
-top folder of a source may be marked, so a network can be trained on an export. The
-marker of an export also says which export it is, so that only the same command
-continues it.
+Each carries a `MARKER`. A source of images leaves a marked folder out, wherever the folder is below
+the source, because its files are copies or results of other images. The top folder of a source may
+be marked, so a network can be trained on an export. The marker of an export also says which export
+it is, so that only the same command continues it.
 """
 
 import os
@@ -13,9 +12,9 @@ from evernear.common.store import Store
 from evernear.errors import ConflictError
 
 MARKER = "_evernear.txt"
-"""Name of the marker, which consists of a description of the folder and an explanation.
-Listings of a bucket recognize a marked folder by it before they reach the other files,
-because it sorts before all other names that evernear writes to the top of a folder."""
+"""Name of the marker, which consists of a description of the folder and an explanation. Listings of
+a bucket recognize a marked folder by it before they reach the other files, because it sorts before
+all other names that evernear writes to the top of a folder."""
 _EXPLANATION = "evernear wrote this folder. A source of images leaves it out if it contains it."
 
 
@@ -25,8 +24,7 @@ def marker(contents: str) -> bytes:
 
 
 def claim(out: Store, contents: str) -> None:
-    """Mark an empty folder. If the folder was already claimed for the same contents, do
-    nothing.
+    """Mark an empty folder. If the folder was already claimed for the same contents, do nothing.
 
     Raises:
         ConflictError: the folder has other contents.
@@ -54,9 +52,8 @@ def is_output(folder: str) -> bool:
 
 
 class MarkedFolders:
-    """The marked folders in a listing of a bucket, whose keys are sorted. ``root`` is
-    the top folder of the source in the listing.
-    """
+    """The marked folders in a listing of a bucket, whose keys are sorted. ``root`` is the top
+    folder of the source in the listing."""
 
     def __init__(self, root: str = "") -> None:
         self.names: list[str] = []
@@ -64,9 +61,8 @@ class MarkedFolders:
         self._prefix = ""
 
     def contain(self, key: str) -> bool:
-        """Whether an object is in a marked folder, or is a marker. Call this for every
-        object, in the order of the listing.
-        """
+        """Whether an object is in a marked folder, or is a marker. Call this for every object, in
+        the order of the listing."""
         if self._prefix and key.startswith(self._prefix):
             return True
         folder, _, name = key.rpartition("/")

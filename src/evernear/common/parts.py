@@ -1,5 +1,5 @@
-"""The parts of a step. A part is a value in a store. Any process may run a part any
-number of times.
+"""The parts of a step. A part is a value in a store. Any process may run a part any number of
+times.
 
 ::
 
@@ -8,9 +8,8 @@ number of times.
     <folder>/<plan>/results/000000        time and result of a part; a part with a result is skipped
     <folder>/<plan>/failed/000000.json    why a part failed, if the same error would occur again
 
-The division into parts depends on a listing and a fixed part size. The division and the
-results do not depend on the number of processes. `evernear.common.run_parts` runs the
-parts.
+The division into parts depends on a listing and a fixed part size. The division and the results do
+not depend on the number of processes. `evernear.common.run_parts` runs the parts.
 """
 
 import json
@@ -57,9 +56,8 @@ class Plan(Frozen):
     kind: str
     """The worker that runs the parts (`evernear.kubeflow.part`)."""
     shared: dict[str, Any]
-    """Data that all parts share, such as the source and the release.
-    A different plan needs a different folder.
-    """
+    """Data that all parts share, such as the source and the release. A different plan needs a
+    different folder."""
     parts: int = Field(ge=0)
     units: int = Field(ge=0)
     """Total number of images, or of other units of work, in all parts."""
@@ -69,9 +67,8 @@ class Plan(Frozen):
 
 
 class Part(Frozen):
-    """Base class of part values. ``units`` is the size of the part, which is used to
-    estimate the rate and the remaining time.
-    """
+    """Base class of part values. ``units`` is the size of the part, which is used to estimate the
+    rate and the remaining time."""
 
     units: int = Field(ge=0)
 
@@ -117,8 +114,8 @@ class Parts:
     ) -> "Parts":
         """Write ``parts``, then the plan. ``notes`` is called after the last part.
 
-        If a different process wrote its plan first, that plan is returned and the parts
-        from this call are deleted.
+        If a different process wrote its plan first, that plan is returned and the parts from this
+        call are deleted.
         """
         plan_id, count, units = uuid4().hex[:12], 0, 0
 
@@ -171,8 +168,7 @@ class Parts:
         return concurrently(read, range(self.plan.parts))
 
     def save_result(self, number: int, result: bytes, time_s: float = 0.0) -> None:
-        """Write the result of a part, unless a different process has already written a
-        result."""
+        """Write the result of a part, unless a different process has already written a result."""
         head = json.dumps({"time_s": round(time_s, 3)}).encode()
         try:
             self.store.put_if(self._key("results", number), head + b"\n" + result, None)
@@ -195,8 +191,8 @@ class Parts:
     def forget_failures(self) -> None:
         """Let failed parts run again.
 
-        The records of failures are emptied and not deleted, because the pipeline's
-        credentials may not permit deletion.
+        The records of failures are emptied and not deleted, because the pipeline's credentials may
+        not permit deletion.
         """
         for number in [*self._numbers("failed")]:
             self.store.put(self._key("failed", number), b"")
@@ -214,8 +210,8 @@ def _key(folder: str, plan_id: str, kind: str, number: int) -> str:
 
 
 def _parse_result(data: bytes) -> PartResult:
-    """Parse a stored result. The first line is JSON that contains the duration. The
-    remaining data is the worker's return value."""
+    """Parse a stored result. The first line is JSON that contains the duration. The remaining data
+    is the worker's return value."""
     head, _, value = data.partition(b"\n")
     return PartResult(value, json.loads(head)["time_s"])
 
@@ -227,9 +223,8 @@ Value = TypeVar("Value")
 def concurrently(
     function: Callable[[Item], Value], items: Iterable[Item], ahead: int = REQUESTS_IN_FLIGHT
 ) -> Iterator[Value]:
-    """Yield the results of ``function`` in the order of the items. ``function`` is
-    called concurrently, at most ``ahead`` items ahead of the consumer.
-    """
+    """Yield the results of ``function`` in the order of the items. ``function`` is called
+    concurrently, at most ``ahead`` items ahead of the consumer."""
     with ThreadPoolExecutor(ahead, "parts") as pool:
         pending: deque[Future[Value]] = deque()
         for item in items:

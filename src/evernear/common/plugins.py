@@ -1,11 +1,10 @@
-"""Optional integrations: the features that each may offer,
-and how the core discovers and calls them.
+"""Optional integrations: the features that each may offer, and how the core discovers and calls
+them.
 
-An integration is a `Plugin`. It is the ``PLUGIN`` of
-``evernear/integrations/NAME/plugin.py``, or of an external package that names it as an
-entry point in the group `GROUP`. Every command imports this module, so it imports heavy
-libraries and its dependencies inside functions. The core never imports an integration
-by name.
+An integration is a `Plugin`. It is the ``PLUGIN`` of ``evernear/integrations/NAME/plugin.py``, or
+of an external package that names it as an entry point in the group `GROUP`. Every command imports
+this module, so it imports heavy libraries and its dependencies inside functions. The core never
+imports an integration by name.
 """
 
 import logging
@@ -38,15 +37,13 @@ if TYPE_CHECKING:
 GROUP = "evernear.plugins"
 PACKAGE = "evernear.integrations"
 FAISS = "faiss"
-"""The backend of an index whose vectors are in the archive of the release.
-It is not a plugin."""
+"""The backend of an index whose vectors are in the archive of the release. It is not a plugin."""
 REASON_MAX_CHARACTERS = 300
 _log = logging.getLogger(__name__)
 
 
 class IndexBackend(Protocol):
-    """A backend that stores the vectors of a gallery outside the archive of the
-    release."""
+    """A backend that stores the vectors of a gallery outside the archive of the release."""
 
     def check(self, settings: "IndexSettings") -> None:
         """Check, before a run starts, that its gallery can be written."""
@@ -55,14 +52,13 @@ class IndexBackend(Protocol):
     def create(
         self, gallery: "GalleryVectors", settings: "IndexSettings", queries: "EmbeddingBlock", exact: "ExactNeighbors"
     ) -> "Choice":
-        """Fill a collection with ``gallery``. If ``settings.type`` is ``auto``,
-        choose its type on ``queries``."""
+        """Fill a collection with ``gallery``. If ``settings.type`` is ``auto``, choose its type on
+        ``queries``."""
         ...
 
     def open(self, collection: "Collection", shape: tuple[int, int], search: str) -> "VectorIndex":
-        """Open a collection of ``shape`` (vectors,
-        dimensions) with the search parameters ``search``.
-        """
+        """Open a collection of ``shape`` (vectors, dimensions) with the search parameters
+        ``search``."""
         ...
 
     def drop(self, collection: "Collection") -> None:
@@ -77,8 +73,7 @@ class Command:
     name: str
     run: Callable[..., None]
     panel: str = "Others"
-    """The heading of the command in ``evernear --help``. An empty string hides the
-    command."""
+    """The heading of the command in ``evernear --help``. An empty string hides the command."""
 
 
 @dataclass(frozen=True)
@@ -86,22 +81,20 @@ class Plugin:
     """The features of an integration. All fields are optional except ``install``."""
 
     install: str
-    """The requirement that includes the integration's libraries,
-    such as ``evernear[milvus]``."""
+    """The requirement that includes the integration's libraries, such as ``evernear[milvus]``."""
     backends: Mapping[str, Callable[[], IndexBackend]] = field(default_factory=dict)
-    """Functions that return a backend,
-    keyed by the value of ``index.backend`` that selects it."""
+    """Functions that return a backend, keyed by the value of ``index.backend`` that selects it."""
     champion_moved: "Callable[[Registry, Champion | None], list[str]] | None" = None
-    """Called with the previous champion after each move of the champion. Calls may be
-    repeated. Returns warnings."""
+    """Called with the previous champion after each move of the champion. Calls may be repeated.
+    Returns warnings."""
     run_ended: "Callable[[RunRecord, str], list[str]] | None" = None
-    """Called at the end of a run with its record and the HTML of its run page. Calls
-    may be repeated. Returns warnings."""
+    """Called at the end of a run with its record and the HTML of its run page. Calls may be
+    repeated. Returns warnings."""
     commands: Callable[[], list[Command]] | None = None
     """Returns additional commands."""
     tracer_provider: "Callable[[str], TracerProvider | None] | None" = None
-    """Returns the provider that exports the traces of the named server, or None if the
-    environment does not configure it."""
+    """Returns the provider that exports the traces of the named server, or None if the environment
+    does not configure it."""
 
     @contextmanager
     def installed(self) -> Generator[None]:
@@ -120,8 +113,8 @@ class Plugin:
 
 @cache
 def plugins() -> tuple[Plugin, ...]:
-    """All integrations: evernear's integrations in alphabetical order, followed by the
-    plugins of external packages."""
+    """All integrations: evernear's integrations in alphabetical order, followed by the plugins of
+    external packages."""
     own = import_module(PACKAGE)
     names = sorted(module.name for module in pkgutil.iter_modules(own.__path__))
     return (*(import_module(f"{PACKAGE}.{name}.plugin").PLUGIN for name in names), *_of_other_packages())
@@ -147,8 +140,7 @@ def backend_names() -> tuple[str, ...]:
 
 @contextmanager
 def index_backend(name: str) -> Generator[IndexBackend]:
-    """The backend that ``index.backend`` or a release names,
-    for calls within the context.
+    """The backend that ``index.backend`` or a release names, for calls within the context.
 
     Raises:
         SettingsError: the backend is unknown, or one of its libraries is missing.
@@ -164,8 +156,7 @@ def index_backend(name: str) -> Generator[IndexBackend]:
 def champion_moved(registry: "Registry", before: "Champion | None") -> None:
     """Notify the integrations that the champion differs from ``before``.
 
-    The release is already live and does not depend on the integrations,
-    so a failure is a warning.
+    The release is already live and does not depend on the integrations, so a failure is a warning.
     """
     for plugin in plugins():
         if plugin.champion_moved:
@@ -174,11 +165,11 @@ def champion_moved(registry: "Registry", before: "Champion | None") -> None:
 
 
 def run_ended(record: "RunRecord", page: str) -> list[str]:
-    """Notify the integrations that a run has ended, and return their warnings.
-    ``page`` is the HTML of its run page.
+    """Notify the integrations that a run has ended, and return their warnings. ``page`` is the HTML
+    of its run page.
 
-    The run's record in the store remains authoritative,
-    so a failure is a warning and never fails the run.
+    The run's record in the store remains authoritative, so a failure is a warning and never fails
+    the run.
     """
     return [
         warning
@@ -189,16 +180,16 @@ def run_ended(record: "RunRecord", page: str) -> list[str]:
 
 
 def commands() -> Iterator[Command]:
-    """The commands of all integrations. If a library of a command is missing, the
-    command reports which package to install."""
+    """The commands of all integrations. If a library of a command is missing, the command reports
+    which package to install."""
     for plugin in plugins():
         for command in plugin.commands() if plugin.commands else ():
             yield Command(command.name, plugin.installed()(command.run), command.panel)
 
 
 def tracer_provider(service: str) -> "TracerProvider | None":
-    """The provider that exports the traces of a server,
-    or None if no integration exports traces."""
+    """The provider that exports the traces of a server, or None if no integration exports
+    traces."""
     for plugin in plugins():
         if plugin.tracer_provider:
             try:
@@ -213,8 +204,7 @@ def tracer_provider(service: str) -> "TracerProvider | None":
 
 
 def rejection(system: str, variable: str, error: BaseException, item: str) -> str:
-    """A warning about a system that rejected ``item``, such as ``run``,
-    or that was unreachable.
+    """A warning about a system that rejected ``item``, such as ``run``, or that was unreachable.
 
     ``variable`` is the environment variable that contains the system's address.
     """

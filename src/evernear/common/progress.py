@@ -1,10 +1,10 @@
-"""A context manager for pipeline steps. It reports progress, records the step's state
-and handles errors.
+"""A context manager for pipeline steps. It reports progress, records the step's state and handles
+errors.
 
-If the environment variable `EVENTS_VARIABLE` contains the path of a file, a step
-appends events to this file as JSON lines. A local run reads this file to show progress.
-In a cluster, users see the events as messages in the step's log. The last state of the
-step is stored in the run's record (`evernear.common.run_record`).
+If the environment variable `EVENTS_VARIABLE` contains the path of a file, a step appends events to
+this file as JSON lines. A local run reads this file to show progress. In a cluster, users see the
+events as messages in the step's log. The last state of the step is stored in the run's record
+(`evernear.common.run_record`).
 """
 
 import gc
@@ -34,19 +34,16 @@ from evernear.errors import EvernearError, StoreError, disk_full_message
 REPORT_INTERVAL_S = 5.0
 """Minimum time between two reports of the remaining time."""
 REPORTS = 50
-"""Maximum number of reports of the remaining time in a long step. Each report is a line
-in the step's log.
-"""
+"""Maximum number of reports of the remaining time in a long step. Each report is a line in the
+step's log."""
 EVENTS_VARIABLE = "_EVERNEAR_EVENTS"
 COMMAND_VARIABLE = "_EVERNEAR_COMMAND"
-"""The `RunCommand` that started a local run, as JSON. This variable is not set for
-steps in a cluster.
-"""
+"""The `RunCommand` that started a local run, as JSON. This variable is not set for steps in a
+cluster."""
 TERMINATION_MESSAGE = Path("/dev/termination-log")
 TERMINATION_MESSAGE_MAX_CHARACTERS = 1000
-"""Maximum number of characters in a termination message. The kubelet reads 4,096 bytes,
-and a UTF-8 character takes up to four bytes.
-"""
+"""Maximum number of characters in a termination message. The kubelet reads 4,096 bytes, and a UTF-8
+character takes up to four bytes."""
 
 
 class Event(Frozen):
@@ -62,9 +59,8 @@ class Event(Frozen):
 
 
 class Step:
-    """A running step. The body of the ``with`` statement assigns a short summary of the
-    result to ``summary``.
-    """
+    """A running step. The body of the ``with`` statement assigns a short summary of the result to
+    ``summary``."""
 
     def __init__(self, name: str, run: str, store_uri: str) -> None:
         self.name = name
@@ -85,23 +81,20 @@ class Step:
         self.progressed(counted.model_copy(update={"at": datetime.now(UTC), "message": printable(message)}))
 
     def note(self, message: str) -> None:
-        """Say something that a person should read, such as a recommendation, on its own
-        line."""
+        """Say something that a person should read, such as a recommendation, on its own line."""
         self.emit("note", message)
 
     def progressed(self, progress: StepProgress) -> None:
-        """Record progress in the store for other processes, at most once per
-        `REPORT_INTERVAL_S`. Never waits.
-        """
+        """Record progress in the store for other processes, at most once per `REPORT_INTERVAL_S`.
+        Never waits."""
         self._progress = progress
         self._writer.write_soon()
 
     def emit(
         self, kind: Literal["started", "progress", "note", "finished", "failed"], message: str, code: int = 0
     ) -> None:
-        """Write one event to the event file, to the log and, except for progress and
-        notes, to the run's record.
-        """
+        """Write one event to the event file, to the log and, except for progress and notes, to the
+        run's record."""
         message = printable(message)
         event = Event(
             at=datetime.now(UTC),
@@ -120,9 +113,8 @@ class Step:
             _write_termination_message(message)
 
     def _save(self, event: Event) -> None:
-        """Record the state of the step. Store errors are ignored, because the step may
-        have no other need for the store.
-        """
+        """Record the state of the step. Store errors are ignored, because the step may have no
+        other need for the store."""
         if event.kind in ("progress", "note"):
             return
         self._writer.stop()  # a record of progress must not replace the record of the end
@@ -187,11 +179,10 @@ class _Writer:
 
 @contextmanager
 def step(name: str, run: str, store_uri: str) -> Generator[Step]:
-    """Run the body as the step ``name`` of ``run``, and record the step's state in the
-    store.
+    """Run the body as the step ``name`` of ``run``, and record the step's state in the store.
 
-    An `EvernearError` or a full disk ends the process with an error message and an exit
-    code. Any other exception is a bug and propagates with its traceback.
+    An `EvernearError` or a full disk ends the process with an error message and an exit code. Any
+    other exception is a bug and propagates with its traceback.
     """
     mask_streams()
     running = Step(name, run, store_uri)
@@ -220,9 +211,7 @@ def step(name: str, run: str, store_uri: str) -> Generator[Step]:
 
 
 def record_failure(name: str, run: str, store_uri: str, message: str, exit_code: int) -> None:
-    """Record the failure of the step ``name``,
-    if the step's process could not record it.
-    """
+    """Record the failure of the step ``name``, if the step's process could not record it."""
     failed = Step(name, run, store_uri)
     failed.emit("failed", message, exit_code)
 
@@ -249,24 +238,22 @@ def _resources() -> dict[str, Any]:
 
 
 def _write_termination_message(message: str) -> None:
-    """In a pod, write the error as the termination message,
-    which Kubernetes and the Argo UI show.
-    """
+    """In a pod, write the error as the termination message, which Kubernetes and the Argo UI
+    show."""
     if "KUBERNETES_SERVICE_HOST" in os.environ:
         with suppress(OSError):
             TERMINATION_MESSAGE.write_text(message[:TERMINATION_MESSAGE_MAX_CHARACTERS])
 
 
 class Countdown:
-    """Reports the progress of work that consists of equal units, and estimates the
-    remaining time.
+    """Reports the progress of work that consists of equal units, and estimates the remaining
+    time.
 
-    The estimate is the mean duration of the completed units times the number of
-    remaining units. The first unit is not timed, because it also warms up libraries and
-    caches. Units that were completed before the first call, for example before a step
-    was resumed, are not timed either. ``report`` receives a line for the log.
-    ``record`` receives the same progress as numbers, more often than ``report``
-    receives a line.
+    The estimate is the mean duration of the completed units times the number of remaining units.
+    The first unit is not timed, because it also warms up libraries and caches. Units that were
+    completed before the first call, for example before a step was resumed, are not timed either.
+    ``report`` receives a line for the log. ``record`` receives the same progress as numbers, more
+    often than ``report`` receives a line.
     """
 
     def __init__(
@@ -304,15 +291,12 @@ class Countdown:
 
 
 class RunCommand(Frozen):
-    """The arguments of the ``evernear`` command that started a run.
-    Empty in a cluster.
-    """
+    """The arguments of the ``evernear`` command that started a run. Empty in a cluster."""
 
     typed: tuple[str, ...] = ()
     later: tuple[str, ...] = ()
-    """Equivalent arguments for later commands. The run's settings are stored in the
-    working directory and need not be passed as arguments.
-    """
+    """Equivalent arguments for later commands. The run's settings are stored in the working
+    directory and need not be passed as arguments."""
 
     @staticmethod
     def of_environment() -> "RunCommand":
@@ -321,9 +305,7 @@ class RunCommand(Frozen):
 
 
 def duration(seconds: float) -> str:
-    """``seconds`` in its two largest units, such as ``45 s``,
-    ``3 min 20 s`` or ``1 h 5 min``.
-    """
+    """``seconds`` in its two largest units, such as ``45 s``, ``3 min 20 s`` or ``1 h 5 min``."""
     total_s = round(seconds)
     if total_s < 60:
         return f"{total_s} s"

@@ -1,6 +1,5 @@
-"""Find the proxies in the environment, so that an error message can name both the proxy
-and the server.
-"""
+"""Find the proxies in the environment, so that an error message can name both the proxy and the
+server."""
 
 from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
@@ -16,9 +15,8 @@ def proxy_of(url: str) -> str | None:
 
 
 def through_proxy(url: str) -> str:
-    """The text ``through the proxy HOST:PORT (HTTPS_PROXY)`` with a leading space, for
-    a message. Empty without a proxy.
-    """
+    """The text ``through the proxy HOST:PORT (HTTPS_PROXY)`` with a leading space, for a message.
+    Empty without a proxy."""
     proxy = proxy_of(url)
     host = urlsplit(proxy).netloc.rpartition("@")[2] if proxy else ""
     return f" through the proxy {host} ({urlsplit(url).scheme.upper()}_PROXY)" if host else ""

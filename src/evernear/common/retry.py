@@ -14,12 +14,12 @@ def retry(
     pauses_s: Iterable[float],
     report: Callable[[Exception, float], None] | None = None,
 ) -> _T:
-    """Call ``attempt`` until it no longer raises ``on``, with a pause from ``pauses_s``
-    after each failure. Return its result.
+    """Call ``attempt`` until it no longer raises ``on``, with a pause from ``pauses_s`` after each
+    failure. Return its result.
 
-    If the pauses are exhausted, the exception is raised. Otherwise, ``report`` receives
-    the exception and the next pause in seconds. Each pause is read from ``pauses_s``
-    after a failure, so the pause may depend on the clock.
+    If the pauses are exhausted, the exception is raised. Otherwise, ``report`` receives the
+    exception and the next pause in seconds. Each pause is read from ``pauses_s`` after a failure,
+    so the pause may depend on the clock.
     """
     pauses = iter(pauses_s)
     while True:

@@ -1,6 +1,4 @@
-"""Find the local run in progress, list run directories in start order, and delete old
-runs.
-"""
+"""Find the local run in progress, list run directories in start order, and delete old runs."""
 
 import shutil
 from datetime import UTC, datetime
@@ -16,9 +14,7 @@ from evernear.common.progress import read_events
 DIRECTORY_FORMAT = "%Y%m%d-%H%M%S.%f"
 """Format of a run directory's name: the run's start time in UTC."""
 ORDER_FILE = "run.order"
-"""File in the working directory with the names of run directories, one per line,
-in start order.
-"""
+"""File in the working directory with the names of run directories, one per line, in start order."""
 
 
 class RunProgress(Frozen):
@@ -41,8 +37,8 @@ def progress(workdir: Path) -> RunProgress | None:
     """The run in progress in ``workdir``, or None if no run is in progress."""
     try:
         process = int((workdir / "run.pid").read_text())
-        # A process that started after the PID file was written has reused the process
-        # ID of a killed run.
+        # A process that started after the PID file was written has reused the process ID of a
+        # killed run.
         if psutil.Process(process).create_time() > (workdir / "run.pid").stat().st_mtime:
             return None
         directory = run_directories(workdir)[-1]
@@ -57,10 +53,9 @@ def progress(workdir: Path) -> RunProgress | None:
 def run_directories(workdir: Path) -> list[Path]:
     """The run directories in ``workdir``, in start order.
 
-    The order is read from `ORDER_FILE`, because directory names are in chronological
-    order only if the clock is never set back. Directories that the file does not list
-    are sorted by the time in their names. Directories with a time in the future count
-    as the oldest.
+    The order is read from `ORDER_FILE`, because directory names are in chronological order only if
+    the clock is never set back. Directories that the file does not list are sorted by the time in
+    their names. Directories with a time in the future count as the oldest.
 
     Raises:
         OSError: ``workdir`` has no directory for runs.
@@ -80,8 +75,8 @@ def run_directories(workdir: Path) -> list[Path]:
 
 
 def prune_runs(workdir: Path, own: Path, keep: int) -> None:
-    """Delete all runs except the newest ``keep``, and record the order of the remaining
-    runs. ``own`` is the newest run.
+    """Delete all runs except the newest ``keep``, and record the order of the remaining runs.
+    ``own`` is the newest run.
 
     The next run tries to delete directories that this call could not delete.
     """
@@ -98,9 +93,8 @@ def _is_run(path: Path) -> bool:
 
 
 def _started(name: str) -> datetime | None:
-    """The start time in the directory name ``name``, according to the clock at that
-    time. Returns None if the name has a different format.
-    """
+    """The start time in the directory name ``name``, according to the clock at that time. Returns
+    None if the name has a different format."""
     try:
         return datetime.strptime(name, DIRECTORY_FORMAT).replace(tzinfo=UTC)
     except ValueError:

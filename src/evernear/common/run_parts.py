@@ -1,8 +1,8 @@
 """Run the parts of a step (`evernear.common.parts`).
 
-An `Executor` runs parts, follows their progress, and returns when all parts have a
-result. The executors are `Processes` on this machine and an Indexed Job
-(`evernear.kubeflow.indexed_job`). Both executors call `run_part`.
+An `Executor` runs parts, follows their progress, and returns when all parts have a result. The
+executors are `Processes` on this machine and an Indexed Job (`evernear.kubeflow.indexed_job`). Both
+executors call `run_part`.
 """
 
 import multiprocessing
@@ -25,19 +25,16 @@ from evernear.common.threads import divide_between
 from evernear.errors import BusyError, ClusterError, EvernearError, MissingObjectError, StoreError
 
 FINAL_EXIT_CODE = 42
-"""Exit code of a process whose part failed permanently. No error class and no signal
-uses this exit code.
-"""
+"""Exit code of a process whose part failed permanently. No error class and no signal uses this exit
+code."""
 STEPS_IN_PARTS = ("ingest", "embed", "evaluate")
-"""Steps of a run that save a `PartsRecord` as ``parts_<step>`` if their parts ran on
-several nodes.
-"""
+"""Steps of a run that save a `PartsRecord` as ``parts_<step>`` if their parts ran on several
+nodes."""
 
 
 def is_final(error: EvernearError) -> bool:
-    """Whether the same error would occur again. Errors of a store, a server or a
-    cluster may be temporary.
-    """
+    """Whether the same error would occur again. Errors of a store, a server or a cluster may be
+    temporary."""
     if isinstance(error, MissingObjectError):
         return True
     return not isinstance(error, (StoreError, BusyError, ClusterError))
@@ -82,9 +79,8 @@ class PartsRecord(Frozen):
     """CPU limit of a pod, or None if there is no limit."""
     memory_bytes: float | None
     parts_s: float
-    """Total time of all parts, excluding the startup of pods. One node would have taken
-    about this time.
-    """
+    """Total time of all parts, excluding the startup of pods. One node would have taken about this
+    time."""
     elapsed_s: float
     """Time since the parts were planned."""
 
@@ -99,8 +95,8 @@ class Executor(Protocol):
     def run(self, parts: Parts, numbers: Sequence[int], on_done: Callable[[int], None]) -> "PodUsage | None":
         """Run the parts ``numbers``.
 
-        Calls ``on_done`` with the number of parts that finished since the last call.
-        Returns the usage of pods, or None if no pods ran.
+        Calls ``on_done`` with the number of parts that finished since the last call. Returns the
+        usage of pods, or None if no pods ran.
 
         Raises:
             EvernearError: a part failed. The message is the part's error message.
@@ -110,16 +106,14 @@ class Executor(Protocol):
 
 @dataclass(frozen=True)
 class Processes:
-    """Runs parts in processes on this machine. If one process is sufficient, the parts
-    run in the current process."""
+    """Runs parts in processes on this machine. If one process is sufficient, the parts run in the
+    current process."""
 
     count: int
     open_worker: OpenWorker
 
     def run(self, parts: Parts, numbers: Sequence[int], on_done: Callable[[int], None]) -> None:
-        """Run the parts ``numbers``, like `Executor.run`.
-        Each process opens its worker once.
-        """
+        """Run the parts ``numbers``, like `Executor.run`. Each process opens its worker once."""
         count = min(self.count, len(numbers))
         if count > 1:
             with divide_between(count):
@@ -168,8 +162,8 @@ def _start_process(uri: str, folder: str, open_worker: OpenWorker) -> None:
         raise MissingObjectError(f"{folder}/plan.json does not exist in {uri}.")
     opened: Worker | None = None
 
-    # The worker is opened with the first part, because an error in an initializer would
-    # reach the parent without its message.
+    # The worker is opened with the first part, because an error in an initializer would reach the
+    # parent without its message.
     def run(number: int) -> None:
         nonlocal opened
         opened = opened or open_worker(parts)
@@ -187,8 +181,8 @@ def _run_in_process(number: int) -> None:
 def run_parts(parts: Parts, executor: Executor, report: Callable[[int, int], None]) -> PodUsage | None:
     """Run every part without a result.
 
-    ``report`` receives the number of finished parts and the total number of parts.
-    Returns the usage of pods, or None if no pods ran.
+    ``report`` receives the number of finished parts and the total number of parts. Returns the
+    usage of pods, or None if no pods ran.
 
     Raises:
         EvernearError: a part failed. A second call skips finished parts.

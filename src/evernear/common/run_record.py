@@ -28,21 +28,16 @@ from evernear.errors import IntegrityError
 
 RUNS = "runs/"
 STARTING = "starting"
-"""The folder under `RUNS` with the locks of runs that are being started.
-It is not a run.
-"""
+"""The folder under `RUNS` with the locks of runs that are being started. It is not a run."""
 EXIT_STEP = "notify"
 """The last step of every run, including failed runs."""
 OUTCOME = "outcome"
 """The name of the last document that a run records (`evernear.reporting.notify`)."""
 ABANDONED_AFTER = timedelta(days=7)
-"""Time without a write to the store after which a run on a different machine counts as
-killed.
-"""
+"""Time without a write to the store after which a run on a different machine counts as killed."""
 RUNNER_VARIABLE = "_EVERNEAR_RUNNER"
-"""The ID of the process that runs the steps of a local run. This variable is not set
-for steps in a cluster.
-"""
+"""The ID of the process that runs the steps of a local run. This variable is not set for steps in a
+cluster."""
 Document = TypeVar("Document", bound=Frozen)
 
 
@@ -52,18 +47,15 @@ class StepProgress(Frozen):
     at: AwareDatetime
     message: str
     done: int | None = None
-    """Number of completed units of work, such as images,
-    or None if the step does not count them.
-    """
+    """Number of completed units of work, such as images, or None if the step does not count
+    them."""
     total: int | None = None
     left_s: float | None = None
     """Estimated time left, or None if it is unknown."""
 
 
 class StepRecord(Frozen):
-    """The last recorded state of one step.
-    A retry overwrites the state of the previous attempt.
-    """
+    """The last recorded state of one step. A retry overwrites the state of the previous attempt."""
 
     step: str
     state: Literal["running", "finished", "failed"]
@@ -73,9 +65,8 @@ class StepRecord(Frozen):
     started: AwareDatetime
     ended: AwareDatetime | None = None
     peak_memory_bytes: int = 0
-    """The peak resident set size of the step's process or of a child process. 0 while
-    the step runs.
-    """
+    """The peak resident set size of the step's process or of a child process. 0 while the step
+    runs."""
     cpu_s: float = 0.0
     """CPU time of the step's process and its children. 0 while the step runs."""
     cpu_limit: float | None = None
@@ -118,9 +109,7 @@ class StopRecord(Frozen):
 
 
 def this_host() -> str:
-    """The name of this host, and on Linux also the number of this process's PID
-    namespace.
-    """
+    """The name of this host, and on Linux also the number of this process's PID namespace."""
     try:
         return f"{socket.gethostname()}/{Path('/proc/self/ns/pid').stat().st_ino}"
     except OSError:
@@ -142,9 +131,8 @@ def may_be_active(steps: Sequence[StepRecord], *, is_recent: bool) -> bool:
 
 
 def _is_alive(process: int | None, step: StepRecord) -> bool:
-    """Whether ``process`` is running on this machine and belongs to ``step``. A process
-    that started after ``step`` has reused the process ID.
-    """
+    """Whether ``process`` is running on this machine and belongs to ``step``. A process that
+    started after ``step`` has reused the process ID."""
     import psutil  # steps do not need it
 
     with suppress(psutil.NoSuchProcess):
@@ -155,8 +143,8 @@ def _is_alive(process: int | None, step: StepRecord) -> bool:
 class RunRecord:
     """The record of one run.
 
-    Every method raises `StoreError` if the store fails, and `IntegrityError` if an
-    object is damaged.
+    Every method raises `StoreError` if the store fails, and `IntegrityError` if an object is
+    damaged.
     """
 
     def __init__(self, store: Store, run: str) -> None:
@@ -180,8 +168,7 @@ class RunRecord:
     def save(self, **documents: Mapping[str, Any] | BaseModel | None) -> None:
         """Record JSON documents by name. Documents that are None are skipped.
 
-        Secrets are masked, because everyone who has read access to the store can read
-        the document.
+        Secrets are masked, because everyone who has read access to the store can read the document.
         """
         for name, document in documents.items():
             if document is not None:

@@ -1,6 +1,5 @@
-"""Private directories in ``/tmp`` with predictable names, so that other processes can
-locate them.
-"""
+"""Private directories in ``/tmp`` with predictable names, so that other processes can locate
+them."""
 
 import hashlib
 import os
@@ -15,18 +14,17 @@ from evernear.errors import StoreError
 
 
 def scratch_name(owner: Path) -> str:
-    """The directory name for ``owner`` and this user. The name is short, because socket
-    paths have a limited length.
-    """
+    """The directory name for ``owner`` and this user. The name is short, because socket paths have
+    a limited length."""
     return "evernear-" + hashlib.sha256(f"{os.geteuid()}:".encode() + os.fsencode(owner)).hexdigest()[:12]
 
 
 def make_private(directory: Path) -> None:
     """Create ``directory`` as an empty directory that only this user can access.
 
-    An earlier directory that belongs to this user is removed. The name is predictable,
-    so a different user may already have created a directory or link with this name. A
-    path that belongs to a different user is not used.
+    An earlier directory that belongs to this user is removed. The name is predictable, so a
+    different user may already have created a directory or link with this name. A path that belongs
+    to a different user is not used.
 
     Raises:
         StoreError: the path exists and cannot be removed,
@@ -52,8 +50,7 @@ def remove_own(directory: Path) -> None:
 
 @contextmanager
 def scratch(directory: Path) -> Generator[Path]:
-    """Create ``directory`` with `make_private`, and remove it at the end of the
-    context.
+    """Create ``directory`` with `make_private`, and remove it at the end of the context.
 
     Raises:
         StoreError: as in `make_private`.

@@ -5,9 +5,9 @@
     checkpoints/<key>/<file>
     checkpoints/<key>/result.json    the summary, the output and the sha256 of each file
 
-The key is a hash of everything that determines the result: data, settings, weights and
-code. ``result.json`` is written last, so an incomplete result is not read. Like other
-checkpoints, results may be deleted at any time.
+The key is a hash of everything that determines the result: data, settings, weights and code.
+``result.json`` is written last, so an incomplete result is not read. Like other checkpoints,
+results may be deleted at any time.
 """
 
 import hashlib
@@ -46,25 +46,21 @@ class Computed(NamedTuple):
     summary: str
     output: dict[str, Any]
     reusable: bool = True
-    """Whether the inputs alone determined the result.
-    A lack of time, for example, makes it false.
-    """
+    """Whether the inputs alone determined the result. A lack of time, for example, makes it
+    false."""
 
 
 def result_key(module: str, libraries: tuple[str, ...], **inputs: JsonValue) -> str:
-    """A hash of ``inputs``, the code that ``module`` imports,
-    and the versions of ``libraries``.
-    """
+    """A hash of ``inputs``, the code that ``module`` imports, and the versions of ``libraries``."""
     document = {"module": module, "code": code_digest(module, libraries), "inputs": inputs}
     return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()
 
 
 def compute_once(store: Store, key: str, directory: Path | None, compute: Callable[[], Computed]) -> Computed:
-    """Return the stored result of ``key``,
-    or the result of ``compute``, which is then stored.
+    """Return the stored result of ``key``, or the result of ``compute``, which is then stored.
 
-    The files of the result are in ``directory``, unless it is None. A stored result
-    that is damaged is computed again.
+    The files of the result are in ``directory``, unless it is None. A stored result that is damaged
+    is computed again.
 
     Raises:
         StoreError: the store or the disk fails.

@@ -1,10 +1,9 @@
-"""Make numerical libraries use one thread per CPU of the container, without busy
-waiting.
+"""Make numerical libraries use one thread per CPU of the container, without busy waiting.
 
-By default, the OpenMP runtimes of torch and FAISS start one thread per CPU of the node.
-Waiting threads spin. See docs/decisions/0013-what-a-pod-runs.md. The libraries read the
-thread settings from the environment at the time of loading. Child processes inherit the
-environment. Importing evernear therefore calls `configure_threads` first.
+By default, the OpenMP runtimes of torch and FAISS start one thread per CPU of the node. Waiting
+threads spin. See docs/decisions/0013-what-a-pod-runs.md. The libraries read the thread settings
+from the environment at the time of loading. Child processes inherit the environment. Importing
+evernear therefore calls `configure_threads` first.
 """
 
 import math
@@ -18,14 +17,12 @@ from evernear.common.container import ROOT, cpu_limit
 THREADS = "OMP_NUM_THREADS"
 WAIT_POLICY = "OMP_WAIT_POLICY"
 CHOSEN_THREADS = "_EVERNEAR_THREADS"
-"""The value that `configure_threads` chose for `THREADS`,
-to distinguish it from a user's value.
-"""
+"""The value that `configure_threads` chose for `THREADS`, to distinguish it from a user's value."""
 
 
 def configure_threads() -> None:
-    """Set `THREADS` and `WAIT_POLICY` for this process and its children, unless the
-    user has set them.
+    """Set `THREADS` and `WAIT_POLICY` for this process and its children, unless the user has set
+    them.
 
     Libraries that are already loaded are not affected.
     """
@@ -36,8 +33,7 @@ def configure_threads() -> None:
 
 @contextmanager
 def divide_between(processes: int) -> Generator[None]:
-    """Divide the CPUs among ``processes`` processes that are started in the context's
-    body.
+    """Divide the CPUs among ``processes`` processes that are started in the context's body.
 
     If the user has set `THREADS`, the value applies to each process, as with torchrun.
     """
@@ -53,11 +49,10 @@ def divide_between(processes: int) -> Generator[None]:
 
 
 def available_cpus(root: Path = ROOT) -> int:
-    """Number of CPUs that this process may use,
-    from its affinity mask and the cgroup CPU limit.
+    """Number of CPUs that this process may use, from its affinity mask and the cgroup CPU limit.
 
-    A limit of 1.5 CPUs counts as 2, because a single thread would leave a third of the
-    limit unused. ``root`` is the directory that contains ``proc`` and ``sys``.
+    A limit of 1.5 CPUs counts as 2, because a single thread would leave a third of the limit
+    unused. ``root`` is the directory that contains ``proc`` and ``sys``.
     """
     # os.process_cpu_count (Python 3.13) considers only the affinity mask.
     # joblib.cpu_count considers limits, but ignores limits of parent cgroups, and takes

@@ -23,9 +23,8 @@ def images_at_once(form: ImageForm) -> int:
 
 @dataclass(frozen=True)
 class Batch:
-    """Images that are ready for a shard: ``pixels`` is a uint8 array of shape (N, H, W,
-    C), in which each image has the dataset's shape.
-    """
+    """Images that are ready for a shard: ``pixels`` is a uint8 array of shape (N, H, W, C), in
+    which each image has the dataset's shape."""
 
     names: Sequence[str]
     labels: Sequence[str]
@@ -40,9 +39,8 @@ class Batch:
 
     @classmethod
     def of_arrays(cls, block: ArrayBlock, form: ImageForm) -> "Batch":
-        """Make a batch of images that a source provides as decoded arrays. Pillow is
-        only used to resize the images.
-        """
+        """Make a batch of images that a source provides as decoded arrays. Pillow is only used to
+        resize the images."""
         shape, resize = form.shape, form.resize
         count, height, width = block.images.shape
         flat = block.images.reshape(count, -1)

@@ -1,9 +1,9 @@
-"""Combine the results of an ingest's parts in one process. The order of the combined
-images does not depend on how the files were divided into parts.
+"""Combine the results of an ingest's parts in one process. The order of the combined images does
+not depend on how the files were divided into parts.
 
-This step leaves out duplicate images, chooses a split for each new image, and writes
-the shards. The choice depends on the earlier images. The step then compares the shards
-with the files, because files may have been removed or relabeled.
+This step leaves out duplicate images, chooses a split for each new image, and writes the shards.
+The choice depends on the earlier images. The step then compares the shards with the files, because
+files may have been removed or relabeled.
 """
 
 from collections.abc import Callable, Iterator
@@ -33,9 +33,8 @@ def array_batches(source: ArraySource, form: ImageForm, ledger: Ledger) -> Itera
 
 
 def file_batches(decoded: Iterator[DecodedFiles], ledger: Ledger, size: int) -> Iterator[Batch]:
-    """Record the results for files that are unchanged since they were decoded, and
-    yield their images in batches of at most ``size`` images. ``size`` is at most 500.
-    """
+    """Record the results for files that are unchanged since they were decoded, and yield their
+    images in batches of at most ``size`` images. ``size`` is at most 500."""
     for files in decoded:
         for page in files.pages(size):
             batch = _file_batch(page, ledger)
@@ -87,8 +86,8 @@ def combine(
     writer: ShardWriter,
     on_images: Callable[[int], None],
 ) -> None:
-    """Add the images in ``batches``, and update the shards with earlier images whose
-    files have changed.
+    """Add the images in ``batches``, and update the shards with earlier images whose files have
+    changed.
 
     ``candidates`` contains the splits that ingest may choose.
 
@@ -121,9 +120,8 @@ def _rewrite_changed(ledger: Ledger, writer: ShardWriter) -> None:
 
 
 def _refresh_groups(settings: DataSettings, group: Grouping, ledger: Ledger) -> None:
-    """Set the group of every decoded image again, because names, labels or
-    ``data.group`` may have changed.
-    """
+    """Set the group of every decoded image again, because names, labels or ``data.group`` may have
+    changed."""
     if settings.group or not ledger.groups.is_empty():
         ledger.groups.refresh(group)
 

@@ -1,14 +1,14 @@
-"""A part of an ingest (`evernear.common.parts`), which decodes and hashes some of the
-files. Parts are processed independently of each other.
+"""A part of an ingest (`evernear.common.parts`), which decodes and hashes some of the files. Parts
+are processed independently of each other.
 
 ::
 
     <folder>/...              the plan, its parts and their results
     <folder>/<sha256>.raw     the pixels of one part's images
 
-The result of a part describes each of its files, in decoding order, and contains the
-name of the object with the pixels. Parts and results are stored as columns, because
-columns are parsed faster than rows.
+The result of a part describes each of its files, in decoding order, and contains the name of the
+object with the pixels. Parts and results are stored as columns, because columns are parsed faster
+than rows.
 """
 
 import tempfile
@@ -42,9 +42,8 @@ second, which is less than a CPU decodes (benchmarks/results/scale_ingest.md).""
 
 
 class IngestPart(Part):
-    """Files to decode, in the order of decoding. Each unit is a file. Each tuple
-    contains a field of `FileEntry` for every file.
-    """
+    """Files to decode, in the order of decoding. Each unit is a file. Each tuple contains a field
+    of `FileEntry` for every file."""
 
     names: tuple[str, ...]
     etags: tuple[str, ...]
@@ -80,9 +79,8 @@ class Shared(Frozen):
 
 
 class Outcome(NamedTuple):
-    """The outcome of decoding one file. If ``digest`` is set, the file is an image. If
-    ``fault`` is set, the file is broken. Otherwise, the file is not an image.
-    """
+    """The outcome of decoding one file. If ``digest`` is set, the file is an image. If ``fault`` is
+    set, the file is broken. Otherwise, the file is not an image."""
 
     position: int
     """Position of the file in the part."""
@@ -94,9 +92,8 @@ class Outcome(NamedTuple):
 
 
 class DecodedPart(Frozen):
-    """The result of a part. Each tuple contains a field of `Outcome` for every file, in
-    decoding order.
-    """
+    """The result of a part. Each tuple contains a field of `Outcome` for every file, in decoding
+    order."""
 
     positions: tuple[int, ...]
     digests: tuple[str, ...]
@@ -105,9 +102,8 @@ class DecodedPart(Frozen):
     flaws: tuple[int, ...]
     faults: tuple[str | None, ...]
     pixels: str = ""
-    """The name of the object with the images' pixels, as a uint8 array of shape (N, H,
-    W, C) without a header. Empty if the part has no images.
-    """
+    """The name of the object with the images' pixels, as a uint8 array of shape (N, H, W, C)
+    without a header. Empty if the part has no images."""
     sha256: str = ""
 
     @classmethod
@@ -128,9 +124,8 @@ class DecodedPart(Frozen):
 
 @dataclass(frozen=True)
 class DecodedFiles:
-    """Decoded files, in decoding order. Each sequence contains one value for every
-    file. The digest is empty if the file is broken or not an image. The fault is None
-    if the file is not broken.
+    """Decoded files, in decoding order. Each sequence contains one value for every file. The digest
+    is empty if the file is broken or not an image. The fault is None if the file is not broken.
 
     ``pixels`` is a uint8 array of shape (N, H, W, C) with the N images among the files.
     """
@@ -171,8 +166,8 @@ class DecodedFiles:
 def open_here(
     source: FileSource, settings: DataSettings, form: ImageForm, on_files: Callable[[int], None], parts: Parts
 ) -> Worker:
-    """Return a worker that uses ``source`` to decode parts. Bind all arguments except
-    the last one to get an `OpenWorker`.
+    """Return a worker that uses ``source`` to decode parts. Bind all arguments except the last one
+    to get an `OpenWorker`.
 
     ``on_files`` is called with the number of files decoded since the previous call.
     """
@@ -180,9 +175,8 @@ def open_here(
 
 
 def open_worker(parts: Parts) -> Worker:
-    """Open the source and return a worker. Unlike `open_here`, this function runs in a
-    different process or on a different machine.
-    """
+    """Open the source and return a worker. Unlike `open_here`, this function runs in a different
+    process or on a different machine."""
     shared = Shared.model_validate(parts.plan.shared)
     source = open_source(shared.settings.source, shared.settings)
     if not isinstance(source, FileSource):
@@ -199,9 +193,8 @@ def _decode_part(
     number: int,
     value: bytes,
 ) -> bytes:
-    """Decode a part, and write the pixels to the store under their sha256. Return the
-    part's `DecodedPart` as JSON.
-    """
+    """Decode a part, and write the pixels to the store under their sha256. Return the part's
+    `DecodedPart` as JSON."""
     part = IngestPart.from_json(value, f"part {number} in {parts.store.uri}")
     positions = {name: position for position, name in enumerate(part.names)}
     at_once, threads = images_at_once(form), available_cpus()
@@ -237,8 +230,7 @@ def _append(path: Path, images: Iterable[Pixels]) -> None:
 
 
 def decoded_names(parts: Parts) -> Iterator[tuple[str, str]]:
-    """Yield the name and the etag of each file in the finished parts that is not
-    broken.
+    """Yield the name and the etag of each file in the finished parts that is not broken.
 
     Raises:
         MissingObjectError: an object of a part is missing or damaged.
@@ -250,8 +242,8 @@ def decoded_names(parts: Parts) -> Iterator[tuple[str, str]]:
 
 
 def stored_results(parts: Parts, scratch: Path) -> Iterator[DecodedFiles]:
-    """Yield the decoded files of each finished part. The pixels of at most three parts
-    are on disk at the same time.
+    """Yield the decoded files of each finished part. The pixels of at most three parts are on disk
+    at the same time.
 
     Raises:
         MissingObjectError: an object of a part is missing or damaged.

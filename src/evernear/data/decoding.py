@@ -1,6 +1,5 @@
-"""Read and decode image files in parallel, and yield the results in order, within a
-memory limit.
-"""
+"""Read and decode image files in parallel, and yield the results in order, within a memory
+limit."""
 
 import threading
 from collections import deque
@@ -17,22 +16,19 @@ from evernear.data.sources import FileEntry, FileSource
 from evernear.data.sources.packed import PackedFiles
 from evernear.errors import DataError
 
-# Maximum number of images of the largest allowed size that are decoded at the same
-# time, regardless of the number of threads.
+# Maximum number of images of the largest allowed size that are decoded at the same time, regardless
+# of the number of threads.
 _MAX_CONCURRENT_LARGEST = 4
 _MAX_AHEAD_BYTES = 64 * 2**20
-"""Maximum number of bytes that are read ahead of decoding from files that contain many
-images.
-"""
+"""Maximum number of bytes that are read ahead of decoding from files that contain many images."""
 PIXEL_SETTING = "data.max_pixels"
 """The name of the setting that limits image size, for messages."""
 
 
 @dataclass(frozen=True)
 class ImageForm:
-    """The form in which a dataset stores images. The first ingest chooses the form. The
-    fields have the same meaning as in `evernear.data.manifest.Manifest`.
-    """
+    """The form in which a dataset stores images. The first ingest chooses the form. The fields have
+    the same meaning as in `evernear.data.manifest.Manifest`."""
 
     shape: tuple[int, int, int]
     resize: Resize = "stretch"
@@ -41,9 +37,8 @@ class ImageForm:
 
 @dataclass(frozen=True)
 class DecodedImage:
-    """A decoded image. ``pixels`` is a uint8 array of shape (H, W, C), in the shape of
-    the dataset. The other fields describe the original image.
-    """
+    """A decoded image. ``pixels`` is a uint8 array of shape (H, W, C), in the shape of the dataset.
+    The other fields describe the original image."""
 
     entry: FileEntry
     digest: bytes
@@ -54,9 +49,8 @@ class DecodedImage:
 
 @dataclass(frozen=True)
 class DecodeFailure:
-    """A file that cannot be decoded, and the reason. The reason is None if neither the
-    name nor the content of the file indicates an image.
-    """
+    """A file that cannot be decoded, and the reason. The reason is None if neither the name nor the
+    content of the file indicates an image."""
 
     entry: FileEntry
     reason: str | None
@@ -67,11 +61,11 @@ class NotAnImageError(DataError):
 
 
 class Decoder:
-    """Reads the files of ``source``, and decodes them to images in ``form``. Memory use
-    does not grow with the number of threads.
+    """Reads the files of ``source``, and decodes them to images in ``form``. Memory use does not
+    grow with the number of threads.
 
-    Reading and decoding have separate thread pools, because reading waits for a disk or
-    a bucket, and decoding waits for the CPU.
+    Reading and decoding have separate thread pools, because reading waits for a disk or a bucket,
+    and decoding waits for the CPU.
     """
 
     def __init__(self, source: FileSource, form: ImageForm, max_pixels: int) -> None:
@@ -82,9 +76,8 @@ class Decoder:
     def decode_all(
         self, entries: Iterator[FileEntry], requests_in_flight: int, threads: int, lookahead: int
     ) -> Generator[DecodedImage | DecodeFailure]:
-        """Read and decode ``entries`` in order, at most ``lookahead`` images ahead of
-        the consumer.
-        """
+        """Read and decode ``entries`` in order, at most ``lookahead`` images ahead of the
+        consumer."""
         pending: deque[tuple[Future[Future[DecodedImage | DecodeFailure]], int]] = deque()
         ahead_bytes = 0
         readers, decoders = ThreadPoolExecutor(requests_in_flight, "read"), ThreadPoolExecutor(threads, "decode")
@@ -104,9 +97,8 @@ class Decoder:
             decoders.shutdown(cancel_futures=True)
 
     def _contents(self, entries: Iterator[FileEntry]) -> Iterator[tuple[FileEntry, bytes | None]]:
-        """Yield the entries. If the source packs many images into a file, also yield
-        the contents of each entry.
-        """
+        """Yield the entries. If the source packs many images into a file, also yield the contents
+        of each entry."""
         if isinstance(self._source, PackedFiles):
             return self._source.read_in_order(entries)
         return ((entry, None) for entry in entries)
@@ -114,8 +106,8 @@ class Decoder:
     def _read(
         self, entry: FileEntry, data: bytes | None, decoders: ThreadPoolExecutor
     ) -> Future[DecodedImage | DecodeFailure]:
-        # A file that is too large is rejected before it is read, so the size in its
-        # listing does not count.
+        # A file that is too large is rejected before it is read, so the size in its listing does
+        # not count.
         size_bytes = min(entry.size_bytes, max_file_size_bytes(self._max_pixels))
         with ExitStack() as stack:
             stack.enter_context(self._file_budget_bytes.reserve(size_bytes))
@@ -150,8 +142,8 @@ def _done(failure: DecodeFailure) -> Future[DecodedImage | DecodeFailure]:
 
 
 def read_image(source: FileSource, entry: FileEntry, max_pixels: int, data: bytes | None = None) -> EncodedImage:
-    """Read and inspect a file. If ``data`` is the content of the file, only inspect the
-    content. A file that is larger than any image can be is not read.
+    """Read and inspect a file. If ``data`` is the content of the file, only inspect the content. A
+    file that is larger than any image can be is not read.
 
     Raises:
         NotAnImageError: neither the name nor the content of the file indicates an
@@ -172,9 +164,8 @@ def read_image(source: FileSource, entry: FileEntry, max_pixels: int, data: byte
 
 
 def max_file_size_bytes(max_pixels: int) -> int:
-    """The largest file size to read, which is the size of uncompressed pixels with four
-    channels of 16 bits.
-    """
+    """The largest file size to read, which is the size of uncompressed pixels with four channels of
+    16 bits."""
     return 8 * max_pixels
 
 
@@ -187,9 +178,8 @@ class _Budget:
 
     @contextmanager
     def reserve(self, amount: int) -> Generator[None]:
-        """Wait until ``amount`` is available, and reserve the amount for the context.
-        If ``amount`` is larger than the limit, the limit is reserved.
-        """
+        """Wait until ``amount`` is available, and reserve the amount for the context. If ``amount``
+        is larger than the limit, the limit is reserved."""
         with self._changed:
             self._changed.wait_for(lambda: amount <= self._left)
             self._left -= amount

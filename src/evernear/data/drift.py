@@ -1,19 +1,17 @@
-"""Measure the drift of live queries from the champion's reference. Three two-sample
-tests are used, each with an effect size.
+"""Measure the drift of live queries from the champion's reference. Three two-sample tests are used,
+each with an effect size.
 
-A p-value shows that two samples differ, but not that the difference matters. With
-enough queries, every difference is significant. Drift is therefore reported only if the
-effect reaches a bound *and* the p-value is at most the test's share of the false alarm
-rate (Bonferroni).
+A p-value shows that two samples differ, but not that the difference matters. With enough queries,
+every difference is significant. Drift is therefore reported only if the effect reaches a bound
+*and* the p-value is at most the test's share of the false alarm rate (Bonferroni).
 
-The mix of classes among live queries changes with the hour and the day of the week.
-Such changes are not drift. Each test therefore compares the live queries with a
-reference that has the same mix of predicted classes. Reference queries are weighted to
-get this mix. The permutations for the p-values exchange queries only within a class (a
-stratified permutation test). The p-values are exact for any mix if the live queries of
-a class are independent draws from the reference's distribution of that class. The rate
-of false alarms is then at most the stated rate. `evernear.data.query_blocks` removes
-dependent queries first.
+The mix of classes among live queries changes with the hour and the day of the week. Such changes
+are not drift. Each test therefore compares the live queries with a reference that has the same mix
+of predicted classes. Reference queries are weighted to get this mix. The permutations for the
+p-values exchange queries only within a class (a stratified permutation test). The p-values are
+exact for any mix if the live queries of a class are independent draws from the reference's
+distribution of that class. The rate of false alarms is then at most the stated rate.
+`evernear.data.query_blocks` removes dependent queries first.
 """
 
 import math
@@ -30,29 +28,23 @@ Weights = NDArray[np.float64]
 _Statistic = Callable[[Weights], Weights]
 
 SAMPLE = 500
-"""Number of live queries in one test. With 1,000 reference queries, the matrix of
-distances has 9 MB.
-"""
+"""Number of live queries in one test. With 1,000 reference queries, the matrix of distances has 9
+MB."""
 MIN_QUERIES = 20
-"""Minimum number of independent live queries, and also of reference queries, in one
-test.
-"""
+"""Minimum number of independent live queries, and also of reference queries, in one test."""
 POWER = 0.9
 _MIN_SHARED = 5
-"""Minimum number of reference queries in a stratum that contains classes without
-reference queries.
-"""
+"""Minimum number of reference queries in a stratum that contains classes without reference
+queries."""
 _BATCH = 400
-"""Number of permutations after which the test checks whether the p-values can still
-become small enough.
-"""
+"""Number of permutations after which the test checks whether the p-values can still become small
+enough."""
 
 
 @dataclass(frozen=True)
 class Queries:
-    """Queries of one release. Among the ``total`` queries, ``unknown`` queries show
-    unknown images. The arrays contain the predictions for a sample of N queries.
-    """
+    """Queries of one release. Among the ``total`` queries, ``unknown`` queries show unknown images.
+    The arrays contain the predictions for a sample of N queries."""
 
     total: int
     unknown: int
@@ -60,8 +52,7 @@ class Queries:
     """L2 distance to the nearest gallery image, (N,)."""
     coordinates: Floats
     """Projected embeddings, as an array of shape (N, D). D is 0 if the release has no
-    projection.
-    """
+    projection."""
     is_unknown: NDArray[np.bool_]
     """For each query of the sample, whether the query is unknown, (N,)."""
     at_s: NDArray[np.float64]
@@ -101,9 +92,8 @@ class Shift:
     p: float
     level: float
     detectable: float
-    """The smallest effect that is detected with a probability of `POWER` in samples of
-    this size.
-    """
+    """The smallest effect that is detected with a probability of `POWER` in samples of this
+    size."""
 
     @property
     def detected(self) -> bool:
@@ -116,9 +106,8 @@ def measure_drift(
 ) -> list[Shift]:
     """Compare ``live`` with ``reference``, using each measure in ``bounds``.
 
-    Embeddings are not compared if either side has no embeddings. The result is empty if
-    either side has fewer than `MIN_QUERIES` queries. ``seed`` determines the sample and
-    the permutations.
+    Embeddings are not compared if either side has no embeddings. The result is empty if either side
+    has fewer than `MIN_QUERIES` queries. ``seed`` determines the sample and the permutations.
     """
     if min(len(reference), len(live)) < MIN_QUERIES:
         return []
@@ -138,17 +127,14 @@ def measure_drift(
 
 
 _ROUNDING = 1e-6
-"""Tolerance for rounding errors. Without this tolerance, a permutation that leaves the
-two sides unchanged could have a smaller effect.
-"""
+"""Tolerance for rounding errors. Without this tolerance, a permutation that leaves the two sides
+unchanged could have a smaller effect."""
 
 
 @dataclass(frozen=True)
 class _Strata:
-    """The classes of the queries in a pooled sample, in which the reference comes
-    first. ``order`` sorts the sample by class, and ``ends`` contains the end position
-    of each class.
-    """
+    """The classes of the queries in a pooled sample, in which the reference comes first. ``order``
+    sorts the sample by class, and ``ends`` contains the end position of each class."""
 
     is_live: NDArray[np.bool_]
     order: NDArray[np.intp]
@@ -163,12 +149,12 @@ class _Strata:
         return _Strata(is_live, order, np.cumsum(np.unique(classes, return_counts=True)[1]).tolist())
 
     def weights(self, permutations: int = 0, rng: np.random.Generator | None = None) -> Weights:
-        """Return signed weights of shape (N, ``permutations``) for the pooled sample,
-        for permutations within the classes.
+        """Return signed weights of shape (N, ``permutations``) for the pooled sample, for
+        permutations within the classes.
 
-        Each live query weighs 1/n. Reference queries have negative weights, so that the
-        weights of each class add up to zero. If ``rng`` is None, return the weights of
-        the actual sides, with shape (N, 1).
+        Each live query weighs 1/n. Reference queries have negative weights, so that the weights of
+        each class add up to zero. If ``rng`` is None, return the weights of the actual sides, with
+        shape (N, 1).
         """
         total = int(self.is_live.sum())
         weights = np.zeros((len(self.order), permutations if rng else 1))
@@ -186,9 +172,8 @@ class _Strata:
 
 
 def _without_empty(classes: NDArray[np.intp], is_live: NDArray[np.bool_]) -> NDArray[np.intp]:
-    """Merge classes that have no reference query with the rarest other classes, until
-    the merged class has `_MIN_SHARED` reference queries.
-    """
+    """Merge classes that have no reference query with the rarest other classes, until the merged
+    class has `_MIN_SHARED` reference queries."""
     counts = np.bincount(classes[~is_live], minlength=int(classes.max()) + 1)
     if counts.min():
         return classes
@@ -198,9 +183,8 @@ def _without_empty(classes: NDArray[np.intp], is_live: NDArray[np.bool_]) -> NDA
 
 
 def _statistics(reference: Queries, live: Queries, weights: Weights) -> dict[Measure, _Statistic]:
-    """Functions that map signed weights of shape (N, P) to statistics of shape (P,).
-    ``weights`` contains the weights of the actual sides, before any permutation.
-    """
+    """Functions that map signed weights of shape (N, P) to statistics of shape (P,). ``weights``
+    contains the weights of the actual sides, before any permutation."""
     statistics: dict[Measure, _Statistic] = {
         "unknown_rise": unknown_rise(np.concatenate([reference.is_unknown, live.is_unknown])),
         "distance_shift": distance_shift(np.concatenate([reference.distances, live.distances])),
@@ -212,16 +196,13 @@ def _statistics(reference: Queries, live: Queries, weights: Weights) -> dict[Mea
 
 
 def unknown_rise(is_unknown: NDArray[np.bool_]) -> _Statistic:
-    """The increase in the unknown rate, after direct standardization to the live class
-    mix.
-    """
+    """The increase in the unknown rate, after direct standardization to the live class mix."""
     return lambda weights: is_unknown @ weights
 
 
 def distance_shift(distances: Floats) -> _Statistic:
-    """The Kolmogorov-Smirnov distance, which is the largest gap between two
-    distribution functions.
-    """
+    """The Kolmogorov-Smirnov distance, which is the largest gap between two distribution
+    functions."""
     order = np.argsort(distances, kind="stable")
     is_last = np.append(np.diff(distances[order]) > 0, True)  # the last of equal distances
     return lambda weights: np.abs(np.cumsum(weights[order], axis=0)[is_last]).max(axis=0)
@@ -230,12 +211,11 @@ def distance_shift(distances: Floats) -> _Statistic:
 def embedding_shift(points: Floats, weights: Weights) -> _Statistic:
     """The energy coefficient of two samples, which are subsets of ``points``.
 
-    Let X and X' be from one sample, and Y and Y' from the other sample. E = 2 E|X-Y| -
-    E|X-X'| - E|Y-Y'| is zero only if both samples have the same distribution. H = E / 2
-    E|X-Y| is between 0 and 1 (Szekely and Rizzo 2013, "Energy statistics"). With signed
-    weights u that add up to zero, E = -u'Du. For two finite samples of sizes n and m
-    from the same distribution, H is about 1/n + 1/m. The denominator of H is computed
-    from ``weights``, the weights of the actual sides.
+    Let X and X' be from one sample, and Y and Y' from the other sample. E = 2 E|X-Y| - E|X-X'| -
+    E|Y-Y'| is zero only if both samples have the same distribution. H = E / 2 E|X-Y| is between 0
+    and 1 (Szekely and Rizzo 2013, "Energy statistics"). With signed weights u that add up to zero,
+    E = -u'Du. For two finite samples of sizes n and m from the same distribution, H is about 1/n +
+    1/m. The denominator of H is computed from ``weights``, the weights of the actual sides.
     """
     from scipy.spatial.distance import cdist  # scipy takes a second to import
 
@@ -253,16 +233,16 @@ def embedding_shift(points: Floats, weights: Weights) -> _Statistic:
 def _permute(
     strata: _Strata, statistics: list[_Statistic], level: float, rng: np.random.Generator
 ) -> tuple[list[float], list[Weights]]:
-    """Return the statistics of the actual sides and of the permutations (Phipson and
-    Smyth 2010).
+    """Return the statistics of the actual sides and of the permutations (Phipson and Smyth
+    2010).
 
     The test stops early when no p-value can reach ``level`` anymore (Besag and Clifford
     1991). Stopping early does not change any decision.
     """
     observed = [float(statistic(strata.weights())[0]) for statistic in statistics]
     null: list[list[Weights]] = [[] for _ in statistics]
-    # One more permutation than necessary is made, because rounding may move 1 / (1 /
-    # level) above ``level``. No p-value could then reach the level.
+    # One more permutation than necessary is made, because rounding may move 1 / (1 / level) above
+    # ``level``. No p-value could then reach the level.
     wanted = max(_BATCH, math.ceil(1 / level))
     exceeding = np.zeros(len(statistics), int)
     done = 0
@@ -276,13 +256,12 @@ def _permute(
 
 
 def _detectable(permuted: Weights, level: float, bound: float) -> float:
-    """The smallest effect that is significant with a probability of `POWER`, estimated
-    from the moments of the permutation distribution.
+    """The smallest effect that is significant with a probability of `POWER`, estimated from the
+    moments of the permutation distribution.
 
-    The critical value is a quantile of the Pearson type III distribution with these
-    moments. A quantile of the permutations at ``level`` would require more
-    permutations. The effect is assumed to have the same standard deviation as without a
-    shift.
+    The critical value is a quantile of the Pearson type III distribution with these moments. A
+    quantile of the permutations at ``level`` would require more permutations. The effect is assumed
+    to have the same standard deviation as without a shift.
     """
     from scipy import stats  # takes seconds to import
 

@@ -13,19 +13,16 @@ from evernear.errors import DataError
 SEGMENTS = 256
 MEAN_SEGMENT_SIZE_BYTES = 512
 """A file may have ``SEGMENTS`` PNG chunks or JPEG segments, plus one for every
-``MEAN_SEGMENT_SIZE_BYTES`` bytes, because each chunk or segment takes half a
-microsecond. libpng writes chunks of 8 KiB.
-"""
+``MEAN_SEGMENT_SIZE_BYTES`` bytes, because each chunk or segment takes half a microsecond. libpng
+writes chunks of 8 KiB."""
 WEBP_PIXEL_COST = 20 / 12
-"""Cost of a WebP pixel, relative to a pixel in other formats. Pillow uses 20 bytes of
-memory per pixel to decode WebP. For other formats, Pillow uses at most
-`evernear.data.preprocess.DECODE_BYTES_PER_PIXEL`.
-"""
+"""Cost of a WebP pixel, relative to a pixel in other formats. Pillow uses 20 bytes of memory per
+pixel to decode WebP. For other formats, Pillow uses at most
+`evernear.data.preprocess.DECODE_BYTES_PER_PIXEL`."""
 CODE_GROUP_COST = 1_720
-"""Cost of a group of prefix codes in a lossless WebP file, expressed in pixels. The
-five tables of a group have at most 5,004 entries of 4 bytes (libwebp, ``kTableSize``
-and ``FIXED_TABLE_SIZE``). Their header has 560 bytes.
-"""
+"""Cost of a group of prefix codes in a lossless WebP file, expressed in pixels. The five tables of
+a group have at most 5,004 entries of 4 bytes (libwebp, ``kTableSize`` and ``FIXED_TABLE_SIZE``).
+Their header has 560 bytes."""
 EXIF_PREFIX = b"Exif\0\0"
 """The prefix of EXIF data in a JPEG file, and in some WebP files."""
 _ORIENTATION_TAG = 0x0112
@@ -36,9 +33,9 @@ _EXIF_SHORT, _EXIF_LONG = 3, 4
 class EncodedImage:
     """A PNG, JPEG or WebP file whose decoding cost is bounded.
 
-    ``data`` is the file without its metadata. ``orientation`` is the EXIF orientation,
-    1 to 8. ``name`` is used in error messages. ``code_groups`` is an upper bound on the
-    number of prefix code groups in a lossless WebP file.
+    ``data`` is the file without its metadata. ``orientation`` is the EXIF orientation, 1 to 8.
+    ``name`` is used in error messages. ``code_groups`` is an upper bound on the number of prefix
+    code groups in a lossless WebP file.
     """
 
     name: str
@@ -51,9 +48,7 @@ class EncodedImage:
 
     @property
     def pixels(self) -> int:
-        """The decoding cost in pixels, which is width times height, or more for a WebP
-        file.
-        """
+        """The decoding cost in pixels, which is width times height, or more for a WebP file."""
         area = self.width_px * self.height_px
         if self.format != "WEBP":
             return area
@@ -76,11 +71,11 @@ def too_many_segments(name: str, kind: str, size_bytes: int) -> DataError:
 
 
 def read_orientation(tiff: bytes) -> int:
-    """The orientation in EXIF data, which is 1 to 8. Invalid EXIF data are ignored, as
-    in image viewers.
+    """The orientation in EXIF data, which is 1 to 8. Invalid EXIF data are ignored, as in image
+    viewers.
 
-    Only the orientation tag in the first directory is read. Pillow would load every
-    tag, and each tag can claim all of the data as its value.
+    Only the orientation tag in the first directory is read. Pillow would load every tag, and each
+    tag can claim all of the data as its value.
     """
     order = {b"II*\0": "<", b"MM\0*": ">"}.get(tiff[:4])
     if order is None:

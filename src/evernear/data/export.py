@@ -1,5 +1,5 @@
-"""Export a dataset snapshot to files that other tools can open: Parquet, WebDataset, or
-folders of PNG files.
+"""Export a dataset snapshot to files that other tools can open: Parquet, WebDataset, or folders of
+PNG files.
 
 One of three writers consumes a stream of rows::
 
@@ -7,8 +7,8 @@ One of three writers consumes a stream of rows::
     <out>/train-000000.tar
     <out>/train/<label>/<position>-<digest>.png
 
-The files depend only on the snapshot, so an export that was killed is run again from
-its beginning. A file becomes visible when it is complete.
+The files depend only on the snapshot, so an export that was killed is run again from its beginning.
+A file becomes visible when it is complete.
 """
 
 import json
@@ -46,23 +46,19 @@ FILE_IMAGES = 100_000
 """Maximum number of images in a Parquet or tar file, whose pixels are also limited to
 `FILE_BYTES`."""
 _BLOCK_BYTES = 2**23
-"""Maximum size of the pixels that are read at a time. They form one row group of a
-Parquet file."""
+"""Maximum size of the pixels that are read at a time. They form one row group of a Parquet file."""
 _BLOCK_IMAGES = 1000
 _MAX_NAME_BYTES = 255
 """Maximum length in bytes of a folder name on common file systems."""
 
 Embedded = Iterator[tuple[Block, NDArray[np.float32] | None]]
 Embed = Callable[[Iterable[tuple[Iterator[Block], int]]], Embedded]
-"""Adds embeddings to the blocks of shards, each of which comes with its number of
-images."""
+"""Adds embeddings to the blocks of shards, each of which comes with its number of images."""
 
 
 class Row(NamedTuple):
-    """An image of a split, as a PNG file. ``number`` is the number of its label in the
-    manifest. ``group`` is None if the dataset has no groups, and empty if the image has
-    none.
-    """
+    """An image of a split, as a PNG file. ``number`` is the number of its label in the manifest.
+    ``group`` is None if the dataset has no groups, and empty if the image has none."""
 
     split: Split
     position: int
@@ -106,9 +102,8 @@ def export_dataset(
     embed: Embed = without_embeddings,
     report: Callable[[int], None] = lambda _: None,
 ) -> None:
-    """Write the images of a snapshot. Memory use does not grow with their number.
-    ``report`` receives the number of images so far.
-    """
+    """Write the images of a snapshot. Memory use does not grow with their number. ``report``
+    receives the number of images so far."""
     with _groups(dataset) as groups:
         rows = _reported(_rows(dataset, embed, groups if form != "folder" else None), report)
         match form:
@@ -137,9 +132,8 @@ def _fields(row: Row) -> dict[str, Any]:
 
 
 def _schema(row: Row) -> Any:
-    """The columns of a Parquet file. The schema's metadata contains the feature types
-    for Hugging Face's `datasets`.
-    """
+    """The columns of a Parquet file. The schema's metadata contains the feature types for Hugging
+    Face's `datasets`."""
     texts = ("label", "split", "digest", *(() if row.group is None else ("group",)))
     fields = [
         pa.field("image", pa.struct([("bytes", pa.binary()), ("path", pa.string())])),
@@ -255,9 +249,8 @@ def _reported(rows: Iterator[Row], report: Callable[[int], None]) -> Iterator[Ro
 
 
 def _png(pixels: Pixels, digest: bytes) -> bytes:
-    """Encode an image of shape (H, W, C) as a PNG file. The file is gray if the
-    original image was gray, so that the digest remains ``digest``.
-    """
+    """Encode an image of shape (H, W, C) as a PNG file. The file is gray if the original image was
+    gray, so that the digest remains ``digest``."""
     height_px, width_px, channels = pixels.shape
     gray = pixels[..., 0]
     if channels > 1 and not (

@@ -1,7 +1,5 @@
-"""Choose the form in which a dataset stores images. The form of the newest snapshot is
-used. For the first snapshot, the form depends on the settings and on a sample of the
-images.
-"""
+"""Choose the form in which a dataset stores images. The form of the newest snapshot is used. For
+the first snapshot, the form depends on the settings and on a sample of the images."""
 
 import statistics
 from concurrent.futures import ThreadPoolExecutor
@@ -34,8 +32,7 @@ def choose_form(
     parent: Manifest | None,
     max_size_px: int = MAX_SIZE_PX,
 ) -> ImageForm:
-    """Choose the form for the images of ``source``. The listing of the source is in
-    ``ledger``.
+    """Choose the form for the images of ``source``. The listing of the source is in ``ledger``.
 
     Raises:
         DataError: the settings require a form that differs from the form of the
@@ -92,9 +89,8 @@ def _bit_depth(settings: DataSettings, sample: "_Sample", parent: Manifest | Non
 
 
 class _Sample:
-    """The shape and the bit depth of a source's images, determined from a sample of
-    about `_SAMPLED_FILES` images. Files are read only when a method needs them.
-    """
+    """The shape and the bit depth of a source's images, determined from a sample of about
+    `_SAMPLED_FILES` images. Files are read only when a method needs them."""
 
     def __init__(
         self, settings: DataSettings, source: ArraySource | FileSource, ledger: Ledger, max_size_px: int
@@ -104,10 +100,10 @@ class _Sample:
     def shape(self) -> Shape:
         """The shape (H, W, C) for the dataset.
 
-        If most images have the same size, the dataset has that size. Otherwise, dataset
-        images are square, because photographs can be in portrait or landscape
-        orientation. The side length is the median of the shorter sides. No side is
-        longer than ``max_size_px``. If most images are gray, the dataset is gray.
+        If most images have the same size, the dataset has that size. Otherwise, dataset images are
+        square, because photographs can be in portrait or landscape orientation. The side length is
+        the median of the shorter sides. No side is longer than ``max_size_px``. If most images are
+        gray, the dataset is gray.
         """
         if not isinstance(self._source, FileSource):
             return *next(self._source.blocks()).images.shape[1:], 1
@@ -123,17 +119,15 @@ class _Sample:
         return max(1, round(height * scale)), max(1, round(width * scale)), channels
 
     def bit_depth(self) -> BitDepth:
-        """The smallest bit depth that can represent the values in all 16-bit files, or
-        16 if no file has 16 bits.
-        """
+        """The smallest bit depth that can represent the values in all 16-bit files, or 16 if no
+        file has 16 bits."""
         used: list[BitDepth] = [depth for _, depth in self._files if depth]
         return max(used) if used else 16
 
     @cached_property
     def _files(self) -> list[tuple[Shape, BitDepth | None]]:
-        """Shapes and bit depths of the sampled files. Only 16-bit files are decoded.
-        For any other file, the header is sufficient.
-        """
+        """Shapes and bit depths of the sampled files. Only 16-bit files are decoded. For any other
+        file, the header is sufficient."""
         source = self._source
         if not isinstance(source, FileSource):
             return []

@@ -1,5 +1,5 @@
-"""The gallery of an index. In the order of the index's rows, the gallery contains the
-images in the gallery split, then the train images that join the gallery.
+"""The gallery of an index. In the order of the index's rows, the gallery contains the images in the
+gallery split, then the train images that join the gallery.
 
 See docs/decisions/0002-splits-and-gallery.md and 0016-reindex.md.
 """
@@ -14,16 +14,14 @@ from evernear.data.shards import Block, Dataset
 from evernear.errors import IntegrityError
 
 MIN_GALLERY_IMAGES = 10
-"""Minimum number of images per class in the gallery. If the gallery split has fewer
-images of a class than this number, train images are added.
-"""
+"""Minimum number of images per class in the gallery. If the gallery split has fewer images of a
+class than this number, train images are added."""
 
 
 def joining_gallery(manifest: Manifest, untrained: Collection[str] = ()) -> dict[str, int]:
     """For each label, the number of train images that join the gallery.
 
-    ``untrained`` contains classes that the network was not trained on. All their train
-    images join.
+    ``untrained`` contains classes that the network was not trained on. All their train images join.
     """
     gallery = manifest.label_counts("gallery")
     return {
@@ -34,9 +32,7 @@ def joining_gallery(manifest: Manifest, untrained: Collection[str] = ()) -> dict
 
 @dataclass(frozen=True)
 class ShardImages:
-    """Images of one shard, either all images or the first ``taken`` images of each
-    label.
-    """
+    """Images of one shard, either all images or the first ``taken`` images of each label."""
 
     shard: Shard
     taken: Counter[str] | None
@@ -54,11 +50,9 @@ class ShardImages:
 
 
 def images_to_embed(dataset: Dataset, split: Split, joining: Mapping[str, int]) -> Iterator[ShardImages]:
-    """Yield the images to embed for ``split``, in the order of the embeddings. No shard
-    is read.
+    """Yield the images to embed for ``split``, in the order of the embeddings. No shard is read.
 
-    The gallery ends with train images, at most the first ``joining`` images of each
-    label.
+    The gallery ends with train images, at most the first ``joining`` images of each label.
     """
     for shard in dataset.shards(split):
         yield ShardImages(shard, None)
@@ -75,9 +69,7 @@ def image_blocks(
 
 
 class GalleryPlace(NamedTuple):
-    """The location of a gallery image, which includes its position among the images of
-    a shard.
-    """
+    """The location of a gallery image, which includes its position among the images of a shard."""
 
     images: ShardImages
     position: int
@@ -86,8 +78,8 @@ class GalleryPlace(NamedTuple):
 def gallery_place(dataset: Dataset, joined: Mapping[str, int], row: int) -> GalleryPlace:
     """Find the image in ``row`` of an index, without reading a shard.
 
-    ``joined`` contains the number of train images of each label that follow the gallery
-    split, as in `image_blocks`.
+    ``joined`` contains the number of train images of each label that follow the gallery split, as
+    in `image_blocks`.
 
     Raises:
         IntegrityError: the index has no such row.

@@ -1,6 +1,4 @@
-"""The groups of a dataset's images, as recorded in its ledger
-(`evernear.data.groups`).
-"""
+"""The groups of a dataset's images, as recorded in its ledger (`evernear.data.groups`)."""
 
 import hashlib
 import sqlite3
@@ -21,13 +19,9 @@ SCHEMA = "CREATE TABLE groups (digest BLOB PRIMARY KEY, name TEXT NOT NULL) WITH
 Members = Counter[tuple[str, Split]]
 """Number of images in a group by label and split."""
 FEWEST_GROUPS = 3
-"""Minimum number of groups that a class needs to have images in train, test and
-gallery.
-"""
+"""Minimum number of groups that a class needs to have images in train, test and gallery."""
 DOMINANT_SHARE = 0.5
-"""Share of the images from which a group that spans several classes stops the first
-ingest.
-"""
+"""Share of the images from which a group that spans several classes stops the first ingest."""
 _LARGE_SHARE = 0.2
 _PAGE = 500
 
@@ -44,9 +38,8 @@ SELECT digest FROM located WHERE split = 'query' AND name IN (
     SELECT name FROM located WHERE split IN ('train', 'gallery')
 )
 """  # noqa: S608 - our own words
-# The groups that span several classes and have at least half of the images, or a large
-# share and more than twice the images of the median group, as one of three equal scenes
-# has not.
+# The groups that span several classes and have at least half of the images, or a large share and
+# more than twice the images of the median group, as one of three equal scenes has not.
 _LARGE_GROUPS = f"""
 WITH sizes AS (SELECT name, SUM(images) AS images, COUNT(*) AS labels FROM ({{}}) GROUP BY name),
 total AS (SELECT SUM(images) AS images FROM sizes),
@@ -73,9 +66,8 @@ FROM images JOIN labels ON labels.id = images.label LEFT JOIN groups USING (dige
 
 
 class LargeGroup(NamedTuple):
-    """A group with ``images`` of all ``total`` images, in several classes. Its value
-    may mean that an image has no group.
-    """
+    """A group with ``images`` of all ``total`` images, in several classes. Its value may mean that
+    an image has no group."""
 
     name: str
     images: int
@@ -96,11 +88,11 @@ class GroupTable:
         self._all("CREATE TEMP TABLE listed_groups (name, label, images, PRIMARY KEY (name, label)) WITHOUT ROWID")
 
     def refresh(self, group: Callable[[str, str], str]) -> None:
-        """Set the group of every decoded image of the source. ``group`` derives the
-        group from the name and the label of a file.
+        """Set the group of every decoded image of the source. ``group`` derives the group from the
+        name and the label of a file.
 
-        If an image has several files, it belongs to the first group among the groups of
-        these files.
+        If an image has several files, it belongs to the first group among the groups of these
+        files.
         """
         self._ungrouped = NameSample()
         with sqlite_errors():
@@ -118,9 +110,8 @@ class GroupTable:
     def _grouped(
         self, files: Iterable[tuple[bytes, str, str]], group: Callable[[str, str], str]
     ) -> Iterator[tuple[bytes, str]]:
-        """Yield the digest and the group of each image. The files of an image must be
-        consecutive in ``files``. If the image has no group, the group is empty.
-        """
+        """Yield the digest and the group of each image. The files of an image must be consecutive
+        in ``files``. If the image has no group, the group is empty."""
         for digest, copies in groupby(files, key=itemgetter(0)):
             names = [(name, group(name, label)) for _, name, label in copies]
             key = min((key for _, key in names if key), default="")
@@ -167,16 +158,14 @@ class GroupTable:
         return self._all("SELECT COALESCE(MIN(name), '') FROM listed_groups WHERE name != ''")[0][0]
 
     def is_class_divided(self) -> bool:
-        """Whether the listed files of any class are in more than one group. A file
-        without a group counts as one group.
-        """
+        """Whether the listed files of any class are in more than one group. A file without a group
+        counts as one group."""
         groups = "SUM(CASE name WHEN '' THEN images ELSE 1 END)"
         return bool(self._all(f"SELECT 1 FROM listed_groups GROUP BY label HAVING {groups} > 1"))  # noqa: S608 - our own words
 
     def dominant_listed(self) -> LargeGroup | None:
-        """The group that spans several classes and has at least `DOMINANT_SHARE` of the
-        listed files.
-        """
+        """The group that spans several classes and has at least `DOMINANT_SHARE` of the listed
+        files."""
         for large in map(LargeGroup._make, self._all(_LARGE_GROUPS.format("SELECT * FROM listed_groups"))):
             return large if large.images >= DOMINANT_SHARE * large.total else None
         return None
@@ -193,15 +182,13 @@ class GroupTable:
         self._all(f"INSERT INTO placed SELECT name, label, split, COUNT(*) FROM ({located}) GROUP BY 1, 2, 3")  # noqa: S608 - our own words
 
     def units(self) -> Iterator[tuple[str, Split, int, int]]:
-        """Yield the label, the split, the number of groups, and the number of images in
-        these groups. Call this after `start_placing`.
-        """
+        """Yield the label, the split, the number of groups, and the number of images in these
+        groups. Call this after `start_placing`."""
         yield from self._all("SELECT label, split, COUNT(*), SUM(images) FROM placed WHERE label != '' GROUP BY 1, 2")
 
     def placed(self, names: Collection[str]) -> defaultdict[str, Members]:
-        """The labels and splits of the images in the groups with the given ``names``,
-        of which there are at most 500.
-        """
+        """The labels and splits of the images in the groups with the given ``names``, of which
+        there are at most 500."""
         found: defaultdict[str, Members] = defaultdict(Counter)
         query = f"SELECT name, label, split, images FROM placed WHERE name IN ({marks([*names])})"  # noqa: S608 - question marks only
         for name, label, split, images in self._all(query, *names):
@@ -209,9 +196,8 @@ class GroupTable:
         return found
 
     def labels(self, names: Collection[str]) -> defaultdict[str, list[str]]:
-        """The labels of the listed files in the groups with the given ``names``, of
-        which there are at most 500.
-        """
+        """The labels of the listed files in the groups with the given ``names``, of which there are
+        at most 500."""
         found: defaultdict[str, list[str]] = defaultdict(list)
         query = f"SELECT name, label FROM listed_groups WHERE name IN ({marks([*names])}) ORDER BY 1, 2"  # noqa: S608 - question marks only
         for name, label in self._all(query, *names):
@@ -231,9 +217,8 @@ class GroupTable:
     # Problems
 
     def problems(self, limit: int) -> Iterator[tuple[str, list[str], int, str]]:
-        """Yield the kind of each problem, some names, the total number of names, and a
-        description. Call this after `refresh`.
-        """
+        """Yield the kind of each problem, some names, the total number of names, and a description.
+        Call this after `refresh`."""
         if self.is_empty():
             return
         if large := [str(LargeGroup._make(row)) for row in self._all(_LARGE_GROUPS.format(_STORED))]:
@@ -254,9 +239,8 @@ class GroupTable:
 
 
 def groups_of(db: sqlite3.Connection, digests: Sequence[bytes]) -> dict[bytes, str]:
-    """Map each of ``digests`` to the group of the image in the table ``groups``. Images
-    without a group are omitted.
-    """
+    """Map each of ``digests`` to the group of the image in the table ``groups``. Images without a
+    group are omitted."""
     found: dict[bytes, str] = {}
     with sqlite_errors():
         for page in batched(digests, _PAGE):
@@ -266,9 +250,7 @@ def groups_of(db: sqlite3.Connection, digests: Sequence[bytes]) -> dict[bytes, s
 
 
 class PublishedGroups:
-    """The groups in a published ledger, which is immutable. Close the object after
-    use.
-    """
+    """The groups in a published ledger, which is immutable. Close the object after use."""
 
     def __init__(self, path: Path) -> None:
         with sqlite_errors():
@@ -279,16 +261,12 @@ class PublishedGroups:
         self._db.close()
 
     def queries_of_seen_groups(self) -> frozenset[bytes]:
-        """Digests of the query images whose group also has images in the train or
-        gallery split.
-        """
+        """Digests of the query images whose group also has images in the train or gallery split."""
         with sqlite_errors():
             return frozenset(digest for (digest,) in self._db.execute(_QUERIES_OF_SEEN_GROUPS))
 
     def groups(self, digests: Sequence[bytes]) -> dict[bytes, str]:
-        """Map each of ``digests`` to the group of the image. Images without a group are
-        omitted.
-        """
+        """Map each of ``digests`` to the group of the image. Images without a group are omitted."""
         return groups_of(self._db, digests)
 
     def files(self, digests: Sequence[bytes]) -> dict[bytes, tuple[str, str]]:
@@ -303,8 +281,7 @@ class PublishedGroups:
     def have_other_explicit_splits(self, pairs: Sequence[tuple[bytes, bytes]]) -> bool:
         """Whether the source gives the images of most ``pairs`` different splits.
 
-        Without an explicit split, ingest chooses a split that the source gives to no
-        image.
+        Without an explicit split, ingest chooses a split that the source gives to no image.
         """
         given: defaultdict[bytes, set[str | None]] = defaultdict(set)
         with sqlite_errors():
@@ -315,9 +292,8 @@ class PublishedGroups:
         return 2 * sum(given[test] != given[seen] for test, seen in pairs) > len(pairs)
 
     def label_counts(self) -> Iterator[tuple[str, str, int]]:
-        """Each group, each label in the group, and the number of images with it. An
-        image without a group counts as a separate group.
-        """
+        """Each group, each label in the group, and the number of images with it. An image without a
+        group counts as a separate group."""
         with sqlite_errors():
             yield from self._db.execute(_LABEL_COUNTS)
 

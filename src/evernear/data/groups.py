@@ -1,11 +1,11 @@
-"""Images that belong together, such as the frames of one scene, form a group. All
-images of a group are in one split.
+"""Images that belong together, such as the frames of one scene, form a group. All images of a group
+are in one split.
 
-``data.group`` defines the groups with a regular expression, or with the name of a
-predefined pattern that is suitable for many sources. The expression is applied to the
-name of a file in its source, as it appears in messages. A group key applies to all
-classes and sources of a dataset, because a scene may show several classes. Labeled
-queries (`evernear.data.sources.names.is_reviewed`) do not belong to any group.
+``data.group`` defines the groups with a regular expression, or with the name of a predefined
+pattern that is suitable for many sources. The expression is applied to the name of a file in its
+source, as it appears in messages. A group key applies to all classes and sources of a dataset,
+because a scene may show several classes. Labeled queries
+(`evernear.data.sources.names.is_reviewed`) do not belong to any group.
 """
 
 import posixpath
@@ -27,16 +27,15 @@ from evernear.data.sources.names import is_reviewed
 from evernear.settings.group import COLUMN, GROUP_FORMS
 
 Grouping = Callable[[str, str], str]
-"""Maps the file name and the label of an image to the name of its group, or to an empty
-string if the image belongs to no group.
-"""
+"""Maps the file name and the label of an image to the name of its group, or to an empty string if
+the image belongs to no group."""
 
 _RUNNING_NUMBER = re.compile(r"[^0-9A-Za-z/]*\d+[^0-9/]*$")
 
 
 def grouping(setting: str, column: Callable[[str], str] = lambda name: "") -> Grouping:
-    """The grouping that a valid value of ``data.group`` defines. If ``setting`` is
-    empty, no image belongs to a group.
+    """The grouping that a valid value of ``data.group`` defines. If ``setting`` is empty, no image
+    belongs to a group.
 
     ``column`` returns the group that the source itself specifies for a file.
     """
@@ -58,9 +57,8 @@ def grouping(setting: str, column: Callable[[str], str] = lambda name: "") -> Gr
 
 
 def below_class(name: str, label: str) -> str:
-    """The part of a file's name after the class folder, or the whole name if no folder
-    has the name of the class.
-    """
+    """The part of a file's name after the class folder, or the whole name if no folder has the name
+    of the class."""
     folders = name.split("/")[:-1]
     depth = next((depth for depth, folder in enumerate(folders, 1) if class_name(folder) == label), 0)
     return "/".join(name.split("/")[depth:])
@@ -72,30 +70,25 @@ def _folder(path: str) -> str:
 
 
 def _stem(path: str) -> str:
-    """The part of the file name before the last number, preceded by the folders below
-    the class folder.
-    """
+    """The part of the file name before the last number, preceded by the folders below the class
+    folder."""
     stem = posixpath.splitext(path)[0]
     found = _RUNNING_NUMBER.search(stem)
     return stem[: found.start()].rstrip("/") if found else ""
 
 
 class GroupNumbers:
-    """Assigns numbers to the groups of a snapshot's images on demand. The groups are
-    read from the snapshot's ledger.
-    """
+    """Assigns numbers to the groups of a snapshot's images on demand. The groups are read from the
+    snapshot's ledger."""
 
     def __init__(self, ledger: Path, divided: bool) -> None:
-        """Read ``ledger``. ``divided`` states whether any group has images in several
-        splits.
-        """
+        """Read ``ledger``. ``divided`` states whether any group has images in several splits."""
         self._ledger, self._divided = PublishedGroups(ledger), divided
         self._numbers: dict[str | bytes, int] = {}
 
     def of(self, digests: NDArray[np.uint8]) -> NDArray[np.int32]:
         """The group number of each image (N,). The images are identified by digest (N,
-        32). An image without a group counts as a separate group.
-        """
+        32). An image without a group counts as a separate group."""
         images = [digest.tobytes() for digest in digests]
         keys = self._ledger.groups(images)
         of_image: list[str | bytes] = [keys.get(image) or image for image in images]
@@ -103,8 +96,8 @@ class GroupNumbers:
         return np.fromiter(numbers, np.int32, len(images))
 
     def independent(self, digests: NDArray[np.uint8]) -> float:
-        """Estimate the number of independent images among N images, where N is at least
-        1 (Kish 1965, section 8.2).
+        """Estimate the number of independent images among N images, where N is at least 1 (Kish
+        1965, section 8.2).
 
         See `evernear.evaluation.grouped.effective_totals`.
         """
@@ -112,12 +105,11 @@ class GroupNumbers:
         return float(sizes.sum() ** 2 / (sizes**2).sum())
 
     def seen_queries(self) -> frozenset[bytes]:
-        """Digests of the query images whose group also has images in the train or
-        gallery split.
+        """Digests of the query images whose group also has images in the train or gallery split.
 
-        Query images of such a group resemble the gallery more than images from a new
-        group do. Query images of such a group occur only if the dataset was ingested
-        before ``data.group`` was set, or if the source specifies the splits.
+        Query images of such a group resemble the gallery more than images from a new group do.
+        Query images of such a group occur only if the dataset was ingested before ``data.group``
+        was set, or if the source specifies the splits.
         """
         return self._ledger.queries_of_seen_groups() if self._divided else frozenset()
 

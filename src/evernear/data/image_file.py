@@ -1,11 +1,10 @@
-"""Inspect the structure of PNG, JPEG and WebP files, to limit the cost of decoding
-them.
+"""Inspect the structure of PNG, JPEG and WebP files, to limit the cost of decoding them.
 
-A file of a few kilobytes can claim to contain gigabytes of pixels, thousands of passes
-over the pixels, or metadata that takes longer to read than the image. `inspect` walks
-through the chunks or segments of a file without decoding it. `inspect` rejects files
-that are too expensive to decode, and removes the metadata. The decoder then receives
-one header, one palette and one stream of pixels.
+A file of a few kilobytes can claim to contain gigabytes of pixels, thousands of passes over the
+pixels, or metadata that takes longer to read than the image. `inspect` walks through the chunks or
+segments of a file without decoding it. `inspect` rejects files that are too expensive to decode,
+and removes the metadata. The decoder then receives one header, one palette and one stream of
+pixels.
 
 Sources: PNG specification (third edition), sections 5 and 11; ITU-T T.81, annex B.
 """
@@ -33,18 +32,14 @@ from evernear.errors import DataError
 from evernear.settings.section import MAX_PIXELS
 
 MAX_SIDE_PX = 2**15 - 1
-"""Maximum width and height. Each row of an image requires a pointer, and resizing
-requires memory for each column.
-"""
+"""Maximum width and height. Each row of an image requires a pointer, and resizing requires memory
+for each column."""
 MAX_SCANS = 32
-"""Maximum number of scans in a JPEG file. libjpeg writes 10 scans for a color image and
-18 for a CMYK image. MozJPEG writes up to about 20 scans.
-"""
+"""Maximum number of scans in a JPEG file. libjpeg writes 10 scans for a color image and 18 for a
+CMYK image. MozJPEG writes up to about 20 scans."""
 MAX_TABLES_SIZE_BYTES = 2**16
-"""Maximum size of the quantization and Huffman tables in a JPEG file. The usual four
-quantization tables and eight Huffman tables require 2.8 KiB. Each scan may add Huffman
-tables.
-"""
+"""Maximum size of the quantization and Huffman tables in a JPEG file. The usual four quantization
+tables and eight Huffman tables require 2.8 KiB. Each scan may add Huffman tables."""
 
 _PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 _JPEG_SIGNATURE = b"\xff\xd8\xff"
@@ -82,9 +77,8 @@ _HUFFMAN_FRAMES = frozenset({0xC0, 0xC1, 0xC2})  # baseline, extended sequential
 
 
 def suffix_of(data: bytes) -> Literal[".png", ".jpg", ".webp"]:
-    """The suffix that corresponds to a file's content. A file that is neither JPEG nor
-    WebP counts as PNG.
-    """
+    """The suffix that corresponds to a file's content. A file that is neither JPEG nor WebP counts
+    as PNG."""
     if data.startswith(_JPEG_SIGNATURE):
         return ".jpg"
     return ".webp" if _WEBP_SIGNATURE.match(data) else ".png"
@@ -127,25 +121,23 @@ def inspect(data: bytes, max_pixels: int, name: str = "The image", setting: str 
 
 
 def has_image_signature(data: bytes) -> bool:
-    """Whether ``data`` begins like an image file in a supported or unsupported format.
-    The first `SIGNATURE_SIZE_BYTES` bytes of the file are sufficient.
-    """
+    """Whether ``data`` begins like an image file in a supported or unsupported format. The first
+    `SIGNATURE_SIZE_BYTES` bytes of the file are sufficient."""
     return _ANY_FORMAT.match(data) is not None
 
 
 def has_image_suffix(name: str) -> bool:
-    """Whether a file name has an image suffix. This function does not use pathlib,
-    which is ten times slower. The difference in speed matters for millions of files.
-    """
+    """Whether a file name has an image suffix. This function does not use pathlib, which is ten
+    times slower. The difference in speed matters for millions of files."""
     return posixpath.splitext(name)[1].rstrip(".").lower() in IMAGE_SUFFIXES
 
 
 def is_image_file(path: str | Path) -> bool:
-    """Whether a file is an image, judging by its suffix or, if it has a different
-    suffix, by its content.
+    """Whether a file is an image, judging by its suffix or, if it has a different suffix, by its
+    content.
 
-    A broken image file with an image suffix is therefore reported. For files with other
-    suffixes, a few bytes are read.
+    A broken image file with an image suffix is therefore reported. For files with other suffixes, a
+    few bytes are read.
 
     Raises:
         StoreError: the file cannot be read.
@@ -191,9 +183,8 @@ def _inspect_png(data: bytes, name: str) -> EncodedImage:
 
 
 def _png_chunks(data: bytes, name: str) -> Iterator[tuple[bytes, int, int]]:
-    """Yield the type of each chunk, and the start and the end of the chunk's data. If
-    the file is truncated, the last chunk is also truncated.
-    """
+    """Yield the type of each chunk, and the start and the end of the chunk's data. If the file is
+    truncated, the last chunk is also truncated."""
     at = len(_PNG_SIGNATURE)
     for _ in range(max_segments(len(data))):
         if at + 8 > len(data):
@@ -217,9 +208,7 @@ def _png_chunk(kind: bytes, data: list[memoryview]) -> Iterator[bytes | memoryvi
 
 
 def _inspect_jpeg(data: bytes, name: str) -> EncodedImage:
-    """Keep the tables, the frame, the scans and the color space markers (JFIF,
-    Adobe).
-    """
+    """Keep the tables, the frame, the scans and the color space markers (JFIF, Adobe)."""
     parts: list[memoryview] = []
     color_space: dict[int, memoryview] = {}
     frame: tuple[int, int] | None = None
@@ -257,8 +246,8 @@ def _inspect_jpeg(data: bytes, name: str) -> EncodedImage:
 
 
 def _jpeg_segments(data: bytes, name: str) -> Iterator[tuple[int, int, int]]:
-    """Yield the marker, the start and the end of each segment. Like libjpeg, stop at
-    the end of the image or at the first error.
+    """Yield the marker, the start and the end of each segment. Like libjpeg, stop at the end of the
+    image or at the first error.
 
     The scan data come after the segment.
     """

@@ -1,6 +1,5 @@
 """Find image files at any depth in a folder or a bucket, regardless of class, for batch
-prediction.
-"""
+prediction."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -16,18 +15,16 @@ from evernear.errors import DataError, MissingObjectError, SettingsError, StoreE
 
 
 class ImageFile(NamedTuple):
-    """An image file to recognize, with its name in the tree and its size in bytes from
-    the listing.
-    """
+    """An image file to recognize, with its name in the tree and its size in bytes from the
+    listing."""
 
     name: str
     size_bytes: int
 
 
 class ImageTree(Protocol):
-    """A tree of image files that are read by name. ``skipped`` is complete when `files`
-    is exhausted.
-    """
+    """A tree of image files that are read by name. ``skipped`` is complete when `files` is
+    exhausted."""
 
     skipped: NameSample
 
@@ -36,8 +33,8 @@ class ImageTree(Protocol):
         ...
 
     def read(self, name: str) -> bytes:
-        """Return the content of one file. This method is called from many threads at
-        the same time.
+        """Return the content of one file. This method is called from many threads at the same
+        time.
 
         Raises:
             DataError: the file cannot be read. Any other error means that no file of
@@ -47,8 +44,8 @@ class ImageTree(Protocol):
 
 
 def open_tree(source: str) -> ImageTree:
-    """Open ``folder:DIRECTORY``, ``s3://bucket/prefix``, or any other source of files
-    (see `open_source`).
+    """Open ``folder:DIRECTORY``, ``s3://bucket/prefix``, or any other source of files (see
+    `open_source`).
 
     Raises:
         DataError: the directory does not exist.
@@ -66,14 +63,13 @@ def open_tree(source: str) -> ImageTree:
 
 
 def walk_images(folder: Path) -> Iterator[tuple[Path, bool]]:
-    """Yield each file below ``folder``, and whether the file is an image according to
-    the rule for sources.
+    """Yield each file below ``folder``, and whether the file is an image according to the rule for
+    sources.
 
-    Skipped folders, such as hidden folders and outputs of evernear, are yielded as
-    files that are not images.
-    Links are followed unless they form a loop. If a folder or a file cannot be read, it
-    counts as an image, so that the error is shown. The listing of only one folder is in
-    memory at a time.
+    Skipped folders, such as hidden folders and outputs of evernear, are yielded as files that are
+    not images. Links are followed unless they form a loop. If a folder or a file cannot be read, it
+    counts as an image, so that the error is shown. The listing of only one folder is in memory at a
+    time.
     """
     seen: set[tuple[int, int]] = set()
     pending = [folder]

@@ -1,5 +1,5 @@
-"""Ingest a source into a dataset snapshot, in the order list -> plan -> parts ->
-combine -> publish.
+"""Ingest a source into a dataset snapshot, in the order list -> plan -> parts -> combine ->
+publish.
 
 - **list** the source, and record its files in the ledger (`evernear.data.listing`);
 - **plan** parts, which are ranges of the new and changed files (`evernear.data.plan`);
@@ -9,11 +9,10 @@ combine -> publish.
   (`evernear.data.combine`);
 - **publish** the snapshot (`evernear.data.snapshots`).
 
-A dataset mirrors its sources. Images of new files are added, and images of deleted
-files are removed. A file that was moved to a different class folder gets the new label.
-Images are identified by a hash of their content. An image never moves to another split,
-even if the image is removed and restored. A model may already have been trained on the
-image.
+A dataset mirrors its sources. Images of new files are added, and images of deleted files are
+removed. A file that was moved to a different class folder gets the new label. Images are identified
+by a hash of their content. An image never moves to another split, even if the image is removed and
+restored. A model may already have been trained on the image.
 """
 
 import tempfile
@@ -49,8 +48,8 @@ from evernear.settings import DataSettings
 from evernear.settings.data import MAX_SIZE_PX
 
 SHARD_SIZE_BYTES = 32 * 2**20
-"""Maximum size of a shard. Ingest holds one open shard per split, and a reader downloads
-whole shards."""
+"""Maximum size of a shard. Ingest holds one open shard per split, and a reader downloads whole
+shards."""
 _REPORT_INTERVAL_S = 1.0
 DECODING_LIBRARIES = ("numpy", "pillow")
 """Libraries whose versions may affect the decoded pixels."""
@@ -70,17 +69,15 @@ def ingest_source(
     minimum: ClassMinimum = ANY_NUMBER,
     max_size_px: int = MAX_SIZE_PX,
 ) -> Manifest:
-    """Update a dataset in the store from ``settings.source``, and return the new
-    snapshot.
+    """Update a dataset in the store from ``settings.source``, and return the new snapshot.
 
-    If nothing has changed, return the previous snapshot. The last write updates
-    ``head.json``. Readers do not see any changes before this write. ``run`` runs the
-    parts. If an ingest of files is killed and run again, the second run skips the
-    finished parts and produces the same digest as an uninterrupted ingest. Memory use
-    does not grow with the number of images. ``report`` is called with progress messages
-    about once a second. ``warn`` is called with one sentence for each change that may
-    be a mistake. ``minimum`` decides which classes wait for more images from review.
-    ``max_size_px`` limits the size that is chosen if ``data.size_px`` is not set.
+    If nothing has changed, return the previous snapshot. The last write updates ``head.json``.
+    Readers do not see any changes before this write. ``run`` runs the parts. If an ingest of files
+    is killed and run again, the second run skips the finished parts and produces the same digest as
+    an uninterrupted ingest. Memory use does not grow with the number of images. ``report`` is
+    called with progress messages about once a second. ``warn`` is called with one sentence for each
+    change that may be a mistake. ``minimum`` decides which classes wait for more images from
+    review. ``max_size_px`` limits the size that is chosen if ``data.size_px`` is not set.
 
     Raises:
         DataError: the source has no images or only one class, or the images do not
@@ -109,9 +106,7 @@ def _ingest(
     max_size_px: int,
     adopt: bool,
 ) -> Manifest:
-    """Run `ingest_source`. If ``adopt`` is set, the parts of an earlier attempt are
-    reused.
-    """
+    """Run `ingest_source`. If ``adopt`` is set, the parts of an earlier attempt are reused."""
     source = open_source(settings.source, settings)
     store = open_store(store_uri)
     mark(store, "a store of datasets and releases")
@@ -164,8 +159,7 @@ def _ingest(
             if settings.group and manifest.groups == sum(map(manifest.count, SPLITS)):
                 warn(f"data.group={settings.group} makes a group of every image, so it has no effect")
             manifest = snapshots.publish(manifest, ledger, scratch)
-            # The parts of other ingests that started from the newest snapshot may still
-            # be useful.
+            # The parts of other ingests that started from the newest snapshot may still be useful.
             useful = snapshots.parts_folder(manifest)
             with suppress(StoreError):  # the pipeline's keys may lack permission to delete, and prune deletes later
                 snapshots.delete_parts(lambda key: key.startswith(f"{folder}/") or not key.startswith(useful))
@@ -183,9 +177,8 @@ def _open_ledger(snapshots: Snapshots, parent: Manifest | None, settings: DataSe
 
 
 def _decode_again(settings: DataSettings, decoder: str, ledger: Ledger, report: Callable[[str], None]) -> None:
-    """Decode all files again if the user requests this or if different code decoded the
-    files. A dataset must not mix the results of two decoders.
-    """
+    """Decode all files again if the user requests this or if different code decoded the files. A
+    dataset must not mix the results of two decoders."""
     if settings.reread:
         ledger.read_all_again()
     if ledger.decoder() != decoder:
@@ -199,9 +192,8 @@ class _Progress:
     """Reports the number of processed images at regular intervals."""
 
     def __init__(self, report: Callable[[str], None], total: int, done: str = "") -> None:
-        """``total`` is the number of all images, or 0 if this number is unknown. Each
-        message ends with ``done``.
-        """
+        """``total`` is the number of all images, or 0 if this number is unknown. Each message ends
+        with ``done``."""
         self._report, self._total, self._ending = report, total, done
         self._done, self._reported_s = 0, time.monotonic()
 

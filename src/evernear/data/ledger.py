@@ -1,8 +1,8 @@
-"""The ledger of a dataset records every file and every image in SQLite, so that memory
-use does not grow with the number of images.
+"""The ledger of a dataset records every file and every image in SQLite, so that memory use does not
+grow with the number of images.
 
-``files`` mirrors the sources. Each row describes one file and contains the digest of
-the image once the file is decoded. ``images`` locates each distinct image.
+``files`` mirrors the sources. Each row describes one file and contains the digest of the image once
+the file is decoded. ``images`` locates each distinct image.
 """
 
 import hashlib
@@ -26,8 +26,7 @@ from evernear.data.sources.named_groups import NamedGroups
 from evernear.data.sources.names import exported_position
 from evernear.data.sqlite import batched, insert_rows, marks, sqlite_errors
 
-# Maximum number of rows per query, because SQLite limits the number of parameters in a
-# statement.
+# Maximum number of rows per query, because SQLite limits the number of parameters in a statement.
 _PAGE = 500
 _HELD_OUT: tuple[Split, ...] = ("test", "query", "gallery")
 # All files, with names that are unique across sources.
@@ -53,14 +52,12 @@ _COPIES = (
 
 
 class Ledger:
-    """The ledger of one dataset, in a local file. All methods raise `StoreError` if the
-    disk is full.
-    """
+    """The ledger of one dataset, in a local file. All methods raise `StoreError` if the disk is
+    full."""
 
     def __init__(self, path: Path, source: str, moved_from: str = "") -> None:
-        """Open or create the ledger for one ingest of ``source``. If the images have
-        moved, ``moved_from`` is the previous source.
-        """
+        """Open or create the ledger for one ingest of ``source``. If the images have moved,
+        ``moved_from`` is the previous source."""
         self.is_new = is_new = not path.exists()
         self._db = sqlite3.connect(path, isolation_level=None)
         with sqlite_errors():
@@ -96,9 +93,8 @@ class Ledger:
             ledger_changes.track_changes(self._db)
 
     def save_changes(self, path: Path) -> None:
-        """Write to ``path`` all changes since the ledger was last opened or saved.
-        `apply_changes` reads this file.
-        """
+        """Write to ``path`` all changes since the ledger was last opened or saved. `apply_changes`
+        reads this file."""
         with sqlite_errors():
             self._db.execute("COMMIT")
             ledger_changes.save(self._db, path)
@@ -123,11 +119,11 @@ class Ledger:
         return [row[0] for row in self._all("SELECT uri FROM sources WHERE id != ? ORDER BY id", self._source)]
 
     def _move_source(self, old: str, new: str) -> bool:
-        """Assign the files of the source ``old`` to the source ``new``, and return
-        whether anything changed.
+        """Assign the files of the source ``old`` to the source ``new``, and return whether anything
+        changed.
 
-        If the ledger contains both sources, the images were already ingested from the
-        new location. The files of the old source are then deleted.
+        If the ledger contains both sources, the images were already ingested from the new location.
+        The files of the old source are then deleted.
         """
         (both,) = self._db.execute("SELECT COUNT(*) FROM sources WHERE uri IN (?, ?)", (old, new)).fetchone()
         if old == new or not self._db.execute("SELECT 1 FROM sources WHERE uri = ?", (old,)).fetchone():
@@ -146,12 +142,10 @@ class Ledger:
         return members(self._db, self._source, file, etag)
 
     def list_files(self, entries: Iterable[FileEntry], in_order: bool = False) -> None:
-        """Record files of the source. New, changed and broken files become pending.
-        Pending files are decoded in name order if ``in_order`` is set, and otherwise in
-        mixed order.
+        """Record files of the source. New, changed and broken files become pending. Pending files
+        are decoded in name order if ``in_order`` is set, and otherwise in mixed order.
 
-        Rows of unchanged files are not written, because most files of a large source
-        are unchanged.
+        Rows of unchanged files are not written, because most files of a large source are unchanged.
         """
         for page in batched(entries, PAGE_NAMES):
             self._many(
@@ -179,20 +173,18 @@ class Ledger:
             )
 
     def decoder(self) -> str | None:
-        """The digest of the code that decoded the source's images, or None before the
-        first ingest.
-        """
+        """The digest of the code that decoded the source's images, or None before the first
+        ingest."""
         rows = self._all("SELECT decoder FROM decoders WHERE source = ?", self._source)
         return rows[0][0] if rows else None
 
     def set_decoder(self, decoder: str) -> None:
-        """Record ``decoder``, the digest of the code that decodes the source's
-        images."""
+        """Record ``decoder``, the digest of the code that decodes the source's images."""
         self._all("INSERT OR REPLACE INTO decoders VALUES (?, ?)", self._source, decoder)
 
     def decode_all_again(self) -> None:
-        """Remove all images of the source so that they are decoded and stored again.
-        The `changed_slots` must be rewritten.
+        """Remove all images of the source so that they are decoded and stored again. The
+        `changed_slots` must be rewritten.
 
         `removed_splits` and `former_splits` still return the splits of these images.
         """
@@ -209,11 +201,9 @@ class Ledger:
         self._all("UPDATE files SET pending = 1 WHERE source = ? AND NOT pending", self._source)
 
     def note_waiting(self, names: Iterable[str]) -> None:
-        """Replace the list of files that the source has, but that wait
-        (`evernear.data.waiting`). Only files that were decoded before are noted, so that
-        `evernear forget` does not treat their images as removed. Call this before
-        `forget_unlisted`.
-        """
+        """Replace the list of files that the source has, but that wait (`evernear.data.waiting`).
+        Only files that were decoded before are noted, so that `evernear forget` does not treat
+        their images as removed. Call this before `forget_unlisted`."""
         self._all("CREATE TEMP TABLE left_out (name TEXT PRIMARY KEY)")
         self._many("INSERT OR IGNORE INTO left_out VALUES (?)", ((name,) for name in names))
         self._all(
@@ -230,9 +220,8 @@ class Ledger:
         self.named_groups.forget_unlisted()
 
     def _index_files(self) -> None:
-        """Create the indexes of a new ledger. Indexes are sorted faster than filled one
-        file at a time.
-        """
+        """Create the indexes of a new ledger. Indexes are sorted faster than filled one file at a
+        time."""
         for index in INDEXES:
             self._all(index)
 
@@ -242,9 +231,8 @@ class Ledger:
         self._many("INSERT INTO empty_folders VALUES (?, ?)", ((self._source, name) for name in names))
 
     def record_hidden_folders(self, names: Iterable[str]) -> None:
-        """Replace the list of class folders that are ignored because their names begin
-        with a dot.
-        """
+        """Replace the list of class folders that are ignored because their names begin with a
+        dot."""
         self._all("DELETE FROM hidden_folders WHERE source = ?", self._source)
         self._many("INSERT INTO hidden_folders VALUES (?, ?)", ((self._source, name) for name in names))
 
@@ -262,24 +250,21 @@ class Ledger:
         return self._int("SELECT COUNT(*) FROM files WHERE source = ?", self._source)
 
     def count_pending(self) -> int:
-        """The number of pending files: new, changed and broken files, and files to be
-        decoded again.
-        """
-        # "+" prevents SQLite from reading all files of the source instead of the index
-        # of pending files.
+        """The number of pending files: new, changed and broken files, and files to be decoded
+        again."""
+        # "+" prevents SQLite from reading all files of the source instead of the index of pending
+        # files.
         return self._int("SELECT COUNT(*) FROM files WHERE pending AND +source = ?", self._source)
 
     def pending(self, names: Sequence[str]) -> dict[str, tuple[str, str, Split | None]]:
-        """Maps each pending file among ``names`` (at most 500) to its etag, label and
-        explicit split, as currently listed.
-        """
+        """Maps each pending file among ``names`` (at most 500) to its etag, label and explicit
+        split, as currently listed."""
         query = f"SELECT name, etag, label, given FROM files WHERE pending AND source = ? AND name IN ({marks(names)})"  # noqa: S608 - question marks only
         return {row[0]: row[1:] for row in self._all(query, self._source, *names)}
 
     def note_decoded(self, files: Iterable[tuple[str, str]]) -> None:
-        """Exclude pending files with these names and etags from `to_decode`, because a
-        part has decoded them.
-        """
+        """Exclude pending files with these names and etags from `to_decode`, because a part has
+        decoded them."""
         self._many(
             "INSERT OR IGNORE INTO decoded"
             " SELECT name FROM files WHERE pending AND source = ? AND (name, etag) = (?, ?)",
@@ -291,9 +276,8 @@ class Ledger:
         return self.count_pending() - self._int("SELECT COUNT(*) FROM decoded")
 
     def to_decode(self) -> Iterator[FileEntry]:
-        """Yield the pending files that no part has decoded. Held-out splits come first.
-        The order mixes the classes.
-        """
+        """Yield the pending files that no part has decoded. Held-out splits come first. The order
+        mixes the classes."""
         query = (
             "SELECT name, etag, label, given, size_bytes FROM files"
             " WHERE pending AND source = ? AND name NOT IN (SELECT name FROM decoded) ORDER BY turn, name"
@@ -313,9 +297,8 @@ class Ledger:
             yield from (FileEntry(*row) for row in rows)
 
     def sample(self, count: int) -> list[FileEntry]:
-        """Return ``count`` of the source's files, evenly spaced in name order, or all
-        files if the source has fewer.
-        """
+        """Return ``count`` of the source's files, evenly spaced in name order, or all files if the
+        source has fewer."""
         query = (
             "SELECT name, etag, label, given, size_bytes FROM"
             " (SELECT *, ROW_NUMBER() OVER (ORDER BY name) - 1 AS number FROM files WHERE source = ?)"
@@ -326,12 +309,10 @@ class Ledger:
         return [FileEntry(*row) for row in self._all(query, self._source, count, total, count, total)]
 
     def record_results(self, images: Iterable[tuple[str, bytes]], failures: Iterable[tuple[str, str | None]]) -> None:
-        """Record decoding results, which take effect in `apply_results`. Each image is
-        (name, digest). Each failure is (name, fault), and its fault is None if the file
-        is not an image.
+        """Record decoding results, which take effect in `apply_results`. Each image is (name,
+        digest). Each failure is (name, fault), and its fault is None if the file is not an image.
 
-        The next ingest reads broken files again, but reads other files only if they
-        change.
+        The next ingest reads broken files again, but reads other files only if they change.
         """
         with sqlite_errors():
             rows = ((name, bytearray(digest)) for name, digest in images)
@@ -339,9 +320,8 @@ class Ledger:
             insert_rows(self._db, "results", "(?, NULL, ?)", failures)
 
     def apply_results(self) -> None:
-        """Apply all recorded results to the files, in the order of their names. The
-        results are recorded in decoding order, in which each would change a different
-        page of a large ledger.
+        """Apply all recorded results to the files, in the order of their names. The results are
+        recorded in decoding order, in which each would change a different page of a large ledger.
 
         If a file has several results, an image precedes a fault.
         """
@@ -375,14 +355,12 @@ class Ledger:
         return {row[0] for row in self._of_digests("SELECT digest FROM images", digests)}
 
     def removed_splits(self, digests: Sequence[bytes]) -> dict[bytes, Split]:
-        """Maps the digests of removed images among ``digests`` to the images' former
-        splits."""
+        """Maps the digests of removed images among ``digests`` to the images' former splits."""
         return dict(self._of_digests("SELECT digest, split FROM removed", digests)) if self._has_removed() else {}
 
     def former_splits(self, names: Sequence[str]) -> dict[str, Split]:
-        """Maps the names of files that are unchanged but decoded again to the files'
-        former splits. Only files among ``names`` (at most 500) are included.
-        """
+        """Maps the names of files that are unchanged but decoded again to the files' former splits.
+        Only files among ``names`` (at most 500) are included."""
         if not self._has_removed():
             return {}
         query = (
@@ -394,9 +372,8 @@ class Ledger:
         return bool(self._all("SELECT 1 FROM removed LIMIT 1"))
 
     def add_images(self, images: Iterable[tuple[bytes, int, int, int, int, int]]) -> None:
-        """Record images that were written to a shard. Each image is (digest, label,
-        slot, width in pixels, height in pixels, flaws).
-        """
+        """Record images that were written to a shard. Each image is (digest, label, slot, width in
+        pixels, height in pixels, flaws)."""
         with sqlite_errors():
             rows = ((bytearray(digest), *columns) for digest, *columns in images)
             insert_rows(self._db, "images", "(?, ?, ?, ?, ?, ?)", rows)
@@ -415,9 +392,8 @@ class Ledger:
             self._all("INSERT INTO shards VALUES (?, ?)", slot, shard.model_dump_json())
 
     def lose_shards(self, sha256s: Collection[str]) -> None:
-        """Remove lost shards and their images. The next ingest reads these images from
-        the source again and assigns them to the same splits.
-        """
+        """Remove lost shards and their images. The next ingest reads these images from the source
+        again and assigns them to the same splits."""
         self._all("DELETE FROM changes")
         for slot, shard in self.shards().items():
             if shard.sha256 in sha256s:
@@ -427,9 +403,8 @@ class Ledger:
             self.put_shard(slot, None)
 
     def remember_splits(self, digests: Iterable[bytes], split: Split) -> None:
-        """Record the split of images as if the images had been removed, so that they
-        return to this split.
-        """
+        """Record the split of images as if the images had been removed, so that they return to this
+        split."""
         self._many("INSERT OR REPLACE INTO removed VALUES (?, ?)", ((digest, split) for digest in digests))
 
     # Comparison of files with shards
@@ -437,13 +412,13 @@ class Ledger:
     def reconcile(self) -> None:
         """Update ``images`` from the files. The `changed_slots` must be rewritten.
 
-        In a published ledger, images and files agree. Therefore only the images that
-        this ingest has touched are compared with their files. In a new ledger, only
-        images with several files may have another label than a file.
+        In a published ledger, images and files agree. Therefore only the images that this ingest
+        has touched are compared with their files. In a new ledger, only images with several files
+        may have another label than a file.
 
-        An image without files is removed. An image whose files all have a new label is
-        relabeled. An image whose files have conflicting labels is removed until the
-        labels agree, and is then decoded again.
+        An image without files is removed. An image whose files all have a new label is relabeled.
+        An image whose files have conflicting labels is removed until the labels agree, and is then
+        decoded again.
         """
         self._index_files()
         unreconciled = "images i" if self.is_new else ledger_changes.TOUCHED_IMAGES
@@ -470,9 +445,8 @@ class Ledger:
         self._all("DELETE FROM removed WHERE digest IN (SELECT digest FROM images)")
 
     def swapped_classes(self) -> list[str]:
-        """One sentence for each pair of classes that swapped most of their images. Call
-        this after `reconcile`.
-        """
+        """One sentence for each pair of classes that swapped most of their images. Call this after
+        `reconcile`."""
         rows = self._all(
             "SELECT a.name, r.count, a.id, b.name, s.count, b.id"
             " FROM relabeled r JOIN relabeled s ON r.old = s.new AND r.new = s.old AND r.old < r.new"
@@ -492,9 +466,8 @@ class Ledger:
         ]
 
     def _remove_changed(self) -> None:
-        """Remove the images that have no label in ``changes``, and record the splits of
-        these images.
-        """
+        """Remove the images that have no label in ``changes``, and record the splits of these
+        images."""
         self._all("UPDATE files SET pending = 1 WHERE digest IN (SELECT digest FROM changes WHERE label IS NULL)")
         self._all(
             "INSERT OR REPLACE INTO removed SELECT digest, json_extract(shard, '$.split')"
@@ -503,21 +476,17 @@ class Ledger:
         self._all("DELETE FROM images WHERE digest IN (SELECT digest FROM changes WHERE label IS NULL)")
 
     def changed_slots(self) -> list[int]:
-        """The slots of the changed images. Call this after `reconcile` or
-        `decode_all_again`.
-        """
+        """The slots of the changed images. Call this after `reconcile` or `decode_all_again`."""
         return [row[0] for row in self._all("SELECT DISTINCT slot FROM changes ORDER BY slot")]
 
     def changes(self, slot: int) -> dict[bytes, int | None]:
-        """Maps each changed image in a slot to its new label, or to None if the image
-        is removed. Call this after `reconcile` or `decode_all_again`.
-        """
+        """Maps each changed image in a slot to its new label, or to None if the image is removed.
+        Call this after `reconcile` or `decode_all_again`."""
         return dict(self._all("SELECT digest, label FROM changes WHERE slot = ?", slot))
 
     def problems(self, height_px: int, width_px: int, resize: Resize) -> tuple[list[Problem], dict[str, int]]:
-        """For a dataset with images of the given size, return some problems of each
-        kind and the total number of problems of each kind.
-        """
+        """For a dataset with images of the given size, return some problems of each kind and the
+        total number of problems of each kind."""
         return list_problems(self._db, self.groups, height_px, width_px, resize)
 
     # SQLite
@@ -539,11 +508,11 @@ class Ledger:
 
 
 def decode_order(name: str, explicit_split: Split | None, in_order: bool) -> int:
-    """The key that sorts images in decoding order. Held-out splits come first, so an
-    image that is also in ``train`` is held out.
+    """The key that sorts images in decoding order. Held-out splits come first, so an image that is
+    also in ``train`` is held out.
 
-    Within a split, images are sorted by file name if ``in_order`` is set, and otherwise
-    by a hash of the file name. Exported images keep their order.
+    Within a split, images are sorted by file name if ``in_order`` is set, and otherwise by a hash
+    of the file name. Exported images keep their order.
     """
     if in_order:
         mixed = 0

@@ -1,13 +1,12 @@
-"""Save changes to a ledger as a file, so that an ingest that adds few images to a large
-dataset stores little data.
-"""
+"""Save changes to a ledger as a file, so that an ingest that adds few images to a large dataset
+stores little data."""
 # ruff: noqa: S608 - names of tables and columns are constants
 
 import sqlite3
 from pathlib import Path
 
-# Tables for which the changed rows are stored, with their primary keys and the columns
-# that are compared. The other tables are small, so all of their rows are stored.
+# Tables for which the changed rows are stored, with their primary keys and the columns that are
+# compared. The other tables are small, so all of their rows are stored.
 _TABLES = {
     "files": (("source", "name"), ("etag", "label", "given", "size_bytes", "pending", "digest", "fault")),
     "images": (("digest",), ("label", "slot", "width", "height", "constant")),
@@ -21,18 +20,16 @@ _TABLES = {
     "decoders": (("source",), ("decoder",)),
 }
 TOUCHED_IMAGES = "temp.touched CROSS JOIN images i ON i.digest = touched.digest"
-"""The images ``i`` that are new, or that have a new, changed or deleted file, since the
-call of `track_images`. `CROSS JOIN` prevents SQLite from reading all images.
-"""
+"""The images ``i`` that are new, or that have a new, changed or deleted file, since the call of
+`track_images`. `CROSS JOIN` prevents SQLite from reading all images."""
 _SMALL_TABLES = ("sources", "empty_folders", "hidden_folders", "notes")
 
 
 def track_changes(db: sqlite3.Connection) -> None:
-    """Start to record written rows, together with their previous content, in temporary
-    tables.
+    """Start to record written rows, together with their previous content, in temporary tables.
 
-    Some of the written rows are unchanged, such as rows for decoded images, for broken
-    files and for files that are read again.
+    Some of the written rows are unchanged, such as rows for decoded images, for broken files and
+    for files that are read again.
     """
     for table, (keys, _) in _TABLES.items():
         columns = ", ".join(keys)
@@ -77,9 +74,8 @@ def any_changed(db: sqlite3.Connection) -> bool:
 
 
 def save(db: sqlite3.Connection, path: Path) -> None:
-    """Write the changes since the call of `track_changes` to ``path``. Call this
-    outside a transaction.
-    """
+    """Write the changes since the call of `track_changes` to ``path``. Call this outside a
+    transaction."""
     db.execute("ATTACH ? AS part", (str(path),))
     db.execute("BEGIN")
     for table, (keys, _) in _TABLES.items():
@@ -114,9 +110,8 @@ def _content(table: str, row: str) -> str:
 
 
 def _changed(table: str) -> str:
-    """The FROM and WHERE clauses that select the changed rows of a table. ``w`` is a
-    row before the change, and ``t`` is the same row in its current state.
-    """
+    """The FROM and WHERE clauses that select the changed rows of a table. ``w`` is a row before the
+    change, and ``t`` is the same row in its current state."""
     keys = _TABLES[table][0]
     now = f"CASE WHEN t.{keys[0]} IS NOT NULL THEN {_content(table, 't')} END"
     return f"temp.written_{table} w LEFT JOIN main.{table} t USING ({', '.join(keys)}) WHERE w.before IS NOT {now}"

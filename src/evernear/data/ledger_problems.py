@@ -1,6 +1,5 @@
-"""The problems of a dataset, as queries over its ledger, because duplicates and
-conflicts involve several images.
-"""
+"""The problems of a dataset, as queries over its ledger, because duplicates and conflicts involve
+several images."""
 
 import sqlite3
 from collections.abc import Iterator
@@ -11,8 +10,8 @@ from evernear.data.manifest import Problem
 from evernear.data.preprocess import Flaw, Resize, choose_resize
 from evernear.data.sqlite import sqlite_errors
 
-# Maximum number of problems of each kind in a manifest. Problems that stop a run have a
-# higher limit, because each of these problems must be fixed.
+# Maximum number of problems of each kind in a manifest. Problems that stop a run have a higher
+# limit, because each of these problems must be fixed.
 _MAX_LISTED = {"undecodable": 1000, "conflicting_labels": 1000}
 _MAX_LISTED_OF_OTHERS = 20
 _MAX_NAMES = 5
@@ -44,8 +43,8 @@ WHERE digest IN (SELECT digest FROM files WHERE digest IS NOT NULL GROUP BY dige
 GROUP BY digest
 """
 
-# Most images have the same size, so ``resized`` is called once per size, and kinds of
-# problems that do not occur are excluded without reading the images again.
+# Most images have the same size, so ``resized`` is called once per size, and kinds of problems that
+# do not occur are excluded without reading the images again.
 _SIZES = """
 CREATE TEMP TABLE sizes AS
 SELECT width, height, constant, resized(width, height) AS resize
@@ -54,17 +53,15 @@ FROM (SELECT DISTINCT width, height, constant FROM images)
 
 
 _Query = tuple[str, str, tuple[object, ...]]
-"""A kind of problem, a query, and the query's values. The query returns rows of (name,
-digest or None, description). The digest is set if several files have the same digest.
-"""
+"""A kind of problem, a query, and the query's values. The query returns rows of (name, digest or
+None, description). The digest is set if several files have the same digest."""
 
 
 def list_problems(
     db: sqlite3.Connection, groups: GroupTable, height_px: int, width_px: int, resize: Resize
 ) -> tuple[list[Problem], dict[str, int]]:
-    """For a dataset with images of the given size, return some problems of each kind
-    and the total number of problems of each kind.
-    """
+    """For a dataset with images of the given size, return some problems of each kind and the total
+    number of problems of each kind."""
 
     def resized(width: int, height: int) -> str | None:
         return choose_resize((width, height), height_px, width_px, resize)
@@ -116,9 +113,7 @@ def _file_queries() -> Iterator[_Query]:
 
 
 def _image_queries(db: sqlite3.Connection, height_px: int, width_px: int) -> Iterator[_Query]:
-    """The queries for problems of images. Kinds of problems that do not occur are
-    omitted.
-    """
+    """The queries for problems of images. Kinds of problems that do not occur are omitted."""
     conditions: list[tuple[str, str, str, tuple[object, ...]]] = [
         *((kind, f"'{text}'", "constant & ?", (int(flaw),)) for kind, (flaw, text) in _FLAWS.items()),
         *((problem, _SIZE, "resize = ?", (kind,)) for problem, kind in _RESIZED.items()),

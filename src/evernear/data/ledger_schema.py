@@ -57,9 +57,7 @@ INDEXES = (
 
 
 def without_journal(db: sqlite3.Connection) -> None:
-    """Turn off the journal, because the file is a scratch copy until it is
-    published.
-    """
+    """Turn off the journal, because the file is a scratch copy until it is published."""
     db.execute(f"PRAGMA cache_size = -{_CACHE_KIB}")
     db.execute("PRAGMA journal_mode = OFF")
     db.execute("PRAGMA temp.journal_mode = OFF")
@@ -67,7 +65,6 @@ def without_journal(db: sqlite3.Connection) -> None:
 
 
 def source_uri(source: str) -> str:
-    """Normalize a source URI, because ``s3://bucket/prefix/`` and
-    ``s3://bucket/prefix`` are the same source.
-    """
+    """Normalize a source URI, because ``s3://bucket/prefix/`` and ``s3://bucket/prefix`` are the
+    same source."""
     return source.rstrip("/")

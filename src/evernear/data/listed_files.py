@@ -1,8 +1,7 @@
 """Compare the listing of a source with the files in the ledger of its dataset.
 
-Most files of a large source are unchanged, and most sources list their files sorted by
-name. A page of such a listing is compared with one range of the ledger, without a
-lookup for each name.
+Most files of a large source are unchanged, and most sources list their files sorted by name. A page
+of such a listing is compared with one range of the ledger, without a lookup for each name.
 """
 
 import sqlite3
@@ -15,9 +14,8 @@ from evernear.data.sources.base import FileEntry
 from evernear.data.sqlite import marks, sqlite_errors
 
 PAGE_NAMES = 500
-"""Maximum number of names in a page, because SQLite limits the number of parameters in
-a statement.
-"""
+"""Maximum number of names in a page, because SQLite limits the number of parameters in a
+statement."""
 _MAX_ROWS = 4 * PAGE_NAMES
 # A broken file counts as changed, so that it is decoded again.
 _ROWS = "SELECT name, CASE WHEN fault IS NULL THEN etag END, label, given, size_bytes FROM files WHERE source = ?"
@@ -26,10 +24,9 @@ _ROWS = "SELECT name, CASE WHEN fault IS NULL THEN etag END, label, given, size_
 class ListedFiles:
     """The files that a source has listed so far in this ingest.
 
-    Pages whose names follow all earlier names divide the ledger into ranges. Files that
-    are in a range but not in its page are in the table ``unlisted``. They may be in a
-    later page that is out of order. The names of such pages are in the table
-    ``listed``.
+    Pages whose names follow all earlier names divide the ledger into ranges. Files that are in a
+    range but not in its page are in the table ``unlisted``. They may be in a later page that is out
+    of order. The names of such pages are in the table ``listed``.
     """
 
     def __init__(self, db: sqlite3.Connection, source: int) -> None:

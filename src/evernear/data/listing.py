@@ -31,8 +31,8 @@ def dataset_name(settings: DataSettings, source: ArraySource | FileSource) -> st
 def list_source(
     source: ArraySource | FileSource, ledger: Ledger, uri: str, minimum: ClassMinimum = ANY_NUMBER
 ) -> Admission:
-    """Record the files and labels of a source, without classes that wait for more
-    images (`evernear.data.waiting`).
+    """Record the files and labels of a source, without classes that wait for more images
+    (`evernear.data.waiting`).
 
     Raises:
         DataError: there are no images, or there is only one class.
@@ -67,8 +67,8 @@ def list_source(
 
 
 def require_one_source(ledger: Ledger, name: str, source: str) -> None:
-    """Reject a source that would be added to a dataset of a different source only
-    because the dataset names are the same.
+    """Reject a source that would be added to a dataset of a different source only because the
+    dataset names are the same.
 
     Raises:
         DataError: the dataset has a source other than ``source``.
@@ -82,8 +82,8 @@ def require_one_source(ledger: Ledger, name: str, source: str) -> None:
 
 
 def require_groups(source: ArraySource | FileSource, settings: DataSettings, group: Grouping, ledger: Ledger) -> None:
-    """Record the groups of the listed files. Require that ``data.group`` finds a group
-    in at least one of them, and leaves images to test.
+    """Record the groups of the listed files. Require that ``data.group`` finds a group in at least
+    one of them, and leaves images to test.
 
     Raises:
         DataError: no file has a group, every class is one group, or, in the first
@@ -120,9 +120,8 @@ def require_groups(source: ArraySource | FileSource, settings: DataSettings, gro
 
 
 def _left_out(source: FileSource) -> str:
-    """A sentence about the files of a source that are not images in a class folder, or
-    an empty string if there are no such files.
-    """
+    """A sentence about the files of a source that are not images in a class folder, or an empty
+    string if there are no such files."""
     notes = [note for rule, note in source.notes.items() if rule in ("no_class", "not_an_image", "litter")]
     count = sum(note.count for note in notes)
     names = [name for note in notes for name in note.names][:_MAX_NAMES]
@@ -137,8 +136,6 @@ def _waiting(admission: Admission) -> str:
 
 
 def _natural_order(label: str) -> tuple[list[str | int], str]:
-    """Sort key that sorts 2 before 10. Labels that differ only in case also have a
-    fixed order.
-    """
+    """Sort key that sorts 2 before 10. Labels that differ only in case also have a fixed order."""
     words = re.split(r"(\d+)", label.lower())
     return [int(word) if i % 2 else word for i, word in enumerate(words)], label

@@ -1,6 +1,4 @@
-"""The immutable manifest of a dataset snapshot, which identifies shards by their
-hashes.
-"""
+"""The immutable manifest of a dataset snapshot, which identifies shards by their hashes."""
 
 import json
 from collections.abc import Mapping
@@ -48,16 +46,14 @@ class Problem(Frozen):
 
 class SmallClasses(Frozen):
     """Classes with fewer than ``minimum`` images, all of which come from review
-    (`evernear.data.waiting`). The values are numbers of images.
-    """
+    (`evernear.data.waiting`). The values are numbers of images."""
 
     minimum: int = 0
     waiting: dict[str, int] = {}
     """Classes that are left out."""
     used: dict[str, int] = {}
-    """Classes that are not left out: classes of the live release, and classes some of
-    whose files cannot be used.
-    """
+    """Classes that are not left out: classes of the live release, and classes some of whose files
+    cannot be used."""
 
     def sentence(self) -> str:
         """Name the classes that are left out. Empty if there are none."""
@@ -68,12 +64,12 @@ class SmallClasses(Frozen):
 
 
 class Manifest(Frozen):
-    """An immutable snapshot of a dataset. The next ingest creates a new snapshot whose
-    ``parent`` is this snapshot.
+    """An immutable snapshot of a dataset. The next ingest creates a new snapshot whose ``parent``
+    is this snapshot.
 
-    ``labels`` is append-only, so each label has the same number in every snapshot.
-    ``problems`` lists some problems of each kind, and ``problem_counts`` contains the
-    total number of each kind. ``created`` is UTC, ISO 8601.
+    ``labels`` is append-only, so each label has the same number in every snapshot. ``problems``
+    lists some problems of each kind, and ``problem_counts`` contains the total number of each kind.
+    ``created`` is UTC, ISO 8601.
     """
 
     remedy = "run the ingest step again"
@@ -81,10 +77,9 @@ class Manifest(Frozen):
     format: Literal[2] = 2
     name: str
     store_uri: str = ""
-    """The store from which the manifest was read, for steps that receive the manifest
-    as an artifact. The value is empty in the store itself, because a store may be
-    moved, renamed or copied.
-    """
+    """The store from which the manifest was read, for steps that receive the manifest as an
+    artifact. The value is empty in the store itself, because a store may be moved, renamed or
+    copied."""
     source: str
     created: str
     parent: str | None
@@ -92,39 +87,32 @@ class Manifest(Frozen):
     resize: Resize = "stretch"
     """How images with a different aspect ratio than the dataset were resized."""
     bit_depth: BitDepth = 16
-    """Number of bits that the values in 16-bit files use. Larger values were
-    clipped.
-    """
+    """Number of bits that the values in 16-bit files use. Larger values were clipped."""
     labels: tuple[str, ...]
     shards: tuple[Shard, ...]
     ledger_sha256: str
     ledger_changes: tuple[str, ...] = ()
     """The sha256 of each file with later changes to the ledger, in order
-    (`evernear.data.stored_ledger.apply_changes`).
-    """
+    (`evernear.data.stored_ledger.apply_changes`)."""
     groups: int = 0
-    """Number of image groups (``data.group``). Images without a group are not
-    counted.
-    """
+    """Number of image groups (``data.group``). Images without a group are not counted."""
     groups_sha256: str = ""
-    """Hash of the images' groups, as computed by
-    `evernear.data.group_table.GroupTable.sha256`. Empty without groups.
-    """
+    """Hash of the images' groups, as computed by `evernear.data.group_table.GroupTable.sha256`.
+    Empty without groups."""
     problems: tuple[Problem, ...] = ()
     problem_counts: dict[str, int] = {}
     reviewed: int = 0
     """Number of images from review, which are only in the train and gallery splits."""
     reviewed_left_out: dict[Split, dict[str, int]] = {}
-    """Number of images from review that were in the test or query split, by former
-    split and label.
-    """
+    """Number of images from review that were in the test or query split, by former split and
+    label."""
     small_classes: SmallClasses = SmallClasses()
     """Classes from review with too few images."""
 
     @classmethod
     def from_store(cls, data: bytes, store: Store, key: str) -> "Manifest":
-        """Parse the object ``key`` in ``store``, even if the object was written for a
-        different store.
+        """Parse the object ``key`` in ``store``, even if the object was written for a different
+        store.
 
         Raises:
             IntegrityError: the object is not a valid manifest.
@@ -137,9 +125,8 @@ class Manifest(Frozen):
 
     @property
     def digest(self) -> str:
-        """sha256 of the content (images, labels, splits, groups, order, problems),
-        which does not depend on the store.
-        """
+        """sha256 of the content (images, labels, splits, groups, order, problems), which does not
+        depend on the store."""
         identity = self.model_dump(mode="json", include=_IDENTITY)
         return sha256_bytes(json.dumps(identity, sort_keys=True, separators=(",", ":")).encode())
 
@@ -148,9 +135,8 @@ class Manifest(Frozen):
         return sum(shard.count for shard in self.shards if shard.split == split)
 
     def label_counts(self, split: Split) -> dict[str, int]:
-        """The number of images of each label in one split, in the order of ``labels``.
-        Labels without images are included.
-        """
+        """The number of images of each label in one split, in the order of ``labels``. Labels
+        without images are included."""
         counts = dict.fromkeys(self.labels, 0)
         for shard in self.shards:
             if shard.split == split:
@@ -159,17 +145,14 @@ class Manifest(Frozen):
         return counts
 
     def images_by_class(self) -> dict[str, int]:
-        """The number of images of each label in all splits. Labels without images are
-        omitted.
-        """
+        """The number of images of each label in all splits. Labels without images are omitted."""
         per_split = [self.label_counts(split) for split in SPLITS]
         totals = {label: sum(counts[label] for counts in per_split) for label in self.labels}
         return {label: count for label, count in totals.items() if count}
 
     def summary(self) -> str:
-        """One line that states the number of images per split, the number of classes
-        and the image size.
-        """
+        """One line that states the number of images per split, the number of classes and the image
+        size."""
         counts = ", ".join(f"{self.count(split):,} {split}" for split in SPLITS)
         classes = len(self.images_by_class())
         height, width, channels = self.shape
@@ -180,9 +163,7 @@ class Manifest(Frozen):
 
 
 def counted(classes: Mapping[str, int], minimum: int) -> str:
-    """The first of ``classes``, each with its number of images, as in
-    ``sevn (1 of 10)``.
-    """
+    """The first of ``classes``, each with its number of images, as in ``sevn (1 of 10)``."""
     names = [f"{label} ({count} of {minimum})" for label, count in classes.items()]
     more = f" and {len(names) - _MAX_NAMES:,} more" if len(names) > _MAX_NAMES else ""
     return ", ".join(names[:_MAX_NAMES]) + more
@@ -194,8 +175,8 @@ def manifest_key(name: str, digest: str) -> str:
 
 
 def find_manifest(store: Store, name: str, digest: str) -> Manifest | None:
-    """Find the snapshot ``digest`` of the dataset ``name``. Return None if ``store``
-    does not contain the snapshot.
+    """Find the snapshot ``digest`` of the dataset ``name``. Return None if ``store`` does not
+    contain the snapshot.
 
     Raises:
         IntegrityError: the snapshot's manifest is damaged.
@@ -228,9 +209,8 @@ def ledger_key(name: str, sha256: str) -> str:
 
 
 def save_manifest(manifest: Manifest, directory: Path) -> None:
-    """Write ``manifest.json`` into ``directory``. A pipeline step receives only this
-    file as the dataset artifact.
-    """
+    """Write ``manifest.json`` into ``directory``. A pipeline step receives only this file as the
+    dataset artifact."""
     manifest.save(directory / FILE_NAME)
 
 

@@ -1,6 +1,4 @@
-"""The images in a packed file (`evernear.data.sources.packed`), as recorded in a
-ledger.
-"""
+"""The images in a packed file (`evernear.data.sources.packed`), as recorded in a ledger."""
 
 import sqlite3
 from collections.abc import Iterator
@@ -12,9 +10,8 @@ _PAGE = 500
 
 
 def members(db: sqlite3.Connection, source: int | None, file: str, etag: str) -> Iterator[FileEntry]:
-    """If ``file`` had the given ``etag`` in its last listing, yield the images in the
-    file, sorted by name. Otherwise yield nothing.
-    """
+    """If ``file`` had the given ``etag`` in its last listing, yield the images in the file, sorted
+    by name. Otherwise yield nothing."""
     query = (
         "SELECT name, etag, label, given, size_bytes FROM files"
         " WHERE source = ? AND name > ? AND name < ? ORDER BY name LIMIT ?"

@@ -1,11 +1,10 @@
-"""Find test images that are nearly identical to an image from which a release is built,
-such as frames of one scene.
+"""Find test images that are nearly identical to an image from which a release is built, such as
+frames of one scene.
 
-Two images are near-duplicates if the correlation of their 16 x 16 gray pixels is at
-least `CORRELATION`. This comparison ignores shifts by one pixel, differences in
-brightness, and JPEG noise. Simple images can look alike without showing the same scene.
-A share of up to `MAX_SHARE` is therefore not considered a leak. See
-docs/decisions/0026-groups.md for the measurement.
+Two images are near-duplicates if the correlation of their 16 x 16 gray pixels is at least
+`CORRELATION`. This comparison ignores shifts by one pixel, differences in brightness, and JPEG
+noise. Simple images can look alike without showing the same scene. A share of up to `MAX_SHARE` is
+therefore not considered a leak. See docs/decisions/0026-groups.md for the measurement.
 """
 
 import base64
@@ -29,9 +28,8 @@ MAX_SHARE = 0.3
 TEST_MAX = 2_000
 """Maximum number of test images that are compared."""
 MAX_READ_BYTES = 2**31
-"""Maximum number of pixel bytes with which the test images are compared: about 3
-million images of 28 x 28 gray pixels, or 14,000 images of 224 x 224 color pixels.
-"""
+"""Maximum number of pixel bytes with which the test images are compared: about 3 million images of
+28 x 28 gray pixels, or 14,000 images of 224 x 224 color pixels."""
 MAX_PAIRS = 6
 _NAMED_PAIRS = 200
 _TILE_PX = 96
@@ -40,9 +38,7 @@ _SEEN: tuple[Split, ...] = ("train", "gallery")
 
 
 class NearDuplicatePair(Frozen):
-    """A test image and an image from a different split, as base64-encoded WebP
-    images.
-    """
+    """A test image and an image from a different split, as base64-encoded WebP images."""
 
     test: str
     seen: str
@@ -50,9 +46,7 @@ class NearDuplicatePair(Frozen):
 
 
 class NearDuplicates(Frozen):
-    """The number of test images that have a near-duplicate in the train or gallery
-    split.
-    """
+    """The number of test images that have a near-duplicate in the train or gallery split."""
 
     found: int
     compared: int
@@ -67,15 +61,13 @@ class NearDuplicates(Frozen):
 
     @property
     def is_leak(self) -> bool:
-        """Whether the share of near-duplicates indicates that some scenes are in the
-        test split and also in the train or gallery split.
-        """
+        """Whether the share of near-duplicates indicates that some scenes are in the test split and
+        also in the train or gallery split."""
         return self.found > MAX_SHARE * self.compared
 
     def sentence(self) -> str:
-        """A sentence with the share of near-duplicates, the number of compared images,
-        and the advice.
-        """
+        """A sentence with the share of near-duplicates, the number of compared images, and the
+        advice."""
         of = f"{self.compared:,} of {quantity(self.test_images, 'test image')}"
         of = of if self.compared < self.test_images else quantity(self.test_images, "test image")
         where = f" {self.seen:,} of the images of" if self.seen < self.seen_images else ""
@@ -87,12 +79,12 @@ class NearDuplicates(Frozen):
 
 
 def find_near_duplicates(dataset: Dataset, group: str = "") -> NearDuplicates:
-    """Compare the test images with images from the train and gallery splits. ``group``
-    is ``data.group``.
+    """Compare the test images with images from the train and gallery splits. ``group`` is
+    ``data.group``.
 
-    At most `TEST_MAX` test images are compared with at most `MAX_READ_BYTES` of train
-    and gallery images. The test images and the shards of the other images are evenly
-    spaced. Memory use does not grow with the size of the dataset.
+    At most `TEST_MAX` test images are compared with at most `MAX_READ_BYTES` of train and gallery
+    images. The test images and the shards of the other images are evenly spaced. Memory use does
+    not grow with the size of the dataset.
 
     Raises:
         IntegrityError: a shard is damaged, or the ledger is damaged.
@@ -134,8 +126,8 @@ def find_near_duplicates(dataset: Dataset, group: str = "") -> NearDuplicates:
 
 
 def reduced(images: Pixels) -> NDArray[np.float32]:
-    """Reduce images (N, H, W, C) to gray averages over 16 x 16 areas (N, D). The
-    averages are standardized so that dot products are correlations.
+    """Reduce images (N, H, W, C) to gray averages over 16 x 16 areas (N, D). The averages are
+    standardized so that dot products are correlations.
 
     Constant images become zeros.
     """
@@ -151,9 +143,8 @@ def reduced(images: Pixels) -> NDArray[np.float32]:
 
 
 def _areas(size: int, parts: int) -> NDArray[np.float32]:
-    """A matrix of shape (``parts``, ``size``) that averages over areas of equal size,
-    as adaptive average pooling does.
-    """
+    """A matrix of shape (``parts``, ``size``) that averages over areas of equal size, as adaptive
+    average pooling does."""
     weights = np.zeros((parts, size), np.float32)
     for part in range(parts):
         start, stop = part * size // parts, -(-(part + 1) * size // parts)
@@ -175,17 +166,14 @@ def _numbered(blocks: Iterator[Block]) -> Iterator[tuple[int, Block]]:
 
 
 def _every(block: Block, step: int, start: int) -> tuple[NDArray[np.float32], NDArray[np.uint8]]:
-    """Vectors and digests of every ``step``-th image in a split, for a block that
-    begins at position ``start`` of the split.
-    """
+    """Vectors and digests of every ``step``-th image in a split, for a block that begins at
+    position ``start`` of the split."""
     chosen = slice(-start % step, None, step)
     return reduced(block.images[chosen]), block.digests[chosen]
 
 
 def _spread(dataset: Dataset) -> list[Shard]:
-    """Evenly spaced shards of the train and gallery splits, of about `MAX_READ_BYTES`
-    in total.
-    """
+    """Evenly spaced shards of the train and gallery splits, of about `MAX_READ_BYTES` in total."""
     shards = [shard for split in _SEEN for shard in dataset.shards(split)]
     return shards[:: -(-sum(shard.size_bytes for shard in shards) // MAX_READ_BYTES)]
 
@@ -193,9 +181,7 @@ def _spread(dataset: Dataset) -> list[Shard]:
 def _pairs(
     dataset: Dataset, digests: NDArray[np.uint8], pictures: dict[int, tuple[str, float]]
 ) -> tuple[NearDuplicatePair, ...]:
-    """The pairs in ``pictures``. The test images are read again to get their
-    pictures.
-    """
+    """The pairs in ``pictures``. The test images are read again to get their pictures."""
     wanted = {digests[row].tobytes(): seen for row, seen in pictures.items()}
     pairs: list[NearDuplicatePair] = []
     for block in _blocks(dataset, dataset.shards("test")) if wanted else ():

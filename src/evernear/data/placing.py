@@ -15,14 +15,12 @@ from evernear.settings import DataSettings
 
 
 class Placer:
-    """Chooses splits. Each group counts as one image, so that a class with a few large
-    groups also has test images.
-    """
+    """Chooses splits. Each group counts as one image, so that a class with a few large groups also
+    has test images."""
 
     def __init__(self, settings: DataSettings, candidates: tuple[Split, ...], ledger: Ledger, group: Grouping) -> None:
-        """Continue from the images that are recorded in ``ledger``. ``candidates``
-        contains the splits that ingest may choose.
-        """
+        """Continue from the images that are recorded in ``ledger``. ``candidates`` contains the
+        splits that ingest may choose."""
         self._candidates, self._ledger, self._group = candidates, ledger, group
         self._fractions = cache(lambda candidates: split_fractions(candidates, settings))
         self._counts: defaultdict[str, Counter[Split]] = defaultdict(Counter)
@@ -41,12 +39,10 @@ class Placer:
         explicit_splits: Sequence[Split | None],
         former_splits: Mapping[str, Split],
     ) -> dict[int, Split]:
-        """Map the positions of new images to the splits of these images. Images that
-        are already in the dataset are omitted from the result. A call takes at most 500
-        images.
+        """Map the positions of new images to the splits of these images. Images that are already in
+        the dataset are omitted from the result. A call takes at most 500 images.
 
-        ``former_splits`` maps the name of each unchanged file that is decoded again to
-        its split.
+        ``former_splits`` maps the name of each unchanged file that is decoded again to its split.
         """
         known = self._ledger.stored_digests(digests)
         reviewed = self._ledger.reviewed.among(digests)
@@ -81,9 +77,7 @@ class Placer:
     def _choose_for_group(
         self, label: str, group: str, members: Members, labels: Sequence[str], candidates: tuple[Split, ...]
     ) -> Split:
-        """Choose the split of an image in a group. ``labels`` are all labels of the
-        group.
-        """
+        """Choose the split of an image in a group. ``labels`` are all labels of the group."""
         if followed := _followed(members, candidates):
             return followed
         others = [other for other in labels if other != label]
@@ -96,9 +90,8 @@ class Placer:
 
 
 def _followed(members: Members, candidates: Sequence[Split]) -> Split | None:
-    """The split among ``candidates`` that contains the most images of a group, or None
-    if no candidate contains an image of the group.
-    """
+    """The split among ``candidates`` that contains the most images of a group, or None if no
+    candidate contains an image of the group."""
     images: Counter[Split] = Counter()
     for (_, split), count in members.items():
         images[split] += count

@@ -39,13 +39,10 @@ from evernear.errors import EvernearError
 from evernear.settings import DataSettings
 
 RunParts = Callable[[Parts, OpenWorker], object]
-"""Runs all parts that do not have a result yet. The `OpenWorker` opens a worker in this
-process.
-"""
+"""Runs all parts that do not have a result yet. The `OpenWorker` opens a worker in this process."""
 PART_SIZE_BYTES = 2**30
-"""Maximum total size of the files in a part, and also of their pixels in the form of
-the dataset.
-"""
+"""Maximum total size of the files in a part, and also of their pixels in the form of the
+dataset."""
 _MERGED_FILES = 256
 PART_NAMES = 20_000
 """Maximum number of files in a part, which limits the work that a killed ingest loses."""
@@ -56,12 +53,11 @@ _OF_SPEED = {"nodes", "reread"}
 def parts_folder(
     snapshots: Snapshots, settings: DataSettings, parent: Manifest | None, decoder: str, max_size_px: int, adopt: bool
 ) -> str:
-    """Choose the folder in which the plans of an ingest are stored. If ``adopt`` is
-    set, plans of an earlier ingest that started from the same state are reused.
-    """
+    """Choose the folder in which the plans of an ingest are stored. If ``adopt`` is set, plans of
+    an earlier ingest that started from the same state are reused."""
     ledger = (parent.ledger_sha256, *parent.ledger_changes) if parent else ()
-    # The key includes the names of all settings, because a version with different
-    # settings could not read the plans.
+    # The key includes the names of all settings, because a version with different settings could
+    # not read the plans.
     chosen = f"{[*DataSettings.model_fields]} {settings.model_dump_json(exclude=_OF_SPEED)} {max_size_px}"
     begun = f"{chosen} {ledger} {decoder}"
     key = sha256_bytes(begun.encode()) if adopt else uuid4().hex
@@ -69,9 +65,8 @@ def parts_folder(
 
 
 def planned_form(store: Store, folder: str) -> ImageForm | None:
-    """The image form in the plan of a killed ingest, or None if no plan exists. Without
-    this plan, a different sample of the files might lead to a different form.
-    """
+    """The image form in the plan of a killed ingest, or None if no plan exists. Without this plan,
+    a different sample of the files might lead to a different form."""
     parts = Parts.find(store, f"{folder}/0")
     return Shared.model_validate(parts.plan.shared).form if parts else None
 
@@ -86,8 +81,8 @@ def decode_in_parts(
     run: RunParts,
     on_files: Callable[[int], None],
 ) -> list[Parts]:
-    """Decode the pending files in ``ledger``. Return the plans whose parts contain the
-    results, with the newest plan first.
+    """Decode the pending files in ``ledger``. Return the plans whose parts contain the results,
+    with the newest plan first.
 
     Raises:
         MissingObjectError: a different ingest of the same files finished and deleted the
@@ -118,11 +113,11 @@ def decode_in_parts(
 
 
 def cut(entries: Iterable[FileEntry], source: FileSource, names: int, image_bytes: int) -> Iterator[IngestPart]:
-    """Yield parts with at most ``names`` files and `PART_SIZE_BYTES` of data. A file
-    that is larger than `PART_SIZE_BYTES` is a separate part.
+    """Yield parts with at most ``names`` files and `PART_SIZE_BYTES` of data. A file that is larger
+    than `PART_SIZE_BYTES` is a separate part.
 
-    A file that contains many images is not divided between parts, because each part
-    would have to read the whole file.
+    A file that contains many images is not divided between parts, because each part would have to
+    read the whole file.
     """
     names = min(names, max(1, PART_SIZE_BYTES // image_bytes))
     part, size_bytes = list[FileEntry](), 0
@@ -137,9 +132,8 @@ def cut(entries: Iterable[FileEntry], source: FileSource, names: int, image_byte
 
 
 def _units(entries: Iterable[FileEntry], source: FileSource) -> Iterator[tuple[list[FileEntry], int]]:
-    """Yield units that cannot be divided, which are single files or all images in a
-    packed file. Each unit is yielded with its size in bytes.
-    """
+    """Yield units that cannot be divided, which are single files or all images in a packed file.
+    Each unit is yielded with its size in bytes."""
     if not isinstance(source, PackedFiles):
         return (([entry], entry.size_bytes) for entry in entries)
     units = (list(images) for _, images in groupby(entries, key=lambda entry: source.file_of(entry.name)))
@@ -147,9 +141,8 @@ def _units(entries: Iterable[FileEntry], source: FileSource) -> Iterator[tuple[l
 
 
 def in_order(plans: list[Iterator[DecodedFiles]], source: FileSource) -> Iterator[DecodedFiles]:
-    """Merge the decoded files of several plans, in the order in which a single plan
-    would decode the files.
-    """
+    """Merge the decoded files of several plans, in the order in which a single plan would decode
+    the files."""
     if len(plans) == 1:
         return plans[0]
 

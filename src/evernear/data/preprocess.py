@@ -1,6 +1,5 @@
-"""Decode and resize images. Ingest and serving use this code, so that both prepare
-images in the same way.
-"""
+"""Decode and resize images. Ingest and serving use this code, so that both prepare images in the
+same way."""
 
 import hashlib
 import struct
@@ -31,25 +30,21 @@ from evernear.data.reduction import (
 
 Pixels = NDArray[np.uint8]
 Resize = Literal["auto", "crop", "letterbox", "stretch"]
-"""How an image with a different aspect ratio than the dataset is resized. ``crop`` uses
-only the center of the image, ``letterbox`` adds gray bars, and ``stretch`` distorts the
-image. ``auto`` means ``crop``, or ``letterbox`` if a crop would lose more than
-`MAX_CROPPED` of the image.
-"""
+"""How an image with a different aspect ratio than the dataset is resized. ``crop`` uses only the
+center of the image, ``letterbox`` adds gray bars, and ``stretch`` distorts the image. ``auto``
+means ``crop``, or ``letterbox`` if a crop would lose more than `MAX_CROPPED` of the image."""
 MAX_CROPPED = 0.5
 BAR_VALUE = 128
 """The gray value of the bars in a letterboxed image."""
 
 DECODE_BYTES_PER_PIXEL = 12
-"""Peak memory for decoding. A progressive CMYK JPEG requires 8 bytes of coefficients
-and 4 bytes of pixels at the same time.
-"""
+"""Peak memory for decoding. A progressive CMYK JPEG requires 8 bytes of coefficients and 4 bytes of
+pixels at the same time."""
 _BAND_PIXELS = 2**20
 _MIN_SPAN = 16
 """Minimum range of gray values, out of 256. An image with a smaller range is faint."""
 
-# Exceptions that Pillow's decoders raise for broken files, according to Pillow's source
-# code.
+# Exceptions that Pillow's decoders raise for broken files, according to Pillow's source code.
 _BROKEN = (
     OSError,
     SyntaxError,
@@ -75,9 +70,8 @@ _TRANSPOSITIONS = {
 
 
 class NetworkInput(Frozen):
-    """How a network adapts images to its backbone. The network resizes a center crop of
-    each image to a different size.
-    """
+    """How a network adapts images to its backbone. The network resizes a center crop of each image
+    to a different size."""
 
     crop_height_px: int
     crop_width_px: int
@@ -87,12 +81,11 @@ class NetworkInput(Frozen):
 
 
 class Preprocessing(Frozen):
-    """The preprocessing of images for a network. The preprocessing is part of every
-    release.
+    """The preprocessing of images for a network. The preprocessing is part of every release.
 
-    `to_array` applies the size, ``resize`` and the number of channels, and returns a
-    uint8 array. The exported network itself applies ``mean`` and ``std`` per channel,
-    on a scale from 0 to 1, and ``network_input``.
+    `to_array` applies the size, ``resize`` and the number of channels, and returns a uint8 array.
+    The exported network itself applies ``mean`` and ``std`` per channel, on a scale from 0 to 1,
+    and ``network_input``.
     """
 
     height_px: int
@@ -105,8 +98,7 @@ class Preprocessing(Frozen):
     resize: Resize = "stretch"
     bit_depth: BitDepth = 16
     """Number of bits that the values in 16-bit files use, as in
-    `evernear.data.manifest.Manifest`.
-    """
+    `evernear.data.manifest.Manifest`."""
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -121,9 +113,8 @@ class Flaw(IntFlag):
     CONSTANT = 1
     """All pixels in the file have the same value."""
     FAINT = 2
-    """After the reduction to 8 bits, the image has fewer than `_MIN_SPAN` different
-    values, although the file has more contrast.
-    """
+    """After the reduction to 8 bits, the image has fewer than `_MIN_SPAN` different values,
+    although the file has more contrast."""
     CLIPPED = 4
     """The file contains values that exceed the bit depth."""
 
@@ -131,8 +122,8 @@ class Flaw(IntFlag):
 class Picture(NamedTuple):
     """A decoded 8-bit image with mode ``L`` (gray) or ``RGB``.
 
-    ``identity`` is a hash that identifies the content of the file. If the 8-bit image
-    has less contrast than the file, ``span`` is the contrast of the file.
+    ``identity`` is a hash that identifies the content of the file. If the 8-bit image has less
+    contrast than the file, ``span`` is the contrast of the file.
     """
 
     image: Image.Image
@@ -141,9 +132,8 @@ class Picture(NamedTuple):
     clipped: bool = False
 
     def digest(self) -> bytes:
-        """A digest that identifies the file's content. Two files whose images become
-        equal only after the reduction to 8 bits have different identities.
-        """
+        """A digest that identifies the file's content. Two files whose images become equal only
+        after the reduction to 8 bits have different identities."""
         return self.identity or image_digest(self.image)
 
     def flaws(self) -> Flaw:
@@ -157,8 +147,7 @@ class Picture(NamedTuple):
 
 
 def decode(data: bytes, max_pixels: int, name: str = "The image", bit_depth: BitDepth = 16) -> Image.Image:
-    """Decode a PNG, JPEG or WebP file to an 8-bit image with mode ``L`` (gray) or
-    ``RGB``.
+    """Decode a PNG, JPEG or WebP file to an 8-bit image with mode ``L`` (gray) or ``RGB``.
 
     Raises:
         DataError: as in `inspect` and `decode_inspected`.
@@ -167,12 +156,12 @@ def decode(data: bytes, max_pixels: int, name: str = "The image", bit_depth: Bit
 
 
 def decode_inspected(file: EncodedImage, bit_depth: BitDepth) -> Picture:
-    """Decode a file to 8 bits after `inspect` has accepted the file. Memory use stays
-    below `decode_size_bytes`.
+    """Decode a file to 8 bits after `inspect` has accepted the file. Memory use stays below
+    `decode_size_bytes`.
 
-    EXIF orientation is applied. Palette images and CMYK images are converted to RGB.
-    Transparent images are placed over a background (`evernear.data.reduction.flatten`).
-    The values in 16-bit files are interpreted with ``bit_depth``.
+    EXIF orientation is applied. Palette images and CMYK images are converted to RGB. Transparent
+    images are placed over a background (`evernear.data.reduction.flatten`). The values in 16-bit
+    files are interpreted with ``bit_depth``.
 
     Raises:
         DataError: the file is broken.
@@ -193,8 +182,8 @@ def decode_inspected(file: EncodedImage, bit_depth: BitDepth) -> Picture:
 
 
 def is_gray(file: EncodedImage) -> bool:
-    """Whether `decode_inspected` returns a gray image for a file that `inspect` has
-    accepted. Only the header is read.
+    """Whether `decode_inspected` returns a gray image for a file that `inspect` has accepted. Only
+    the header is read.
 
     Raises:
         DataError: the file's header is broken.
@@ -204,8 +193,8 @@ def is_gray(file: EncodedImage) -> bool:
 
 
 def bit_depth_of(file: EncodedImage) -> BitDepth | None:
-    """The smallest bit depth that can represent all values in a 16-bit file, or None
-    for a file that does not have 16 bits.
+    """The smallest bit depth that can represent all values in a 16-bit file, or None for a file
+    that does not have 16 bits.
 
     Raises:
         DataError: the file is broken.
@@ -216,16 +205,14 @@ def bit_depth_of(file: EncodedImage) -> BitDepth | None:
 
 
 def decode_size_bytes(max_pixels: int) -> int:
-    """Peak memory of `decode_inspected` and `to_array` for an image of ``max_pixels``
-    pixels, excluding the file.
-    """
+    """Peak memory of `decode_inspected` and `to_array` for an image of ``max_pixels`` pixels,
+    excluding the file."""
     return max_pixels * DECODE_BYTES_PER_PIXEL
 
 
 def choose_resize(size: tuple[int, int], height_px: int, width_px: int, resize: Resize) -> Resize | None:
-    """Choose how an image of ``size`` (width, height) is resized. Return None if the
-    image already has the target aspect ratio, to within a pixel.
-    """
+    """Choose how an image of ``size`` (width, height) is resized. Return None if the image already
+    has the target aspect ratio, to within a pixel."""
     width, height = _largest(size, height_px, width_px)
     if abs(width - size[0]) < 1 and abs(height - size[1]) < 1:
         return None
@@ -235,9 +222,8 @@ def choose_resize(size: tuple[int, int], height_px: int, width_px: int, resize: 
 
 
 def to_array(image: Image.Image, height_px: int, width_px: int, channels: int, resize: Resize = "stretch") -> Pixels:
-    """Convert an image from `decode` to a uint8 array of shape (H, W, C). If the image
-    does not have the target size, it is resized (bilinear, antialiased).
-    """
+    """Convert an image from `decode` to a uint8 array of shape (H, W, C). If the image does not
+    have the target size, it is resized (bilinear, antialiased)."""
     image = as_mode(image, "L" if channels == 1 else "RGB")
     target = (width_px, height_px)
     if image.size != target:
@@ -251,17 +237,15 @@ def to_array(image: Image.Image, height_px: int, width_px: int, channels: int, r
 
 
 def _largest(size: tuple[int, int], height_px: int, width_px: int) -> tuple[float, float]:
-    """Width and height of the largest box within ``size`` (width, height) with the
-    aspect ratio of ``width_px`` to ``height_px``.
-    """
+    """Width and height of the largest box within ``size`` (width, height) with the aspect ratio of
+    ``width_px`` to ``height_px``."""
     scale = max(width_px / size[0], height_px / size[1])
     return width_px / scale, height_px / scale
 
 
 def _crop(size: tuple[int, int], target: tuple[int, int]) -> tuple[float, float, float, float]:
-    """The largest centered box (left, top, right, bottom) with the aspect ratio of
-    ``target`` in an image of ``size``.
-    """
+    """The largest centered box (left, top, right, bottom) with the aspect ratio of ``target`` in an
+    image of ``size``."""
     width, height = _largest(size, target[1], target[0])
     left, top = (size[0] - width) / 2, (size[1] - height) / 2
     return max(left, 0.0), max(top, 0.0), min(left + width, size[0]), min(top + height, size[1])
@@ -277,9 +261,8 @@ def _letterbox(image: Image.Image, target: tuple[int, int]) -> Image.Image:
 
 
 def pixels_digest(mode: str, width_px: int, height_px: int, pixels: bytes) -> bytes:
-    """A digest that identifies an image: the sha256 of its mode, size and raw 8-bit
-    pixels before it is resized.
-    """
+    """A digest that identifies an image: the sha256 of its mode, size and raw 8-bit pixels before
+    it is resized."""
     return _digest(mode, width_px, height_px, [pixels])
 
 
@@ -333,8 +316,7 @@ def _has_transparency(image: Image.Image) -> bool:
 
 
 def _scale_transparency(image: Image.Image, file: EncodedImage) -> None:
-    """Scale the transparent value of a 2-bit or 4-bit gray image to 8 bits, in the same
-    way as Pillow scales the pixels.
-    """
+    """Scale the transparent value of a 2-bit or 4-bit gray image to 8 bits, in the same way as
+    Pillow scales the pixels."""
     if file.format == "PNG" and file.data[25] == 0 and file.data[24] in (2, 4) and "transparency" in image.info:
         image.info["transparency"] *= 255 // (2 ** file.data[24] - 1)

@@ -113,10 +113,8 @@ PROBLEMS = {
         "; look at",
     ),
 }
-"""The text for a single file, the text for several files, and the words before the
-names of the files. If the last words are empty, the message mentions one affected file
-as an example.
-"""
+"""The text for a single file, the text for several files, and the words before the names of the
+files. If the last words are empty, the message mentions one affected file as an example."""
 
 ADVICE = {
     "nested_folder": " If the innermost folders are the classes, add --set data.layout=innermost; if the labels are"

@@ -28,9 +28,9 @@ _ELSEWHERE = "in another --workdir or store, because images of an existing datas
 
 
 def propose_group(dataset: Dataset, pairs: Sequence[tuple[bytes, bytes]], share: float, current: str) -> str:
-    """Return advice for a dataset that has near-duplicates in different splits.
-    ``pairs`` contains digests of near-duplicates, ``share`` is the share of the test
-    images that have one, and ``current`` is the value of ``data.group``.
+    """Return advice for a dataset that has near-duplicates in different splits. ``pairs`` contains
+    digests of near-duplicates, ``share`` is the share of the test images that have one, and
+    ``current`` is the value of ``data.group``.
 
     Raises:
         IntegrityError, StoreError: the ledger of the dataset is missing or damaged.
@@ -80,12 +80,11 @@ def propose_group(dataset: Dataset, pairs: Sequence[tuple[bytes, bytes]], share:
 def _best(
     ledger: PublishedGroups, pairs: Sequence[tuple[bytes, bytes]], share: float, current: str
 ) -> tuple[str, int] | None:
-    """The setting that puts the most pairs into one group each and, among settings that
-    do so with enough pairs, makes the most groups. Also return the number of groups.
-    None if no setting fits.
+    """The setting that puts the most pairs into one group each and, among settings that do so with
+    enough pairs, makes the most groups. Also return the number of groups. None if no setting fits.
 
-    A setting fits only if few near-duplicates would be left, most classes have enough
-    groups to be trained and tested, and a class has enough for all splits.
+    A setting fits only if few near-duplicates would be left, most classes have enough groups to be
+    trained and tested, and a class has enough for all splits.
     """
     files = ledger.files([digest for pair in pairs for digest in pair])
     best, found = (0.0, 0), None

@@ -1,17 +1,15 @@
-"""Select independent queries from live queries. Live queries arrive in blocks, such as
-the frames of one scene or a burst from one camera.
+"""Select independent queries from live queries. Live queries arrive in blocks, such as the frames
+of one scene or a burst from one camera.
 
-Statistical tests assume independent queries. Without this selection, ten frames of one
-scene would count as ten queries. Therefore, only the first query of each block is used.
-A test with such a sample is valid for any block size (Hoffman, Sen and Weinberg 2001,
-"Within-cluster resampling").
+Statistical tests assume independent queries. Without this selection, ten frames of one scene would
+count as ten queries. Therefore, only the first query of each block is used. A test with such a
+sample is valid for any block size (Hoffman, Sen and Weinberg 2001, "Within-cluster resampling").
 
-The log does not show where a block ends, so the selected queries are at least a certain
-gap in time apart. The smallest sufficient gap is the gap at which queries are no more
-similar to the queries just before them than to other queries of the same predicted
-class. The selection uses twice this gap, because the test does not notice a few pairs
-from the same block at the smallest gap. If all queries are independent, all queries are
-selected.
+The log does not show where a block ends, so the selected queries are at least a certain gap in time
+apart. The smallest sufficient gap is the gap at which queries are no more similar to the queries
+just before them than to other queries of the same predicted class. The selection uses twice this
+gap, because the test does not notice a few pairs from the same block at the smallest gap. If all
+queries are independent, all queries are selected.
 """
 
 import numpy as np
@@ -24,28 +22,24 @@ GAPS_S = (0.0, *(float(2**power) for power in range(13)))
 SAMPLE = 2000
 """Maximum number of queries that are compared."""
 _COMPARED = 8
-"""Number of preceding queries with which each query is compared. Only the nearest of
-these queries counts, because several cameras may take turns, and the images may change
-within the window.
-"""
+"""Number of preceding queries with which each query is compared. Only the nearest of these queries
+counts, because several cameras may take turns, and the images may change within the window."""
 _ALIKE = 0.9
-"""Queries count as similar if the distance to the nearest earlier query is at most this
-fraction of the distance to other queries, and if the difference is significant.
-"""
+"""Queries count as similar if the distance to the nearest earlier query is at most this fraction of
+the distance to other queries, and if the difference is significant."""
 _FALSE_ALARM_RATE = 0.001
-"""Probability that the independent queries of a window count as similar. They would
-then be discarded, and too few would remain to test for drift. The rate is divided by
-the number of comparisons.
-"""
+"""Probability that the independent queries of a window count as similar. They would then be
+discarded, and too few would remain to test for drift. The rate is divided by the number of
+comparisons."""
 _MIN_CLASS = 10
 
 
 def independent_queries(live: Queries, seed: int = 0) -> tuple[Queries, float]:
-    """Return a sample without dependent queries, and the minimum gap between its
-    queries in seconds.
+    """Return a sample without dependent queries, and the minimum gap between its queries in
+    seconds.
 
-    If queries are still similar at the largest gap, or if too few queries remain for
-    the comparison, the sample for the last gap is returned.
+    If queries are still similar at the largest gap, or if too few queries remain for the
+    comparison, the sample for the last gap is returned.
     """
     rng = np.random.default_rng(seed)
     rows = np.arange(len(live)) if len(live) <= SAMPLE else rng.choice(len(live), SAMPLE, replace=False)
@@ -59,9 +53,7 @@ def independent_queries(live: Queries, seed: int = 0) -> tuple[Queries, float]:
 
 
 def _apart(at_s: NDArray[np.float64], gap_s: float) -> NDArray[np.intp]:
-    """Rows in chronological order whose queries are at least ``gap_s`` seconds
-    apart.
-    """
+    """Rows in chronological order whose queries are at least ``gap_s`` seconds apart."""
     rows: list[int] = []
     last = -np.inf
     for row, time_s in enumerate(at_s.tolist()):
@@ -72,15 +64,15 @@ def _apart(at_s: NDArray[np.float64], gap_s: float) -> NDArray[np.intp]:
 
 
 def _are_alike(queries: Queries, rng: np.random.Generator) -> bool:
-    """Whether the queries of any class, or of all classes together, are similar to the
-    queries just before them.
+    """Whether the queries of any class, or of all classes together, are similar to the queries just
+    before them.
 
     Queries are compared within classes, because the mix of classes changes with time.
     """
     points = queries.coordinates if queries.coordinates.shape[1] else queries.distances[:, None]
-    labels = queries.labels if queries.labels is not None else np.zeros(len(queries), "U1")
     classes = [
-        _nearest(points[own], queries.at_s[own], rng) for own in (labels == label for label in np.unique(labels))
+        _nearest(points[own], queries.at_s[own], rng)
+        for own in (queries.labels == label for label in np.unique(queries.labels))
     ]
     samples = [*classes, np.concatenate(classes, axis=1)]
     large = [sample for sample in samples if sample.shape[1] >= _MIN_CLASS]
@@ -88,9 +80,7 @@ def _are_alike(queries: Queries, rng: np.random.Generator) -> bool:
 
 
 def _differ(before: Floats, others: Floats, false_alarm_rate: float) -> bool:
-    """Whether ``before`` is smaller than ``others`` by `_ALIKE` and in a paired
-    t-test.
-    """
+    """Whether ``before`` is smaller than ``others`` by `_ALIKE` and in a paired t-test."""
     from scipy.stats import ttest_rel
 
     if before.mean() > _ALIKE * others.mean():
@@ -99,14 +89,13 @@ def _differ(before: Floats, others: Floats, false_alarm_rate: float) -> bool:
 
 
 def _nearest(points: Floats, at_s: NDArray[np.float64], rng: np.random.Generator) -> Floats:
-    """Distances (2, M) from points in chronological order to the nearest of up to
-    `_COMPARED` other points.
+    """Distances (2, M) from points in chronological order to the nearest of up to `_COMPARED` other
+    points.
 
-    In the first row, each point is compared with the points just before it. In the
-    second row, each point is compared with as many points from other times. These are
-    drawn with weights that count a burst as one point (Efraimidis and Spirakis 2006,
-    "Weighted random sampling with a reservoir"), so that a burst is not mostly compared
-    with itself.
+    In the first row, each point is compared with the points just before it. In the second row, each
+    point is compared with as many points from other times. These are drawn with weights that count
+    a burst as one point (Efraimidis and Spirakis 2006, "Weighted random sampling with a
+    reservoir"), so that a burst is not mostly compared with itself.
     """
     count = len(points)
     spacing_s = (at_s[-1] - at_s[0]) / (2 * count)

@@ -1,8 +1,8 @@
-"""Forget the damaged objects of a dataset. The next ingest reads their images again,
-and puts them into the same splits.
+"""Forget the damaged objects of a dataset. The next ingest reads their images again, and puts them
+into the same splits.
 
-An image that is read again with the same digest stands in for the lost one in every
-snapshot: the ledger of a snapshot contains the digests of its images.
+An image that is read again with the same digest stands in for the lost one in every snapshot: the
+ledger of a snapshot contains the digests of its images.
 """
 
 import tempfile
@@ -25,8 +25,8 @@ from evernear.settings import DataSettings
 
 
 def split_digests(dataset: Dataset, split: Split) -> Iterator[NDArray[np.uint8]]:
-    """Yield the digests (N, 32) of a split. Those of a lost shard come from the
-    snapshot's ledger.
+    """Yield the digests (N, 32) of a split. Those of a lost shard come from the snapshot's
+    ledger.
 
     Raises:
         IntegrityError: a shard is lost, and so is the ledger.
@@ -50,9 +50,9 @@ def _ledger_digests(dataset: Dataset, shard: Shard, lost: IntegrityError) -> NDA
 
 
 def gone_names(snapshots: Snapshots, lost: Iterable[str], settings: DataSettings, moved: bool) -> list[str]:
-    """One file name of each image in the shards ``lost`` of the newest snapshot that the
-    source no longer lists. If ``moved`` is set, ``settings.source`` is listed instead
-    of the sources in the ledger.
+    """One file name of each image in the shards ``lost`` of the newest snapshot that the source no
+    longer lists. If ``moved`` is set, ``settings.source`` is listed instead of the sources in the
+    ledger.
 
     Raises:
         IntegrityError: the newest snapshot or its ledger cannot be read.
@@ -73,8 +73,8 @@ def gone_names(snapshots: Snapshots, lost: Iterable[str], settings: DataSettings
 
 
 def lost_names(snapshots: Snapshots, sha256: str) -> list[str]:
-    """One file name of each image in a lost shard of an earlier snapshot for which no
-    image of the newest snapshot stands in.
+    """One file name of each image in a lost shard of an earlier snapshot for which no image of the
+    newest snapshot stands in.
 
     Raises:
         IntegrityError: the newest snapshot, or a ledger, cannot be read.
@@ -91,11 +91,9 @@ def lost_names(snapshots: Snapshots, sha256: str) -> list[str]:
 
 
 def drop_shards(snapshots: Snapshots, lost: Iterable[str]) -> Manifest:
-    """Publish a copy of the newest snapshot from which the shards in ``lost`` are
-    removed.
+    """Publish a copy of the newest snapshot from which the shards in ``lost`` are removed.
 
-    The next ingest reads the images of these shards again, and puts them into the same
-    splits.
+    The next ingest reads the images of these shards again, and puts them into the same splits.
 
     Raises:
         IntegrityError: the newest snapshot cannot be read, or its ledger cannot be
@@ -119,8 +117,8 @@ def drop_shards(snapshots: Snapshots, lost: Iterable[str]) -> Manifest:
 
 
 def rebuild_ledger(snapshots: Snapshots) -> None:
-    """Replace the newest snapshot's ledger with a ledger that contains only the splits
-    of the images. The splits are read from the snapshot's shards.
+    """Replace the newest snapshot's ledger with a ledger that contains only the splits of the
+    images. The splits are read from the snapshot's shards.
 
     The next ingest reads all images again, and puts them into the same splits.
 

@@ -1,9 +1,9 @@
-"""Reduce images to 8 bits without transparency. 16-bit values are scaled according to
-the dataset's bit depth. Transparent images are placed over a background.
+"""Reduce images to 8 bits without transparency. 16-bit values are scaled according to the dataset's
+bit depth. Transparent images are placed over a background.
 
-Many 16-bit PNG files, such as camera images, X-ray images and depth maps, use only 8,
-10, 12 or 14 of their bits. An image of only the upper bytes would be almost black.
-White drawings on a transparent background would be invisible on a white background.
+Many 16-bit PNG files, such as camera images, X-ray images and depth maps, use only 8, 10, 12 or 14
+of their bits. An image of only the upper bytes would be almost black. White drawings on a
+transparent background would be invisible on a white background.
 """
 
 import hashlib
@@ -22,10 +22,9 @@ BIT_DEPTHS: tuple[BitDepth, ...] = get_args(BitDepth)
 Box = tuple[int, int, int, int]
 _BAND_PIXELS = 2**16
 
-# Pillow's raw modes for a 16-bit PNG file, keyed by color type. Color images are
-# decoded twice. When the values are read as big-endian, Pillow keeps the upper bytes,
-# and when they are read as little-endian, Pillow keeps the lower bytes. Gray with alpha
-# takes four bytes per pixel.
+# Pillow's raw modes for a 16-bit PNG file, keyed by color type. Color images are decoded twice.
+# When the values are read as big-endian, Pillow keeps the upper bytes, and when they are read as
+# little-endian, Pillow keeps the lower bytes. Gray with alpha takes four bytes per pixel.
 _GRAY, _COLOR, _GRAY_ALPHA, _COLOR_ALPHA = 0, 2, 4, 6
 _RAW_MODES = {
     _GRAY: ("I;16B",),
@@ -44,10 +43,9 @@ _MIN_DRAWN_ALPHA = 32
 class Reduced(NamedTuple):
     """A 16-bit image reduced to 8 bits, with mode ``L``, ``LA``, ``RGB`` or ``RGBA``.
 
-    ``digest`` is the sha256 of the image's 16-bit content. ``span`` is approximately
-    the largest difference between values in a channel. ``span`` is 0 only if every
-    channel is constant. ``clipped`` indicates whether any values exceed the range of
-    the bit depth.
+    ``digest`` is the sha256 of the image's 16-bit content. ``span`` is approximately the largest
+    difference between values in a channel. ``span`` is 0 only if every channel is constant.
+    ``clipped`` indicates whether any values exceed the range of the bit depth.
     """
 
     image: Image.Image
@@ -57,9 +55,8 @@ class Reduced(NamedTuple):
 
 
 class DeepImage:
-    """A decoded 16-bit PNG file with all bits of its values. In Pillow, color images
-    have only 8 bits per channel.
-    """
+    """A decoded 16-bit PNG file with all bits of its values. In Pillow, color images have only 8
+    bits per channel."""
 
     def __init__(self, color_type: int, load: Callable[[str], Image.Image]) -> None:
         """Decode the file with ``load``, a function that takes a Pillow raw mode."""
@@ -81,18 +78,16 @@ class DeepImage:
         return next(depth for depth in BIT_DEPTHS if most < 2 ** (depth - 8) or depth == BIT_DEPTHS[-1])
 
     def reduce(self, bit_depth: BitDepth) -> Reduced:
-        """Reduce the values to 8 bits, assuming that they use ``bit_depth`` bits.
-        Larger values are clipped.
-        """
-        # The upper byte of a value within the range has bit_depth - 8 bits, which
-        # become the upper bits of the result.
+        """Reduce the values to 8 bits, assuming that they use ``bit_depth`` bits. Larger values are
+        clipped."""
+        # The upper byte of a value within the range has bit_depth - 8 bits, which become the upper
+        # bits of the result.
         from_upper = [min(255, byte << 16 - bit_depth) if byte < 2 ** (bit_depth - 8) else 255 for byte in range(256)]
         from_lower = [byte >> bit_depth - 8 for byte in range(256)]
         has_alpha = 0 if self._opaque else 1
         upper_table = from_upper * self._colors + [*range(256)] * has_alpha
         lower_table = from_lower * self._colors + [0] * 256 * has_alpha
-        # Reduce in place if possible, so that no more memory is used than for other
-        # images.
+        # Reduce in place if possible, so that no more memory is used than for other images.
         target = self._parts[0] if self._colors == 3 else Image.new(self.mode, self._parts[0].size)
         digests = hashlib.sha256(), hashlib.sha256()
         extrema = [np.array([[255, 0]] * len(self.mode)), np.array([[255, 0]] * len(self.mode))]
@@ -118,10 +113,9 @@ class DeepImage:
         return 1 if self._color_type in (_GRAY, _GRAY_ALPHA) else 3
 
     def _bands(self) -> Iterator[tuple[Box, Image.Image, Image.Image]]:
-        """Yield each box with two images of mode `mode`, which contain the upper bytes
-        and the lower bytes of the box's pixels. Transparent pixels are set to zero,
-        because their color is not visible.
-        """
+        """Yield each box with two images of mode `mode`, which contain the upper bytes and the
+        lower bytes of the box's pixels. Transparent pixels are set to zero, because their color is
+        not visible."""
         for box in bands(self._parts[0], _BAND_PIXELS):
             upper, lower = self._halves([part.crop(box) for part in self._parts])
             if self._transparent_color is not None:
@@ -146,15 +140,13 @@ class DeepImage:
 
 
 def _least_alpha(part: Image.Image) -> int:
-    """The smallest byte in the alpha channel of ``part``. If the image is opaque, this
-    byte is 255.
-    """
+    """The smallest byte in the alpha channel of ``part``. If the image is opaque, this byte is
+    255."""
     return int(_extrema(part)[-1, 0])
 
 
 def _drawn(upper: Image.Image, lower: Image.Image, transparent: int | tuple[int, ...]) -> Image.Image:
-    """An alpha channel that is 0 where the color is ``transparent``, and 255
-    elsewhere."""
+    """An alpha channel that is 0 where the color is ``transparent``, and 255 elsewhere."""
     values = np.asarray(upper).astype(np.uint16) << 8 | np.asarray(lower)
     drawn = values != np.asarray(transparent)
     return Image.fromarray((drawn if drawn.ndim == 2 else drawn.any(axis=2)).astype(np.uint8) * np.uint8(255))
@@ -162,15 +154,12 @@ def _drawn(upper: Image.Image, lower: Image.Image, transparent: int | tuple[int,
 
 def _extrema(image: Image.Image) -> NDArray[np.int64]:
     """The smallest and the largest value of each channel, as an array of shape (C,
-    2).
-    """
+    2)."""
     return np.asarray(image.getextrema(), np.int64).reshape(-1, 2)
 
 
 def deep_color_type(file: EncodedImage) -> int | None:
-    """The PNG color type of a 16-bit file, or None for a file that does not have 16
-    bits.
-    """
+    """The PNG color type of a 16-bit file, or None for a file that does not have 16 bits."""
     bits, color_type = file.data[24:26]  # IHDR is the first chunk
     return color_type if file.format == "PNG" and bits == 16 and color_type in _RAW_MODES else None
 
@@ -181,15 +170,15 @@ def is_deep_gray(file: EncodedImage) -> bool:
 
 
 def flatten(image: Image.Image, mode: str) -> tuple[Image.Image, bytes]:
-    """Place a transparent image over a plain background, and return an image with
-    ``mode`` ``L`` or ``RGB``.
+    """Place a transparent image over a plain background, and return an image with ``mode`` ``L`` or
+    ``RGB``.
 
-    The background is the first of white, black and gray that hides at most a tenth of
-    the drawing. If each of these colors hides more, the background is the color that
-    hides the least. The choice depends only on the image, so ingest and servers choose
-    the same background. The second returned value identifies the drawn pixels that have
-    the background's color. Two images may become equal although they differ in these
-    pixels. The second value is empty if no drawn pixel has the background's color.
+    The background is the first of white, black and gray that hides at most a tenth of the drawing.
+    If each of these colors hides more, the background is the color that hides the least. The choice
+    depends only on the image, so ingest and servers choose the same background. The second returned
+    value identifies the drawn pixels that have the background's color. Two images may become equal
+    although they differ in these pixels. The second value is empty if no drawn pixel has the
+    background's color.
     """
     weights, opaque = np.zeros(256), True
     for box in bands(image, _BAND_PIXELS):
@@ -213,9 +202,8 @@ def flatten(image: Image.Image, mode: str) -> tuple[Image.Image, bytes]:
 
 
 def _background(weights: NDArray[np.float64]) -> int:
-    """The background for a drawing. ``weights`` contains the weight of each gray value
-    in the drawing.
-    """
+    """The background for a drawing. ``weights`` contains the weight of each gray value in the
+    drawing."""
     values = np.arange(256)
     hidden = {value: float(weights[abs(values - value) < _NEAR].sum()) for value in _BACKGROUNDS}
     limit = _MAX_HIDDEN * float(weights.sum())
@@ -228,9 +216,8 @@ def as_mode(image: Image.Image, mode: str) -> Image.Image:
 
 
 def bands(image: Image.Image, pixels: int) -> Iterator[Box]:
-    """Boxes (left, top, right, bottom) of about ``pixels`` pixels each, which together
-    cover an image from top to bottom.
-    """
+    """Boxes (left, top, right, bottom) of about ``pixels`` pixels each, which together cover an
+    image from top to bottom."""
     rows = max(1, pixels // image.width)
     for top in range(0, image.height, rows):
         yield 0, top, image.width, min(top + rows, image.height)

@@ -9,8 +9,8 @@ image in the test or query split has only files from review left, it is moved to
 train split. No earlier release was trained on it.
 
 The name of a file shows whether the image comes from review
-(`evernear.data.sources.names.is_reviewed`). The ledger remembers that the image comes
-from review, so that the image is not used for measurements even if the file is renamed.
+(`evernear.data.sources.names.is_reviewed`). The ledger remembers that the image comes from review,
+so that the image is not used for measurements even if the file is renamed.
 """
 
 import sqlite3
@@ -23,17 +23,15 @@ from evernear.data.sources.names import is_reviewed
 from evernear.data.sqlite import marks, sqlite_errors
 
 TRAINING: tuple[Split, ...] = ("train", "gallery")
-"""The splits for images that come from review. `evernear.evaluation` uses the other
-splits for measurements.
-"""
+"""The splits for images that come from review. `evernear.evaluation` uses the other splits for
+measurements."""
 SCHEMA = "CREATE TABLE reviewed (digest BLOB PRIMARY KEY, split TEXT NOT NULL) WITHOUT ROWID"
-"""``split`` is the measured split that contained the image or that the image's folder
-specifies. ``split`` is empty if there is no such split.
-"""
+"""``split`` is the measured split that contained the image or that the image's folder specifies.
+``split`` is empty if there is no such split."""
 _PAGE = 500
 
-# If the source also contains the image under an ordinary name, the image counts as an
-# ordinary image.
+# If the source also contains the image under an ordinary name, the image counts as an ordinary
+# image.
 _BY_NAME = """
 SELECT DISTINCT digest FROM files WHERE digest IS NOT NULL AND instr(name, 'review-') AND is_reviewed(name)
 AND NOT EXISTS (SELECT 1 FROM files AS other WHERE other.digest = files.digest AND NOT is_reviewed(other.name))
@@ -63,9 +61,8 @@ class ReviewedImages:
         self.remember(row[0] for row in self._all(_BY_NAME))
 
     def remember(self, digests: Iterable[bytes]) -> None:
-        """Record that images come from review, together with the measured split that
-        contained each image.
-        """
+        """Record that images come from review, together with the measured split that contained each
+        image."""
         with sqlite_errors():
             self._db.executemany(_REMEMBER, [(digest,) for digest in digests])
 
@@ -94,9 +91,7 @@ class ReviewedImages:
         return self._all("SELECT COUNT(*) FROM reviewed JOIN images USING (digest)")[0][0]
 
     def left_out(self) -> dict[Split, dict[str, int]]:
-        """Number of images from review that were in a measured split, by former split
-        and label.
-        """
+        """Number of images from review that were in a measured split, by former split and label."""
         counts: defaultdict[Split, Counter[str]] = defaultdict(Counter)
         query = (
             "SELECT reviewed.split, labels.name, COUNT(*) FROM reviewed JOIN images USING (digest)"

@@ -22,15 +22,13 @@ from evernear.data.reduction import BitDepth
 from evernear.data.writer import Rows, check_header, row_dtype, shard_key
 from evernear.errors import DataError, IntegrityError
 
-# Shuffling reads chunks of this size from a group of shards and mixes their images in a
-# buffer.
+# Shuffling reads chunks of this size from a group of shards and mixes their images in a buffer.
 _CHUNK_BYTES = 256 * 2**10
 _BUFFER_BYTES = 32 * 2**20
 # Rows that are smaller than this size are not read one by one.
 _PAGE_BYTES = 4096
 _GROUP_SHARDS = 16
-# Maximum size of the cache for remote shards. The least recently used shards are
-# evicted first.
+# Maximum size of the cache for remote shards. The least recently used shards are evicted first.
 _CACHE_BYTES = 8 * 2**30
 # A single connection to a bucket is often slower than the network.
 _FETCHES_IN_FLIGHT = 4
@@ -38,10 +36,8 @@ _FETCHES_IN_FLIGHT = 4
 
 @dataclass(frozen=True)
 class Block:
-    """A block of images: the pixels as a uint8 array of shape (N, H, W, C), the label
-    numbers as an array of shape (N,), and the SHA-256 digests as a uint8 array of shape
-    (N, 32).
-    """
+    """A block of images: the pixels as a uint8 array of shape (N, H, W, C), the label numbers as an
+    array of shape (N,), and the SHA-256 digests as a uint8 array of shape (N, 32)."""
 
     images: Pixels
     labels: NDArray[np.int64]
@@ -52,14 +48,11 @@ class Block:
 
 
 class Dataset:
-    """A snapshot that is open for reading. The hash of each shard is checked before its
-    first use.
-    """
+    """A snapshot that is open for reading. The hash of each shard is checked before its first
+    use."""
 
     def __init__(self, manifest: Manifest, store: Store, cache: Path | None = None) -> None:
-        """Read the shards of ``manifest`` from ``store``. Remote shards are cached in
-        ``cache``.
-        """
+        """Read the shards of ``manifest`` from ``store``. Remote shards are cached in ``cache``."""
         self.manifest = manifest
         self.store = store
         self.labels = manifest.labels
@@ -81,8 +74,8 @@ class Dataset:
 
     @staticmethod
     def find(store: Store, name: str, digest: str) -> "Dataset | None":
-        """Find an earlier snapshot of the dataset ``name``, or return None if the store
-        no longer has the snapshot.
+        """Find an earlier snapshot of the dataset ``name``, or return None if the store no longer
+        has the snapshot.
 
         Raises:
             IntegrityError: the stored manifest is invalid.
@@ -95,8 +88,8 @@ class Dataset:
         return self.manifest.count(split)
 
     def require_shape(self, shape: tuple[int, int, int], recognizer: str) -> None:
-        """Check that ``recognizer``, a release or the candidate,
-        accepts images of this dataset's shape.
+        """Check that ``recognizer``, a release or the candidate, accepts images of this dataset's
+        shape.
 
         Raises:
             DataError: ``recognizer`` accepts only images of a different ``shape``.
@@ -108,8 +101,8 @@ class Dataset:
             )
 
     def require_bit_depth(self, bit_depth: BitDepth, recognizer: str) -> None:
-        """Check that the release ``recognizer`` reads 16-bit images with the same bit
-        depth as this dataset.
+        """Check that the release ``recognizer`` reads 16-bit images with the same bit depth as this
+        dataset.
 
         Raises:
             DataError: the brightness of the images would differ.
@@ -122,8 +115,8 @@ class Dataset:
             )
 
     def blocks(self, split: Split, block_size: int = 4096, rank: int = 0, world_size: int = 1) -> Iterator[Block]:
-        """Yield a split in order, at most ``block_size`` images at a time. Each rank
-        gets every ``world_size``-th block.
+        """Yield a split in order, at most ``block_size`` images at a time. Each rank gets every
+        ``world_size``-th block.
 
         Raises:
             IntegrityError: a shard is damaged.
@@ -151,25 +144,24 @@ class Dataset:
     def shuffled_batches(
         self, split: Split, batch_size: int, seed: int, epoch: int, rank: int = 0, world_size: int = 1
     ) -> Iterator[Block]:
-        """Yield one epoch of batches, shuffled by ``seed`` and ``epoch``. Every rank
-        gets the same number of batches.
+        """Yield one epoch of batches, shuffled by ``seed`` and ``epoch``. Every rank gets the same
+        number of batches.
 
-        The shards are shuffled and divided into groups. Each group has 16 shards, or
-        fewer if 16 shards do not fit into half of the cache. No shard is therefore
-        fetched twice in an epoch. The groups differ from epoch to epoch. The shards of
-        a group are fetched concurrently. Chunks of 256 KiB are shuffled within a group.
-        Images are shuffled in a buffer of 32 MiB or 8 batches, whichever is larger. A
-        batch therefore mixes about 128 chunks from all shards of its group, or fewer
-        chunks if the images are larger. If the cache is smaller than four shards, a
-        group may consist of a single shard. A batch then mixes only the images of this
+        The shards are shuffled and divided into groups. Each group has 16 shards, or fewer if 16
+        shards do not fit into half of the cache. No shard is therefore fetched twice in an epoch.
+        The groups differ from epoch to epoch. The shards of a group are fetched concurrently.
+        Chunks of 256 KiB are shuffled within a group. Images are shuffled in a buffer of 32 MiB or
+        8 batches, whichever is larger. A batch therefore mixes about 128 chunks from all shards of
+        its group, or fewer chunks if the images are larger. If the cache is smaller than four
+        shards, a group may consist of a single shard. A batch then mixes only the images of this
         shard.
 
-        An incomplete last batch is dropped. A split that is smaller than one batch
-        becomes one batch.
+        An incomplete last batch is dropped. A split that is smaller than one batch becomes one
+        batch.
 
-        The concatenated batches of all ranks equal a batch of
-        ``world_size * batch_size`` images on a single rank. A rank reads only its own
-        images, unless the images are so small that reading whole chunks is faster.
+        The concatenated batches of all ranks equal a batch of ``world_size * batch_size`` images on
+        a single rank. A rank reads only its own images, unless the images are so small that reading
+        whole chunks is faster.
         """
         total = self.count(split) // world_size
         if total == 0:
@@ -203,8 +195,8 @@ class Dataset:
             raise DataError(f"The split {split!r} is empty.")
         for block in self.blocks(split, max(1, 2**20 // self._dtype.itemsize)):
             values = block.images.reshape(-1, self.shape[2])
-            # An integer histogram is exact, and does not require a copy of the images
-            # with a wider type.
+            # An integer histogram is exact, and does not require a copy of the images with a wider
+            # type.
             for channel in range(self.shape[2]):
                 counts = np.bincount(values[:, channel], minlength=256)
                 total[channel] += int(counts @ np.arange(256))
@@ -227,8 +219,7 @@ class Dataset:
             yield from (chunks[index] for index in rng.permutation(len(chunks)))
 
     def _fill(self, buffer: Rows, chunks: "_Window", wanted: NDArray[np.bool_]) -> None:
-        """Fill ``buffer`` with the ``wanted`` rows among the next ``len(wanted)``
-        rows."""
+        """Fill ``buffer`` with the ``wanted`` rows among the next ``len(wanted)`` rows."""
         position = filled = 0
         for chunk in chunks.take(len(wanted)):
             indices = np.flatnonzero(wanted[position : position + chunk.count])
@@ -255,8 +246,8 @@ class Dataset:
 
 
 def _groups(shards: list[Shard]) -> Iterator[list[Shard]]:
-    """Divide ``shards`` into groups that fit into half of the cache, so that fetching
-    the next group does not evict shards in use.
+    """Divide ``shards`` into groups that fit into half of the cache, so that fetching the next
+    group does not evict shards in use.
 
     The groups, and thus the order of the images, do not depend on the store.
     """
@@ -306,9 +297,7 @@ def _block(rows: Rows) -> Block:
 
 
 class _ShardFiles:
-    """Opens shards in place if the store is a directory, and otherwise from a bounded
-    cache.
-    """
+    """Opens shards in place if the store is a directory, and otherwise from a bounded cache."""
 
     def __init__(self, dataset: str, store: Store, dtype: np.dtype[np.void], cache: Path) -> None:
         self._dataset, self._store, self._dtype, self._cache = dataset, store, dtype, cache
@@ -338,9 +327,7 @@ class _ShardFiles:
         return file
 
     def prefetch(self, shards: Sequence[Shard]) -> None:
-        """Fetch the ``shards`` that are missing from the cache, `_FETCHES_IN_FLIGHT` at
-        a time.
-        """
+        """Fetch the ``shards`` that are missing from the cache, `_FETCHES_IN_FLIGHT` at a time."""
         if isinstance(self._store, FileStore):
             return
         missing = [shard for shard in shards if not _touch(self._cached_path(shard))]
@@ -352,9 +339,7 @@ class _ShardFiles:
                 pass
 
     def _start(self, file: FileIO, shard: Shard, path: Path) -> int:
-        """Return the offset of the first row. The first call for a shard verifies its
-        content.
-        """
+        """Return the offset of the first row. The first call for a shard verifies its content."""
         if not self._is_intact(file, shard):
             raise IntegrityError(f"The shard {path} is damaged: its content does not have its sha256; {REPAIR}.")
         if shard.sha256 not in self._first_row:
@@ -368,9 +353,8 @@ class _ShardFiles:
         return shard.sha256 in self._intact
 
     def _cached(self, path: Path, shard: Shard) -> FileIO | None:
-        """Open the file in the cache, or return None if it is missing or damaged, for
-        example after a power failure.
-        """
+        """Open the file in the cache, or return None if it is missing or damaged, for example after
+        a power failure."""
         file = _open_existing(path)
         if file is None or self._is_intact(file, shard):
             return file
@@ -388,9 +372,8 @@ class _ShardFiles:
         return self._cache / f"{shard.sha256}.npy"
 
     def _evict(self, size_bytes: int) -> None:
-        """Evict the least recently used copies. A process that is reading an evicted
-        copy can continue until the process closes the file.
-        """
+        """Evict the least recently used copies. A process that is reading an evicted copy can
+        continue until the process closes the file."""
         with disk_errors(self._cache):
             self._cache.mkdir(parents=True, exist_ok=True)
             copies: list[tuple[int, int, Path]] = []
@@ -407,9 +390,8 @@ class _ShardFiles:
 
 
 def _touch(path: Path) -> bool:
-    """Mark a copy as used, or return False if it does not exist. The mark is necessary
-    because some file systems do not update access times.
-    """
+    """Mark a copy as used, or return False if it does not exist. The mark is necessary because some
+    file systems do not update access times."""
     try:
         os.utime(path)
     except FileNotFoundError:

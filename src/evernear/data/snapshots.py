@@ -13,8 +13,8 @@ from evernear.data.manifest import REPAIR, Manifest, fetch_object, find_manifest
 from evernear.data.stored_ledger import apply_changes, compress, expand, save_compact, stored_digests
 from evernear.errors import ConflictError, IntegrityError
 
-# The complete ledger is stored again after this many sets of changes, or when the total
-# size of the changes exceeds this fraction of the ledger's size.
+# The complete ledger is stored again after this many sets of changes, or when the total size of the
+# changes exceeds this fraction of the ledger's size.
 _MAX_CHANGES = 20
 _MAX_CHANGED_FRACTION = 0.25
 
@@ -60,9 +60,8 @@ class Snapshots:
         return self._manifest(head.digest)
 
     def fetch_ledger(self, manifest: Manifest, path: Path) -> None:
-        """Copy the ledger of a snapshot to ``path``. `publish` can then store only the
-        changes to the ledger.
-        """
+        """Copy the ledger of a snapshot to ``path``. `publish` can then store only the changes to
+        the ledger."""
         self._ledger, self._changes_bytes = _ledger_of(manifest), 0
         self._fetch(manifest.ledger_sha256, path)
         for sha256 in manifest.ledger_changes:
@@ -73,8 +72,8 @@ class Snapshots:
             changes.unlink()
 
     def move_head(self, digest: str | None) -> None:
-        """Make the snapshot ``digest``, which is in the store, the newest snapshot. If
-        ``digest`` is None, the dataset starts over.
+        """Make the snapshot ``digest``, which is in the store, the newest snapshot. If ``digest``
+        is None, the dataset starts over.
 
         Raises:
             ConflictError: a different process moved the head since it was read.
@@ -86,14 +85,12 @@ class Snapshots:
             self.store.put_if(self._head_key, DatasetHead(digest=digest).to_json(), stored[1] if stored else None)
 
     def parts_folder(self, parent: Manifest | None) -> str:
-        """The folder for the parts of ingests that start from the snapshot ``parent``.
-        It ends with a slash.
-        """
+        """The folder for the parts of ingests that start from the snapshot ``parent``. It ends with
+        a slash."""
         return parts_folder(self.name, parent.digest if parent else None)
 
     def delete_parts(self, is_obsolete: Callable[[str], bool] = lambda _: True) -> None:
-        """Delete the stored parts of ingests for whose keys ``is_obsolete`` returns
-        true.
+        """Delete the stored parts of ingests for whose keys ``is_obsolete`` returns true.
 
         Raises:
             StoreError: the store is unreachable, or its credentials do not permit
@@ -106,10 +103,9 @@ class Snapshots:
     def publish(self, manifest: Manifest, ledger: Ledger, scratch: Path) -> Manifest:
         """Make ``manifest`` the newest snapshot.
 
-        The content of a snapshot never changes, but its ledger follows the source. For
-        example, a file may be renamed, or may be read again because its times changed.
-        If the ledger were not updated, each later run and the watcher would treat such
-        a file as new.
+        The content of a snapshot never changes, but its ledger follows the source. For example, a
+        file may be renamed, or may be read again because its times changed. If the ledger were not
+        updated, each later run and the watcher would treat such a file as new.
 
         Raises:
             ConflictError: a different ingest moved the head since it was read.
@@ -132,15 +128,14 @@ class Snapshots:
             self.store.put_if(key, manifest.to_store(), stored[1] if stored else None)
         except ConflictError:  # a different ingest of the same images
             manifest = self._manifest(manifest.digest)
-        # The number of interrupts is kept, so that the head never returns to a state
-        # from before an interrupt.
+        # The number of interrupts is kept, so that the head never returns to a state from before an
+        # interrupt.
         self._move_head(DatasetHead(digest=manifest.digest, interrupts=self._interrupts))
         return manifest
 
     def images(self, manifest: Manifest) -> list[bytes]:
-        """The digests of all images in one snapshot, and of images that wait for more of
-        their class.
-        """
+        """The digests of all images in one snapshot, and of images that wait for more of their
+        class."""
         with TemporaryDirectory(prefix="evernear-ledger-") as scratch:
             path = Path(scratch) / "ledger.sqlite"
             self.fetch_ledger(manifest, path)
@@ -160,9 +155,8 @@ class Snapshots:
         self.delete_parts()
 
     def compact_ledgers(self, manifests: Iterable[Manifest]) -> None:
-        """For each of ``manifests``, store a new ledger without data about removed
-        images. Delete all other ledgers.
-        """
+        """For each of ``manifests``, store a new ledger without data about removed images. Delete
+        all other ledgers."""
         compact: set[str] = set()
         with TemporaryDirectory(prefix="evernear-ledger-") as scratch:
             path, saved = Path(scratch) / "ledger.sqlite", Path(scratch) / "saved.sqlite"
@@ -180,9 +174,8 @@ class Snapshots:
                 self.store.delete(info.key)
 
     def _with_ledger(self, manifest: Manifest, ledger: Ledger, scratch: Path) -> Manifest:
-        """Store the ledger, or only its changes if they are small. Put the hashes of
-        the stored files into the manifest.
-        """
+        """Store the ledger, or only its changes if they are small. Put the hashes of the stored
+        files into the manifest."""
         path = scratch / "saved.sqlite"
         if 0 < len(self._ledger) <= _MAX_CHANGES:
             ledger.save_changes(path)
@@ -211,9 +204,7 @@ class Snapshots:
         return stored is not None and DatasetHead.from_json(stored[0], self._head_key).digest == digest
 
     def manifests(self) -> Iterator[tuple[str, Manifest]]:
-        """Yield the digest and the manifest of each stored snapshot that can be
-        read.
-        """
+        """Yield the digest and the manifest of each stored snapshot that can be read."""
         for info in self.store.list(f"{DATASETS}{self.name}/manifests/"):
             digest = PurePosixPath(info.key).stem
             with suppress(IntegrityError):
@@ -221,9 +212,8 @@ class Snapshots:
                     yield digest, manifest
 
     def _require_no_later_snapshot(self) -> None:
-        """Check that a lost head is harmless. The only harmless case is a first ingest
-        that was killed, which leaves a snapshot without a head.
-        """
+        """Check that a lost head is harmless. The only harmless case is a first ingest that was
+        killed, which leaves a snapshot without a head."""
         if any(manifest.parent for _, manifest in self.manifests()):
             raise IntegrityError(
                 f"{self._head_key} does not exist in {self.store.uri}, although the dataset {self.name} has several "
@@ -248,21 +238,16 @@ class Snapshots:
 
 
 def parts_prefix(name: str) -> str:
-    """The prefix for all ingest parts of the dataset ``name``
-    (`evernear.data.plan`).
-    """
+    """The prefix for all ingest parts of the dataset ``name`` (`evernear.data.plan`)."""
     return f"{DATASETS}{name}/parts/"
 
 
 def parts_folder(name: str, parent: str | None) -> str:
-    """The folder in `Snapshots.parts_folder`, given the digest of the parent
-    snapshot.
-    """
+    """The folder in `Snapshots.parts_folder`, given the digest of the parent snapshot."""
     return f"{parts_prefix(name)}{parent or 'first'}/"
 
 
 def _ledger_of(manifest: Manifest) -> tuple[str, ...]:
-    """The sha256 of each file in which a snapshot's ledger is stored: the complete
-    ledger, then later changes.
-    """
+    """The sha256 of each file in which a snapshot's ledger is stored: the complete ledger, then
+    later changes."""
     return manifest.ledger_sha256, *manifest.ledger_changes

@@ -1,22 +1,21 @@
-"""Find the differences between a source and its snapshots by comparing listings. Only a
-few of the touched files are read.
+"""Find the differences between a source and its snapshots by comparing listings. Only a few of the
+touched files are read.
 
-A file is new if its name, label, size or modification time is new. In a bucket, the
-ETag is used instead of the time. Ingest also compares the change time and the inode of
-each file. These two values also change after a ``chmod`` and in a restored backup, but
-such changes should not start a run.
+A file is new if its name, label, size or modification time is new. In a bucket, the ETag is used
+instead of the time. Ingest also compares the change time and the inode of each file. These two
+values also change after a ``chmod`` and in a restored backup, but such changes should not start a
+run.
 
-The ledger of the newest snapshot shows which files ingest has read since an older
-snapshot. If a file is in this ledger with the same etag, the file counts as new only if
-its image is new. If only the etag differs, the file may have been touched, restored
-without its times, or uploaded again in parts of a different size. A sample of such
-files is read, and the share of changed images in the sample determines how many of the
-files count as new.
+The ledger of the newest snapshot shows which files ingest has read since an older snapshot. If a
+file is in this ledger with the same etag, the file counts as new only if its image is new. If only
+the etag differs, the file may have been touched, restored without its times, or uploaded again in
+parts of a different size. A sample of such files is read, and the share of changed images in the
+sample determines how many of the files count as new.
 
-A listing does not show which split ingest will choose for an image, so the number of
-new images in a split is an expected value. A listing also does not show whether a new
-file is broken, a copy of another file, or a renamed file. If a source provides decoded
-arrays (digits, MNIST), its listing does not show whether an image was replaced.
+A listing does not show which split ingest will choose for an image, so the number of new images in
+a split is an expected value. A listing also does not show whether a new file is broken, a copy of
+another file, or a renamed file. If a source provides decoded arrays (digits, MNIST), its listing
+does not show whether an image was replaced.
 """
 
 import hashlib
@@ -58,17 +57,14 @@ class SourceDiff:
 
     listed: int = 0
     new: int = 0
-    """Number of files that are not in the snapshot, or that have different content in
-    the snapshot.
-    """
+    """Number of files that are not in the snapshot, or that have different content in the
+    snapshot."""
     touched: Counter[Split | None] = field(default_factory=Counter[Split | None])
-    """Number of files, by explicit split, whose etag has changed since they were last
-    read, but whose size has not.
-    """
+    """Number of files, by explicit split, whose etag has changed since they were last read, but
+    whose size has not."""
     gone_classes: Mapping[str, int] = field(default_factory=dict[str, int])
-    """Classes of the snapshot for which the source has no file, with the number of
-    files of each class in the snapshot.
-    """
+    """Classes of the snapshot for which the source has no file, with the number of files of each
+    class in the snapshot."""
     listing: str = ""
     """A digest of the listing, which changes if the listing changes."""
     removed: int = 0
@@ -95,9 +91,8 @@ class SourceDiff:
 
 @dataclass(frozen=True)
 class Newest:
-    """The newest snapshot of a dataset. The ledger of this snapshot shows what ingest
-    has read since an older snapshot.
-    """
+    """The newest snapshot of a dataset. The ledger of this snapshot shows what ingest has read
+    since an older snapshot."""
 
     ledger: Path
     bit_depth: BitDepth = 16
@@ -109,12 +104,11 @@ def diff_source(
     newest: Newest | None = None,
     minimum: ClassMinimum = ANY_NUMBER,
 ) -> list[SourceDiff]:
-    """List ``settings.source`` once, and compare the listing with each of ``ledgers``.
-    None stands for an empty snapshot. Files of classes that wait because of ``minimum``
-    do not count.
+    """List ``settings.source`` once, and compare the listing with each of ``ledgers``. None stands
+    for an empty snapshot. Files of classes that wait because of ``minimum`` do not count.
 
-    If ``newest`` is set, at most 200 of the files that were only touched are read.
-    Memory use does not grow with the number of files.
+    If ``newest`` is set, at most 200 of the files that were only touched are read. Memory use does
+    not grow with the number of files.
 
     Raises:
         DataError, SettingsError: the source is unusable, or it is empty although a
@@ -133,8 +127,7 @@ def diff_source(
         if isinstance(source, PackedFiles) and (ledger := latest or opened[0]):
             source.remembered = ledger.members
         while page := list(islice(entries, _PAGE)):
-            # The hashes are summed, because the order of the files in a folder's
-            # listing may vary.
+            # The hashes are summed, because the order of the files in a folder's listing may vary.
             names += sum(_hash(entry.name, entry.label, entry.size_bytes) for entry in page)
             etags += sum(_hash(entry.name, entry.etag) for entry in page)
             classes.update(entry.label for entry in page)
@@ -153,8 +146,8 @@ def diff_source(
                 own = ledger.own_classes().items()
                 diff.gone_classes = {label: count for label, count in own if label not in classes}
             diff.add_changed(changed_share)
-            # Etags count only if an image was replaced by an image of the same size,
-            # because touching a file is not a change.
+            # Etags count only if an image was replaced by an image of the same size, because
+            # touching a file is not a change.
             diff.listing = f"{(names + (etags if changed_share else 0)) % 2**64:016x}"
             diff.fractions = split_fractions(source.chosen_splits, settings)  # final only after the listing
     return diffs
@@ -186,9 +179,8 @@ def _add(
     read: Mapping[str, ReadFile],
     touched: "_Touched",
 ) -> None:
-    """Compare one page of the listing with a ledger. ``read`` contains the files as
-    they were last read.
-    """
+    """Compare one page of the listing with a ledger. ``read`` contains the files as they were last
+    read."""
     known = ledger.listed([entry.name for entry in page]) if ledger else {}
     diff.listed += len(page)
     diff.removed -= len(known)
@@ -209,10 +201,8 @@ def _add(
 
 
 def _is_same(entry: FileEntry, etag: str, label: str) -> bool:
-    """Whether a file has the same etag and label as before. In a folder, a new label
-    means a new name for the file. In a table, the name stays the same if the label
-    changes.
-    """
+    """Whether a file has the same etag and label as before. In a folder, a new label means a new
+    name for the file. In a table, the name stays the same if the label changes."""
     return entry.label == label and _has_etag(entry, etag)
 
 
@@ -221,26 +211,23 @@ def _has_etag(entry: FileEntry, etag: str) -> bool:
 
 
 def _is_known(entry: FileEntry, read: ReadFile, labels: Mapping[bytes, str]) -> bool:
-    """Whether a snapshot contains the image of a file in the same class, judging by the
-    etag and size of the file.
-    """
+    """Whether a snapshot contains the image of a file in the same class, judging by the etag and
+    size of the file."""
     if entry.size_bytes != read.size_bytes and not _has_etag(entry, read.etag):
         return False
     return read.digest is None or labels.get(read.digest) == entry.label
 
 
 class _Touched:
-    """A uniform sample of the files whose etag has changed and whose size has not. The
-    share of changed images is estimated from the sample.
-    """
+    """A uniform sample of the files whose etag has changed and whose size has not. The share of
+    changed images is estimated from the sample."""
 
     def __init__(self) -> None:
         self._sample: dict[int, tuple[FileEntry, bytes | None]] = {}
 
     def add(self, entry: FileEntry, digest: bytes | None) -> None:
-        """Add a file whose image previously had ``digest``. The sample consists of the
-        files whose hashes are lowest.
-        """
+        """Add a file whose image previously had ``digest``. The sample consists of the files whose
+        hashes are lowest."""
         self._sample[_hash(entry.name, entry.etag)] = entry, digest
         if len(self._sample) > _MAX_TOUCHED:
             del self._sample[max(self._sample)]
@@ -263,9 +250,7 @@ class _Touched:
 
 
 def _read_digest(source: FileSource, entry: FileEntry, max_pixels: int, bit_depth: BitDepth) -> bytes | None:
-    """The digest of the image in a file, or None if the file is broken or is not an
-    image.
-    """
+    """The digest of the image in a file, or None if the file is broken or is not an image."""
     try:
         return decode_inspected(read_image(source, entry, max_pixels), bit_depth).digest()
     except DataError:

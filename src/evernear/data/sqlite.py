@@ -10,15 +10,12 @@ from evernear.errors import StoreError
 
 _T = TypeVar("_T")
 _ROWS = 100
-"""Number of rows in one statement of `insert_rows`. SQLite limits the number of
-parameters.
-"""
+"""Number of rows in one statement of `insert_rows`. SQLite limits the number of parameters."""
 
 
 def batched(items: Iterable[_T], size: int) -> Iterator[list[_T]]:
     """Yield lists with up to ``size`` items each, like `itertools.batched` in Python
-    3.12.
-    """
+    3.12."""
     iterator = iter(items)
     while batch := list(islice(iterator, size)):
         yield batch
@@ -34,9 +31,8 @@ def insert_rows(db: sqlite3.Connection, table: str, row: str, rows: Iterable[Seq
 
     ``row`` is the SQL for one row, such as ``(?, ?, NULL)``, with at most 9 parameters.
 
-    `executemany` takes three times as long, because it executes one statement for each
-    row. Binding ``bytes`` or None takes longer than binding a ``bytearray``, a string
-    or an integer.
+    `executemany` takes three times as long, because it executes one statement for each row. Binding
+    ``bytes`` or None takes longer than binding a ``bytearray``, a string or an integer.
     """
     for page in batched(rows, _ROWS):
         if len(page) == _ROWS:

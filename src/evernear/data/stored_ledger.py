@@ -21,8 +21,8 @@ _CHUNK_BYTES = 2**20
 
 
 def apply_changes(ledger: Path, changes: Path) -> None:
-    """Apply the changes in a file from `Ledger.save_changes` to ``ledger``, a copy of
-    the ledger without these changes.
+    """Apply the changes in a file from `Ledger.save_changes` to ``ledger``, a copy of the ledger
+    without these changes.
 
     Raises:
         StoreError: a file cannot be read or written.
@@ -33,9 +33,8 @@ def apply_changes(ledger: Path, changes: Path) -> None:
 
 
 def compress(changes: Path) -> None:
-    """Compress a file from `Ledger.save_changes`. Most of its bytes are hashes that it
-    contains twice, so the compression window is as large as the file may be.
-    """
+    """Compress a file from `Ledger.save_changes`. Most of its bytes are hashes that it contains
+    twice, so the compression window is as large as the file may be."""
     compressed = changes.with_suffix(".xz")
     with disk_errors(changes), changes.open("rb") as file, lzma.open(compressed, "wb", preset=_PRESET) as target:
         shutil.copyfileobj(file, target, _CHUNK_BYTES)
@@ -51,8 +50,8 @@ def expand(changes: Path) -> None:
 
 
 def stored_digests(ledger: Path) -> list[bytes]:
-    """The digests of all images in the shards that a ledger lists, and of earlier images
-    that wait (`evernear.data.waiting`).
+    """The digests of all images in the shards that a ledger lists, and of earlier images that wait
+    (`evernear.data.waiting`).
 
     Raises:
         StoreError: the file cannot be read.
@@ -116,8 +115,8 @@ def unreplaced_names(ledger: Path, sha256: str, newer: Path) -> list[str]:
 
 
 def save_compact(ledger: Path, path: Path) -> None:
-    """Write a compact ledger to ``path``, without deleted rows and without the splits,
-    groups and reviews of removed images.
+    """Write a compact ledger to ``path``, without deleted rows and without the splits, groups and
+    reviews of removed images.
 
     Raises:
         StoreError: a file cannot be read or written.
@@ -139,9 +138,7 @@ class ReadFile(NamedTuple):
 
 
 class PublishedLedger:
-    """The files of one source in a published, immutable ledger. Close the object after
-    use.
-    """
+    """The files of one source in a published, immutable ledger. Close the object after use."""
 
     def __init__(self, path: Path, source: str) -> None:
         with sqlite_errors():
@@ -164,17 +161,16 @@ class PublishedLedger:
         return members(self._db, self._source, file, etag)
 
     def listed(self, names: Sequence[str]) -> dict[str, tuple[str, str]]:
-        """Maps each name in the ledger among ``names`` (at most 500) to an etag and a
-        label. Broken files are included.
-        """
+        """Maps each name in the ledger among ``names`` (at most 500) to an etag and a label. Broken
+        files are included."""
         query = f"SELECT name, etag, label FROM files WHERE source = ? AND name IN ({marks(names)})"  # noqa: S608 - question marks only
         with sqlite_errors():
             rows = self._db.execute(query, (self._source, *names)).fetchall()
         return {name: (etag, label) for name, etag, label in rows}
 
     def as_read(self, names: Sequence[str]) -> dict[str, ReadFile]:
-        """Maps the name of each file that was read to the file as it was last read.
-        Only files among ``names`` (at most 500) are included."""
+        """Maps the name of each file that was read to the file as it was last read. Only files
+        among ``names`` (at most 500) are included."""
         query = (
             f"SELECT name, etag, size_bytes, digest FROM files WHERE source = ? AND name IN ({marks(names)})"  # noqa: S608 - question marks only
             " AND (digest IS NOT NULL OR NOT pending)"
@@ -183,17 +179,15 @@ class PublishedLedger:
             return {name: ReadFile(*row) for name, *row in self._db.execute(query, (self._source, *names))}
 
     def image_labels(self, digests: Sequence[bytes]) -> dict[bytes, str]:
-        """Maps the digest of each image in the snapshot to the image's label. Only
-        images among ``digests`` (at most 500) are included.
-        """
+        """Maps the digest of each image in the snapshot to the image's label. Only images among
+        ``digests`` (at most 500) are included."""
         query = f"SELECT digest, name FROM images JOIN labels ON id = label WHERE digest IN ({marks(digests)})"  # noqa: S608 - question marks only
         with sqlite_errors():
             return dict(self._db.execute(query, tuple(digests)))
 
     def own_classes(self) -> dict[str, int]:
-        """The number of the source's files in each class that contains no images from
-        other sources.
-        """
+        """The number of the source's files in each class that contains no images from other
+        sources."""
         query = (
             "SELECT label, COUNT(*) FROM files WHERE source = ? AND digest IS NOT NULL AND label NOT IN"
             " (SELECT label FROM files WHERE source != ? AND digest IS NOT NULL) GROUP BY label"
@@ -202,8 +196,7 @@ class PublishedLedger:
             return dict(self._db.execute(query, (self._source, self._source)))
 
     def names(self, digests: Sequence[bytes]) -> dict[bytes, tuple[str, ...]]:
-        """Maps each of ``digests`` (at most 500) to the names of the files with this
-        digest."""
+        """Maps each of ``digests`` (at most 500) to the names of the files with this digest."""
         query = f"SELECT digest, name FROM files WHERE source = ? AND digest IN ({marks(digests)}) ORDER BY name"  # noqa: S608 - question marks only
         names: dict[bytes, tuple[str, ...]] = {}
         with sqlite_errors():

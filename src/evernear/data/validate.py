@@ -1,6 +1,5 @@
-"""Validate a dataset by rules, each of which has a severity. Errors stop a run.
-Warnings and information do not.
-"""
+"""Validate a dataset by rules, each of which has a severity. Errors stop a run. Warnings and
+information do not."""
 
 import html
 import math
@@ -38,9 +37,8 @@ _LEFT_OUT = ("undecodable", "conflicting_labels")
 
 
 class Finding(Frozen):
-    """A violated rule. ``names`` contains some of the ``count`` affected files, classes
-    or splits.
-    """
+    """A violated rule. ``names`` contains some of the ``count`` affected files, classes or
+    splits."""
 
     rule: str
     severity: Literal["error", "warn", "info"]
@@ -51,9 +49,8 @@ class Finding(Frozen):
 
 
 class Report(Frozen):
-    """The validation report for one snapshot. ``counts`` contains the number of images
-    by split and label.
-    """
+    """The validation report for one snapshot. ``counts`` contains the number of images by split and
+    label."""
 
     dataset_digest: str
     counts: Counts
@@ -107,15 +104,14 @@ def validate_dataset(
     from_scratch: bool = False,
     few_groups: str = "",
 ) -> Report:
-    """Check a snapshot against all rules except rules that are set to ``off``. Findings
-    do not raise exceptions.
+    """Check a snapshot against all rules except rules that are set to ``off``. Findings do not
+    raise exceptions.
 
-    ``champion_labels`` contains the classes of the live release. If a class has no
-    images, the class counts as vanished, unless ``classes`` states that the class was
-    removed or renamed on purpose. ``near_duplicates`` contains the near-duplicates in
-    the snapshot. ``from_scratch`` states whether training starts from random weights.
-    ``few_groups`` is the sentence about a test split with too few groups for a first
-    release, if this is the case.
+    ``champion_labels`` contains the classes of the live release. If a class has no images, the
+    class counts as vanished, unless ``classes`` states that the class was removed or renamed on
+    purpose. ``near_duplicates`` contains the near-duplicates in the snapshot. ``from_scratch``
+    states whether training starts from random weights. ``few_groups`` is the sentence about a test
+    split with too few groups for a first release, if this is the case.
     """
     manifest = dataset.manifest
     counts: Counts = {split: manifest.label_counts(split) for split in SPLITS}
@@ -181,9 +177,8 @@ def _remedy(report: Report, errors: Iterable[Finding]) -> str:
 
 
 def _severities(settings: ValidationSettings, problem_counts: Mapping[str, int], used: int) -> dict[str, Severity]:
-    """The severity of each rule. If only a small share of the ``used`` images is left
-    out, the severity is reduced to a warning.
-    """
+    """The severity of each rule. If only a small share of the ``used`` images is left out, the
+    severity is reduced to a warning."""
     severities = settings.severities()
     rules = [rule for rule in _LEFT_OUT if severities[rule] == "error"]
     left_out = sum(problem_counts.get(rule, 0) for rule in rules)
@@ -230,8 +225,8 @@ def _tiny_classes(
 ) -> dict[str, int]:
     """The number of images of each class that has too few.
 
-    If a class of ``totals`` has no images, it was removed from the source. `_vanished`
-    reports the class if necessary.
+    If a class of ``totals`` has no images, it was removed from the source. `_vanished` reports the
+    class if necessary.
     """
     used = manifest.small_classes.used
     few = {label: count for label, count in totals.items() if 0 < count < settings.min_class_images}
@@ -260,9 +255,8 @@ def _imbalance(present: Mapping[str, int], settings: ValidationSettings) -> Iter
 
 
 def _similar(totals: dict[str, int]) -> Iterator[Finding]:
-    """Find classes whose names people may confuse. `class_name` has already merged
-    equivalent spellings.
-    """
+    """Find classes whose names people may confuse. `class_name` has already merged equivalent
+    spellings."""
     alike: defaultdict[str, list[str]] = defaultdict(list)
     for label in sorted(label for label, count in totals.items() if count):
         alike[lookalike_key(label)].append(label)
@@ -290,10 +284,8 @@ def _vanished(totals: dict[str, int], champion_labels: Sequence[str], classes: C
 
 
 def _unknown(champion_labels: Sequence[str], classes: ClassSettings) -> Iterator[Finding]:
-    """Find entries in the settings that are misspelled or have already taken effect. An
-    entry has taken effect if the champion has the new name of a class, or lacks the
-    class.
-    """
+    """Find entries in the settings that are misspelled or have already taken effect. An entry has
+    taken effect if the champion has the new name of a class, or lacks the class."""
     known = set(map(class_name, champion_labels))
     unknown = [name for name in classes.former_names if name not in known and classes.renamed.get(name) not in known]
     if known and unknown:
@@ -334,9 +326,8 @@ def _missing(
     of_few_groups: Collection[str],
     problems: Sequence[Finding],
 ) -> Iterator[Finding]:
-    """Find the classes among ``present`` that have no image in a split, although other
-    classes have. `few_groups` reports the classes ``of_few_groups``.
-    """
+    """Find the classes among ``present`` that have no image in a split, although other classes
+    have. `few_groups` reports the classes ``of_few_groups``."""
     filled_splits = [split for split in SPLITS if any(counts[split].values())]
     joining = joining_gallery(manifest)
     without = [label for label in present if not counts["gallery"][label]] if "gallery" in filled_splits else []
@@ -387,9 +378,8 @@ def _from_review(manifest: Manifest) -> Iterator[Finding]:
 
 
 def _reviewed(manifest: Manifest, counts: Counts) -> Iterator[Finding]:
-    """Report images from review, and classes for which no measurement is possible
-    without these images.
-    """
+    """Report images from review, and classes for which no measurement is possible without these
+    images."""
     left_out = manifest.reviewed_left_out
     totals = [f"{sum(labels.values()):,} of the {split} split" for split, labels in left_out.items()]
     if not totals:
@@ -405,11 +395,11 @@ def _reviewed(manifest: Manifest, counts: Counts) -> Iterator[Finding]:
 
 
 def near_duplicates_found(report: Report | None, dataset: Dataset, group: str) -> NearDuplicates:
-    """Return the near-duplicates in ``report`` if the report is for ``dataset``.
-    Otherwise, return the result of `find_near_duplicates`.
+    """Return the near-duplicates in ``report`` if the report is for ``dataset``. Otherwise, return
+    the result of `find_near_duplicates`.
 
-    If a pipeline has no validate step, or the step's result is cached, there is no
-    report on its snapshot.
+    If a pipeline has no validate step, or the step's result is cached, there is no report on its
+    snapshot.
     """
     if report and report.near_duplicates and report.dataset_digest == dataset.digest:
         return report.near_duplicates
@@ -438,7 +428,6 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def _cell(text: str) -> str:
-    """Escape text for a Markdown table, so that links, images, emphasis and HTML in the
-    text are not rendered.
-    """
+    """Escape text for a Markdown table, so that links, images, emphasis and HTML in the text are
+    not rendered."""
     return re.sub(r"([\\`*_~|!\[\]])", r"\\\1", html.escape(printable(text), quote=False))

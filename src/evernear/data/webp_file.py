@@ -20,9 +20,7 @@ MAX_CODE_GROUPS = 2**16
 CODE_GROUP_BLOCK_PX = 4
 """Smallest side length of the blocks in which a group of prefix codes is chosen."""
 CODE_GROUP_MIN_BITS = 20
-"""Minimum size of a group, which has five codes with one symbol each. Each code takes 4
-bits.
-"""
+"""Minimum size of a group, which has five codes with one symbol each. Each code takes 4 bits."""
 _WEBP_ANIMATION, _WEBP_ALPHA = 0x02, 0x10  # flags of VP8X
 _VP8_KEY_FRAME = b"\x9d\x01\x2a"
 _VP8L_SIGNATURE = 0x2F
@@ -68,9 +66,8 @@ def inspect_webp(data: bytes, name: str) -> EncodedImage:
 
 
 def _webp_chunks(data: bytes, name: str) -> Iterator[tuple[bytes, int, int]]:
-    """Yield the type of each chunk, and the start and the end of the chunk's data. If
-    the file is truncated, the last chunk is also truncated.
-    """
+    """Yield the type of each chunk, and the start and the end of the chunk's data. If the file is
+    truncated, the last chunk is also truncated."""
     at, end = 12, min(len(data), 8 + int.from_bytes(data[4:8], "little"))
     for _ in range(max_segments(len(data))):
         if at + 8 > end:
@@ -102,12 +99,11 @@ def _vp8l_size(stream: bytes, name: str) -> tuple[int, int]:
 
 
 def _max_code_groups(width_px: int, height_px: int, lossless_bytes: int) -> int:
-    """Maximum number of prefix code groups in a lossless stream of ``lossless_bytes``
-    bytes, or 0 if there is no such stream.
+    """Maximum number of prefix code groups in a lossless stream of ``lossless_bytes`` bytes, or 0
+    if there is no such stream.
 
-    Counting the groups would require decoding the stream. Instead, one group is assumed
-    for each block, and the number of groups is limited by the number of bits in the
-    stream.
+    Counting the groups would require decoding the stream. Instead, one group is assumed for each
+    block, and the number of groups is limited by the number of bits in the stream.
     """
     blocks = -(-width_px // CODE_GROUP_BLOCK_PX) * -(-height_px // CODE_GROUP_BLOCK_PX)
     return min(MAX_CODE_GROUPS, blocks, -(-8 * lossless_bytes // CODE_GROUP_MIN_BITS))

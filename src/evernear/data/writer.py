@@ -1,8 +1,8 @@
 """Write images into shards with a maximum size.
 
-A shard of an earlier snapshot has to be stored again when it is filled, which may cost
-more than storing the new images. Therefore only small shards are filled, and each split
-has a limited number of small shards.
+A shard of an earlier snapshot has to be stored again when it is filled, which may cost more than
+storing the new images. Therefore only small shards are filled, and each split has a limited number
+of small shards.
 """
 
 from collections import Counter
@@ -24,21 +24,18 @@ from evernear.errors import IntegrityError
 Rows = NDArray[np.void]
 _BLOCK_BYTES = 2**20
 _LARGE_FRACTION = 1 / 8
-"""Fraction of a full shard. A later ingest does not fill a shard that already has at
-least this fraction of the maximum number of images.
-"""
+"""Fraction of a full shard. A later ingest does not fill a shard that already has at least this
+fraction of the maximum number of images."""
 _TINY_FRACTION = 1 / 64
 """Fraction of a full shard. A later ingest always fills a smaller shard."""
 _MAX_SMALL = 8
-"""Maximum number of shards of a split below `_LARGE_FRACTION`. If a split has as many,
-a later ingest fills the smallest one.
-"""
+"""Maximum number of shards of a split below `_LARGE_FRACTION`. If a split has as many, a later
+ingest fills the smallest one."""
 
 
 def row_dtype(shape: tuple[int, int, int]) -> np.dtype[np.void]:
-    """The dtype of an image in a shard: pixels, label number, and the sha256 that
-    identifies the image.
-    """
+    """The dtype of an image in a shard: pixels, label number, and the sha256 that identifies the
+    image."""
     return np.dtype([("image", "u1", shape), ("label", "<i4"), ("digest", "u1", (32,))])
 
 
@@ -66,9 +63,8 @@ def check_header(file: BinaryIO, dtype: np.dtype[np.void], shard: Shard) -> int:
 
 
 class ShardWriter:
-    """Appends images to splits, and updates the slots in the ledger. One block for each
-    split is in memory.
-    """
+    """Appends images to splits, and updates the slots in the ledger. One block for each split is in
+    memory."""
 
     def __init__(
         self,
@@ -80,9 +76,8 @@ class ShardWriter:
         scratch: Path,
         published: Collection[str] = (),
     ) -> None:
-        """Continue with the shards that are in ``ledger``. ``published`` contains the
-        sha256 of each shard in the parent snapshot.
-        """
+        """Continue with the shards that are in ``ledger``. ``published`` contains the sha256 of
+        each shard in the parent snapshot."""
         self._store, self._dataset, self._ledger, self._scratch = store, dataset, ledger, scratch
         self._dtype = row_dtype(shape)
         self._capacity = (shard_size_bytes - len(_header(self._dtype, 0))) // self._dtype.itemsize
@@ -115,9 +110,8 @@ class ShardWriter:
                 self._finish(split)
 
     def rewrite(self, slot: int, changes: Mapping[bytes, int | None]) -> None:
-        """Change the labels of images in a slot, or remove the images whose new label
-        is None. Call this method only while no shard is open.
-        """
+        """Change the labels of images in a slot, or remove the images whose new label is None. Call
+        this method only while no shard is open."""
         shard = self._shards[slot]
         rewritten = _OpenShard(self._scratch, slot, self._dtype)
         for rows in self._rows_of(shard):
@@ -128,8 +122,8 @@ class ShardWriter:
         self._publish(rewritten, shard.split)
 
     def move(self, slot: int, digests: Collection[bytes], split: Split) -> list[tuple[bytes, int]]:
-        """Move images from one slot to a different split, and return the new slot of
-        each image. Call this method only while no shard is open.
+        """Move images from one slot to a different split, and return the new slot of each image.
+        Call this method only while no shard is open.
 
         The moved images, at most one shard of images, are kept in memory.
         """
@@ -157,9 +151,8 @@ class ShardWriter:
         return shard
 
     def _slot_to_fill(self, split: Split) -> int | None:
-        """The slot whose shard is filled with the next images of a split, or None to
-        start a new shard.
-        """
+        """The slot whose shard is filled with the next images of a split, or None to start a new
+        shard."""
         slots = [slot for slot, shard in self._shards.items() if shard.split == split]
         last = max(slots, default=None)
         if last is not None and self._shards[last].sha256 not in self._published:
@@ -220,26 +213,21 @@ class _OpenShard:
             self._path.write_bytes(_header(dtype, 0))
 
     def write(self, rows: Rows) -> None:
-        # The file is opened for each block, so that a failed ingest leaves no open
-        # file.
+        # The file is opened for each block, so that a failed ingest leaves no open file.
         with disk_errors(self._path), self._path.open("ab") as file:
             file.write(rows.tobytes())
         self.count += len(rows)
         self._labels.update(rows["label"].tolist())
 
     def finish(self) -> tuple[Path, Counter[int]]:
-        """Complete the header. Return the path of the file and the number of images per
-        label.
-        """
+        """Complete the header. Return the path of the file and the number of images per label."""
         with disk_errors(self._path), self._path.open("r+b") as file:
             file.write(_header(self._dtype, self.count))
         return self._path, self._labels
 
 
 def _header(dtype: np.dtype[np.void], count: int) -> bytes:
-    """The .npy header. numpy pads the header to a length that does not depend on
-    ``count``.
-    """
+    """The .npy header. numpy pads the header to a length that does not depend on ``count``."""
     buffer = BytesIO()
     header = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": (count,)}
     np.lib.format.write_array_header_1_0(buffer, header)

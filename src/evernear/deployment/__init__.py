@@ -1,8 +1,8 @@
-"""Deploy releases: check the promotion policy, publish the release, start and verify
-it, and make it the champion.
+"""Deploy releases: check the promotion policy, publish the release, start and verify it, and make
+it the champion.
 
-`open_target` chooses the target. `evernear.deployment.target` defines the interface of
-deployment targets.
+`open_target` chooses the target. `evernear.deployment.target` defines the interface of deployment
+targets.
 """
 
 import tempfile
@@ -24,12 +24,10 @@ from evernear.settings import RunSettings
 
 
 def deploy_release(archive: Path, verdict_file: Path, settings: RunSettings, cause: Cause | None = None) -> Deployment:
-    """Deploy an archived release to ``settings.target``, and make the release the
-    champion.
+    """Deploy an archived release to ``settings.target``, and make the release the champion.
 
-    Deploying the champion again repeats the verification and changes nothing else.
-    ``cause`` is recorded in the promotion history. By default, the cause is the user
-    and host of this process.
+    Deploying the champion again repeats the verification and changes nothing else. ``cause`` is
+    recorded in the promotion history. By default, the cause is the user and host of this process.
 
     Raises:
         IntegrityError, ConflictError: the promotion policy rejects the release (see
@@ -65,11 +63,11 @@ def deploy_release(archive: Path, verdict_file: Path, settings: RunSettings, cau
 def promote_release(
     version: str, settings: RunSettings, *, force: bool = False, cause: Cause | None = None
 ) -> Deployment:
-    """Promote a release manually: make it live at ``settings.target``,
-    then make it the champion. If it is the champion, `apply` the settings to it.
+    """Promote a release manually: make it live at ``settings.target``, then make it the champion.
+    If it is the champion, `apply` the settings to it.
 
-    ``force`` overrules a hold verdict and requires a reason in ``cause``. A release
-    that a bake rolled back may be promoted again.
+    ``force`` overrules a hold verdict and requires a reason in ``cause``. A release that a bake
+    rolled back may be promoted again.
 
     Raises:
         StoreError: the release does not exist, or the registry is unreachable.
@@ -97,8 +95,8 @@ def promote_release(
 
 
 def apply(settings: RunSettings, *, cause: Cause | None = None) -> Deployment:
-    """Roll out the champion again with ``settings``, and record the rollout in the
-    promotion history. The release stays the champion.
+    """Roll out the champion again with ``settings``, and record the rollout in the promotion
+    history. The release stays the champion.
 
     Raises:
         SettingsError: the target cannot apply settings to a live release.
@@ -124,8 +122,8 @@ def apply(settings: RunSettings, *, cause: Cause | None = None) -> Deployment:
 
 
 def roll_back(settings: RunSettings, *, cause: Cause | None = None, expected: str | None = None) -> Deployment:
-    """Roll back to the previous champion. If ``expected`` is set, fail unless
-    ``expected`` is the current champion.
+    """Roll back to the previous champion. If ``expected`` is set, fail unless ``expected`` is the
+    current champion.
 
     Raises:
         ConflictError: the champion is not ``expected``.
@@ -150,8 +148,8 @@ def roll_back(settings: RunSettings, *, cause: Cause | None = None, expected: st
 
 
 def forget_releases(settings: RunSettings) -> None:
-    """If the TorchServe server of ``settings.workdir`` is running, unload all releases
-    that are no longer in the registry.
+    """If the TorchServe server of ``settings.workdir`` is running, unload all releases that are no
+    longer in the registry.
 
     Raises:
         StoreError, ServingError, BusyError: for the same reasons as in
@@ -164,9 +162,9 @@ def forget_releases(settings: RunSettings) -> None:
 def open_target(settings: RunSettings, *, start_server: bool = True) -> DeploymentTarget:
     """The target that ``settings.target`` names.
 
-    If ``start_server`` is not set, the ``local`` target is the running TorchServe
-    server, even if its ports differ from the settings. If no TorchServe server is
-    running, the target consists of only the registry.
+    If ``start_server`` is not set, the ``local`` target is the running TorchServe server, even if
+    its ports differ from the settings. If no TorchServe server is running, the target consists of
+    only the registry.
 
     Raises:
         SettingsError: the target is ``kubernetes`` and the Kubernetes client is not
@@ -195,9 +193,8 @@ def open_target(settings: RunSettings, *, start_server: bool = True) -> Deployme
 def _fetch_release(
     version: str, settings: RunSettings, registry: Registry
 ) -> Generator[tuple[DeploymentTarget, Path, ReleaseParts]]:
-    """Lock the target. Yield the target, the archive of a published release, and the
-    verified parts of this release.
-    """
+    """Lock the target. Yield the target, the archive of a published release, and the verified parts
+    of this release."""
     registry.get(version)
     target = open_target(settings, start_server=False)
     with target.exclusive(), tempfile.TemporaryDirectory(prefix="evernear-release-") as temporary:

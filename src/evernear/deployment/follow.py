@@ -1,13 +1,12 @@
-"""`evernear serve --follow`: the TorchServe server of a working directory follows the
-champion pointer.
+"""`evernear serve --follow`: the TorchServe server of a working directory follows the champion
+pointer.
 
-The server polls the champion pointer, and needs only read access to the store. Before
-the switch, the server downloads the release, checks the archive hash and every part,
-loads the release next to the live release, and runs the smoke test. If any of these
-steps fails, the live release stays live. The server reports the reason for a failed
-switch once per release, and retries with increasing pauses. After a restart, the server
-first loads the last live release from its own disk. The server can therefore answer
-requests even if the store is unreachable.
+The server polls the champion pointer, and needs only read access to the store. Before the switch,
+the server downloads the release, checks the archive hash and every part, loads the release next to
+the live release, and runs the smoke test. If any of these steps fails, the live release stays live.
+The server reports the reason for a failed switch once per release, and retries with increasing
+pauses. After a restart, the server first loads the last live release from its own disk. The server
+can therefore answer requests even if the store is unreachable.
 """
 
 import os
@@ -39,15 +38,13 @@ PROCESS_POLL_S = 0.5
 FIRST_PAUSE_S = 10.0
 LONGEST_PAUSE_S = 600.0
 JITTER = 0.2
-"""Maximum relative variation of each pause. Random variation prevents servers that
-started at the same time from polling at the same time.
-"""
+"""Maximum relative variation of each pause. Random variation prevents servers that started at the
+same time from polling at the same time."""
 
 
 class FollowState(Frozen):
-    """The live release of a server that follows the champion. The state is stored next
-    to the server's logs.
-    """
+    """The live release of a server that follows the champion. The state is stored next to the
+    server's logs."""
 
     remedy = "delete it and start the server again"
 
@@ -62,17 +59,15 @@ class FollowState(Frozen):
 
 
 def follow_state(home: Path) -> FollowState | None:
-    """The follow state of the server in ``home``, or None if no running process follows
-    the champion.
-    """
+    """The follow state of the server in ``home``, or None if no running process follows the
+    champion."""
     state = _load_state(home)
     return state if state and psutil.pid_exists(state.pid) else None
 
 
 class Follower:
-    """Polls the champion pointer for the TorchServe server of ``settings.workdir``.
-    ``report`` receives each event once.
-    """
+    """Polls the champion pointer for the TorchServe server of ``settings.workdir``. ``report``
+    receives each event once."""
 
     def __init__(self, settings: RunSettings, report: Callable[[str], None]) -> None:
         self._settings = settings
@@ -87,9 +82,8 @@ class Follower:
         self._failed = ""
 
     def start(self) -> None:
-        """Start the last live release from this machine's disk. If the last live
-        release cannot be started, wait for a champion, and start the champion.
-        """
+        """Start the last live release from this machine's disk. If the last live release cannot be
+        started, wait for a champion, and start the champion."""
         self._restore()
         while True:
             self.poll()
@@ -114,9 +108,8 @@ class Follower:
             raise ServingError(f"TorchServe died; see {self._home}/logs.")
 
     def poll(self) -> None:
-        """Switch to the champion unless it is already live. If the switch fails, report
-        the failure and leave the live release in place.
-        """
+        """Switch to the champion unless it is already live. If the switch fails, report the failure
+        and leave the live release in place."""
         try:
             champion = self._registry.champion()
             if champion is None:
@@ -148,8 +141,8 @@ class Follower:
             self._target.switch(archive, open_release(archive, Path(temporary) / "release"))
 
     def _restore(self) -> None:
-        """Start the last live release from this machine's disk.
-        Do nothing if a server is already running."""
+        """Start the last live release from this machine's disk. Do nothing if a server is already
+        running."""
         state = _load_state(self._home)
         if torchserve.is_running(self._home):
             self._live = self._target.default_version() or ""
@@ -181,9 +174,8 @@ class Follower:
             self._save("")
 
     def _keep(self, fault: str, subject: str = "") -> None:
-        """Report once per ``subject`` why the champion is not live. If ``subject`` is
-        empty, report once per ``fault``.
-        """
+        """Report once per ``subject`` why the champion is not live. If ``subject`` is empty, report
+        once per ``fault``."""
         if (subject or fault) == self._reported:
             return
         self._reported = subject or fault

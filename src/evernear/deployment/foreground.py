@@ -1,6 +1,5 @@
-"""Run the local TorchServe server in the foreground. The server starts once a champion
-exists, and stops when the command ends.
-"""
+"""Run the local TorchServe server in the foreground. The server starts once a champion exists, and
+stops when the command ends."""
 
 import contextlib
 import signal
@@ -21,8 +20,8 @@ CHAMPION_POLL_S = 2.0
 
 
 def await_champion(settings: RunSettings, report: Callable[[str], None]) -> None:
-    """Wait until the store has a champion. ``report`` is called with each new reason
-    for waiting.
+    """Wait until the store has a champion. ``report`` is called with each new reason for
+    waiting.
 
     Raises:
         IntegrityError: the champion pointer is damaged or lost.
@@ -45,8 +44,8 @@ def await_champion(settings: RunSettings, report: Callable[[str], None]) -> None
 
 @contextlib.contextmanager
 def stopped_by_signals(home: Path) -> Generator[None]:
-    """Bind the lifetime of the server in ``home`` to this process. While the body runs,
-    SIGTERM and Ctrl-C drain the server and then stop both processes.
+    """Bind the lifetime of the server in ``home`` to this process. While the body runs, SIGTERM and
+    Ctrl-C drain the server and then stop both processes.
 
     Raises:
         StoreError: ``home`` is not writable.

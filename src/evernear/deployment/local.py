@@ -1,8 +1,7 @@
 """The TorchServe server of a working directory as a deployment target.
 
-The registry's champion is authoritative. If the server does not serve the champion
-after a crash, `serve_local` or the next deployment makes the server switch to the
-champion.
+The registry's champion is authoritative. If the server does not serve the champion after a crash,
+`serve_local` or the next deployment makes the server switch to the champion.
 """
 
 import contextlib
@@ -60,8 +59,8 @@ class LocalTarget:
 
     @contextlib.contextmanager
     def exclusive(self) -> Generator[None]:
-        """Hold the deployment lock of the working directory, and remove files that
-        killed deployments left behind.
+        """Hold the deployment lock of the working directory, and remove files that killed
+        deployments left behind.
 
         Raises:
             BusyError: a different deployment does not finish in time.
@@ -74,9 +73,8 @@ class LocalTarget:
             yield
 
     def fetch(self, version: str, directory: Path) -> Path:
-        """If the server has an intact copy of the published archive, return this copy.
-        Otherwise, download the archive.
-        """
+        """If the server has an intact copy of the published archive, return this copy. Otherwise,
+        download the archive."""
         if self._has_archive(version):
             return self._stored(version)
         self._registry.fetch(version, directory / ARCHIVE_FILE)
@@ -84,12 +82,12 @@ class LocalTarget:
 
     @contextlib.contextmanager
     def rollout(self, archive: Path, parts: ReleaseParts) -> Generator[VerifiedRollout]:
-        """Load a release next to the live release, and verify the new release at a
-        separate URL. After the body completes, make the new release the default.
+        """Load a release next to the live release, and verify the new release at a separate URL.
+        After the body completes, make the new release the default.
 
-        The live release continues to serve. TorchServe is started if it is not running.
-        If the champion does not start, for example because its archive is damaged, a
-        different release can still be rolled out.
+        The live release continues to serve. TorchServe is started if it is not running. If the
+        champion does not start, for example because its archive is damaged, a different release can
+        still be rolled out.
 
         Raises:
             ServingError: TorchServe or the release does not start, or the smoke test
@@ -106,8 +104,8 @@ class LocalTarget:
                     raise unrecorded_error(version, error) from None
 
     def switch(self, archive: Path, parts: ReleaseParts) -> None:
-        """Like `rollout`, run a release's smoke test and make the release the default,
-        but ignore the champion pointer.
+        """Like `rollout`, run a release's smoke test and make the release the default, but ignore
+        the champion pointer.
 
         Raises:
             ServingError: TorchServe or the release does not start, or the smoke test
@@ -121,11 +119,11 @@ class LocalTarget:
 
     @contextlib.contextmanager
     def _verified(self, archive: Path, parts: ReleaseParts) -> Generator[int]:
-        """Load a release and run its smoke test. After the body, which may reject the
-        release, make the release the default.
+        """Load a release and run its smoke test. After the body, which may reject the release, make
+        the release the default.
 
-        Yield the number of answered queries.
-        If the body raises `TransientStoreError`, the release stays loaded.
+        Yield the number of answered queries. If the body raises `TransientStoreError`, the release
+        stays loaded.
         """
         version = parts.manifest.version
         loaded = self._ensure_loaded(archive, version)
@@ -138,14 +136,13 @@ class LocalTarget:
                 self._unload(version)
             raise
         self._management.set_default(MODEL_NAME, version)
-        # The release is already live, so a failure to prune is ignored. The next
-        # deployment tries to prune again.
+        # The release is already live, so a failure to prune is ignored. The next deployment tries
+        # to prune again.
         with contextlib.suppress(ServingError, StoreError, IntegrityError):
             self._prune()
 
     def default_version(self) -> str | None:
-        """The version that answers requests by default, or None if no release is
-        loaded.
+        """The version that answers requests by default, or None if no release is loaded.
 
         Raises:
             ServingError: the server does not respond.
@@ -169,11 +166,11 @@ class LocalTarget:
             torchserve.await_ready(self._settings.serving, self._home, champion.version)
 
     def status(self) -> dict[str, Any]:
-        """The state of the server and of the registry. The address is the server's
-        actual address, even if the settings differ.
+        """The state of the server and of the registry. The address is the server's actual address,
+        even if the settings differ.
 
-        ``server`` is ``up``, ``down``, ``died`` (started,
-        but no longer running) or ``not answering``.
+        ``server`` is ``up``, ``down``, ``died`` (started, but no longer running) or
+        ``not answering``.
         """
         champion = self._registry.champion()
         state: dict[str, Any] = {
@@ -205,9 +202,8 @@ class LocalTarget:
 
     @contextlib.contextmanager
     def _server(self) -> Generator[None]:
-        """Start the server if it is not running. If the body fails and no model is
-        loaded, stop the server.
-        """
+        """Start the server if it is not running. If the body fails and no model is loaded, stop the
+        server."""
         torchserve.start_server(self._settings.serving, self._home)
         try:
             yield
@@ -222,9 +218,7 @@ class LocalTarget:
         return {model.version: model for model in self._management.versions(MODEL_NAME)}
 
     def _follow(self, champion: Champion) -> None:
-        """Make the champion the default,
-        and unload releases that were never published.
-        """
+        """Make the champion the default, and unload releases that were never published."""
         registered = self._registered()
         if champion.version not in registered:
             if not self._has_archive(champion.version):
@@ -234,9 +228,8 @@ class LocalTarget:
         self._unload_unpublished(champion.version)
 
     def _unload_unpublished(self, live: str) -> None:
-        """Except for the ``live`` release, unload all releases that were never
-        published or were removed from the registry.
-        """
+        """Except for the ``live`` release, unload all releases that were never published or were
+        removed from the registry."""
         for version in self._registered().keys() - {live, *self._registry.list()}:
             self._unload(version)
 
@@ -252,9 +245,8 @@ class LocalTarget:
         return None
 
     def _ensure_loaded(self, archive: Path, version: str) -> bool:
-        """Load a release unless the same archive is loaded and ready. Return whether
-        the release had to be loaded.
-        """
+        """Load a release unless the same archive is loaded and ready. Return whether the release
+        had to be loaded."""
         registered, stored = self._registered(), self._stored(version)
         if version in registered:
             same = stored.is_file() and (archive == stored or sha256_file(archive) == sha256_file(stored))
@@ -268,14 +260,13 @@ class LocalTarget:
         return True
 
     def _load(self, version: str) -> None:
-        """Register a stored archive. The release becomes the default only if no other
-        release is registered.
-        """
+        """Register a stored archive. The release becomes the default only if no other release is
+        registered."""
         stored = self._stored(version)
         try:
             with disk_errors(self._home):
-                # TorchServe unpacks the archive in its home directory. If the disk is
-                # full, TorchServe's error message does not mention the disk.
+                # TorchServe unpacks the archive in its home directory. If the disk is full,
+                # TorchServe's error message does not mention the disk.
                 if shutil.disk_usage(self._home).free < stored.stat().st_size + SPARE_BYTES:
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             self._management.register(stored.name, self._settings.serving)
@@ -294,10 +285,8 @@ class LocalTarget:
                 self._management.unregister(MODEL_NAME, version)
 
     def _prune(self) -> None:
-        """Unload all releases except the first `KEEP_REGISTERED` releases.
-        The champion is first, followed by its rollback target, followed by the newest
-        releases.
-        """
+        """Unload all releases except the first `KEEP_REGISTERED` releases. The champion is first,
+        followed by its rollback target, followed by the newest releases."""
         champion = self._registry.champion()
         if champion is None:
             return
@@ -315,8 +304,7 @@ class LocalTarget:
         time.sleep(LAST_BATCH_S)
 
     def _has_archive(self, version: str) -> bool:
-        """Whether the server's copy of an archive is identical to the published
-        archive."""
+        """Whether the server's copy of an archive is identical to the published archive."""
         stored = self._stored(version)
         return stored.is_file() and sha256_file(stored) == self._registry.get(version).archive_sha256
 
@@ -325,9 +313,8 @@ class LocalTarget:
 
 
 def at_running_server(settings: RunSettings) -> RunSettings:
-    """``settings`` with the addresses of the server in ``settings.workdir``, or
-    unchanged ``settings`` if no server was started there.
-    """
+    """``settings`` with the addresses of the server in ``settings.workdir``, or unchanged
+    ``settings`` if no server was started there."""
     state = read_state(home_of(settings.workdir))
     if state is None:
         return settings

@@ -1,6 +1,5 @@
-"""The promotion policy: whether a release may become the champion. The policy is
-checked right before each deployment, and rejects a release in case of doubt.
-"""
+"""The promotion policy: whether a release may become the champion. The policy is checked right
+before each deployment, and rejects a release in case of doubt."""
 
 from pathlib import Path
 
@@ -16,12 +15,10 @@ from evernear.release.promotions import Champion
 def check_candidate(
     archive: Path, verdict_file: Path, champion: Champion | None, out_dir: Path
 ) -> tuple[ReleaseParts, str | None]:
-    """Unpack ``archive`` into ``out_dir``, and check that the release may replace
-    ``champion``.
+    """Unpack ``archive`` into ``out_dir``, and check that the release may replace ``champion``.
 
-    Return the release's parts and the anchor from the verdict. The anchor is None if
-    the verdict has no anchor, if no champion exists, or if the release is already the
-    champion.
+    Return the release's parts and the anchor from the verdict. The anchor is None if the verdict
+    has no anchor, if no champion exists, or if the release is already the champion.
 
     Raises:
         IntegrityError: the archive is damaged, or its verdict is missing, says hold, or
@@ -51,8 +48,8 @@ def check_candidate(
 
 
 def check_promotable(parts: ReleaseParts, *, force: bool) -> None:
-    """Check that a release may be promoted manually, regardless of the champion that it
-    was compared with.
+    """Check that a release may be promoted manually, regardless of the champion that it was
+    compared with.
 
     ``force`` overrules a hold verdict.
 
@@ -66,9 +63,8 @@ def check_promotable(parts: ReleaseParts, *, force: bool) -> None:
 
 
 def _read_verdict(path: Path, parts: ReleaseParts) -> Verdict:
-    """Read the verdict, and check that it is the archived verdict and applies to the
-    parts in the archive.
-    """
+    """Read the verdict, and check that it is the archived verdict and applies to the parts in the
+    archive."""
     manifest = parts.manifest
     try:
         data = path.read_bytes()

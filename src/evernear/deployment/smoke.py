@@ -1,8 +1,7 @@
-"""The smoke test: a release's answers to its stored queries must equal the archived
-answers.
+"""The smoke test: a release's answers to its stored queries must equal the archived answers.
 
-Labels and unknown flags are compared only where rounding cannot change them. Distances
-must always agree within `DISTANCE_TOLERANCE`.
+Labels and unknown flags are compared only where rounding cannot change them. Distances must always
+agree within `DISTANCE_TOLERANCE`.
 """
 
 from typing import Protocol
@@ -14,9 +13,8 @@ from evernear.serving.responses import Prediction
 
 
 class PredictionClient(Protocol):
-    """A client with the same interface as `evernear.serving.client.Client`, possibly
-    with a different transport.
-    """
+    """A client with the same interface as `evernear.serving.client.Client`, possibly with a
+    different transport."""
 
     def predict(self, image: bytes, version: str | None = None) -> Prediction:
         """Like `evernear.serving.client.Client.predict`."""
@@ -24,8 +22,8 @@ class PredictionClient(Protocol):
 
 
 def smoke(client: PredictionClient, parts: ReleaseParts) -> int:
-    """Send the stored queries to the release's own URL,
-    and return the number of answered queries.
+    """Send the stored queries to the release's own URL, and return the number of answered
+    queries.
 
     Raises:
         ServingError: an answer is missing or differs from the stored answer,

@@ -1,6 +1,4 @@
-"""The interface of deployment targets, and the target that consists of only the
-registry.
-"""
+"""The interface of deployment targets, and the target that consists of only the registry."""
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
@@ -18,11 +16,11 @@ from evernear.settings import RunSettings
 
 @dataclass(frozen=True)
 class VerifiedRollout:
-    """The outcome of a rollout: the release's URL,
-    and the number of stored queries that the release answered.
+    """The outcome of a rollout: the release's URL, and the number of stored queries that the
+    release answered.
 
-    ``champion_fault`` is the reason why the previous champion did not start, or None if
-    the previous champion started.
+    ``champion_fault`` is the reason why the previous champion did not start, or None if the
+    previous champion started.
     """
 
     url: str | None = None
@@ -31,9 +29,8 @@ class VerifiedRollout:
 
 
 class Deployment(Frozen):
-    """A release that became the champion, with its `VerifiedRollout`. ``url`` is None
-    if the target has no server.
-    """
+    """A release that became the champion, with its `VerifiedRollout`. ``url`` is None if the target
+    has no server."""
 
     version: str
     previous: str | None
@@ -52,9 +49,8 @@ class Deployment(Frozen):
 
 
 class DeploymentTarget(Protocol):
-    """A place where one release is live. `evernear.deployment` calls the methods of a
-    target to deploy a release.
-    """
+    """A place where one release is live. `evernear.deployment` calls the methods of a target to
+    deploy a release."""
 
     def require_deployable(self) -> None:
         """Before hours of training, check that a deployment can succeed."""
@@ -69,18 +65,15 @@ class DeploymentTarget(Protocol):
         ...
 
     def fetch(self, version: str, directory: Path) -> Path:
-        """The archive of a published release, in ``directory`` or in the target's own
-        storage.
-        """
+        """The archive of a published release, in ``directory`` or in the target's own storage."""
         ...
 
     def rollout(self, archive: Path, parts: ReleaseParts) -> AbstractContextManager[VerifiedRollout]:
-        """Start a published release and verify it. The body of the context manager then
-        records the release as the champion.
+        """Start a published release and verify it. The body of the context manager then records the
+        release as the champion.
 
-        If the rollout or the body fails, the previous release becomes live again.
-        However, if the body raises a `TransientStoreError`, the new release stays live
-        (see `unrecorded_error`).
+        If the rollout or the body fails, the previous release becomes live again. However, if the
+        body raises a `TransientStoreError`, the new release stays live (see `unrecorded_error`).
         """
         ...
 
@@ -90,21 +83,16 @@ class DeploymentTarget(Protocol):
 
 
 class RegistryTarget:
-    """The registry without a server.
-    Servers elsewhere pull the champion when they start."""
+    """The registry without a server. Servers elsewhere pull the champion when they start."""
 
     def __init__(self, settings: RunSettings) -> None:
         self._registry = Registry(open_store(settings.store_uri))
 
     def require_deployable(self) -> None:
-        """Do nothing, because the pipeline already writes to the store before
-        training.
-        """
+        """Do nothing, because the pipeline already writes to the store before training."""
 
     def exclusive(self) -> AbstractContextManager[object]:
-        """Take no lock, because moving the champion pointer with compare-and-swap is
-        sufficient.
-        """
+        """Take no lock, because moving the champion pointer with compare-and-swap is sufficient."""
         return nullcontext()
 
     def fetch(self, version: str, directory: Path) -> Path:
@@ -123,11 +111,11 @@ class RegistryTarget:
 
 
 def unrecorded_error(version: str, error: TransientStoreError) -> TransientStoreError:
-    """The error for a verified release that stays live although the store may not have
-    recorded it as the champion.
+    """The error for a verified release that stays live although the store may not have recorded it
+    as the champion.
 
-    Restoring the previous release could fail, because its archive comes from the same
-    store. In addition, the champion pointer may already have moved.
+    Restoring the previous release could fail, because its archive comes from the same store. In
+    addition, the champion pointer may already have moved.
     """
     return TransientStoreError(
         f"Release {version} answered its stored queries and stays in place, but it may not be recorded as the champion:"

@@ -1,5 +1,4 @@
-"""The training module and its ArcFace head, a softmax over angles with an additive
-margin."""
+"""The training module and its ArcFace head, a softmax over angles with an additive margin."""
 
 import math
 from collections.abc import Iterable
@@ -12,21 +11,16 @@ from evernear.embedding.architecture import Architecture
 from evernear.embedding.network import build_network
 
 HIGHEST_PROBABILITY = 1 - 1e-7
-"""True-class probability that the softmax must be able to reach without label
-smoothing.
-"""
+"""True-class probability that the softmax must be able to reach without label smoothing."""
 HIGHEST_SMOOTHED_PROBABILITY = 0.999
-"""True-class probability that the softmax must be able to reach with label smoothing.
-The smoothed targets are well below 1, so a lower scale suffices and makes the loss less
-steep."""
+"""True-class probability that the softmax must be able to reach with label smoothing. The smoothed
+targets are well below 1, so a lower scale suffices and makes the loss less steep."""
 MIN_CLASSES_TO_SAMPLE = 10_000
-"""Minimum number of classes at which a training step computes logits for only a random
-sample of the classes.
-"""
+"""Minimum number of classes at which a training step computes logits for only a random sample of
+the classes."""
 SAMPLE_RATE = 0.1
-"""Fraction of the classes to sample. At this rate, Partial FC is as accurate as
-training with all classes.
-"""
+"""Fraction of the classes to sample. At this rate, Partial FC is as accurate as training with all
+classes."""
 
 
 class ArcFace(nn.Module):
@@ -57,9 +51,9 @@ class ArcFace(nn.Module):
     ) -> Tensor:
         """Compute the logits (N, classes) for ``embeddings`` (N, D).
 
-        The ``margin`` in radians applies only if ``labels`` (N,) are passed. With
-        ``sampled`` (S,), only the logits (N, S) of the sampled classes are computed,
-        and ``labels`` are indices into ``sampled``.
+        The ``margin`` in radians applies only if ``labels`` (N,) are passed. With ``sampled`` (S,),
+        only the logits (N, S) of the sampled classes are computed, and ``labels`` are indices into
+        ``sampled``.
         """
         centers = self.centers if sampled is None else self.centers[sampled]
         cosine = F.linear(F.normalize(embeddings), F.normalize(centers))
@@ -74,13 +68,12 @@ class ArcFace(nn.Module):
 
 
 def choose_scale(classes: int, label_smoothing: float = 0.0) -> float:
-    """The smallest scale at which a softmax over ``classes`` classes can assign the
-    true class a probability near 1.
+    """The smallest scale at which a softmax over ``classes`` classes can assign the true class a
+    probability near 1.
 
-    The scale is the lower bound from Wang et al. 2018, "CosFace", arXiv:1801.09414,
-    equation 6, for the probability `HIGHEST_PROBABILITY`, or
-    `HIGHEST_SMOOTHED_PROBABILITY` with label smoothing. A larger scale only sharpens
-    the loss for hard images.
+    The scale is the lower bound from Wang et al. 2018, "CosFace", arXiv:1801.09414, equation 6, for
+    the probability `HIGHEST_PROBABILITY`, or `HIGHEST_SMOOTHED_PROBABILITY` with label smoothing. A
+    larger scale only sharpens the loss for hard images.
     """
     highest = HIGHEST_SMOOTHED_PROBABILITY if label_smoothing else HIGHEST_PROBABILITY
     odds = highest / (1 - highest)
@@ -90,16 +83,15 @@ def choose_scale(classes: int, label_smoothing: float = 0.0) -> float:
 def sample_classes(labels: Tensor, classes: int, batch_labels: Tensor) -> tuple[Tensor | None, Tensor]:
     """Sample the classes for a training step.
 
-    Return the sampled classes and the positions of ``labels`` (N,) in the sample.
-    ``batch_labels`` are the labels of the whole batch. ``labels`` may be only the
-    labels of the images that one process trains on.
+    Return the sampled classes and the positions of ``labels`` (N,) in the sample. ``batch_labels``
+    are the labels of the whole batch. ``labels`` may be only the labels of the images that one
+    process trains on.
 
-    With at least `MIN_CLASSES_TO_SAMPLE` classes, the sample consists of the batch's
-    classes and a random fraction `SAMPLE_RATE` of all classes (An et al. 2022, "Killing
-    Two Birds with One Stone: Efficient and Robust Training of Face Recognition CNNs by
-    Partial FC", arXiv:2203.15565). With sampling, the network rather than the head
-    dominates the step time. With fewer classes, the sample is None, which means all
-    classes.
+    With at least `MIN_CLASSES_TO_SAMPLE` classes, the sample consists of the batch's classes and a
+    random fraction `SAMPLE_RATE` of all classes (An et al. 2022, "Killing Two Birds with One Stone:
+    Efficient and Robust Training of Face Recognition CNNs by Partial FC", arXiv:2203.15565). With
+    sampling, the network rather than the head dominates the step time. With fewer classes, the
+    sample is None, which means all classes.
     """
     if classes < MIN_CLASSES_TO_SAMPLE:
         return None, labels
@@ -109,8 +101,8 @@ def sample_classes(labels: Tensor, classes: int, batch_labels: Tensor) -> tuple[
 
 
 class TrainingModule(nn.Module):
-    """The embedding network and one ArcFace head per ensemble member. Without
-    a scale, `choose_scale` determines it.
+    """The embedding network and one ArcFace head per ensemble member. Without a scale,
+    `choose_scale` determines it.
 
     Only the network runs in mixed precision.
     """
@@ -124,9 +116,8 @@ class TrainingModule(nn.Module):
         precision: torch.dtype,
         network: nn.Module | None = None,
     ) -> None:
-        """Train ``network`` or, by default, a new network with the architecture
-        ``architecture`` and random weights.
-        """
+        """Train ``network`` or, by default, a new network with the architecture ``architecture``
+        and random weights."""
         super().__init__()
         self.network = network or build_network(architecture)
         self.classes, self.label_smoothing = classes, label_smoothing
@@ -136,8 +127,8 @@ class TrainingModule(nn.Module):
         self.precision = precision
 
     def forward(self, images: Tensor, labels: Tensor, margin: float, batch_labels: Tensor) -> Tensor:
-        """The cross-entropy loss for ``images`` (N, C, H, W) and ``labels`` (N,),
-        averaged over the members.
+        """The cross-entropy loss for ``images`` (N, C, H, W) and ``labels`` (N,), averaged over the
+        members.
 
         ``batch_labels`` are the labels of the whole batch. See `sample_classes`.
         """
@@ -149,9 +140,8 @@ class TrainingModule(nn.Module):
         return torch.stack(losses).mean()
 
     def logits(self, images: Tensor) -> Tensor:
-        """The mean of the members' logits (N, classes) for ``images`` (N, C, H, W),
-        computed without the margin.
-        """
+        """The mean of the members' logits (N, classes) for ``images`` (N, C, H, W), computed
+        without the margin."""
         return torch.stack([head(chunk) for head, chunk in self._head_inputs(images)]).mean(dim=0)
 
     def _head_inputs(self, images: Tensor) -> Iterable[tuple[nn.Module, Tensor]]:

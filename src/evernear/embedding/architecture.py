@@ -13,27 +13,22 @@ class Architecture(Frozen):
     """Mean of each channel over the training images, with pixels scaled to 0..1."""
     std: tuple[float, ...]
     patch_px: int
-    """Side length in pixels of the patches whose pixels become channels before the
-    first convolution."""
+    """Side length in pixels of the patches whose pixels become channels before the first
+    convolution."""
     width: int
     """Number of output channels of the first convolution."""
     embedding_dim: int
-    """Number of dimensions of the whole embedding. Each ensemble member computes an
-    equal share of the dimensions.
-    """
+    """Number of dimensions of the whole embedding. Each ensemble member computes an equal share of
+    the dimensions."""
     members: int = 1
     backbone: str = "compact"
     """A name in `evernear.embedding.network.MEMBERS`, or the name of a timm model (see
-    `evernear.embedding.timm_member`). ``input`` and ``frozen`` apply only to timm
-    models.
-    """
+    `evernear.embedding.timm_member`). ``input`` and ``frozen`` apply only to timm models."""
     input: NetworkInput | None = None
     frozen: bool = False
-    """Whether only an affine map of the backbone's features was fitted or trained, and
-    not the backbone."""
+    """Whether only an affine map of the backbone's features was fitted or trained, and not the
+    backbone."""
     pretrained: bool = False
-    """Whether training started from a pretrained backbone and an affine map of its
-    features.
-    """
+    """Whether training started from a pretrained backbone and an affine map of its features."""
     test_time_flip: bool = False
     """Whether to average the embeddings of an image and its mirror image."""

@@ -1,6 +1,4 @@
-"""The trained network on disk: its weights,
-its architecture and its training history.
-"""
+"""The trained network on disk: its weights, its architecture and its training history."""
 
 import io
 from collections.abc import Mapping
@@ -48,8 +46,8 @@ class Epoch(Frozen):
     """Standard error of ``gallery_accuracy``."""
     duration_s: float
     flip_tests: tuple[FlipTest, ...] = ()
-    """The flip tests, which run once, after the first epoch whose accuracy is clearly
-    above chance."""
+    """The flip tests, which run once, after the first epoch whose accuracy is clearly above
+    chance."""
     skipped_steps: int = 0
     """Number of steps that did not fit in ``train.minutes``."""
 
@@ -57,8 +55,7 @@ class Epoch(Frozen):
 class HeadTest(Frozen):
     """Share of the gallery images whose nearest training image is of the same class.
 
-    `evernear.embedding.head.compare` measures the share and decides whether the head is
-    used.
+    `evernear.embedding.head.compare` measures the share and decides whether the head is used.
     """
 
     whitened: float
@@ -83,9 +80,7 @@ class TrainingResult(Frozen):
     key: str
     """The key of the checkpoint. See `evernear.embedding.checkpoint.checkpoint_key`."""
     best_epoch: int
-    """The epoch whose weights were saved, or 0 for a frozen network,
-    which has no epochs.
-    """
+    """The epoch whose weights were saved, or 0 for a frozen network, which has no epochs."""
     stopped_early: bool
     resumed_after_epoch: int
     epochs: tuple[Epoch, ...]
@@ -145,9 +140,7 @@ class TrainingResult(Frozen):
 
 
 class TrainedNetwork(Frozen):
-    """`DESCRIPTION_FILE`: the architecture,
-    the recipe and the training data of a network.
-    """
+    """`DESCRIPTION_FILE`: the architecture, the recipe and the training data of a network."""
 
     remedy = "run the train step again"
 

@@ -1,6 +1,4 @@
-"""Random augmentation of whole batches: small affine and elastic deformations,
-and flips.
-"""
+"""Random augmentation of whole batches: small affine and elastic deformations, and flips."""
 
 import math
 from collections.abc import Sequence
@@ -22,20 +20,19 @@ SHIFT = 0.07
 SHIFT_PER_32_PX = 2
 """Largest shift of `random_shift`, in pixels per 32 pixels of the image's side."""
 MAX_DISPLACEMENT = 0.03
-"""Largest displacement of a control point of an elastic deformation,
-as a fraction of the image's side.
-"""
+"""Largest displacement of a control point of an elastic deformation, as a fraction of the image's
+side."""
 CONTROL_POINTS = 4
 """Number of control points along each side of the image."""
 
 
 class Draws(NamedTuple):
-    """Random numbers for each image, drawn on the CPU so that a GPU computes the same
-    images as a CPU.
+    """Random numbers for each image, drawn on the CPU so that a GPU computes the same images as a
+    CPU.
 
-    If ``batch_size`` is set, the images are the part of a batch that starts at index
-    ``first``. The numbers are drawn for the whole batch, so an image gets the same
-    numbers regardless of which process augments the image.
+    If ``batch_size`` is set, the images are the part of a batch that starts at index ``first``. The
+    numbers are drawn for the whole batch, so an image gets the same numbers regardless of which
+    process augments the image.
     """
 
     generator: torch.Generator
@@ -69,12 +66,12 @@ def augment(images: Tensor, kind: str, draws: Draws) -> Tensor:
 
 
 def random_shift(images: Tensor, draws: Draws) -> Tensor:
-    """Shift each image in ``images`` (N, C, H, W) by whole pixels, up to
-    `SHIFT_PER_32_PX` per 32 pixels of side length.
+    """Shift each image in ``images`` (N, C, H, W) by whole pixels, up to `SHIFT_PER_32_PX` per 32
+    pixels of side length.
 
-    The border is filled with the image's reflection. No pixel is interpolated, because
-    the blur of `random_affine` reduces accuracy on small photographs. The shift is the
-    translation of airbench94 (Jordan 2024, arXiv:2404.00498, section 3.5).
+    The border is filled with the image's reflection. No pixel is interpolated, because the blur of
+    `random_affine` reduces accuracy on small photographs. The shift is the translation of
+    airbench94 (Jordan 2024, arXiv:2404.00498, section 3.5).
     """
     count, _, height, width = images.shape
     max_y, max_x = (max(1, round(side * SHIFT_PER_32_PX / 32)) for side in (height, width))
@@ -88,8 +85,8 @@ def random_shift(images: Tensor, draws: Draws) -> Tensor:
 
 
 def random_affine(images: Tensor, draws: Draws, elastic: bool = False) -> Tensor:
-    """Rotate, scale, shear and shift each image in ``images`` (N, C, H, W) by
-    independent random amounts.
+    """Rotate, scale, shear and shift each image in ``images`` (N, C, H, W) by independent random
+    amounts.
 
     If ``elastic`` is true, also displace a coarse grid of control points, and
     interpolate between the points with cubic splines (Ronneberger et al. 2015, section
@@ -105,8 +102,8 @@ def random_affine(images: Tensor, draws: Draws, elastic: bool = False) -> Tensor
     amounts = draws.uniform(count, 6) * 2 - 1
     angle, shear = amounts[:, 0] * math.radians(DEGREES), amounts[:, 1] * SHEAR
     scale_x, scale_y = 1 + amounts[:, 2] * SCALE, 1 + amounts[:, 3] * SCALE
-    # Coordinates range from -1 to 1, a length of 2. Multiplying by the aspect ratio
-    # keeps rotations rigid in oblong images.
+    # Coordinates range from -1 to 1, a length of 2. Multiplying by the aspect ratio keeps rotations
+    # rigid in oblong images.
     shift_x, shift_y = amounts[:, 4] * 2 * SHIFT, amounts[:, 5] * 2 * SHIFT
     aspect = height / width
     cos, sin = angle.cos(), angle.sin()
@@ -128,9 +125,8 @@ def flip(images: Tensor, direction: Flip) -> Tensor:
 
 
 def random_flips(images: Tensor, directions: Sequence[Flip], draws: Draws) -> Tensor:
-    """Mirror each image in ``images`` (N, C, H, W) in each of ``directions`` with
-    probability 0.5.
-    """
+    """Mirror each image in ``images`` (N, C, H, W) in each of ``directions`` with probability
+    0.5."""
     for direction in directions:
         mirrored = draws.uniform(len(images), 1, 1, 1) < 0.5
         images = torch.where(mirrored.to(images.device), flip(images, direction), images)

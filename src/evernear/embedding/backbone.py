@@ -1,5 +1,5 @@
-"""timm backbones (https://github.com/huggingface/pytorch-image-models) and their
-pretrained weights.
+"""timm backbones (https://github.com/huggingface/pytorch-image-models) and their pretrained
+weights.
 
 Only training imports timm, because a release contains the network as TorchScript.
 """
@@ -26,15 +26,14 @@ from evernear.settings.train import TrainingChoices
 from evernear.settings.weight_packages import weight_package
 
 DEFAULT_PRETRAINED = "resnet18"
-"""The backbone that ``auto`` selects if ``train.weights`` is set: small,
-widely available, and fast on a CPU.
-"""
+"""The backbone that ``auto`` selects if ``train.weights`` is set: small, widely available, and fast
+on a CPU."""
 PRIOR_IMAGES = 0.1
-"""Strength with which the covariance of frozen features is shrunk toward equal
-variances, in images per dimension."""
+"""Strength with which the covariance of frozen features is shrunk toward equal variances, in images
+per dimension."""
 MIN_GAIN = 0.4
-"""Weight of directions in which the classes do not differ. Classes that are added later
-may differ in these directions."""
+"""Weight of directions in which the classes do not differ. Classes that are added later may differ
+in these directions."""
 VARIANCE_RTOL = 1e-9
 """Relative size below which a variance is considered a rounding error."""
 _EVERNEAR_PREFIX = "members.0.backbone."
@@ -45,8 +44,7 @@ Floats = NDArray[np.float64]
 
 
 def choose_backbone(settings: TrainingChoices) -> str:
-    """The name of the network that ``settings`` select:
-    a name in `MEMBERS` or a timm model.
+    """The name of the network that ``settings`` select: a name in `MEMBERS` or a timm model.
 
     Raises:
         TrainingError: timm has no such model, ``train.weights`` is set for the compact
@@ -78,9 +76,9 @@ def choose_backbone(settings: TrainingChoices) -> str:
 def choose_input(name: str, shape: tuple[int, int, int], settings: TrainingChoices) -> NetworkInput | None:
     """Choose how images of shape ``shape`` are cropped and resized for a timm model.
 
-    Return None if the model takes the images unchanged. A pretrained model gets the
-    size, crop and interpolation used in pretraining. A model with a fixed input size,
-    such as a vision transformer, gets square images.
+    Return None if the model takes the images unchanged. A pretrained model gets the size, crop and
+    interpolation used in pretraining. A model with a fixed input size, such as a vision
+    transformer, gets square images.
     """
     config = _data_config(name)
     if not settings.weights and not settings.backbone_size_px:
@@ -154,18 +152,15 @@ def whiten(module: Whitening, batches: Iterable[tuple[Tensor, Tensor]], classes:
 
 
 def discriminant(counts: Floats, sums: Floats, products: Floats) -> tuple[Floats, Floats]:
-    """The mean (D,) and the matrix (D,
-    D) that whiten features and emphasize class differences.
+    """The mean (D,) and the matrix (D, D) that whiten features and emphasize class differences.
 
-    Features of a pretrained network vary most in the directions in which the network's
-    original classes differ. As in linear discriminant analysis (Fukunaga 1990,
-    "Introduction to Statistical Pattern Recognition", section 10.2), the features are
-    divided by the within-class standard deviation. Let v be the variance of the class
-    means in one direction after this division, and let u be the part of v that is due
-    to sampling error. The direction is multiplied by 1 - u / v or by `MIN_GAIN`,
-    whichever is larger. Because there are often fewer images than features, the
-    covariance is shrunk as if `PRIOR_IMAGES` images per dimension varied equally in all
-    directions.
+    Features of a pretrained network vary most in the directions in which the network's original
+    classes differ. As in linear discriminant analysis (Fukunaga 1990, "Introduction to Statistical
+    Pattern Recognition", section 10.2), the features are divided by the within-class standard
+    deviation. Let v be the variance of the class means in one direction after this division, and
+    let u be the part of v that is due to sampling error. The direction is multiplied by 1 - u / v
+    or by `MIN_GAIN`, whichever is larger. Because there are often fewer images than features, the
+    covariance is shrunk as if `PRIOR_IMAGES` images per dimension varied equally in all directions.
 
     Args:
         counts: The number of images in each class, as an array (C,).
@@ -186,8 +181,7 @@ def discriminant(counts: Floats, sums: Floats, products: Floats) -> tuple[Floats
     variances, axes = np.linalg.eigh(covariance)
     whitening = axes / np.sqrt(variances)
     whitened_means = (means - mean) @ whitening
-    # The class means span few directions. In all other directions,
-    # the gain is `MIN_GAIN`.
+    # The class means span few directions. In all other directions, the gain is `MIN_GAIN`.
     _, scales, directions = np.linalg.svd(whitened_means / np.sqrt(max(1, len(counts) - 1)), full_matrices=False)
     gains = np.maximum(1 - (1 / counts).mean() / np.maximum(scales**2, VARIANCE_RTOL), MIN_GAIN)
     emphasized = (whitening @ directions.T) * (gains - MIN_GAIN) @ directions
@@ -197,9 +191,9 @@ def discriminant(counts: Floats, sums: Floats, products: Floats) -> tuple[Floats
 def _load_pretrained(architecture: Architecture, weights: Weights) -> nn.Module:
     """Load ``weights`` into a timm model.
 
-    timm adapts the weights to the model's number of channels and input size. The
-    classifier is removed from the model (``num_classes=0``) and from the weights. timm
-    requires all other keys to match.
+    timm adapts the weights to the model's number of channels and input size. The classifier is
+    removed from the model (``num_classes=0``) and from the weights. timm requires all other keys to
+    match.
     """
     trained = {
         key.removeprefix(_EVERNEAR_PREFIX): value

@@ -1,10 +1,10 @@
 """The state of a training run, and the run's checkpoint in the store.
 
-A checkpoint is the object ``checkpoints/<key>/state.pt``. The key is a hash of
-everything that determines the weights, so training resumes only from a checkpoint with
-the same inputs and code. The last checkpoint has no optimizer state. The last
-checkpoint remains in the store, so a pipeline that failed in a later step does not
-train again on a retry. ``checkpoints/`` may be deleted at any time.
+A checkpoint is the object ``checkpoints/<key>/state.pt``. The key is a hash of everything that
+determines the weights, so training resumes only from a checkpoint with the same inputs and code.
+The last checkpoint has no optimizer state. The last checkpoint remains in the store, so a pipeline
+that failed in a later step does not train again on a retry. ``checkpoints/`` may be deleted at any
+time.
 """
 
 import hashlib
@@ -24,8 +24,7 @@ from evernear.settings.train import TrainingChoices
 
 CHECKPOINT_FORMAT = 4
 PATIENCE_EPOCHS = 5
-"""Epochs without improvement in gallery accuracy, beyond noise, before training stops
-early."""
+"""Epochs without improvement in gallery accuracy, beyond noise, before training stops early."""
 LIBRARIES = ("numpy", "timm", "torch")
 """Libraries whose versions affect the weights."""
 
@@ -33,15 +32,13 @@ LIBRARIES = ("numpy", "timm", "torch")
 class TrainingState:
     """Everything that changes during training.
 
-    The best weights are chosen by the one-standard-error rule (Breiman et al. 1984,
-    "Classification and Regression Trees", section 3.4.3), applied to epochs. The rule
-    selects the latest weights whose gallery accuracy is within one standard error of
-    the highest accuracy. On a small gallery, the highest accuracy is partly luck. A
-    schedule that ends at a learning rate of zero makes later weights better. The
-    criterion is accuracy rather than loss, because the loss can rise with the network's
-    confidence in a few wrong answers while the number of wrong answers still falls (Guo
-    et al. 2017, "On Calibration of Modern Neural Networks", section 3,
-    arXiv:1706.04599).
+    The best weights are chosen by the one-standard-error rule (Breiman et al. 1984, "Classification
+    and Regression Trees", section 3.4.3), applied to epochs. The rule selects the latest weights
+    whose gallery accuracy is within one standard error of the highest accuracy. On a small gallery,
+    the highest accuracy is partly luck. A schedule that ends at a learning rate of zero makes later
+    weights better. The criterion is accuracy rather than loss, because the loss can rise with the
+    network's confidence in a few wrong answers while the number of wrong answers still falls (Guo
+    et al. 2017, "On Calibration of Modern Neural Networks", section 3, arXiv:1706.04599).
     """
 
     def __init__(
@@ -58,9 +55,8 @@ class TrainingState:
 
     @property
     def result(self) -> TrainingModule:
-        """The module to measure and save: the averaged module if weights are averaged,
-        otherwise the trained module.
-        """
+        """The module to measure and save: the averaged module if weights are averaged, otherwise
+        the trained module."""
         return self._module if self._average is None else cast(TrainingModule, self._average.module)
 
     def count_step(self) -> None:
@@ -69,15 +65,14 @@ class TrainingState:
             self._average.update_parameters(self._module)
 
     def is_finished(self, epochs: int) -> bool:
-        """Whether all ``epochs`` have finished, or the last `PATIENCE_EPOCHS` epochs
-        brought no improvement.
-        """
+        """Whether all ``epochs`` have finished, or the last `PATIENCE_EPOCHS` epochs brought no
+        improvement."""
         completed = len(self.history)
         return completed >= epochs or completed - self.best_epoch >= PATIENCE_EPOCHS
 
     def record(self, metrics: Epoch) -> None:
-        """Add a finished epoch, and copy the epoch's weights if they are the best
-        weights so far."""
+        """Add a finished epoch, and copy the epoch's weights if they are the best weights so
+        far."""
         self.history.append(metrics)
         highest = max(self.history, key=lambda epoch: epoch.gallery_accuracy)
         if metrics.gallery_accuracy >= highest.gallery_accuracy - highest.gallery_accuracy_error:
@@ -117,9 +112,8 @@ def checkpoint_key(
     exclude_labels: frozenset[str],
     pretrained_sha256: str | None = None,
 ) -> str:
-    """A hash of everything that determines the weights: data, settings, initial
-    weights, excluded labels and code.
-    """
+    """A hash of everything that determines the weights: data, settings, initial weights, excluded
+    labels and code."""
     inputs = {
         "format": CHECKPOINT_FORMAT,
         "dataset": dataset_digest,

@@ -18,9 +18,8 @@ BLOCK_SIZE_BYTES = 4 * 2**20
 
 
 def to_tensor(images: NDArray[np.uint8]) -> Tensor:
-    """Copy uint8 images of shape (N, H, W, C) into a tensor of shape (N, C, H, W), with
-    channels last in memory.
-    """
+    """Copy uint8 images of shape (N, H, W, C) into a tensor of shape (N, C, H, W), with channels
+    last in memory."""
     return torch.from_numpy(np.array(images, order="C")).permute(0, 3, 1, 2)
 
 
@@ -54,20 +53,19 @@ class TrainingImages:
             )
         has_several = np.count_nonzero(gallery) > 1
         self.chance_accuracy = float(gallery.max() / gallery.sum()) if has_several else 1 / self.classes
-        """Gallery accuracy of a network that always predicts the most frequent class.
-        If the gallery has only one class, this value is the accuracy of a random guess.
-        """
+        """Gallery accuracy of a network that always predicts the most frequent class. If the
+        gallery has only one class, this value is the accuracy of a random guess."""
 
     def batches(
         self, batch_size: int, seed: int, epoch: int, rank: int, world_size: int
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """Indefinitely yield batches of exactly ``batch_size`` images (N, C, H, W) and
-        classes (N,).
+        """Indefinitely yield batches of exactly ``batch_size`` images (N, C, H, W) and classes
+        (N,).
 
-        The train split is repeated and reshuffled on each pass. A small dataset can
-        therefore fill an epoch of any length. Every process gets the same number of
-        batches. Unless labels are excluded, concatenating the batches of all ranks in
-        order gives the batch that a single process would get.
+        The train split is repeated and reshuffled on each pass. A small dataset can therefore fill
+        an epoch of any length. Every process gets the same number of batches. Unless labels are
+        excluded, concatenating the batches of all ranks in order gives the batch that a single
+        process would get.
         """
         pending: list[tuple[NDArray[np.uint8], NDArray[np.int64]]] = []
         shuffle_seed = int(np.random.SeedSequence([seed, epoch]).generate_state(1)[0])
@@ -83,15 +81,12 @@ class TrainingImages:
                 pending = [(images[batch_size:], classes[batch_size:])]
 
     def gallery(self, rank: int = 0, world_size: int = 1) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield the rank's share of the gallery split in order, as images (N, C, H, W)
-        and classes (N,).
-        """
+        """Yield the rank's share of the gallery split in order, as images (N, C, H, W) and classes
+        (N,)."""
         return self.in_order("gallery", rank, world_size)
 
     def in_order(self, split: Split, rank: int = 0, world_size: int = 1) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield the rank's share of a split in order, as images (N, C, H, W) and
-        classes (N,).
-        """
+        """Yield the rank's share of a split in order, as images (N, C, H, W) and classes (N,)."""
         block_size = max(1, BLOCK_SIZE_BYTES // int(np.prod(self._dataset.shape)))
         share = math.ceil(self._dataset.count(split) / world_size)
         for block in self._dataset.blocks(split, min(512, block_size, share), rank, world_size):
@@ -100,8 +95,7 @@ class TrainingImages:
                 yield to_tensor(images), torch.from_numpy(classes)
 
     def classes_of(self, block: Block) -> NDArray[np.int64]:
-        """The class numbers (N,) of the images, with -1 for each image whose label is
-        excluded."""
+        """The class numbers (N,) of the images, with -1 for each image whose label is excluded."""
         return self._class_of_label[block.labels]
 
     def _included(self, block: Block) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:

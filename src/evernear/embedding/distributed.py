@@ -1,9 +1,9 @@
 """Run a function in several processes that communicate through `torch.distributed`.
 
-`torchrun` starts processes in the same way and also restarts failed processes. With
-several nodes, a JobSet restarts the processes. This module does not use `torchrun`,
-because torchrun's agent starts each process in a new session. Neither Ctrl-C nor a
-signal to the process group would reach a process in a new session.
+`torchrun` starts processes in the same way and also restarts failed processes. With several nodes,
+a JobSet restarts the processes. This module does not use `torchrun`, because torchrun's agent
+starts each process in a new session. Neither Ctrl-C nor a signal to the process group would reach a
+process in a new session.
 """
 
 import multiprocessing
@@ -33,14 +33,13 @@ Value = TypeVar("Value")
 POLL_S = 0.1
 LOOPBACK = "127.0.0.1"
 RENDEZVOUS_TIMEOUT = timedelta(minutes=30)
-"""Time limit for the processes of all nodes to join the process group. The nodes' pods
-may start one after another."""
+"""Time limit for the processes of all nodes to join the process group. The nodes' pods may start
+one after another."""
 
 
 @dataclass(frozen=True)
 class Node:
-    """This node's position in a training run, and the rendezvous address of all
-    nodes."""
+    """This node's position in a training run, and the rendezvous address of all nodes."""
 
     rank: int = 0
     count: int = 1
@@ -79,13 +78,12 @@ def run_processes(
     on_message: Callable[[Message], None],
     node: Node = ONE_NODE,
 ) -> None:
-    """Call ``function(send)`` in ``processes`` new processes,
-    which join the process group of all nodes.
+    """Call ``function(send)`` in ``processes`` new processes, which join the process group of all
+    nodes.
 
-    Each object that a process passes to ``send`` is passed to ``on_message`` in the
-    calling process. ``function`` and the sent objects must be picklable. No process
-    outlives this call or the calling process. If ``processes`` is 1, ``function`` runs
-    in the calling process.
+    Each object that a process passes to ``send`` is passed to ``on_message`` in the calling
+    process. ``function`` and the sent objects must be picklable. No process outlives this call or
+    the calling process. If ``processes`` is 1, ``function`` runs in the calling process.
 
     Raises:
         EvernearError: a process raised this error. The other processes are killed.
@@ -123,8 +121,7 @@ def run_processes(
 def _serve_rendezvous(node: Node) -> TCPStore:
     """Start the rendezvous server.
 
-    The server listens on the loopback interface,
-    or on all interfaces if there are other nodes.
+    The server listens on the loopback interface, or on all interfaces if there are other nodes.
     """
     if node.count > 1:
         return TCPStore(LOOPBACK, node.port, is_master=True, wait_for_workers=False)
@@ -134,9 +131,7 @@ def _serve_rendezvous(node: Node) -> TCPStore:
 
 
 def rank_and_world_size() -> tuple[int, int]:
-    """Rank of this process and size of its process group, or (0,
-    1) outside a process group.
-    """
+    """Rank of this process and size of its process group: 0 and 1 outside of a group."""
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 
@@ -202,8 +197,7 @@ def _run_process(
 
 @contextmanager
 def _process_group(backend: str, node: Node, rank: int, processes: int) -> Generator[None]:
-    """Join the process group as process ``rank`` of the ``processes`` processes on this
-    node."""
+    """Join the process group as process ``rank`` of the ``processes`` processes on this node."""
     rendezvous = TCPStore(node.address, node.port, is_master=False, timeout=RENDEZVOUS_TIMEOUT)
     dist.init_process_group(
         backend, store=rendezvous, rank=node.rank * processes + rank, world_size=node.count * processes
@@ -215,9 +209,7 @@ def _process_group(backend: str, node: Node, rank: int, processes: int) -> Gener
 
 
 def _exit_with_parent() -> None:
-    """Exit when the parent process exits,
-    even on systems without Linux's parent-death signal.
-    """
+    """Exit when the parent process exits, even on systems without Linux's parent-death signal."""
     parent = multiprocessing.parent_process()
     if parent is not None:
         parent.join()

@@ -6,9 +6,9 @@
     <folder>/embed-<identity>/<sha256>.npy        the embeddings of one part
     <folder>/embed-<identity>/network/...         the network, if other machines run parts
 
-A part is a range of whole shards. No two parts share a cached object, and the batches
-are the same for any number of machines. The result of a part names the object that the
-part wrote. Combining the results reads no embeddings.
+A part is a range of whole shards. No two parts share a cached object, and the batches are the same
+for any number of machines. The result of a part names the object that the part wrote. Combining the
+results reads no embeddings.
 """
 
 import json
@@ -46,11 +46,11 @@ Embed = Callable[[Iterable[ShardBlocks]], Iterator[tuple[Block, Vectors]]]
 
 
 class ExportedEmbedder:
-    """Embeds the images of datasets with the exported network in ``network_dir``,
-    unless they are cached.
+    """Embeds the images of datasets with the exported network in ``network_dir``, unless they are
+    cached.
 
-    The cache in ``store`` has the network's embeddings or, if the network is frozen,
-    the features of the network's backbone. If ``read_only``, the cache is not written.
+    The cache in ``store`` has the network's embeddings or, if the network is frozen, the features
+    of the network's backbone. If ``read_only``, the cache is not written.
     """
 
     def __init__(
@@ -80,9 +80,7 @@ class ExportedEmbedder:
         self._vectors.load()
 
     def embed(self, shards: Iterable[ShardBlocks]) -> Iterator[tuple[Block, Vectors]]:
-        """Yield the blocks of ``shards`` with their embeddings (N, D),
-        unit vectors of float32.
-        """
+        """Yield the blocks of ``shards`` with their embeddings (N, D), unit vectors of float32."""
         for block, vectors in self._vectors.of(shards):
             yield block, vectors if self._head is None else _apply(self._head, vectors)
 
@@ -100,8 +98,8 @@ class EmbedPart(Part):
 
     split: Split
     shards: tuple[tuple[str, dict[str, int] | None], ...]
-    """The sha256 of each shard, and the number of images of each label to take from the
-    shard, or None to take all images."""
+    """The sha256 of each shard, and the number of images of each label to take from the shard, or
+    None to take all images."""
 
 
 class Shared(Frozen):
@@ -128,10 +126,9 @@ def embed_dataset(
 ) -> EmbeddingsDescription:
     """Embed ``splits`` of ``dataset`` with the exported network in ``network_dir``.
 
-    Write the shards to ``out_dir``. The function combines `plan_embedding`, the
-    embedding of all parts and `combine_embeddings` in this process. With a ``store``,
-    embeddings are cached there. See `evernear.embedding.embedding_cache`. ``on_images``
-    is called after each batch.
+    Write the shards to ``out_dir``. The function combines `plan_embedding`, the embedding of all
+    parts and `combine_embeddings` in this process. With a ``store``, embeddings are cached there.
+    See `evernear.embedding.embedding_cache`. ``on_images`` is called after each batch.
 
     Raises:
         IntegrityError: the network does not match its description or expects images of
@@ -154,11 +151,10 @@ def plan_embedding(
 ) -> Parts:
     """Plan the parts in ``folder`` of ``results``.
 
-    If an earlier call planned the same embeddings, return its parts. ``untrained`` are
-    the classes that the network was not trained on. A frozen network was trained on no
-    class, so ``untrained`` is ignored. `joining_gallery` describes which train images
-    join the gallery. A part has shards of at most ``part_size_bytes`` in total, or one
-    larger shard.
+    If an earlier call planned the same embeddings, return its parts. ``untrained`` are the classes
+    that the network was not trained on. A frozen network was trained on no class, so ``untrained``
+    is ignored. `joining_gallery` describes which train images join the gallery. A part has shards
+    of at most ``part_size_bytes`` in total, or one larger shard.
 
     Raises:
         IntegrityError: the network expects images of a different shape.
@@ -215,9 +211,7 @@ def open_here(
 
 
 def open_worker(parts: Parts) -> Worker:
-    """Open the network in the parts folder, as `open_here` does,
-    on a different machine.
-    """
+    """Open the network in the parts folder, as `open_here` does, on a different machine."""
     shared = Shared.model_validate(parts.plan.shared)
     dataset = Dataset.find(parts.store, shared.dataset, shared.digest)
     if dataset is None:
@@ -235,8 +229,7 @@ def network_folder(parts: Parts) -> str:
 def _embed_part(
     embedder: ExportedEmbedder, dataset: Dataset, dim: int, parts: Parts, number: int, value: bytes
 ) -> bytes:
-    """Embed a part, write its embeddings to the store under their sha256,
-    and return the shard.
+    """Embed a part, write its embeddings to the store under their sha256, and return the shard.
 
     The result is the JSON of an `EmbeddingShard`.
     """
@@ -285,9 +278,9 @@ def write_embeddings(
 ) -> None:
     """Write the embeddings of the gallery and query splits to ``out_dir``.
 
-    The files have the format of `embed_dataset`. ``joining`` has the number of train
-    images of each label that join the gallery. ``embed`` computes the embeddings (N,
-    ``dim``), and ``network_sha256`` identifies the network.
+    The files have the format of `embed_dataset`. ``joining`` has the number of train images of each
+    label that join the gallery. ``embed`` computes the embeddings (N, ``dim``), and
+    ``network_sha256`` identifies the network.
     """
     shards: list[EmbeddingShard] = []
     for split in ("gallery", "query"):
@@ -303,9 +296,8 @@ def write_embeddings(
 
 
 def _write_npy(path: Path, dim: int, count: int, embedded: Iterable[tuple[Block, Vectors]]) -> None:
-    """Write ``count`` embeddings in NumPy's file format, with labels and digests,
-    one block at a time.
-    """
+    """Write ``count`` embeddings in NumPy's file format, with labels and digests, one block at a
+    time."""
     dtype = np.dtype([("embedding", "<f4", (dim,)), ("label", "<i4"), ("digest", "u1", (32,))])
     header: dict[str, Any] = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": (count,)}
     with disk_errors(path), path.open("wb") as file:

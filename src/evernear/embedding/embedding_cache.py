@@ -5,13 +5,12 @@
     embeddings/<identity of the network>/<digest of a shard's first image>.npy
     embeddings/<identity of a frozen backbone>/[<view>/]<digest of a shard's first image>.npy
 
-For a frozen network, the cache contains the backbone's features, which all heads on the
-backbone share. See `evernear.embedding.features`. The cache contains one object for
-each shard of a dataset. New images are appended to a shard, so the first embedded image
-identifies the shard in later snapshots. If the first image is removed from the dataset,
-the shard is embedded again. Within an object, images are looked up by digest rather
-than by position. Labels are not cached, because they belong to the dataset and may be
-corrected.
+For a frozen network, the cache contains the backbone's features, which all heads on the backbone
+share. See `evernear.embedding.features`. The cache contains one object for each shard of a dataset.
+New images are appended to a shard, so the first embedded image identifies the shard in later
+snapshots. If the first image is removed from the dataset, the shard is embedded again. Within an
+object, images are looked up by digest rather than by position. Labels are not cached, because they
+belong to the dataset and may be corrected.
 """
 
 from collections.abc import Generator
@@ -29,10 +28,8 @@ from evernear.errors import IntegrityError
 
 EMBEDDINGS_PREFIX = "embeddings/"
 MAX_BYTES = 16 * 2**30
-"""Maximum size of the cached vectors for one network or view, enough for 3 million
-images with 1,280 features. The vectors of shards that exceed this limit are computed
-again in each run.
-"""
+"""Maximum size of the cached vectors for one network or view, enough for 3 million images with
+1,280 features. The vectors of shards that exceed this limit are computed again in each run."""
 Rows = NDArray[np.void]
 Vectors = NDArray[np.float32]
 
@@ -51,8 +48,8 @@ class EmbeddingCache:
     def open_shard(self, first_digest: NDArray[np.uint8], count: int) -> Generator["CachedShard"]:
         """Open the shard whose first image has ``first_digest`` (32,).
 
-        The body of the ``with`` statement appends the shard's ``count`` embeddings. On
-        exit, the cached object is replaced if any embedding is new.
+        The body of the ``with`` statement appends the shard's ``count`` embeddings. On exit, the
+        cached object is replaced if any embedding is new.
 
         Raises:
             IntegrityError: the cached object is damaged.
@@ -75,8 +72,7 @@ class EmbeddingCache:
                 self._put(key, path)
 
     def _put(self, key: str, path: Path) -> None:
-        """Store the file ``path`` as an object, unless the cache would exceed
-        `MAX_BYTES`."""
+        """Store the file ``path`` as an object, unless the cache would exceed `MAX_BYTES`."""
         sizes = self._sizes | {key: path.stat().st_size}
         if self._store is not None and sum(sizes.values()) <= MAX_BYTES:
             self._store.put(key, path)
@@ -93,9 +89,8 @@ class EmbeddingCache:
 
 
 class CachedShard:
-    """The cached embeddings of one shard, and a file to which all of the shard's
-    embeddings are written.
-    """
+    """The cached embeddings of one shard, and a file to which all of the shard's embeddings are
+    written."""
 
     def __init__(self, cached: Rows, file: BinaryIO | None = None) -> None:
         self._cached, self._file = cached, file
@@ -121,8 +116,8 @@ class CachedShard:
         return vectors, is_cached
 
     def append(self, vectors: Vectors, digests: NDArray[np.uint8], new: int) -> None:
-        """Append the shard's next embeddings. ``new`` is the number of embeddings that
-        were not cached."""
+        """Append the shard's next embeddings. ``new`` is the number of embeddings that were not
+        cached."""
         self.new += new
         if self._file is not None:
             rows = np.empty(len(digests), self._cached.dtype)
@@ -143,7 +138,6 @@ def cached_digests(path: Path, key: str) -> NDArray[np.bytes_]:
 
 
 def _as_bytes(digests: NDArray[np.uint8]) -> NDArray[np.bytes_]:
-    """Convert digests (N, 32) to N byte strings. NumPy ignores trailing zeros, which is
-    harmless because all digests have the same length.
-    """
+    """Convert digests (N, 32) to N byte strings. NumPy ignores trailing zeros, which is harmless
+    because all digests have the same length."""
     return np.ascontiguousarray(digests).view("S32").ravel()

@@ -40,9 +40,7 @@ class EmbeddingShard(Frozen):
 
 
 class EmbeddingsDescription(Frozen):
-    """The content of `DESCRIPTION_FILE`: the network, dataset and shards of the
-    embeddings.
-    """
+    """The content of `DESCRIPTION_FILE`: the network, dataset and shards of the embeddings."""
 
     remedy = "run the embed step again"
 
@@ -50,9 +48,8 @@ class EmbeddingsDescription(Frozen):
     dataset_digest: str
     dim: int
     store_uri: str = ""
-    """URI of the store that contains the shards, or an empty string if the shards are
-    beside the description.
-    """
+    """URI of the store that contains the shards, or an empty string if the shards are beside the
+    description."""
     shards: tuple[EmbeddingShard, ...]
 
     @property
@@ -74,8 +71,7 @@ class EmbeddingsDescription(Frozen):
 @dataclass(frozen=True)
 class EmbeddingBlock:
     """Unit-length float32 embeddings (N, D), label indices (N,) and image digests (N,
-    32).
-    """
+    32)."""
 
     embeddings: NDArray[np.float32]
     labels: NDArray[np.int64]
@@ -132,9 +128,8 @@ class Embeddings:
         return sum(shard.count for shard in self.description.shards if shard.split == split)
 
     def blocks(self, split: Split) -> Iterator[EmbeddingBlock]:
-        """Yield the embeddings of ``split`` in the dataset's order,
-        in blocks of at most `BLOCK_SIZE`.
-        """
+        """Yield the embeddings of ``split`` in the dataset's order, in blocks of at most
+        `BLOCK_SIZE`."""
         for shard in self.description.shards:
             if shard.split != split:
                 continue

@@ -1,6 +1,4 @@
-"""Export the trained network as TorchScript,
-verified against the eager network on real images.
-"""
+"""Export the trained network as TorchScript, verified against the eager network on real images."""
 
 from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
@@ -40,27 +38,23 @@ if TYPE_CHECKING:
 
 NETWORK_FILE = "network.pt"
 PARITY_TOLERANCE = 1e-4
-"""Largest difference between the eager and the TorchScript embedding of an image.
-Rounding differs by about 1e-7."""
+"""Largest difference between the eager and the TorchScript embedding of an image. Rounding differs
+by about 1e-7."""
 PARITY_IMAGES = 256
 PARITY_SPLITS: tuple[Split, ...] = ("query", "gallery")
 T = TypeVar("T")
 
 
 class ExportedNetwork(Frozen):
-    """`DESCRIPTION_FILE`: the input, output and parity of the TorchScript file next to
-    it.
-    """
+    """`DESCRIPTION_FILE`: the input, output and parity of the TorchScript file next to it."""
 
     remedy = "run the export step again"
 
     sha256: str
     identity: str
-    """Key of the cached vectors: the sha256 of the weights, architecture and code. The
-    sha256 of the file cannot be the key, because torch writes the same network as a
-    different file in each process. The key of a frozen network covers only the
-    backbone, whose features are cached.
-    """
+    """Key of the cached vectors: the sha256 of the weights, architecture and code. The sha256 of
+    the file cannot be the key, because torch writes the same network as a different file in each
+    process. The key of a frozen network covers only the backbone, whose features are cached."""
     features_dim: int = 0
     """Number of dimensions of a frozen network's cached features, or 0 if the cache has
     embeddings."""
@@ -74,9 +68,7 @@ class ExportedNetwork(Frozen):
     backbone: str = "compact"
     frozen: bool = False
     pretrained_sha256: str | None = None
-    """sha256 of the pretrained weights file, as in
-    `evernear.embedding.artifact.TrainedNetwork`.
-    """
+    """sha256 of the pretrained weights file, as in `evernear.embedding.artifact.TrainedNetwork`."""
     training_warnings: tuple[str, ...] = ()
     training: dict[str, JsonValue]
     """The ``train.*`` settings that the network was trained with."""
@@ -88,13 +80,12 @@ class ExportedNetwork(Frozen):
 
 
 class CenteredNetwork(nn.Module):
-    """A network whose unit vectors are centered and normalized again (Wang et al.
-    2019, arXiv:1911.04623).
+    """A network whose unit vectors are centered and normalized again (Wang et al. 2019,
+    arXiv:1911.04623).
 
-    ArcFace separates classes by angle, but lets all classes share a direction. Images
-    of unseen classes lie in this direction as well. Without the shared direction,
-    images of unseen classes are farther from the known classes
-    (docs/decisions/0008-unknown-images.md).
+    ArcFace separates classes by angle, but lets all classes share a direction. Images of unseen
+    classes lie in this direction as well. Without the shared direction, images of unseen classes
+    are farther from the known classes (docs/decisions/0008-unknown-images.md).
     """
 
     def __init__(self, network: EmbeddingNetwork, center: Tensor) -> None:
@@ -104,25 +95,20 @@ class CenteredNetwork(nn.Module):
         self.center: Tensor
 
     def forward(self, images: Tensor) -> Tensor:
-        """Embed ``images`` (N, C, H, W), uint8 or float in 0..255,
-        as unit vectors (N, D).
-        """
+        """Embed ``images`` (N, C, H, W), uint8 or float in 0..255, as unit vectors (N, D)."""
         return F.normalize(self.network(images) - self.center)
 
 
 @torch.inference_mode()
 def center(network: EmbeddingNetwork, dataset: Dataset, exclude_labels: Collection[str]) -> CenteredNetwork:
-    """Center ``network`` on the mean of the gallery's class means,
-    without ``exclude_labels``.
-    """
+    """Center ``network`` on the mean of the gallery's class means, without ``exclude_labels``."""
     images = TrainingImages(dataset, frozenset(exclude_labels))
     vectors = ((network.eval()(pixels), classes) for pixels, classes in images.gallery())
     return CenteredNetwork(network, class_center(vectors, images.classes)).eval()
 
 
 def class_center(batches: Iterable[tuple[Tensor, Tensor]], classes: int) -> Tensor:
-    """The mean (D,) of the class means of ``batches`` of vectors (N,
-    D) and class numbers (N,).
+    """The mean (D,) of the class means of ``batches`` of vectors (N, D) and class numbers (N,).
 
     A mean over images would follow the largest class.
     """
@@ -136,9 +122,8 @@ def class_center(batches: Iterable[tuple[Tensor, Tensor]], classes: int) -> Tens
 
 
 class _Exportable(NamedTuple):
-    """A centered network, the key of its cached vectors, and images (N, C, H,
-    W) with their embeddings (N, D).
-    """
+    """A centered network, the key of its cached vectors, and images (N, C, H, W) with their
+    embeddings (N, D)."""
 
     network: nn.Module
     identity: str
@@ -182,9 +167,8 @@ def _frozen(
 def centered_head(
     network: EmbeddingNetwork, features: "FrozenFeatures", dataset: Dataset, exclude_labels: frozenset[str]
 ) -> "FrozenHead":
-    """The head of a frozen ``network``, centered with ``features`` as `center` centers
-    a network.
-    """
+    """The head of a frozen ``network``, centered with ``features`` as `center` centers a
+    network."""
     from evernear.embedding.frozen_backbone import FrozenHead
 
     head, images = FrozenHead(network).eval(), TrainingImages(dataset, exclude_labels)
@@ -201,15 +185,14 @@ def export_network(
     on_images: OnImages | None = None,
     tolerance: float = PARITY_TOLERANCE,
 ) -> ExportedNetwork:
-    """Center the network of ``trained_dir``,
-    and write it to ``out_dir`` as TorchScript.
+    """Center the network of ``trained_dir``, and write it to ``out_dir`` as TorchScript.
 
-    The description of the network is written next to it. Parity is the largest absolute
-    difference of any coordinate between the eager network and the file as it will be
-    served (read back and frozen). The difference is measured on images of the query
-    split, or of the gallery split if the query split is empty. The features of a frozen
-    network come from ``store`` if they are cached there, so the parity check covers the
-    cached features. ``on_images`` is called as features are computed.
+    The description of the network is written next to it. Parity is the largest absolute difference
+    of any coordinate between the eager network and the file as it will be served (read back and
+    frozen). The difference is measured on images of the query split, or of the gallery split if the
+    query split is empty. The features of a frozen network come from ``store`` if they are cached
+    there, so the parity check covers the cached features. ``on_images`` is called as features are
+    computed.
 
     Raises:
         TrainingError: the difference exceeds ``tolerance`` or is not a number.
@@ -270,8 +253,7 @@ def describe_network(directory: Path) -> ExportedNetwork:
 
 
 def training_dataset(network_dir: Path, dataset: Dataset, store: Store) -> Dataset:
-    """The snapshot that a network was trained on: ``dataset``,
-    or an earlier snapshot of it.
+    """The snapshot that a network was trained on: ``dataset``, or an earlier snapshot of it.
 
     Raises:
         IntegrityError: the store no longer has the snapshot.
@@ -287,8 +269,7 @@ def training_dataset(network_dir: Path, dataset: Dataset, store: Store) -> Datas
 
 
 def untrained_classes(network_dir: Path, dataset: Dataset, store: Store, classes: ClassSettings) -> frozenset[str]:
-    """The labels of ``dataset`` without images in the snapshot that the network was
-    trained on.
+    """The labels of ``dataset`` without images in the snapshot that the network was trained on.
 
     Raises:
         IntegrityError: the store no longer has the snapshot.
@@ -301,8 +282,8 @@ def untrained_classes(network_dir: Path, dataset: Dataset, store: Store, classes
 def load_network(network_dir: Path) -> torch.jit.ScriptModule:
     """Load the network that `export_network` wrote.
 
-    The file is verified against its description. The network maps uint8 images (N, C,
-    H, W) to unit vectors (N, D) of float32.
+    The file is verified against its description. The network maps uint8 images (N, C, H, W) to unit
+    vectors (N, D) of float32.
 
     Raises:
         IntegrityError: the file is missing, is not TorchScript,
@@ -312,20 +293,17 @@ def load_network(network_dir: Path) -> torch.jit.ScriptModule:
 
 
 def load_parts(network_dir: Path) -> tuple[torch.jit.ScriptModule, torch.jit.ScriptModule]:
-    """Load a frozen network in two parts: its backbone,
-    and the head on the backbone's features.
+    """Load a frozen network in two parts: its backbone, and the head on the backbone's features.
 
-    The file is verified as in `load_network`. The backbone is not frozen yet,
-    because it is not needed if all features are cached.
+    The file is verified as in `load_network`. The backbone is not frozen yet, because it is not
+    needed if all features are cached.
     """
     network = read_torchscript(_verified(network_dir))
     return network.backbone, freeze_parameters(network.head)
 
 
 def _verified(network_dir: Path) -> Path:
-    """The path of the network file, after checking that the file matches its
-    description.
-    """
+    """The path of the network file, after checking that the file matches its description."""
     described, file = describe_network(network_dir), network_dir / NETWORK_FILE
     if not file.is_file() or sha256_file(file) != described.sha256:
         raise IntegrityError(f"{file} is missing or does not match {DESCRIPTION_FILE}; {described.remedy}.")
@@ -334,9 +312,7 @@ def _verified(network_dir: Path) -> Path:
 
 @torch.inference_mode()
 def max_abs_difference(expected: Tensor, scripted: torch.jit.ScriptModule, images: Tensor) -> float:
-    """Largest absolute difference of any coordinate,
-    or NaN if an output is not finite.
-    """
+    """Largest absolute difference of any coordinate, or NaN if an output is not finite."""
     return float((expected - scripted(images)).abs().max())
 
 
@@ -355,9 +331,8 @@ def _preprocessing(architecture: Architecture, manifest: Manifest) -> Preprocess
 
 
 def _first(dataset: Dataset, blocks: Callable[[Split], Iterator[T]]) -> T:
-    """The first of the ``blocks`` of the query split,
-    or of the gallery if the query split is empty.
-    """
+    """The first of the ``blocks`` of the query split, or of the gallery if the query split is
+    empty."""
     for split in PARITY_SPLITS:
         for block in blocks(split):
             return block

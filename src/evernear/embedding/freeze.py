@@ -1,6 +1,5 @@
-"""Create the initial network of a training run, or a frozen network whose backbone is
-not trained.
-"""
+"""Create the initial network of a training run, or a frozen network whose backbone is not
+trained."""
 
 import math
 from pathlib import Path
@@ -23,17 +22,16 @@ if TYPE_CHECKING:  # timm takes seconds to import
     from evernear.embedding.timm_member import TimmMember
 
 MAX_IMAGES_OF_START = 20_000
-"""Maximum number of images for which training of a pretrained network starts from a
-trained head. With more images, one pass over all images takes too long on a CPU, and a
-random last layer learns fast enough."""
+"""Maximum number of images for which training of a pretrained network starts from a trained head.
+With more images, one pass over all images takes too long on a CPU, and a random last layer learns
+fast enough."""
 
 
 def choose_architecture(dataset: Dataset, recipe: Recipe) -> Architecture:
-    """Choose the architecture for ``dataset``. If ``train.weights`` is set, the
-    architecture includes the preprocessing of the pretrained weights.
+    """Choose the architecture for ``dataset``. If ``train.weights`` is set, the architecture
+    includes the preprocessing of the pretrained weights.
 
-    Each channel's standard deviation has a lower bound, because the channel may have no
-    contrast.
+    Each channel's standard deviation has a lower bound, because the channel may have no contrast.
 
     Raises:
         TrainingError: ``train.backbone`` is unknown or does not fit the other settings.
@@ -53,9 +51,7 @@ def choose_architecture(dataset: Dataset, recipe: Recipe) -> Architecture:
 
 
 def _embedding_dim(recipe: Recipe) -> int:
-    """``train.embedding_dim``, or the default rounded up to a multiple of the number of
-    members.
-    """
+    """``train.embedding_dim``, or the default rounded up to a multiple of the number of members."""
     default = 256 if recipe.weights else 128
     return recipe.embedding_dim or math.ceil(default / recipe.members) * recipe.members
 
@@ -84,11 +80,10 @@ def _timm_options(dataset: Dataset, recipe: Recipe) -> dict[str, Any]:
 
 
 def initialize(network: EmbeddingNetwork, architecture: Architecture, recipe: Recipe, dataset: Dataset) -> str | None:
-    """Load the pretrained weights of ``recipe`` into ``network``, and return the
-    sha256 of the weights file.
+    """Load the pretrained weights of ``recipe`` into ``network``, and return the sha256 of the
+    weights file.
 
-    The dataset's store may contain a copy of the weights. See
-    `evernear.embedding.weights`.
+    The dataset's store may contain a copy of the weights. See `evernear.embedding.weights`.
 
     Raises:
         TrainingError: the weights cannot be read or belong to a different architecture.
@@ -125,8 +120,8 @@ class Pretrained(NamedTuple):
 def open_pretrained(
     dataset: Dataset, recipe: Recipe, store: Store | None = None, on_images: OnImages | None = None
 ) -> Pretrained:
-    """Load the pretrained network that ``recipe`` selects. If ``store`` is given, the
-    features are cached in the store.
+    """Load the pretrained network that ``recipe`` selects. If ``store`` is given, the features are
+    cached in the store.
 
     Raises:
         TrainingError: as for `choose_architecture` and `initialize`.
@@ -150,10 +145,9 @@ def fit_last_layer(
 ) -> "Head | None":
     """Fit the last layer to the train split.
 
-    The last layer is a trained head if `evernear.embedding.head.compare` accepts the
-    head. Otherwise, or if ``recipe.frozen`` is set, the last layer is a whitening
-    map. Return the trained head, even if the head is not used, or None if no head was
-    trained.
+    The last layer is a trained head if `evernear.embedding.head.compare` accepts the head.
+    Otherwise, or if ``recipe.frozen`` is set, the last layer is a whitening map. Return the trained
+    head, even if the head is not used, or None if no head was trained.
     """
     from evernear.embedding.head import train_head, whitening_for
 
@@ -172,11 +166,10 @@ def freeze(
     on_images: OnImages | None = None,
     on_step: "OnHeadStep | None" = None,
 ) -> TrainingResult:
-    """Write a network with a frozen backbone to ``out_dir``,
-    in the format of a trained network.
+    """Write a network with a frozen backbone to ``out_dir``, in the format of a trained network.
 
-    If ``store`` is given, the features of all splits are computed and cached in the
-    store, so that later steps only read the features.
+    If ``store`` is given, the features of all splits are computed and cached in the store, so that
+    later steps only read the features.
 
     Raises:
         TrainingError: as for `open_pretrained`, or there are too few images.

@@ -1,8 +1,8 @@
 """A network that consists of a frozen backbone and a head on the backbone's features.
 
-The features do not depend on the head. The backbone and the head are separate modules
-of the exported TorchScript file, so every head on the same backbone can reuse the
-features of earlier runs.
+The features do not depend on the head. The backbone and the head are separate modules of the
+exported TorchScript file, so every head on the same backbone can reuse the features of earlier
+runs.
 """
 
 from typing import cast
@@ -18,9 +18,8 @@ from evernear.embedding.timm_member import TimmMember, whitening_of
 
 
 class FrozenBackbone(nn.Module):
-    """Maps images (N, C, H, W) with uint8 or float values in 0..255 to a pretrained
-    backbone's features (N, F).
-    """
+    """Maps images (N, C, H, W) with uint8 or float values in 0..255 to a pretrained backbone's
+    features (N, F)."""
 
     def __init__(self, network: EmbeddingNetwork) -> None:
         super().__init__()
@@ -34,9 +33,7 @@ class FrozenBackbone(nn.Module):
         self.max_batch_size = network.max_batch_size
 
     def forward(self, images: Tensor) -> Tensor:
-        """The features (N, F) of ``images``. A large batch is split to limit memory
-        use.
-        """
+        """The features (N, F) of ``images``. A large batch is split to limit memory use."""
         return torch.cat([self.features(part) for part in images.split(self.max_batch_size)])
 
     def features(self, images: Tensor) -> Tensor:
@@ -48,8 +45,7 @@ class FrozenBackbone(nn.Module):
 
 class FrozenHead(nn.Module):
     """Maps features (N, F) to unit vectors (N, D) that are centered as in
-    `evernear.embedding.export.CenteredNetwork`.
-    """
+    `evernear.embedding.export.CenteredNetwork`."""
 
     def __init__(self, network: EmbeddingNetwork) -> None:
         super().__init__()
@@ -65,8 +61,7 @@ class FrozenHead(nn.Module):
 class FrozenNetwork(nn.Module):
     """The exported form of a backbone and a head.
 
-    `evernear.embedding.export.load_parts` reads the backbone and the head from the
-    exported file.
+    `evernear.embedding.export.load_parts` reads the backbone and the head from the exported file.
     """
 
     def __init__(self, backbone: FrozenBackbone, head: FrozenHead) -> None:
@@ -75,9 +70,8 @@ class FrozenNetwork(nn.Module):
         self.head = head
 
     def forward(self, images: Tensor) -> Tensor:
-        """Map ``images`` (N, C, H, W) with uint8 or float values in 0..255 to unit
-        vectors (N, D).
-        """
+        """Map ``images`` (N, C, H, W) with uint8 or float values in 0..255 to unit vectors (N,
+        D)."""
         return self.head(self.backbone(images))
 
 

@@ -1,8 +1,7 @@
 """A linear head on the features of a pretrained backbone that does not change.
 
-The features of the training images, plain and in a few augmented views, are computed
-once and cached. A training step on features takes milliseconds, so the head is trained
-in seconds.
+The features of the training images, plain and in a few augmented views, are computed once and
+cached. A training step on features takes milliseconds, so the head is trained in seconds.
 """
 
 import math
@@ -35,26 +34,21 @@ from evernear.embedding.timm_member import TimmMember, Whitening
 DROPOUT = 0.5
 """Share of the features that a training step ignores."""
 MAX_BYTES = 2**30
-"""Maximum size of the training features, which are held in memory. If the features of
-all images exceed this size, only every nth image is used.
-"""
+"""Maximum size of the training features, which are held in memory. If the features of all images
+exceed this size, only every nth image is used."""
 COMPARED_IMAGES = 16_384
-"""Maximum number of images from each split for the comparison with whitened
-features."""
+"""Maximum number of images from each split for the comparison with whitened features."""
 MAX_LOSS_ERRORS = 1.645
-"""Number of standard errors by which a head may be worse than whitened features.
-Without augmented views, the head must be better by this number of standard errors. The
-comparison is a one-sided test at the 5% significance level.
-"""
+"""Number of standard errors by which a head may be worse than whitened features. Without augmented
+views, the head must be better by this number of standard errors. The comparison is a one-sided test
+at the 5% significance level."""
 HEAD_SHARE = 0.5
-"""Share of a trained head in the similarity of two embeddings. The rest is the
-similarity of the whitened features. On four sets of photographs, half of each is more
-accurate than a head alone (docs/decisions/0030-pretrained-weights.md).
-"""
+"""Share of a trained head in the similarity of two embeddings. The rest is the similarity of the
+whitened features. On four sets of photographs, half of each is more accurate than a head alone
+(docs/decisions/0030-pretrained-weights.md)."""
 OnHeadStep = Callable[[int, int], None]
-"""Called after each training step with the number of completed steps and the total
-number of steps.
-"""
+"""Called after each training step with the number of completed steps and the total number of
+steps."""
 
 
 class LinearHead(nn.Module):
@@ -78,9 +72,8 @@ class HeadExamples(NamedTuple):
     """Whitened features of length sqrt(F) that replace the train split's images."""
 
     features: NDArray[np.float32]
-    """An array (V + 1, N, F) with the features of the plain images, followed by the
-    features of each of the V augmented views.
-    """
+    """An array (V + 1, N, F) with the features of the plain images, followed by the features of
+    each of the V augmented views."""
     classes: NDArray[np.int64]
     """The class of each image, as an array (N,)."""
 
@@ -125,15 +118,13 @@ def train_head(
     recipe: Recipe,
     on_step: OnHeadStep | None = None,
 ) -> Head:
-    """Train a head on the train split, and compare the head with whitened features on
-    the gallery split.
+    """Train a head on the train split, and compare the head with whitened features on the gallery
+    split.
 
     The head's map is the trained projection beside the whitened features. If
-    ``recipe.embedding_dim`` is set, it is the projection alone, which has that
-    dimension.
+    ``recipe.embedding_dim`` is set, it is the projection alone, which has that dimension.
 
-    If ``recipe.minutes`` is set, views that cannot be computed within this time are
-    left out.
+    If ``recipe.minutes`` is set, views that cannot be computed within this time are left out.
     """
     end_s = time.monotonic() + recipe.minutes * 60 if recipe.minutes else math.inf
     whitening = whitening_for(features, dataset, images)
@@ -148,9 +139,8 @@ def train_head(
     projection = layer.project.weight.detach()
     weight = projection if recipe.embedding_dim else beside_whitened(projection, examples)
     test = compare(weight, whitening, examples, features.batches(dataset, "gallery", images))
-    # The folded map omits the normalization between whitening and projection. The
-    # length of the whitened features does not matter, because the network normalizes
-    # its output to unit vectors.
+    # The folded map omits the normalization between whitening and projection. The length of the
+    # whitened features does not matter, because the network normalizes its output to unit vectors.
     folded = Whitening(features.dim, len(weight))
     folded.mean.copy_(whitening.mean)
     folded.matrix.copy_(whitening.matrix @ weight.T)
@@ -163,11 +153,11 @@ def train_head(
 
 @torch.no_grad()
 def beside_whitened(projection: Tensor, examples: HeadExamples) -> Tensor:
-    """A map (F + D, F) of whitened features to these features followed by their
-    ``projection`` (D, F).
+    """A map (F + D, F) of whitened features to these features followed by their ``projection`` (D,
+    F).
 
-    Both parts are scaled so that the similarity of two embeddings is, for features of
-    average length, the mean of both parts' similarities, weighted by `HEAD_SHARE`.
+    Both parts are scaled so that the similarity of two embeddings is, for features of average
+    length, the mean of both parts' similarities, weighted by `HEAD_SHARE`.
     """
     plain = torch.from_numpy(examples.features[0])
     scale = plain.norm(dim=1).mean() / (plain @ projection.T).norm(dim=1).mean()
@@ -183,8 +173,8 @@ def read_examples(
     recipe: Recipe,
     end_s: float = math.inf,
 ) -> HeadExamples:
-    """Compute the features of the train split for the plain images and for
-    ``recipe.views`` augmented views.
+    """Compute the features of the train split for the plain images and for ``recipe.views``
+    augmented views.
 
     No view is started once ``time.monotonic()`` exceeds ``end_s``.
     """
@@ -216,14 +206,13 @@ def compare(
 ) -> HeadTest:
     """Compare whitened features mapped by ``weight`` (D, F) with whitened features.
 
-    Both kinds of features are used to classify each gallery image by the nearest plain
-    training image. The head is used unless it is significantly worse than whitened
-    features (McNemar 1947, "Note on the sampling error of the difference between
-    correlated proportions or percentages"). On a small gallery, a difference of a few
-    images is luck. On most photographs, the head is better than whitened features
-    (docs/decisions/0030-pretrained-weights.md). Without augmented views, the
-    head is usually worse than whitened features, and is used only if it is
-    significantly better.
+    Both kinds of features are used to classify each gallery image by the nearest plain training
+    image. The head is used unless it is significantly worse than whitened features (McNemar 1947,
+    "Note on the sampling error of the difference between correlated proportions or percentages").
+    On a small gallery, a difference of a few images is luck. On most photographs, the head is
+    better than whitened features (docs/decisions/0030-pretrained-weights.md). Without augmented
+    views, the head is usually worse than whitened features, and is used only if it is significantly
+    better.
     """
     plain, known = torch.from_numpy(examples.features[0][:COMPARED_IMAGES]), examples.classes[:COMPARED_IMAGES]
     maps = [nn.Identity(), lambda rows: rows @ weight.T]
@@ -250,12 +239,11 @@ def compare(
 
 @torch.no_grad()
 def start_at_head(module: TrainingModule, head: Head) -> None:
-    """Initialize the last layer and the centers of a pretrained ``module`` from a
-    trained head.
+    """Initialize the last layer and the centers of a pretrained ``module`` from a trained head.
 
-    A random head would distort the features at the start of training (Kumar et al.
-    2022, "Fine-tuning can distort pretrained features and underperform
-    out-of-distribution", arXiv:2202.10054).
+    A random head would distort the features at the start of training (Kumar et al. 2022,
+    "Fine-tuning can distort pretrained features and underperform out-of-distribution",
+    arXiv:2202.10054).
     """
     member = cast(TimmMember, cast(EmbeddingNetwork, module.network).members[0])
     project = cast(nn.Linear, member.project)
@@ -282,9 +270,8 @@ def _train(module: TrainingModule, examples: HeadExamples, recipe: Recipe, on_st
 
 @torch.no_grad()
 def _start_at_class_means(centers: Tensor, layer: LinearHead, examples: HeadExamples) -> None:
-    """Set the class ``centers`` (C, D) to the mean embedding of each class's plain
-    training images.
-    """
+    """Set the class ``centers`` (C, D) to the mean embedding of each class's plain training
+    images."""
     embeddings = F.normalize(torch.from_numpy(examples.features[0]) @ layer.project.weight.T)
     sums = torch.zeros_like(centers).index_add_(0, torch.from_numpy(examples.classes), embeddings)
     present = sums.norm(dim=1) > 0

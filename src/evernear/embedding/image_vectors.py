@@ -1,8 +1,7 @@
-"""Read cached vectors of a dataset's images from the store, and compute missing vectors
-in parallel batches.
+"""Read cached vectors of a dataset's images from the store, and compute missing vectors in parallel
+batches.
 
-A vector is an embedding, or the features of a frozen backbone
-(`evernear.embedding.features`).
+A vector is an embedding, or the features of a frozen backbone (`evernear.embedding.features`).
 """
 
 from collections import deque
@@ -30,9 +29,8 @@ OnImages = Callable[[int], None]
 
 @torch.inference_mode()
 def embed_images(network: nn.Module, images: NDArray[np.uint8]) -> NDArray[np.float32]:
-    """Compute float32 vectors of shape (N, D) for one batch of uint8 images of shape
-    (N, H, W, C).
-    """
+    """Compute float32 vectors of shape (N, D) for one batch of uint8 images of shape (N, H, W,
+    C)."""
     return network(to_tensor(images)).numpy()
 
 
@@ -88,8 +86,8 @@ class ImageVectors:
     def _images(self, block: Block, selected: NDArray[np.bool_]) -> NDArray[np.uint8]:
         """The images to embed.
 
-        The images are prepared in the calling thread, because views draw from torch's
-        global random number generator.
+        The images are prepared in the calling thread, because views draw from torch's global random
+        number generator.
         """
         if self._view is None:
             return block.images[selected]
@@ -113,9 +111,8 @@ class ImageVectors:
 
 @dataclass(frozen=True)
 class _Batch:
-    """A block of images, the block's cached vectors, and the pending computation of the
-    other vectors.
-    """
+    """A block of images, the block's cached vectors, and the pending computation of the other
+    vectors."""
 
     block: Block
     vectors: Vectors
@@ -125,8 +122,7 @@ class _Batch:
 
 @contextmanager
 def one_torch_thread() -> Generator[int]:
-    """Limit torch to one thread per operation, and yield the previous number of
-    threads.
+    """Limit torch to one thread per operation, and yield the previous number of threads.
 
     One thread is faster for small operations and for concurrent batches.
     """

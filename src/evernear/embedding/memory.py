@@ -7,28 +7,25 @@ import torch
 from torch import Tensor, nn
 
 INFERENCE_BYTES = 64 * 2**20
-"""Maximum size in bytes of the activations that exist at the same time during
-inference, per embedding thread.
+"""Maximum size in bytes of the activations that exist at the same time during inference, per
+embedding thread.
 
-A layer's input and output together have at most half that size. glibc returns larger
-tensors to the system after each layer (``M_MMAP_THRESHOLD``, mallopt(3)), and the page
-faults of the next layer can take longer than its computation.
+A layer's input and output together have at most half that size. glibc returns larger tensors to the
+system after each layer (``M_MMAP_THRESHOLD``, mallopt(3)), and the page faults of the next layer
+can take longer than its computation.
 """
 TRAINING_BYTES = 2**30
-"""Maximum size in bytes of the activations that a training step on a CPU stores for the
-backward pass.
-"""
+"""Maximum size in bytes of the activations that a training step on a CPU stores for the backward
+pass."""
 GPU_MEMORY_FRACTION = 0.5
-"""Maximum size of a training step's stored activations on a GPU, as a fraction of the
-GPU's memory."""
+"""Maximum size of a training step's stored activations on a GPU, as a fraction of the GPU's
+memory."""
 INFERENCE_FACTOR = 2.0
-"""Memory factor for intermediate results and copies between memory formats, relative to
-the size of a layer's input and output.
-"""
+"""Memory factor for intermediate results and copies between memory formats, relative to the size of
+a layer's input and output."""
 TRAINING_FACTOR = 2.0
-"""Memory factor for the gradients of activations and for values that layers store in
-addition to their output, relative to the size of the output.
-"""
+"""Memory factor for the gradients of activations and for values that layers store in addition to
+their output, relative to the size of the output."""
 
 
 def inference_batch_size(network: nn.Module, image: Tensor) -> int:
@@ -41,8 +38,7 @@ def inference_batch_size(network: nn.Module, image: Tensor) -> int:
 
 
 def training_batch_size(network: nn.Module, image: Tensor, device: torch.device) -> int:
-    """Size of the largest batch that ``network`` may process with gradients on
-    ``device``.
+    """Size of the largest batch that ``network`` may process with gradients on ``device``.
 
     ``image`` (1, C, H, W) is an example input.
     """
@@ -55,9 +51,8 @@ def training_batch_size(network: nn.Module, image: Tensor, device: torch.device)
 
 @torch.no_grad()
 def _layer_bytes(network: nn.Module, image: Tensor, measure: Callable[[int, int], int]) -> list[int]:
-    """Return ``measure(input bytes, output bytes)`` for each layer when ``network``
-    processes one image.
-    """
+    """Return ``measure(input bytes, output bytes)`` for each layer when ``network`` processes one
+    image."""
     measured: list[int] = []
 
     def hook(_: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:

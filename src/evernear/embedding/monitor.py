@@ -1,6 +1,5 @@
 """Measure training on the gallery split, which is the validation set, and act on the
-measurements.
-"""
+measurements."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -20,13 +19,9 @@ from evernear.embedding.recipe import Recipe
 from evernear.errors import TrainingError
 
 FLIP_TOLERANCE = 0.1
-"""Maximum accuracy loss under a harmless flip, as a fraction of the accuracy above
-chance.
-"""
+"""Maximum accuracy loss under a harmless flip, as a fraction of the accuracy above chance."""
 FLIP_TEST_MIN_ERRORS = 8
-"""Number of standard errors above chance at which the accuracy is high enough to
-compare flips.
-"""
+"""Number of standard errors above chance at which the accuracy is high enough to compare flips."""
 
 
 class GalleryMetrics(TypedDict):
@@ -41,13 +36,12 @@ class GalleryMetrics(TypedDict):
 def measure_gallery(
     module: TrainingModule, batches: Iterable[tuple[Tensor, Tensor]], device: torch.device
 ) -> GalleryMetrics:
-    """Measure the cross-entropy and accuracy of the heads' mean logits, computed
-    without the margin, on batches of the gallery split.
+    """Measure the cross-entropy and accuracy of the heads' mean logits, computed without the
+    margin, on batches of the gallery split.
 
-    The ``batches`` of all processes together make up the gallery split. The standard
-    error of the accuracy is computed as if half a correct and half a wrong prediction
-    were added (the Jeffreys prior), so that the error is not zero if all predictions
-    are correct.
+    The ``batches`` of all processes together make up the gallery split. The standard error of the
+    accuracy is computed as if half a correct and half a wrong prediction were added (the Jeffreys
+    prior), so that the error is not zero if all predictions are correct.
     """
     module.eval()
     count, correct, total_loss = 0, 0, 0.0
@@ -68,23 +62,20 @@ def measure_gallery(
 
 
 def choose_flips(history: Sequence[Epoch]) -> tuple[Flip, ...]:
-    """The flips that augment the next epoch: those that `measure_flips` found
-    harmless.
-    """
+    """The flips that augment the next epoch: those that `measure_flips` found harmless."""
     return tuple(test.direction for epoch in history for test in epoch.flip_tests if test.harmless)
 
 
 def measure_flips(
     module: TrainingModule, images: TrainingImages, device: torch.device, metrics: Epoch
 ) -> tuple[FlipTest, ...]:
-    """Compare a network's accuracy on the mirrored gallery with the accuracy on the
-    original gallery.
+    """Compare a network's accuracy on the mirrored gallery with the accuracy on the original
+    gallery.
 
-    The network was trained without flips. If the mirror image is as likely as the image
-    itself, as for a photographed dog, the network recognizes both equally well. A
-    mirrored digit is a different symbol, which the network fails to recognize. A flip
-    is harmless if the accuracy above chance falls by no more than the fraction
-    `FLIP_TOLERANCE` plus two standard errors.
+    The network was trained without flips. If the mirror image is as likely as the image itself, as
+    for a photographed dog, the network recognizes both equally well. A mirrored digit is a
+    different symbol, which the network fails to recognize. A flip is harmless if the accuracy above
+    chance falls by no more than the fraction `FLIP_TOLERANCE` plus two standard errors.
 
     Returns:
         The tests for both directions. The result is empty while the accuracy is less
@@ -107,9 +98,8 @@ def measure_flips(
 
 
 def collapse_warnings(history: Sequence[Epoch], best_epoch: int, recipe: Recipe) -> tuple[str, ...]:
-    """A warning if the gallery accuracy fell by more than four standard errors after
-    the best epoch.
-    """
+    """A warning if the gallery accuracy fell by more than four standard errors after the best
+    epoch."""
     best, last = history[best_epoch - 1], history[-1]
     error = math.hypot(best.gallery_accuracy_error, last.gallery_accuracy_error)
     if best.gallery_accuracy - last.gallery_accuracy <= 4 * error:

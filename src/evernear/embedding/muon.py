@@ -15,25 +15,22 @@ COEFFICIENTS = [
     (2.8366, -3.0525, 1.2012),
 ]
 """Coefficients of the Newton-Schulz iterations, from Cesista et al. 2025,
-https://leloykun.github.io/ponder/muon-opt-coeffs/.
-"""
+https://leloykun.github.io/ponder/muon-opt-coeffs/."""
 ADAMW_RMS = 0.2
-"""Root mean square of AdamW's updates, relative to the learning rate,
-from Liu et al. 2025, section 2.2.
-"""
+"""Root mean square of AdamW's updates, relative to the learning rate, from Liu et al. 2025, section
+2.2."""
 
 
 class Muon(torch.optim.AdamW):
     """Updates weights by orthogonalized momentum (Jordan et al. 2024,
     https://kellerjordan.github.io/posts/muon/).
 
-    The updates have the same root mean square as AdamW's updates (Liu et al. 2025,
-    "Muon is Scalable for LLM Training", arXiv:2502.16982), so both optimizers use the
-    same learning rate and weight decay. Parameter groups whose ``orthogonal`` is false
-    are updated by AdamW.
+    The updates have the same root mean square as AdamW's updates (Liu et al. 2025, "Muon is
+    Scalable for LLM Training", arXiv:2502.16982), so both optimizers use the same learning rate and
+    weight decay. Parameter groups whose ``orthogonal`` is false are updated by AdamW.
 
-    timm's Muon always computes in bfloat16, which takes 125 times as long as float32 on
-    processors without bfloat16 instructions.
+    timm's Muon always computes in bfloat16, which takes 125 times as long as float32 on processors
+    without bfloat16 instructions.
 
     Args:
         groups: Parameter groups. ``orthogonal`` is true for weights of shape (outputs,

@@ -1,6 +1,4 @@
-"""The embedding network: a small convolutional network for gray or color images of any
-size.
-"""
+"""The embedding network: a small convolutional network for gray or color images of any size."""
 
 import math
 from functools import partial
@@ -13,33 +11,29 @@ from evernear.embedding.architecture import Architecture
 from evernear.embedding.memory import inference_batch_size
 
 MAX_LAST_GRID = 3
-"""Maximum side length of the last feature map. Stages are added until no side of the
-feature map exceeds this length. The last feature map preserves the positions of
-features.
-"""
+"""Maximum side length of the last feature map. Stages are added until no side of the feature map
+exceeds this length. The last feature map preserves the positions of features."""
 MAX_FIRST_GRID = 96
-"""Maximum side length of the patch grid. Larger images are split into patches to limit
-the cost."""
+"""Maximum side length of the patch grid. Larger images are split into patches to limit the cost."""
 MAX_WIDTH_FACTOR = 8
-"""Maximum number of channels, as a multiple of the first stage's number of channels.
-The number of channels doubles from stage to stage up to this multiple."""
+"""Maximum number of channels, as a multiple of the first stage's number of channels. The number of
+channels doubles from stage to stage up to this multiple."""
 
 
 class EmbeddingNetwork(nn.Module):
     """Maps uint8 images of shape ``(N, C, H, W)`` to float32 unit vectors of shape
     ``(N, embedding_dim)``.
 
-    The first layer normalizes by mean and standard deviation, so callers pass pixel
-    values in 0..255, as integers or floats.
+    The first layer normalizes by mean and standard deviation, so callers pass pixel values in
+    0..255, as integers or floats.
 
     With several members, the network is a deep ensemble (Lakshminarayanan et al. 2017,
-    arXiv:1612.01474), whose members differ only in their initial weights. The members'
-    embeddings are concatenated, so the similarity of two images is the mean of the
-    members' similarities.
+    arXiv:1612.01474), whose members differ only in their initial weights. The members' embeddings
+    are concatenated, so the similarity of two images is the mean of the members' similarities.
 
-    With ``Architecture.test_time_flip``, the trained network embeds each image together
-    with its mirror image, as in the evaluation of ArcFace (Deng et al. 2019,
-    arXiv:1801.07698). Embedding the mirror image doubles the embedding time.
+    With ``Architecture.test_time_flip``, the trained network embeds each image together with its
+    mirror image, as in the evaluation of ArcFace (Deng et al. 2019, arXiv:1801.07698). Embedding
+    the mirror image doubles the embedding time.
     """
 
     def __init__(self, architecture: Architecture) -> None:
@@ -52,13 +46,11 @@ class EmbeddingNetwork(nn.Module):
         self.length = math.sqrt(architecture.members)
         self.test_time_flip = architecture.test_time_flip
         self.max_batch_size = 2**31 - 1
-        """Size above which a batch is split outside training to limit memory use.
-        """
+        """Size above which a batch is split outside training to limit memory use."""
 
     def forward(self, images: Tensor) -> Tensor:
-        """Map ``images`` (N, C, H, W) with uint8 or float values in 0..255 to unit
-        vectors (N, embedding_dim).
-        """
+        """Map ``images`` (N, C, H, W) with uint8 or float values in 0..255 to unit vectors (N,
+        embedding_dim)."""
         if self.training:
             return self.embed(images)
         return torch.cat([self.embed_trained(part) for part in images.split(self.max_batch_size)])
@@ -79,17 +71,16 @@ class EmbeddingNetwork(nn.Module):
 class _Member(nn.Module):
     """A convolutional network that maps normalized pixels to unit vectors.
 
-    A stage consists of two 3x3 convolutions and a 2x2 max-pooling, as in VGG (Simonyan
-    and Zisserman 2014, arXiv:1409.1556), with batch normalization. The first stage,
-    which has the most pixels, has one convolution. The network has at least two stages,
-    and more stages if necessary to reach `MAX_LAST_GRID`. Pooling precedes
-    normalization and activation, so that both process only a quarter of the values.
+    A stage consists of two 3x3 convolutions and a 2x2 max-pooling, as in VGG (Simonyan and
+    Zisserman 2014, arXiv:1409.1556), with batch normalization. The first stage, which has the most
+    pixels, has one convolution. The network has at least two stages, and more stages if necessary
+    to reach `MAX_LAST_GRID`. Pooling precedes normalization and activation, so that both process
+    only a quarter of the values.
 
-    For color images, convolutions are initialized to the identity as far as their
-    channels allow, and the activation is GELU (both as in airbench94, Jordan 2024,
-    arXiv:2404.00498). The identity initialization and GELU raise the accuracy on
-    CIFAR-10 after five epochs of 20,000 images from 74.1% to 77.4%. On digits, the
-    accuracy does not improve.
+    For color images, convolutions are initialized to the identity as far as their channels allow,
+    and the activation is GELU (both as in airbench94, Jordan 2024, arXiv:2404.00498). The identity
+    initialization and GELU raise the accuracy on CIFAR-10 after five epochs of 20,000 images from
+    74.1% to 77.4%. On digits, the accuracy does not improve.
     """
 
     def __init__(self, architecture: Architecture) -> None:
@@ -144,9 +135,7 @@ def _per_channel(values: tuple[float, ...]) -> Tensor:
 
 
 def choose_patch(height: int, width: int) -> int:
-    """Side length of the patches, in pixels,
-    for images of ``height`` x ``width`` pixels.
-    """
+    """Side length of the patches, in pixels, for images of ``height`` x ``width`` pixels."""
     patch = 1
     while min(height, width) / patch >= MAX_FIRST_GRID:
         patch *= 2
@@ -163,9 +152,8 @@ def _convolution(inputs: int, outputs: int, stride: tuple[int, int] = (1, 1), *,
 
 
 class _PadToMultiple(nn.Module):
-    """Pads images on the right and bottom with zeros, the mean color, to a multiple of
-    ``multiple`` pixels.
-    """
+    """Pads images on the right and bottom with zeros, the mean color, to a multiple of ``multiple``
+    pixels."""
 
     def __init__(self, multiple: int) -> None:
         super().__init__()

@@ -1,12 +1,12 @@
-"""A node of a multi-node training run:
-``python -m evernear.embedding.node STORE RUN``, the command of a TrainJob.
+"""A node of a multi-node training run: ``python -m evernear.embedding.node STORE RUN``, the command
+of a TrainJob.
 
-The train step writes the `NodeTask` of the run to the store, and reads each node's
-`NodeLog` from the store. The result of training is the last checkpoint. If one node is
-lost, the processes on the other nodes exit. The JobSet then restarts all nodes, which
-resume from the last checkpoint. A `TrainingError`, such as a loss that is not finite,
-would recur after a restart. The exit code of a `TrainingError` therefore ends the
-TrainJob (``podFailurePolicy`` in ``deploy/components/multi-node-training``).
+The train step writes the `NodeTask` of the run to the store, and reads each node's `NodeLog` from
+the store. The result of training is the last checkpoint. If one node is lost, the processes on the
+other nodes exit. The JobSet then restarts all nodes, which resume from the last checkpoint. A
+`TrainingError`, such as a loss that is not finite, would recur after a restart. The exit code of a
+`TrainingError` therefore ends the TrainJob (``podFailurePolicy`` in
+``deploy/components/multi-node-training``).
 """
 
 import os
@@ -34,8 +34,7 @@ LOG_MAX_LINES = 200
 
 class NodeTask(Frozen):
     """The training task that the nodes of a run share:
-    ``runs/<run>/nodes/task.json``.
-    """
+    ``runs/<run>/nodes/task.json``."""
 
     dataset: str
     digest: str
@@ -44,8 +43,7 @@ class NodeTask(Frozen):
 
 class NodeLog(Frozen):
     """The progress of one node, including restarts:
-    ``runs/<run>/nodes/<rank>.json``.
-    """
+    ``runs/<run>/nodes/<rank>.json``."""
 
     lines: tuple[str, ...] = ()
     epochs: tuple[Epoch, ...] = ()

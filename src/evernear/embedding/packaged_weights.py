@@ -1,7 +1,7 @@
 """The weights file of a package, in this environment and in the store.
 
-A package's file is copied to the store, so pods without the package can use it. This
-module does not import torch, which takes seconds.
+A package's file is copied to the store, so pods without the package can use it. This module does
+not import torch, which takes seconds.
 """
 
 from contextlib import suppress
@@ -15,8 +15,8 @@ from evernear.settings.weight_packages import PREFIX, WEIGHTS, WeightPackage, we
 
 
 def store_package(weights: str, store: Store) -> None:
-    """If ``weights`` (``train.weights``) names a weight package, copy the package's
-    file to ``store``.
+    """If ``weights`` (``train.weights``) names a weight package, copy the package's file to
+    ``store``.
 
     Raises:
         TrainingError: the package is neither installed here nor in the store, or the
@@ -29,8 +29,8 @@ def store_package(weights: str, store: Store) -> None:
 
 
 def fetch_package(weights: str, package: WeightPackage, store: Store | None, scratch: Path) -> Path:
-    """The file of ``package``, fetched to ``scratch`` if ``store`` has it,
-    otherwise from this environment.
+    """The file of ``package``, fetched to ``scratch`` if ``store`` has it, otherwise from this
+    environment.
 
     Raises:
         TrainingError: the package is neither in the store nor installed here,

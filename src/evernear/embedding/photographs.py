@@ -1,10 +1,10 @@
 """Random augmentation of photographs.
 
-Each image is cropped and changed in color or shape. The image may also be mirrored or
-partly erased. After the crop, the "wide" variant of TrivialAugment (Müller and Hutter
-2021, arXiv:2103.10158), which needs no tuning, applies one random operation with a
-random strength. Rectangles are erased as in Zhong et al. 2017, "Random Erasing Data
-Augmentation", arXiv:1708.04896. An image and a seed determine the result.
+Each image is cropped and changed in color or shape. The image may also be mirrored or partly
+erased. After the crop, the "wide" variant of TrivialAugment (Müller and Hutter 2021,
+arXiv:2103.10158), which needs no tuning, applies one random operation with a random strength.
+Rectangles are erased as in Zhong et al. 2017, "Random Erasing Data Augmentation", arXiv:1708.04896.
+An image and a seed determine the result.
 """
 
 from functools import cache
@@ -21,8 +21,7 @@ from evernear.embedding.data_loader import to_tensor
 AREAS = (0.35, 1.0)
 """Smallest and largest area of a crop, as fractions of the image's area."""
 ERASED_SHARE = 0.25
-"""Share of the images in which a rectangle of 2% to 33% of the image's area is
-erased."""
+"""Share of the images in which a rectangle of 2% to 33% of the image's area is erased."""
 ERASED_VALUE = 120
 """Value of erased pixels, which is about the mean pixel value of photographs."""
 LIBRARIES = ("torch", "torchvision")
@@ -32,26 +31,26 @@ LIBRARIES = ("torch", "torchvision")
 def augment_photographs(images: Tensor, seeds: list[int], mirror: bool, erase: bool = False) -> Tensor:
     """Augment uint8 ``images`` of shape (N, C, H, W), each with a separate seed.
 
-    With ``mirror``, about half of the images are mirrored. With ``erase``, a rectangle
-    is erased in about a quarter of the images.
+    With ``mirror``, about half of the images are mirrored. With ``erase``, a rectangle is erased in
+    about a quarter of the images.
 
-    torchvision draws from the global random number generator,
-    so only one thread may call this function.
+    torchvision draws from the global random number generator, so only one thread may call this
+    function.
     """
     augmented = torch.empty_like(images, device="cpu")
     transform = _transform(*images.shape[-2:], mirror, erase)
     with torch.random.fork_rng(devices=[]):
         for row, (image, seed) in enumerate(zip(images.cpu(), seeds, strict=True)):
-            # `torch.manual_seed` also seeds the GPUs,
-            # which takes about a millisecond even without a GPU.
+            # `torch.manual_seed` also seeds the GPUs, which takes about a millisecond even without
+            # a GPU.
             torch.default_generator.manual_seed(seed)
             augmented[row] = transform(image)
     return augmented.to(images.device)
 
 
 def augment_block(block: Block, view: int, mirror: bool) -> NDArray[np.uint8]:
-    """Augment the images of ``block`` for the view number ``view``, and return an array
-    of shape (N, H, W, C).
+    """Augment the images of ``block`` for the view number ``view``, and return an array of shape
+    (N, H, W, C).
 
     For a given view number, an image is always augmented in the same way.
     """

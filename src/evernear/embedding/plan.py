@@ -1,13 +1,12 @@
 """Plan training within a time limit.
 
-Based on the speed of this machine, the plan chooses the layers to train, the number of
-epochs and the image size. The plan belongs to a run: its retries and its open-set probe
-follow the same plan even if the machine's speed changes. The plan is also stored beside
-the checkpoints. A resumed run, or a second run on the same images, follows it unless
-the machine has become clearly faster. A schedule that ends at the time limit is better
-than a schedule that is cut off (Li et al. 2020, "Budgeted Training", arXiv:1905.04753).
-If the machine becomes slower, `Deadline` shortens each epoch, so that the schedule is
-still completed.
+Based on the speed of this machine, the plan chooses the layers to train, the number of epochs and
+the image size. The plan belongs to a run: its retries and its open-set probe follow the same plan
+even if the machine's speed changes. The plan is also stored beside the checkpoints. A resumed run,
+or a second run on the same images, follows it unless the machine has become clearly faster. A
+schedule that ends at the time limit is better than a schedule that is cut off (Li et al. 2020,
+"Budgeted Training", arXiv:1905.04753). If the machine becomes slower, `Deadline` shortens each
+epoch, so that the schedule is still completed.
 """
 
 import math
@@ -29,11 +28,10 @@ from evernear.settings import TrainSettings
 from evernear.settings.train import Layers
 
 USED_SHARE = 0.9
-"""Share of the time limit that the plan uses. The rest is a margin, because the speed
-of a machine varies."""
+"""Share of the time limit that the plan uses. The rest is a margin, because the speed of a machine
+varies."""
 START_S = 15.0
-"""Time in seconds for starting the training and probe processes and writing the
-results."""
+"""Time in seconds for starting the training and probe processes and writing the results."""
 HEAD_STEP_S = 0.01
 FASTER = 1.5
 """Factor by which the machine must have become faster to replace a stored plan."""
@@ -45,39 +43,35 @@ FEWEST_STEPS = 200
 MOST_REPETITIONS = 4
 """Maximum number of steps on a small dataset, as a multiple of ``train.min_steps``."""
 PROBE_DRAWS = 5
-"""Number of probe draws if the backbone is frozen. Each draw holds out a fifth of the
-classes, so every class is held out once."""
+"""Number of probe draws if the backbone is frozen. Each draw holds out a fifth of the classes, so
+every class is held out once."""
 PROBE_SHARE = 0.25
 """Ratio of probe epochs to training epochs."""
 PROBE_SHARE_WITH_MUON = 0.6
-"""With Muon, the ratio of probe epochs to training epochs. Training with Muon is short.
-After three of ten epochs on CIFAR-10, unseen classes are not yet as well separated as
-after all ten epochs."""
+"""With Muon, the ratio of probe epochs to training epochs. Training with Muon is short. After three
+of ten epochs on CIFAR-10, unseen classes are not yet as well separated as after all ten epochs."""
 
 
 class Plan(Frozen):
     """The plan for ``train.minutes``, saved in the record of the run, and as
-    ``checkpoints/<key>/plan.json`` in the store.
-    """
+    ``checkpoints/<key>/plan.json`` in the store."""
 
     train: Recipe
     probe: Recipe
     sentence: str
     """One sentence about the plan and its estimated time."""
     probe_s: float | None = None
-    """Time in seconds after which the probe starts no further draw. The value is None
-    if the probe has a single draw, which is limited by the number of steps.
-    """
+    """Time in seconds after which the probe starts no further draw. The value is None if the probe
+    has a single draw, which is limited by the number of steps."""
     image_s: float = 0.0
-    """Seconds per image in the first measurement, which `find_plan` compares with the
-    present speed."""
+    """Seconds per image in the first measurement, which `find_plan` compares with the present
+    speed."""
 
 
 @dataclass(frozen=True)
 class FineTuning:
-    """A way to train a pretrained network. This way is chosen if at least
-    ``fewest_epochs`` epochs fit in the time limit.
-    """
+    """A way to train a pretrained network. This way is chosen if at least ``fewest_epochs`` epochs
+    fit in the time limit."""
 
     layers: Layers
     size_factor: float
@@ -89,9 +83,8 @@ LADDER = (
     FineTuning("last", 6 / 7, FEWEST_EPOCHS),
     FineTuning("last", 4 / 7, FEWEST_EPOCHS),
 )
-"""Ways to train a pretrained network, best first. If none of these ways fits in the
-time limit, only a head is trained.
-"""
+"""Ways to train a pretrained network, best first. If none of these ways fits in the time limit,
+only a head is trained."""
 
 
 class Speed(NamedTuple):
@@ -116,10 +109,10 @@ Measure = Callable[[Recipe], Speed]
 def find_plan(dataset: Dataset, settings: TrainSettings, store: Store | None, measure: Measure) -> Plan:
     """The plan for ``settings.minutes``.
 
-    If an earlier run with the same images, settings and code stored a plan, return that
-    plan, so that an interrupted training continues and a finished training is not
-    repeated. If the machine is now `FASTER` times as fast, make a new plan. Otherwise,
-    every run would follow a plan that was made while the machine was busy.
+    If an earlier run with the same images, settings and code stored a plan, return that plan, so
+    that an interrupted training continues and a finished training is not repeated. If the machine
+    is now `FASTER` times as fast, make a new plan. Otherwise, every run would follow a plan that
+    was made while the machine was busy.
 
     Raises:
         SettingsError: the time is too short.
@@ -138,11 +131,11 @@ def find_plan(dataset: Dataset, settings: TrainSettings, store: Store | None, me
 
 
 def make_plan(dataset: Dataset, settings: TrainSettings, speed: Speed, measure: Measure, started_s: float) -> Plan:
-    """Plan training that fits in ``settings.minutes`` since ``started_s`` of the
-    monotonic clock.
+    """Plan training that fits in ``settings.minutes`` since ``started_s`` of the monotonic
+    clock.
 
-    ``speed`` is the speed of this machine with the recipe of `first_measured`, and
-    ``measure`` returns it for other settings.
+    ``speed`` is the speed of this machine with the recipe of `first_measured`, and ``measure``
+    returns it for other settings.
 
     Raises:
         SettingsError: the time is too short.
@@ -156,9 +149,8 @@ def make_plan(dataset: Dataset, settings: TrainSettings, speed: Speed, measure: 
 
 
 def expected_probe_s(recipe: Recipe, probe_epochs: int, dataset: Dataset) -> Callable[[float], float]:
-    """A function that estimates the time of the probe from that of the training. With a
-    frozen backbone, the training has computed the features, and heads remain.
-    """
+    """A function that estimates the time of the probe from that of the training. With a frozen
+    backbone, the training has computed the features, and heads remain."""
     images = dataset.count("train")
 
     def steps(epochs: int) -> int:
@@ -180,8 +172,7 @@ def first_measured(dataset: Dataset, settings: TrainSettings) -> Recipe:
 
 
 def _plan_pretrained(dataset: Dataset, settings: TrainSettings, end_s: float, embed_s: float, measure: Measure) -> Plan:
-    """The plan for the first way in `LADDER` that fits. If none fits, the plan is for a
-    head.
+    """The plan for the first way in `LADDER` that fits. If none fits, the plan is for a head.
 
     ``train.layers`` may require a specific way.
     """
@@ -197,8 +188,8 @@ def _plan_pretrained(dataset: Dataset, settings: TrainSettings, end_s: float, em
         if not is_demanded and settings.layers:
             continue
         tuned = settings.model_copy(update={"layers": way.layers})
-        # A training step takes at least twice as long as an embedding, so a way that
-        # cannot fit is recognized without measuring a training step.
+        # A training step takes at least twice as long as an embedding, so a way that cannot fit is
+        # recognized without measuring a training step.
         least = Speed(2 * embed_s, embed_s, embed_s)
         shortest_s = _Work.of(dataset, settings, tuned, least, start_s, way.size_factor).shortest_s
         if shortest_s > end_s - time.monotonic() and not is_demanded:
@@ -232,9 +223,8 @@ def _plan_head(
         what = "whitened features without training, because a head takes longer"
         sentence = _sentence(settings, what, START_S + features_s, is_enough=False)
         return Plan(train=whitened, probe=whitened, sentence=sentence, probe_s=time_s - features_s)
-    # In training, `minutes` limits the time for the train split. The probe only reads
-    # the features. Training and the probe share the spare time, because either may take
-    # longer than expected.
+    # In training, `minutes` limits the time for the train split. The probe only reads the features.
+    # Training and the probe share the spare time, because either may take longer than expected.
     spare_s = max(0.0, time_s - fixed_s - views * view_s)
     limit_s = ((1 + views) * view_s + spare_s / 2) / USED_SHARE
     chosen = with_defaults(of_head, dataset, views=views, minutes=limit_s / 60)
@@ -270,8 +260,7 @@ class _Work:
     def fewest_steps(self) -> int:
         """The smallest number of steps.
 
-        With fewer steps, a pretrained network forgets more than it learns, so a head is
-        better.
+        With fewer steps, a pretrained network forgets more than it learns, so a head is better.
         """
         return FEWEST_STEPS if self.recipe.weights else FEWEST_EPOCHS
 
@@ -282,8 +271,7 @@ class _Work:
         return self.fixed_s + (1 + self.probe_share) * loop_s
 
     def plan(self, time_s: float, fewest_epochs: int = 0) -> Plan | None:
-        """The plan for ``time_s`` seconds, or a shorter plan if the full time would not
-        help.
+        """The plan for ``time_s`` seconds, or a shorter plan if the full time would not help.
 
         Return None if the time is too short.
         """
@@ -327,15 +315,14 @@ class _Work:
         start_s: float,
         largest_size: float = 1.0,
     ) -> "_Work":
-        """The work in a training run whose first epoch begins after ``start_s`` seconds.
-        The images of its last epochs have ``largest_size``, relative to the network's
-        input."""
+        """The work in a training run whose first epoch begins after ``start_s`` seconds. The images
+        of its last epochs have ``largest_size``, relative to the network's input."""
         recipe = with_defaults(chosen, dataset, size_factor=largest_size)
         images, gallery = dataset.count("train"), dataset.count("gallery")
         batch_size = min(recipe.batch_size, images)
         sizes = [size_factor(recipe.model_copy(update={"epochs": 10}), epoch) for epoch in range(10)]
-        # The probe embeds all splits except the train split, plain and mirrored.
-        # Training and the probe each measure flips once.
+        # The probe embeds all splits except the train split, plain and mirrored. Training and the
+        # probe each measure flips once.
         others = 2 * sum(dataset.count(split) for split in SPLITS[1:]) + 4 * gallery
         return _Work(
             dataset=dataset,
@@ -355,8 +342,7 @@ def _sentence(settings: TrainSettings, what: str, expected_s: float, is_enough: 
 
 
 def _refuse(settings: TrainSettings, shortest_s: float, time_s: float) -> Plan:
-    """Raise an error, because only ``time_s`` remains but training needs
-    ``shortest_s``."""
+    """Raise an error, because only ``time_s`` remains but training needs ``shortest_s``."""
     minutes = settings.minutes or 0
     needed = math.ceil(minutes * 10 + (shortest_s * 1.2 - time_s) / USED_SHARE / 6) / 10
     raise SettingsError(
@@ -366,8 +352,7 @@ def _refuse(settings: TrainSettings, shortest_s: float, time_s: float) -> Plan:
 
 
 class Deadline:
-    """The time limit of the next epoch,
-    a share of the time that remains for all epochs.
+    """The time limit of the next epoch, a share of the time that remains for all epochs.
 
     No epoch uses time that is reserved for a later epoch.
     """

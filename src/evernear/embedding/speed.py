@@ -1,6 +1,4 @@
-"""Measure the speed of this machine,
-which the plan for training within a time limit needs.
-"""
+"""Measure the speed of this machine, which the plan for training within a time limit needs."""
 
 import time
 from collections.abc import Callable
@@ -31,8 +29,7 @@ COMPILING_CALLS = 2
 def plan_of_run(record: RunRecord, dataset: Dataset, settings: TrainSettings, report: Callable[[str], None]) -> Plan:
     """The plan of a run with ``settings.minutes``, which the run's ``record`` keeps.
 
-    A retry follows the plan of the first attempt. ``report`` receives the plan in
-    words.
+    A retry follows the plan of the first attempt. ``report`` receives the plan in words.
 
     Raises:
         SettingsError, TrainingError: like `plan_training`.
@@ -88,9 +85,7 @@ def _train_s(training: Training, pixels: Tensor, classes: Tensor) -> float:
 
 
 def _embed_s(network: nn.Module, pixels: Tensor) -> float:
-    """Seconds per image of embedding on the CPU,
-    with one concurrent batch per thread.
-    """
+    """Seconds per image of embedding on the CPU, with one concurrent batch per thread."""
     scripted = freeze_parameters(network)
 
     def embed(batch: Tensor) -> Tensor:

@@ -20,12 +20,11 @@ class Backbone(Protocol):
 
 
 class TimmMember(nn.Module):
-    """An ensemble member that maps normalized pixels to unit vectors with a timm
-    backbone.
+    """An ensemble member that maps normalized pixels to unit vectors with a timm backbone.
 
-    Pooled features are projected to the embedding, as in the compact network. The
-    projection is an affine map if the backbone is frozen, or if training of a
-    pretrained backbone starts from a head.
+    Pooled features are projected to the embedding, as in the compact network. The projection is an
+    affine map if the backbone is frozen, or if training of a pretrained backbone starts from a
+    head.
     """
 
     def __init__(self, architecture: Architecture) -> None:
@@ -67,11 +66,10 @@ class Whitening(nn.Module):
 
 
 class Resize(nn.Module):
-    """Crops the center of an image and resizes the crop to the backbone's pretraining
-    size.
+    """Crops the center of an image and resizes the crop to the backbone's pretraining size.
 
-    In training, images are not cropped, because augmentation crops them. The training
-    size may be smaller than the pretraining size.
+    In training, images are not cropped, because augmentation crops them. The training size may be
+    smaller than the pretraining size.
     """
 
     def __init__(self, shape: tuple[int, int, int], size: NetworkInput, fixed: bool) -> None:

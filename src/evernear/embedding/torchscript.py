@@ -1,5 +1,4 @@
-"""Helpers for TorchScript, the format in which a network is exported, served and run in
-batches."""
+"""Helpers for TorchScript, the format in which a network is exported, served and run in batches."""
 
 import io
 import warnings
@@ -33,9 +32,7 @@ def load_torchscript(file: Path) -> torch.jit.ScriptModule:
 
 
 def read_torchscript(file: Path) -> torch.jit.ScriptModule:
-    """Load a TorchScript file on the CPU, and keep the submodules. See
-    `load_torchscript`.
-    """
+    """Load a TorchScript file on the CPU, and keep the submodules. See `load_torchscript`."""
     with ignore_torchscript_deprecation():
         try:
             return torch.jit.load(file, map_location="cpu").eval()
@@ -44,9 +41,7 @@ def read_torchscript(file: Path) -> torch.jit.ScriptModule:
 
 
 def freeze_parameters(network: nn.Module) -> torch.jit.ScriptModule:
-    """Put the network in eval mode, script it, and turn its parameters into
-    constants.
-    """
+    """Put the network in eval mode, script it, and turn its parameters into constants."""
     with ignore_torchscript_deprecation():
         scripted = network if isinstance(network, torch.jit.ScriptModule) else torch.jit.script(network.eval())
         return torch.jit.freeze(scripted.eval())

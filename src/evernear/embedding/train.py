@@ -2,17 +2,16 @@
 
 The entry is `train_network`, and the functions below it are in call order.
 
-The same seed, data, settings and machine give bit-for-bit the same weights, whether
-training is uninterrupted or killed and resumed. The randomness of an epoch depends on
-(seed, epoch) alone. The number of threads fixes the order of floating-point additions.
+The same seed, data, settings and machine give bit-for-bit the same weights, whether training is
+uninterrupted or killed and resumed. The randomness of an epoch depends on (seed, epoch) alone. The
+number of threads fixes the order of floating-point additions.
 
-Several processes train like a single process. Each step uses the same images with the
-same augmentation, the same batch normalization statistics and the same sample of
-classes. Only the order of additions differs. The losses of the first epochs agree
-within a relative 1e-5 in float32 (1e-6 measured on digits, and 2e-2 in bfloat16).
-Rounding errors grow with the number of steps. The exceptions are dropout, excluded
-labels (the open-set probe), and batches that exceed the memory of a process and are
-normalized in micro-batches (`choose_micro_batches`).
+Several processes train like a single process. Each step uses the same images with the same
+augmentation, the same batch normalization statistics and the same sample of classes. Only the order
+of additions differs. The losses of the first epochs agree within a relative 1e-5 in float32 (1e-6
+measured on digits, and 2e-2 in bfloat16). Rounding errors grow with the number of steps. The
+exceptions are dropout, excluded labels (the open-set probe), and batches that exceed the memory of
+a process and are normalized in micro-batches (`choose_micro_batches`).
 """
 
 import itertools
@@ -50,9 +49,7 @@ OnEpoch = Callable[[Epoch], None]
 
 
 class Steps(NamedTuple):
-    """Training steps, counted over all epochs.
-    Early stopping may end training before ``total``.
-    """
+    """Training steps, counted over all epochs. Early stopping may end training before ``total``."""
 
     done: int
     total: int
@@ -63,9 +60,7 @@ OnStep = Callable[[Steps], None]
 
 
 def steps_of_head(on_step: OnStep | None) -> Callable[[int, int], None] | None:
-    """A function that calls ``on_step`` after the steps of a head,
-    which has no epochs.
-    """
+    """A function that calls ``on_step`` after the steps of a head, which has no epochs."""
     return None if on_step is None else lambda done, total: on_step(Steps(done, total, total))
 
 
@@ -81,17 +76,16 @@ def train_network(
 ) -> TrainingResult:
     """Train on the train split without ``exclude_labels``.
 
-    Write the weights, their description and the history to ``out_dir``. The gallery
-    split is the validation set, which decides which epoch's weights are saved and when
-    to stop early. The test split is not read. With a ``store``, checkpoints are saved
-    there. ``on_epoch`` is called after each epoch, once its checkpoint is saved.
-    ``on_step`` is called after each step. A frozen network has no steps. If only the
-    head is trained, the training has no epochs. ``on_images`` is called as features are
-    computed.
+    Write the weights, their description and the history to ``out_dir``. The gallery split is the
+    validation set, which decides which epoch's weights are saved and when to stop early. The test
+    split is not read. With a ``store``, checkpoints are saved there. ``on_epoch`` is called after
+    each epoch, once its checkpoint is saved. ``on_step`` is called after each step. A frozen
+    network has no steps. If only the head is trained, the training has no epochs. ``on_images`` is
+    called as features are computed.
 
-    ``recipe.minutes`` limits the time of the loop over epochs. If an epoch exceeds
-    its share of the time, its last steps are skipped. To choose settings that fit in a
-    time limit, see `evernear.embedding.speed.plan_training`.
+    ``recipe.minutes`` limits the time of the loop over epochs. If an epoch exceeds its share of the
+    time, its last steps are skipped. To choose settings that fit in a time limit, see
+    `evernear.embedding.speed.plan_training`.
 
     Raises:
         TrainingError: the dataset has fewer than two labels to train on, the loss is
@@ -182,8 +176,8 @@ def train_in_this_process(
 ) -> TrainingResult:
     """Train in this process, which may be one rank of a process group.
 
-    Every rank returns the result. Only rank 0 writes files and checkpoints, and calls
-    ``on_epoch`` and ``on_step``.
+    Every rank returns the result. Only rank 0 writes files and checkpoints, and calls ``on_epoch``
+    and ``on_step``.
     """
     rank, _ = distributed.rank_and_world_size()
     device = choose_device(rank % recipe.processes)

@@ -67,8 +67,8 @@ def prepare_training(
 ) -> Training:
     """Initialize the network and its optimizer.
 
-    Without ``start``, the last layer of a pretrained network is random. This suffices
-    if training continues from a checkpoint or is only measured.
+    Without ``start``, the last layer of a pretrained network is random. This suffices if training
+    continues from a checkpoint or is only measured.
     """
     _, world_size = distributed.rank_and_world_size()
     precision = choose_precision(device, recipe.precision)

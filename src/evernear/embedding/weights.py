@@ -1,7 +1,7 @@
 """Pretrained weights from a file, a store object, a weight package, or the hub.
 
-The file is a safetensors file, or a `torch.save` file without pickled code. Only
-tensors are read. Nothing is downloaded from the hub unless ``train.weights`` is `HUB`.
+The file is a safetensors file, or a `torch.save` file without pickled code. Only tensors are read.
+Nothing is downloaded from the hub unless ``train.weights`` is `HUB`.
 """
 
 import tempfile
@@ -50,9 +50,8 @@ class Weights:
 def read_weights(weights: str, backbone: str, store: Store | None) -> Weights:
     """Read the weights named by ``weights`` (``train.weights``).
 
-    ``backbone`` is the timm model whose weights are downloaded from the hub. A
-    package's file is read from ``store`` if the store contains the file, otherwise from
-    this environment.
+    ``backbone`` is the timm model whose weights are downloaded from the hub. A package's file is
+    read from ``store`` if the store contains the file, otherwise from this environment.
 
     Raises:
         TrainingError: the file cannot be read or does not contain weights,

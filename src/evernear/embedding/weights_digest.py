@@ -1,6 +1,4 @@
-"""The hash of pretrained weights, without loading torch if possible,
-which takes seconds.
-"""
+"""The hash of pretrained weights, without loading torch if possible, which takes seconds."""
 
 from pathlib import Path
 

@@ -1,5 +1,4 @@
-"""Compare the live requests to a release with the live requests to the previous
-release.
+"""Compare the live requests to a release with the live requests to the previous release.
 
 The entry is `Comparison.find_breach`. A rule concerns one share of the requests. A rule
 is broken if its share has risen by more than a margin. The comparison is repeated every
@@ -25,36 +24,28 @@ from typing import NamedTuple, Self
 from evernear.common.frozen import Frozen
 
 LEVEL = 0.005
-"""Upper limit on the probability, for all rules together, of rolling back a release
-whose shares are within the margins.
-"""
+"""Upper limit on the probability, for all rules together, of rolling back a release whose shares
+are within the margins."""
 ERROR_MARGIN = 0.01
 SLOW_MARGIN = 0.01
 UNKNOWN_MARGIN = 0.05
 WITHOUT_REFERENCE = 0.05
-"""Tolerated share of requests with an error if no request of the previous release was
-counted.
-"""
+"""Tolerated share of requests with an error if no request of the previous release was counted."""
 SLOWER = 1.4
-"""A request is slow if it takes longer than this multiple of the previous release's p99
-latency.
-"""
+"""A request is slow if it takes longer than this multiple of the previous release's p99 latency."""
 MIN_CELLS = 3
-"""Smallest number of cells. With fewer cells, a rise cannot be distinguished from a
-burst.
-"""
+"""Smallest number of cells. With fewer cells, a rise cannot be distinguished from a burst."""
 
 
 class Figures(Frozen):
     """Request counts: the counter values of a pod, or their increments.
 
-    The worker counts ``answered`` requests, and ``refused`` requests (with a status of
-    500 or more). ``failed`` counts all of TorchServe's responses with a status of 500
-    or more, for example because the queue is full or the worker is dead. The count
-    includes such responses that the worker sent over HTTP. The frontend counts
-    the ``timed`` requests, which got a prediction. ``within`` maps an upper bound in
-    seconds to the number of those whose client waited no longer than the bound, queue
-    included.
+    The worker counts ``answered`` requests, and ``refused`` requests (with a status of 500 or
+    more). ``failed`` counts all of TorchServe's responses with a status of 500 or more, for example
+    because the queue is full or the worker is dead. The count includes such responses that the
+    worker sent over HTTP. The frontend counts the ``timed`` requests, which got a prediction.
+    ``within`` maps an upper bound in seconds to the number of those whose client waited no longer
+    than the bound, queue included.
     """
 
     answered: int = 0
@@ -69,9 +60,8 @@ class Figures(Frozen):
         return total((self, other))
 
     def since(self, earlier: Self) -> Self | None:
-        """The increments since ``earlier``, or None if a counter value decreased, as
-        after a restart.
-        """
+        """The increments since ``earlier``, or None if a counter value decreased, as after a
+        restart."""
         if any(getattr(self, name) < getattr(earlier, name) for name in _COUNTERS):
             return None
         counts = {name: getattr(self, name) - getattr(earlier, name) for name in _COUNTERS}
@@ -90,9 +80,8 @@ class Figures(Frozen):
 
     @property
     def p99_s(self) -> float | None:
-        """The smallest bound within which 99% of the clients got their prediction, or
-        None if no request was timed or no bound is large enough.
-        """
+        """The smallest bound within which 99% of the clients got their prediction, or None if no
+        request was timed or no bound is large enough."""
         return next((bound for bound, count in sorted(self.within.items()) if count >= 0.99 * self.timed > 0), None)
 
 
@@ -115,8 +104,8 @@ class Share(NamedTuple):
 class Rule:
     """A share of the requests that may rise by at most ``margin``.
 
-    ``events`` completes a sentence that begins with the value of the share. If there
-    are no earlier requests, ``without_reference`` is the largest tolerated share.
+    ``events`` completes a sentence that begins with the value of the share. If there are no earlier
+    requests, ``without_reference`` is the largest tolerated share.
     """
 
     name: str
@@ -142,8 +131,7 @@ def total(cells: Cells) -> Figures:
 
 
 class Comparison:
-    """Compares a release with the previous release, which answered the requests in
-    ``before``.
+    """Compares a release with the previous release, which answered the requests in ``before``.
 
     If ``before`` contains no requests, only errors are compared, with a fixed bound.
     """
@@ -155,8 +143,7 @@ class Comparison:
         self._dispersions = [dispersion([rule.share(cell) for cell in before]) for rule in self._rules]
 
     def find_breach(self, seen: Cells) -> str | None:
-        """A sentence about the first rule that is broken by the requests since the
-        rollout.
+        """A sentence about the first rule that is broken by the requests since the rollout.
 
         Return None while no rule is broken.
         """
@@ -201,8 +188,7 @@ def rules_for(before: Figures) -> tuple[Rule, ...]:
 
 
 def slow_limit_s(before: Figures) -> float | None:
-    """The smallest bound in ``within`` that is at least `SLOWER` times the p99 of
-    ``before``.
+    """The smallest bound in ``within`` that is at least `SLOWER` times the p99 of ``before``.
 
     Return None if no bound is large enough, or if no request was timed.
     """
@@ -213,8 +199,8 @@ def slow_limit_s(before: Figures) -> float | None:
 
 
 def dispersion(shares: Sequence[Share]) -> float:
-    """Pearson's chi-squared of the cells divided by its degrees of freedom, or 1 if
-    that is larger.
+    """Pearson's chi-squared of the cells divided by its degrees of freedom, or 1 if that is
+    larger.
 
     Independent requests have a dispersion of about 1.
     """
@@ -240,8 +226,7 @@ def upper_bound(share: Share, level: float) -> float:
 
 
 def log_evidence(share: Share, tolerated: float) -> float:
-    """The logarithm of the e-process for the hypothesis that the share is above
-    ``tolerated``.
+    """The logarithm of the e-process for the hypothesis that the share is above ``tolerated``.
 
     The e-process is a uniform mixture over all shares above ``tolerated``.
     """

@@ -1,7 +1,7 @@
 """Trivial recognizers that are compared with the candidate on its test images.
 
-One baseline predicts the most common class. The other baseline predicts the class of
-the nearest gallery image by pixels.
+One baseline predicts the most common class. The other baseline predicts the class of the nearest
+gallery image by pixels.
 """
 
 from collections.abc import Iterable, Iterator
@@ -18,9 +18,7 @@ from evernear.evaluation.measure import BATCH_SIZE, Outcomes
 from evernear.evaluation.statistics import CONFIDENCE, Proportion, p_by_chance, proportion
 
 SIDE_PX = 16
-"""Height and width to which images are reduced, so that a shift by a few pixels has
-less effect.
-"""
+"""Height and width to which images are reduced, so that a shift by a few pixels has less effect."""
 GALLERY_MAX = 10_000
 QUERIES_MAX = 2_000
 FLAT = 1e-6
@@ -34,49 +32,43 @@ class Baseline(Frozen):
     """A noun phrase, such as "the most common class"."""
     accuracy: Proportion
     comparison: PairedCounts
-    """The comparison. Improvements are queries that only the candidate answers
-    correctly.
-    """
+    """The comparison. Improvements are queries that only the candidate answers correctly."""
     p_perfect: float
-    """Probability, if both systems were equally good, of at least as many improvements
-    as a recognizer without errors would have.
-    """
+    """Probability, if both systems were equally good, of at least as many improvements as a
+    recognizer without errors would have."""
     p_worst: float
-    """Probability, if both systems were equally good, of at least as many regressions
-    as a recognizer without correct answers would have.
-    """
+    """Probability, if both systems were equally good, of at least as many regressions as a
+    recognizer without correct answers would have."""
     p_by_chance: float
     """See `evernear.evaluation.statistics.p_by_chance`."""
     ignores_images: bool = False
-    """Whether the baseline predicts without looking at the image. A recognizer must be
-    better than such a baseline.
-    """
+    """Whether the baseline predicts without looking at the image. A recognizer must be better than
+    such a baseline."""
 
     def is_undecided(self, level: float) -> bool:
         """Whether the queries are too few to compare any recognizer with the baseline.
 
-        If the baseline makes too few errors to be beaten significantly, it is decisive
-        only if it could be significantly better than a recognizer, and reads the image.
+        If the baseline makes too few errors to be beaten significantly, it is decisive only if it
+        could be significantly better than a recognizer, and reads the image.
         """
         return self.p_perfect > level and (self.p_worst > level or self.ignores_images)
 
     @property
     def is_sure_per_group(self) -> bool:
-        """Whether the baseline has errors in all groups, or correct answers in all
-        groups. A recognizer that is the opposite then wins or loses all groups.
-        """
+        """Whether the baseline has errors in all groups, or correct answers in all groups. A
+        recognizer that is the opposite then wins or loses all groups."""
         return self.ignores_images or min(self.p_perfect, self.p_worst) < 0.5 ** ((self.comparison.groups or 0) - 0.5)
 
 
 def measure_baselines(outcomes: Outcomes, dataset: Dataset, batch_size: int = BATCH_SIZE) -> tuple[Baseline, ...]:
     """Measure both baselines against the candidate's ``outcomes`` on the test split.
 
-    No recognizer that ignores the image is more accurate than one that always predicts
-    the most common class of the test split. The baseline that finds the nearest gallery
-    image by pixels (`SIDE_PX`, each image standardized) requires no training. The
-    gallery and the queries of this baseline are spread evenly over the splits, with at
-    most `GALLERY_MAX` and `QUERIES_MAX` images. If a class has no image in the gallery
-    split, the baseline uses the same train images as the candidate's index.
+    No recognizer that ignores the image is more accurate than one that always predicts the most
+    common class of the test split. The baseline that finds the nearest gallery image by pixels
+    (`SIDE_PX`, each image standardized) requires no training. The gallery and the queries of this
+    baseline are spread evenly over the splits, with at most `GALLERY_MAX` and `QUERIES_MAX` images.
+    If a class has no image in the gallery split, the baseline uses the same train images as the
+    candidate's index.
     """
     most_common = np.full_like(outcomes.labels, np.bincount(outcomes.labels).argmax())
     baselines = [_baseline("the most common class", most_common, outcomes, ignores_images=True)]
@@ -124,8 +116,8 @@ def _nearest(gallery: NDArray[np.float32], queries: NDArray[np.float32]) -> NDAr
 def _pixels(
     blocks: Iterable[Block], count: int, count_max: int
 ) -> tuple[NDArray[np.float32], NDArray[np.int64], NDArray[np.int64]]:
-    """Up to ``count_max`` of ``count`` images, reduced and standardized, as an array of
-    shape (N, D).
+    """Up to ``count_max`` of ``count`` images, reduced and standardized, as an array of shape (N,
+    D).
 
     Also return the label indices (N,) and the positions (N,) of these images.
     """

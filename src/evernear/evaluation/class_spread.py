@@ -1,13 +1,12 @@
 """The variance of the open-set probe's figures, including the spread between classes.
 
-The probe holds out some classes. The figures of the probe are meant to describe classes
-that nobody has seen yet. Classes differ from each other more than images of one class
-do. The sample therefore consists of classes rather than images. Two classes of a
-thousand images each are two observations. The images of one group (``data.group``) also
-count as a single observation.
+The probe holds out some classes. The figures of the probe are meant to describe classes that nobody
+has seen yet. Classes differ from each other more than images of one class do. The sample therefore
+consists of classes rather than images. Two classes of a thousand images each are two observations.
+The images of one group (``data.group``) also count as a single observation.
 
-Each function imports SciPy itself. Importing SciPy takes half a second, and is not
-necessary to read an earlier measurement.
+Each function imports SciPy itself. Importing SciPy takes half a second, and is not necessary to
+read an earlier measurement.
 """
 
 import math
@@ -20,10 +19,9 @@ from numpy.typing import NDArray
 from evernear.evaluation.statistics import deviations
 
 PRIOR_DEVIATION = 0.8
-"""Prior value for the standard deviation, between classes, of a figure's log-odds. On
-three sets of photographs, the measured deviation was 0.6 to 0.9 for the AUROC
-(docs/decisions/0008-unknown-images.md).
-"""
+"""Prior value for the standard deviation, between classes, of a figure's log-odds. On three sets of
+photographs, the measured deviation was 0.6 to 0.9 for the AUROC
+(docs/decisions/0008-unknown-images.md)."""
 PRIOR_DEGREES = 4
 """Weight given to `PRIOR_DEVIATION`, in degrees of freedom."""
 Clusters = NDArray[np.int32]
@@ -31,48 +29,42 @@ Clusters = NDArray[np.int32]
 
 
 class Spread(NamedTuple):
-    """The estimated variance of a mean, on the log-odds scale,
-    and its degrees of freedom.
-    """
+    """The estimated variance of a mean, on the log-odds scale, and its degrees of freedom."""
 
     variance: float
     degrees: float
 
     def half_width(self, confidence: float) -> float:
-        """Half the width of a two-sided interval of the log-odds,
-        from Student's t distribution.
-        """
+        """Half the width of a two-sided interval of the log-odds, from Student's t distribution."""
         from scipy.stats import t
 
         return float(t.ppf((1 + confidence) / 2, self.degrees)) * math.sqrt(self.variance)
 
 
 def spread_of_mean(values: NDArray[np.floating], clusterings: Sequence[Clusters]) -> Spread:
-    """The spread of the mean of ``values`` (N,), each between 0 and 1. The clusters of
-    the values are a sample.
+    """The spread of the mean of ``values`` (N,), each between 0 and 1. The clusters of the values
+    are a sample.
 
-    N must be at least 1. The result is computed with the clustering among
-    ``clusterings`` that gives the widest interval. The variance between the means of
-    clusters is moderated (Smyth 2004, Stat Appl Genet Mol Biol 3:3): it is averaged
-    with the variance for `PRIOR_DEVIATION`. The weights are the degrees of freedom. Two
-    clusters contain almost no information about the variance between clusters. Without
-    moderation, the interval for two clusters from Student's t distribution would be
-    nearly 0 to 1.
+    N must be at least 1. The result is computed with the clustering among ``clusterings`` that
+    gives the widest interval. The variance between the means of clusters is moderated (Smyth 2004,
+    Stat Appl Genet Mol Biol 3:3): it is averaged with the variance for `PRIOR_DEVIATION`. The
+    weights are the degrees of freedom. Two clusters contain almost no information about the
+    variance between clusters. Without moderation, the interval for two clusters from Student's t
+    distribution would be nearly 0 to 1.
     """
     return max((_moderated(values, clusters) for clusters in clusterings), key=lambda spread: spread.half_width(0.95))
 
 
 def sum_of_spreads(spreads: Sequence[Spread]) -> Spread:
-    """The spread of a sum of independent means, with degrees of freedom according to
-    Welch and Satterthwaite (1946).
-    """
+    """The spread of a sum of independent means, with degrees of freedom according to Welch and
+    Satterthwaite (1946)."""
     variance = sum(spread.variance for spread in spreads)
     return Spread(variance, variance**2 / sum(spread.variance**2 / spread.degrees for spread in spreads))
 
 
 def effective_images(accepted: NDArray[np.bool_], clusterings: Sequence[Clusters], confidence: float) -> float:
-    """The number of independent images that would contain as much information about the
-    share of accepted images as ``accepted`` (N,).
+    """The number of independent images that would contain as much information about the share of
+    accepted images as ``accepted`` (N,).
 
     The result is at most N.
     """

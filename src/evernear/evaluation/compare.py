@@ -1,6 +1,4 @@
-"""A paired test of whether the candidate is worse than the champion on the same
-queries.
-"""
+"""A paired test of whether the candidate is worse than the champion on the same queries."""
 
 import math
 from collections import Counter, defaultdict
@@ -20,9 +18,9 @@ from evernear.evaluation.measure import Outcomes
 class PairedCounts(Frozen):
     """Numbers of queries that only one of two systems answers correctly.
 
-    One system is the candidate. The other system is an earlier release or a baseline.
-    Queries that both systems or neither system answers correctly carry no information
-    about which system is better.
+    One system is the candidate. The other system is an earlier release or a baseline. Queries that
+    both systems or neither system answers correctly carry no information about which system is
+    better.
     """
 
     queries: int = Field(ge=0)
@@ -33,17 +31,14 @@ class PairedCounts(Frozen):
     groups: int | None = None
     """Number of groups among the queries, or None if the queries are independent."""
     nets: dict[int, int] = {}
-    """Regressions minus improvements for each group, keyed by group number, for groups
-    in which the difference is not 0.
-    """
+    """Regressions minus improvements for each group, keyed by group number, for groups in which the
+    difference is not 0."""
 
     @property
     def p_worse(self) -> float:
-        """Probability of at least this number of regressions if both systems are
-        equally good.
+        """Probability of at least this number of regressions if both systems are equally good.
 
-        See `mcnemar_worse` or, for groups,
-        `evernear.evaluation.grouped.sign_flip_worse`.
+        See `mcnemar_worse` or, for groups, `evernear.evaluation.grouped.sign_flip_worse`.
         """
         if self.groups is None:
             return mcnemar_worse(self.regressions, self.improvements)
@@ -51,9 +46,7 @@ class PairedCounts(Frozen):
 
     @property
     def p_better(self) -> float:
-        """Probability of at least this number of improvements if both systems are
-        equally good.
-        """
+        """Probability of at least this number of improvements if both systems are equally good."""
         if self.groups is None:
             return mcnemar_worse(self.improvements, self.regressions)
         return sign_flip_worse(-net for net in self.nets.values())
@@ -62,18 +55,17 @@ class PairedCounts(Frozen):
         """The smallest possible value of `p_worse`, if the other system is right on
         ``right_before`` queries and the candidate on none.
 
-        Groups in which the other system has no correct answer are not known, so the
-        value may be too small for groups.
+        Groups in which the other system has no correct answer are not known, so the value may be
+        too small for groups.
         """
         return 0.5 ** min(right_before, self.queries if self.groups is None else self.groups)
 
     @property
     def independent(self) -> "PairedCounts":
-        """Counts for independent queries that would contain about as much information
-        as these counts.
+        """Counts for independent queries that would contain about as much information as these
+        counts.
 
-        Each group counts as one query. The shares of regressions and improvements do
-        not change.
+        Each group counts as one query. The shares of regressions and improvements do not change.
         """
         if not self.groups:
             return self
@@ -86,9 +78,8 @@ class PairedCounts(Frozen):
 
     @property
     def net_losses(self) -> int:
-        """Regressions minus improvements. The difference is negative if there are more
-        improvements than regressions.
-        """
+        """Regressions minus improvements. The difference is negative if there are more improvements
+        than regressions."""
         return self.regressions - self.improvements
 
     def changes(self) -> str:
@@ -98,16 +89,14 @@ class PairedCounts(Frozen):
 
     def p_in_words(self, p: float | None = None) -> str:
         """``p`` (default: `p_worse`) in words. A very small p-value is not printed as
-        0.
-        """
+        0."""
         p = self.p_worse if p is None else p
         return f"p = {p:.2g}" if p >= 0.001 else "p < 0.001"
 
 
 class Comparison(Frozen):
-    """The comparison of the candidate with an earlier release, over all queries and
-    within each class that has queries.
-    """
+    """The comparison of the candidate with an earlier release, over all queries and within each
+    class that has queries."""
 
     overall: PairedCounts
     classes: dict[str, PairedCounts]
@@ -131,12 +120,11 @@ class Comparison(Frozen):
 def mcnemar_worse(regressions: int, improvements: int) -> float:
     """p-value of the exact one-sided McNemar test (McNemar 1947, Psychometrika 12:153).
 
-    If two equally good systems differ on a query, either system is correct with
-    probability 1/2. The number of regressions among such queries therefore has the
-    distribution Binomial(n, 1/2), where n is ``regressions + improvements``. The
-    p-value is the probability of at least this number of regressions. Unlike the mid-p
-    test and the chi-squared test, the exact test never exceeds its level, for any
-    number of queries.
+    If two equally good systems differ on a query, either system is correct with probability 1/2.
+    The number of regressions among such queries therefore has the distribution Binomial(n, 1/2),
+    where n is ``regressions + improvements``. The p-value is the probability of at least this
+    number of regressions. Unlike the mid-p test and the chi-squared test, the exact test never
+    exceeds its level, for any number of queries.
     """
     from scipy.special import bdtrc
 
@@ -146,14 +134,13 @@ def mcnemar_worse(regressions: int, improvements: int) -> float:
 
 
 def net_loss_budget(errors: int, queries: int, significance: float) -> int:
-    """The number of net losses that a candidate may have against a system with
-    ``errors`` on ``queries``.
+    """The number of net losses that a candidate may have against a system with ``errors`` on
+    ``queries``.
 
-    If two systems err independently and equally often, the net losses exceed the budget
-    with a probability of about half of ``significance``. Retrained networks repeat most
-    of each other's errors, so they exceed the budget less often than independent
-    systems do. The error rate is assumed to be (errors + 1) / (queries + 2), because a
-    result without errors may be luck.
+    If two systems err independently and equally often, the net losses exceed the budget with a
+    probability of about half of ``significance``. Retrained networks repeat most of each other's
+    errors, so they exceed the budget less often than independent systems do. The error rate is
+    assumed to be (errors + 1) / (queries + 2), because a result without errors may be luck.
     """
     from scipy.special import ndtri
 
@@ -162,13 +149,13 @@ def net_loss_budget(errors: int, queries: int, significance: float) -> int:
 
 
 def detectable_loss(pairs: PairedCounts, level: float, power: float = 0.9) -> float:
-    """The smallest loss of accuracy, between 0 and 1, that `mcnemar_worse` detects with
-    probability ``power``.
+    """The smallest loss of accuracy, between 0 and 1, that `mcnemar_worse` detects with probability
+    ``power``.
 
-    The test has the significance level ``level``. The share of improvements is assumed
-    to be (improvements + 1) / (queries + 2), because a result without improvements may
-    be luck. A group counts as one query. If the test cannot detect any loss with
-    probability ``power``, the result is 1.
+    The test has the significance level ``level``. The share of improvements is assumed to be
+    (improvements + 1) / (queries + 2), because a result without improvements may be luck. A group
+    counts as one query. If the test cannot detect any loss with probability ``power``, the result
+    is 1.
     """
     from scipy.special import ndtri
 
@@ -182,22 +169,22 @@ def detectable_loss(pairs: PairedCounts, level: float, power: float = 0.9) -> fl
 
 
 def loss_beyond_budget(pairs: PairedCounts, budget: int, power: float = 0.9) -> float:
-    """The smallest loss of accuracy for which the net losses exceed ``budget`` with
-    probability ``power``.
+    """The smallest loss of accuracy for which the net losses exceed ``budget`` with probability
+    ``power``.
 
-    The assumptions are the same as in `detectable_loss`. If no loss is large enough,
-    the result is 1.
+    The assumptions are the same as in `detectable_loss`. If no loss is large enough, the result is
+    1.
     """
     return _smallest_loss(pairs.independent, lambda _: budget + 0.5, power)
 
 
 def _smallest_loss(pairs: PairedCounts, critical: Callable[[float], float], power: float) -> float:
-    """The smallest loss of accuracy for which the net losses exceed ``critical`` with
-    probability ``power``.
+    """The smallest loss of accuracy for which the net losses exceed ``critical`` with probability
+    ``power``.
 
-    ``critical`` is a function of the share of queries on which the systems differ. The
-    net losses are approximately normal (Connor 1987, Biometrics 43:207). If no loss is
-    large enough, the result is 1.
+    ``critical`` is a function of the share of queries on which the systems differ. The net losses
+    are approximately normal (Connor 1987, Biometrics 43:207). If no loss is large enough, the
+    result is 1.
     """
     from scipy.optimize import root_scalar
     from scipy.special import ndtr
@@ -216,8 +203,8 @@ def _smallest_loss(pairs: PairedCounts, critical: Callable[[float], float], powe
 
 
 def compare(candidate: Outcomes, champion: Outcomes, labels: tuple[str, ...]) -> Comparison:
-    """Compare the outcomes of two systems on the same queries.
-    Label indices refer to ``labels``.
+    """Compare the outcomes of two systems on the same queries. Label indices refer to
+    ``labels``.
 
     Raises:
         IntegrityError: the queries differ.
@@ -238,8 +225,7 @@ def compare(candidate: Outcomes, champion: Outcomes, labels: tuple[str, ...]) ->
 def paired_counts(candidate: Outcomes, correct: NDArray[np.bool_]) -> PairedCounts:
     """Compare the candidate with a system on the same queries.
 
-    ``correct`` (N,) states which of the system's N answers are correct. N must be at
-    least 1.
+    ``correct`` (N,) states which of the system's N answers are correct. N must be at least 1.
     """
     changes = correct.astype(np.int8) - candidate.correct
     return _paired(changes, np.zeros_like(candidate.labels), candidate.groups)[0]
@@ -277,9 +263,8 @@ def _paired(
 def _nets(
     changes: NDArray[np.int8], strata: NDArray[np.int32], groups: NDArray[np.int32]
 ) -> tuple[list[int], dict[int, dict[int, int]]]:
-    """The number of groups in each stratum, and the nonzero net changes of these
-    groups, keyed by stratum.
-    """
+    """The number of groups in each stratum, and the nonzero net changes of these groups, keyed by
+    stratum."""
     pairs, rows = np.unique(np.stack([strata, groups]), axis=1, return_inverse=True)
     net = np.bincount(rows.ravel(), weights=changes).astype(np.int64)
     nets: defaultdict[int, dict[int, int]] = defaultdict(dict)

@@ -34,10 +34,9 @@ def project(embeddings: NDArray[np.float32]) -> NDArray[np.float32]:
     """Positions in the unit square, an array of shape (N, 2), that t-SNE computes for
     ``embeddings``, an array of shape (N, D).
 
-    Principal components as the starting positions halve the number of iterations that
-    a map needs (Kobak and Berens 2019, https://doi.org/10.1038/s41467-019-13056-x).
-    If there are fewer than four embeddings, or if all embeddings are equal, all
-    positions are in the middle.
+    Principal components as the starting positions halve the number of iterations that a map needs
+    (Kobak and Berens 2019, https://doi.org/10.1038/s41467-019-13056-x). If there are fewer than
+    four embeddings, or if all embeddings are equal, all positions are in the middle.
     """
     from sklearn.manifold import TSNE
 

@@ -39,9 +39,8 @@ SYSTEMS = ("candidate", "champion", "anchor")
 
 
 Answered = Callable[[str], Iterable[AnsweredBlock] | None]
-"""A function that returns the answers of one of `SYSTEMS` to the test split, in order,
-or None if the answers have yet to be computed.
-"""
+"""A function that returns the answers of one of `SYSTEMS` to the test split, in order, or None if
+the answers have yet to be computed."""
 
 
 def answered_by_nobody(_: str) -> None:
@@ -49,9 +48,7 @@ def answered_by_nobody(_: str) -> None:
 
 
 class ReleasedSystem(NamedTuple):
-    """The champion or the anchor: a release that is measured together with the
-    candidate.
-    """
+    """The champion or the anchor: a release that is measured together with the candidate."""
 
     recognizer: "Recognizer"
     dataset: Dataset | None = None
@@ -71,8 +68,8 @@ class UnavailableSystem(NamedTuple):
 
 
 class AnchorEvaluation(Frozen):
-    """The measurement of the anchor, a fixed earlier release, on the same queries as
-    the candidate.
+    """The measurement of the anchor, a fixed earlier release, on the same queries as the
+    candidate.
 
     See `evernear.evaluation.gate_anchor`. If the anchor was not measured, ``fault`` or
     ``difference`` states the reason as a sentence.
@@ -82,23 +79,17 @@ class AnchorEvaluation(Frozen):
     measurement: Measurement | None = None
     comparison: Comparison | None = None
     test_overlap: float | None = None
-    """Proportion of the anchor's test images that are also in the test split, or None
-    if the anchor's test images are unknown.
-    """
+    """Proportion of the anchor's test images that are also in the test split, or None if the
+    anchor's test images are unknown."""
     fault: str = ""
-    """The reason why the anchor cannot be measured, which is a damaged archive, or a
-    damaged or lost snapshot.
-    """
+    """The reason why the anchor cannot be measured, which is a damaged archive, or a damaged or
+    lost snapshot."""
     difference: str = ""
-    """The reason why the anchor cannot answer these queries, such as a different image
-    shape.
-    """
+    """The reason why the anchor cannot answer these queries, such as a different image shape."""
 
 
 class Evaluation(Frozen, arbitrary_types_allowed=True):
-    """Measurements of the candidate and, if any, of earlier releases on the same
-    queries.
-    """
+    """Measurements of the candidate and, if any, of earlier releases on the same queries."""
 
     remedy = "run the evaluate step again"
 
@@ -110,49 +101,37 @@ class Evaluation(Frozen, arbitrary_types_allowed=True):
     few_groups: FewGroups | None = None
     """Set if the test split of a first release has too few groups."""
     leakage: dict[str, int]
-    """For each split from which the candidate was built, the number of test images in
-    it. See `count_leakage`.
-    """
+    """For each split from which the candidate was built, the number of test images in it. See
+    `count_leakage`."""
     near_duplicates: NearDuplicates | None = None
     """Test images that are near-duplicates of an image in the train or gallery split."""
     training_warnings: tuple[str, ...] = ()
     """Signs of problems in the candidate's training."""
     champion_leakage: dict[str, int] | None
-    """For each split from which the champion was built, the number of test images in
-    it. None if there is no champion, or if the champion's dataset is unavailable.
-    """
+    """For each split from which the champion was built, the number of test images in it. None if
+    there is no champion, or if the champion's dataset is unavailable."""
     champion_test_overlap: float | None = None
-    """Proportion of the champion's test images that are also in the test split, or None
-    under the same conditions as ``champion_leakage``. Images that came from review do
-    not count.
-    """
+    """Proportion of the champion's test images that are also in the test split, or None under the
+    same conditions as ``champion_leakage``. Images that came from review do not count."""
     reviewed_left_out: dict[str, int] = {}
-    """Number of images that came from review and left a measured split, keyed by
-    split.
-    """
+    """Number of images that came from review and left a measured split, keyed by split."""
     unreadable: dict[Literal["training", "champion"], str] = {}
-    """The reason why a snapshot cannot be read, either the snapshot on which the
-    candidate's network was trained or the champion's snapshot.
-    """
+    """The reason why a snapshot cannot be read, either the snapshot on which the candidate's
+    network was trained or the champion's snapshot."""
     classes: ClassSettings = NO_CHANGES
-    """Classes of the champion that were removed or renamed on purpose. The champion's
-    measurement uses the current names of these classes.
-    """
+    """Classes of the champion that were removed or renamed on purpose. The champion's measurement
+    uses the current names of these classes."""
     anchor: AnchorEvaluation | None = None
-    """The anchor's evaluation. None if the champion is the anchor, or if no champion
-    exists.
-    """
+    """The anchor's evaluation. None if the champion is the anchor, or if no champion exists."""
     replay: Replay | None = None
-    """The candidate's and the champion's answers to stored live queries, for the run
-    page. None if no champion exists.
-    """
+    """The candidate's and the champion's answers to stored live queries, for the run page. None if
+    no champion exists."""
     outcomes: dict[str, SkipValidation[Outcomes]] = Field(default={}, exclude=True, repr=False)
     """Outcomes, keyed by the names in `SYSTEMS` and stored in `OUTCOMES_FILE`."""
 
     def summary(self) -> str:
-        """The candidate's accuracy, and the number of known images that the candidate
-        calls unknown.
-        """
+        """The candidate's accuracy, and the number of known images that the candidate calls
+        unknown."""
         tested = classes_tested(self.candidate.coverage)
         accuracy = f"accuracy {self.candidate.accuracy}{f', {tested}' if tested else ''}"
         return f"{accuracy}; {self.candidate.false_rejects} of known images called unknown"
@@ -206,8 +185,7 @@ class Evaluation(Frozen, arbitrary_types_allowed=True):
 
     @staticmethod
     def open(directory: Path) -> "Evaluation":
-        """Read the files that `write` created, and check the counts against the
-        outcomes.
+        """Read the files that `write` created, and check the counts against the outcomes.
 
         Raises:
             IntegrityError: a file is missing or invalid,
@@ -262,20 +240,17 @@ def evaluate_systems(
     answered: Answered = answered_by_nobody,
     batch_size: int = BATCH_SIZE,
 ) -> Evaluation:
-    """Measure ``candidate``, ``champion`` and ``anchor`` on the test split of
-    ``dataset``.
+    """Measure ``candidate``, ``champion`` and ``anchor`` on the test split of ``dataset``.
 
-    Also count leaked test images. ``anchor`` is None if the champion is the anchor. An
-    anchor or an earlier snapshot that cannot be read is not an error. The gate then
-    holds the candidate.
+    Also count leaked test images. ``anchor`` is None if the champion is the anchor. An anchor or an
+    earlier snapshot that cannot be read is not an error. The gate then holds the candidate.
 
-    If the champion was trained on test images, the champion's accuracy is overstated.
-    The gate reports this fact. Images of a class that was renamed count under the new
-    name. Images of a retired class are left out. ``trained_on`` is the snapshot on
-    which the candidate's network was trained. By default, the snapshot is ``dataset``.
-    ``answered`` returns the answers of each of `SYSTEMS` if the answers are already
-    computed. ``observe`` receives the candidate's results, and ``observe_champion``
-    receives the champion's results. See `measure`.
+    If the champion was trained on test images, the champion's accuracy is overstated. The gate
+    reports this fact. Images of a class that was renamed count under the new name. Images of a
+    retired class are left out. ``trained_on`` is the snapshot on which the candidate's network was
+    trained. By default, the snapshot is ``dataset``. ``answered`` returns the answers of each of
+    `SYSTEMS` if the answers are already computed. ``observe`` receives the candidate's results, and
+    ``observe_champion`` receives the champion's results. See `measure`.
 
     Raises:
         DataError: the test split is empty,
@@ -323,9 +298,7 @@ def _measure_anchor(
     groups: GroupNumbers | None,
     answered: Answered,
 ) -> AnchorEvaluation:
-    """If the anchor can be measured, measure it and add its outcomes to
-    ``outcomes``.
-    """
+    """If the anchor can be measured, measure it and add its outcomes to ``outcomes``."""
     if isinstance(anchor, UnavailableSystem):
         return AnchorEvaluation(name=anchor.name, fault=anchor.fault)
     recognizer = anchor.recognizer
@@ -351,9 +324,8 @@ def _measure_anchor(
 
 
 def _measure_leakage(dataset: Dataset, trained_on: Dataset, champion: ReleasedSystem | None) -> _Leakage:
-    """Count leaked test images. If an earlier snapshot cannot be read, the counts for
-    that snapshot are unknown.
-    """
+    """Count leaked test images. If an earlier snapshot cannot be read, the counts for that snapshot
+    are unknown."""
     unreadable: dict[Literal["training", "champion"], str] = {}
     leakage = count_leakage(dataset, dataset)
     if trained_on.digest != dataset.digest:
@@ -374,11 +346,10 @@ def _measure_leakage(dataset: Dataset, trained_on: Dataset, champion: ReleasedSy
 
 
 def _test_overlap(dataset: Dataset, champion_dataset: Dataset, classes: ClassSettings) -> float:
-    """Proportion of the champion's test images that are also in the test
-    split of ``dataset``.
+    """Proportion of the champion's test images that are also in the test split of ``dataset``.
 
-    Images of retired classes, and images that left the test split because they came
-    from review, do not count.
+    Images of retired classes, and images that left the test split because they came from review, do
+    not count.
     """
     common = count_leakage(dataset, champion_dataset, ("test",))["test"]
     counts = champion_dataset.manifest.label_counts("test")

@@ -1,9 +1,9 @@
-"""Whether the test split has enough groups to show that a first release is better than
-the trivial baselines.
+"""Whether the test split has enough groups to show that a first release is better than the trivial
+baselines.
 
-A recognizer without errors has the best possible outcome. If even this outcome is not
-significant, no release can be shown to be better. The gate then holds a first release
-of grouped images, and the validation reports the problem before the training.
+A recognizer without errors has the best possible outcome. If even this outcome is not significant,
+no release can be shown to be better. The gate then holds a first release of grouped images, and the
+validation reports the problem before the training.
 """
 
 import math
@@ -26,9 +26,8 @@ from evernear.settings import DataSettings, RunSettings
 STEP = 0.05
 MAX_TEST_FRACTION = 0.5
 ORDERS = 5
-"""Number of orders of the groups in which a proposed share must be sufficient, because
-the order in which ingest reads the groups has some influence on the splits.
-"""
+"""Number of orders of the groups in which a proposed share must be sufficient, because the order in
+which ingest reads the groups has some influence on the splits."""
 
 LabelCounts = Mapping[str, Mapping[str, int]]
 """Number of images by group and label."""
@@ -43,13 +42,10 @@ class FewGroups(Frozen):
     """Number of test groups that would be enough."""
     dataset: str
     test_fraction: float | None
-    """The value of ``data.test_fraction`` that would be enough, or None if there is no
-    such value.
-    """
+    """The value of ``data.test_fraction`` that would be enough, or None if there is no such
+    value."""
     is_named_by_source: bool
-    """Whether the source specifies the test images, so that no setting changes their
-    number.
-    """
+    """Whether the source specifies the test images, so that no setting changes their number."""
 
     def sentence(self) -> str:
         """The number of groups, and the remedy."""
@@ -67,9 +63,8 @@ class FewGroups(Frozen):
 
 
 def find_few_groups(dataset: Dataset, settings: RunSettings) -> FewGroups | None:
-    """Before the training, predict whether a first release of ``dataset`` can be shown
-    to be better than the baselines. Return None if it can, or without groups.
-    """
+    """Before the training, predict whether a first release of ``dataset`` can be shown to be better
+    than the baselines. Return None if it can, or without groups."""
     with group_numbers(dataset) as groups:
         if groups is None:
             return None
@@ -85,17 +80,16 @@ def find_few_groups(dataset: Dataset, settings: RunSettings) -> FewGroups | None
 def few_groups(
     baselines: Sequence[Baseline], dataset: Dataset, settings: DataSettings, level: float
 ) -> FewGroups | None:
-    """The remedy if a baseline is undecided at ``level`` (`Baseline.is_undecided`).
-    Return None if no baseline is undecided, or without groups.
-    """
+    """The remedy if a baseline is undecided at ``level`` (`Baseline.is_undecided`). Return None if
+    no baseline is undecided, or without groups."""
     undecided = [baseline for baseline in baselines if baseline.is_undecided(level)]
     with group_numbers(dataset) as groups:
         if groups is None or not undecided:
             return None
         members, is_named_by_source = groups.label_counts(), groups.has_explicit_test_images()
     wins = math.ceil(-math.log2(level))
-    # A baseline that reads the images may be right or wrong in every further group.
-    # Among ``2 * wins - 1`` groups, one of the two happens ``wins`` times.
+    # A baseline that reads the images may be right or wrong in every further group. Among
+    # ``2 * wins - 1`` groups, one of the two happens ``wins`` times.
     fewest = max(wins if baseline.is_sure_per_group else 2 * wins - 1 for baseline in undecided)
     enough = _Enough(members, fewest, wins)
     fraction = None if is_named_by_source else _sufficient_fraction(enough, settings)
@@ -117,22 +111,17 @@ class _Enough:
         self.members, self._fewest, self._wins = members, fewest, wins
 
     def has_enough(self, test_groups: Sequence[str]) -> bool:
-        """Whether a recognizer without errors would win in enough of ``test_groups``
-        against the most common class of their images.
-        """
+        """Whether a recognizer without errors would win in enough of ``test_groups`` against the
+        most common class of their images."""
         return len(test_groups) >= self._fewest and self._winnable(test_groups) >= self._wins
 
     def expected_groups(self) -> int:
-        """The number of test groups that would be enough if they were like all
-        groups.
-        """
+        """The number of test groups that would be enough if they were like all groups."""
         share = self._winnable([*self.members]) / len(self.members)
         return max(self._fewest, math.ceil(self._wins / share))
 
     def _winnable(self, groups: Sequence[str]) -> int:
-        """The number of groups with an image of another class than the most common
-        one.
-        """
+        """The number of groups with an image of another class than the most common one."""
         images: Counter[str] = Counter()
         for group in groups:
             images.update(self.members[group])
@@ -141,9 +130,8 @@ class _Enough:
 
 
 def _sufficient_fraction(enough: _Enough, settings: DataSettings) -> float | None:
-    """The smallest share of the test split with which ingest would put enough groups
-    there, whatever the order of the groups.
-    """
+    """The smallest share of the test split with which ingest would put enough groups there,
+    whatever the order of the groups."""
     most = min(MAX_TEST_FRACTION, 1 - STEP - settings.gallery_fraction - settings.query_fraction)
     orders = [random.Random(seed).sample(sorted(enough.members), len(enough.members)) for seed in range(ORDERS)]  # noqa: S311 - not for secrets
     for step in range(math.floor(settings.test_fraction / STEP) + 1, math.floor(most / STEP + 1e-9) + 1):

@@ -1,7 +1,7 @@
 """Collect the `Examples` of an evaluation, in bounded memory.
 
-`ExampleCollector` observes the candidate's measurement (`evernear.evaluation.measure`),
-so no image is embedded twice.
+`ExampleCollector` observes the candidate's measurement (`evernear.evaluation.measure`), so no image
+is embedded twice.
 """
 
 import time
@@ -64,9 +64,7 @@ class _Query:
 
 
 class ExampleCollector:
-    """Collects examples from the blocks of the candidate's measurement,
-    in bounded memory.
-    """
+    """Collects examples from the blocks of the candidate's measurement, in bounded memory."""
 
     def __init__(self, recognizer: "Recognizer", dataset: Dataset) -> None:
         self._recognizer = recognizer
@@ -113,8 +111,8 @@ class ExampleCollector:
     def finish(self, champion_dataset: Dataset | None = None) -> Examples:
         """The examples, with sample images.
 
-        If the champion's dataset is available, the examples include images that were
-        added after that dataset was created.
+        If the champion's dataset is available, the examples include images that were added after
+        that dataset was created.
         """
         tiles = Tiles(self._dataset.shape, TILE_PX)
         mistakes = self._with_neighbors(tiles)
@@ -154,9 +152,8 @@ class ExampleCollector:
         )
 
     def _gallery_images(self, rows: set[int]) -> Iterable[tuple[int, Pixels]]:
-        """The gallery images of the given index ``rows``. The index has the order of
-        the embed step.
-        """
+        """The gallery images of the given index ``rows``. The index has the order of the embed
+        step."""
         if not rows:
             return
         numbers, first = self._recognizer.gallery.label_indices, 0
@@ -221,17 +218,16 @@ def _sampled_queries(dataset: Dataset) -> NDArray[np.int64]:
 
 
 def _within(positions: NDArray[np.int64], first: int, count: int) -> NDArray[np.int64]:
-    """The rows, relative to ``first``, of those ``positions`` that are among the
-    ``count`` positions starting at ``first``.
-    """
+    """The rows, relative to ``first``, of those ``positions`` that are among the ``count``
+    positions starting at ``first``."""
     return positions[(positions >= first) & (positions < first + count)] - first
 
 
 def _clearest_mistakes(labels: NDArray[np.int64], answers: "Classifications") -> NDArray[np.int64]:
     """The rows of at most `MISTAKES` wrong answers.
 
-    Queries that were called known come before queries that were called unknown. Each of
-    these two groups is sorted by distance.
+    Queries that were called known come before queries that were called unknown. Each of these two
+    groups is sorted by distance.
     """
     wrong = np.flatnonzero(answers.labels != labels)
     return wrong[np.lexsort((answers.distances[wrong], answers.unknown[wrong]))][:MISTAKES]
@@ -258,8 +254,8 @@ def _new_images(dataset: Dataset, before: Dataset, tiles: Tiles) -> tuple[Sample
 
 
 def _pick(dataset: Dataset, wanted: dict[str, int], shards: set[str], tiles: Tiles) -> tuple[Sample, ...]:
-    """The first images of each class in the train ``shards``. ``wanted`` contains the
-    number of images per class.
+    """The first images of each class in the train ``shards``. ``wanted`` contains the number of
+    images per class.
 
     A shard without wanted images is not read.
     """

@@ -1,7 +1,7 @@
 """Images and figures of one evaluation for the run page, bounded in number and bytes.
 
-`evernear.evaluation.example_collector` collects them. They are recorded with the run,
-so the page needs neither the dataset nor the network later.
+`evernear.evaluation.example_collector` collects them. They are recorded with the run, so the page
+needs neither the dataset nor the network later.
 """
 
 from typing import TYPE_CHECKING
@@ -34,9 +34,8 @@ class Mistake(Frozen):
     label: str
     predicted: str
     unknown: bool
-    """Whether the query was called unknown,
-    so that a client would not have seen the wrong label.
-    """
+    """Whether the query was called unknown, so that a client would not have seen the wrong
+    label."""
     distance: float
     tile: int
     neighbors: tuple[NeighborImage, ...]
@@ -78,9 +77,8 @@ class IndexFigures(Frozen):
 
 
 class LiveDistances(Frozen):
-    """Nearest-neighbor distances of logged live queries,
-    with the champion's network and threshold.
-    """
+    """Nearest-neighbor distances of logged live queries, with the champion's network and
+    threshold."""
 
     release: str
     queries: int
@@ -98,14 +96,11 @@ class Examples(Frozen):
     remedy = "run the evaluate step again"
 
     mistakes: tuple[Mistake, ...]
-    """Wrong predictions. Predictions that were not called unknown precede predictions
-    that were. Each of the two groups is sorted by distance, with the most confident
-    first.
-    """
+    """Wrong predictions. Predictions that were not called unknown precede predictions that were.
+    Each of the two groups is sorted by distance, with the most confident first."""
     map: tuple[MapPoint, ...]
-    """A random sample of the test split,
-    placed by t-SNE (van der Maaten and Hinton 2008, JMLR 9:2579).
-    """
+    """A random sample of the test split, placed by t-SNE (van der Maaten and Hinton 2008, JMLR
+    9:2579)."""
     distances_right: tuple[int, ...]
     distances_wrong: tuple[int, ...]
     samples: tuple[Sample, ...]
@@ -113,17 +108,15 @@ class Examples(Frozen):
     new_images: tuple[Sample, ...]
     """Training images that the champion's dataset does not have."""
     images_before: dict[str, int] | None
-    """Number of images of each class in the champion's dataset, or None without a
-    champion or if the dataset is unavailable.
-    """
+    """Number of images of each class in the champion's dataset, or None without a champion or if
+    the dataset is unavailable."""
     index: IndexFigures
     images: Sheet
     map_images: Sheet
     live: LiveDistances | None = None
     live_accuracy: tuple[LiveAccuracy, ...] = ()
-    """The champion's accuracy on labeled live queries by week, newest first.
-    The tuple is empty without labels.
-    """
+    """The champion's accuracy on labeled live queries by week, newest first. The tuple is empty
+    without labels."""
 
 
 def histogram(distances: NDArray[np.float32]) -> NDArray[np.int64]:

@@ -71,8 +71,8 @@ First release (`beats_baselines`)
     grouped images is held (`evernear.evaluation.evidence`), and any other release is
     promoted with a warning.
 
-Not rules: the export step checks that the exported network agrees with the trained one,
-and the accuracy of the candidate is measured with its own, possibly approximate, index.
+Not rules: the export step checks that the exported network agrees with the trained one, and the
+accuracy of the candidate is measured with its own, possibly approximate, index.
 """
 
 from collections.abc import Iterator
@@ -137,9 +137,8 @@ def _rules_of_candidate(evaluation: Evaluation, settings: GateSettings) -> Itera
 
 
 def _known_pairs(evaluation: Evaluation, champion: Measurement) -> PairedCounts | None:
-    """The comparison on the classes that the champion knows, or None if there is no
-    query to compare.
-    """
+    """The comparison on the classes that the champion knows, or None if there is no query to
+    compare."""
     pairs = evaluation.comparison.within(champion.known_labels) if evaluation.comparison else None
     return pairs if pairs and pairs.queries else None
 
@@ -225,9 +224,7 @@ def _overlap_in_words(evaluation: Evaluation, champion: str, overlap: float | No
 def _no_worse(
     evaluation: Evaluation, champion: Measurement, level: float, loss: float | None, settings: GateSettings
 ) -> Rule:
-    """The rule for the champion. ``loss`` is the smallest loss that the gate
-    detects.
-    """
+    """The rule for the champion. ``loss`` is the smallest loss that the gate detects."""
     name, pairs, known = "no_worse", _known_pairs(evaluation, champion), champion.known_labels
     if evaluation.comparison is None:
         return Rule(name=name, passed=False, bound=level, reason="The comparison with the champion is missing.")

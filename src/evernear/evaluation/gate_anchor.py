@@ -1,18 +1,17 @@
-"""The gate's rules for the anchor, a fixed earlier release. The rules limit the sum of
-small losses.
+"""The gate's rules for the anchor, a fixed earlier release. The rules limit the sum of small
+losses.
 
-Every candidate is compared with the champion. A promoted candidate may have a loss that
-is too small to detect. The next candidate may lose as much again. The anchor does not
-move with the champion, so the losses against the anchor accumulate until a rule fails.
-The anchor and the candidate are measured in the same run on the same images.
+Every candidate is compared with the champion. A promoted candidate may have a loss that is too
+small to detect. The next candidate may lose as much again. The anchor does not move with the
+champion, so the losses against the anchor accumulate until a rule fails. The anchor and the
+candidate are measured in the same run on the same images.
 
-The first release that is promoted in a store becomes the anchor. The anchor remains the
-same until a user chooses a different anchor (`evernear registry anchor`), or until the
-anchor can no longer be compared with the candidate. An anchor can no longer be compared
-if it takes images of a different shape, if fewer than `TEST_OVERLAP_FLOOR` of its test
-images are left, or if none of its classes are left. The champion then becomes the
-anchor, and the reason of the rule states the change. If the anchor is damaged or lost,
-the rule fails instead, because a fault must not weaken the gate.
+The first release that is promoted in a store becomes the anchor. The anchor remains the same until
+a user chooses a different anchor (`evernear registry anchor`), or until the anchor can no longer be
+compared with the candidate. An anchor can no longer be compared if it takes images of a different
+shape, if fewer than `TEST_OVERLAP_FLOOR` of its test images are left, or if none of its classes are
+left. The champion then becomes the anchor, and the reason of the rule states the change. If the
+anchor is damaged or lost, the rule fails instead, because a fault must not weaken the gate.
 
 Both tests are one rule, `no_worse_than_anchor`.
 
@@ -33,8 +32,7 @@ Sensitivity
     ``gate.on_undetected_loss = hold``, the rule `no_worse` also fails. Runs that the
     watcher starts use this setting.
 
-The shares, the budget and the bound were chosen by simulation
-(docs/decisions/0027-the-anchor.md).
+The shares, the budget and the bound were chosen by simulation (docs/decisions/0027-the-anchor.md).
 """
 
 from dataclasses import dataclass
@@ -49,19 +47,16 @@ from evernear.settings import GateSettings
 CLASSES_SHARE = 0.2
 """Share of ``gate.significance`` that `class_recall` uses."""
 ANCHOR_SHARE = 0.4
-"""Share of ``gate.significance`` that `no_worse_than_anchor` uses. `no_worse` spends
-the remaining share.
-"""
+"""Share of ``gate.significance`` that `no_worse_than_anchor` uses. `no_worse` spends the remaining
+share."""
 POWER = 0.9
 """Probability with which the loss that a verdict states is detected."""
 MAX_UNDETECTED_LOSS = 0.10
-"""Largest loss of accuracy that the gate may fail to detect, with a probability of more
-than 1 - `POWER`, without a warning.
-"""
+"""Largest loss of accuracy that the gate may fail to detect, with a probability of more than 1 -
+`POWER`, without a warning."""
 TEST_OVERLAP_FLOOR = 0.9
-"""Smallest share of a release's test images that the test split must still contain for
-a comparison.
-"""
+"""Smallest share of a release's test images that the test split must still contain for a
+comparison."""
 _MOVE = "`evernear registry anchor VERSION --why REASON`"
 _REMEDY = f" If this accuracy is intended, promote the release and make it the anchor with {_MOVE}."
 
@@ -74,9 +69,8 @@ class Anchor:
     is_champion: bool
     measurement: Measurement | None
     pairs: PairedCounts | None
-    """The comparison on the classes that both releases know. None if ``fault`` is set,
-    or if the candidate was not compared with the champion.
-    """
+    """The comparison on the classes that both releases know. None if ``fault`` is set, or if the
+    candidate was not compared with the champion."""
     errors: int = 0
     """Number of the anchor's errors on the compared queries."""
     fault: str = ""
@@ -114,10 +108,8 @@ def levels(anchor: Anchor, settings: GateSettings) -> tuple[float, float]:
 
 
 def no_worse_than_anchor_rule(anchor: Anchor, candidate: Measurement, settings: GateSettings) -> Rule | None:
-    """The rule fails if the candidate is significantly worse than the anchor, or if
-    the losses exceed the budget. Return None if nothing can be compared, in which case
-    `no_worse` fails.
-    """
+    """The rule fails if the candidate is significantly worse than the anchor, or if the losses
+    exceed the budget. Return None if nothing can be compared, in which case `no_worse` fails."""
     name, level = "no_worse_than_anchor", levels(anchor, settings)[1]
     if anchor.pairs is None or anchor.measurement is None:
         if anchor.is_champion:
@@ -147,11 +139,11 @@ def no_worse_than_anchor_rule(anchor: Anchor, candidate: Measurement, settings: 
 
 
 def smallest_detectable_loss(anchor: Anchor, pairs: PairedCounts, settings: GateSettings) -> float:
-    """The smallest loss of accuracy that at least one comparison detects with a
-    probability of `POWER`.
+    """The smallest loss of accuracy that at least one comparison detects with a probability of
+    `POWER`.
 
-    ``pairs`` is the comparison with the champion.
-    The result is 1 if no comparison detects any loss.
+    ``pairs`` is the comparison with the champion. The result is 1 if no comparison detects any
+    loss.
     """
     level, anchor_level = levels(anchor, settings)
     losses = [detectable_loss(pairs, level, POWER)]
@@ -180,9 +172,8 @@ def _of_champion(evaluation: Evaluation, champion: Measurement, choice: AnchorCh
 
 
 def _why_incomparable(difference: str, overlap: float | None, pairs: PairedCounts | None) -> str:
-    """The reason why the anchor cannot be compared, as a sentence, or an empty string
-    if the anchor can be compared.
-    """
+    """The reason why the anchor cannot be compared, as a sentence, or an empty string if the anchor
+    can be compared."""
     if difference:
         return difference
     if overlap is None or not overlap >= TEST_OVERLAP_FLOOR:

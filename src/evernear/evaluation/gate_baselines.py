@@ -13,9 +13,8 @@ from evernear.settings import GateSettings
 
 
 def beats_baselines_rule(evaluation: Evaluation, settings: GateSettings) -> Rule:
-    """The rule fails if the candidate is not better than the trivial baselines, or if
-    the groups of the test split are too few to tell.
-    """
+    """The rule fails if the candidate is not better than the trivial baselines, or if the groups of
+    the test split are too few to tell."""
     name, baselines, level = "beats_baselines", evaluation.baselines, settings.significance
     if not baselines:
         return Rule(name=name, passed=False, reason="The trivial baselines were not measured.")
@@ -27,8 +26,8 @@ def beats_baselines_rule(evaluation: Evaluation, settings: GateSettings) -> Rule
         reason = _undecided(evaluation, undecided, level)
     else:
         reason = _passed(evaluation, level)
-    # The images of a group resemble each other, so few groups are even less evidence
-    # than as many independent images.
+    # The images of a group resemble each other, so few groups are even less evidence than as many
+    # independent images.
     is_unproven = bool(missed or (undecided and evaluation.candidate.groups))
     return Rule(
         name=name,
@@ -42,9 +41,8 @@ def beats_baselines_rule(evaluation: Evaluation, settings: GateSettings) -> Rule
 
 
 def _is_missed(baseline: Baseline, level: float) -> bool:
-    """Whether the candidate is not better than a baseline that it could have beaten, or
-    is worse than any other baseline.
-    """
+    """Whether the candidate is not better than a baseline that it could have beaten, or is worse
+    than any other baseline."""
     pairs = baseline.comparison
     return pairs.p_better > level if baseline.p_perfect <= level else pairs.p_worse <= level
 
@@ -96,10 +94,10 @@ def _names(baselines: Sequence[Baseline]) -> str:
 def _diagnosis(evaluation: Evaluation, level: float) -> str:
     """The likely cause if the predictions are no better than chance.
 
-    The text is empty if the predictions are better than chance, or if there are too few
-    images to decide. The baseline that finds the nearest image by pixels needs no
-    training and is nearly always better than chance. If this baseline is better than
-    chance, the labels match the images, so the training has failed.
+    The text is empty if the predictions are better than chance, or if there are too few images to
+    decide. The baseline that finds the nearest image by pixels needs no training and is nearly
+    always better than chance. If this baseline is better than chance, the labels match the images,
+    so the training has failed.
     """
     candidate = evaluation.candidate
     chance = candidate.most_common_class_proportion

@@ -29,8 +29,7 @@ class _Finding(NamedTuple):
 
 def class_recall_rule(evaluation: Evaluation, settings: GateSettings) -> Rule:
     """The rule fails if the recall of a class is significantly below the floor, or fell
-    significantly and by more than `LARGEST_DROP`.
-    """
+    significantly and by more than `LARGEST_DROP`."""
     candidate, champion = evaluation.candidate, evaluation.champion
     findings = [_above_floor(candidate, settings.class_recall_floor)]
     if champion is not None:

@@ -10,8 +10,8 @@ from evernear.settings import GateSettings
 
 
 def false_reject_rule(evaluation: Evaluation, settings: GateSettings) -> Rule:
-    """Hold the candidate if the share of known test images called unknown is
-    significantly above the ceiling.
+    """Hold the candidate if the share of known test images called unknown is significantly above
+    the ceiling.
 
     The ceiling is ``gate.false_reject_ceiling``.
     """
@@ -49,12 +49,12 @@ def false_reject_rule(evaluation: Evaluation, settings: GateSettings) -> Rule:
 
 
 def _different_test_images(candidate: Measurement, rejected: Proportion) -> str:
-    """A sentence if test images are called unknown significantly more often than query
-    images, or an empty string otherwise.
+    """A sentence if test images are called unknown significantly more often than query images, or
+    an empty string otherwise.
 
-    The threshold is calibrated on the query images, which come from the same files as
-    the gallery images. If the query images are near-duplicates of gallery images,
-    images from a different place or time exceed the threshold.
+    The threshold is calibrated on the query images, which come from the same files as the gallery
+    images. If the query images are near-duplicates of gallery images, images from a different place
+    or time exceed the threshold.
     """
     calibrated = candidate.calibration_rejects
     if calibrated is None or rejected.low <= calibrated.high:

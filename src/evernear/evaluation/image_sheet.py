@@ -1,6 +1,4 @@
-"""Image sheets for a page. Each sheet combines many images of one size in one
-picture.
-"""
+"""Image sheets for a page. Each sheet combines many images of one size in one picture."""
 
 import base64
 import io
@@ -15,9 +13,8 @@ SHEET_COLUMNS = 20
 TILE_PX = 96
 """Longest side of an image on the page. Larger images are reduced."""
 LOSSLESS_BELOW_PX = 32
-"""If the shorter side of a tile is below this value, the sheet is compressed without
-loss. Lossy WebP would blur small neighboring tiles.
-"""
+"""If the shorter side of a tile is below this value, the sheet is compressed without loss. Lossy
+WebP would blur small neighboring tiles."""
 
 
 class Sheet(Frozen):
@@ -31,9 +28,8 @@ class Sheet(Frozen):
 
 
 class Tiles:
-    """Collects images with the dataset's shape, reduced so that the longer side is at
-    most ``limit_px``.
-    """
+    """Collects images with the dataset's shape, reduced so that the longer side is at most
+    ``limit_px``."""
 
     def __init__(self, shape: tuple[int, int, int], limit_px: int) -> None:
         height, width, _ = shape

@@ -1,11 +1,10 @@
-"""The answers of candidate, champion and anchor to the test split,
-in parts (`evernear.common.parts`).
+"""The answers of candidate, champion and anchor to the test split, in parts
+(`evernear.common.parts`).
 
-A part is a range of whole shards. The result of a part is an object with one row for
-each query and system, and with the images and embeddings of the few queries that the
-run page may show. The paired test needs each query rather than a sum. `stored_answers`
-therefore reads the rows in the order of the split, and `evernear.evaluation.evaluate`
-measures the same figures as without parts.
+A part is a range of whole shards. The result of a part is an object with one row for each query and
+system, and with the images and embeddings of the few queries that the run page may show. The paired
+test needs each query rather than a sum. `stored_answers` therefore reads the rows in the order of
+the split, and `evernear.evaluation.evaluate` measures the same figures as without parts.
 
 ::
 
@@ -130,9 +129,7 @@ def _parts(dataset: Dataset, size_bytes: int) -> Iterator[EvaluatePart]:
 
 
 def candidate_folder(parts: Parts, artifact: Literal["network", "index"]) -> str:
-    """The folder from which workers on other machines fetch an artifact of the
-    candidate.
-    """
+    """The folder from which workers on other machines fetch an artifact of the candidate."""
     return f"{parts.folder}/candidate/{artifact}"
 
 
@@ -208,8 +205,7 @@ def _joined(blocks: Iterable[Columns], name: str) -> Columns:
 def _with_shown_queries(blocks: Iterable[AnsweredBlock], dataset: Dataset, first: int) -> Columns:
     """The candidate's columns, and the labels and digests of the queries.
 
-    The queries that the run page may show also have their images,
-    embeddings and neighbors.
+    The queries that the run page may show also have their images, embeddings and neighbors.
     """
     answers: list[Columns] = []
     queries: list[Columns] = []
@@ -258,8 +254,8 @@ class _ShownRows:
 def stored_answers(parts: Parts) -> Generator[Answered]:
     """The answers of each system in the order of the split, one part at a time.
 
-    Only the queries of `queries_to_show` have images, embeddings,
-    and rows and distances of neighbors.
+    Only the queries of `queries_to_show` have images, embeddings, and rows and distances of
+    neighbors.
     """
     where = f"a result in {parts.store.uri}"
     with tempfile.TemporaryDirectory(prefix="evernear-answers-") as scratch:

@@ -1,6 +1,4 @@
-"""Count test leakage, which is the number of test images that a release was built
-from.
-"""
+"""Count test leakage, which is the number of test images that a release was built from."""
 
 from collections.abc import Iterator, Sequence
 
@@ -14,19 +12,17 @@ from evernear.data.shards import Dataset
 SEEN: tuple[Split, ...] = ("train", "gallery", "query")
 """Splits from which the weights, the index and the threshold of a release are built."""
 BLOCK_SIZE = 1_000_000
-"""Maximum number of digests in memory, which corresponds to 32 MB. A larger test split
-is processed in blocks of this size. Each block requires one pass over the images.
-"""
+"""Maximum number of digests in memory, which corresponds to 32 MB. A larger test split is processed
+in blocks of this size. Each block requires one pass over the images."""
 Digests = NDArray[np.bytes_]
 
 
 def count_leakage(dataset: Dataset, training_dataset: Dataset, splits: Sequence[Split] = SEEN) -> dict[str, int]:
-    """For each of ``splits`` of ``training_dataset``, count the images that are also in
-    the test split of ``dataset``.
+    """For each of ``splits`` of ``training_dataset``, count the images that are also in the test
+    split of ``dataset``.
 
-    The images are read from the shards, not from the ledger that assigned the splits,
-    unless a shard is lost.
-    Two images are equal if their pixels at source resolution are equal. Two scans of
+    The images are read from the shards, not from the ledger that assigned the splits, unless a
+    shard is lost. Two images are equal if their pixels at source resolution are equal. Two scans of
     the same digit therefore count as two images.
     """
     leakage = dict.fromkeys(splits, 0)
@@ -41,8 +37,8 @@ def count_leakage(dataset: Dataset, training_dataset: Dataset, splits: Sequence[
 
 def _digests(dataset: Dataset, split: Split) -> Iterator[Digests]:
     for digests in split_digests(dataset, split):
-        # NumPy ignores trailing zeros when it compares byte strings, which is harmless
-        # if the lengths are equal.
+        # NumPy ignores trailing zeros when it compares byte strings, which is harmless if the
+        # lengths are equal.
         yield np.ascontiguousarray(digests).view("S32").ravel()
 
 

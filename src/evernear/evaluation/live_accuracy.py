@@ -1,18 +1,17 @@
-"""Estimate live accuracy with confidence intervals from labeled live queries, and test
-for a loss of accuracy.
+"""Estimate live accuracy with confidence intervals from labeled live queries, and test for a loss
+of accuracy.
 
-The labels for a release are tested in blocks, in the order in which they arrive. Each
-block is a sample of fixed size. The test determines whether the block contains more
-wrong predictions than the accuracy on the test split explains. The number of wrong
-predictions in a block never decreases, so the result is known as soon as the number
-exceeds the limit. Therefore, each label may be checked on arrival, and the test is as
-powerful as a single check of the complete block (curtailed inspection; Girshick,
-Mosteller and Savage 1946, Ann Math Stat 17:13). A sequential test without a fixed
-end, such as a likelihood ratio test, needs more labels to detect the same loss.
+The labels for a release are tested in blocks, in the order in which they arrive. Each block is a
+sample of fixed size. The test determines whether the block contains more wrong predictions than the
+accuracy on the test split explains. The number of wrong predictions in a block never decreases, so
+the result is known as soon as the number exceeds the limit. Therefore, each label may be checked on
+arrival, and the test is as powerful as a single check of the complete block (curtailed inspection;
+Girshick, Mosteller and Savage 1946, Ann Math Stat 17:13). A sequential test without a fixed end,
+such as a likelihood ratio test, needs more labels to detect the same loss.
 
-The limit is a quantile of the beta-binomial distribution. This distribution predicts
-the number of wrong predictions from the results on the test split, and thus accounts
-for the size of the test split.
+The limit is a quantile of the beta-binomial distribution. This distribution predicts the number of
+wrong predictions from the results on the test split, and thus accounts for the size of the test
+split.
 """
 
 from collections import defaultdict
@@ -30,27 +29,20 @@ from evernear.common.output import quantity
 from evernear.evaluation.statistics import CONFIDENCE, Proportion, deviations, exact_proportion
 
 LEVEL = 0.02
-"""Probability that the test reports a loss in a given month although the release has no
-loss.
-"""
+"""Probability that the test reports a loss in a given month although the release has no loss."""
 BLOCK = 150
-"""Number of labels in the first block of a month. Each later block in the month has
-twice the size of the previous block.
-"""
+"""Number of labels in the first block of a month. Each later block in the month has twice the size
+of the previous block."""
 _LATER = 1 / 8
-"""Ratio of a later block's level to the level of the previous block. All blocks in a
-month together use up `LEVEL`.
-"""
+"""Ratio of a later block's level to the level of the previous block. All blocks in a month together
+use up `LEVEL`."""
 _PARTS = ((1.0, 0.8), (1 / 3, 0.15), (0.1, 0.05))
-"""Fractions of a block that have separate limits, with their shares of the block's
-level. The early limits detect a severe loss sooner.
-"""
+"""Fractions of a block that have separate limits, with their shares of the block's level. The early
+limits detect a severe loss sooner."""
 
 
 class LabeledQuery(Frozen):
-    """A live query with its true label and the prediction of the release
-    ``version``.
-    """
+    """A live query with its true label and the prediction of the release ``version``."""
 
     id: str
     at: AwareDatetime
@@ -62,9 +54,8 @@ class LabeledQuery(Frozen):
 
     @property
     def correct(self) -> bool:
-        """Whether the predicted class is correct. As on the test split, a correct class
-        also counts if the prediction is unknown.
-        """
+        """Whether the predicted class is correct. As on the test split, a correct class also counts
+        if the prediction is unknown."""
         return self.pred == self.label
 
 
@@ -91,27 +82,23 @@ class ExpectedAccuracy:
 
 @dataclass(frozen=True)
 class Assessment:
-    """The accuracy of one release on the live queries that were labeled in the current
-    or previous month.
-    """
+    """The accuracy of one release on the live queries that were labeled in the current or previous
+    month."""
 
     accuracy: Proportion
     expected: float | None
-    """The accuracy on the test split, or None if the archived release does not contain
-    this accuracy.
-    """
+    """The accuracy on the test split, or None if the archived release does not contain this
+    accuracy."""
     lost_at: datetime | None
-    """The arrival time of the label with which the loss became significant, or None if
-    the loss is not significant.
-    """
+    """The arrival time of the label with which the loss became significant, or None if the loss is
+    not significant."""
     can_tell: bool
     """Whether a loss could be significant if all answers were wrong."""
 
     @property
     def loss(self) -> float:
-        """The decrease from the expected accuracy, or 0 if the accuracy did not
-        decrease or no expected accuracy is known.
-        """
+        """The decrease from the expected accuracy, or 0 if the accuracy did not decrease or no
+        expected accuracy is known."""
         return max(0.0, (self.expected or 0.0) - self.accuracy.value)
 
     def __str__(self) -> str:
@@ -128,9 +115,8 @@ class Assessment:
 
 
 def assess(queries: Sequence[LabeledQuery], expected: ExpectedAccuracy | None, now: datetime) -> Assessment | None:
-    """Compare the labels for one release, in order of arrival, with the expected
-    accuracy. Return None without recent labels.
-    """
+    """Compare the labels for one release, in order of arrival, with the expected accuracy. Return
+    None without recent labels."""
     months = np.array([_month(query.labeled_at) for query in queries])
     recent = months >= _month(now) - 1
     if not recent.any():
@@ -147,12 +133,12 @@ def assess(queries: Sequence[LabeledQuery], expected: ExpectedAccuracy | None, n
 
 
 def expected_accuracy(metrics: Mapping[str, float]) -> ExpectedAccuracy | None:
-    """The accuracy on the test split, from a release's metrics. Returns None if the
-    metrics do not contain the confidence interval of this accuracy.
+    """The accuracy on the test split, from a release's metrics. Returns None if the metrics do not
+    contain the confidence interval of this accuracy.
 
-    The number of independent images is computed from the interval with Wilson's
-    formula. The number of independent images can be smaller than the number of images,
-    because images of a group count as fewer images.
+    The number of independent images is computed from the interval with Wilson's formula. The number
+    of independent images can be smaller than the number of images, because images of a group count
+    as fewer images.
     """
     value, low = metrics.get("accuracy"), metrics.get("accuracy_low")
     if value is None or low is None or not low < value:
@@ -173,11 +159,11 @@ def accuracy_by_week(queries: Iterable[LabeledQuery]) -> list[LiveAccuracy]:
 
 
 def is_loss(correct: NDArray[np.bool_], months: NDArray[np.int_], expected: ExpectedAccuracy) -> NDArray[np.bool_]:
-    """For each label, whether the loss is significant after that label, as an array of
-    shape (N,).
+    """For each label, whether the loss is significant after that label, as an array of shape
+    (N,).
 
-    ``correct`` (N,) and ``months`` (N,) are in the order in which the labels arrived,
-    so ``months`` is ascending.
+    ``correct`` (N,) and ``months`` (N,) are in the order in which the labels arrived, so ``months``
+    is ascending.
     """
     lost = np.zeros(len(correct), np.bool_)
     for start, end, size, level in _blocks(months):
@@ -192,8 +178,8 @@ def is_loss(correct: NDArray[np.bool_], months: NDArray[np.int_], expected: Expe
 def _blocks(months: NDArray[np.int_]) -> Iterator[tuple[int, int, int, float]]:
     """Yield the start, the end, the full size and the level of each block.
 
-    A block ends when it reaches its full size. A block with at least `BLOCK` labels
-    also ends at the end of a month. If labels are rare, a block lasts several months.
+    A block ends when it reaches its full size. A block with at least `BLOCK` labels also ends at
+    the end of a month. If labels are rare, a block lasts several months.
     """
     start, size, level = 0, BLOCK, LEVEL * (1 - _LATER)
     while start < len(months):
@@ -207,9 +193,8 @@ def _blocks(months: NDArray[np.int_]) -> Iterator[tuple[int, int, int, float]]:
 
 @lru_cache
 def _limit(expected: ExpectedAccuracy, labels: int, level: float) -> int:
-    """The largest number of wrong predictions among ``labels`` queries that the test
-    split explains with a probability of more than ``level``.
-    """
+    """The largest number of wrong predictions among ``labels`` queries that the test split explains
+    with a probability of more than ``level``."""
     from scipy.stats import betabinom
 
     right = expected.value * expected.images

@@ -1,6 +1,5 @@
-"""Accuracy, recall and confusions of a recognizer on one split, measured as the
-recognizer is served.
-"""
+"""Accuracy, recall and confusions of a recognizer on one split, measured as the recognizer is
+served."""
 
 import hashlib
 from collections import Counter
@@ -46,9 +45,7 @@ class AnsweredBlock(NamedTuple):
 def answer_queries(
     recognizer: "Recognizer", dataset: Dataset, shards: Sequence[Shard], batch_size: int
 ) -> Iterator[AnsweredBlock]:
-    """Answer the images in ``shards`` in order, in batches that do not cross shard
-    boundaries.
-    """
+    """Answer the images in ``shards`` in order, in batches that do not cross shard boundaries."""
     gallery = recognizer.gallery
     for block, embeddings in recognizer.embed_shards(dataset, shards, batch_size):
         neighbors = gallery.search(embeddings, max(RECALL_AT, gallery.description.k))
@@ -78,51 +75,41 @@ class Measurement(Frozen):
     index_digest: str
     dataset_digest: str
     queries_sha256: str
-    """Hash of the queries' image digests and labels, in order. Two measurements have
-    the same hash only if both have the same queries.
-    """
+    """Hash of the queries' image digests and labels, in order. Two measurements have the same hash
+    only if both have the same queries."""
     labels: tuple[str, ...]
     """Labels of the dataset."""
     known_labels: tuple[str, ...]
     """Labels that the measured system can predict."""
     threshold: float
     parity_max_abs_difference: float
-    """Difference between the outputs of the exported and the eager network, as measured
-    by the export step.
-    """
+    """Difference between the outputs of the exported and the eager network, as measured by the
+    export step."""
     accuracy: Proportion
-    """Proportion of queries with the correct prediction, including queries called
-    unknown.
-    """
+    """Proportion of queries with the correct prediction, including queries called unknown."""
     recall_at_1: Proportion
     """Proportion of queries whose nearest neighbor has the correct label."""
     recall_at_5: Proportion
     """Proportion of queries whose five nearest neighbors include the correct label."""
     false_rejects: Proportion | None
-    """Proportion of queries called unknown among the queries of classes that the system
-    knows. None if no query is of a known class.
-    """
+    """Proportion of queries called unknown among the queries of classes that the system knows. None
+    if no query is of a known class."""
     calibration_rejects: Proportion | None = None
-    """Proportion of images called unknown in the query split, which was used to
-    calibrate the threshold. The interval is based on groups, and is exact even though
-    the threshold was chosen on these images.
-    """
+    """Proportion of images called unknown in the query split, which was used to calibrate the
+    threshold. The interval is based on groups, and is exact even though the threshold was chosen on
+    these images."""
     index_recall: Proportion
-    """Proportion of query-split images for which the index found the nearest vector
-    (recall@1 against exact search).
-    """
+    """Proportion of query-split images for which the index found the nearest vector (recall@1
+    against exact search)."""
     class_recall: dict[str, Proportion]
-    """For each label that has queries, the proportion of queries predicted
-    correctly.
-    """
+    """For each label that has queries, the proportion of queries predicted correctly."""
     class_rejects: dict[str, Proportion] = {}
     """For each label that has queries, the proportion of queries called unknown."""
     confusions: tuple[tuple[str, str, int], ...]
     """Tuples (label, prediction, count) for the pairs that occur, sorted by label."""
     groups: int | None = None
-    """Number of groups (``data.group``) among the queries. The intervals are based on
-    this number. None if every query is independent.
-    """
+    """Number of groups (``data.group``) among the queries. The intervals are based on this number.
+    None if every query is independent."""
 
     @property
     def coverage(self) -> dict[str, float]:
@@ -135,11 +122,10 @@ class Measurement(Frozen):
         return max((recall.total for recall in self.class_recall.values()), default=0) / self.accuracy.total
 
     def confusion_matrix(self, max_labels: int = 50) -> tuple[list[str], list[list[int]]]:
-        """The labels, and a matrix whose rows are labels and whose columns are
-        predictions.
+        """The labels, and a matrix whose rows are labels and whose columns are predictions.
 
-        If there are more than ``max_labels`` labels, the labels with the fewest
-        confusions are merged.
+        If there are more than ``max_labels`` labels, the labels with the fewest confusions are
+        merged.
         """
         wrong: Counter[str] = Counter()
         for label, answer, count in self.confusions:
@@ -179,12 +165,11 @@ def measure(
 ) -> tuple[Measurement, Outcomes]:
     """Measure ``recognizer`` on all images in ``split``.
 
-    ``classes`` translates the labels of an earlier release. ``observe`` is called with
-    each block, the embeddings of the block, the neighbors of the embeddings, and the
-    predictions. The intervals are based on ``groups``, or on images if ``groups`` is
-    None. ``answered`` contains the answers to the split in order, if the answers are
-    already computed (`evernear.evaluation.in_parts`). Only the outcomes need memory in
-    proportion to the size of the split, 12 bytes per image.
+    ``classes`` translates the labels of an earlier release. ``observe`` is called with each block,
+    the embeddings of the block, the neighbors of the embeddings, and the predictions. The intervals
+    are based on ``groups``, or on images if ``groups`` is None. ``answered`` contains the answers
+    to the split in order, if the answers are already computed (`evernear.evaluation.in_parts`).
+    Only the outcomes need memory in proportion to the size of the split, 12 bytes per image.
 
     Raises:
         DataError: the split is empty, or its images do not have the recognizer's input
@@ -254,9 +239,8 @@ class _Shares:
         return self._by_stratum(column, np.zeros_like(self.labels))[0]
 
     def within(self, labels: tuple[str, ...], column: Column) -> Proportion | None:
-        """The proportion among the queries with ``labels``, or None if there are no
-        such queries.
-        """
+        """The proportion among the queries with ``labels``, or None if there are no such
+        queries."""
         return self._by_stratum(column, np.isin(self.names, labels).astype(np.int32)[self.labels]).get(1)
 
     def by_class(self, column: Column) -> dict[str, Proportion]:
@@ -279,8 +263,8 @@ class _Shares:
 class _Tally:
     """Collects blocks.
 
-    Predictions use the dataset's label indices. The index after the last label stands
-    for any label that the dataset does not have.
+    Predictions use the dataset's label indices. The index after the last label stands for any label
+    that the dataset does not have.
     """
 
     def __init__(self, labels: tuple[str, ...], answers: tuple[str, ...]) -> None:
@@ -315,8 +299,7 @@ class _Tally:
         self._pairs.update(dict(zip(pairs.tolist(), counts.tolist(), strict=True)))
         self._labels.append(truth.astype(np.int32))
         self._groups += [] if groups is None else [groups]
-        # Digests and labels alternate, so that the hash does not depend on the block
-        # size.
+        # Digests and labels alternate, so that the hash does not depend on the block size.
         numbers = truth.astype("<i8")[:, None].view(np.uint8)
         self.sha256.update(np.concatenate([block.digests, numbers], axis=1).tobytes())
 

@@ -8,63 +8,54 @@ from evernear.evaluation.statistics import Auroc, Interval, Proportion, Roc
 class OpenSet(Frozen):
     """The result of a probe.
 
-    If there are too few classes to hold any out, ``held_out`` is empty and all figures
-    are None. At most one of ``threshold`` and ``reject_rate`` is set. The field that is
-    set determines the release's threshold. If the network is reused from an earlier
-    release, only ``threshold`` is set.
+    If there are too few classes to hold any out, ``held_out`` is empty and all figures are None. At
+    most one of ``threshold`` and ``reject_rate`` is set. The field that is set determines the
+    release's threshold. If the network is reused from an earlier release, only ``threshold`` is
+    set.
     """
 
     held_out: tuple[str, ...]
     """The classes that were held out in at least one draw."""
     draws: int = 0
-    """Number of probed networks. Each network is trained without some classes. No class
-    is left out twice. The number is 0 if there was no probe.
-    """
+    """Number of probed networks. Each network is trained without some classes. No class is left out
+    twice. The number is 0 if there was no probe."""
     auroc: Auroc | None = None
     false_accepts_at_95: Interval | None = None
-    """Share of test images of held-out classes that are accepted at the threshold that
-    accepts 95% of the known images (FPR at 95% TPR).
-    """
+    """Share of test images of held-out classes that are accepted at the threshold that accepts 95%
+    of the known images (FPR at 95% TPR)."""
     roc: Roc | None = None
     threshold: float | None = None
     """Threshold of the release whose network is reused. The threshold is
-    `evernear.index.description.MAX_DISTANCE` if the distances do not separate unseen
-    classes.
-    """
+    `evernear.index.description.MAX_DISTANCE` if the distances do not separate unseen classes."""
     reject_rate: float | None = None
-    """Share of known images that the release calls unknown: ``required_reject_rate``,
-    but at most ``stated_false_reject_rate``.
-    """
+    """Share of known images that the release calls unknown: ``required_reject_rate``, but at most
+    ``stated_false_reject_rate``."""
     required_reject_rate: float | None = None
     """Share of known query images that are rejected at the threshold for
-    ``stated_false_accept_rate``.
-    """
+    ``stated_false_accept_rate``."""
     stated_false_accept_rate: float | None = None
     stated_false_reject_rate: float | None = None
     false_accepts: Proportion | None = None
-    """Proportion of test images of held-out classes that are accepted at the threshold
-    for ``reject_rate``. If no image is called unknown, all images are accepted. The
-    intervals of all figures include the spread between classes.
-    """
+    """Proportion of test images of held-out classes that are accepted at the threshold for
+    ``reject_rate``. If no image is called unknown, all images are accepted. The intervals of all
+    figures include the spread between classes."""
     false_rejects: Proportion | None = None
-    """Proportion of test images of the other classes that are rejected at the threshold
-    for ``reject_rate``. If no image is called unknown, no image is rejected.
-    """
+    """Proportion of test images of the other classes that are rejected at the threshold for
+    ``reject_rate``. If no image is called unknown, no image is rejected."""
 
     @property
     def separates(self) -> bool:
-        """Whether images of the held-out classes are significantly farther from the
-        gallery than known images are.
+        """Whether images of the held-out classes are significantly farther from the gallery than
+        known images are.
 
-        This property concerns only the held-out classes. Other classes may be
-        different, as the interval of ``auroc`` shows.
+        This property concerns only the held-out classes. Other classes may be different, as the
+        interval of ``auroc`` shows.
         """
         return self.reject_rate is not None
 
     def summary(self) -> str:
-        """A summary of the calibration in one or two sentences, or an empty string if
-        there was no probe.
-        """
+        """A summary of the calibration in one or two sentences, or an empty string if there was no
+        probe."""
         if self.auroc is None or self.false_accepts is None:
             return ""
         if not self.separates:

@@ -1,6 +1,5 @@
-"""The open-set probe, which measures how well distances separate unseen classes from
-known classes.
-"""
+"""The open-set probe, which measures how well distances separate unseen classes from known
+classes."""
 
 import math
 import time
@@ -42,33 +41,27 @@ from evernear.settings import EvaluationSettings, IndexSettings, TrainSettings
 
 Distances = NDArray[np.float32]
 FEWEST_KNOWN = 2
-"""Minimum number of classes that remain for training. Calibration requires two classes
-in the gallery.
-"""
+"""Minimum number of classes that remain for training. Calibration requires two classes in the
+gallery."""
 FEWEST_HELD_OUT = 2
-"""Number of classes to hold out by default if the dataset has fewer than ten classes.
-If the dataset has more classes, a fifth of them is held out.
-"""
+"""Number of classes to hold out by default if the dataset has fewer than ten classes. If the
+dataset has more classes, a fifth of them is held out."""
 
 
 class Sample(NamedTuple):
-    """Images from one split in one draw, either all of known classes or all of held-out
-    classes.
-    """
+    """Images from one split in one draw, either all of known classes or all of held-out classes."""
 
     distances: Distances
     """Distance of each image (N,) to the nearest gallery vector."""
     clusterings: tuple[Clusters, ...]
-    """The class of each image and, if ``data.group`` is set, the group of each
-    image.
-    """
+    """The class of each image and, if ``data.group`` is set, the group of each image."""
 
     @property
     def independent(self) -> float:
         """The number of independent images.
 
-        If the images have groups, the number is estimated by `effective_totals`. If the
-        images have no groups, all images are independent.
+        If the images have groups, the number is estimated by `effective_totals`. If the images have
+        no groups, all images are independent.
         """
         if len(self.clusterings) == 1:
             return float(len(self.distances))
@@ -82,9 +75,8 @@ class Sample(NamedTuple):
 
 
 class Draw(NamedTuple):
-    """Distances that are measured with one network, which was not trained on the
-    held-out classes.
-    """
+    """Distances that are measured with one network, which was not trained on the held-out
+    classes."""
 
     known: Sample
     """Test images of known classes."""
@@ -108,22 +100,20 @@ def probe_open_set(
 ) -> OpenSet:
     """Train without some classes, and measure the distances of their images.
 
-    The candidate itself cannot be probed, because it was trained on all classes. The
-    probe uses the same recipe as the training, with fewer epochs.
-    ``train_settings.seed`` determines the held-out classes. The held-out classes are
-    excluded from training and from the gallery. A frozen backbone is probed in several
-    draws, because its features are cached. Each draw holds out different classes. The
-    share of known images to reject is determined from the query and gallery images of
-    the held-out classes and the query images of the other classes. The figures are
-    determined from the test split. The networks are discarded, because the result
-    describes the recipe and not a network. If images of unseen classes are not
-    significantly farther from the gallery than known images, the release calls no image
-    unknown.
+    The candidate itself cannot be probed, because it was trained on all classes. The probe uses the
+    same recipe as the training, with fewer epochs. ``train_settings.seed`` determines the held-out
+    classes. The held-out classes are excluded from training and from the gallery. A frozen backbone
+    is probed in several draws, because its features are cached. Each draw holds out different
+    classes. The share of known images to reject is determined from the query and gallery images of
+    the held-out classes and the query images of the other classes. The figures are determined from
+    the test split. The networks are discarded, because the result describes the recipe and not a
+    network. If images of unseen classes are not significantly farther from the gallery than known
+    images, the release calls no image unknown.
 
-    ``on_step`` is called after each training step. ``on_draw`` is called after each
-    draw with the number of completed draws and the total number of draws. Features of a
-    frozen backbone are read from ``store``. With the ``plan`` of a run with
-    ``train.minutes``, no draw begins after the planned time.
+    ``on_step`` is called after each training step. ``on_draw`` is called after each draw with the
+    number of completed draws and the total number of draws. Features of a frozen backbone are read
+    from ``store``. With the ``plan`` of a run with ``train.minutes``, no draw begins after the
+    planned time.
     """
     manifest = dataset.manifest
     counts = [manifest.label_counts(split) for split in SPLITS]
@@ -153,9 +143,8 @@ def probe_recipe(
 ) -> Recipe:
     """The recipe of the probe: that of ``train_settings`` with other epochs.
 
-    The number of epochs is ``settings.probe_epochs`` or, if that setting is 0, a share
-    of the training's epochs. If ``train.minutes`` is set, the recipe is part of the
-    plan in ``store``.
+    The number of epochs is ``settings.probe_epochs`` or, if that setting is 0, a share of the
+    training's epochs. If ``train.minutes`` is set, the recipe is part of the plan in ``store``.
     """
     if train_settings.minutes:
         return plan_training(dataset, train_settings, store).probe
@@ -166,11 +155,11 @@ def probe_recipe(
 
 
 def assess(draws: Sequence[Draw], settings: IndexSettings) -> OpenSet:
-    """Choose the share of known images to reject, and measure the effect of this share
-    on the test images of ``draws``.
+    """Choose the share of known images to reject, and measure the effect of this share on the test
+    images of ``draws``.
 
-    Each draw has a separate threshold, because the distances of two networks differ. In
-    the result, ``held_out`` is empty.
+    Each draw has a separate threshold, because the distances of two networks differ. In the result,
+    ``held_out`` is empty.
     """
     known, unknown = (_concatenate(samples) for samples in zip(*(draw[:2] for draw in draws), strict=True))
     by_draw = [place(draw.known.distances, draw.unknown.distances) for draw in draws]
@@ -211,16 +200,13 @@ def assess(draws: Sequence[Draw], settings: IndexSettings) -> OpenSet:
 
 
 def _required_reject_rate(draw: Draw, false_accept_rate: float) -> float:
-    """Share of known images that are rejected by the threshold for
-    ``false_accept_rate``.
-    """
+    """Share of known images that are rejected by the threshold for ``false_accept_rate``."""
     return float((draw.known_for_calibration > threshold_at(draw.unknown_for_calibration, false_accept_rate)).mean())
 
 
 def _interval_of_classes(value: float, placements: Placements, known: Sample, unknown: Sample) -> tuple[float, float]:
-    """Interval limits for the area ``value``. The known and the held-out classes are
-    regarded as samples of all classes.
-    """
+    """Interval limits for the area ``value``. The known and the held-out classes are regarded as
+    samples of all classes."""
     from scipy.special import expit, logit
 
     if not 0 < value < 1:
@@ -244,9 +230,8 @@ def _false_accepts_at_95(known: Sample, unknown: Sample) -> Interval:
 
 
 def _share(outcomes: NDArray[np.bool_], clusterings: Sequence[Clusters]) -> Proportion:
-    """The share of ``outcomes`` (N,) that are true, with an interval that includes the
-    spread between classes.
-    """
+    """The share of ``outcomes`` (N,) that are true, with an interval that includes the spread
+    between classes."""
     effective = effective_images(outcomes, clusterings, CONFIDENCE)
     return proportion(int(outcomes.sum()), len(outcomes), CONFIDENCE, effective)
 
@@ -259,8 +244,8 @@ def _concatenate(samples: Sequence[Sample]) -> Sample:
 def choose_held_out(labels: Sequence[str], wanted: int, draws: int, seed: int) -> list[frozenset[str]]:
     """Choose ``wanted`` of ``labels`` for each draw, without choosing a label twice.
 
-    A draw gets fewer labels if fewer than `FEWEST_KNOWN` classes would otherwise be
-    left. If the labels are used up, the result has fewer draws than ``draws``.
+    A draw gets fewer labels if fewer than `FEWEST_KNOWN` classes would otherwise be left. If the
+    labels are used up, the result has fewer draws than ``draws``.
     """
     wanted = min(wanted, len(labels) - FEWEST_KNOWN)
     if wanted < 1:
@@ -276,9 +261,7 @@ def _measure_draw(
     held_out: frozenset[str],
     groups: GroupNumbers | None,
 ) -> Draw:
-    """The distances to the gallery of ``recognizer``, which does not contain
-    ``held_out``.
-    """
+    """The distances to the gallery of ``recognizer``, which does not contain ``held_out``."""
     seen = groups.seen_queries() if groups else frozenset[bytes]()
     known, unknown = _distances(recognizer, dataset, "test", held_out, groups)
     queries, others = _distances(recognizer, dataset, "query", held_out, None, seen)
@@ -294,11 +277,10 @@ def _distances(
     groups: GroupNumbers | None,
     exclude: frozenset[bytes] = frozenset(),
 ) -> tuple[Sample, Sample]:
-    """Nearest-neighbor distances of a split's images: the known classes, then the
-    held-out classes.
+    """Nearest-neighbor distances of a split's images: the known classes, then the held-out
+    classes.
 
-    Known images whose digest is in ``exclude`` are left out, unless no known image
-    would be left.
+    Known images whose digest is in ``exclude`` are left out, unless no known image would be left.
     """
     held_out_indices = [dataset.labels.index(label) for label in held_out]
     gallery = recognizer.gallery

@@ -35,9 +35,7 @@ class ProbedRecognizer(NamedTuple):
 def choose_opener(
     dataset: Dataset, recipe: Recipe, settings: IndexSettings, on_step: OnStep | None, store: Store | None
 ) -> Callable[[frozenset[str]], ProbedRecognizer]:
-    """Return a function that takes a set of labels and makes a recognizer without these
-    labels.
-    """
+    """Return a function that takes a set of labels and makes a recognizer without these labels."""
     if not recipe.keeps_backbone:
         return partial(_open_trained, dataset, recipe, settings, on_step)
     pretrained = open_pretrained(dataset, recipe, store)

@@ -33,14 +33,13 @@ class Recognizer:
     parity_max_abs_difference: float
     name: str = ""
     embedder: ExportedEmbedder | None = None
-    """Reads the features of a frozen network from the store. None if the network always
-    embeds the images.
-    """
+    """Reads the features of a frozen network from the store. None if the network always embeds the
+    images."""
 
     @staticmethod
     def open(network_dir: Path, index_dir: Path, name: str = "", store: Store | None = None) -> "Recognizer":
-        """Open the outputs of the export step and the index step, which may be in the
-        same directory.
+        """Open the outputs of the export step and the index step, which may be in the same
+        directory.
 
         If ``store`` is set, features of a frozen network are cached in ``store``.
 
@@ -64,9 +63,8 @@ class Recognizer:
 
     @cached_property
     def network(self) -> torch.jit.ScriptModule:
-        """The network, which is loaded now or, with an ``embedder``, when an image must
-        be embedded without the store.
-        """
+        """The network, which is loaded now or, with an ``embedder``, when an image must be embedded
+        without the store."""
         return load_network(self.network_dir)
 
     @property
@@ -81,17 +79,14 @@ class Recognizer:
     def embed_split(
         self, dataset: Dataset, split: Split, batch_size: int
     ) -> Iterator[tuple[Block, NDArray[np.float32]]]:
-        """Yield the blocks of ``split`` in order, each with the embeddings (N, D) of
-        its images.
-        """
+        """Yield the blocks of ``split`` in order, each with the embeddings (N, D) of its images."""
         return self.embed_shards(dataset, dataset.shards(split), batch_size)
 
     def embed_shards(
         self, dataset: Dataset, shards: Sequence[Shard], batch_size: int
     ) -> Iterator[tuple[Block, NDArray[np.float32]]]:
-        """Yield the blocks of ``shards`` in order, each with the embeddings (N, D) of
-        its images.
-        """
+        """Yield the blocks of ``shards`` in order, each with the embeddings (N, D) of its
+        images."""
         if self.embedder is None:
             for shard in shards:
                 for block in dataset.shard_blocks(shard, batch_size):

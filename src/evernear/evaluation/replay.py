@@ -1,5 +1,5 @@
-"""The champion's and the candidate's answers to the same stored live queries, as
-information for the run page.
+"""The champion's and the candidate's answers to the same stored live queries, as information for
+the run page.
 
 A live query has no label, so a changed answer may be better or worse.
 """
@@ -38,9 +38,7 @@ class Replay(Frozen):
     new_class: int = Field(default=0, ge=0)
     """Number of changed answers with a class that the champion does not know."""
     retired: int = Field(default=0, ge=0)
-    """Number of changed answers to queries that the champion recognizes as a retired
-    class.
-    """
+    """Number of changed answers to queries that the champion recognizes as a retired class."""
     now_recognized: int = Field(default=0, ge=0)
     now_unknown: int = Field(default=0, ge=0)
 
@@ -63,9 +61,8 @@ class ReplayExamples(Frozen):
     remedy = "run the evaluate step again"
 
     answers: tuple[ChangedAnswer, ...]
-    """The changed answers, sorted by the distance that the champion measured. Changes
-    at the smallest distances come first, because they are the least expected changes.
-    """
+    """The changed answers, sorted by the distance that the champion measured. Changes at the
+    smallest distances come first, because they are the least expected changes."""
     images: Sheet
 
 
@@ -77,18 +74,16 @@ class Replayed(NamedTuple):
     after: Answer
 
     def is_changed(self, classes: ClassSettings) -> bool:
-        """Whether clients would receive a different answer. A class that was renamed
-        on purpose is the same answer.
-        """
+        """Whether clients would receive a different answer. A class that was renamed on purpose is
+        the same answer."""
         if self.before.unknown or self.after.unknown:
             return self.before.unknown != self.after.unknown
         return classes.current(self.before.pred) != self.after.pred
 
 
 def count_changes(queries: Sequence[Replayed], classes: ClassSettings, known_before: Collection[str]) -> Replay:
-    """Count the changed answers. ``known_before`` contains the current names of the
-    classes that the champion knows.
-    """
+    """Count the changed answers. ``known_before`` contains the current names of the classes that
+    the champion knows."""
     changed = [query for query in queries if query.is_changed(classes)]
     return Replay(
         queries=len(queries),

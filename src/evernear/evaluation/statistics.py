@@ -1,7 +1,7 @@
 """Proportions and areas under the ROC curve, with confidence intervals.
 
-Each function imports SciPy itself. Importing SciPy takes half a second, and is not
-necessary to read an earlier measurement.
+Each function imports SciPy itself. Importing SciPy takes half a second, and is not necessary to
+read an earlier measurement.
 """
 
 import math
@@ -24,11 +24,10 @@ BOOTSTRAP = 10_000
 
 
 class Proportion(Frozen):
-    """``count`` out of ``total``, with an interval that is also valid near 0 and 1 and
-    for small totals.
+    """``count`` out of ``total``, with an interval that is also valid near 0 and 1 and for small
+    totals.
 
-    The interval is Wilson's (1927), unless the proportion was computed by
-    `exact_proportion`.
+    The interval is Wilson's (1927), unless the proportion was computed by `exact_proportion`.
     """
 
     count: int = Field(ge=0)
@@ -59,9 +58,8 @@ class Interval(Frozen):
 
 
 class Auroc(Interval):
-    """Area under the ROC curve, which is the probability that an unknown image is
-    farther from the gallery than a known image.
-    """
+    """Area under the ROC curve, which is the probability that an unknown image is farther from the
+    gallery than a known image."""
 
     known: int
     unknown: int
@@ -71,41 +69,30 @@ class Auroc(Interval):
 
 
 class Placements(NamedTuple):
-    """The ranks of known images among unknown images, and of unknown images among known
-    images.
+    """The ranks of known images among unknown images, and of unknown images among known images.
 
     The mean of each column is the area under the ROC curve.
     """
 
     known_below: NDArray[np.float64]
-    """For each known image (N,), the share of unknown images that are farther from the
-    gallery.
-    """
+    """For each known image (N,), the share of unknown images that are farther from the gallery."""
     beyond_known: NDArray[np.float64]
-    """For each unknown image (M,), the share of known images that are nearer to the
-    gallery.
-    """
+    """For each unknown image (M,), the share of known images that are nearer to the gallery."""
 
 
 class Roc(Frozen):
-    """The ROC curve of a distance threshold, with at most `ROC_POINTS` points. All
-    values are finite.
-    """
+    """The ROC curve of a distance threshold, with at most `ROC_POINTS` points. All values are
+    finite."""
 
     false_accepts: tuple[float, ...]
-    """Proportion of unknown images within the threshold, the x-coordinate of the curve
-    (FAR).
-    """
+    """Proportion of unknown images within the threshold, the x-coordinate of the curve (FAR)."""
     true_accepts: tuple[float, ...]
-    """Proportion of known images within the threshold, the y-coordinate of the
-    curve (1 - FRR).
-    """
+    """Proportion of known images within the threshold, the y-coordinate of the curve (1 - FRR)."""
     thresholds: tuple[float, ...]
 
     def false_accepts_at(self, false_reject_rate: float) -> float:
-        """The smallest false-accept rate among thresholds with a false-reject rate of
-        at most ``false_reject_rate``.
-        """
+        """The smallest false-accept rate among thresholds with a false-reject rate of at most
+        ``false_reject_rate``."""
         pairs = zip(self.false_accepts, self.true_accepts, strict=True)
         # The value is rounded, because 1 - 0.95 is slightly more than 0.05.
         return min(accepted for accepted, true_accepts in pairs if round(1 - true_accepts, 9) <= false_reject_rate)
@@ -114,8 +101,8 @@ class Roc(Frozen):
 def proportion(count: int, total: int, confidence: float, effective: float | None = None) -> Proportion:
     """``count`` out of ``total`` (at least 1), with a two-sided interval.
 
-    If images are not independent, ``effective`` is the effective number of independent
-    images (`evernear.evaluation.grouped.effective_totals`).
+    If images are not independent, ``effective`` is the effective number of independent images
+    (`evernear.evaluation.grouped.effective_totals`).
     """
     z, share = deviations(confidence), count / total
     n = total if effective is None else effective
@@ -132,12 +119,12 @@ def proportion(count: int, total: int, confidence: float, effective: float | Non
 
 
 def exact_proportion(count: int, total: int, confidence: float) -> Proportion:
-    """``count`` out of ``total`` (at least 1), with the exact two-sided interval of
-    Clopper and Pearson (1934).
+    """``count`` out of ``total`` (at least 1), with the exact two-sided interval of Clopper and
+    Pearson (1934).
 
-    Whatever the true proportion is, the interval contains it with a probability of at
-    least ``confidence``. In comparison, Wilson's interval contains a true proportion of
-    99% in only 92% of samples of 100 images.
+    Whatever the true proportion is, the interval contains it with a probability of at least
+    ``confidence``. In comparison, Wilson's interval contains a true proportion of 99% in only 92%
+    of samples of 100 images.
     """
     from scipy.special import betaincinv
 
@@ -153,14 +140,13 @@ def exact_proportion(count: int, total: int, confidence: float) -> Proportion:
 def auroc(known: NDArray[np.float32], unknown: NDArray[np.float32], confidence: float) -> Auroc:
     """Area under the ROC curve for the distances of known (N,) and unknown (M,) images.
 
-    Neither array may be empty. Ties count half. The interval is the hull of two
-    intervals, because each of them fails where the other is valid. The tests measure
-    both intervals. The first interval (DeLong, DeLong and Clarke-Pearson 1988,
-    Biometrics 44:837), on the log-odds scale, does not assume a distribution. The width
-    of the first interval approaches zero if the distances of known images hardly
-    overlap with the distances of unknown images. The second interval (Newcombe 2006,
-    Statist Med 25:559, method 5) assumes a distribution. The second interval uses the
-    standard error at its limits, so its width does not approach zero.
+    Neither array may be empty. Ties count half. The interval is the hull of two intervals, because
+    each of them fails where the other is valid. The tests measure both intervals. The first
+    interval (DeLong, DeLong and Clarke-Pearson 1988, Biometrics 44:837), on the log-odds scale,
+    does not assume a distribution. The width of the first interval approaches zero if the distances
+    of known images hardly overlap with the distances of unknown images. The second interval
+    (Newcombe 2006, Statist Med 25:559, method 5) assumes a distribution. The second interval uses
+    the standard error at its limits, so its width does not approach zero.
     """
     placements = place(known, unknown)
     value, low, high = auroc_interval(placements, len(known), len(unknown), confidence)
@@ -168,8 +154,8 @@ def auroc(known: NDArray[np.float32], unknown: NDArray[np.float32], confidence: 
 
 
 def place(known: NDArray[np.float32], unknown: NDArray[np.float32]) -> Placements:
-    """Compare the distance of each known image (N,) with the distance of each unknown
-    image (M,).
+    """Compare the distance of each known image (N,) with the distance of each unknown image
+    (M,).
 
     Ties count half.
     """
@@ -193,8 +179,7 @@ def auroc_interval(
 
 
 def roc(known: NDArray[np.float32], unknown: NDArray[np.float32]) -> Roc:
-    """The ROC curve at thresholds that are evenly spaced over the ranks of all
-    distances.
+    """The ROC curve at thresholds that are evenly spaced over the ranks of all distances.
 
     The first threshold accepts no image, and the last threshold accepts all images.
     """
@@ -212,13 +197,13 @@ def roc(known: NDArray[np.float32], unknown: NDArray[np.float32]) -> Roc:
 
 
 def p_by_chance(confusions: Iterable[tuple[object, object, int]]) -> float:
-    """Probability of at least this accuracy if the predictions were assigned to the
-    images at random.
+    """Probability of at least this accuracy if the predictions were assigned to the images at
+    random.
 
-    ``confusions`` are (label, prediction, count). The number of correct predictions has
-    the exact mean and variance of a permutation test. The distribution of this number
-    is approximated by a normal distribution with continuity correction. If all
-    predictions are the same, the result is 1.
+    ``confusions`` are (label, prediction, count). The number of correct predictions has the exact
+    mean and variance of a permutation test. The distribution of this number is approximated by a
+    normal distribution with continuity correction. If all predictions are the same, the result is
+    1.
     """
     labels: Counter[object] = Counter()
     predictions: Counter[object] = Counter()
@@ -230,8 +215,8 @@ def p_by_chance(confusions: Iterable[tuple[object, object, int]]) -> float:
         total += count
     products = [(labels[name] * predictions[name], labels[name], predictions[name]) for name in labels]
     matches = sum(product for product, _, _ in products)
-    # The number of matches of a class has a hypergeometric distribution. The covariance
-    # between two classes is proportional to the product of their entries in `products`.
+    # The number of matches of a class has a hypergeometric distribution. The covariance between two
+    # classes is proportional to the product of their entries in `products`.
     variance = sum(product * ((total - a) * (total - b) - product) for product, a, b in products) + matches**2
     if total < 2 or variance <= 0:
         return 1.0
@@ -244,13 +229,13 @@ def false_accepts_at(
 ) -> Interval:
     """Share of the unknown (M,) distances that a threshold accepts.
 
-    The threshold is the smallest one that accepts the share ``true_accept_rate`` of the
-    known (N,) distances. The interval is the hull of a bootstrap interval and Wilson's
-    interval. The percentile bootstrap (Efron 1979) includes the random variation of the
-    threshold. In a resample of the known distances, the rank of the threshold has a
-    Beta distribution. The number of accepted unknown distances has a binomial
-    distribution. Therefore, no resample has to be drawn. The bootstrap interval has a
-    width of zero at 0 and 1, where Wilson's interval at the chosen threshold is wider.
+    The threshold is the smallest one that accepts the share ``true_accept_rate`` of the known (N,)
+    distances. The interval is the hull of a bootstrap interval and Wilson's interval. The
+    percentile bootstrap (Efron 1979) includes the random variation of the threshold. In a resample
+    of the known distances, the rank of the threshold has a Beta distribution. The number of
+    accepted unknown distances has a binomial distribution. Therefore, no resample has to be drawn.
+    The bootstrap interval has a width of zero at 0 and 1, where Wilson's interval at the chosen
+    threshold is wider.
     """
     known, unknown = np.sort(known), np.sort(unknown)
     n, m = len(known), len(unknown)
@@ -265,9 +250,8 @@ def false_accepts_at(
 
 
 def deviations(confidence: float) -> float:
-    """Half-width, in standard deviations, of the central interval of a normal
-    distribution with probability ``confidence``.
-    """
+    """Half-width, in standard deviations, of the central interval of a normal distribution with
+    probability ``confidence``."""
     return NormalDist().inv_cdf((1 + confidence) / 2)
 
 
@@ -284,8 +268,7 @@ def _delong(value: float, placements: Placements, known: float, unknown: float, 
 def _newcombe(value: float, m: float, n: float, z: float) -> tuple[float, float]:
     """The interval limits below and above ``value``.
 
-    The distance of each limit from ``value`` is ``z`` times the standard error at that
-    limit.
+    The distance of each limit from ``value`` is ``z`` times the standard error at that limit.
     """
     from scipy.optimize import root_scalar
 
@@ -294,8 +277,8 @@ def _newcombe(value: float, m: float, n: float, z: float) -> tuple[float, float]
         return abs(value - area) - z * math.sqrt(area * (1 - area) * spread / (m * n))
 
     def end(limit: float) -> float:
-        # The function is negative next to ``value``. The function is positive at the
-        # limit 0 or 1, where the standard error is zero.
+        # The function is negative next to ``value``. The function is positive at the limit 0 or 1,
+        # where the standard error is zero.
         start = value + (limit - value) * 1e-9
         if start == limit or beyond(start) >= 0:
             return limit

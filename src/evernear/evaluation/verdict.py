@@ -24,13 +24,11 @@ class Rule(Frozen):
     bound: float | None = None
     reason: str
     could_fail: bool = True
-    """Whether the rule could have failed on this data. Otherwise, it says that the data
-    is too little to tell.
-    """
+    """Whether the rule could have failed on this data. Otherwise, it says that the data is too
+    little to tell."""
     setting: str = ""
-    """The setting ``key=value`` with which a failed rule would pass, or an empty string
-    if no setting should make the rule pass.
-    """
+    """The setting ``key=value`` with which a failed rule would pass, or an empty string if no
+    setting should make the rule pass."""
 
     @property
     def result(self) -> str:
@@ -57,9 +55,8 @@ class AnchorChoice(Frozen):
 
     version: str
     former: str = ""
-    """The previous anchor, if it can no longer be compared with the candidate. A
-    promotion of the candidate then makes ``version`` the anchor.
-    """
+    """The previous anchor, if it can no longer be compared with the candidate. A promotion of the
+    candidate then makes ``version`` the anchor."""
     why: str = ""
     """The reason why ``former`` cannot be compared, as a sentence."""
 
@@ -70,9 +67,8 @@ class Verdict(Frozen):
     remedy = "run the gate step again"
     promote: bool
     reasons: list[str]
-    """Reasons of the failed rules, or of all rules if no rule failed. The rules that
-    could not fail on this data come first.
-    """
+    """Reasons of the failed rules, or of all rules if no rule failed. The rules that could not fail
+    on this data come first."""
     rules: list[Rule]
     candidate: System
     champion: System | None
@@ -80,14 +76,11 @@ class Verdict(Frozen):
     anchor: AnchorChoice | None = None
     """The anchor. None if no champion exists."""
     detectable_loss: float | None = None
-    """The smallest loss of accuracy, between 0 and 1, that the gate detects with a
-    probability of 90%. None if there is no champion, or nothing to compare.
-    """
+    """The smallest loss of accuracy, between 0 and 1, that the gate detects with a probability of
+    90%. None if there is no champion, or nothing to compare."""
     caution: str = ""
-    """Sentences about the loss that an automatic promotion may leave undetected, or about
-    a first release without evidence, or an empty string if the test split is large
-    enough.
-    """
+    """Sentences about the loss that an automatic promotion may leave undetected, or about a first
+    release without evidence, or an empty string if the test split is large enough."""
     digest: str
     """sha256 of all other fields."""
 
@@ -101,9 +94,8 @@ class Verdict(Frozen):
         detectable_loss: float | None = None,
         caution: str = "",
     ) -> "Verdict":
-        """The verdict for ``rules``. The verdict is to promote the candidate if there
-        is at least one rule and all rules passed.
-        """
+        """The verdict for ``rules``. The verdict is to promote the candidate if there is at least
+        one rule and all rules passed."""
         rules = list(rules)
         promote = _all_passed(rules)
         by_weight = sorted(rules, key=lambda rule: rule.could_fail)
@@ -122,9 +114,8 @@ class Verdict(Frozen):
         return verdict.model_copy(update={"digest": _digest(verdict)})
 
     def summary(self) -> str:
-        """A text with the verdict and the names of the failed rules. `reasons` has
-        their reasons.
-        """
+        """A text with the verdict and the names of the failed rules. `reasons` has their
+        reasons."""
         failed = [rule.name for rule in self.rules if not rule.passed]
         vacuous = [rule.name for rule in self.rules if not rule.could_fail]
         if self.promote and vacuous:
@@ -157,8 +148,8 @@ def _digest(verdict: Verdict) -> str:
 
 
 def floor_setting(key: str, value: float) -> str:
-    """An assignment that sets the floor ``key`` so that ``value`` reaches it, rounded
-    to hundredths.
+    """An assignment that sets the floor ``key`` so that ``value`` reaches it, rounded to
+    hundredths.
 
     If ``value`` is not finite, the result is empty.
     """
@@ -166,8 +157,8 @@ def floor_setting(key: str, value: float) -> str:
 
 
 def ceiling_setting(key: str, value: float) -> str:
-    """An assignment that sets the ceiling ``key`` so that ``value`` does not exceed it,
-    rounded to hundredths.
+    """An assignment that sets the ceiling ``key`` so that ``value`` does not exceed it, rounded to
+    hundredths.
 
     If ``value`` is not finite, the result is empty.
     """

@@ -16,14 +16,14 @@ from evernear.index.vectors import VectorIndex
 from evernear.settings import IndexSettings
 
 ROUNDING = 1e-5
-"""Squared distances of float32 unit vectors count as equal if they differ by less than
-this value. The largest observed difference is 1e-6."""
+"""Squared distances of float32 unit vectors count as equal if they differ by less than this value.
+The largest observed difference is 1e-6."""
 EQUAL = 1e-6
 """A float32 threshold cannot separate distances that differ by less than this value."""
 MARGIN = 2 * DISTANCE_TOLERANCE
-"""Maximum difference between a threshold and one of the two distances that the
-threshold separates. A threshold in the middle of a wide gap would accept unknown images
-whose distance is larger than the distance of any known image."""
+"""Maximum difference between a threshold and one of the two distances that the threshold separates.
+A threshold in the middle of a wide gap would accept unknown images whose distance is larger than
+the distance of any known image."""
 
 
 def calibrate(
@@ -34,29 +34,26 @@ def calibrate(
     threshold: float | None = None,
     reject_rate: float | None = None,
 ) -> Calibration:
-    """Set the threshold, and measure its effect on ``queries``,
-    which are used for neither training nor testing.
+    """Set the threshold, and measure its effect on ``queries``, which are used for neither training
+    nor testing.
 
-    ``reject_rate`` is the share of known images to reject according to
-    `evernear.evaluation.probe`. If ``reject_rate`` is set, the threshold is the
-    distance that this share of the queries exceeds. The threshold therefore depends on
-    the distances of this network, which was trained longer than the probe's network. If
-    ``threshold`` is set, it is the threshold of a release whose network is reused, and
-    it is not changed.
+    ``reject_rate`` is the share of known images to reject according to `evernear.evaluation.probe`.
+    If ``reject_rate`` is set, the threshold is the distance that this share of the queries exceeds.
+    The threshold therefore depends on the distances of this network, which was trained longer than
+    the probe's network. If ``threshold`` is set, it is the threshold of a release whose network is
+    reused, and it is not changed.
 
-    If there are too few classes for a probe, both parameters are None, and impostors
-    are used instead. Each query then counts as unknown once, at the distance to the
-    nearest gallery vector of a *different* class. The threshold accepts
-    ``settings.false_accept_rate`` of these distances. If this threshold would reject
-    more than ``settings.false_reject_rate`` of the queries, the threshold is raised,
-    because known images take precedence. With impostors, the false-accept rate for
-    unseen classes is underestimated, because a network separates the classes that it
-    was trained on. With a specified rate of 5%, the measured rate was 70% in the draws
-    of digits, and 56% and 5% on MNIST.
+    If there are too few classes for a probe, both parameters are None, and impostors are used
+    instead. Each query then counts as unknown once, at the distance to the nearest gallery vector
+    of a *different* class. The threshold accepts ``settings.false_accept_rate`` of these distances.
+    If this threshold would reject more than ``settings.false_reject_rate`` of the queries, the
+    threshold is raised, because known images take precedence. With impostors, the false-accept rate
+    for unseen classes is underestimated, because a network separates the classes that it was
+    trained on. With a specified rate of 5%, the measured rate was 70% in the draws of digits, and
+    56% and 5% on MNIST.
 
-    Distances to impostors are exact for every index type. An approximate search that
-    starts within a query's own class would not find an impostor, so the threshold would
-    be too large.
+    Distances to impostors are exact for every index type. An approximate search that starts within
+    a query's own class would not find an impostor, so the threshold would be too large.
 
     Raises:
         DataError: the gallery has fewer than two classes.
@@ -87,21 +84,19 @@ def calibrate(
 
 
 def is_nearest(rows: NDArray[np.int64], distances: Floats, exact: ExactNeighbors) -> NDArray[np.bool_]:
-    """For each of N queries, whether an index found the row of the nearest vector or a
-    different row at the same distance. A gallery may contain an image twice.
-    """
+    """For each of N queries, whether an index found the row of the nearest vector or a different
+    row at the same distance. A gallery may contain an image twice."""
     return (rows == exact.rows) | (np.abs(distances**2 - exact.squared) <= ROUNDING)
 
 
 def threshold_at(unknown_distances: Floats, false_accept_rate: float) -> float:
-    """A threshold that accepts at most ``false_accept_rate`` of ``unknown_distances``
-    (N,), N >= 1.
+    """A threshold that accepts at most ``false_accept_rate`` of ``unknown_distances`` (N,), N >=
+    1.
 
-    Within this limit, the threshold accepts as many distances as possible. The
-    threshold is halfway between the last accepted distance and the first rejected
-    distance, but within `MARGIN` of the first rejected distance. Equal distances may
-    reduce the number of accepted distances. If N is less than 1 /
-    ``false_accept_rate``, no distance is accepted.
+    Within this limit, the threshold accepts as many distances as possible. The threshold is halfway
+    between the last accepted distance and the first rejected distance, but within `MARGIN` of the
+    first rejected distance. Equal distances may reduce the number of accepted distances. If N is
+    less than 1 / ``false_accept_rate``, no distance is accepted.
     """
     allowed = int(np.floor(false_accept_rate * len(unknown_distances)))
     descending = np.sort(unknown_distances)[allowed::-1]
@@ -109,18 +104,17 @@ def threshold_at(unknown_distances: Floats, false_accept_rate: float) -> float:
 
 
 def threshold_rejecting(known_distances: Floats, false_reject_rate: float) -> float:
-    """A threshold on ``known_distances`` (N,), N >= 1, that rejects at most
-    ``false_reject_rate`` of *new* images.
+    """A threshold on ``known_distances`` (N,), N >= 1, that rejects at most ``false_reject_rate``
+    of *new* images.
 
-    The threshold is based on split conformal prediction (Vovk et al. 2005; Angelopoulos
-    and Bates 2021, arXiv:2107.07511). If a new image is exchangeable with the known
-    images, its distance exceeds the known distance of rank ceil((N + 1) (1 -
-    ``false_reject_rate``)) with a probability of at most ``false_reject_rate``. If N is
-    less than 1 / ``false_reject_rate`` - 1, no rank is high enough, and the largest
-    distance is used. The threshold is halfway between the distance of this rank and the
-    next larger distance, but within `MARGIN` of the distance of this rank. If the
-    threshold were equal to the distance of an image, rounding would decide whether the
-    image is unknown.
+    The threshold is based on split conformal prediction (Vovk et al. 2005; Angelopoulos and Bates
+    2021, arXiv:2107.07511). If a new image is exchangeable with the known images, its distance
+    exceeds the known distance of rank ceil((N + 1) (1 - ``false_reject_rate``)) with a probability
+    of at most ``false_reject_rate``. If N is less than 1 / ``false_reject_rate`` - 1, no rank is
+    high enough, and the largest distance is used. The threshold is halfway between the distance of
+    this rank and the next larger distance, but within `MARGIN` of the distance of this rank. If the
+    threshold were equal to the distance of an image, rounding would decide whether the image is
+    unknown.
     """
     count = len(known_distances)
     # The product is rounded because (1 - 0.05) * 20 is slightly more than 19.
@@ -129,9 +123,8 @@ def threshold_rejecting(known_distances: Floats, false_reject_rate: float) -> fl
 
 
 def _beyond_first(ascending: Floats) -> float:
-    """A number that is larger than the first of ``ascending`` (N,), N >= 1, and than
-    all distances that are `EQUAL` to the first one, but smaller than the next
-    distance."""
+    """A number that is larger than the first of ``ascending`` (N,), N >= 1, and than all distances
+    that are `EQUAL` to the first one, but smaller than the next distance."""
     gaps = np.diff(ascending.astype(np.float64), append=np.inf)
     last = int(np.argmax(gaps > EQUAL))
     return float(ascending[last] + min(gaps[last] / 2, MARGIN))
@@ -142,10 +135,9 @@ def _root(squared: Floats) -> Floats:
 
 
 def calibration_gaps(dataset: Dataset, known_labels: Sequence[str], seen_queries: int) -> str:
-    """The end of a sentence that lists gaps in the calibration on the query images of
-    ``dataset``. The gaps are classes without a query image, and groups that are also in
-    train or gallery. ``seen_queries`` is the number of query images in such groups.
-    """
+    """The end of a sentence that lists gaps in the calibration on the query images of ``dataset``.
+    The gaps are classes without a query image, and groups that are also in train or gallery.
+    ``seen_queries`` is the number of query images in such groups."""
     counts = dataset.manifest.label_counts("query")
     unqueried = sum(not counts.get(label) for label in known_labels)
     gaps = f"; calibrated without query images of {quantity(unqueried, 'class', 'classes')}" if unqueried else ""

@@ -1,5 +1,5 @@
-"""If ``index.type`` is not set, choose the index type and its search parameter by recall,
-memory and speed."""
+"""If ``index.type`` is not set, choose the index type and its search parameter by recall, memory
+and speed."""
 
 import math
 from bisect import bisect_left
@@ -16,37 +16,34 @@ from evernear.settings import IndexSettings
 
 FLAT = "Flat"
 FLAT_BYTES = 8 * 2**20
-"""Size of the largest gallery that is always searched exactly, which is the size of
-16,384 vectors of 128 dimensions. An exact search in this gallery takes 0.3 ms, which is
-about as long as decoding and embedding an image. An exact search in a larger gallery
-would dominate the request time."""
+"""Size of the largest gallery that is always searched exactly, which is the size of 16,384 vectors
+of 128 dimensions. An exact search in this gallery takes 0.3 ms, which is about as long as decoding
+and embedding an image. An exact search in a larger gallery would dominate the request time."""
 COMPRESSED_FROM_BYTES = 64 * 2**20
-"""Size below which a gallery is not compressed further than to fp16. The distances of
-fp16 vectors are more exact than those of `RaBitQ8` vectors, and the search takes half
-the time."""
+"""Size below which a gallery is not compressed further than to fp16. The distances of fp16 vectors
+are more exact than those of `RaBitQ8` vectors, and the search takes half the time."""
 CODES = ("RaBitQ8", "SQfp16", "Flat")
-"""Encodings of the vectors in an inverted file,
-from the smallest encoding to the exact encoding.
+"""Encodings of the vectors in an inverted file, from the smallest encoding to the exact
+encoding.
 
-RaBitQ (Gao et al. 2024, arXiv:2409.09913) with 8 bits scales each vector separately. On
-a million embeddings of deformed digits, 99.4% of 512 nearest vectors were found with
-RaBitQ, and at most 91% with SQ8, which has nearly the same size.
+RaBitQ (Gao et al. 2024, arXiv:2409.09913) with 8 bits scales each vector separately. On a million
+embeddings of deformed digits, 99.4% of 512 nearest vectors were found with RaBitQ, and at most 91%
+with SQ8, which has nearly the same size.
 """
 TRAINING_VECTORS = 163_840
-"""Maximum number of training vectors for an index with a trained part (IVF, PQ). With
-128 dimensions, these vectors take 84 MB."""
+"""Maximum number of training vectors for an index with a trained part (IVF, PQ). With 128
+dimensions, these vectors take 84 MB."""
 VECTORS_PER_LIST = 39
-"""Number of training vectors that k-means needs for each list. FAISS warns if there are
-fewer."""
+"""Number of training vectors that k-means needs for each list. FAISS warns if there are fewer."""
 LARGEST_PROBED_SHARE = 1 / 8
-"""Maximum share of the lists to search. If this share is not sufficient for the
-required recall, the next encoding is tried."""
+"""Maximum share of the lists to search. If this share is not sufficient for the required recall,
+the next encoding is tried."""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """An index of the gallery, its factory string and search string,
-    and the reason for the choice."""
+    """An index of the gallery, its factory string and search string, and the reason for the
+    choice."""
 
     index: VectorIndex
     factory: str
@@ -62,14 +59,13 @@ def choose_index(
     queries: EmbeddingBlock,
     exact: ExactNeighbors,
 ) -> Choice:
-    """Choose an index for ``size`` vectors of ``dim`` dimensions. ``make`` builds and
-    fills an index from a factory string.
+    """Choose an index for ``size`` vectors of ``dim`` dimensions. ``make`` builds and fills an
+    index from a factory string.
 
-    If `exact_search_reason` returns a reason, the index is Flat. Otherwise, inverted
-    files are tried in the order of `CODES`. For galleries smaller than
-    `COMPRESSED_FROM_BYTES`, the first encoding is skipped. The first index that reaches
-    ``settings.recall`` on ``queries`` is used (see `tune_index`). If no index reaches
-    this recall, the index is Flat.
+    If `exact_search_reason` returns a reason, the index is Flat. Otherwise, inverted files are
+    tried in the order of `CODES`. For galleries smaller than `COMPRESSED_FROM_BYTES`, the first
+    encoding is skipped. The first index that reaches ``settings.recall`` on ``queries`` is used
+    (see `tune_index`). If no index reaches this recall, the index is Flat.
     """
     flat_bytes = _size_bytes(FLAT, size, dim)
     if reason := exact_search_reason(flat_bytes, len(queries.labels), settings.recall):
@@ -91,8 +87,8 @@ def choose_index(
 
 
 def exact_search_reason(flat_bytes: int, queries: int, recall: float) -> str:
-    """Return the reason why no approximate index is tried, or an empty string. The
-    reason is either a small gallery or too few queries.
+    """Return the reason why no approximate index is tried, or an empty string. The reason is either
+    a small gallery or too few queries.
 
     ``flat_bytes`` is the size of the vectors as float32.
     """
@@ -105,8 +101,8 @@ def exact_search_reason(flat_bytes: int, queries: int, recall: float) -> str:
 
 @dataclass(frozen=True)
 class Tuned:
-    """The first search parameters that reach the required recall, or the last search
-    parameters if none reach it."""
+    """The first search parameters that reach the required recall, or the last search parameters if
+    none reach it."""
 
     search: str
     hits: int
@@ -119,14 +115,14 @@ class Tuned:
 def tune_index(
     index: VectorIndex, candidates: Sequence[str], target_recall: float, queries: EmbeddingBlock, exact: ExactNeighbors
 ) -> Tuned:
-    """Set the search parameters of ``index`` to the first of ``candidates`` whose
-    recall@1 relative to exact search reaches ``target_recall`` at 95% confidence.
+    """Set the search parameters of ``index`` to the first of ``candidates`` whose recall@1 relative
+    to exact search reaches ``target_recall`` at 95% confidence.
 
-    ``candidates`` are search parameters such as ``nprobe=16``, from the fastest to the
-    most exact. The lower end of the confidence interval is compared with
-    ``target_recall``. Otherwise, a candidate could appear sufficient because of
-    sampling error or because it is the best of several. The recall increases in the
-    order of the candidates, so bisection needs to measure only a few of them.
+    ``candidates`` are search parameters such as ``nprobe=16``, from the fastest to the most exact.
+    The lower end of the confidence interval is compared with ``target_recall``. Otherwise, a
+    candidate could appear sufficient because of sampling error or because it is the best of
+    several. The recall increases in the order of the candidates, so bisection needs to measure only
+    a few of them.
     """
     total = len(queries.labels)
     hits: dict[str, int] = {}
@@ -144,23 +140,22 @@ def tune_index(
 
 
 def _lower_bound(count: int, total: int) -> float:
-    """Lower end of the 95% Wilson interval (1927) for the share ``count`` /
-    ``total``."""
+    """Lower end of the 95% Wilson interval (1927) for the share ``count`` / ``total``."""
     z, share = NormalDist().inv_cdf(0.975), count / total
     half = z * math.sqrt(share * (1 - share) / total + (z / total) ** 2 / 4)
     return (share + z**2 / (2 * total) - half) / (1 + z**2 / total)
 
 
 def _number_of_lists(size: int) -> int:
-    """The power of 2 nearest to 4 sqrt(size), or a smaller number if there are not
-    enough training vectors."""
+    """The power of 2 nearest to 4 sqrt(size), or a smaller number if there are not enough training
+    vectors."""
     most = min(size, TRAINING_VECTORS) // VECTORS_PER_LIST
     return max(1, min(2 ** round(math.log2(4 * math.sqrt(size))), most))
 
 
 def _probes(lists: int) -> Iterator[int]:
-    """Numbers of lists to probe: 1, 2, 3, 4, 6, 8, 12 ...,
-    up to `LARGEST_PROBED_SHARE` of ``lists``."""
+    """Numbers of lists to probe: 1, 2, 3, 4, 6, 8, 12 ..., up to `LARGEST_PROBED_SHARE` of
+    ``lists``."""
     power = 1
     while power <= max(1, lists * LARGEST_PROBED_SHARE):
         yield power
@@ -170,8 +165,8 @@ def _probes(lists: int) -> Iterator[int]:
 
 
 def _size_bytes(factory: str, size: int, dim: int) -> int:
-    """Size of a Flat index, or of the codes and 8-byte IDs in an inverted file. The
-    file's centroids add less than 2%."""
+    """Size of a Flat index, or of the codes and 8-byte IDs in an inverted file. The file's
+    centroids add less than 2%."""
     code_bytes = faiss.index_factory(dim, factory, faiss.METRIC_INNER_PRODUCT).sa_code_size()
     return size * (code_bytes if factory == FLAT else code_bytes + 8)
 

@@ -1,5 +1,5 @@
-"""Read and write ``index.json``, which describes the contents of an index, the network
-that computed the vectors, and the classification rule."""
+"""Read and write ``index.json``, which describes the contents of an index, the network that
+computed the vectors, and the classification rule."""
 
 import re
 from pathlib import Path
@@ -19,22 +19,20 @@ CENTROIDS_FILE = "centroids.npy"
 MAX_DISTANCE = 2.0
 """The largest distance between two unit vectors."""
 DISTANCE_TOLERANCE = 2e-3
-"""Maximum difference between two computed distances of the same image. Rounding differs
-between machines and batch sizes. The square root is steep near zero: if the squared
-distances of equal vectors differ by 4e-6 (observed: 1e-6), the distances differ by this
-value."""
+"""Maximum difference between two computed distances of the same image. Rounding differs between
+machines and batch sizes. The square root is steep near zero: if the squared distances of equal
+vectors differ by 4e-6 (observed: 1e-6), the distances differ by this value."""
 WIDE = 3
-"""The interval of expected false rejects is wide if its upper end exceeds this multiple
-of ``index.false_reject_rate``.
-"""
+"""The interval of expected false rejects is wide if its upper end exceeds this multiple of
+``index.false_reject_rate``."""
 Rule = Literal["vote", "centroid"]
 """Whether the nearest neighbors or the nearest class centroid determine the label."""
 PARTS = (VECTORS_FILE, LABELS_FILE, CENTROIDS_FILE)
 
 
 def index_parts(collection: "Collection | None") -> tuple[str, ...]:
-    """The files of an index except its description. These are `PARTS`, without
-    `VECTORS_FILE` if the vectors are in ``collection``."""
+    """The files of an index except its description. These are `PARTS`, without `VECTORS_FILE` if
+    the vectors are in ``collection``."""
     return tuple(name for name in PARTS if collection is None or name != VECTORS_FILE)
 
 
@@ -46,8 +44,8 @@ class Collection(Frozen):
     uri: str = Field(max_length=1000)
     """The address of the server, or the absolute path of a file."""
     name: str = Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]{0,99}(_s[0-9a-f]{12})?_[0-9a-f]{32}$")
-    """The name of the collection, which consists of an alias, the store that owns the
-    collection (`owner_of`), and the content hash."""
+    """The name of the collection, which consists of an alias, the store that owns the collection
+    (`owner_of`), and the content hash."""
 
     @property
     def alias(self) -> str:
@@ -70,18 +68,15 @@ class Calibration(Frozen):
     threshold: float = Field(ge=0.0, le=MAX_DISTANCE, allow_inf_nan=False)
     queries: int = Field(ge=1)
     false_accepts: int
-    """Number of queries whose nearest vector of a different class is within the
-    threshold."""
+    """Number of queries whose nearest vector of a different class is within the threshold."""
     false_rejects: int
-    """Number of queries whose nearest vector, according to the index, is beyond the
-    threshold."""
+    """Number of queries whose nearest vector, according to the index, is beyond the threshold."""
     nearest_found: int
-    """Number of queries for which the index found the exact nearest vector. The
-    recall@1 is computed from this number."""
+    """Number of queries for which the index found the exact nearest vector. The recall@1 is
+    computed from this number."""
     independent: float | None = Field(default=None, ge=1, allow_inf_nan=False)
-    """The number of independent queries
-    (`evernear.data.groups.GroupNumbers.independent`), or None if all are
-    independent."""
+    """The number of independent queries (`evernear.data.groups.GroupNumbers.independent`), or None
+    if all are independent."""
 
     def expected_false_rejects(self, confidence: float = 0.95) -> tuple[float, float]:
         """A confidence interval for the share of new images of known classes that will
@@ -92,8 +87,7 @@ class Calibration(Frozen):
         statistic follows a Beta(k, n
         - k + 1) distribution (Vovk 2012, "Conditional validity of inductive conformal
         predictors", arXiv:1209.2673). If queries belong to groups, `independent` is
-        used as the number of queries.
-        """
+        used as the number of queries."""
         from scipy.special import betaincinv
 
         scale = 1.0 if self.independent is None else self.independent / self.queries
@@ -104,8 +98,8 @@ class Calibration(Frozen):
         return low, high
 
     def describe_false_rejects(self) -> str:
-        """Describe `expected_false_rejects`, with advice if the interval is wide. The
-        text is empty if every image counts as known."""
+        """Describe `expected_false_rejects`, with advice if the interval is wide. The text is empty
+        if every image counts as known."""
         if self.threshold >= MAX_DISTANCE:
             return ""
         low, high = self.expected_false_rejects()
@@ -118,8 +112,8 @@ class Calibration(Frozen):
         )
 
     def _grouped(self) -> str:
-        """The number of independent images as part of a sentence, or an empty string if
-        all images are independent."""
+        """The number of independent images as part of a sentence, or an empty string if all images
+        are independent."""
         if self.independent is None:
             return ""
         return f" of groups (data.group), as good as {quantity(round(self.independent), 'independent image')}"
@@ -131,8 +125,8 @@ def describe_threshold(threshold: float) -> str:
 
 
 class IndexDescription(Frozen):
-    """The content of ``index.json``. Distances are L2 between unit vectors, not
-    squared, and range from 0 to 2."""
+    """The content of ``index.json``. Distances are L2 between unit vectors, not squared, and range
+    from 0 to 2."""
 
     remedy = "run the index step again"
 
@@ -142,17 +136,16 @@ class IndexDescription(Frozen):
     factory: str
     search: str
     reason: str = ""
-    """The reason why the index step chose this type and its parameters, or an
-    empty string if the type was set explicitly."""
+    """The reason why the index step chose this type and its parameters, or an empty string if the
+    type was set explicitly."""
     metric: Literal["inner product", "l2"] = "inner product"
-    """The metric by which FAISS ranks vectors. For unit vectors, both metrics result in
-    the same order."""
+    """The metric by which FAISS ranks vectors. For unit vectors, both metrics result in the same
+    order."""
     dim: int = Field(ge=1)
     size: int = Field(ge=1)
     labels: tuple[str, ...]
     counts: tuple[int, ...]
-    """Number of vectors per label in ``labels``.
-    A label without vectors is never predicted."""
+    """Number of vectors per label in ``labels``. A label without vectors is never predicted."""
     label_by: Rule
     k: int = Field(ge=1)
     calibration: Calibration
@@ -163,8 +156,8 @@ class IndexDescription(Frozen):
 
     @property
     def threshold(self) -> float:
-        """The maximum distance between a known image and its nearest neighbor.
-        `MAX_DISTANCE` accepts every image."""
+        """The maximum distance between a known image and its nearest neighbor. `MAX_DISTANCE`
+        accepts every image."""
         return self.calibration.threshold
 
     @property
@@ -174,8 +167,7 @@ class IndexDescription(Frozen):
 
     def summary(self, target_recall: float) -> str:
         """Size, type and threshold, with a warning if the measured recall@1 is below
-        ``target_recall``.
-        """
+        ``target_recall``."""
         recall = self.calibration.nearest_found / self.calibration.queries
         summary = f"{quantity(self.size, 'vector')}, {self.factory}; {describe_threshold(self.threshold)}"
         if false_rejects := self.calibration.describe_false_rejects():
@@ -194,8 +186,8 @@ class IndexDescription(Frozen):
 
 
 def describe_index(directory: Path) -> IndexDescription:
-    """Read the description of the index in ``directory``, without reading the other
-    files of the index.
+    """Read the description of the index in ``directory``, without reading the other files of the
+    index.
 
     Raises:
         IntegrityError: the description is missing, invalid or inconsistent.
@@ -207,8 +199,8 @@ def describe_index(directory: Path) -> IndexDescription:
 
 
 def check_parts(directory: Path, described: IndexDescription) -> None:
-    """Compare the files of an index with their hashes. Call this function before any of
-    the files is parsed.
+    """Compare the files of an index with their hashes. Call this function before any of the files
+    is parsed.
 
     Raises:
         IntegrityError: a file is missing or was changed.

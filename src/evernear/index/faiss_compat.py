@@ -1,5 +1,5 @@
-"""Import FAISS, apply its settings, and hide the differences between index types. No
-other module imports FAISS."""
+"""Import FAISS, apply its settings, and hide the differences between index types. No other module
+imports FAISS."""
 
 import os
 import warnings
@@ -19,8 +19,8 @@ AVX512 = {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
 
 
 def core_type(root: Path = ROOT) -> str | None:
-    """The OpenBLAS core type for this processor, or None if this is not an Intel
-    processor with AVX2 and FMA.
+    """The OpenBLAS core type for this processor, or None if this is not an Intel processor with
+    AVX2 and FMA.
 
     ``root`` is the directory that contains ``proc``.
     """
@@ -28,8 +28,7 @@ def core_type(root: Path = ROOT) -> str | None:
         lines = (root / "proc/cpuinfo").read_text().splitlines()
     except OSError:
         return None
-    # All processors of a machine are the same, so the information about the last
-    # processor is used.
+    # All processors of a machine are the same, so the information about the last processor is used.
     about = {name.strip(): value.split() for name, _, value in (line.partition(":") for line in lines)}
     flags = set(about.get("flags", ()))
     if about.get("vendor_id") != ["GenuineIntel"] or not {"avx2", "fma"} <= flags:
@@ -39,13 +38,12 @@ def core_type(root: Path = ROOT) -> str | None:
 
 @contextmanager
 def _newer_processors() -> Generator[None]:
-    """While FAISS loads OpenBLAS, set the environment variable ``OPENBLAS_CORETYPE`` to
-    this processor's core type, unless the user has set the variable.
+    """While FAISS loads OpenBLAS, set the environment variable ``OPENBLAS_CORETYPE`` to this
+    processor's core type, unless the user has set the variable.
 
-    The FAISS 1.15 wheels contain OpenBLAS 0.3.15 from 2021. This version treats newer
-    Intel processors, such as Sapphire Rapids, as Prescott processors from 2004, which
-    have no AVX. Without the variable, assigning vectors to 4,096 lists takes 3.2 times
-    as long.
+    The FAISS 1.15 wheels contain OpenBLAS 0.3.15 from 2021. This version treats newer Intel
+    processors, such as Sapphire Rapids, as Prescott processors from 2004, which have no AVX.
+    Without the variable, assigning vectors to 4,096 lists takes 3.2 times as long.
     """
     name = core_type()
     if name is None or CORE_TYPE in os.environ:
@@ -59,13 +57,12 @@ def _newer_processors() -> Generator[None]:
 
 
 with _newer_processors(), warnings.catch_warnings():
-    # SWIG's types have no __module__, for which Python 3.12 and later emit a
-    # DeprecationWarning.
+    # SWIG's types have no __module__, for which Python 3.12 and later emit a DeprecationWarning.
     warnings.simplefilter("ignore", DeprecationWarning)
     import faiss
 
-# If the number of queries times the number of dimensions exceeds this value, FAISS uses
-# BLAS, which is also exact. BLAS is faster for three or more queries of 128 dimensions.
+# If the number of queries times the number of dimensions exceeds this value, FAISS uses BLAS, which
+# is also exact. BLAS is faster for three or more queries of 128 dimensions.
 faiss.cvar.distance_compute_blas_threshold = 300
 
 
@@ -77,8 +74,8 @@ class FaissIndex:
 
     @staticmethod
     def open(path: Path) -> "FaissIndex":
-        """Open the index at ``path`` for searching. The file is mapped into memory, and
-        processes that open the same file share its pages.
+        """Open the index at ``path`` for searching. The file is mapped into memory, and processes
+        that open the same file share its pages.
 
         The file must not change while the index is open.
 
@@ -93,9 +90,8 @@ class FaissIndex:
         return self._index.ntotal, self._index.d
 
     def search(self, vectors: NDArray[np.float32], k: int) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
-        """For each of ``vectors``, an array of shape (N, D), the L2 distances and the
-        rows of the ``k`` nearest vectors, as two arrays of shape (N, k). See
-        `VectorIndex`.
+        """For each of ``vectors``, an array of shape (N, D), the L2 distances and the rows of the
+        ``k`` nearest vectors, as two arrays of shape (N, k). See `VectorIndex`.
 
         For unit vectors, |a - b|^2 = 2 - 2 ab.
         """
@@ -104,8 +100,8 @@ class FaissIndex:
         return np.where(rows >= 0, distances, np.float32(np.inf)), rows
 
     def set_search(self, parameters: str) -> None:
-        """Set the parameters of later searches, such as ``nprobe=16``. The parameters
-        are saved with the index.
+        """Set the parameters of later searches, such as ``nprobe=16``. The parameters are saved
+        with the index.
 
         Raises:
             RuntimeError: the index has no such parameter.
@@ -115,9 +111,8 @@ class FaissIndex:
     def save(self, directory: Path) -> None:
         """Write the index to `VECTORS_FILE` in ``directory``.
 
-        FAISS does not open the file itself, because FAISS would raise RuntimeError if
-        the disk were full. If the disk became full while FAISS closed the file, FAISS
-        would not raise an error.
+        FAISS does not open the file itself, because FAISS would raise RuntimeError if the disk were
+        full. If the disk became full while FAISS closed the file, FAISS would not raise an error.
 
         Raises:
             StoreError: the disk is full, or ``directory`` is not writable.

@@ -1,5 +1,5 @@
-"""Search an index for the neighbors of an embedding, determine the label by vote or
-centroid, and call an image unknown by its distance."""
+"""Search an index for the neighbors of an embedding, determine the label by vote or centroid, and
+call an image unknown by its distance."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,14 +26,14 @@ NO_LABEL = -1
 """Label number that replaces a neighbor that an approximate index did not find."""
 CENTROID_BLOCK = 4096
 SETTLED_BY = 100
-"""Number of neighbors that `Gallery.is_settled` checks. If all these neighbors could
-vote, the prediction is not settled."""
+"""Number of neighbors that `Gallery.is_settled` checks. If all these neighbors could vote, the
+prediction is not settled."""
 Embedded = NDArray[np.float32]
 
 
 class Neighbor(NamedTuple):
-    """A gallery vector near a query. ``dist`` is the L2 distance (not squared) to the
-    query, and ``row`` is the vector's row in the index."""
+    """A gallery vector near a query. ``dist`` is the L2 distance (not squared) to the query, and
+    ``row`` is the vector's row in the index."""
 
     label: str
     dist: float
@@ -41,8 +41,8 @@ class Neighbor(NamedTuple):
 
 
 class Recognition(NamedTuple):
-    """The result for one query. ``dist`` is the L2 distance (0 to 2) from the query to
-    its nearest neighbor."""
+    """The result for one query. ``dist`` is the L2 distance (0 to 2) from the query to its nearest
+    neighbor."""
 
     pred: str
     dist: float
@@ -52,11 +52,10 @@ class Recognition(NamedTuple):
 
 @dataclass(frozen=True)
 class Neighbors:
-    """The vectors nearest to N queries, nearest first, as label indices, L2 distances
-    and index rows in arrays of shape (N, k).
+    """The vectors nearest to N queries, nearest first, as label indices, L2 distances and index
+    rows in arrays of shape (N, k).
 
-    For missing neighbors, the label is `NO_LABEL`,
-    the distance is infinite and the row is -1.
+    For missing neighbors, the label is `NO_LABEL`, the distance is infinite and the row is -1.
     """
 
     labels: NDArray[np.int32]
@@ -66,9 +65,8 @@ class Neighbors:
 
 @dataclass(frozen=True)
 class Classifications:
-    """The predictions for N queries, as label indices, nearest-neighbor distances and
-    unknown flags in arrays of shape (N,).
-    """
+    """The predictions for N queries, as label indices, nearest-neighbor distances and unknown flags
+    in arrays of shape (N,)."""
 
     labels: NDArray[np.int32]
     distances: NDArray[np.float32]
@@ -89,8 +87,8 @@ class Gallery:
 
     @staticmethod
     def open(directory: Path, network_sha256: str) -> "Gallery":
-        """Open the index in ``directory`` for queries that were embedded by the network
-        with the hash ``network_sha256``.
+        """Open the index in ``directory`` for queries that were embedded by the network with the
+        hash ``network_sha256``.
 
         Raises:
             IntegrityError: the vectors belong to a different network, a file is missing
@@ -125,8 +123,8 @@ class Gallery:
         return self._label_indices
 
     def recognize(self, embeddings: Embedded, k: int | None = None) -> list[Recognition]:
-        """Recognize unit vectors (N, D), and list up to ``k`` neighbors of each vector.
-        If ``k`` is None, only the neighbors that vote are listed."""
+        """Recognize unit vectors (N, D), and list up to ``k`` neighbors of each vector. If ``k`` is
+        None, only the neighbors that vote are listed."""
         listed = self.description.k if k is None else k
         neighbors = self.search(embeddings, max(listed, self.description.k))
         answers = self.classify(embeddings, neighbors)
@@ -150,8 +148,8 @@ class Gallery:
         ]
 
     def search(self, embeddings: Embedded, k: int) -> Neighbors:
-        """Search for the ``k`` gallery vectors nearest to each of the unit vectors (N,
-        D). If the gallery has fewer vectors, return all of them.
+        """Search for the ``k`` gallery vectors nearest to each of the unit vectors (N, D). If the
+        gallery has fewer vectors, return all of them.
 
         Raises:
             IntegrityError: the vectors have a different number of dimensions.
@@ -168,9 +166,9 @@ class Gallery:
     def classify(self, embeddings: Embedded, neighbors: Neighbors) -> Classifications:
         """Classify unit vectors (N, D) by the neighbors that `search` found.
 
-        The distance is always the distance to the nearest neighbor, which rejects
-        unknown images better than the distance to a centroid. A query without neighbors
-        is unknown, with the distance `MAX_DISTANCE`.
+        The distance is always the distance to the nearest neighbor, which rejects unknown images
+        better than the distance to a centroid. A query without neighbors is unknown, with the
+        distance `MAX_DISTANCE`.
         """
         labels = self.label(embeddings, neighbors, self.description.label_by)
         no_neighbors = neighbors.labels[:, 0] == NO_LABEL
@@ -180,8 +178,8 @@ class Gallery:
         return Classifications(labels, distances, (distances > self.description.threshold) | no_neighbors)
 
     def is_settled(self, embeddings: Embedded, tolerance: float) -> NDArray[np.bool_]:
-        """For each of the unit vectors (N, D), whether the prediction remains the same
-        if each distance changes by up to ``tolerance``."""
+        """For each of the unit vectors (N, D), whether the prediction remains the same if each
+        distance changes by up to ``tolerance``."""
         neighbors = self.search(embeddings, max(SETTLED_BY, 2 * self.description.k))
         predicted = self.classify(embeddings, neighbors)
         is_clear = np.abs(predicted.distances - self.description.threshold) > tolerance
@@ -196,8 +194,8 @@ class Gallery:
     def _vote_is_settled(
         self, neighbors: Neighbors, predicted: NDArray[np.int32], tolerance: float
     ) -> NDArray[np.bool_]:
-        """For each query, whether the certain votes for the predicted label outnumber
-        the possible votes for every other label."""
+        """For each query, whether the certain votes for the predicted label outnumber the possible
+        votes for every other label."""
         k, distances = self.description.k, neighbors.distances
         size = distances.shape[1]
         is_possible = distances <= distances[:, [min(k, size) - 1]] + 2 * tolerance
@@ -210,13 +208,11 @@ class Gallery:
         return is_complete & ((others == 0) | ((is_certain & is_predicted).sum(axis=1) > others))
 
     def label(self, embeddings: Embedded, neighbors: Neighbors, rule: Rule) -> NDArray[np.int32]:
-        """Label indices of unit vectors (N, D),
-        based on the neighbors that `search` found.
+        """Label indices of unit vectors (N, D), based on the neighbors that `search` found.
 
-        The vote rule returns the most common label among the first ``description.k``
-        neighbors. The nearest neighbor wins a tie. The centroid rule returns the label
-        of the nearest centroid. Queries without neighbors are always labeled by the
-        centroid rule.
+        The vote rule returns the most common label among the first ``description.k`` neighbors. The
+        nearest neighbor wins a tie. The centroid rule returns the label of the nearest centroid.
+        Queries without neighbors are always labeled by the centroid rule.
         """
         if rule == "centroid":
             return self._nearest_centroid(embeddings)
@@ -249,8 +245,8 @@ def _read_array(path: Path) -> NDArray[Any]:
 
 
 def vote(labels: NDArray[np.int32]) -> NDArray[np.int32]:
-    """The most common label in each row of ``labels`` (N, k), which are ordered from
-    the nearest to the farthest neighbor. The nearest neighbor wins a tie.
+    """The most common label in each row of ``labels`` (N, k), which are ordered from the nearest to
+    the farthest neighbor. The nearest neighbor wins a tie.
 
     `NO_LABEL` is ignored, unless all labels in the row are `NO_LABEL`.
     """

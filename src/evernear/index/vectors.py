@@ -22,11 +22,11 @@ class VectorIndex(Protocol):
         ...
 
     def search(self, vectors: NDArray[np.float32], k: int) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
-        """The L2 distances and the rows of the ``k`` vectors nearest to each of
-        ``vectors`` (N, D), nearest first, as two arrays of shape (N, k).
+        """The L2 distances and the rows of the ``k`` vectors nearest to each of ``vectors`` (N, D),
+        nearest first, as two arrays of shape (N, k).
 
-        If the index finds fewer than k vectors, the missing rows are -1 and the missing
-        distances are infinite.
+        If the index finds fewer than k vectors, the missing rows are -1 and the missing distances
+        are infinite.
         """
         ...
 
@@ -39,8 +39,7 @@ class VectorIndex(Protocol):
         ...
 
     def save(self, directory: Path) -> Collection | None:
-        """Write the vectors to ``directory``,
-        or return the collection that contains them."""
+        """Write the vectors to ``directory``, or return the collection that contains them."""
         ...
 
 

@@ -28,8 +28,7 @@ UNSET_TIME = datetime(1970, 1, 1, tzinfo=UTC)
 class KfpRuns:
     """The runs of one server. The class is thread-safe.
 
-    Every method raises `PipelineServerError` if the server is unreachable or rejects
-    the request.
+    Every method raises `PipelineServerError` if the server is unreachable or rejects the request.
 
     Raises:
         SettingsError: no endpoint is configured, or a secret would be sent to the
@@ -67,13 +66,12 @@ class KfpRuns:
         return page.pipeline_versions[0]
 
     def start(self, pipeline: str, parameters: Mapping[str, Any], key: str, store: Store | None = None) -> Run:
-        """Start the newest version of ``pipeline`` once per ``key``. If a run with this
-        key already exists, return that run.
+        """Start the newest version of ``pipeline`` once per ``key``. If a run with this key already
+        exists, return that run.
 
-        The key is part of the run's name, which is looked up before the run is created.
-        With a ``store``, a lock serializes starts with the same key. Without a
-        ``store``, two simultaneous starts can create two runs. `arguments_for`
-        describes ``parameters``.
+        The key is part of the run's name, which is looked up before the run is created. With a
+        ``store``, a lock serializes starts with the same key. Without a ``store``, two simultaneous
+        starts can create two runs. `arguments_for` describes ``parameters``.
 
         Raises:
             SettingsError: a parameter is unknown or of the wrong type.
@@ -104,16 +102,13 @@ class KfpRuns:
         return self._run_from(resource).model_copy(update={"steps": self._steps(resource)})
 
     def list(self, pipeline: str | None = None, limit: int = 10) -> Sequence[Run]:
-        """The runs of one pipeline or of all pipelines,
-        newest first and without their steps.
-        """
+        """The runs of one pipeline or of all pipelines, newest first and without their steps."""
         sorting = {"sort_by": "created_at desc", "namespace": self._namespace}
         runs = map(self._run_from, self._kfp.pages("run_service_list_runs", "runs", **sorting))
         return tuple(islice((run for run in runs if pipeline in (None, run.pipeline)), limit))
 
     def stop(self, run_id: str) -> None:
-        """Terminate a run. Do nothing if the run has ended or is already
-        terminating."""
+        """Terminate a run. Do nothing if the run has ended or is already terminating."""
         if self._is_ending(run_id):
             return
         try:
@@ -123,8 +118,8 @@ class KfpRuns:
                 raise
 
     def experiment_id(self) -> str:
-        """Return the ID of the configured experiment, and create the experiment if it
-        does not exist."""
+        """Return the ID of the configured experiment, and create the experiment if it does not
+        exist."""
         name, namespace = self._experiment, self._namespace
         for _ in range(2):
             arguments = {"field": "experiments", "name": name, "namespace": namespace}
@@ -145,13 +140,13 @@ class KfpRuns:
 
     @contextmanager
     def _lock(self, name: str, store: Store | None) -> Generator[Run | float]:
-        """Lock the start of the run ``name``, and yield the monotonic time in seconds
-        at which the lock was acquired.
+        """Lock the start of the run ``name``, and yield the monotonic time in seconds at which the
+        lock was acquired.
 
-        If the run already exists, yield the run instead. If the process dies or gets no
-        response to its request, the lock remains. Other processes take the lock over
-        when its lease expires. By the time the lease expires, the server has either
-        executed the request or will never execute it.
+        If the run already exists, yield the run instead. If the process dies or gets no response to
+        its request, the lock remains. Other processes take the lock over when its lease expires. By
+        the time the lease expires, the server has either executed the request or will never execute
+        it.
         """
         if store is None:
             locked_at_s = time.monotonic()
@@ -172,8 +167,7 @@ class KfpRuns:
             store.delete(key)
 
     def _acquire(self, store: Store, key: str, name: str) -> Run | None:
-        """Acquire the lock for the run ``name``, or return the run as soon as it
-        exists."""
+        """Acquire the lock for the run ``name``, or return the run as soon as it exists."""
         token, seen_etag, since_s = uuid.uuid4().bytes, "", time.monotonic()
         while True:
             expired_etag = seen_etag if time.monotonic() - since_s > self._lease_s else None
@@ -224,8 +218,8 @@ class KfpRuns:
         )
 
     def _names_of(self, run: Any) -> tuple[str, str]:
-        """Names of the run's pipeline and version. A deleted pipeline or version is
-        represented by its ID."""
+        """Names of the run's pipeline and version. A deleted pipeline or version is represented by
+        its ID."""
         reference = run.pipeline_version_reference
         if reference is None:  # started from a file
             spec = run.pipeline_spec or {}
@@ -246,8 +240,8 @@ class KfpRuns:
         return self._versions[key]
 
     def _steps(self, run: Any) -> tuple[KfpStep, ...]:
-        """The run's tasks. KFP also lists drivers, executors and groups as tasks. The
-        pipeline spec identifies the actual tasks."""
+        """The run's tasks. KFP also lists drivers, executors and groups as tasks. The pipeline spec
+        identifies the actual tasks."""
         version = self._version(run) if run.pipeline_version_reference else None
         spec = version.pipeline_spec if version else run.pipeline_spec
         names = tasks_of(spec) if spec else None
@@ -272,8 +266,7 @@ def parameters_of(version: Any) -> Sequence[Parameter]:
 
 
 def parameters_in(root: Mapping[str, Any]) -> Sequence[Parameter]:
-    """The parameters declared by ``root``, the root component of a compiled
-    pipeline."""
+    """The parameters declared by ``root``, the root component of a compiled pipeline."""
     parameters = root.get("inputDefinitions", {}).get("parameters", {})
     return tuple(
         Parameter(
@@ -288,11 +281,11 @@ def parameters_in(root: Mapping[str, Any]) -> Sequence[Parameter]:
 
 
 def arguments_for(version: Any, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``values`` as arguments for a run of ``version``, with JSON objects merged
-    into the parameters' defaults.
+    """Return ``values`` as arguments for a run of ``version``, with JSON objects merged into the
+    parameters' defaults.
 
-    KFP replaces an entire default value. Without the merge, a run that sends only one
-    key of an object would lose the other keys.
+    KFP replaces an entire default value. Without the merge, a run that sends only one key of an
+    object would lose the other keys.
 
     Raises:
         SettingsError: a parameter is unknown, missing or has the wrong type.
@@ -356,8 +349,8 @@ def _utc(value: datetime | None) -> datetime | None:
 
 
 def _error(resource: Any) -> str:
-    """The error of a run or task. KFP reports the error in the resource or in the
-    resource's last state, and often omits the error."""
+    """The error of a run or task. KFP reports the error in the resource or in the resource's last
+    state, and often omits the error."""
     last = resource.state_history[-1].error if resource.state_history else None
     error = resource.error or last
     return (error.message or "") if error else ""

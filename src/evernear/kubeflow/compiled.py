@@ -1,5 +1,5 @@
-"""Prepare compiled pipelines for a cluster: set the image and defaults, or convert
-pipelines to Kubernetes manifests."""
+"""Prepare compiled pipelines for a cluster: set the image and defaults, or convert pipelines to
+Kubernetes manifests."""
 
 import json
 import re
@@ -23,8 +23,8 @@ from evernear.settings import PipelineSettings
 
 
 def for_cluster(pipeline: str, image: str, settings: PipelineSettings) -> bytes:
-    """The golden file of ``pipeline`` with ``image`` instead of the placeholder, and
-    with the limits, the accelerator and the Secret of ``settings``.
+    """The golden file of ``pipeline`` with ``image`` instead of the placeholder, and with the
+    limits, the accelerator and the Secret of ``settings``.
 
     Raises:
         SettingsError: ``pipeline`` is unknown, or ``image`` has no digest.
@@ -54,9 +54,8 @@ def for_cluster(pipeline: str, image: str, settings: PipelineSettings) -> bytes:
 def compile_pipelines(
     pipelines: Sequence[str] | None, image: str, defaults: list[str], cluster: PipelineSettings
 ) -> dict[str, bytes]:
-    """The named or all pipelines for a cluster, keyed by name. A default applies to
-    every pipeline that has a parameter with that name.
-    """
+    """The named or all pipelines for a cluster, keyed by name. A default applies to every pipeline
+    that has a parameter with that name."""
     compiled = {name: for_cluster(name, image, cluster) for name in pipelines or NAMES}
     declared = {name: compiled_parameters(content) for name, content in compiled.items()}
     arguments = from_words(defaults, [parameter for parameters in declared.values() for parameter in parameters])
@@ -64,8 +63,8 @@ def compile_pipelines(
 
 
 def words_of_section(words: Iterable[str]) -> tuple[list[str], list[str]]:
-    """The words of the ``pipeline`` section, which describe the server and the cluster,
-    and all others, which are defaults."""
+    """The words of the ``pipeline`` section, which describe the server and the cluster, and all
+    others, which are defaults."""
     words = list(words)
     of_section = [word for word in words if word.startswith("pipeline.")]
     return of_section, [word for word in words if word not in of_section]
@@ -122,8 +121,8 @@ def _dump(documents: list[Any]) -> bytes:
 
 
 def as_manifests(compiled: bytes, version: str, namespace: str) -> bytes:
-    """Convert ``compiled`` to Pipeline and PipelineVersion manifests for KFP in
-    Kubernetes-native mode."""
+    """Convert ``compiled`` to Pipeline and PipelineVersion manifests for KFP in Kubernetes-native
+    mode."""
     information = next(yaml.load_all(compiled, Loader=yaml.CSafeLoader))["pipelineInfo"]
     options = KubernetesManifestOptions(
         pipeline_display_name=information.get("displayName"),
@@ -143,7 +142,6 @@ def as_manifests(compiled: bytes, version: str, namespace: str) -> bytes:
 
 
 def version_name(pipeline: str, version: str) -> str:
-    """The name of a pipeline version in KFP. Unlike the display name, the name must be
-    unique in the namespace.
-    """
+    """The name of a pipeline version in KFP. Unlike the display name, the name must be unique in
+    the namespace."""
     return f"{pipeline}-{version}"

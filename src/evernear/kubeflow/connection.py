@@ -1,6 +1,5 @@
-"""The connection to the KFP API through ``kfp.Client``: credentials, retries,
-timeouts and error messages.
-"""
+"""The connection to the KFP API through ``kfp.Client``: credentials, retries, timeouts and error
+messages."""
 
 import ipaddress
 import itertools
@@ -30,9 +29,8 @@ IN_CLUSTER = "http://ml-pipeline.kubeflow.svc.cluster.local:8888"
 TIMEOUT_S = 30.0
 """Timeout of an API call. A request that starts a run waits for Argo's webhook."""
 ATTEMPTS = 4
-"""Attempts of an API call, over 3.5 s: a restarted API server answers again after some
-seconds, and callers that run for long try again themselves.
-"""
+"""Attempts of an API call, over 3.5 s: a restarted API server answers again after some seconds, and
+callers that run for long try again themselves."""
 BACKOFF_S = 0.5
 BACKOFF_CAP_S = 8.0
 PAGE_SIZE = 100
@@ -62,17 +60,17 @@ class Connection:
 
     @property
     def ui_url(self) -> str:
-        """URL of the KFP UI, or an empty string if only the API's cluster-internal
-        address is known."""
+        """URL of the KFP UI, or an empty string if only the API's cluster-internal address is
+        known."""
         internal = _is_inside_cluster(urlsplit(self.url).hostname or "")
         return (self.settings.ui_url or ("" if internal else self.url)).rstrip("/")
 
     def call(self, operation: str, **arguments: Any) -> Any:
-        """Call the operation named ``operation`` in KFP's Swagger file. Empty arguments
-        are omitted.
+        """Call the operation named ``operation`` in KFP's Swagger file. Empty arguments are
+        omitted.
 
-        Failed requests are retried. A request to create a resource is retried only if
-        the request was never sent.
+        Failed requests are retried. A request to create a resource is retried only if the request
+        was never sent.
 
         Raises:
             PipelineServerError: the API rejects the request, with its ``status``, or
@@ -117,12 +115,10 @@ class Connection:
                 return
 
     def find_by_name(self, operation: str, field: str, name: str, **arguments: Any) -> list[Any]:
-        """The listed resources whose display name is exactly ``name``.
-        The API's own filter ignores case.
-        """
+        """The listed resources whose display name is exactly ``name``. The API's own filter ignores
+        case."""
         predicate = {"operation": "EQUALS", "key": "display_name", "string_value": name}
-        # The API URL-decodes a filter twice. Without quoting,
-        # a + in a name would become a space.
+        # The API URL-decodes a filter twice. Without quoting, a + in a name would become a space.
         encoded = quote(json.dumps({"predicates": [predicate]}))
         matches = self.pages(operation, field, filter=encoded, **arguments)
         return [resource for resource in matches if resource.display_name == name]
@@ -130,13 +126,12 @@ class Connection:
     def _call_once(self, operation: str, arguments: Mapping[str, Any]) -> Any:
         method = next(getattr(s, f"{operation}_with_http_info") for s in self._services if hasattr(s, operation))
         try:
-            # The timeout is a pair, because the generated client ignores a single
-            # float.
+            # The timeout is a pair, because the generated client ignores a single float.
             response, _, headers = method(**arguments, _request_timeout=(TIMEOUT_S, TIMEOUT_S))
         except OSError as error:  # reading the mounted token failed, which happens for each request
             raise PipelineServerError(f"Cannot read the token for {self.url}: {error}.") from None
-        # An authenticating proxy returns its login page with status 200. kfp would
-        # parse the page as an empty list.
+        # An authenticating proxy returns its login page with status 200. kfp would parse the page
+        # as an empty list.
         if not headers.get("Content-Type", "").startswith("application/json"):
             raise PipelineServerError(
                 f"{self.url} returned a web page, probably a login page, instead of JSON: "
@@ -204,17 +199,16 @@ def _client(settings: PipelineSettings, url: str, environment: Mapping[str, str]
         warnings.simplefilter("ignore", FutureWarning)  # "only works with Kubeflow Pipeline v2.0.0-beta.2 and later"
         client = kfp.Client(
             host=url,
-            # Without a namespace, the kfp.Client constructor makes up to 5 attempts,
-            # 5 s apart, to request the server's mode. Each call sends the configured
-            # namespace instead.
+            # Without a namespace, the kfp.Client constructor makes up to 5 attempts, 5 s apart, to
+            # request the server's mode. Each call sends the configured namespace instead.
             namespace=settings.namespace or "-",
             existing_token=token,
             cookies=cookies,
             credentials=ServiceAccountTokenVolumeCredentials(str(mounted)) if mounted else None,
             ssl_ca_cert=str(settings.ca_file) if settings.ca_file else None,
         )
-    # kfp.Client supports neither timeouts nor response headers. The generated API
-    # client inside kfp.Client supports both features.
+    # kfp.Client supports neither timeouts nor response headers. The generated API client inside
+    # kfp.Client supports both features.
     api_client = client._run_api.api_client  # pyright: ignore[reportPrivateUsage]
     api_client.rest_client.pool_manager.connection_pool_kw["retries"] = urllib3.Retry(
         total=None, connect=0, read=0, other=0, redirect=5
@@ -223,8 +217,8 @@ def _client(settings: PipelineSettings, url: str, environment: Mapping[str, str]
 
 
 def _mounted_token(environment: Mapping[str, str]) -> Path | None:
-    """The pod's service account token file, or None if it does not exist or the
-    environment contains other credentials."""
+    """The pod's service account token file, or None if it does not exist or the environment
+    contains other credentials."""
     mounted = Path(environment.get(KF_PIPELINES_SA_TOKEN_ENV, KF_PIPELINES_SA_TOKEN_PATH))
     overridden = environment.get(TOKEN_VARIABLE) or environment.get(COOKIES_VARIABLE)
     return mounted if not overridden and mounted.exists() else None
@@ -247,8 +241,8 @@ def _never_sent(error: urllib3.exceptions.HTTPError) -> bool:
 
 
 def _message(error: ApiException) -> str:
-    """The error message in the API's JSON response. Uploads and other operations use
-    different error formats."""
+    """The error message in the API's JSON response. Uploads and other operations use different
+    error formats."""
     try:
         body = json.loads(error.body or "")
         message = body.get("message") or body["error_message"]

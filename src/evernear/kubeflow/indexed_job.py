@@ -1,9 +1,9 @@
-"""Run the parts of a step on several nodes with a Kubernetes Indexed Job,
-whose index is the part number.
+"""Run the parts of a step on several nodes with a Kubernetes Indexed Job, whose index is the part
+number.
 
-The pods come from a PodTemplate (``deploy/components/many-machines``), which a
-cluster's owner patches. This module adds the image and command. Parts and results pass
-through the store, so this process needs no access to pods.
+The pods come from a PodTemplate (``deploy/components/many-machines``), which a cluster's owner
+patches. This module adds the image and command. Parts and results pass through the store, so this
+process needs no access to pods.
 """
 
 import time
@@ -39,24 +39,22 @@ TEMPLATE = "evernear-parts"
 QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
 """The label with which the PodTemplate's owner chooses a LocalQueue of Kueue."""
 TIMEOUT_S = 23 * 3600
-"""``activeDeadlineSeconds`` of the Job. The step has an hour more, to combine the
-results."""
+"""``activeDeadlineSeconds`` of the Job. The step has an hour more, to combine the results."""
 RETRIES = 3
-"""``backoffLimitPerIndex``: retries of a part that failed, lost nodes apart. An error
-that would only occur again is not retried at all."""
+"""``backoffLimitPerIndex``: retries of a part that failed, lost nodes apart. An error that would
+only occur again is not retried at all."""
 CONTAINER = "part"
 """The container of the PodTemplate that runs the part."""
 KEEP_FINISHED_S = 3600
 """Seconds after which Kubernetes deletes a finished Job whose step was killed."""
 MAX_PARTS = 100_000
-"""Kubernetes' limit of ``completions`` with a parallelism above 10,000. No reasonable
-number of parts comes near it."""
+"""Kubernetes' limit of ``completions`` with a parallelism above 10,000. No reasonable number of
+parts comes near it."""
 
 
 @dataclass(frozen=True)
 class IndexedJob:
-    """An `Executor` that runs parts in the pods of an Indexed Job,
-    at most ``nodes`` at a time."""
+    """An `Executor` that runs parts in the pods of an Indexed Job, at most ``nodes`` at a time."""
 
     nodes: int
     settings: PartsJobSettings
@@ -66,8 +64,8 @@ class IndexedJob:
     def run(self, parts: Parts, numbers: Sequence[int], on_done: Callable[[int], None]) -> PodUsage | None:
         """Run the parts ``numbers``, like `Executor.run`.
 
-        A Job that an earlier attempt left behind is adopted if it is still running. A
-        pod whose part already has a result ends at once.
+        A Job that an earlier attempt left behind is adopted if it is still running. A pod whose
+        part already has a result ends at once.
 
         Raises:
             ClusterError: a part failed permanently, or the Job failed, disappeared,
@@ -151,11 +149,10 @@ def require_shared(uri: str, what: str) -> None:
 
 
 def indexed_job(parts: Parts, nodes: int, settings: PartsJobSettings, template: Tree) -> Tree:
-    """The manifest of the Job that runs ``parts``,
-    with pods from the PodTemplate ``template``.
+    """The manifest of the Job that runs ``parts``, with pods from the PodTemplate ``template``.
 
-    The Job's name contains the kind of the parts and a hash of their plan, so that
-    concurrent steps do not adopt each other's Jobs.
+    The Job's name contains the kind of the parts and a hash of their plan, so that concurrent steps
+    do not adopt each other's Jobs.
 
     Raises:
         SettingsError: no image is known, the template has no ``part`` container,
@@ -168,8 +165,8 @@ def indexed_job(parts: Parts, nodes: int, settings: PartsJobSettings, template: 
     if container is None:
         raise SettingsError(f"The PodTemplate {TEMPLATE} has no container {CONTAINER!r}; add one.")
     container["image"] = image_of(settings.image, "parts_job.image")
-    # The API server stores Always with the PodTemplate if its placeholder image has no
-    # tag. Without the field, it chooses the policy that suits the actual image.
+    # The API server stores Always with the PodTemplate if its placeholder image has no tag. Without
+    # the field, it chooses the policy that suits the actual image.
     if container.get("imagePullPolicy") == "Always":
         del container["imagePullPolicy"]
     container["command"] = ["python", "-m", "evernear.kubeflow.part"]
@@ -229,9 +226,8 @@ def _usage(manifest: Tree, status: Tree) -> PodUsage:
 
 
 def _has_ended(resource: Tree) -> bool:
-    """Whether the Job starts no more pods. A failed or deleted Job still exists
-    until its pods have terminated.
-    """
+    """Whether the Job starts no more pods. A failed or deleted Job still exists until its pods have
+    terminated."""
     ended = any(condition(resource, kind) for kind in ("Complete", "FailureTarget", "Failed"))
     return ended or "deletionTimestamp" in resource["metadata"]
 
@@ -243,8 +239,8 @@ def _has_pods(resource: Tree) -> bool:
 
 
 def _state(status: Tree) -> str:
-    """The number of pods per state, in words.
-    ``failed`` counts pods that were or will be retried."""
+    """The number of pods per state, in words. ``failed`` counts pods that were or will be
+    retried."""
     state = f"{status.get('ready') or 0} nodes run"
     return f"{state}, {status['failed']} pods failed" if status.get("failed") else state
 

@@ -1,5 +1,5 @@
-"""Manage the life cycle of a TrainJob or Job: create or adopt the object, and delete it
-at the end and on SIGTERM."""
+"""Manage the life cycle of a TrainJob or Job: create or adopt the object, and delete it at the end
+and on SIGTERM."""
 
 import os
 import signal
@@ -19,8 +19,7 @@ Tree = dict[str, Any]
 
 NAMESPACE_FILE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 START_GRACE_S = 600
-"""Seconds after a job's deadline within which the controller must report that the job
-has ended."""
+"""Seconds after a job's deadline within which the controller must report that the job has ended."""
 CREATION_TIMEOUT_S = 60
 """Seconds within which the controllers must create a job's pods."""
 MAX_EVENTS = 3
@@ -28,11 +27,11 @@ MAX_EVENTS = 3
 
 @contextmanager
 def owned(cluster: Cluster, manifest: Tree, is_stale: Callable[[Tree], bool], poll_s: float) -> Generator[str]:
-    """Create the object ``manifest``, yield the object's name, and delete the object
-    when the context exits.
+    """Create the object ``manifest``, yield the object's name, and delete the object when the
+    context exits.
 
-    An object from an earlier attempt is adopted if ``is_stale`` returns false. A stale
-    object is replaced.
+    An object from an earlier attempt is adopted if ``is_stale`` returns false. A stale object is
+    replaced.
 
     Raises:
         ClusterError: the cluster is unreachable or rejects the object.
@@ -67,16 +66,14 @@ def _create(cluster: Cluster, manifest: Tree, is_stale: Callable[[Tree], bool], 
 
 
 def condition(resource: Tree, kind: str) -> Tree | None:
-    """The resource's condition of type ``kind``, or None if the condition is not
-    true."""
+    """The resource's condition of type ``kind``, or None if the condition is not true."""
     conditions: list[Tree] = resource.get("status", {}).get("conditions") or []
     return next((item for item in conditions if item["type"] == kind and item["status"] == "True"), None)
 
 
 def reasons_for_no_pods(cluster: Cluster, resource: Tree) -> str:
-    """Explain in one line why a job has no pods, from the job's conditions and the
-    newest warnings about the job's objects.
-    """
+    """Explain in one line why a job has no pods, from the job's conditions and the newest warnings
+    about the job's objects."""
     conditions: list[Tree] = resource.get("status", {}).get("conditions") or []
     reasons = [f"condition {item['type']}: {_text(item)}" for item in conditions if item["status"] == "True"]
     reasons += newest_warnings(cluster, resource)
@@ -97,8 +94,7 @@ def newest_warnings(cluster: Cluster, resource: Tree) -> list[str]:
 
 
 def _is_about(subject: str, name: str) -> bool:
-    """Whether ``subject`` is the name of the job, its JobSet, or one of its Jobs or
-    pods."""
+    """Whether ``subject`` is the name of the job, its JobSet, or one of its Jobs or pods."""
     return subject == name or subject.startswith(f"{name}-")
 
 
@@ -108,8 +104,7 @@ def _text(item: Tree) -> str:
 
 
 def image_of(configured: str, setting: str) -> str:
-    """The image of the nodes. The configured image takes precedence over the pipeline's
-    image.
+    """The image of the nodes. The configured image takes precedence over the pipeline's image.
 
     Raises:
         SettingsError: neither image is known.
@@ -121,8 +116,8 @@ def image_of(configured: str, setting: str) -> str:
 
 
 def namespace_of(configured: str, setting: str, kind: str) -> str:
-    """The namespace of the job. The configured namespace takes precedence over this
-    pod's namespace.
+    """The namespace of the job. The configured namespace takes precedence over this pod's
+    namespace.
 
     Raises:
         SettingsError: neither namespace is known.

@@ -1,5 +1,4 @@
-"""Run a pipeline on this machine: start the process, follow the events, and read the
-outcome."""
+"""Run a pipeline on this machine: start the process, follow the events, and read the outcome."""
 
 import json
 import os
@@ -39,16 +38,16 @@ PAGE_FILE = "run.html"
 """File name of the run page in a run's directory."""
 LAST_OUTPUT_BYTES = 8192
 LOG_TIMEOUT_S = 10.0
-"""Maximum number of seconds to wait for the complete log after all steps have ended. A
-leftover process may keep the log open."""
+"""Maximum number of seconds to wait for the complete log after all steps have ended. A leftover
+process may keep the log open."""
 CLEAN_UP_S = 10.0
 """Seconds that interrupted steps have to clean up before they are killed."""
 EVENTS_MIN_FREE_BYTES = 64 * 1024
-"""Minimum free disk space. With less free space, a failed step may be unable to write
-its error to the event file."""
+"""Minimum free disk space. With less free space, a failed step may be unable to write its error to
+the event file."""
 STARTED_BY_VARIABLE = "_EVERNEAR_STARTED_BY"
-"""Environment variable with the user for whom another process, such as the console,
-starts a run. The default is the user of this process."""
+"""Environment variable with the user for whom another process, such as the console, starts a run.
+The default is the user of this process."""
 Pipeline = Literal["continuous_training", "reindex"]
 
 
@@ -70,8 +69,7 @@ class RunResult(Frozen):
     candidate: str | None = None
     """Version of the release that the run archived."""
     gate_settings: tuple[str, ...] = ()
-    """``key=value`` settings with which the gate would have promoted a held
-    candidate."""
+    """``key=value`` settings with which the gate would have promoted a held candidate."""
     next_steps: tuple[NextStep, ...] = ()
 
 
@@ -81,11 +79,9 @@ def run_pipeline(
     pipeline: Pipeline = "continuous_training",
     command: RunCommand | None = None,
 ) -> RunResult:
-    """Run ``pipeline`` with ``settings``,
-    and call ``show`` with each event as it happens.
+    """Run ``pipeline`` with ``settings``, and call ``show`` with each event as it happens.
 
-    ``command`` is the ``evernear`` command. The run page uses ``command`` to show the
-    next steps.
+    ``command`` is the ``evernear`` command. The run page uses ``command`` to show the next steps.
 
     Raises:
         BusyError: another run uses the working directory.
@@ -132,8 +128,8 @@ def require_utf8(settings: Settings) -> None:
 
 
 def _temporary_directory(workdir: Path) -> Path:
-    """The TMPDIR of the steps. The directory is deleted after the run, because kfp and
-    killed steps leave files there."""
+    """The TMPDIR of the steps. The directory is deleted after the run, because kfp and killed steps
+    leave files there."""
     return Path(tempfile.gettempdir()) / scratch_name(workdir.resolve())
 
 
@@ -168,8 +164,8 @@ def _follow(
     show: Callable[[Event], None],
     command: RunCommand,
 ) -> tuple[list[Event], dict[str, float]]:
-    """Run the pipeline process to completion. Return the events of failed steps, and
-    the duration of each step.
+    """Run the pipeline process to completion. Return the events of failed steps, and the duration
+    of each step.
 
     Raises:
         UserInterruptError: Ctrl-C was pressed. All processes of the run have ended.
@@ -213,9 +209,7 @@ def _interrupted(events: Sequence[Event]) -> str:
 
 
 def _silent_failure(directory: Path, status: int) -> Event:
-    """The event for a run that ended with ``status`` although no step recorded an
-    error.
-    """
+    """The event for a run that ended with ``status`` although no step recorded an error."""
     log = directory / "log.txt"
     if shutil.disk_usage(directory).free < EVENTS_MIN_FREE_BYTES:
         message, code = f"The disk that holds {directory} is full; free some space and run again.", StoreError.exit_code
@@ -238,8 +232,8 @@ def _pipeline_process(
     show: Callable[[Event], None],
     command: RunCommand,
 ) -> Generator[subprocess.Popen[bytes]]:
-    # The process runs in an empty directory,
-    # so that no step depends on files that are missing from the image.
+    # The process runs in an empty directory, so that no step depends on files that are missing from
+    # the image.
     empty = temporary / "empty"
     with disk_errors(empty):
         empty.mkdir()
@@ -281,8 +275,7 @@ def _pipeline_process(
 
 
 def _interrupt(process: "subprocess.Popen[bytes]") -> None:
-    """Interrupt the steps, so that they undo a deployment and remove temporary
-    files."""
+    """Interrupt the steps, so that they undo a deployment and remove temporary files."""
     steps = _descendants(process)
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGINT)
@@ -291,8 +284,7 @@ def _interrupt(process: "subprocess.Popen[bytes]") -> None:
 
 
 def _end(process: "subprocess.Popen[bytes]") -> None:
-    """Kill all processes that are still running after the run ended or was
-    interrupted."""
+    """Kill all processes that are still running after the run ended or was interrupted."""
     steps = _descendants(process)
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
@@ -329,8 +321,7 @@ def pipeline_arguments(settings: Settings) -> dict[str, object]:
 
 
 def last_outcome(workdir: Path) -> RunOutcome | None:
-    """The outcome of the last run in ``workdir`` that ended, or None before the first
-    one."""
+    """The outcome of the last run in ``workdir`` that ended, or None before the first one."""
     directories = run_directories(workdir) if (workdir / "runs").is_dir() else []
     outcomes = (path for directory in reversed(directories) for path in directory.glob("*/notify/outcome*"))
     newest = next(outcomes, None)

@@ -1,5 +1,5 @@
-"""Choose where the parts of a step run: in the step's process, or on several nodes
-(`data.nodes`, `index.nodes`, `evaluation.nodes`).
+"""Choose where the parts of a step run: in the step's process, or on several nodes (`data.nodes`,
+`index.nodes`, `evaluation.nodes`).
 
 The Kubernetes client is imported only if a step uses other nodes.
 """
@@ -24,8 +24,8 @@ from evernear.settings.parts_job import Nodes
 AUTO = "auto"
 NO_INPUTS: Mapping[str, Path] = {}
 WORTH_A_NODE_S = 600.0
-"""Seconds of work for which ``auto`` adds a node. This is several times the start-up
-time of a pod and its libraries."""
+"""Seconds of work for which ``auto`` adds a node. This is several times the start-up time of a pod
+and its libraries."""
 
 
 @dataclass
@@ -36,9 +36,8 @@ class StepNodes:
     chosen: RunSettings
     report: Callable[[str], None]
     ran: PartsRecord | None = None
-    """How pods ran the last plan, or None if no pods ran parts. An ingest that
-    continues after a kill has several plans.
-    """
+    """How pods ran the last plan, or None if no pods ran parts. An ingest that continues after a
+    kill has several plans."""
 
     @property
     def is_one(self) -> bool:
@@ -50,11 +49,11 @@ class StepNodes:
         return self.ran.summary() if self.ran else ""
 
     def run(self, parts: Parts, open_here: OpenWorker, inputs: Mapping[str, Path] = NO_INPUTS) -> None:
-        """Run all parts in ``parts`` that have no result.
-        ``open_here`` opens the worker of this process.
+        """Run all parts in ``parts`` that have no result. ``open_here`` opens the worker of this
+        process.
 
-        Each directory of ``inputs`` is copied to the folder of the store that is its
-        key, if workers run on other machines. If pods ran parts, `ran` is set.
+        Each directory of ``inputs`` is copied to the folder of the store that is its key, if
+        workers run on other machines. If pods ran parts, `ran` is set.
 
         Raises:
             EvernearError: a part or the Job failed. See
@@ -93,11 +92,10 @@ class StepNodes:
 
 @dataclass(frozen=True)
 class Auto:
-    """Runs parts in this process until the remaining time,
-    estimated from the last part, is worth more nodes.
+    """Runs parts in this process until the remaining time, estimated from the last part, is worth
+    more nodes.
 
-    Parts whose results are cached are fast, wherever they are in the order,
-    so they start no Job.
+    Parts whose results are cached are fast, wherever they are in the order, so they start no Job.
     """
 
     max_nodes: int
@@ -120,17 +118,17 @@ class Auto:
 
 
 def nodes_for(left_s: float, parts: int, max_nodes: int) -> int:
-    """The number of nodes for ``left_s`` seconds of work in ``parts``,
-    one for each `WORTH_A_NODE_S`."""
+    """The number of nodes for ``left_s`` seconds of work in ``parts``, one for each
+    `WORTH_A_NODE_S`."""
     return min(max_nodes, parts, math.ceil(left_s / WORTH_A_NODE_S))
 
 
 def nodes_for_uris(nodes: str, **uris: str) -> Nodes:
-    """Parse a number of nodes, or ``auto``, of a step that reads or writes ``uris``,
-    which have the names of the step's parameters.
+    """Parse a number of nodes, or ``auto``, of a step that reads or writes ``uris``, which have the
+    names of the step's parameters.
 
-    With ``auto``, the step's process runs all parts if other nodes cannot reach one of
-    the ``uris``.
+    With ``auto``, the step's process runs all parts if other nodes cannot reach one of the
+    ``uris``.
 
     Raises:
         SettingsError: one of the ``uris`` is empty, or ``nodes`` is neither a number

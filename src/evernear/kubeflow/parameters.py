@@ -1,10 +1,9 @@
-"""Build the parameters of a run from a user's ``key=value`` words, this process's
-settings, and the caller.
+"""Build the parameters of a run from a user's ``key=value`` words, this process's settings, and the
+caller.
 
-Keys are setting names of the form ``section.key``. A setting that is a pipeline
-parameter (`evernear.settings.PARAMETERS`) can also be set by the parameter's name. Only
-parameters that are set are sent. The other parameters use the pipeline's defaults,
-which may have been set at upload.
+Keys are setting names of the form ``section.key``. A setting that is a pipeline parameter
+(`evernear.settings.PARAMETERS`) can also be set by the parameter's name. Only parameters that are
+set are sent. The other parameters use the pipeline's defaults, which may have been set at upload.
 """
 
 import difflib
@@ -37,9 +36,8 @@ def from_settings(settings: Settings, known: Sequence[Parameter]) -> dict[str, A
     """The run arguments that ``settings`` sets, limited to the pipeline's parameters
     (``known``).
 
-    The store is always sent, because the caller reads the outcome from the store. The
-    ``local`` target is not sent, because ``local`` refers to this machine, not the
-    cluster.
+    The store is always sent, because the caller reads the outcome from the store. The ``local``
+    target is not sent, because ``local`` refers to this machine, not the cluster.
     """
     sections = set(RunSettings.model_fields) - {"workdir", "store", "target"}
     tree: dict[str, Any] = settings.model_dump(mode="json", include=sections, exclude_unset=True, exclude_none=True) | {
@@ -104,9 +102,8 @@ def for_pipeline(arguments: Mapping[str, Any], known: Sequence[Parameter]) -> di
 
 
 def _is_setting(name: str, names: Container[str]) -> bool:
-    """Whether a pipeline with the parameters ``names`` takes the value of a parameter
-    of other pipelines as a setting, as promote and rollback take the serving image.
-    """
+    """Whether a pipeline with the parameters ``names`` takes the value of a parameter of other
+    pipelines as a setting, as promote and rollback take the serving image."""
     return name == "serving_image" and name not in names and "target" in names
 
 
@@ -123,8 +120,8 @@ def split_words(text: str) -> list[str]:
 
 
 def combine(*arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Merge ``arguments``. Later arguments override earlier arguments. JSON objects are
-    merged key by key."""
+    """Merge ``arguments``. Later arguments override earlier arguments. JSON objects are merged key
+    by key."""
     combined: dict[str, Any] = {}
     for mapping in arguments:
         merge(combined, mapping)
@@ -132,8 +129,7 @@ def combine(*arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def caller() -> str:
-    """The caller of this process: a GitHub Actions workflow and its actor, or a user
-    and host."""
+    """The caller of this process: a GitHub Actions workflow and its actor, or a user and host."""
     if os.environ.get("GITHUB_ACTIONS") == "true":
         environment = {name: os.environ.get(f"GITHUB_{name}", "") for name in ("EVENT_NAME", "SHA", "ACTOR", "RUN_ID")}
         return (
@@ -144,11 +140,11 @@ def caller() -> str:
 
 
 def _validate_settings(arguments: Mapping[str, Any], by_name: Mapping[str, Parameter]) -> dict[str, Any]:
-    """Validate the ``settings`` argument, if present, and convert the values to the
-    settings' types.
+    """Validate the ``settings`` argument, if present, and convert the values to the settings'
+    types.
 
-    All settings are validated together with the pipeline's defaults, because the
-    validity of one setting may depend on other settings.
+    All settings are validated together with the pipeline's defaults, because the validity of one
+    setting may depend on other settings.
     """
     defaults = {name: by_name[name].default for name in ("preset", "settings") if name in by_name}
     combined = combine(defaults, arguments)

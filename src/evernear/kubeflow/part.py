@@ -1,9 +1,8 @@
 """Run a part of a step in a separate process:
 ``python -m evernear.kubeflow.part STORE FOLDER``, the command of an Indexed Job.
 
-The part number is the index in ``JOB_COMPLETION_INDEX``, which Kubernetes sets. An
-error that would only occur again ends the process with `FINAL_EXIT_CODE`, so that the
-Job does not repeat the part.
+The part number is the index in ``JOB_COMPLETION_INDEX``, which Kubernetes sets. An error that would
+only occur again ends the process with `FINAL_EXIT_CODE`, so that the Job does not repeat the part.
 """
 
 import os

@@ -1,6 +1,5 @@
-"""Check at the start of a run what its later steps need, because an error here saves
-hours of training.
-"""
+"""Check at the start of a run what its later steps need, because an error here saves hours of
+training."""
 
 from evernear.common.plugins import FAISS, index_backend
 from evernear.common.store import open_store
@@ -13,8 +12,8 @@ from evernear.settings.weight_packages import PREFIX
 
 
 def require_runnable(chosen: RunSettings) -> None:
-    """Check the pretrained weights, the source, the deployment target, the nodes and
-    the index backend.
+    """Check the pretrained weights, the source, the deployment target, the nodes and the index
+    backend.
 
     Raises:
         EvernearError: a later step of a run with these settings would fail.

@@ -45,15 +45,14 @@ class Schedule(Frozen):
     state: Literal["enabled", "disabled"]
     created: datetime
     next_run: datetime | None
-    """The next start, assuming that the server's time zone is UTC. The value is None if
-    the schedule is disabled, or if another client wrote it in another form."""
+    """The next start, assuming that the server's time zone is UTC. The value is None if the
+    schedule is disabled, or if another client wrote it in another form."""
 
 
 class Publisher:
     """Uploads and schedules pipelines on one server.
 
-    Every method raises `PipelineServerError` if the server is unreachable or rejects
-    the request.
+    Every method raises `PipelineServerError` if the server is unreachable or rejects the request.
     """
 
     def __init__(self, settings: PipelineSettings) -> None:
@@ -62,8 +61,8 @@ class Publisher:
         self.runs = KfpRuns(settings, self._kfp)
 
     def upload(self, compiled: bytes, version: str) -> Uploaded:
-        """Upload ``compiled`` as ``version`` of its pipeline,
-        unless the same version already exists.
+        """Upload ``compiled`` as ``version`` of its pipeline, unless the same version already
+        exists.
 
         Raises:
             PipelineServerError:
@@ -92,13 +91,13 @@ class Publisher:
         return _uploaded(pipeline, existing, new=False)
 
     def schedule(self, pipeline: str, cron: str, parameters: Mapping[str, Any]) -> Schedule:
-        """Schedule the newest version of ``pipeline`` with ``cron``, and replace any
-        previous schedule.
+        """Schedule the newest version of ``pipeline`` with ``cron``, and replace any previous
+        schedule.
 
-        KFP cannot update a recurring run, so a new recurring run is created. The old
-        recurring run is disabled before the new recurring run is created, so that a
-        start due in between is skipped rather than duplicated. If KFP rejects the new
-        recurring run, the old recurring run is enabled again.
+        KFP cannot update a recurring run, so a new recurring run is created. The old recurring run
+        is disabled before the new recurring run is created, so that a start due in between is
+        skipped rather than duplicated. If KFP rejects the new recurring run, the old recurring run
+        is enabled again.
 
         Raises:
             SettingsError: the schedule is not valid,
@@ -137,16 +136,14 @@ class Publisher:
         return _schedule(created)
 
     def unschedule(self, pipeline: str) -> int:
-        """Delete the schedules of ``pipeline``, and return the number of deleted
-        schedules. Active runs continue.
-        """
+        """Delete the schedules of ``pipeline``, and return the number of deleted schedules. Active
+        runs continue."""
         existing = self._recurring_runs(pipeline)
         self._delete(existing)
         return len(existing)
 
     def schedules(self) -> list[Schedule]:
-        """All cron schedules on the server,
-        including schedules that other clients created."""
+        """All cron schedules on the server, including schedules that other clients created."""
         recurring_runs = self._kfp.pages(
             "recurring_run_service_list_recurring_runs", "recurring_runs", namespace=self._namespace
         )
@@ -184,8 +181,8 @@ class Publisher:
 
     def _delete(self, recurring_runs: list[Any]) -> None:
         for recurring in recurring_runs:
-            # Without ORPHAN, Kubernetes would also delete the workflows of the
-            # schedule's runs, including active runs.
+            # Without ORPHAN, Kubernetes would also delete the workflows of the schedule's runs,
+            # including active runs.
             self._update(recurring, "recurring_run_service_delete_recurring_run", propagation_policy="ORPHAN")
 
     def _update(self, recurring: Any, operation: str, **arguments: str) -> None:
@@ -214,8 +211,8 @@ def _schedule(recurring: Any) -> Schedule:
 
 
 def _with_seconds(cron: str) -> str:
-    """The schedule for KFP, which reads the seconds first. Without them, it would run
-    ``0 3 * * *`` at minute 3 of every hour.
+    """The schedule for KFP, which reads the seconds first. Without them, it would run ``0 3 * * *``
+    at minute 3 of every hour.
 
     Raises:
         SettingsError: it does not have five valid fields.
@@ -248,8 +245,8 @@ def _documents(compiled: bytes) -> tuple[dict[str, Any], dict[str, Any] | None]:
 
 
 def _normalize(spec: Mapping[str, Any], platform: Mapping[str, Any] | None) -> tuple[Any, Any]:
-    """Convert the specs to protocol buffers for comparison, because the server
-    reformats numbers and removes empty fields."""
+    """Convert the specs to protocol buffers for comparison, because the server reformats numbers
+    and removes empty fields."""
     return (
         json_format.ParseDict(dict(spec), PipelineSpec()),
         json_format.ParseDict(dict(platform or {}), PlatformSpec()),

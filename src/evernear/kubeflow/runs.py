@@ -63,11 +63,9 @@ class Run(Frozen):
     """The idempotency key with which the run was started."""
     error: str = ""
     url: str = ""
-    """The URL of the run's page in the KFP UI, or an empty string if the UI's URL is
-    unknown."""
+    """The URL of the run's page in the KFP UI, or an empty string if the UI's URL is unknown."""
     steps: tuple[KfpStep, ...] = ()
-    """Steps in start order. Only `evernear.kubeflow.client.KfpRuns.show` sets the
-    steps."""
+    """Steps in start order. Only `evernear.kubeflow.client.KfpRuns.show` sets the steps."""
 
 
 class Parameter(Frozen):
@@ -75,8 +73,7 @@ class Parameter(Frozen):
 
     name: str
     type: str
-    """KFP's type name: STRING, NUMBER_INTEGER, NUMBER_DOUBLE, BOOLEAN,
-    STRUCT or LIST."""
+    """KFP's type name: STRING, NUMBER_INTEGER, NUMBER_DOUBLE, BOOLEAN, STRUCT or LIST."""
     default: Any = None
     description: str = ""
     required: bool = False

@@ -1,11 +1,9 @@
-"""Train on several nodes by creating, following and deleting a Kubeflow Trainer
-TrainJob.
+"""Train on several nodes by creating, following and deleting a Kubeflow Trainer TrainJob.
 
-The TrainJob refers to a TrainingRuntime (``deploy/components/multi-node-training``),
-which defines the pods except for the image and command. Input, progress and result pass
-through the object store (`evernear.embedding.node`), so this process needs no access to
-pods. This process needs permission only to create, read and delete TrainJobs and to
-list events.
+The TrainJob refers to a TrainingRuntime (``deploy/components/multi-node-training``), which defines
+the pods except for the image and command. Input, progress and result pass through the object store
+(`evernear.embedding.node`), so this process needs no access to pods. This process needs permission
+only to create, read and delete TrainJobs and to list events.
 """
 
 import time
@@ -53,12 +51,12 @@ def run_train_job(
     on_epoch: Callable[[Epoch], None],
     report: Callable[[str], None],
 ) -> None:
-    """Train by ``recipe`` on ``recipe.nodes`` nodes.
-    The result is the last checkpoint in the store.
+    """Train by ``recipe`` on ``recipe.nodes`` nodes. The result is the last checkpoint in the
+    store.
 
-    A TrainJob from an earlier attempt of the same ``run`` is replaced if it failed, and
-    adopted otherwise. ``report`` is called with the state of the nodes. ``on_epoch`` is
-    called with each finished epoch.
+    A TrainJob from an earlier attempt of the same ``run`` is replaced if it failed, and adopted
+    otherwise. ``report`` is called with the state of the nodes. ``on_epoch`` is called with each
+    finished epoch.
 
     Raises:
         TrainingError: the TrainJob failed, disappeared or exceeded its deadline, or
@@ -87,9 +85,8 @@ def run_train_job(
 def train_job(run: str, recipe: TrainingChoices, chosen: RunSettings) -> Tree:
     """The TrainJob manifest for the run ``run``.
 
-    The name is an RFC 1035 label of at most 63 characters, as the
-    CustomResourceDefinition requires. The name is short enough to leave room for the
-    suffixes of the pod names.
+    The name is an RFC 1035 label of at most 63 characters, as the CustomResourceDefinition
+    requires. The name is short enough to leave room for the suffixes of the pod names.
 
     Raises:
         SettingsError: the image is unknown.
@@ -167,16 +164,15 @@ def _follow(
 
 
 def _has_jobs(resource: Tree) -> bool:
-    """Whether at least one Job has pods, has ended, or is suspended, for example by a
-    queue."""
+    """Whether at least one Job has pods, has ended, or is suspended, for example by a queue."""
     counts = ("ready", "succeeded", "failed", "active", "suspended")
     suspended = condition(resource, "Suspended") is not None
     return suspended or any(job.get(count) for job in _jobs(resource) for count in counts)
 
 
 def _nodes_ready(resource: Tree, nodes: int) -> str:
-    """Describe how many nodes are ready. ``jobsStatus`` counts Jobs. A Job is ready
-    when all nodes of the Job are ready."""
+    """Describe how many nodes are ready. ``jobsStatus`` counts Jobs. A Job is ready when all nodes
+    of the Job are ready."""
     jobs = _jobs(resource)
     is_ready = bool(jobs) and all(job["ready"] or job["succeeded"] for job in jobs)
     return f"{nodes} of {nodes} nodes ready" if is_ready else f"waiting until all {nodes} nodes are ready"

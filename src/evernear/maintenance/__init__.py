@@ -1,2 +1,1 @@
-"""Find references in a store, check and repair the store, and delete unneeded
-objects."""
+"""Find references in a store, check and repair the store, and delete unneeded objects."""

@@ -1,13 +1,13 @@
-"""Check every object that a release, a dataset head or the champion pointer needs, and
-repair the damaged objects that can be recreated.
+"""Check every object that a release, a dataset head or the champion pointer needs, and repair the
+damaged objects that can be recreated.
 
 The check includes the labels of live queries, because lost labels cannot be recreated.
 
-`check_store` reads every needed object and verifies the object's hash. `repair` leaves
-damaged shards out of a dataset's newest snapshot, so that the next run reads their
-images again, and rebuilds ledgers from shards and release records from archives. If the
-manifest of the newest snapshot is damaged, `repair` returns to an earlier snapshot.
-Nothing is deleted. Other damage is only reported, with its consequence.
+`check_store` reads every needed object and verifies the object's hash. `repair` leaves damaged
+shards out of a dataset's newest snapshot, so that the next run reads their images again, and
+rebuilds ledgers from shards and release records from archives. If the manifest of the newest
+snapshot is damaged, `repair` returns to an earlier snapshot. Nothing is deleted. Other damage is
+only reported, with its consequence.
 """
 
 import tempfile
@@ -43,11 +43,11 @@ class Damage(Frozen):
     key: str
     reason: str
     needed_by: tuple[str, ...]
-    """The owners that need the object, such as "release 20261120.162250.af2fb66c", "the
-    newest snapshot of birds" or "live accuracy"."""
+    """The owners that need the object, such as "release 20261120.162250.af2fb66c", "the newest
+    snapshot of birds" or "live accuracy"."""
     repaired: str = ""
-    """The action that `repair` took, or an empty string if the object is still missing
-    or damaged."""
+    """The action that `repair` took, or an empty string if the object is still missing or
+    damaged."""
     consequence: str = ""
     """The effect of the damage, and the next step for the operator."""
 
@@ -58,8 +58,8 @@ class Damage(Frozen):
 
     @property
     def dataset(self) -> str:
-        """The dataset that the object belongs to, or an empty string if the object
-        belongs to no dataset."""
+        """The dataset that the object belongs to, or an empty string if the object belongs to no
+        dataset."""
         return self.key.split("/")[1] if self.key.startswith(DATASETS) else ""
 
 
@@ -73,11 +73,11 @@ def check_store(store: Store, report: Report = lambda _: None) -> list[Damage]:
 
 
 def repair(store: Store, settings: DataSettings, *, moved: bool, report: Report = lambda _: None) -> list[Damage]:
-    """Repair damaged objects where possible, and return all damage, repaired or not. If
-    the process is killed, call the function again.
+    """Repair damaged objects where possible, and return all damage, repaired or not. If the process
+    is killed, call the function again.
 
-    Images that their sources no longer list are named. If ``moved`` is true,
-    ``settings.source`` is listed instead.
+    Images that their sources no longer list are named. If ``moved`` is true, ``settings.source`` is
+    listed instead.
 
     Raises:
         BusyError: a prune or another repair is in progress.
@@ -104,8 +104,8 @@ def _repair(store: Store, settings: DataSettings, moved: bool, report: Report) -
 
 
 def _damages(store: Store, intact: set[str], report: Report) -> list[Damage]:
-    """The missing and damaged objects of a store, sorted by `_order`. Objects whose key
-    is in ``intact`` are not read again."""
+    """The missing and damaged objects of a store, sorted by `_order`. Objects whose key is in
+    ``intact`` are not read again."""
     owners: defaultdict[str, dict[str, None]] = defaultdict(dict)
     hashes: dict[str, str] = {}
     reasons: dict[str, str] = {}
@@ -145,8 +145,8 @@ def _fault(store: Store, key: str, sha256: str, scratch: Path) -> str | None:
 
 
 def _order(key: str) -> tuple[int, str]:
-    """A sort key. Documents precede the objects that they reference. Ledgers precede
-    shards, because a shard is left out of the newest snapshot by its ledger."""
+    """A sort key. Documents precede the objects that they reference. Ledgers precede shards,
+    because a shard is left out of the newest snapshot by its ledger."""
     folders = (CHAMPION, MANIFESTS, HISTORY, ARCHIVES, "head.json", "/manifests/", "/ledgers/", "/shards/")
     return next((number for number, folder in enumerate(folders) if folder in key), len(folders)), key
 
@@ -160,8 +160,7 @@ class _Repair:
         """Damaged shards of newest snapshots."""
 
     def repair(self, damage: Damage) -> Damage:
-        """Return ``damage`` with the action taken, or with the reason why repair is
-        impossible."""
+        """Return ``damage`` with the action taken, or with the reason why repair is impossible."""
         if damage.key == CHAMPION:  # a person decides which release is live
             return damage
         if "/shards/" in damage.key:
@@ -175,8 +174,7 @@ class _Repair:
         return damage.model_copy(update={"repaired": repaired})
 
     def leave_out_lost_shards(self) -> Iterator[Damage]:
-        """Make each damaged newest snapshot readable by leaving out its damaged
-        shards."""
+        """Make each damaged newest snapshot readable by leaving out its damaged shards."""
         for dataset in sorted({damage.dataset for damage in self._lost}):
             lost = [damage for damage in self._lost if damage.dataset == dataset]
             snapshots = Snapshots(self._store, dataset)
@@ -206,8 +204,8 @@ class _Repair:
         )
 
     def _act(self, damage: Damage) -> str:
-        """Repair an object, and return the action taken.
-        Raises `IntegrityError` if no repair is possible."""
+        """Repair an object, and return the action taken. Raises `IntegrityError` if no repair is
+        possible."""
         folder, name = PurePosixPath(damage.key).parent.name, PurePosixPath(damage.key).stem
         snapshots = Snapshots(self._store, damage.dataset)
         if damage.key.startswith(MANIFESTS):
@@ -221,8 +219,8 @@ class _Repair:
         raise IntegrityError("It cannot be made again from anything else in the store or the source.")
 
     def _reset_head(self, snapshots: Snapshots) -> str:
-        """Reset the head to the newest snapshot with an intact manifest. If no manifest
-        is intact, the dataset starts over."""
+        """Reset the head to the newest snapshot with an intact manifest. If no manifest is intact,
+        the dataset starts over."""
         intact = dict(snapshots.manifests())
         parents = {manifest.parent for manifest in intact.values()}
         last = max(intact, key=lambda digest: (digest not in parents, intact[digest].created), default=None)
@@ -238,8 +236,8 @@ class _Repair:
 
 
 def explained(store: Store, damages: Iterable[Damage]) -> Iterator[Damage]:
-    """Yield each damage with its consequence. A lost shard of an earlier snapshot is no
-    damage if images of the newest snapshot stand in for all of its images."""
+    """Yield each damage with its consequence. A lost shard of an earlier snapshot is no damage if
+    images of the newest snapshot stand in for all of its images."""
     for damage in damages:
         consequence = _consequence(damage)
         if "/shards/" in damage.key and not damage.in_newest:

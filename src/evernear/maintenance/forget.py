@@ -1,9 +1,9 @@
 """Remove from a store all traces of images that the source no longer has.
 
-An image is *removed* if a stored snapshot of a dataset contains the image and the
-dataset's newest snapshot does not. A snapshot is *affected* if it contains a removed
-image. A release is affected if it was built from an affected snapshot or if its network
-was trained on an affected snapshot. `find` only reads. `forget_images` deletes:
+An image is *removed* if a stored snapshot of a dataset contains the image and the dataset's newest
+snapshot does not. A snapshot is *affected* if it contains a removed image. A release is affected if
+it was built from an affected snapshot or if its network was trained on an affected snapshot. `find`
+only reads. `forget_images` deletes:
 
 - affected releases, with their archives and Milvus collections
 - affected snapshots, the shards that no other snapshot has,
@@ -14,10 +14,9 @@ was trained on an affected snapshot. `find` only reads. `forget_images` deletes:
   snapshot
 - logged queries and submitted images that may show a class of a removed image
 
-The champion is never deleted. `forget_images` refuses to run while the champion is
-affected. If the gate's anchor is deleted, the champion becomes the anchor. Shards and
-snapshots are deleted last, so that a repeated call after a kill still finds the removed
-images.
+The champion is never deleted. `forget_images` refuses to run while the champion is affected. If the
+gate's anchor is deleted, the champion becomes the anchor. Shards and snapshots are deleted last, so
+that a repeated call after a kill still finds the removed images.
 """
 
 import base64
@@ -66,11 +65,11 @@ class Forgotten(Frozen):
     """The classes of the removed images."""
     releases: tuple[str, ...]
     champion: str | None
-    """The champion's version, or None if the champion is not affected. If the champion
-    is affected, nothing can be deleted."""
+    """The champion's version, or None if the champion is not affected. If the champion is affected,
+    nothing can be deleted."""
     anchor: str | None
-    """The anchor's version, or None if the gate's anchor is not deleted. The champion
-    replaces a deleted anchor."""
+    """The anchor's version, or None if the gate's anchor is not deleted. The champion replaces a
+    deleted anchor."""
     snapshots: tuple[str, ...]
     """Affected snapshots, as ``<dataset>/<digest>``."""
     shards: int
@@ -86,8 +85,8 @@ class Forgotten(Frozen):
     submissions: int
     """Number of images that users submitted for review."""
     unreadable: tuple[str, ...] = ()
-    """Damaged release records, query log files, answers and submissions. Their contents
-    are unknown."""
+    """Damaged release records, query log files, answers and submissions. Their contents are
+    unknown."""
 
 
 @dataclass(frozen=True)
@@ -117,8 +116,8 @@ def find(store: Store) -> Forgotten:
 
 
 def forget_images(store: Store) -> Forgotten:
-    """Delete removed images and all objects made from them. If the process is killed,
-    call the function again.
+    """Delete removed images and all objects made from them. If the process is killed, call the
+    function again.
 
     No ingest may run during the call.
 
@@ -209,12 +208,12 @@ class _Forgetting:
         dataset.snapshots.interrupt_ingests()
 
     def _affected_releases(self) -> list[str]:
-        """Releases that were built from an affected snapshot, or whose network was
-        trained on an affected snapshot.
+        """Releases that were built from an affected snapshot, or whose network was trained on an
+        affected snapshot.
 
-        A network's description file names the network's training snapshot. A reindex
-        copies the description file, so the oldest release with the same file was built
-        from the training snapshot.
+        A network's description file names the network's training snapshot. A reindex copies the
+        description file, so the oldest release with the same file was built from the training
+        snapshot.
         """
         clean = {manifest.digest for dataset in self._datasets for manifest in dataset.clean}
         published = set(self._registry.list())
@@ -240,8 +239,8 @@ class _Forgetting:
                     yield info.key
 
     def _stale_pages(self) -> Iterator[str]:
-        """Run pages, sample images and the list of suspect labels, except objects whose
-        snapshot is known to be clean."""
+        """Run pages, sample images and the list of suspect labels, except objects whose snapshot is
+        known to be clean."""
         clean = {manifest.digest for dataset in self._datasets for manifest in dataset.clean}
         for info in self._store.list(RUNS):
             run, _, name = info.key.removeprefix(RUNS).partition("/")
@@ -258,8 +257,8 @@ class _Forgetting:
         yield SUSPECTS
 
     def _affected_queries(self) -> Iterator[tuple[str, tuple[bytes, int]]]:
-        """Yield each affected query log file, the file's remaining content, and the
-        number of deleted queries."""
+        """Yield each affected query log file, the file's remaining content, and the number of
+        deleted queries."""
         for info in self._store.list(QUERIES) if self._labels else ():
             if closed_at(info.key) is None:
                 continue
@@ -285,8 +284,8 @@ class _Forgetting:
                 yield info.key
 
     def _affected_originals(self) -> Iterator[str]:
-        """Original files of affected submissions, and orphaned files that a killed
-        process left behind."""
+        """Original files of affected submissions, and orphaned files that a killed process left
+        behind."""
         affected = {PurePosixPath(key).stem for key in self._submissions}
         others = {PurePosixPath(info.key).stem for info in self._store.list(SUBMITTED)} - affected
         for info in self._store.list(ORIGINALS) if self._labels else ():
@@ -300,8 +299,8 @@ class _Forgetting:
         return not self._labels.isdisjoint((query.pred, *query.candidates, *given))
 
     def _labels_given(self) -> dict[str, frozenset[str]]:
-        """The labels that users gave to images in the query log. A prediction cannot
-        name a class that the release does not contain, but a label can."""
+        """The labels that users gave to images in the query log. A prediction cannot name a class
+        that the release does not contain, but a label can."""
         try:
             return labels_given(self._store) if self._labels else {}
         except IntegrityError:
@@ -310,8 +309,7 @@ class _Forgetting:
 
 
 def _sha256(encoded: str) -> str:
-    """The hash of a base64-encoded image, or an empty string if the image is missing or
-    damaged."""
+    """The hash of a base64-encoded image, or an empty string if the image is missing or damaged."""
     try:
         return sha256_bytes(base64.b64decode(encoded, validate=True)) if encoded else ""
     except ValueError:
@@ -348,8 +346,8 @@ def _state(store: Store, name: str) -> _DatasetState:
 
 
 def _removed(dataset: Dataset, shard: Shard, current: Digests) -> dict[bytes, str]:
-    """Return the classes of the shard's images that are missing from ``current``, keyed
-    by image digest."""
+    """Return the classes of the shard's images that are missing from ``current``, keyed by image
+    digest."""
     removed: dict[bytes, str] = {}
     for block in dataset.shard_blocks(shard):
         for row in np.flatnonzero(~_contains(current, np.ascontiguousarray(block.digests).view("S32").ravel())):
@@ -358,7 +356,7 @@ def _removed(dataset: Dataset, shard: Shard, current: Digests) -> dict[bytes, st
 
 
 def _contains(current: Digests, digests: Digests) -> NDArray[np.bool_]:
-    """For each digest in ``digests`` (N,), whether ``current`` contains the digest.
-    ``current`` is sorted and not empty."""
+    """For each digest in ``digests`` (N,), whether ``current`` contains the digest. ``current`` is
+    sorted and not empty."""
     positions = np.minimum(np.searchsorted(current, digests), len(current) - 1)
     return current[positions] == digests

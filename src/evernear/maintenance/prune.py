@@ -14,14 +14,13 @@ deletes, in this order:
   document references (see `references`)
 - archives without a release
 
-A document is deleted before the objects that it references, so that a kill never leaves
-a document that references a missing object. The next prune deletes the leftover
-objects. A prune and a pipeline never run at the same time (see
-`evernear.common.store.lease`).
+A document is deleted before the objects that it references, so that a kill never leaves a document
+that references a missing object. The next prune deletes the leftover objects. A prune and a
+pipeline never run at the same time (see `evernear.common.store.lease`).
 
-All other objects remain: the champion's history, the records of pruned releases, the
-audit log, answers, requests, and the labels of live queries. `watch.query_retention_s`
-is the retention time of logged queries and of images that were submitted for review.
+All other objects remain: the champion's history, the records of pruned releases, the audit log,
+answers, requests, and the labels of live queries. `watch.query_retention_s` is the retention time
+of logged queries and of images that were submitted for review.
 """
 
 import os
@@ -48,8 +47,8 @@ from evernear.release.registry import Registry
 from evernear.settings.weight_packages import WEIGHTS
 
 PUBLISHING = timedelta(hours=1)
-"""Age up to which an archive without a release record may belong to a release that is
-being published."""
+"""Age up to which an archive without a release record may belong to a release that is being
+published."""
 _LISTED = (RUNS, CHECKPOINTS, PARTS, EMBEDDINGS_PREFIX, WEIGHTS, DATASETS, MANIFESTS, ARCHIVES)
 
 
@@ -86,8 +85,8 @@ class _Needs:
 
     keys: frozenset[str]
     folders: tuple[str, ...]
-    """Folders that may contain objects referenced by a damaged document. All objects in
-    these folders remain."""
+    """Folders that may contain objects referenced by a damaged document. All objects in these
+    folders remain."""
     reasons: tuple[str, ...]
 
     def __contains__(self, key: str) -> bool:
@@ -105,11 +104,10 @@ def surplus(store: Store, keep: int) -> Pruning:
 
 
 def prune_store(store: Store, keep: int, ended: Collection[str] = ()) -> Pruning:
-    """Remove all but the newest ``keep`` releases and run records, and delete unneeded
-    objects. If the process is killed, call the function again.
+    """Remove all but the newest ``keep`` releases and run records, and delete unneeded objects. If
+    the process is killed, call the function again.
 
-    ``ended`` lists runs that were killed on a different machine and therefore have no
-    recorded end.
+    ``ended`` lists runs that were killed on a different machine and therefore have no recorded end.
 
     Raises:
         BusyError: a run or another prune is in progress. Nothing was deleted.
@@ -201,8 +199,8 @@ def _needs(store: Store, retired: Iterable[str]) -> _Needs:
         if isinstance(reference, Unreadable):
             affected = _affected_folders(reference.key)
             folders |= dict.fromkeys(affected, f"All of {' and '.join(affected)} stays: {reference.reason}")
-    # The first release with a network names the network's training snapshot, even if
-    # the release is pruned.
+    # The first release with a network names the network's training snapshot, even if the release is
+    # pruned.
     for fault in Registry(store).records(include_pruned=True)[1].values():
         folders.setdefault(DATASETS, f"All of {DATASETS} stays: {fault}")
     return _Needs(frozenset(keys), tuple(folders), tuple(dict.fromkeys(folders.values())))
@@ -231,8 +229,7 @@ def _runs(store: Store, listed: Sequence[ObjectInfo], keep: int, versions: Colle
 
 
 def _version(store: Store, run: str) -> str | None:
-    """The version of the release that a run archived, or None if the version is
-    unknown."""
+    """The version of the release that a run archived, or None if the version is unknown."""
     with suppress(ValueError):
         return RunRecord(store, run).load("archived").get("version")
     return None
@@ -246,8 +243,7 @@ def _checkpoints(listed: Sequence[ObjectInfo], releases: Sequence[ObjectInfo]) -
 
 
 def _parts(listed: Sequence[ObjectInfo], releases: Sequence[ObjectInfo]) -> Surplus:
-    """All parts of a step are deleted together, because the step needs all parts to
-    continue."""
+    """All parts of a step are deleted together, because the step needs all parts to continue."""
     resumable = _resumable(releases)
     step = {info.key: info.key.split("/", 3)[:3] for info in listed}
     continued = {tuple(step[info.key]) for info in listed if info.modified >= resumable}
@@ -281,8 +277,7 @@ def _embeddings(store: Store, listed: Sequence[ObjectInfo], networks: Collection
 
 
 def _images(store: Store) -> set[str] | None:
-    """The image digests in all newest snapshots, or None if a snapshot is
-    unreadable."""
+    """The image digests in all newest snapshots, or None if a snapshot is unreadable."""
     images: set[str] = set()
     try:
         for name in datasets(store):
@@ -325,8 +320,8 @@ def _missing(store: Store) -> set[str]:
 
 
 def _require_all(store: Store, missing: Collection[str]) -> None:
-    """Read the store again, and require all needed objects to exist, except objects
-    that were already ``missing``."""
+    """Read the store again, and require all needed objects to exist, except objects that were
+    already ``missing``."""
     if lost := sorted(_missing(store).difference(missing)):
         raise IntegrityError(
             f"{lost[0]} in {store.uri} was deleted although it is needed ({len(lost)} in all); run `evernear store "

@@ -1,10 +1,10 @@
-"""List the objects that a store's newest snapshots, unfinished ingests and published
-releases need.
+"""List the objects that a store's newest snapshots, unfinished ingests and published releases
+need.
 
 The roots are ``store.json``, ``datasets/<name>/head.json``, ``datasets/<name>/parts/``,
-``releases/manifests/``, ``releases/champion.json`` and the champion's history. A
-release needs its archive, the snapshot that it was built from, and the snapshot that
-its network was trained on. A snapshot needs its manifest, its ledger and its shards.
+``releases/manifests/``, ``releases/champion.json`` and the champion's history. A release needs its
+archive, the snapshot that it was built from, and the snapshot that its network was trained on. A
+snapshot needs its manifest, its ledger and its shards.
 
 `references` only reads.
 """
@@ -29,9 +29,7 @@ from evernear.release.records import MANIFESTS, PRUNED, Record
 from evernear.release.registry import Registry
 
 RESUMABLE = timedelta(days=7)
-"""Maximum age of parts and checkpoints from which an interrupted step or training can
-resume.
-"""
+"""Maximum age of parts and checkpoints from which an interrupted step or training can resume."""
 NEWEST = "the newest snapshot of"
 """Prefix of the owner's name for a newest snapshot. The dataset's name follows."""
 _Document = TypeVar("_Document", bound=Frozen)
@@ -39,13 +37,13 @@ _Document = TypeVar("_Document", bound=Frozen)
 
 @dataclass(frozen=True)
 class Reference:
-    """An object that ``owner`` needs. ``sha256`` is the hash of the object's content,
-    or None for a JSON document."""
+    """An object that ``owner`` needs. ``sha256`` is the hash of the object's content, or None for a
+    JSON document."""
 
     key: str
     owner: str
-    """The owner's name, such as "release 20261120.162250.af2fb66c" or "the newest
-    snapshot of birds"."""
+    """The owner's name, such as "release 20261120.162250.af2fb66c" or "the newest snapshot of
+    birds"."""
     sha256: str | None = None
 
 
@@ -59,8 +57,8 @@ class Unreadable:
 
 
 def references(store: Store, retired: Iterable[str] = ()) -> Iterator[Reference | Unreadable]:
-    """Yield the objects that the store's roots need, as if the releases in ``retired``
-    were pruned.
+    """Yield the objects that the store's roots need, as if the releases in ``retired`` were
+    pruned.
 
     An object that several owners need is yielded once for each owner.
 
@@ -110,9 +108,8 @@ def _of_dataset(store: Store, name: str) -> Iterator[Reference | Unreadable]:
 
 
 def _of_unfinished_ingests(store: Store, name: str, parent: str | None) -> Iterator[Reference]:
-    """Yield all parts of each unfinished ingest that began with the newest snapshot and
-    was active within `RESUMABLE`.
-    """
+    """Yield all parts of each unfinished ingest that began with the newest snapshot and was active
+    within `RESUMABLE`."""
     resumable = datetime.now(UTC) - RESUMABLE
     folder = parts_folder(name, parent)
     ingests = groupby(store.list(folder), key=lambda info: info.key.removeprefix(folder).partition("/")[0])
@@ -123,8 +120,8 @@ def _of_unfinished_ingests(store: Store, name: str, parent: str | None) -> Itera
 
 
 def _is_first_ingest(store: Store, name: str) -> bool:
-    """Whether the dataset's head is missing because the first ingest is in progress or
-    was killed."""
+    """Whether the dataset's head is missing because the first ingest is in progress or was
+    killed."""
     if store.find(f"{DATASETS}{name}/head.json") is not None:
         return False
     has_history = any(manifest.parent for _, manifest in Snapshots(store, name).manifests())
@@ -147,8 +144,8 @@ def _of_releases(store: Store, retired: frozenset[str]) -> Iterator[Reference | 
             continue
         release = record.manifest
         built_from = (release.dataset_name, release.dataset_digest)
-        # The oldest release with a network was built from the network's training
-        # snapshot. A reindex copies the network.
+        # The oldest release with a network was built from the network's training snapshot. A
+        # reindex copies the network.
         network = _network(release)
         trained = trained_on.setdefault(network, built_from)
         if folder == PRUNED or version in retired:
@@ -160,8 +157,8 @@ def _of_releases(store: Store, retired: frozenset[str]) -> Iterator[Reference | 
 
 
 def _of_champion(store: Store) -> Iterator[Reference | Unreadable]:
-    """Yield the champion pointer, its history, and the records of the champion, the
-    rollback target and the anchor."""
+    """Yield the champion pointer, its history, and the records of the champion, the rollback target
+    and the anchor."""
     owner = "the champion"
     try:
         champion = Registry(store).champion()

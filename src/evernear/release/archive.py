@@ -1,6 +1,5 @@
-"""Pack the network, index, preprocessing and verdict into a release, which is an
-archive that TorchServe can load.
-"""
+"""Pack the network, index, preprocessing and verdict into a release, which is an archive that
+TorchServe can load."""
 
 import os
 import subprocess
@@ -57,9 +56,8 @@ SMOKE_QUERIES = 8
 """Largest number of stored queries that a release must answer before it goes live."""
 EmbeddedBlocks = Iterator[tuple[Block, NDArray[np.float32]]]
 SMOKE_BLOCK = 512  # number of query images from which the smoke queries are chosen
-# Runs torch-model-archiver. ``python -m model_archiver...`` would warn that the module
-# is imported twice. For an `OSError`, such as a full disk, the exit code contains the
-# errno.
+# Runs torch-model-archiver. ``python -m model_archiver...`` would warn that the module is imported
+# twice. For an `OSError`, such as a full disk, the exit code contains the errno.
 _OS_ERROR = 100
 _ARCHIVER = f"""
 import sys
@@ -76,9 +74,8 @@ except OSError as error:
 class Candidate:
     """The artifacts from which a release is packed.
 
-    ``metrics`` are the results of the measurement on which the verdict is based.
-    ``parent`` is the version of the champion in that measurement, or None if there was
-    no champion.
+    ``metrics`` are the results of the measurement on which the verdict is based. ``parent`` is the
+    version of the champion in that measurement, or None if there was no champion.
     """
 
     dataset: Dataset
@@ -90,8 +87,8 @@ class Candidate:
 
     @staticmethod
     def open(dataset: Path, parts: Mapping[str, Path]) -> "Candidate":
-        """Open the artifacts of a run. ``parts`` maps ``network``, ``index`` and
-        ``evaluation`` to directories, and ``verdict`` to a file.
+        """Open the artifacts of a run. ``parts`` maps ``network``, ``index`` and ``evaluation`` to
+        directories, and ``verdict`` to a file.
 
         Raises:
             IntegrityError: the dataset or the evaluation is unreadable.
@@ -109,12 +106,10 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Release:
-    """An archived release, which consists of the ``.mar`` file and ``manifest.json``
-    next to it.
+    """An archived release, which consists of the ``.mar`` file and ``manifest.json`` next to it.
 
-    ``smoke_settled`` is false if rounding errors could change the prediction for every
-    candidate query image. If ``smoke_settled`` is false, the smoke test compares only
-    distances.
+    ``smoke_settled`` is false if rounding errors could change the prediction for every candidate
+    query image. If ``smoke_settled`` is false, the smoke test compares only distances.
     """
 
     manifest: ReleaseManifest
@@ -139,9 +134,9 @@ def make_archive(
 ) -> Release:
     """Pack a release into ``out_dir``.
 
-    ``handler`` is the module that TorchServe runs (`evernear.serving.HANDLER`).
-    ``created`` defaults to now. If ``store`` has cached embeddings of query images, the
-    cached embeddings are used.
+    ``handler`` is the module that TorchServe runs (`evernear.serving.HANDLER`). ``created``
+    defaults to now. If ``store`` has cached embeddings of query images, the cached embeddings are
+    used.
 
     Raises:
         IntegrityError: the network, index and dataset do not match, or a file has
@@ -245,9 +240,8 @@ def _describe(
 
 
 def _joined(dataset: Dataset, gallery: Gallery) -> dict[str, int]:
-    """For each class, the number of train images that follow the gallery split in the
-    index, in the order of `evernear.data.gallery`.
-    """
+    """For each class, the number of train images that follow the gallery split in the index, in the
+    order of `evernear.data.gallery`."""
     numbers = Counter(gallery.label_indices[dataset.count("gallery") :].tolist())
     return {dataset.labels[number]: count for number, count in sorted(numbers.items())}
 
@@ -261,9 +255,8 @@ def _embedded(dataset: Dataset, split: Split, embedder: ExportedEmbedder) -> Emb
 def _write_smoke_queries(
     parts: Path, dataset: Dataset, embedded: EmbeddedBlocks, gallery: Gallery, count: int
 ) -> list[SmokeQuery]:
-    """Store the most clearly recognized images in the query split as smoke queries.
-    Unsettled images are stored only if no image is settled.
-    """
+    """Store the most clearly recognized images in the query split as smoke queries. Unsettled
+    images are stored only if no image is settled."""
     first = next(embedded, None)
     if first is None:
         raise DataError(f"Dataset {dataset.manifest.name} has no query image; raise data.query_fraction.")
@@ -292,8 +285,7 @@ def _drift_baseline(
     dataset: Dataset, embedder: ExportedEmbedder, gallery: Gallery
 ) -> tuple[DriftBaseline, float | None]:
     """The predictions of the release for images that were not used to build it, and the
-    `_group_distance` of these images.
-    """
+    `_group_distance` of these images."""
     queries = _embed_evenly(dataset, "query", SIZE, embedder)
     tests = _embed_evenly(dataset, "test", max(0, SIZE - dataset.count("query")), embedder)
     images = np.concatenate([*queries, *tests])
@@ -311,9 +303,8 @@ def _drift_baseline(
 
 
 def _group_distance(vectors: NDArray[np.float32], labels: NDArray[np.str_]) -> float | None:
-    """The midpoint between the median distance within a class and the median distance
-    between classes, or None if either median is undefined.
-    """
+    """The midpoint between the median distance within a class and the median distance between
+    classes, or None if either median is undefined."""
     rows, columns = np.triu_indices(len(vectors), 1)
     distances = np.sqrt(np.maximum(2 - 2 * vectors @ vectors.T, 0))[rows, columns]
     same = labels[rows] == labels[columns]
@@ -325,9 +316,7 @@ def _group_distance(vectors: NDArray[np.float32], labels: NDArray[np.str_]) -> f
 def _embed_evenly(
     dataset: Dataset, split: Split, size: int, embedder: ExportedEmbedder
 ) -> Iterator[NDArray[np.float32]]:
-    """Yield the embeddings of at most ``size`` images, which are evenly spaced in a
-    split.
-    """
+    """Yield the embeddings of at most ``size`` images, which are evenly spaced in a split."""
     positions = deque(evenly(dataset.count(split), size))
     before = 0
     for block, vectors in _embedded(dataset, split, embedder) if positions else ():
@@ -340,9 +329,8 @@ def _embed_evenly(
 
 
 def _clearest(labels: NDArray[np.int64], answers: list[Recognition], names: tuple[str, ...]) -> Iterator[int]:
-    """Yield row numbers that alternate between classes. Within each class, correctly
-    recognized rows come first, sorted by distance.
-    """
+    """Yield row numbers that alternate between classes. Within each class, correctly recognized
+    rows come first, sorted by distance."""
     of_class: dict[int, list[int]] = {}
     for row in sorted(range(len(labels)), key=lambda row: (answers[row].pred != names[labels[row]], answers[row].dist)):
         of_class.setdefault(int(labels[row]), []).append(row)
@@ -361,9 +349,8 @@ def _png(image: NDArray[np.uint8]) -> bytes:
 def _pack(directory: Path, version: str) -> None:
     """Run torch-model-archiver on ``directory``/parts.
 
-    The archiver stages its files in ``TMPDIR/<model name>``, and deletes this directory
-    first. With a shared ``TMPDIR``, two concurrent runs would delete each other's
-    files.
+    The archiver stages its files in ``TMPDIR/<model name>``, and deletes this directory first. With
+    a shared ``TMPDIR``, two concurrent runs would delete each other's files.
     """
     staging = directory / "staging"
     staging.mkdir()

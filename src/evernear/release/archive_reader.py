@@ -1,8 +1,7 @@
-"""Open an untrusted archive. Each part is checked against the manifest before it is
-parsed.
+"""Open an untrusted archive. Each part is checked against the manifest before it is parsed.
 
-This module only handles names, sizes and hashes. This module never unpickles, loads or
-runs any content.
+This module only handles names, sizes and hashes. This module never unpickles, loads or runs any
+content.
 """
 
 import hashlib
@@ -57,9 +56,8 @@ class SmokeQuery(Frozen):
     dist: float
     unknown: bool
     settled: bool
-    """Whether the label and the unknown flag would stay the same if distances changed
-    by the tolerance.
-    """
+    """Whether the label and the unknown flag would stay the same if distances changed by the
+    tolerance."""
 
 
 _SMOKE = TypeAdapter(tuple[SmokeQuery, ...])
@@ -112,8 +110,8 @@ def open_parts(directory: Path) -> ReleaseParts:
 
 
 def open_release(archive: Path, out_dir: Path, max_size_bytes: int = MAX_RELEASE_BYTES) -> ReleaseParts:
-    """Unpack a ``.mar`` file into ``out_dir``, which must be an empty or new directory.
-    On failure, ``out_dir`` is deleted.
+    """Unpack a ``.mar`` file into ``out_dir``, which must be an empty or new directory. On failure,
+    ``out_dir`` is deleted.
 
     Raises:
         IntegrityError: the archive is not a release or is larger than
@@ -137,8 +135,8 @@ def open_release(archive: Path, out_dir: Path, max_size_bytes: int = MAX_RELEASE
 
 
 def read_release(archive: Path) -> tuple[ReleaseManifest, dict[str, bytes]]:
-    """The manifest of a ``.mar`` file, and the file's JSON parts, keyed by name. All
-    parts are hashed. Nothing is written to disk.
+    """The manifest of a ``.mar`` file, and the file's JSON parts, keyed by name. All parts are
+    hashed. Nothing is written to disk.
 
     Raises:
         IntegrityError: for the same reasons as in `open_release`.
@@ -156,8 +154,8 @@ def read_release(archive: Path) -> tuple[ReleaseManifest, dict[str, bytes]]:
 
 
 def read_part(archive: Path, name: str) -> bytes | None:
-    """Read one small part of a ``.mar`` file, and check the part's hash. Return None if
-    the release has no such part.
+    """Read one small part of a ``.mar`` file, and check the part's hash. Return None if the release
+    has no such part.
 
     Raises:
         IntegrityError: for the same reasons as in `open_release`.
@@ -178,9 +176,8 @@ def read_release_manifest(archive: Path) -> ReleaseManifest:
 
 @contextmanager
 def _checked(archive: Path, max_size_bytes: int) -> Generator[tuple[zipfile.ZipFile, ReleaseManifest]]:
-    """Open an archive, and check the names and sizes of its members against its
-    manifest. The contents are not checked.
-    """
+    """Open an archive, and check the names and sizes of its members against its manifest. The
+    contents are not checked."""
     with _zip(archive) as members:
         manifest = _read_manifest(members, archive)
         _check_members(members, manifest, archive, max_size_bytes)
@@ -188,9 +185,8 @@ def _checked(archive: Path, max_size_bytes: int) -> Generator[tuple[zipfile.ZipF
 
 
 class _BoundedReader(BufferedReader):
-    """A file reader that limits the size of each read. `zipfile` reads the whole list
-    of members at once, and needs 20 times the size of this list in memory.
-    """
+    """A file reader that limits the size of each read. `zipfile` reads the whole list of members at
+    once, and needs 20 times the size of this list in memory."""
 
     def read(self, size: int | None = -1, /) -> bytes:
         if size is not None and size > MAX_READ_BYTES:
@@ -246,12 +242,12 @@ def _check_members(members: zipfile.ZipFile, manifest: ReleaseManifest, archive:
 
 
 def _check_layout(members: zipfile.ZipFile, archive: Path) -> None:
-    """Check that the file consists only of the listed members, in order, with the
-    headers that `zipfile` writes.
+    """Check that the file consists only of the listed members, in order, with the headers that
+    `zipfile` writes.
 
-    `zipfile` finds members through the list at the end of the file. TorchServe uses
-    Java's ``ZipInputStream``, which reads members in sequence through their local
-    headers. An unlisted member would therefore also be unpacked.
+    `zipfile` finds members through the list at the end of the file. TorchServe uses Java's
+    ``ZipInputStream``, which reads members in sequence through their local headers. An unlisted
+    member would therefore also be unpacked.
     """
     scattered = IntegrityError(f"{archive} must consist of its listed members only, one after another.")
     end = 0
@@ -274,16 +270,15 @@ def _require_plain(info: zipfile.ZipInfo, archive: Path) -> None:
     name = printable(info.filename, QUOTED_MAX)
     if stat.S_IFMT(info.external_attr >> 16) not in (0, stat.S_IFREG):
         raise IntegrityError(f"{name} in {archive} is not a plain file.")
-    # An uncompressed member cannot be larger than the archive, so decompression bombs
-    # are impossible.
+    # An uncompressed member cannot be larger than the archive, so decompression bombs are
+    # impossible.
     if info.compress_type != zipfile.ZIP_STORED or info.flag_bits & ~_UTF8_NAME:
         raise IntegrityError(f"{name} in {archive} is compressed or encrypted.")
 
 
 def _check_torchserve_manifest(data: bytes, manifest: ReleaseManifest, archive: Path) -> None:
-    """Check that TorchServe's manifest specifies the release's version and handler, and
-    no requirements to install.
-    """
+    """Check that TorchServe's manifest specifies the release's version and handler, and no
+    requirements to install."""
     try:
         described: Any = json.loads(data)
         model: dict[str, Any] = described["model"]
@@ -301,9 +296,8 @@ def _check_torchserve_manifest(data: bytes, manifest: ReleaseManifest, archive: 
 
 
 def _content(members: zipfile.ZipFile, name: str, manifest: ReleaseManifest, archive: Path) -> Iterator[bytes]:
-    """The chunks of a part. After the last chunk, raise an error if the hash differs
-    from the hash in the manifest.
-    """
+    """The chunks of a part. After the last chunk, raise an error if the hash differs from the hash
+    in the manifest."""
     part = manifest.parts[name]
     digest = hashlib.sha256()
     left = part.size_bytes

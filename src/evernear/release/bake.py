@@ -1,5 +1,4 @@
-"""The stored state of a bake, and the stored records of releases that a bake rolled
-back.
+"""The stored state of a bake, and the stored records of releases that a bake rolled back.
 
 ::
 
@@ -8,8 +7,8 @@ back.
 
 A release that broke a rule is never deployed again without a manual promotion.
 
-One watcher writes the state with compare-and-swap. The state includes the pods'
-counters, so that a new watcher can continue after the previous watcher was killed.
+One watcher writes the state with compare-and-swap. The state includes the pods' counters, so that a
+new watcher can continue after the previous watcher was killed.
 """
 
 from datetime import datetime, timedelta
@@ -29,13 +28,11 @@ STATE = "triggers/bake.json"
 BREACHES = "triggers/breaches/"
 CELL = timedelta(minutes=1)
 REFERENCE = timedelta(hours=1)
-"""Length of the time window in which the previous release is observed. The window is
-short, because the mix of images changes during the day.
-"""
+"""Length of the time window in which the previous release is observed. The window is short, because
+the mix of images changes during the day."""
 MAX_CELLS = 240
-"""Maximum number of cells in a bake. If a bake would have more than `MAX_CELLS` cells,
-adjacent cells are merged in pairs.
-"""
+"""Maximum number of cells in a bake. If a bake would have more than `MAX_CELLS` cells, adjacent
+cells are merged in pairs."""
 
 
 class PodCounters(Frozen):
@@ -66,9 +63,8 @@ class Bake(Frozen):
     seen: tuple[Figures, ...] = ()
     """The requests since the rollout, for each poll."""
     breach: str = ""
-    """A sentence that describes the broken rule. If this field is not empty, the
-    rollback is in progress.
-    """
+    """A sentence that describes the broken rule. If this field is not empty, the rollback is in
+    progress."""
 
     def add(self, figures: Figures) -> Self:
         """Return a copy of the bake that includes the requests from one more poll."""
@@ -81,9 +77,8 @@ class Bake(Frozen):
 
 
 class BakeState(Frozen):
-    """The object at `STATE`. ``number`` is the newest promotion that the watcher has
-    noticed, and ``version`` is the champion of this promotion.
-    """
+    """The object at `STATE`. ``number`` is the newest promotion that the watcher has noticed, and
+    ``version`` is the champion of this promotion."""
 
     remedy: ClassVar[str] = "remove it to start over"
 
@@ -99,8 +94,8 @@ class BakeState(Frozen):
     def observe(self, pods: dict[str, PodCounters], now: datetime) -> Self:
         """The state after a poll of the pods.
 
-        Only increments count. The first counter values of a new or restarted pod are
-        ignored, because they include start-up queries.
+        Only increments count. The first counter values of a new or restarted pod are ignored,
+        because they include start-up queries.
         """
         increments = self._increments(pods)
         bake = self.bake and self.bake.add(increments.get(self.bake.version, Figures()))
@@ -110,8 +105,7 @@ class BakeState(Frozen):
                 recent = _add(recent, Cell(version=version, at=now, figures=figures))
         if self.version in increments:
             recent = tuple(cell for cell in recent if now - REFERENCE <= cell.at <= now)
-        # A pod that did not respond to this poll is remembered as long as its release
-        # is live.
+        # A pod that did not respond to this poll is remembered as long as its release is live.
         known = {address: pod for address, pod in self.pods.items() if pod.version == self.version}
         return self.model_copy(update={"pods": known | pods, "recent": recent, "bake": bake})
 
@@ -126,17 +120,13 @@ class BakeState(Frozen):
         return increments
 
     def answered_by(self, version: str, before: datetime) -> tuple[Figures, ...]:
-        """The requests that ``version`` answered in the hour before ``before``, for
-        each minute.
-        """
+        """The requests that ``version`` answered in the hour before ``before``, for each minute."""
         cells = [cell for cell in self.recent if cell.version == version and before - REFERENCE <= cell.at <= before]
         return tuple(cell.figures for cell in cells)
 
 
 class BakeStore:
-    """The state in one store. Every method may raise `StoreError` or
-    `IntegrityError`.
-    """
+    """The state in one store. Every method may raise `StoreError` or `IntegrityError`."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -158,9 +148,8 @@ class BakeStore:
 
 
 class Breach(Frozen):
-    """The record of a release that broke a rule after its rollout. ``parts`` contains
-    the hashes of the parts that determine the release's predictions.
-    """
+    """The record of a release that broke a rule after its rollout. ``parts`` contains the hashes of
+    the parts that determine the release's predictions."""
 
     remedy: ClassVar[str] = "a person who removes it allows the release again"
 
@@ -178,9 +167,7 @@ class Breach(Frozen):
 
 
 class Breaches:
-    """The breaches in one store. Every method may raise `StoreError` or
-    `IntegrityError`.
-    """
+    """The breaches in one store. Every method may raise `StoreError` or `IntegrityError`."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -198,8 +185,8 @@ class Breaches:
         return Breach.from_json(stored[0], f"{self._store.uri}/{_key(version)}") if stored else None
 
     def require_none(self, manifest: ReleaseManifest) -> None:
-        """Check that no bake rolled back this release or a release with the same
-        network and index.
+        """Check that no bake rolled back this release or a release with the same network and
+        index.
 
         Raises:
             ConflictError: a bake rolled back such a release, and the release has not
@@ -216,9 +203,8 @@ class Breaches:
             )
 
     def overrule(self, version: str, cause: Cause | None) -> None:
-        """Allow the deployment of a release that a bake rolled back, because the
-        release is being promoted manually.
-        """
+        """Allow the deployment of a release that a bake rolled back, because the release is being
+        promoted manually."""
         breach = self.find(version)
         if breach is not None:
             by = (cause or Cause.of_this_process()).by
@@ -226,17 +212,15 @@ class Breaches:
 
 
 def deciding_parts(manifest: ReleaseManifest) -> dict[str, str]:
-    """The SHA-256 hash of each part that determines a release's predictions, and the
-    name of the release's collection.
-    """
+    """The SHA-256 hash of each part that determines a release's predictions, and the name of the
+    release's collection."""
     names = (NETWORK_FILE, DESCRIPTION_FILE, PREPROCESSING_FILE, *PARTS)
     parts = {name: manifest.parts[name].sha256 for name in names if name in manifest.parts}
     return parts | ({"collection": manifest.collection.name} if manifest.collection else {})
 
 
 def _add(cells: tuple[Cell, ...], new: Cell) -> tuple[Cell, ...]:
-    """Append a cell, or merge it into the last cell if both have the same release and
-    minute."""
+    """Append a cell, or merge it into the last cell if both have the same release and minute."""
     last = cells[-1] if cells else None
     if last is None or last.version != new.version or not last.at <= new.at < last.at + CELL:
         return (*cells, new)

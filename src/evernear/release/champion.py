@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 
 @contextmanager
 def open_champion(store: Store, classes: ClassSettings = NO_CHANGES) -> Generator[ReleasedSystem | None]:
-    """Open the champion of a store, if a champion exists, and apply the removed and
-    renamed ``classes``.
+    """Open the champion of a store, if a champion exists, and apply the removed and renamed
+    ``classes``.
 
-    The recognizer is named after the champion's version. The champion's files are in a
-    temporary directory, which is deleted on exit.
+    The recognizer is named after the champion's version. The champion's files are in a temporary
+    directory, which is deleted on exit.
 
     Raises:
         IntegrityError: the champion's archive is damaged.
@@ -49,8 +49,8 @@ def open_champion(store: Store, classes: ClassSettings = NO_CHANGES) -> Generato
 def champion_labels(store: Store, dataset: Dataset) -> tuple[str, ...]:
     """The labels that the champion knows, or an empty tuple if there is no champion.
 
-    The image format is checked here, because the evaluation would check it only after
-    hours of training.
+    The image format is checked here, because the evaluation would check it only after hours of
+    training.
 
     Raises:
         DataError: the champion expects images with a different shape or bit depth than
@@ -69,8 +69,8 @@ def champion_labels(store: Store, dataset: Dataset) -> tuple[str, ...]:
 
 
 def live_classes(store: Store, classes: ClassSettings) -> tuple[str, ...]:
-    """The current names of the champion's classes, without retired classes. Empty if
-    there is no champion.
+    """The current names of the champion's classes, without retired classes. Empty if there is no
+    champion.
 
     Raises:
         IntegrityError: the champion's manifest is damaged.
@@ -85,8 +85,8 @@ def live_classes(store: Store, classes: ClassSettings) -> tuple[str, ...]:
 def open_anchor(
     store: Store, classes: ClassSettings = NO_CHANGES
 ) -> Generator[ReleasedSystem | UnavailableSystem | None]:
-    """Open the anchor of a store, as `open_champion` opens the champion. Yield None if
-    the anchor is the champion.
+    """Open the anchor of a store, as `open_champion` opens the champion. Yield None if the anchor
+    is the champion.
 
     Raises:
         TransientStoreError: the store is unreachable.

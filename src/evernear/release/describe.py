@@ -1,5 +1,5 @@
-"""Describe the signature, lineage and metrics of a release from its archive.
-No code is loaded or run."""
+"""Describe the signature, lineage and metrics of a release from its archive. No code is loaded or
+run."""
 
 from datetime import datetime
 from pathlib import Path
@@ -34,8 +34,8 @@ class Signature(Frozen):
 
 
 class Index(Frozen):
-    """The FAISS index and its classification rule. ``threshold`` is the L2 distance
-    beyond which an image is unknown."""
+    """The FAISS index and its classification rule. ``threshold`` is the L2 distance beyond which an
+    image is unknown."""
 
     factory: str
     search: str
@@ -62,9 +62,7 @@ class Lineage(Frozen):
     git_commit: str
     evernear_version: str
     own_handler: bool
-    """Whether `HANDLER_FILE`, which TorchServe runs, is identical to the installed
-    handler.
-    """
+    """Whether `HANDLER_FILE`, which TorchServe runs, is identical to the installed handler."""
 
 
 class Description(Frozen):
@@ -80,8 +78,7 @@ class Description(Frozen):
     labels: tuple[str, ...]
     """The labels that the release can predict."""
     training: dict[str, JsonValue]
-    """The ``train.*`` settings, or an empty mapping if the release does not record
-    them."""
+    """The ``train.*`` settings, or an empty mapping if the release does not record them."""
     verdict: Decision
     metrics: dict[str, float]
     lineage: Lineage
@@ -90,11 +87,11 @@ class Description(Frozen):
 
 
 def describe(archive: Path, handler: Path) -> Description:
-    """Describe an untrusted ``.mar``. ``handler`` is this installation's handler, which
-    is compared with the archived handler.
+    """Describe an untrusted ``.mar``. ``handler`` is this installation's handler, which is compared
+    with the archived handler.
 
-    All members are hashed before any member is parsed. Only JSON files are parsed, so
-    the network and the index are never parsed.
+    All members are hashed before any member is parsed. Only JSON files are parsed, so the network
+    and the index are never parsed.
 
     Raises:
         IntegrityError: the archive is not a valid release, or its parts contradict each

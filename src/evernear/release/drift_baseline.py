@@ -1,16 +1,14 @@
-"""The drift reference of a release. The reference contains predictions for images that
-the release was not built from. These predictions were made when the release was
-archived.
+"""The drift reference of a release. The reference contains predictions for images that the release
+was not built from. These predictions were made when the release was archived.
 
-The images come from the query split. If the query split has fewer than `SIZE` images,
-images from the test split are added. Test images are in neither the training split nor
-the gallery. Gallery images cannot be used, because some gallery images are also
-training images.
+The images come from the query split. If the query split has fewer than `SIZE` images, images from
+the test split are added. Test images are in neither the training split nor the gallery. Gallery
+images cannot be used, because some gallery images are also training images.
 
-Embeddings are stored as 16 random projections. Random projections preserve distances
-well enough to detect a shift (Johnson and Lindenstrauss), but images cannot be
-reconstructed from them. The projection is part of the release, so that the server and
-the watcher use the same projection with any NumPy version.
+Embeddings are stored as 16 random projections. Random projections preserve distances well enough to
+detect a shift (Johnson and Lindenstrauss), but images cannot be reconstructed from them. The
+projection is part of the release, so that the server and the watcher use the same projection with
+any NumPy version.
 """
 
 import io
@@ -24,9 +22,8 @@ from numpy.typing import NDArray
 from evernear.errors import IntegrityError
 
 SIZE = 1000
-"""Maximum number of images in a baseline. The images are evenly spaced in each split. A
-baseline of this size takes 80 kB without the predicted classes.
-"""
+"""Maximum number of images in a baseline. The images are evenly spaced in each split. A baseline of
+this size takes 80 kB without the predicted classes."""
 PROJECTED_DIM = 16
 _SEED = 0
 _NAMES = ("projection", "coordinates", "distances", "unknown", "labels")
@@ -36,10 +33,9 @@ Floats = NDArray[np.float32]
 
 @dataclass(frozen=True)
 class DriftBaseline:
-    """A random projection, and the projected embeddings, distances, unknown flags and
-    predicted classes of N images. ``projection`` has the shape (D, 16), and
-    ``coordinates`` has the shape (N, 16).
-    """
+    """A random projection, and the projected embeddings, distances, unknown flags and predicted
+    classes of N images. ``projection`` has the shape (D, 16), and ``coordinates`` has the shape (N,
+    16)."""
 
     projection: Floats
     coordinates: Floats
@@ -48,17 +44,16 @@ class DriftBaseline:
     labels: NDArray[np.str_]
 
     def to_bytes(self) -> bytes:
-        """Serialize the baseline in the format that releases use, which is ``.npz``
-        without pickle.
-        """
+        """Serialize the baseline in the format that releases use, which is ``.npz`` without
+        pickle."""
         buffer = io.BytesIO()
         np.savez(buffer, **{name: getattr(self, name) for name in _NAMES})
         return buffer.getvalue()
 
     @staticmethod
     def parse(data: bytes, source: str) -> "DriftBaseline":
-        """Parse the output of `to_bytes`. ``source`` is the origin of ``data`` for
-        error messages.
+        """Parse the output of `to_bytes`. ``source`` is the origin of ``data`` for error
+        messages.
 
         Raises:
             IntegrityError: ``data`` is not a drift baseline.
@@ -79,16 +74,13 @@ class DriftBaseline:
 
 
 def random_projection(dim: int) -> Floats:
-    """A random projection from ``dim`` to 16 dimensions. On average, the projection
-    preserves distances.
-    """
+    """A random projection from ``dim`` to 16 dimensions. On average, the projection preserves
+    distances."""
     drawn = np.random.default_rng(_SEED).standard_normal((dim, PROJECTED_DIM))
     return (drawn / np.sqrt(PROJECTED_DIM)).astype(np.float32)
 
 
 def evenly(total: int, size: int = SIZE) -> Iterator[int]:
-    """Yield up to ``size`` evenly spaced integers between 0 and ``total``
-    (exclusive).
-    """
+    """Yield up to ``size`` evenly spaced integers between 0 and ``total`` (exclusive)."""
     chosen = min(total, size)
     return (number * total // chosen for number in range(chosen))

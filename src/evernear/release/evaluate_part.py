@@ -1,6 +1,5 @@
 """Recognize the images in one part of the test split on a different machine. See
-`evernear.evaluation.in_parts`.
-"""
+`evernear.evaluation.in_parts`."""
 
 import tempfile
 from pathlib import Path

@@ -21,8 +21,8 @@ _SHOWN = 5
 
 
 def select_snapshot(store: Store, dataset: str, snapshot: str | None, release: str | None) -> Manifest:
-    """The snapshot whose digest begins with ``snapshot``, otherwise the snapshot of
-    ``release``, otherwise the newest snapshot of ``dataset``.
+    """The snapshot whose digest begins with ``snapshot``, otherwise the snapshot of ``release``,
+    otherwise the newest snapshot of ``dataset``.
 
     If ``dataset`` is empty, the newest snapshot comes from the store's only dataset.
 
@@ -81,8 +81,8 @@ def export_snapshot(
     release: str | None = None,
     report: Callable[[int], None] = lambda _: None,
 ) -> None:
-    """Write a snapshot to ``out``, with the embeddings of ``release``. ``report``
-    receives the number of images so far.
+    """Write a snapshot to ``out``, with the embeddings of ``release``. ``report`` receives the
+    number of images so far.
 
     Raises:
         ConflictError: ``out`` has other contents than this export.
@@ -101,9 +101,8 @@ def export_snapshot(
 
 @contextmanager
 def _embedding(dataset: Dataset, version: str | None) -> Generator[Embed]:
-    """Add the embeddings of a release to the images, if it is named. Cached embeddings
-    are used where available.
-    """
+    """Add the embeddings of a release to the images, if it is named. Cached embeddings are used
+    where available."""
     if version is None:
         yield without_embeddings
         return

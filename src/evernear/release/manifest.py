@@ -13,9 +13,7 @@ from evernear.index.description import PARTS as INDEX_PARTS
 from evernear.index.description import Collection, index_parts
 
 QUOTED_MAX = 100
-"""Maximum number of characters that an error message quotes from an archive or a
-manifest.
-"""
+"""Maximum number of characters that an error message quotes from an archive or a manifest."""
 VERSION_PATTERN = r"^\d{8}\.\d{6}\.[0-9a-f]{8}$"
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 Version = Annotated[str, Field(pattern=VERSION_PATTERN)]
@@ -42,9 +40,8 @@ PARTS = frozenset(
         DRIFT_BASELINE_FILE,
     }
 )
-"""The parts of a release whose archive contains the index vectors. The images
-that `SMOKE_FILE` lists are not included.
-"""
+"""The parts of a release whose archive contains the index vectors. The images that `SMOKE_FILE`
+lists are not included."""
 
 PartName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")]
 
@@ -59,18 +56,17 @@ class Part(Frozen):
 class ReleaseManifest(Frozen):
     """The description of a release. It is immutable after archiving.
 
-    ``network_sha256`` is the hash of the TorchScript file with which the index vectors
-    were computed. ``threshold`` is the L2 distance beyond which an image is unknown.
-    ``parent`` is the champion that was measured together with this release. ``metrics``
-    contains the results of this release. ``source`` is the ``data.source`` setting of
-    the dataset, and ``training`` contains the ``train.*`` settings of the network.
-    ``pretrained_sha256`` is the hash of the weights file that initialized the backbone.
-    ``network_identity`` is the key of the network's cached embeddings. ``collection``
-    is the collection that contains the index vectors, or None if the vectors are in the
-    archive. For each class, ``joined_gallery`` contains the number of train images that
-    follow the gallery split in the index. ``group_distance`` is the midpoint between
-    the median L2 distance within a class and the median L2 distance between classes.
-    ``group_distance`` is None if either median is undefined.
+    ``network_sha256`` is the hash of the TorchScript file with which the index vectors were
+    computed. ``threshold`` is the L2 distance beyond which an image is unknown. ``parent`` is the
+    champion that was measured together with this release. ``metrics`` contains the results of this
+    release. ``source`` is the ``data.source`` setting of the dataset, and ``training`` contains the
+    ``train.*`` settings of the network. ``pretrained_sha256`` is the hash of the weights file that
+    initialized the backbone. ``network_identity`` is the key of the network's cached embeddings.
+    ``collection`` is the collection that contains the index vectors, or None if the vectors are in
+    the archive. For each class, ``joined_gallery`` contains the number of train images that follow
+    the gallery split in the index. ``group_distance`` is the midpoint between the median L2
+    distance within a class and the median L2 distance between classes. ``group_distance`` is None
+    if either median is undefined.
     """
 
     format: Literal[2] = 2
@@ -113,11 +109,11 @@ class ReleaseManifest(Frozen):
 
 
 def new_version(created: datetime, content_sha256: str) -> str:
-    """Create a version such as ``20261120.140501.1a2b3c4d``. Versions sort by time,
-    differ if the content differs, and are valid in URLs.
+    """Create a version such as ``20261120.140501.1a2b3c4d``. Versions sort by time, differ if the
+    content differs, and are valid in URLs.
 
-    The time in a version is ``created`` in UTC. The last part of a version consists of
-    the first digits of ``content_sha256``.
+    The time in a version is ``created`` in UTC. The last part of a version consists of the first
+    digits of ``content_sha256``.
     """
     return f"{created.astimezone(UTC):%Y%m%d.%H%M%S}.{content_sha256[:8]}"
 

@@ -23,12 +23,11 @@ from evernear.release.records import RELEASES
 CHAMPION = f"{RELEASES}champion.json"
 HISTORY = f"{RELEASES}history/"
 CHAMPION_ALONE = "is the champion; servers load it when they start"
-"""The state of a release that was promoted in the registry while no server was
-running."""
+"""The state of a release that was promoted in the registry while no server was running."""
 How = Literal["deploy", "promote", "force", "apply", "anchor", "rollback", "restore"]
 
-# The release is already live before the pointer moves, so the move is retried for as
-# long as a store may need to restart.
+# The release is already live before the pointer moves, so the move is retried for as long as a
+# store may need to restart.
 _RETRY_TIMEOUT_S = 300.0
 _PAUSE_S = (1.0, 15.0)
 # The etag of a superseded pointer state. An update with this etag cannot succeed.
@@ -37,9 +36,8 @@ _log = logging.getLogger(__name__)
 
 
 class Cause(Frozen):
-    """The cause of a champion change: who or what decided on the change, the reason,
-    and the pipeline run that made the change.
-    """
+    """The cause of a champion change: who or what decided on the change, the reason, and the
+    pipeline run that made the change."""
 
     by: str
     why: str = ""
@@ -58,9 +56,8 @@ class Cause(Frozen):
 
 
 class Promotion(Frozen):
-    """A state of the champion pointer, and the cause of this state. ``previous`` is the
-    target of a rollback.
-    """
+    """A state of the champion pointer, and the cause of this state. ``previous`` is the target of a
+    rollback."""
 
     remedy = "`evernear registry promote VERSION` makes a release the champion without it"
 
@@ -70,12 +67,11 @@ class Promotion(Frozen):
     number: int = Field(default=1, ge=1)
     """The sequence number of the promotion, starting at 1."""
     undo_to: int | None = None
-    """The number of the promotion that a rollback restores,
-    or None if no promotion precedes the current one."""
+    """The number of the promotion that a rollback restores, or None if no promotion precedes the
+    current one."""
     anchor: Version | None = None
-    """The release with which the gate compares candidates in addition to the champion.
-    If this field is None, as after the first promotion, the anchor is ``version``.
-    """
+    """The release with which the gate compares candidates in addition to the champion. If this
+    field is None, as after the first promotion, the anchor is ``version``."""
     how: How = "deploy"
     by: str = ""
     why: str = ""
@@ -84,29 +80,26 @@ class Promotion(Frozen):
 
 
 class Pointer(Promotion):
-    """The object at `CHAMPION`: the last promotion,
-    and the releases that are being pruned.
+    """The object at `CHAMPION`: the last promotion, and the releases that are being pruned.
 
     Before a prune removes anything, it adds the affected releases to this object. The
-    compare-and-swap of a process that read the pointer earlier then fails, so this
-    process cannot promote a release that is about to be removed. If a prune is killed,
-    the next prune completes it. ``prunes`` is the number of prunes so far, so that the
-    object never returns to earlier content with the same etag.
+    compare-and-swap of a process that read the pointer earlier then fails, so this process cannot
+    promote a release that is about to be removed. If a prune is killed, the next prune completes
+    it. ``prunes`` is the number of prunes so far, so that the object never returns to earlier
+    content with the same etag.
     """
 
     remedy = "run `evernear registry restore`"
 
     pruning: dict[Version, Sha256] = {}
-    """The releases whose records and archives are being removed, each with the hash of
-    its archive.
-    """
+    """The releases whose records and archives are being removed, each with the hash of its
+    archive."""
     prunes: int = 0
 
 
 @dataclass(frozen=True)
 class Champion:
-    """The champion. ``etag`` identifies the pointer state that the next update
-    replaces."""
+    """The champion. ``etag`` identifies the pointer state that the next update replaces."""
 
     pointer: Pointer
     etag: str
@@ -133,9 +126,8 @@ class Champion:
 
     @property
     def anchor(self) -> str:
-        """The version of the anchor, the release with which the gate compares
-        candidates in addition to the champion.
-        """
+        """The version of the anchor, the release with which the gate compares candidates in
+        addition to the champion."""
         return self.pointer.anchor or self.version
 
     @property
@@ -154,9 +146,7 @@ def whoami() -> str:
 
 
 class ChampionPointer:
-    """Reads and moves the champion pointer of one store. Every method may raise
-    `StoreError`.
-    """
+    """Reads and moves the champion pointer of one store. Every method may raise `StoreError`."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -206,8 +196,8 @@ class ChampionPointer:
         return Champion(pointer, etag)
 
     def move(self, promotion: Promotion, expected: Champion | None) -> Champion:
-        """Move the pointer if the champion is still ``expected``. If the response was
-        lost, the call can be repeated.
+        """Move the pointer if the champion is still ``expected``. If the response was lost, the
+        call can be repeated.
 
         Raises:
             ConflictError: the pointer moved in the meantime. Nothing was changed.
@@ -217,17 +207,17 @@ class ChampionPointer:
         if expected is not None:
             if promotion.version in expected.pointer.pruning:
                 raise StoreError(f"Release {promotion.version} is being pruned from {self._store.uri}.")
-            # Add the current state to the history before the pointer moves, so that a
-            # killed process leaves no gap.
+            # Add the current state to the history before the pointer moves, so that a killed
+            # process leaves no gap.
             self._record_in_history(expected.promotion)
             prune_state = {"pruning": expected.pointer.pruning, "prunes": expected.pointer.prunes}
             pointer = pointer.model_copy(update=prune_state)
         try:
             moved = self.replace(pointer, expected)
         except ConflictError:
-            # An earlier attempt may have moved the pointer although its response was
-            # lost. If a different process has moved the pointer since then, that
-            # process has added this promotion to the history.
+            # An earlier attempt may have moved the pointer although its response was lost. If a
+            # different process has moved the pointer since then, that process has added this
+            # promotion to the history.
             champion = self.find()
             if champion is not None and champion.promotion == promotion:
                 return champion
@@ -256,8 +246,8 @@ class ChampionPointer:
         return Champion(pointer, etag)
 
     def history(self) -> Iterator[Promotion]:
-        """All readable promotions and rollbacks, oldest first. The last entry is the
-        current state."""
+        """All readable promotions and rollbacks, oldest first. The last entry is the current
+        state."""
         champion = self.find()
         if champion is None:
             return
@@ -268,8 +258,7 @@ class ChampionPointer:
         yield champion.promotion
 
     def find_in_history(self, number: int) -> Promotion | None:
-        """The promotion with this number,
-        or None if its entry is missing or damaged."""
+        """The promotion with this number, or None if its entry is missing or damaged."""
         key = history_key(number)
         with suppress(IntegrityError):
             stored = self._store.find(key)
@@ -277,9 +266,8 @@ class ChampionPointer:
         return None
 
     def newest_in_history(self) -> tuple[int, Promotion | None]:
-        """The highest promotion number in the history, and the newest promotion whose
-        entry is readable.
-        """
+        """The highest promotion number in the history, and the newest promotion whose entry is
+        readable."""
         highest, newest = 0, None
         for entry in self._store.list(HISTORY):
             if (name := PurePosixPath(entry.key).stem).isdecimal():
@@ -293,9 +281,7 @@ class ChampionPointer:
 
 
 def until_store_answers(attempt: Callable[[], Champion]) -> Champion:
-    """Repeat ``attempt`` until the store is reachable,
-    for at most `_RETRY_TIMEOUT_S`.
-    """
+    """Repeat ``attempt`` until the store is reachable, for at most `_RETRY_TIMEOUT_S`."""
     deadline_s = time.monotonic() + _RETRY_TIMEOUT_S
     pauses_s = takewhile(lambda pause_s: time.monotonic() + pause_s <= deadline_s, doubling(*_PAUSE_S))
     return retry(attempt, on=TransientStoreError, pauses_s=pauses_s, report=_report_delay)

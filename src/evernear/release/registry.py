@@ -49,8 +49,8 @@ class Registry:
         key = record_key(MANIFESTS, manifest.version)
         if self.store.find(record_key(PRUNED, manifest.version)):
             raise ConflictError(f"Release {manifest.version} was pruned, and a version is never reused.")
-        # The archive's name is its hash, and the record is written last. A killed
-        # process therefore leaves no incomplete release.
+        # The archive's name is its hash, and the record is written last. A killed process therefore
+        # leaves no incomplete release.
         self.store.put(record.archive_key, archive)
         try:
             self.store.put_if(key, record.to_json(), None)
@@ -60,11 +60,11 @@ class Registry:
         return record
 
     def list(self, *, include_pruned: bool = False) -> Iterator[str]:
-        """All versions, oldest first. If ``include_pruned`` is set, the versions of
-        pruned releases are included.
+        """All versions, oldest first. If ``include_pruned`` is set, the versions of pruned releases
+        are included.
 
-        A version with a date after tomorrow sorts first, because the clock of its
-        machine must have been set back after the release was created.
+        A version with a date after tomorrow sorts first, because the clock of its machine must have
+        been set back after the release was created.
         """
         folders = (MANIFESTS, PRUNED) if include_pruned else (MANIFESTS,)
         names = {PurePosixPath(entry.key).stem for folder in folders for entry in self.store.list(folder)}
@@ -72,8 +72,8 @@ class Registry:
         yield from sorted(filter(is_version, names), key=lambda version: (version < tomorrow, version))
 
     def get(self, version: str, *, include_pruned: bool = False) -> Record:
-        """The record of a release. If ``include_pruned`` is set, the record of a pruned
-        release is also returned.
+        """The record of a release. If ``include_pruned`` is set, the record of a pruned release is
+        also returned.
 
         Raises:
             StoreError: the release does not exist, or was pruned.
@@ -92,8 +92,8 @@ class Registry:
         raise StoreError(f"Release {version} {fault}.")
 
     def find(self, version: str) -> Record | None:
-        """The record of a release, or None if the store has no record. The release may
-        be pruned.
+        """The record of a release, or None if the store has no record. The release may be
+        pruned.
 
         Raises:
             IntegrityError: the record is damaged.
@@ -101,9 +101,8 @@ class Registry:
         return self._record(MANIFESTS, version) or self._record(PRUNED, version)
 
     def records(self, *, include_pruned: bool = False) -> tuple[dict[str, Record], dict[str, str]]:
-        """The records of all releases, and the error message for each damaged record.
-        Both mappings are keyed by version, in the order of `list`.
-        """
+        """The records of all releases, and the error message for each damaged record. Both mappings
+        are keyed by version, in the order of `list`."""
         records: dict[str, Record] = {}
         faults: dict[str, str] = {}
         for version in self.list(include_pruned=include_pruned):
@@ -137,14 +136,12 @@ class Registry:
         return collection_owner(collection) == owner_of(self.store)
 
     def is_published(self, version: str) -> bool:
-        """Whether the release can be promoted, which means that it exists and was not
-        pruned.
-        """
+        """Whether the release can be promoted, which means that it exists and was not pruned."""
         return self.store.find(record_key(MANIFESTS, version)) is not None
 
     def contains(self, archive: Path) -> bool:
-        """Whether ``archive`` is byte-for-byte identical to a published release that
-        was not pruned.
+        """Whether ``archive`` is byte-for-byte identical to a published release that was not
+        pruned.
 
         Raises:
             IntegrityError: ``archive`` is not a release.
@@ -164,9 +161,7 @@ class Registry:
         return record
 
     def explain_no_champion(self) -> str:
-        """A message that the store has no champion, with the command that promotes a
-        release.
-        """
+        """A message that the store has no champion, with the command that promotes a release."""
         versions = [*self.list()]
         if not versions:
             return f"No release has been promoted in {self.uri} yet; run `evernear run` first."
@@ -199,11 +194,10 @@ class Registry:
         return self.pointer.find()
 
     def restore(self, version: str | None = None, cause: Cause | None = None) -> Champion:
-        """Rewrite the lost or damaged champion pointer as a new promotion of
-        ``version``.
+        """Rewrite the lost or damaged champion pointer as a new promotion of ``version``.
 
-        ``version`` defaults to the release of the newest promotion in the history. With
-        the default version, the rollback target stays the same.
+        ``version`` defaults to the release of the newest promotion in the history. With the default
+        version, the rollback target stays the same.
 
         Raises:
             StoreError: the pointer is intact, the history contains no release, or the
@@ -246,12 +240,11 @@ class Registry:
         cause: Cause | None = None,
         anchor: str | None = None,
     ) -> Champion:
-        """If the champion is still ``expected``, make a published release the champion.
-        ``anchor`` replaces the anchor.
+        """If the champion is still ``expected``, make a published release the champion. ``anchor``
+        replaces the anchor.
 
-        ``cause`` is recorded in the promotion history. By default, the cause is the
-        user and host of this process. If the store is unreachable, the request is
-        retried for up to 5 minutes.
+        ``cause`` is recorded in the promotion history. By default, the cause is the user and host
+        of this process. If the store is unreachable, the request is retried for up to 5 minutes.
 
         Raises:
             ConflictError: the pointer moved in the meantime. Nothing was changed.
@@ -271,8 +264,8 @@ class Registry:
         return self._promote(promotion, expected)
 
     def record_settings(self, expected: Champion, cause: Cause | None = None) -> Champion:
-        """If the champion is still ``expected``, record that the champion's settings
-        changed. Rollbacks skip this entry.
+        """If the champion is still ``expected``, record that the champion's settings changed.
+        Rollbacks skip this entry.
 
         Raises:
             ConflictError, TransientStoreError, StoreError: for the same reasons as in
@@ -281,8 +274,8 @@ class Registry:
         return self._record_again(expected, "apply", expected.anchor, cause)
 
     def set_anchor(self, version: str, expected: Champion, cause: Cause | None = None) -> Champion:
-        """If the champion is still ``expected``, make a published release the anchor.
-        Rollbacks skip this entry.
+        """If the champion is still ``expected``, make a published release the anchor. Rollbacks
+        skip this entry.
 
         Raises:
             StoreError: the release does not exist, is being pruned, or is already the
@@ -314,12 +307,12 @@ class Registry:
         """If the champion is still ``expected``, restore the champion that preceded
         ``expected``.
 
-        A rollback undoes the last promotion, and a second rollback undoes the preceding
-        promotion. A rollback never restores a release that the previous rollback
-        replaced. If the history entry of a promotion is lost, the promotion has no
-        predecessor. If the store is unreachable, the request is retried for up to 5
-        minutes. The anchor does not change, unless the replaced release is the anchor.
-        If the replaced release is the anchor, the previous anchor is restored.
+        A rollback undoes the last promotion, and a second rollback undoes the preceding promotion.
+        A rollback never restores a release that the previous rollback replaced. If the history
+        entry of a promotion is lost, the promotion has no predecessor. If the store is unreachable,
+        the request is retried for up to 5 minutes. The anchor does not change, unless the replaced
+        release is the anchor. If the replaced release is the anchor, the previous anchor is
+        restored.
 
         Raises:
             ConflictError: the pointer moved in the meantime. Nothing was changed.
@@ -348,8 +341,8 @@ class Registry:
         return anchor if anchor and self.is_published(anchor) else None
 
     def history(self) -> Iterator[Promotion]:
-        """All readable promotions and rollbacks, oldest first. The last entry is the
-        current state."""
+        """All readable promotions and rollbacks, oldest first. The last entry is the current
+        state."""
         return self.pointer.history()
 
     def _promote(self, promotion: Promotion, expected: Champion | None) -> Champion:

@@ -19,12 +19,11 @@ def reuse_network(store: Store, dataset: Dataset, network_dir: Path) -> tuple[Re
     """Copy the champion's network to ``network_dir``, in the format of
     `evernear.embedding.export.export_network`.
 
-    Return the champion's manifest and its open-set threshold. A threshold that was
-    measured on unseen classes is a property of the network. The network does not
-    change, so this threshold is reused. A threshold that was calibrated on impostors
-    (`evernear.index.calibrate.calibrate`) is a property of the gallery. Instead of a
-    threshold that depends on the gallery, None is returned, and the caller calibrates
-    again.
+    Return the champion's manifest and its open-set threshold. A threshold that was measured on
+    unseen classes is a property of the network. The network does not change, so this threshold is
+    reused. A threshold that was calibrated on impostors (`evernear.index.calibrate.calibrate`) is a
+    property of the gallery. Instead of a threshold that depends on the gallery, None is returned,
+    and the caller calibrates again.
 
     Raises:
         StoreError: no champion exists, or the store is unreachable.

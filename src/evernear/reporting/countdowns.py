@@ -16,16 +16,14 @@ if TYPE_CHECKING:
 
 
 REST_S = 40.0
-"""Seconds that a run takes beside training and probe, mostly to start the processes of
-its steps."""
+"""Seconds that a run takes beside training and probe, mostly to start the processes of its
+steps."""
 Record = Callable[[StepProgress], None]
 
 
 def whole_run(running: Step, started: datetime, probe_s: Callable[[float], float]) -> Record:
-    """A callback for the progress of the training. It says once how long the whole run
-    takes, which began at ``started``. ``probe_s`` estimates the time of the probe from
-    that of the training.
-    """
+    """A callback for the progress of the training. It says once how long the whole run takes, which
+    began at ``started``. ``probe_s`` estimates the time of the probe from that of the training."""
     begun, is_said = datetime.now(UTC), False
 
     def record(progress: StepProgress) -> None:
@@ -43,9 +41,7 @@ def whole_run(running: Step, started: datetime, probe_s: Callable[[float], float
 
 
 def training(running: Step, record: Record | None = None) -> "Callable[[Steps], None]":
-    """A training callback that reports the progress within an epoch and the time
-    left.
-    """
+    """A training callback that reports the progress within an epoch and the time left."""
     countdown = Countdown(running.report, record or running.progressed)
 
     def report(steps: "Steps") -> None:
@@ -73,8 +69,8 @@ def draws(running: Step) -> Callable[[int, int], None]:
 
 
 def images(running: Step, total: int, record: Record | None = None) -> Callable[[int], None]:
-    """A callback that receives the number of images that were finished since its last
-    call, and reports the progress."""
+    """A callback that receives the number of images that were finished since its last call, and
+    reports the progress."""
     countdown, done = Countdown(running.report, record or running.progressed), 0
 
     def report(count: int) -> None:

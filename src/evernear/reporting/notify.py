@@ -17,19 +17,18 @@ from evernear.evaluation.verdict import Rule
 from evernear.release.promotions import CHAMPION_ALONE
 
 SUCCEEDED = ("SUCCEEDED", "COMPLETE")
-"""The state of a task group in which all tasks succeeded. The first value is from kfp's
-local runner, and the second value is from the KFP server."""
+"""The state of a task group in which all tasks succeeded. The first value is from kfp's local
+runner, and the second value is from the KFP server."""
 EXIT_STEP = "notify"
 """The exit step. When this step derives the outcome, its own record still has the state
 "running"."""
 
 
 CONFUSION_MATRIX = "confusion.png"
-"""The name of the image in a run's record that shows the candidate's confusion matrix
-in Slack."""
+"""The name of the image in a run's record that shows the candidate's confusion matrix in Slack."""
 SHARED_OPTIONS = ("--workdir", "--config", "--set")
-"""Options of a run that are repeated in suggested commands. ``--set`` is repeated only
-for `_SHARED_SETTINGS`."""
+"""Options of a run that are repeated in suggested commands. ``--set`` is repeated only for
+`_SHARED_SETTINGS`."""
 _SHARED_SETTINGS = ("store", "target", "index.uri", "serving.", "prep.", "kubernetes.")
 """Settings that locate releases and servers."""
 
@@ -50,27 +49,26 @@ class RunOutcome(Frozen):
     release: str | None = None
     """The release that the run deployed, or None if no release was deployed."""
     url: str | None = None
-    """The URL where the release is live, or None if the run's target is only the
-    registry."""
+    """The URL where the release is live, or None if the run's target is only the registry."""
     candidate: str | None = None
-    """The release that the run archived, whether deployed or held, or None if no
-    release was archived."""
+    """The release that the run archived, whether deployed or held, or None if no release was
+    archived."""
     step: str = ""
     """The step that failed."""
     reasons: tuple[str, ...] = ()
     caution: str = ""
-    """A warning about what the gate could not determine before it promoted the
-    candidate. See `Verdict.caution`."""
+    """A warning about what the gate could not determine before it promoted the candidate. See
+    `Verdict.caution`."""
     metrics: dict[str, float] = {}
     gate_settings: tuple[str, ...] = ()
-    """``key=value`` settings with which the gate would have promoted a held candidate.
-    The tuple is empty if no settings would have this effect."""
+    """``key=value`` settings with which the gate would have promoted a held candidate. The tuple is
+    empty if no settings would have this effect."""
     command: tuple[str, ...] = ()
-    """The arguments of an ``evernear`` command that repeats the run on this machine, or
-    an empty tuple for a run on KFP."""
+    """The arguments of an ``evernear`` command that repeats the run on this machine, or an empty
+    tuple for a run on KFP."""
     served_here: bool = False
-    """Whether the release is live in the TorchServe process of the run's machine and
-    working directory."""
+    """Whether the release is live in the TorchServe process of the run's machine and working
+    directory."""
 
     def headline(self) -> str:
         """The outcome on one line, without the reasons of a held run."""
@@ -96,8 +94,8 @@ class RunOutcome(Frozen):
                 return f"failed{where}: {reasons}" + self._live_despite_failure()
 
     def next_steps(self) -> tuple[NextStep, ...]:
-        """Suggested actions after the run, most likely first. The tuple is empty if
-        there is nothing to suggest, for example if the run only moved the champion."""
+        """Suggested actions after the run, most likely first. The tuple is empty if there is
+        nothing to suggest, for example if the run only moved the champion."""
         if self.state == "held" and self.candidate:
             return self._next_steps_after_hold(self.candidate)
         if self.state == "promoted" and self.candidate:
@@ -131,8 +129,7 @@ class RunOutcome(Frozen):
         return shlex.join(["evernear", *(self.command or ("pipeline", "run", self.pipeline)), *options])
 
     def _command(self, *words: str) -> str:
-        """A command that uses the run's store, with the run's options that locate the
-        store."""
+        """A command that uses the run's store, with the run's options that locate the store."""
         shared: list[str] = []
         for word, following in zip(self.command, (*self.command[1:], ""), strict=False):
             option, equals, value = word.partition("=")
@@ -156,8 +153,7 @@ def load_outcome(store: Store, run: str) -> RunOutcome | None:
 
 
 def load_rules(store: Store, run: str) -> tuple[Rule, ...]:
-    """The rules in the run's verdict, or an empty tuple if the gate has not decided
-    yet."""
+    """The rules in the run's verdict, or an empty tuple if the gate has not decided yet."""
     return tuple(Rule.model_validate(rule) for rule in RunRecord(store, run).load("verdict").get("rules", ()))
 
 
@@ -176,11 +172,10 @@ def finalize(
 ) -> RunOutcome:
     """Derive the outcome of a run, and store the outcome in the run's record.
 
-    ``state`` is the run's state according to KFP (COMPLETE, FAILED, RUNNING ...).
-    ``error_message`` is KFP's error message for the run, which is usually empty. The
-    KFP server does not count the skipped deployment of a held run. For such a run, the
-    server reports RUNNING, or FAILED if a step was retried. Therefore the records of
-    the steps determine whether a run was held.
+    ``state`` is the run's state according to KFP (COMPLETE, FAILED, RUNNING ...). ``error_message``
+    is KFP's error message for the run, which is usually empty. The KFP server does not count the
+    skipped deployment of a held run. For such a run, the server reports RUNNING, or FAILED if a
+    step was retried. Therefore the records of the steps determine whether a run was held.
     """
     verdict = record.load("verdict")
     rollback, promotion, deployment = (record.load(name) for name in ("rollback", "promotion", "deployment"))
@@ -230,8 +225,8 @@ def _reasons(move: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _settings_of(rules: Iterable[dict[str, Any]]) -> tuple[str, ...]:
-    """The settings with which the failed rules would pass, or an empty tuple if a
-    failed rule has no such setting."""
+    """The settings with which the failed rules would pass, or an empty tuple if a failed rule has
+    no such setting."""
     settings = tuple(str(rule.get("setting", "")) for rule in rules if not rule["passed"])
     return settings if all(settings) else ()
 

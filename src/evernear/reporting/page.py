@@ -1,8 +1,8 @@
 """The run page, a self-contained HTML file with everything that a run recorded.
 
-The page depends only on the run's record in the store (`evernear.common.run_record`),
-so it can also be rendered later and on a different machine. The templates escape every
-value. The page has neither scripts nor external resources.
+The page depends only on the run's record in the store (`evernear.common.run_record`), so it can
+also be rendered later and on a different machine. The templates escape every value. The page has
+neither scripts nor external resources.
 """
 
 from functools import cache
@@ -25,9 +25,8 @@ FALSE_REJECT_RATES = (0.01, 0.02, 0.05, 0.10, 0.20)
 """False-reject rates for which the page lists the false-accept rate of the probe."""
 CLASSES_MAX = 50
 REASONS_MAX = 4
-"""Largest number of reasons to show. With this number, the suggested command is visible
-without scrolling in the Kubeflow Pipelines UI, whose frame is about 430 x 600 px.
-"""
+"""Largest number of reasons to show. With this number, the suggested command is visible without
+scrolling in the Kubeflow Pipelines UI, whose frame is about 430 x 600 px."""
 
 
 def run_page(record: RunRecord) -> str:
@@ -66,9 +65,7 @@ def compare_page(first: RunRecord, second: RunRecord) -> str:
 
 
 def page(title: str, *parts: Markup) -> str:
-    """A self-contained page with the HTML elements ``parts``. The text ``title`` is
-    escaped.
-    """
+    """A self-contained page with the HTML elements ``parts``. The text ``title`` is escaped."""
     return _render("plain.html.j2", title=title, parts=parts)
 
 
@@ -93,8 +90,8 @@ def _charts(report: RunReport) -> dict[str, Markup]:
 def _colors(examples: Examples | None) -> dict[str, str]:
     """The color of each class on the map."""
     labels = sorted({point.label for point in examples.map}) if examples else []
-    # Lightness alternates because the hues of neighboring classes are hard to
-    # distinguish if there are many classes.
+    # Lightness alternates because the hues of neighboring classes are hard to distinguish if there
+    # are many classes.
     return {
         label: f"hsl({360 * index / len(labels):.0f} 70% calc(var(--lightness) + {(0, 12)[index % 2]}%))"
         for index, label in enumerate(labels)
@@ -140,9 +137,8 @@ def _render(template: str, **values: Any) -> str:
 
 
 def _finalize(value: object) -> object:
-    """Convert ``value`` to text on one line without control characters. Jinja escapes
-    the text afterwards.
-    """
+    """Convert ``value`` to text on one line without control characters. Jinja escapes the text
+    afterwards."""
     return value if isinstance(value, Markup) else printable(str(value))
 
 

@@ -19,8 +19,8 @@ from evernear.evaluation.open_set import OpenSet
 from evernear.evaluation.statistics import Roc
 from evernear.index.description import MAX_DISTANCE
 
-# Text elements are smaller than paths, and are also searchable and accessible. A fixed
-# salt makes the SVG reproducible.
+# Text elements are smaller than paths, and are also searchable and accessible. A fixed salt makes
+# the SVG reproducible.
 mpl.rcParams["svg.fonttype"] = "none"
 mpl.rcParams["svg.hashsalt"] = "evernear"
 # A `$` in a class name must not start a formula.
@@ -35,13 +35,12 @@ LEGEND_ROOM = 1.5
 DET_LIMITS = (0.005, 0.995)
 DET_TICKS = (0.01, 0.05, 0.2, 0.5, 0.8, 0.95)
 MAX_LABEL_CHARACTERS = 30
-"""Maximum length of a class name next to the confusion matrix.
-Longer names are shortened."""
+"""Maximum length of a class name next to the confusion matrix. Longer names are shortened."""
 
 
 def training_curves(history: Sequence[Mapping[str, float]]) -> Markup:
-    """Charts of the loss, the accuracy and the learning rate by epoch. ``history``
-    contains `evernear.embedding.artifact.Epoch` objects as JSON."""
+    """Charts of the loss, the accuracy and the learning rate by epoch. ``history`` contains
+    `evernear.embedding.artifact.Epoch` objects as JSON."""
     epochs = [point["epoch"] for point in history]
     charts: list[Markup] = []
     quantities = {
@@ -67,8 +66,8 @@ def distances(correct: Sequence[int], incorrect: Sequence[int], threshold: float
 
 
 def probe_distances(probe: OpenSet, curve: Roc) -> Markup:
-    """Histograms of the open-set probe's distances, from its ROC curve, with the
-    threshold if the probe has one."""
+    """Histograms of the open-set probe's distances, from its ROC curve, with the threshold if the
+    probe has one."""
     edges = np.linspace(0, MAX_DISTANCE, BINS + 1)
     thresholds, known, unknown = (
         np.array(column) for column in (curve.thresholds, curve.true_accepts, curve.false_accepts)
@@ -89,8 +88,7 @@ def plot_live_distances(live: LiveDistances) -> Markup:
 
 
 def trade_off(probe: OpenSet, curve: Roc) -> Markup:
-    """The detection error trade-off, on the scales of Martin et al.
-    (1997, Eurospeech)."""
+    """The detection error trade-off, on the scales of Martin et al. (1997, Eurospeech)."""
     from scipy.special import ndtri
 
     figure, axes = _chart("held-out classes accepted", "known images rejected")
@@ -152,14 +150,14 @@ def _legend(axes: Axes, loc: Literal["best", "upper right"] = "best") -> None:
 
 
 def svg(figure: Figure, description: str) -> Markup:
-    """Convert ``figure`` to an inline ``<svg>`` element in the page's colors, without a
-    fixed size."""
+    """Convert ``figure`` to an inline ``<svg>`` element in the page's colors, without a fixed
+    size."""
     buffer = io.StringIO()
     figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
     text = buffer.getvalue()
     text = re.sub(r"<metadata>.*?</metadata>\s*", "", text[text.index("<svg") :], flags=re.S)
-    # On a page with several charts, group IDs would not be unique. Clip paths and
-    # markers retain their IDs.
+    # On a page with several charts, group IDs would not be unique. Clip paths and markers retain
+    # their IDs.
     text = re.sub(r' id="[a-z0-9]+[_-][^"]*"', "", text)
     text = re.sub(r"font: ([0-9.]+px) [^;\"]*", r"font-size: \1", text)
     text = re.sub(r' width="[0-9.]+pt" height="[0-9.]+pt"| height="[0-9.]+pt"| width="[0-9.]+pt"', "", text, count=2)
@@ -173,13 +171,13 @@ def confusion_png(evaluation: Evaluation) -> bytes:
     """The candidate's confusion matrix as PNG, for clients that do not show HTML."""
     labels, rows = evaluation.candidate.confusion_matrix()
     names = [shorten(label) for label in labels]
-    # The size in inches is 0.5 per cell plus 1/12 per character of the labels, limited
-    # to the size of a screen.
+    # The size in inches is 0.5 per cell plus 1/12 per character of the labels, limited to the size
+    # of a screen.
     side = min(12.0, max(4.0, 0.5 * len(labels) + 1.5 + max(map(len, names)) / 12))
     figure = Figure(figsize=(side, side), layout="constrained")
     axes = figure.subplots()
-    # Only mistakes are colored, so that a single mistake among thousands of correct
-    # answers is visible.
+    # Only mistakes are colored, so that a single mistake among thousands of correct answers is
+    # visible.
     mistakes = [[0 if i == j else count for j, count in enumerate(row)] for i, row in enumerate(rows)]
     highest = max(1, *(max(row) for row in mistakes))
     axes.imshow(mistakes, cmap="Reds", vmin=0, vmax=highest)

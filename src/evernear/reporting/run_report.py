@@ -1,6 +1,5 @@
 """Everything that a run recorded, for the run page (`evernear.reporting.page`) and for
-integrations.
-"""
+integrations."""
 
 from collections.abc import Mapping
 from contextlib import suppress
@@ -33,9 +32,8 @@ KEY_RULES = ("no_worse", "beats_baselines", "no_worse_than_anchor", "accuracy_fl
 
 
 class Figure(NamedTuple):
-    """A proportion that was measured for the candidate, the champion and the anchor, or
-    for the candidates of two runs.
-    """
+    """A proportion that was measured for the candidate, the champion and the anchor, or for the
+    candidates of two runs."""
 
     name: str
     candidate: Proportion | None
@@ -43,8 +41,8 @@ class Figure(NamedTuple):
     anchor: Proportion | None = None
 
     def position(self, value: float) -> float:
-        """The position of ``value`` in percent, between the lowest and the highest end
-        of all intervals."""
+        """The position of ``value`` in percent, between the lowest and the highest end of all
+        intervals."""
         shares = [share for share in (self.candidate, self.champion, self.anchor) if share]
         low, high = min(share.low for share in shares), max(share.high for share in shares)
         return 100 * (value - low) / max(high - low, 1e-9)
@@ -65,8 +63,7 @@ class ClassRow(NamedTuple):
 
 @dataclass(frozen=True)
 class RunReport:
-    """All records of a run. If the run did not reach a step, the record of this step is
-    None."""
+    """All records of a run. If the run did not reach a step, the record of this step is None."""
 
     outcome: RunOutcome
     steps: tuple[StepRecord, ...]
@@ -128,9 +125,8 @@ class RunReport:
 
     @property
     def reasons(self) -> list[str]:
-        """The most important reasons. For a promoted candidate, these are the reasons
-        from the rules in `KEY_RULES`.
-        """
+        """The most important reasons. For a promoted candidate, these are the reasons from the
+        rules in `KEY_RULES`."""
         if self.outcome.state == "promoted" and self.verdict:
             by_rule = {rule.name: rule.reason for rule in self.verdict.rules}
             reasons = [by_rule[name] for name in KEY_RULES if name in by_rule]
@@ -159,25 +155,22 @@ class RunReport:
 
     @property
     def prices(self) -> CostSettings:
-        """The prices in the run's settings, or the default prices if the run recorded
-        none.
-        """
+        """The prices in the run's settings, or the default prices if the run recorded none."""
         names = CostSettings.model_fields
         recorded = {name: self.settings[f"cost.{name}"] for name in names if f"cost.{name}" in self.settings}
         return CostSettings(**recorded)
 
     @property
     def costs(self) -> list[float | None]:
-        """For each step, the cost including the nodes that ran parts of the step, or
-        None if the cost is unknown."""
+        """For each step, the cost including the nodes that ran parts of the step, or None if the
+        cost is unknown."""
         nodes = self.settings.get("train.nodes", 1)  # a TrainJob's pods are not the step's
         own = [None if step.step == "train" and nodes > 1 else cost(step, self.prices) for step in self.steps]
         parts = [self.cost_of_nodes(step.step) if step.step in self.nodes else 0.0 for step in self.steps]
         return [None if a is None or b is None else a + b for a, b in zip(own, parts, strict=True)]
 
     def cost_of_nodes(self, step: str) -> float | None:
-        """The cost of the nodes that ran the parts of a step, or None if the cost is
-        unknown."""
+        """The cost of the nodes that ran the parts of a step, or None if the cost is unknown."""
         return cost_of_nodes(self.nodes[step], self.prices)
 
     @property

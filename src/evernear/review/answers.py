@@ -1,21 +1,19 @@
 """Users' answers: an audit log in the store, and labeled images in the source.
 
-::
+In the store:
 
-        review/answers.jsonl                      in the store:
-        one `Answer` per line, oldest first, never rewritten
-        review/pending/<image>                    in the store: the answer is recorded,
-        but may not be in the source yet
-        <class>/review-<first 16 of sha256>.png   in the source (``train/<class>/...``
-        if the source has split folders);
-                                                  .jpg or .webp for files of these
-                                                  formats
+- ``review/answers.jsonl`` has one `Answer` per line, oldest first. Lines are never rewritten.
+- ``review/pending/<image>`` names an answer that may not be in the source yet.
 
-Only the last answer about an image is effective. Each answer is appended with a
-compare-and-swap. If two people answer at the same time, the second answer is rejected.
-Changes to the source are idempotent. `Answers.recover` completes changes that a killed
-process began. An answer that the source rejects is undone. Later answers are still
-processed.
+In the source:
+
+- ``<class>/review-<first 16 of sha256>.png`` is the image, as .jpg or .webp if its file has that
+  format. With split folders, the class folder is below ``train/``.
+
+Only the last answer about an image is effective. Each answer is appended with a compare-and-swap.
+If two people answer at the same time, the second answer is rejected. Changes to the source are
+idempotent. `Answers.recover` completes changes that a killed process began. An answer that the
+source rejects is undone. Later answers are still processed.
 """
 
 from collections.abc import Iterator
@@ -40,9 +38,9 @@ _ATTEMPTS = 5
 class Answer(Frozen):
     """A user's decision about an image.
 
-    ``label`` is set only for the ``label`` action. ``files`` contains the names that
-    the image's files had in the source before the answer. For a live query, ``files``
-    is empty. The ``keep`` action confirms the label of an image in the source.
+    ``label`` is set only for the ``label`` action. ``files`` contains the names that the image's
+    files had in the source before the answer. For a live query, ``files`` is empty. The ``keep``
+    action confirms the label of an image in the source.
     """
 
     image: str = Field(pattern=r"^[0-9a-f]{64}$")
@@ -60,8 +58,8 @@ class Answer(Frozen):
 class Answers:
     """Records answers and applies them to the source.
 
-    ``set_aside`` maps images to error messages. An image has an entry if an earlier
-    process left a change incomplete and `recover` could not complete the change.
+    ``set_aside`` maps images to error messages. An image has an entry if an earlier process left a
+    change incomplete and `recover` could not complete the change.
     """
 
     def __init__(self, store: Store, target: LabelTarget) -> None:
@@ -71,8 +69,8 @@ class Answers:
         self._parsed: tuple[str, list[Answer]] = ("", [])
 
     def latest(self) -> dict[str, Answer]:
-        """The effective answer for each image, with the oldest answer first. Undone
-        answers are not included.
+        """The effective answer for each image, with the oldest answer first. Undone answers are not
+        included.
 
         Raises:
             IntegrityError: the audit log is damaged.
@@ -80,8 +78,8 @@ class Answers:
         return _fold(self._read()[0])
 
     def label(self, image: bytes, answer: Answer) -> None:
-        """Record ``answer``. For the action ``label``, add ``image`` to the source or,
-        if the answer has ``files``, move these files to the folder of the class.
+        """Record ``answer``. For the action ``label``, add ``image`` to the source or, if the
+        answer has ``files``, move these files to the folder of the class.
 
         Raises:
             SettingsError: the label is not usable as a folder name.
@@ -120,8 +118,8 @@ class Answers:
     def recover(self) -> None:
         """Complete source changes that a killed process may have left incomplete.
 
-        A change that cannot be completed is undone and added to ``set_aside``. The
-        remaining changes are completed.
+        A change that cannot be completed is undone and added to ``set_aside``. The remaining
+        changes are completed.
         """
         for info in list(self._store.list(PENDING)):
             image = info.key.removeprefix(PENDING)
@@ -132,8 +130,8 @@ class Answers:
                 self.set_aside[image] = str(error)
 
     def _settle(self, image: str) -> None:
-        """Make the source agree with the last answer about ``image``. A repeated call
-        has no effect.
+        """Make the source agree with the last answer about ``image``. A repeated call has no
+        effect.
 
         Raises:
             DataError: the answer was undone because the source rejects it, or
@@ -157,8 +155,7 @@ class Answers:
             raise _refused(labeled[-1], refusal) from refusal
 
     def _refusal(self, answer: Answer, image: bytes) -> EvernearError | None:
-        """Apply ``answer`` to the source. Return the error if the source rejects the
-        answer."""
+        """Apply ``answer`` to the source. Return the error if the source rejects the answer."""
         try:
             for old, new in _moves(answer, self._target.layout):
                 if answer.files:
@@ -270,8 +267,8 @@ def _fold(answers: list[Answer]) -> dict[str, Answer]:
 
 
 def named_files(answer: Answer, layout: Layout) -> list[str]:
-    """The names in the source that ``answer``, which has a label, gives to the files of
-    its image."""
+    """The names in the source that ``answer``, which has a label, gives to the files of its
+    image."""
     return [new for _, new in _moves(answer, layout)]
 
 

@@ -13,8 +13,8 @@ from evernear.settings.section import MAX_PIXELS
 
 
 class AnswerOfOthers(NamedTuple):
-    """The label that the other gallery images give to an image, and whether the image
-    is unknown."""
+    """The label that the other gallery images give to an image, and whether the image is
+    unknown."""
 
     label: str
     unknown: bool
@@ -23,11 +23,11 @@ class AnswerOfOthers(NamedTuple):
 def answer_of_others(
     prediction: Prediction, image: bytes, gallery: GalleryImages, release: ReleaseManifest
 ) -> AnswerOfOthers | None:
-    """Leave ``image`` out of its own neighbors, because a gallery recognizes each of
-    its own images. None if the prediction lists no other neighbor (``index.k=1``).
+    """Leave ``image`` out of its own neighbors, because a gallery recognizes each of its own
+    images. None if the prediction lists no other neighbor (``index.k=1``).
 
-    The other neighbors vote. If the release labels by centroids, which the neighbors of
-    the prediction contradict, the label of the prediction is kept.
+    The other neighbors vote. If the release labels by centroids, which the neighbors of the
+    prediction contradict, the label of the prediction is kept.
 
     Raises:
         DataError: the image is broken.

@@ -1,5 +1,5 @@
-"""The classes that answers name: which are new, which are mistyped, and which wait for
-more images."""
+"""The classes that answers name: which are new, which are mistyped, and which wait for more
+images."""
 
 import re
 from collections import Counter
@@ -10,8 +10,8 @@ from evernear.common.class_names import class_name, lookalike_key
 from evernear.review.answers import Answer
 
 _SIMILARITY = 0.65
-"""Smallest `difflib` ratio of two names that may be one name, mistyped. A wrong letter
-among three has the ratio 0.67."""
+"""Smallest `difflib` ratio of two names that may be one name, mistyped. A wrong letter among three
+has the ratio 0.67."""
 _MAX_MEANT = 3
 
 
@@ -21,17 +21,16 @@ def images_by_class(answers: Iterable[Answer]) -> Counter[str]:
 
 
 def waiting_classes(answers: Iterable[Answer], used: Collection[str], minimum: int) -> dict[str, int]:
-    """The number of images of each class that a run leaves out, because ``answers``
-    give it fewer than ``minimum`` images and it is not in ``used``: it has no image of
-    the source itself, and the live release does not have it."""
+    """The number of images of each class that a run leaves out, because ``answers`` give it fewer
+    than ``minimum`` images and it is not in ``used``: it has no image of the source itself, and the
+    live release does not have it."""
     images = images_by_class(answers).items()
     return {label: count for label, count in sorted(images) if label not in used and count < minimum}
 
 
 def meant_classes(name: str, classes: Iterable[str]) -> list[str]:
-    """The ``classes`` whose names a user may have meant by the new ``name``, most
-    similar first. Names whose numbers differ, such as ``cup 1`` and ``cup 2``, count as
-    intended."""
+    """The ``classes`` whose names a user may have meant by the new ``name``, most similar first.
+    Names whose numbers differ, such as ``cup 1`` and ``cup 2``, count as intended."""
     keys = {_key(each): each for each in classes if _numbers(each) == _numbers(name)}
     return [keys[key] for key in get_close_matches(_key(name), keys, _MAX_MEANT, _SIMILARITY)]
 

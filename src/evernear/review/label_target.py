@@ -18,12 +18,10 @@ _MISSING = (errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG)
 
 
 class LabelTarget(Protocol):
-    """The source to which labeled images are written. All names are file names in the
-    source."""
+    """The source to which labeled images are written. All names are file names in the source."""
 
     labels: list[str]
-    """The classes that have an image of the source itself. The other classes consist of
-    answers."""
+    """The classes that have an image of the source itself. The other classes consist of answers."""
     layout: Layout
 
     def has_folder(self, name: str) -> bool:
@@ -35,8 +33,8 @@ class LabelTarget(Protocol):
         ...
 
     def remove(self, name: str, prune: bool) -> None:
-        """Remove an image. With ``prune``, also remove folders that become empty. If
-        the image does not exist, do nothing."""
+        """Remove an image. With ``prune``, also remove folders that become empty. If the image does
+        not exist, do nothing."""
         ...
 
     def read(self, name: str) -> bytes | None:
@@ -98,8 +96,7 @@ class FolderTarget:
 
 
 class BucketTarget:
-    """A bucket prefix. A folder in a bucket exists only while the folder contains an
-    object."""
+    """A bucket prefix. A folder in a bucket exists only while the folder contains an object."""
 
     def __init__(self, uri: str, settings: DataSettings) -> None:
         self.labels, self.layout = _layout(Bucket(uri, settings))
@@ -125,8 +122,8 @@ class BucketTarget:
 
 
 def open_label_target(source: str, settings: DataSettings = DEFAULTS) -> LabelTarget:
-    """Open ``source`` for writing, and list its files once to find the classes.
-    ``settings`` determine the meaning of the source's folders.
+    """Open ``source`` for writing, and list its files once to find the classes. ``settings``
+    determine the meaning of the source's folders.
 
     Raises:
         SettingsError: the source is neither a folder nor a bucket.

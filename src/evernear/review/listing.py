@@ -6,8 +6,7 @@ import time
 from evernear.common.store import ObjectInfo, Store
 
 RECENT_S = 2.0
-"""Maximum age, in seconds, of a listing that is used to check whether an object still
-exists."""
+"""Maximum age, in seconds, of a listing that is used to check whether an object still exists."""
 
 
 class Listing:

@@ -1,8 +1,8 @@
 """True labels of live queries, keyed by the ID in the answer, in
 ``live-labels/<time>-<random>.jsonl`` in the store.
 
-A label is stored together with the logged answer, because the query log is deleted
-after some time. Images are neither read nor stored, and no label enters a dataset.
+A label is stored together with the logged answer, because the query log is deleted after some time.
+Images are neither read nor stored, and no label enters a dataset.
 """
 
 from collections.abc import Mapping, Sequence
@@ -32,15 +32,13 @@ _COLUMNS = ("id", "label")
 _TIME = "%Y%m%dT%H%M%S%fZ"
 _REMEDY = "delete it and import its labels again"
 _CLOCK_TOLERANCE = timedelta(days=1)
-"""Largest expected difference between the clocks of the machines that create releases
-and the machines that import labels.
-"""
+"""Largest expected difference between the clocks of the machines that create releases and the
+machines that import labels."""
 
 
 _Text: TypeAlias = Annotated[str, StringConstraints(strip_whitespace=True, min_length=1, max_length=1000)]
 Labels: TypeAlias = dict[_Text, _Text]
-"""The true label of each query, keyed by query ID, as a type for
-`pydantic.TypeAdapter`."""
+"""The true label of each query, keyed by query ID, as a type for `pydantic.TypeAdapter`."""
 
 
 class ImportedLabels(Frozen):
@@ -49,17 +47,16 @@ class ImportedLabels(Frozen):
     stored: int
     """Number of labels that are in the store, including equal ones from before."""
     missing: tuple[str, ...]
-    """IDs that are neither in the query log nor labeled before, because the query was
-    not sampled, was deleted, or has not been shipped yet."""
+    """IDs that are neither in the query log nor labeled before, because the query was not sampled,
+    was deleted, or has not been shipped yet."""
     unknown_classes: tuple[str, ...] = ()
-    """Labels that are not a class of the release that answered. The answer to such a
-    query counts as wrong.
-    """
+    """Labels that are not a class of the release that answered. The answer to such a query counts
+    as wrong."""
 
 
 class LabelFile(NamedTuple):
-    """The rows of a file of labels. A file may be a growing log, in which a later row
-    for an id corrects an earlier one."""
+    """The rows of a file of labels. A file may be a growing log, in which a later row for an id
+    corrects an earlier one."""
 
     labels: dict[str, str]
     """The last label of each query, keyed by query ID."""
@@ -97,9 +94,9 @@ def read_labels(path: Path) -> LabelFile:
 def import_labels(store: Store, labels: Mapping[str, str], now: datetime) -> ImportedLabels:
     """Store the labels of logged queries, keyed by query ID.
 
-    A label that differs from an earlier one replaces it, even if the query is no longer
-    in the log. An equal one counts as stored and changes nothing, so a file that grows
-    can be imported again and again.
+    A label that differs from an earlier one replaces it, even if the query is no longer in the log.
+    An equal one counts as stored and changes nothing, so a file that grows can be imported again
+    and again.
 
     Raises:
         StoreError: the store fails. Nothing is stored.
@@ -153,9 +150,8 @@ def _logged(store: Store, labels: Mapping[str, str], now: datetime) -> list[Labe
 
 
 def _unknown_classes(store: Store, queries: Sequence[LabeledQuery]) -> list[str]:
-    """Labels that are not a class of the release that answered the query. If the record
-    of the release cannot be read, its labels are not checked.
-    """
+    """Labels that are not a class of the release that answered the query. If the record of the
+    release cannot be read, its labels are not checked."""
     classes: dict[str, tuple[str, ...]] = {}
     for version in {query.version for query in queries}:
         with suppress(StoreError, IntegrityError):
@@ -164,8 +160,8 @@ def _unknown_classes(store: Store, queries: Sequence[LabeledQuery]) -> list[str]
 
 
 class LabeledQueries(NamedTuple):
-    """The labeled live queries in a store, each with its newest label, in the order in
-    which these labels were imported."""
+    """The labeled live queries in a store, each with its newest label, in the order in which these
+    labels were imported."""
 
     queries: list[LabeledQuery]
     damaged: dict[str, str]
@@ -199,15 +195,14 @@ def labeled_queries(store: Store, since: datetime | None = None) -> LabeledQueri
 
 
 def labels_of_release(store: Store, version: str) -> LabeledQueries:
-    """The labeled queries that the release ``version`` answered. The errors are the
-    same as for `labeled_queries`."""
+    """The labeled queries that the release ``version`` answered. The errors are the same as for
+    `labeled_queries`."""
     labels = labeled_queries(store, version_time(version) - _CLOCK_TOLERANCE)
     return labels._replace(queries=labels.of(version))
 
 
 def with_live_figures(examples: Examples, store: Store, champion: Measurement | None) -> Examples:
-    """``examples`` with the distances and the weekly accuracy of the champion's live
-    queries.
+    """``examples`` with the distances and the weekly accuracy of the champion's live queries.
 
     Raises:
         StoreError: the store fails.
@@ -219,8 +214,8 @@ def with_live_figures(examples: Examples, store: Store, champion: Measurement | 
 
 
 def live_accuracy(store: Store, version: str) -> tuple[tuple[LiveAccuracy, ...], tuple[str, ...]]:
-    """The weekly accuracy of a release, newest week first, and an error message for
-    each damaged file.
+    """The weekly accuracy of a release, newest week first, and an error message for each damaged
+    file.
 
     Raises:
         StoreError: the store fails.

@@ -1,5 +1,5 @@
-"""The review queue, which consists of uncertain live queries that the servers logged
-with their images. Queries that people have already answered are not in the queue."""
+"""The review queue, which consists of uncertain live queries that the servers logged with their
+images. Queries that people have already answered are not in the queue."""
 
 import base64
 import threading
@@ -19,21 +19,21 @@ from evernear.serving.embedding_codec import decode_embedding
 from evernear.serving.query_log_files import MAX_FILE_BYTES, QUERIES, LoggedQuery, closed_at, parse_file
 
 MAX_FILES = 200
-"""Maximum number of log files to read, newest first. Files larger than `MAX_FILE_BYTES`
-are skipped."""
+"""Maximum number of log files to read, newest first. Files larger than `MAX_FILE_BYTES` are
+skipped."""
 CACHED_BYTES = 32 * 2**20
 """Maximum total size of logged images that are cached in memory."""
 MAX_PIXELS = 2**20
-"""Maximum number of pixels in a logged image. Logged images have the size of the
-network's input."""
+"""Maximum number of pixels in a logged image. Logged images have the size of the network's
+input."""
 
 
 class Item(NamedTuple):
-    """An image to label. ``id`` is the sha256 of the image file, so two logged queries
-    with the same image are one item.
+    """An image to label. ``id`` is the sha256 of the image file, so two logged queries with the
+    same image are one item.
 
-    ``image`` is the PNG file of the network's input,
-    or a thumbnail of an image that a user submitted.
+    ``image`` is the PNG file of the network's input, or a thumbnail of an image that a user
+    submitted.
     """
 
     id: str
@@ -43,19 +43,17 @@ class Item(NamedTuple):
     dist: float
     candidates: tuple[str, ...]
     version: str = ""
-    """The release that answered the query, or an empty string if the release is
-    unknown."""
+    """The release that answered the query, or an empty string if the release is unknown."""
     embedding: NDArray[np.float32] | None = None
-    """The release's embedding (D,) of the image,
-    or None if the log has no embedding."""
+    """The release's embedding (D,) of the image, or None if the log has no embedding."""
 
 
 class _LogFile(NamedTuple):
     """The items in a log file. ``items`` is None if the items are not cached."""
 
     written: tuple[AwareDatetime, int]
-    """The time of the last change and the size in bytes, by which a change of the file
-    is detected. `evernear forget` rewrites log files."""
+    """The time of the last change and the size in bytes, by which a change of the file is detected.
+    `evernear forget` rewrites log files."""
     ids: frozenset[str]
     items: tuple[Item, ...] | None
 
@@ -67,8 +65,7 @@ class _LogFile(NamedTuple):
 class Queue:
     """The queue of a store. It is thread-safe.
 
-    Items from the newest log files are cached in memory, up to `CACHED_BYTES` of
-    images.
+    Items from the newest log files are cached in memory, up to `CACHED_BYTES` of images.
     """
 
     def __init__(self, store: Store) -> None:
@@ -78,8 +75,8 @@ class Queue:
         self._files: dict[str, _LogFile] = {}
 
     def pending(self, answered: Collection[str], limit: int) -> list[Item]:
-        """The newest ``limit`` items that are not in ``answered``, newest first.
-        Damaged files and images are skipped.
+        """The newest ``limit`` items that are not in ``answered``, newest first. Damaged files and
+        images are skipped.
 
         Raises:
             StoreError: the store is unavailable.
@@ -97,8 +94,7 @@ class Queue:
         return list(items.values())
 
     def find(self, image: str) -> Item | None:
-        """The item with the ID ``image``, or None if the log no longer contains this
-        item."""
+        """The item with the ID ``image``, or None if the log no longer contains this item."""
         for info in self._infos(self._listing.recent()):
             if image in self._ids(info, frozenset([image])):
                 for item in self._read(info):
@@ -107,8 +103,7 @@ class Queue:
         return None
 
     def _infos(self, listed: Mapping[str, ObjectInfo]) -> list[ObjectInfo]:
-        """The newest log files, newest first. Cached items from other files are
-        dropped."""
+        """The newest log files, newest first. Cached items from other files are dropped."""
         logs = [info for info in listed.values() if closed_at(info.key) and info.size_bytes <= MAX_FILE_BYTES]
         infos = sorted(logs, key=lambda info: info.key, reverse=True)[:MAX_FILES]
         written = {info.key: _written(info) for info in infos}

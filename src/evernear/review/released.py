@@ -16,9 +16,8 @@ from evernear.review.answers import Answer, named_files
 
 
 class ReleasedAnswers:
-    """Looks answers up in the snapshot from which a release was built. For each release,
-    the ledger of its snapshot, about 100 bytes per image of the dataset, is read once.
-    """
+    """Looks answers up in the snapshot from which a release was built. For each release, the ledger
+    of its snapshot, about 100 bytes per image of the dataset, is read once."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -26,9 +25,9 @@ class ReleasedAnswers:
         self._read: tuple[Manifest | None, Mapping[str, str]] = (None, {})
 
     def missing(self, answers: Iterable[Answer], layout: Layout, release: ReleaseManifest) -> list[Answer]:
-        """The answers whose images are not in ``release`` under the label that they
-        give. If the store no longer has the release's snapshot, answers that are
-        younger than the release count as missing.
+        """The answers whose images are not in ``release`` under the label that they give. If the
+        store no longer has the release's snapshot, answers that are younger than the release count
+        as missing.
 
         Raises:
             StoreError, IntegrityError: the snapshot cannot be read.

@@ -1,13 +1,13 @@
-"""Images that users sent from the console to review. The images appear in the queue
-immediately. The original files of the images are stored.
+"""Images that users sent from the console to review. The images appear in the queue immediately.
+The original files of the images are stored.
 
 ::
 
     review/submitted/<sha256 of the file>.json    a `Submission`
     review/originals/<sha256 of the file>         the file as it was sent
 
-To list the images, only the small `Submission` objects are read. Like logged queries,
-submissions are deleted after ``watch.query_retention_s`` or by `evernear forget`.
+To list the images, only the small `Submission` objects are read. Like logged queries, submissions
+are deleted after ``watch.query_retention_s`` or by `evernear forget`.
 """
 
 import base64
@@ -48,15 +48,13 @@ class Submission(Frozen, allow_inf_nan=False):
     candidates: tuple[str, ...]
     version: str
     embedding: str = Field(default="", max_length=MAX_CHARACTERS)
-    """The embedding that the release `version` computed
-    (`evernear.serving.embedding_codec`), or an empty string if the answer contained no
-    embedding."""
+    """The embedding that the release `version` computed (`evernear.serving.embedding_codec`), or an
+    empty string if the answer contained no embedding."""
     picture: str = Field(repr=False)
     """A `thumbnail` of the image file, in base64."""
 
     def item(self, image: str) -> Item:
-        """Convert this submission, whose file has the SHA-256 digest ``image``, to a
-        queue item."""
+        """Convert this submission, whose file has the SHA-256 digest ``image``, to a queue item."""
         return Item(
             id=image,
             image=base64.b64decode(self.picture),
@@ -70,8 +68,8 @@ class Submission(Frozen, allow_inf_nan=False):
 
 
 class Submissions:
-    """The submissions in a store. A submission never changes, so it is read only once.
-    Original files are read on demand."""
+    """The submissions in a store. A submission never changes, so it is read only once. Original
+    files are read on demand."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -79,8 +77,8 @@ class Submissions:
         self._items: dict[str, Item] = {}
 
     def add(self, image: bytes, prediction: Prediction, who: str, now: datetime) -> str:
-        """Store an image for review, and return the image's ID. If the image is already
-        stored, only the answer is replaced.
+        """Store an image for review, and return the image's ID. If the image is already stored,
+        only the answer is replaced.
 
         Raises:
             DataError: the file is larger than `MAX_FILE_BYTES` or is not an image.
@@ -107,8 +105,8 @@ class Submissions:
         return digest
 
     def pending(self, answered: Collection[str], limit: int) -> list[Item]:
-        """The newest ``limit`` items that are not in ``answered``, newest first.
-        Damaged submissions are skipped.
+        """The newest ``limit`` items that are not in ``answered``, newest first. Damaged
+        submissions are skipped.
 
         Raises:
             StoreError: the store is unavailable.
@@ -121,8 +119,8 @@ class Submissions:
         return list(islice((item for item in found if item is not None), limit))
 
     def find(self, image: str) -> Item | None:
-        """The item with the ID ``image``, or None if there is no submission for this
-        image or the submission is damaged."""
+        """The item with the ID ``image``, or None if there is no submission for this image or the
+        submission is damaged."""
         return self._read(image) if _key(image) in self._listing.recent() else None
 
     def original(self, image: str) -> bytes | None:
@@ -143,8 +141,8 @@ class Submissions:
 
 
 def remove_submissions(store: Store, before: datetime) -> int:
-    """Remove all images that were sent before the time ``before``, and return the
-    number of removed images.
+    """Remove all images that were sent before the time ``before``, and return the number of removed
+    images.
 
     Raises:
         StoreError: the store rejects the request.

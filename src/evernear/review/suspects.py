@@ -1,5 +1,5 @@
-"""Find source images whose label looks wrong, so that a user can change or confirm the
-label. The images are listed in ``review/suspects.json``."""
+"""Find source images whose label looks wrong, so that a user can change or confirm the label. The
+images are listed in ``review/suspects.json``."""
 
 from collections.abc import Callable
 from io import BytesIO
@@ -29,11 +29,10 @@ PICTURE_PX = 192
 class Suspect(Frozen):
     """An image whose label looks wrong.
 
-    ``image`` is the sha256 of the image's pixels, and ``files`` are the names of its
-    files in the source. ``margin`` is the share of neighbors with the image's label
-    minus the share of neighbors with the label ``suggested``. ``duplicate`` is a file
-    with nearly the same pixels and the label ``suggested``, or an empty string if only
-    the neighbors contradict the label.
+    ``image`` is the sha256 of the image's pixels, and ``files`` are the names of its files in the
+    source. ``margin`` is the share of neighbors with the image's label minus the share of neighbors
+    with the label ``suggested``. ``duplicate`` is a file with nearly the same pixels and the label
+    ``suggested``, or an empty string if only the neighbors contradict the label.
     """
 
     image: str = Field(pattern=r"^[0-9a-f]{64}$")
@@ -45,8 +44,8 @@ class Suspect(Frozen):
 
 
 class Suspects(Frozen):
-    """The result of a check, with the most suspect images first. ``found`` also counts
-    images beyond `MAX_SUSPECTS`."""
+    """The result of a check, with the most suspect images first. ``found`` also counts images
+    beyond `MAX_SUSPECTS`."""
 
     remedy = "run `evernear labels check` again"
 
@@ -59,8 +58,8 @@ class Suspects(Frozen):
 
 
 def load_suspects(store: Store, source: str) -> tuple[Suspect, ...]:
-    """The suspects from the last check, or an empty tuple if the last check was of a
-    source other than ``source``.
+    """The suspects from the last check, or an empty tuple if the last check was of a source other
+    than ``source``.
 
     Raises:
         IntegrityError: the stored result is damaged.
@@ -84,8 +83,8 @@ def newest_dataset(store: Store, settings: Settings) -> Dataset:
 
 
 def check_labels(store: Store, settings: Settings, now: AwareDatetime) -> Suspects:
-    """Look for wrong labels in the newest snapshot of the source,
-    and save the result in the store.
+    """Look for wrong labels in the newest snapshot of the source, and save the result in the
+    store.
 
     Raises:
         DataError: the source has not been ingested, or has too few images to train on.
@@ -134,8 +133,8 @@ def check_labels(store: Store, settings: Settings, now: AwareDatetime) -> Suspec
 
 
 def picture(read: Callable[[str], bytes | None], name: str) -> bytes | None:
-    """A small PNG version of the image file ``name`` in the source, or None if the file
-    is missing, unreadable or broken."""
+    """A small PNG version of the image file ``name`` in the source, or None if the file is missing,
+    unreadable or broken."""
     try:
         data = read(name)
         if data is None:

@@ -1,5 +1,5 @@
-"""Batch prediction without a server: use a release to recognize all images of a source,
-and write the predictions to Parquet files.
+"""Batch prediction without a server: use a release to recognize all images of a source, and write
+the predictions to Parquet files.
 
 The source is listed once and divided into parts (`evernear.common.parts`). Each part
 produces one Parquet file next to the plan folder. Parquet readers ignore the plan
@@ -40,9 +40,8 @@ KIND = "predict"
 FOLDER = OWN_FOLDER
 """Name of the plan folder in the output directory."""
 PART_IMAGES = 5000
-"""Default number of images per part. Recognizing this many images takes from one second
-to a few minutes, depending on the size of the network.
-"""
+"""Default number of images per part. Recognizing this many images takes from one second to a few
+minutes, depending on the size of the network."""
 PART_BYTES = 2**31
 """Maximum total size of the files in a part, in bytes."""
 BATCH_IMAGES = 64
@@ -79,8 +78,7 @@ class PredictPart(Part):
 
 class PredictResult(Frozen):
     """The result of a part. ``failed`` contains the names of up to 10 images without a
-    prediction.
-    """
+    prediction."""
 
     images: int = Field(ge=0)
     errors: int = Field(ge=0)
@@ -109,9 +107,8 @@ class BatchSummary(Frozen):
         return quantity(self.images - self.errors, "prediction")
 
     def left_out(self) -> str:
-        """The number of images without a prediction and the names of the first such
-        images, or an empty string if every image has a prediction.
-        """
+        """The number of images without a prediction and the names of the first such images, or an
+        empty string if every image has a prediction."""
         if not self.errors:
             return ""
         more = " and more" if self.errors > len(self.failed) else ""
@@ -129,8 +126,7 @@ class BatchSummary(Frozen):
 
 
 def plan_predictions(shared: Shared, out: Store) -> Parts:
-    """Return the plan in ``out``. If ``out`` has no plan, list the source and create a
-    plan.
+    """Return the plan in ``out``. If ``out`` has no plan, list the source and create a plan.
 
     Raises:
         ConflictError: ``out`` contains other files, or predictions for a different
@@ -164,10 +160,9 @@ def summarize(parts: Parts) -> BatchSummary:
 
 
 def open_worker(parts: Parts, on_images: Callable[[int], None] = lambda _: None) -> Worker:
-    """Load the release, and return a function that recognizes the images of a part and
-    writes their predictions to a Parquet file. After each batch, ``on_images`` is
-    called with the number of images in the batch.
-    """
+    """Load the release, and return a function that recognizes the images of a part and writes their
+    predictions to a Parquet file. After each batch, ``on_images`` is called with the number of
+    images in the batch."""
     shared = Shared.model_validate(parts.plan.shared)
     tree = open_tree(shared.source)
     with ReleaseSource(shared.store_uri, shared.version).unpacked() as release:
@@ -196,9 +191,8 @@ Row = dict[str, Any]
 
 
 def _predict(predictor: Predictor, tree: ImageTree, part: PredictPart) -> Iterator[list[Row]]:
-    """Yield the Parquet rows of each batch in a part. While one batch is being
-    recognized, the files of the next batch are read.
-    """
+    """Yield the Parquet rows of each batch in a part. While one batch is being recognized, the
+    files of the next batch are read."""
     max_pixels, version = predictor.manifest.max_pixels, predictor.manifest.version
     files = [ImageFile(*file) for file in part.files]
 
@@ -235,9 +229,8 @@ def _row(file: ImageFile, image: bytes | Rejection, answer: Prediction | Rejecti
 def _ahead(
     batches: Iterable[list[ImageFile]], start: Callable[[list[ImageFile]], T]
 ) -> Iterator[tuple[list[ImageFile], T]]:
-    """Yield each batch with its result from ``start``. Before a batch is yielded,
-    ``start`` is called for the next batch.
-    """
+    """Yield each batch with its result from ``start``. Before a batch is yielded, ``start`` is
+    called for the next batch."""
     waiting: tuple[list[ImageFile], T] | None = None
     for batch in batches:
         current, waiting = waiting, (batch, start(batch))
@@ -248,8 +241,8 @@ def _ahead(
 
 
 def _bounded(files: Iterable[ImageFile], max_files: int, max_bytes: int) -> Iterator[list[ImageFile]]:
-    """Split ``files``, in order, into groups of at most ``max_files`` files and
-    ``max_bytes`` bytes.
+    """Split ``files``, in order, into groups of at most ``max_files`` files and ``max_bytes``
+    bytes.
 
     A file larger than ``max_bytes`` forms its own group.
     """

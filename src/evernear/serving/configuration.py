@@ -1,6 +1,5 @@
-"""Write TorchServe's configuration files, which are derived from the settings, to the
-server's home directory.
-"""
+"""Write TorchServe's configuration files, which are derived from the settings, to the server's home
+directory."""
 
 import json
 import os
@@ -38,12 +37,12 @@ class QueryLogConfiguration(Frozen):
 
 
 def write_configuration(settings: ServingSettings, home: Path, *, tokens: bool = True, model_api: bool = True) -> None:
-    """Write ``config.properties``, ``metrics.yaml``,
-    ``log4j2.xml`` and the query log's configuration to ``home``.
+    """Write ``config.properties``, ``metrics.yaml``, ``log4j2.xml`` and the query log's
+    configuration to ``home``.
 
-    Batching is configured in each archive (`evernear.release.archive`). Unless
-    ``tokens`` is set, the APIs require no token. Unless ``model_api`` is set, no model can be
-    registered, and the server serves the models in its model store at startup.
+    Batching is configured in each archive (`evernear.release.archive`). Unless ``tokens`` is set,
+    the APIs require no token. Unless ``model_api`` is set, no model can be registered, and the
+    server serves the models in its model store at startup.
     """
     write_atomically(home / "config.properties", _as_properties(_properties(settings, home, tokens, model_api)))
     write_atomically(home / "metrics.yaml", json.dumps(metrics_file(), indent=2))  # JSON is YAML
@@ -71,11 +70,11 @@ def model_store(home: Path) -> Path:
 
 
 def temporary_directory(home: Path) -> Path:
-    """The directory for unpacked archives and for the workers' sockets. Socket paths
-    must be short.
+    """The directory for unpacked archives and for the workers' sockets. Socket paths must be
+    short.
 
-    The path does not depend on ``TMPDIR``, so every process derives the same path.
-    `make_private` must create the directory.
+    The path does not depend on ``TMPDIR``, so every process derives the same path. `make_private`
+    must create the directory.
     """
     inside = home / "tmp"
     if len(os.fsencode(inside / ".ts.sock.99999")) <= UNIX_SOCKET_PATH_BYTES:
@@ -84,13 +83,12 @@ def temporary_directory(home: Path) -> Path:
 
 
 def _properties(settings: ServingSettings, home: Path, tokens: bool, model_api: bool) -> dict[str, object]:
-    # TorchServe cannot parse IPv6 addresses in these properties. Our frontend therefore
-    # binds to the address in the system property `evernear.host`.
+    # TorchServe cannot parse IPv6 addresses in these properties. Our frontend therefore binds to
+    # the address in the system property `evernear.host`.
     host = LOOPBACK if ":" in settings.host else settings.host
     return {
         "inference_address": f"http://{host}:{settings.inference_port}",
-        # The management API can load code, so other machines must not be able to reach
-        # it.
+        # The management API can load code, so other machines must not be able to reach it.
         "management_address": f"http://{LOOPBACK}:{settings.management_port}",
         "metrics_address": f"http://{host}:{settings.metrics_port}",
         "grpc_inference_address": settings.host,
@@ -100,8 +98,8 @@ def _properties(settings: ServingSettings, home: Path, tokens: bool, model_api: 
         "grpc_management_port": settings.grpc_management_port,
         "model_store": model_store(home),
         "load_models": "" if model_api else "all",
-        # TorchServe splits `allowed_urls` at commas. In the pattern, each comma is
-        # replaced with a dot, which matches any character.
+        # TorchServe splits `allowed_urls` at commas. In the pattern, each comma is replaced with a
+        # dot, which matches any character.
         "allowed_urls": "file://" + re.escape(str(model_store(home))).replace(",", ".") + "/.*",
         "enable_model_api": str(model_api).lower(),
         "enable_envvars_config": "false",

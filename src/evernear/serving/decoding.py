@@ -1,6 +1,5 @@
-"""Image decoding in servers. Decoding a malicious file raises no error other than
-`DataError`. Large images do not delay small images.
-"""
+"""Image decoding in servers. Decoding a malicious file raises no error other than `DataError`.
+Large images do not delay small images."""
 
 import asyncio
 import logging
@@ -52,8 +51,8 @@ def inspect_image(data: bytes, max_pixels: int) -> EncodedImage:
 
 
 def decode_image(file: EncodedImage, shape: Preprocessing) -> Pixels:
-    """Decode an inspected file to a uint8 array of shape (H, W, C), as the release's
-    preprocessing specifies.
+    """Decode an inspected file to a uint8 array of shape (H, W, C), as the release's preprocessing
+    specifies.
 
     Raises:
         DataError: the file is broken.
@@ -68,9 +67,8 @@ def decode_image(file: EncodedImage, shape: Preprocessing) -> Pixels:
 
 @contextmanager
 def _only_data_errors(size_bytes: int) -> Generator[None]:
-    """Convert every decoder exception other than `DataError` to a `DataError`, so that
-    the rest of the batch is still answered.
-    """
+    """Convert every decoder exception other than `DataError` to a `DataError`, so that the rest of
+    the batch is still answered."""
     try:
         yield
     except DataError:
@@ -81,8 +79,8 @@ def _only_data_errors(size_bytes: int) -> Generator[None]:
 
 
 def encode_png(pixels: Pixels) -> bytes:
-    """Encode a uint8 array of shape (H, W, C) as a PNG file. Encoding is optimized for
-    speed, not for file size.
+    """Encode a uint8 array of shape (H, W, C) as a PNG file. Encoding is optimized for speed, not
+    for file size.
 
     PNG is lossless, so decoding the file returns ``pixels``.
     """
@@ -93,11 +91,11 @@ def encode_png(pixels: Pixels) -> bytes:
 
 
 class DecodePool:
-    """The decoding threads of an asyncio server: ``large`` threads for large images,
-    and `SMALL_THREADS` threads for small images.
+    """The decoding threads of an asyncio server: ``large`` threads for large images, and
+    `SMALL_THREADS` threads for small images.
 
-    A large image delays only other large images.
-    Decoding takes at most `pool_size_bytes` of memory.
+    A large image delays only other large images. Decoding takes at most `pool_size_bytes` of
+    memory.
     """
 
     def __init__(self, large: int) -> None:
@@ -114,8 +112,8 @@ class DecodePool:
     async def run_sized(
         self, pixels: int, function: Callable[Parameters, Result], *args: Parameters.args, **kwargs: Parameters.kwargs
     ) -> Result:
-        """Run ``function``, which decodes images with ``pixels`` pixels in total, in a
-        thread for images of this size. Await the result.
+        """Run ``function``, which decodes images with ``pixels`` pixels in total, in a thread for
+        images of this size. Await the result.
 
         Raises:
             OverloadedError: too many large images are waiting.
@@ -125,8 +123,8 @@ class DecodePool:
         if not self._places.acquire(blocking=False):
             raise OverloadedError("Too many large images are waiting to be decoded; try again in a second.")
         future = self._large.submit(function, *args, **kwargs)
-        # A running thread cannot be cancelled. Even if the caller is cancelled, the
-        # slot therefore stays occupied until decoding ends.
+        # A running thread cannot be cancelled. Even if the caller is cancelled, the slot therefore
+        # stays occupied until decoding ends.
         future.add_done_callback(lambda _: self._places.release())
         return await asyncio.wrap_future(future)
 

@@ -1,8 +1,8 @@
 """Addresses and API keys of the TorchServe server in a working directory.
 
-`evernear.serving.torchserve` writes ``server.json`` when it starts a server. TorchServe
-writes ``key_file.json`` (mode 0600) to its working directory. A process that can read
-both files can use the server.
+`evernear.serving.torchserve` writes ``server.json`` when it starts a server. TorchServe writes
+``key_file.json`` (mode 0600) to its working directory. A process that can read both files can use
+the server.
 """
 
 import errno
@@ -23,9 +23,8 @@ OWNER_FILE = "owner.pid"
 
 
 def home_of(workdir: Path) -> Path:
-    """The TorchServe home directory in ``workdir``, which contains the configuration,
-    keys, logs and model store.
-    """
+    """The TorchServe home directory in ``workdir``, which contains the configuration, keys, logs
+    and model store."""
     return workdir.resolve() / "torchserve"
 
 
@@ -62,9 +61,8 @@ class Endpoints(Frozen):
 
     @property
     def management_url(self) -> str:
-        """The base URL of the management API. The management API can load code and
-        therefore listens only on the loopback interface.
-        """
+        """The base URL of the management API. The management API can load code and therefore
+        listens only on the loopback interface."""
         return f"http://127.0.0.1:{self.management_port}"
 
 
@@ -78,8 +76,8 @@ class ServerState(Frozen):
 
 
 def read_state(home: Path) -> ServerState | None:
-    """Read the record of the server that was started in ``home`` and has not been
-    stopped, or return None if there is no such server.
+    """Read the record of the server that was started in ``home`` and has not been stopped, or
+    return None if there is no such server.
 
     The server may have crashed since it was started.
 
@@ -131,8 +129,8 @@ def host_and_port(host: str, port: int) -> str:
 
 
 def create_listener(host: str, port: int) -> socket.socket:
-    """Create a listening socket. Port 0 selects any free port. The host ``::`` binds to
-    all addresses, including IPv4 addresses.
+    """Create a listening socket. Port 0 selects any free port. The host ``::`` binds to all
+    addresses, including IPv4 addresses.
 
     Raises:
         OSError: the address cannot be bound.
@@ -143,8 +141,8 @@ def create_listener(host: str, port: int) -> socket.socket:
 
 
 def listening_socket(host: str, port: int, setting: str) -> socket.socket:
-    """Call `create_listener`, and convert an `OSError` with `bind_error`. ``setting``
-    is the name of the port's setting.
+    """Call `create_listener`, and convert an `OSError` with `bind_error`. ``setting`` is the name
+    of the port's setting.
 
     Raises:
         ServingError: the address cannot be bound.
@@ -156,9 +154,8 @@ def listening_socket(host: str, port: int, setting: str) -> socket.socket:
 
 
 def bind_error(error: OSError, host: str, port: int, setting: str) -> ServingError:
-    """The error to raise if ``host:port`` cannot be bound. ``setting`` is the name of
-    the port's setting.
-    """
+    """The error to raise if ``host:port`` cannot be bound. ``setting`` is the name of the port's
+    setting."""
     if error.errno == errno.EADDRINUSE:
         return ServingError(
             f"Port {port} on {host} is in use by another program; stop that, or choose a free port with "

@@ -1,11 +1,11 @@
-"""Look up the gallery images for the row numbers in a prediction. This module imports
-neither torch nor FAISS.
+"""Look up the gallery images for the row numbers in a prediction. This module imports neither torch
+nor FAISS.
 
-An index does not contain hashes of its images. The rows of an index are in the same
-order as the images in the snapshot from which the release was built
-(`evernear.data.gallery`). A row number therefore identifies a shard and a row in this
-shard. Each call checks that the store still has the shard, even if the shard is cached,
-because `evernear forget` deletes the shards of forgotten images.
+An index does not contain hashes of its images. The rows of an index are in the same order as the
+images in the snapshot from which the release was built (`evernear.data.gallery`). A row number
+therefore identifies a shard and a row in this shard. Each call checks that the store still has the
+shard, even if the shard is cached, because `evernear forget` deletes the shards of forgotten
+images.
 """
 
 import tempfile
@@ -26,15 +26,13 @@ from evernear.release.registry import Registry
 from evernear.serving.decoding import encode_png
 
 OPEN_SNAPSHOTS = 4
-"""Maximum number of open snapshots. The manifest and the hashes of verified shards are
-in memory for each open snapshot.
-"""
+"""Maximum number of open snapshots. The manifest and the hashes of verified shards are in memory
+for each open snapshot."""
 
 
 class GalleryImage(NamedTuple):
-    """A gallery image as the network receives it. ``pixels`` is a uint8 array of shape
-    (H, W, C), in the size that the release's preprocessing specifies.
-    """
+    """A gallery image as the network receives it. ``pixels`` is a uint8 array of shape (H, W, C),
+    in the size that the release's preprocessing specifies."""
 
     label: str
     digest: str
@@ -56,8 +54,8 @@ class GalleryImages:
         self._open: dict[str, tuple[ReleaseManifest, Dataset]] = {}
 
     def find(self, version: str, row: int) -> GalleryImage | None:
-        """The image at ``row`` in the release's gallery, or None if the store no longer
-        has the image.
+        """The image at ``row`` in the release's gallery, or None if the store no longer has the
+        image.
 
         Forgotten images and images in pruned snapshots are no longer in the store.
 
@@ -79,11 +77,11 @@ class GalleryImages:
         return GalleryImage(dataset.labels[block.labels[0]], block.digests[0].tobytes().hex(), block.images[0])
 
     def names(self, version: str, digest: str) -> tuple[str, ...]:
-        """The names of the source files for the image with the hash ``digest``. The
-        result is empty if the store no longer has the snapshot.
+        """The names of the source files for the image with the hash ``digest``. The result is empty
+        if the store no longer has the snapshot.
 
-        Each call downloads the snapshot's ledger, which takes about 100 bytes per image
-        in the dataset.
+        Each call downloads the snapshot's ledger, which takes about 100 bytes per image in the
+        dataset.
 
         Raises:
             IntegrityError: the ledger is damaged.
@@ -94,8 +92,8 @@ class GalleryImages:
         if opened is None:
             return ()
         release, dataset = opened
-        # Read the current manifest, because `evernear forget` may have rewritten the
-        # snapshot's ledger.
+        # Read the current manifest, because `evernear forget` may have rewritten the snapshot's
+        # ledger.
         manifest = find_manifest(self._store, release.dataset_name, release.dataset_digest)
         if manifest is None:
             return ()

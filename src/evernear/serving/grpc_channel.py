@@ -17,16 +17,14 @@ RECONNECT_BACKOFF_MS = 1000
 The gRPC defaults are 20 s for an attempt and two minutes between attempts.
 """
 DEAD_CONNECTION_MS = 2000
-"""Time without a TCP acknowledgment after which a connection counts as dead, for
-example after a node failure.
-"""
+"""Time without a TCP acknowledgment after which a connection counts as dead, for example after a
+node failure."""
 KEEPALIVE_MS = 600_000
-"""Interval of pings. Netty accepts at most one ping every five minutes. This also
-enables `DEAD_CONNECTION_MS`.
-"""
+"""Interval of pings. Netty accepts at most one ping every five minutes. This also enables
+`DEAD_CONNECTION_MS`."""
 RETRY_TOKENS = 200
-"""Number of retry tokens. A failed attempt removes a retry token, and a successful
-attempt adds a retry token.
+"""Number of retry tokens. A failed attempt removes a retry token, and a successful attempt adds a
+retry token.
 
 While at most half of the retry tokens remain, calls are not retried.
 """
@@ -35,10 +33,10 @@ While at most half of the retry tokens remain, calls are not retried.
 class Addresses:
     """The gRPC target for a host name. A thread resolves the host name every second.
 
-    gRPC itself resolves a name at most every 30 s, and waits up to two minutes if a
-    name has no address. As long as its connections are alive, gRPC does not look for
-    new pods. A new channel reuses existing connections, so an address change is cheap.
-    If the name cannot be resolved, the previous target remains in use.
+    gRPC itself resolves a name at most every 30 s, and waits up to two minutes if a name has no
+    address. As long as its connections are alive, gRPC does not look for new pods. A new channel
+    reuses existing connections, so an address change is cheap. If the name cannot be resolved, the
+    previous target remains in use.
     """
 
     def __init__(self, host: str, port: int) -> None:
@@ -60,12 +58,12 @@ class Addresses:
 
 
 def channel_options(authority: str, attempts: int) -> Sequence[tuple[str, Any]]:
-    """Options for a channel to a target from `Addresses`. ``authority`` is the server
-    name for HTTP/2 and TLS.
+    """Options for a channel to a target from `Addresses`. ``authority`` is the server name for
+    HTTP/2 and TLS.
 
-    If the server is unavailable, a call is attempted up to ``attempts`` times, as long
-    as enough `RETRY_TOKENS` remain. During a long outage, calls therefore fail without
-    retries. The call must be idempotent.
+    If the server is unavailable, a call is attempted up to ``attempts`` times, as long as enough
+    `RETRY_TOKENS` remain. During a long outage, calls therefore fail without retries. The call must
+    be idempotent.
     """
     # Use all pods in turn. By default, gRPC sends all calls to one pod.
     config: dict[str, Any] = {"loadBalancingConfig": [{"round_robin": {}}]}
@@ -100,8 +98,8 @@ def _resolve(host: str, port: int) -> str:
 
 
 def _as_ipv6(text: str) -> str:
-    """Convert an address to IPv6, because all addresses of a gRPC target must have the
-    same address family.
+    """Convert an address to IPv6, because all addresses of a gRPC target must have the same address
+    family.
 
     For an IPv4-mapped IPv6 address, the kernel uses IPv4.
     """

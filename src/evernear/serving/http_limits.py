@@ -1,6 +1,5 @@
-"""Limits for HTTP clients, because uvicorn itself limits neither the size of request
-bodies nor the upload time.
-"""
+"""Limits for HTTP clients, because uvicorn itself limits neither the size of request bodies nor the
+upload time."""
 
 import asyncio
 from contextlib import suppress
@@ -14,26 +13,23 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 HEAD_TIMEOUT_S = 10.0
 """Maximum time to receive the request line and the headers."""
 MAX_DISCARDED_BYTES = 64 * 2**20
-"""Maximum number of bytes to discard from a rejected body. Discarding the rest of the
-body lets the client receive the response.
-"""
+"""Maximum number of bytes to discard from a rejected body. Discarding the rest of the body lets the
+client receive the response."""
 DISCARD_PAUSE_S = 2.0
-"""Maximum pause while a rejected body is received. After a longer pause, the connection
-is closed. Apache uses the same time.
-"""
+"""Maximum pause while a rejected body is received. After a longer pause, the connection is closed.
+Apache uses the same time."""
 
 
 class BodyLimits:
-    """ASGI middleware that limits the size and the upload time of each request body,
-    and the total size of all in-flight bodies.
+    """ASGI middleware that limits the size and the upload time of each request body, and the total
+    size of all in-flight bodies.
 
-    ``max_size_bytes`` applies to one body, ``max_total_size_bytes`` to the bodies of
-    all in-flight requests, and ``timeout_s`` to the upload of one body. If a body
-    exceeds a limit, the application's next ``receive`` call raises an `HTTPException`
-    with status 413, 503 or 408. After the response, the middleware discards the rest of
-    the body, within the limits ``timeout_s``, `DISCARD_PAUSE_S` and
-    `MAX_DISCARDED_BYTES`. If a connection is closed with unread data, the kernel resets
-    the connection. A client that sends its whole body before it reads would then lose
+    ``max_size_bytes`` applies to one body, ``max_total_size_bytes`` to the bodies of all in-flight
+    requests, and ``timeout_s`` to the upload of one body. If a body exceeds a limit, the
+    application's next ``receive`` call raises an `HTTPException` with status 413, 503 or 408. After
+    the response, the middleware discards the rest of the body, within the limits ``timeout_s``,
+    `DISCARD_PAUSE_S` and `MAX_DISCARDED_BYTES`. If a connection is closed with unread data, the
+    kernel resets the connection. A client that sends its whole body before it reads would then lose
     the response.
     """
 
@@ -98,8 +94,7 @@ class _LimitedBody:
         loop = asyncio.get_running_loop()
         discarded_bytes = 0
         with suppress(TimeoutError):
-            # While a client awaits "100 Continue", any read would make the server
-            # request the body.
+            # While a client awaits "100 Continue", any read would make the server request the body.
             while not (self._complete or self._awaits_continue) and discarded_bytes < MAX_DISCARDED_BYTES:
                 async with asyncio.timeout_at(min(self._deadline_s, loop.time() + DISCARD_PAUSE_S)):
                     message = await self._receive()
@@ -129,9 +124,7 @@ class _LimitedBody:
         return message
 
     def _note(self, message: Message) -> Message:
-        """Record whether the body is complete. The client no longer awaits "100
-        Continue".
-        """
+        """Record whether the body is complete. The client no longer awaits "100 Continue"."""
         self._complete = not message.get("more_body", False)
         self._awaits_continue = False
         return message
@@ -169,8 +162,8 @@ class HeadTimer:
 class HeadTimeoutProtocol(H11Protocol):
     """uvicorn's h11 protocol with a timeout for request heads.
 
-    h11 rejects request heads larger than 64 KiB, whereas uvicorn's httptools protocol
-    reads heads and trailers of any size.
+    h11 rejects request heads larger than 64 KiB, whereas uvicorn's httptools protocol reads heads
+    and trailers of any size.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -183,9 +176,8 @@ class HeadTimeoutProtocol(H11Protocol):
         self._head_timer.start(transport)
 
     def data_received(self, data: bytes) -> None:
-        """When the head is complete, stop the timer. When the first byte of the next
-        head arrives, start the timer again.
-        """
+        """When the head is complete, stop the timer. When the first byte of the next head arrives,
+        start the timer again."""
         super().data_received(data)
         if self.cycle is not None and not self.cycle.response_complete:  # pyright: ignore[reportUnnecessaryComparison]
             self._head_timer.stop()

@@ -15,25 +15,23 @@ from evernear.serving.query_log_files import MAX_FILE_BYTES, QUERIES, LoggedQuer
 
 LIVE_DAYS = 30
 MAX_FILES = 500
-"""Maximum number of files to read for a time window. The files are evenly spaced, and
-take at most about 25 MB.
-"""
+"""Maximum number of files to read for a time window. The files are evenly spaced, and take at most
+about 25 MB."""
 WANTED = 1000
 """Minimum number of sampled queries that thinning leaves in a time window.
 
-Without this minimum, a burst of queries would cause most of the queries outside the
-burst to be dropped.
+Without this minimum, a burst of queries would cause most of the queries outside the burst to be
+dropped.
 """
 
 
 def live_queries(store: Store, version: str, since: datetime, until: datetime) -> tuple[Queries, list[str]]:
-    """The queries that release ``version`` answered in a time window, and a message for
-    each damaged file.
+    """The queries that release ``version`` answered in a time window, and a message for each
+    damaged file.
 
-    If enough queries remain, the result is a uniform sample of all queries in the
-    periods that the files cover. Files that contain a larger share of their period's
-    queries than the busiest file are thinned, as long as at least `WANTED` queries
-    remain in total.
+    If enough queries remain, the result is a uniform sample of all queries in the periods that the
+    files cover. Files that contain a larger share of their period's queries than the busiest file
+    are thinned, as long as at least `WANTED` queries remain in total.
 
     Raises:
         StoreError: the store is unavailable.
@@ -56,8 +54,8 @@ def live_queries(store: Store, version: str, since: datetime, until: datetime) -
 
 
 def live_distances(store: Store, champion: Measurement) -> LiveDistances | None:
-    """The distances of the queries that the champion answered in the last `LIVE_DAYS`
-    days, or None if no such queries are logged.
+    """The distances of the queries that the champion answered in the last `LIVE_DAYS` days, or None
+    if no such queries are logged.
 
     Raises:
         StoreError: the store is unavailable.
@@ -89,8 +87,8 @@ def reference_queries(reference: DriftBaseline) -> Queries:
 
 
 def remove_before(store: Store, before: datetime) -> int:
-    """Remove query log files that were closed before ``before``, and return the number
-    of removed files.
+    """Remove query log files that were closed before ``before``, and return the number of removed
+    files.
 
     Raises:
         StoreError: the store rejects the request.
@@ -134,8 +132,8 @@ def _combine(periods: list[tuple[Period, list[LoggedQuery]]]) -> Queries:
 def _share(periods: list[tuple[Period, list[LoggedQuery]]]) -> float:
     """The share of queries to use from each period.
 
-    The result is the share in the busiest file, or the next larger share that leaves at
-    least `WANTED` queries.
+    The result is the share in the busiest file, or the next larger share that leaves at least
+    `WANTED` queries.
     """
     if not periods:
         return 0.0
@@ -143,8 +141,8 @@ def _share(periods: list[tuple[Period, list[LoggedQuery]]]) -> float:
     queries = np.array([period.queries for period, _ in periods], np.float64)
     order = np.argsort(rows / queries)
     rows, queries = rows[order], queries[order]
-    # A share takes all rows of the files that sampled less, and this share of the
-    # other files' queries.
+    # A share takes all rows of the files that sampled less, and this share of the other files'
+    # queries.
     left = rows.cumsum() + rows / queries * (queries.sum() - queries.cumsum())
     enough = np.flatnonzero(left >= WANTED)
     position = enough[0] if len(enough) else -1

@@ -49,18 +49,15 @@ from evernear.settings.sources import TOKEN_FILE_VARIABLE
 ANYWHERE = "0.0.0.0"  # noqa: S104 - of the pod, to which a NetworkPolicy restricts access
 ENDPOINT_REMOVAL_S = 10
 """Delay of the preStop hook, while Kubernetes removes the pod from its endpoints and clients
-notice.
-"""
+notice."""
 JAVA_EXIT_S = 5  # after the drain
 GRACE_PERIOD_S = ENDPOINT_REMOVAL_S + DRAIN_TIMEOUT_S + JAVA_EXIT_S
-"""The ``terminationGracePeriodSeconds`` of a pod: the time for the preStop hook, the drain
-and the exit of Java.
-"""
+"""The ``terminationGracePeriodSeconds`` of a pod: the time for the preStop hook, the drain and the
+exit of Java."""
 TOKEN = re.compile(r"[A-Za-z0-9._~+/-]{16,4096}=*")
 """Pattern for a b64token (RFC 6750, section 2.1) of at least 96 bits."""
 _STAGING = ".fetch-"
-# These sizes were measured with the digits network and index
-# (benchmarks/hostile_traffic.py).
+# These sizes were measured with the digits network and index (benchmarks/hostile_traffic.py).
 WORKER_SIZE_BYTES = 480 * 2**20
 """Memory usage of a worker before its first large image."""
 JAVA_SIZE_BYTES = 200 * 2**20
@@ -73,10 +70,9 @@ def memory_size_bytes(settings: ServingSettings, index_size_bytes: int, worker_p
     """The memory that a pod needs if every worker processes a full batch of the largest
     requests.
 
-    All workers share one memory-mapped copy of the index (``index_size_bytes``). Each
-    worker loads its own copy of the network, labels and centroids
-    (``worker_parts_size_bytes``). Each request body is in memory twice: as received,
-    and after it is rewritten without metadata.
+    All workers share one memory-mapped copy of the index (``index_size_bytes``). Each worker loads
+    its own copy of the network, labels and centroids (``worker_parts_size_bytes``). Each request
+    body is in memory twice: as received, and after it is rewritten without metadata.
     """
     batch = 2 * settings.batch_size * settings.max_request_size_bytes
     worker = WORKER_SIZE_BYTES + worker_parts_size_bytes + decode_size_bytes(settings.max_pixels) + batch
@@ -84,11 +80,10 @@ def memory_size_bytes(settings: ServingSettings, index_size_bytes: int, worker_p
 
 
 def pod_memory(settings: RunSettings, index_size_bytes: int = 0, worker_parts_size_bytes: int = 0) -> str:
-    """Memory request and limit of a pod, as a Kubernetes quantity. The size parameters
-    are the same as for `memory_size_bytes`.
+    """Memory request and limit of a pod, as a Kubernetes quantity. The size parameters are the same
+    as for `memory_size_bytes`.
 
-    If both sizes are 0, the result is the minimum amount of memory that any release
-    needs.
+    If both sizes are 0, the result is the minimum amount of memory that any release needs.
 
     Raises:
         SettingsError: ``kubernetes.memory`` is less than the value that ``auto`` would
@@ -114,9 +109,9 @@ def pod_memory(settings: RunSettings, index_size_bytes: int = 0, worker_parts_si
 def fetch_release(version: str, sha256: str, settings: Settings) -> ReleaseManifest:
     """Download a release for `serve_pod` from the store in ``settings``.
 
-    ``sha256`` is the archive hash that the deployer specified. The registry's record
-    and the archive must match this hash. The store is only read. The call can safely be
-    repeated, even if an earlier call was killed.
+    ``sha256`` is the archive hash that the deployer specified. The registry's record and the
+    archive must match this hash. The store is only read. The call can safely be repeated, even if
+    an earlier call was killed.
 
     Raises:
         IntegrityError: the deployer, the registry and the archive do not describe the
@@ -153,10 +148,9 @@ def fetch_release(version: str, sha256: str, settings: Settings) -> ReleaseManif
 def serve_pod(settings: Settings, *, without_token: bool = False) -> NoReturn:
     """Replace this process with TorchServe, which serves the fetched release.
 
-    The inference and metrics APIs listen on all addresses, whereas the management API
-    listens only on loopback. No model can be registered. Unless ``without_token`` is
-    set, the inference API requires the token in the file that ``EVERNEAR_TOKEN_FILE``
-    specifies.
+    The inference and metrics APIs listen on all addresses, whereas the management API listens only
+    on loopback. No model can be registered. Unless ``without_token`` is set, the inference API
+    requires the token in the file that ``EVERNEAR_TOKEN_FILE`` specifies.
 
     Raises:
         SettingsError: the token is missing or invalid, or a token file is set together
@@ -185,8 +179,8 @@ def serve_pod(settings: Settings, *, without_token: bool = False) -> NoReturn:
 
 
 def release(settings: Settings) -> ReleaseParts:
-    """The fetched release, of which only the manifest, the preprocessing and the stored
-    queries remain.
+    """The fetched release, of which only the manifest, the preprocessing and the stored queries
+    remain.
 
     Raises:
         ServingError: no release was fetched.
@@ -211,16 +205,13 @@ def _release_dir(settings: Settings) -> Path:
 
 
 def _is_alone(archive: Path) -> bool:
-    """Whether the archive is the only file in the model store. The server loads every
-    file in the model store.
-    """
+    """Whether the archive is the only file in the model store. The server loads every file in the
+    model store."""
     return archive.is_file() and list(archive.parent.iterdir()) == [archive]
 
 
 def _remove_leftovers(home: Path) -> None:
-    """Empty the model store, and remove staging directories that killed fetches left
-    behind.
-    """
+    """Empty the model store, and remove staging directories that killed fetches left behind."""
     for path in (*home.glob(f"{_STAGING}*"), *model_store(home).glob("*")):
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
@@ -229,9 +220,8 @@ def _remove_leftovers(home: Path) -> None:
 
 
 def _remove_all_but_probe_files(parts: ReleaseParts) -> None:
-    """Remove all release files except the files that probes and people read. TorchServe
-    unpacks the archive itself.
-    """
+    """Remove all release files except the files that probes and people read. TorchServe unpacks the
+    archive itself."""
     needed = {MANIFEST_FILE, PREPROCESSING_FILE, SMOKE_FILE, *(query.file for _, query in parts.smoke_queries())}
     for file in parts.directory.iterdir():
         if file.name not in needed:

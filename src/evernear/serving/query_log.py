@@ -53,9 +53,8 @@ SHIP_EVERY_S = 60.0
 _IMAGE_BYTES = 3 * 2**20  # largest total size of the images in a file, before base64 adds a third
 _SENT_BYTES = 3 * 2**19  # largest total size of the clients' files in a file, before base64 adds a third
 SENT_MAX_BYTES = 2**19
-"""Size above which the log contains the preprocessed image instead of the client's
-file. Without this limit, three large files would fill the sample.
-"""
+"""Size above which the log contains the preprocessed image instead of the client's file. Without
+this limit, three large files would fill the sample."""
 SENT_MAX_FILES = 20
 UNCERTAIN_SHARE = 0.9
 _log = logging.getLogger(__name__)
@@ -88,9 +87,9 @@ _NO_FILE = _File(b"", preprocessed=False)
 class SampledFiles:
     """A uniform sample of files. The number of files and their total size are limited.
 
-    The sample consists of the files with the smallest random priorities. Only the
-    priority decides whether a file is dropped. A small file is therefore no more likely
-    to remain in the sample than a large file.
+    The sample consists of the files with the smallest random priorities. Only the priority decides
+    whether a file is dropped. A small file is therefore no more likely to remain in the sample than
+    a large file.
     """
 
     def __init__(self) -> None:
@@ -99,9 +98,7 @@ class SampledFiles:
         self._limit = 1.0
 
     def admits(self, priority: float) -> bool:
-        """Whether ``priority`` (0 to 1) is smaller than the priorities of all dropped
-        files.
-        """
+        """Whether ``priority`` (0 to 1) is smaller than the priorities of all dropped files."""
         return priority < self._limit
 
     def add(self, priority: float, file: _File) -> None:
@@ -162,8 +159,8 @@ class QueryLog:
         """Count the queries in a batch, and sample the queries with the smallest random
         priorities.
 
-        ``embeddings`` and ``images`` have one row for each prediction. ``requests`` is
-        empty, or has one entry for each prediction.
+        ``embeddings`` and ``images`` have one row for each prediction. ``requests`` is empty, or
+        has one entry for each prediction.
         """
         size = self._configuration.sample
         with self._lock:
@@ -182,8 +179,8 @@ class QueryLog:
                     self._files.add(priority, _stored_file(request.file, images, row))
 
     def write_file(self) -> Path | None:
-        """Write the queries that were sampled since the last file, and return the path
-        of the new file.
+        """Write the queries that were sampled since the last file, and return the path of the new
+        file.
 
         Return None if no query was recorded.
 
@@ -237,18 +234,17 @@ class QueryLog:
 def is_uncertain(prediction: Prediction, threshold: float) -> bool:
     """Whether a query needs manual review.
 
-    A query needs review if it is unknown, near the threshold, or near the boundary
-    between two classes. "Near" means that the distance to the nearest neighbor exceeds
-    the share `UNCERTAIN_SHARE` of the threshold, or of the distance to the nearest
-    neighbor with a different label.
+    A query needs review if it is unknown, near the threshold, or near the boundary between two
+    classes. "Near" means that the distance to the nearest neighbor exceeds the share
+    `UNCERTAIN_SHARE` of the threshold, or of the distance to the nearest neighbor with a different
+    label.
     """
     others = [neighbor.dist for neighbor in prediction.neighbors if neighbor.label != prediction.pred]
     return prediction.unknown or prediction.dist > UNCERTAIN_SHARE * min([threshold, *others])
 
 
 def ship_query_log(directory: Path, store: Store) -> int:
-    """Move the files in ``directory`` to the store, and return the number of moved
-    files.
+    """Move the files in ``directory`` to the store, and return the number of moved files.
 
     If a call is killed, it can safely be repeated.
 
@@ -323,8 +319,8 @@ def _labels(prediction: Prediction) -> tuple[str, ...]:
 def _remove_oldest(directory: Path, size_bytes: int) -> None:
     """Remove the oldest files until the remaining files take at most ``size_bytes``.
 
-    A file with a future date was written before the clock was set back, so such a file
-    counts as older than the other files.
+    A file with a future date was written before the clock was set back, so such a file counts as
+    older than the other files.
     """
     files: list[tuple[bool, str, Path, int]] = []
     now = f"{datetime.now(UTC):{TIME_FORMAT}}"

@@ -1,7 +1,7 @@
 """The format of the query log files, and functions to read these files.
 
-Files in the store are untrusted, because anyone with write access to the store may have
-changed them.
+Files in the store are untrusted, because anyone with write access to the store may have changed
+them.
 """
 
 import base64
@@ -40,30 +40,21 @@ class LoggedQuery(Frozen, allow_inf_nan=False):
     dist: float
     unknown: bool
     coordinates: tuple[float, ...] = Field(default=(), max_length=PROJECTED_DIM)
-    """The projected embedding (`evernear.release.drift_baseline`).
-    Empty if it is unknown.
-    """
+    """The projected embedding (`evernear.release.drift_baseline`). Empty if it is unknown."""
     image: str = ""
-    """The preprocessed image as a base64-encoded PNG file, if the query `is_uncertain`
-    and ``serving.query_log`` is ``images``.
-    """
+    """The preprocessed image as a base64-encoded PNG file, if the query `is_uncertain` and
+    ``serving.query_log`` is ``images``."""
     embedding: str = Field(default="", max_length=MAX_CHARACTERS)
     """The embedding of ``image`` (`evernear.serving.embedding_codec`)."""
     candidates: tuple[str, ...] = ()
-    """The labels of the nearest neighbors, nearest first,
-    if the query has an image or a file.
-    """
+    """The labels of the nearest neighbors, nearest first, if the query has an image or a file."""
     id: str = Field(default="", max_length=128)
-    """The request's id, which is also the ``id`` of its response. Empty without
-    TorchServe.
-    """
+    """The request's id, which is also the ``id`` of its response. Empty without TorchServe."""
     file: str = ""
-    """The base64-encoded file that the client sent, if the query is in the uniform
-    sample of files.
-    """
+    """The base64-encoded file that the client sent, if the query is in the uniform sample of
+    files."""
     preprocessed: bool = False
-    """Whether ``file`` is the preprocessed image instead of the file that the client
-    sent.
+    """Whether ``file`` is the preprocessed image instead of the file that the client sent.
 
     The preprocessed image replaces a client's file that is larger than
     `evernear.serving.query_log.SENT_MAX_BYTES`.
@@ -71,9 +62,7 @@ class LoggedQuery(Frozen, allow_inf_nan=False):
 
 
 class SampledQuery(NamedTuple):
-    """A query from the uniform sample of files, and the answer from release
-    ``version``.
-    """
+    """A query from the uniform sample of files, and the answer from release ``version``."""
 
     id: str
     at: datetime
@@ -125,9 +114,7 @@ def sampled_queries(data: bytes, source: str) -> list[SampledQuery]:
 
 
 def closed_at(key: str) -> datetime | None:
-    """The time at which the log file ``key`` was closed, or None if ``key`` is not a
-    log file.
-    """
+    """The time at which the log file ``key`` was closed, or None if ``key`` is not a log file."""
     try:
         return datetime.strptime(PurePosixPath(key).name[:16], TIME_FORMAT).replace(tzinfo=UTC)
     except ValueError:

@@ -15,11 +15,10 @@ from evernear.release.registry import Registry
 
 @dataclass(frozen=True)
 class ReleaseSource:
-    """The release ``version`` in the registry of ``store_uri``,
-    or the archive at ``path``.
+    """The release ``version`` in the registry of ``store_uri``, or the archive at ``path``.
 
-    If ``version`` is empty, the release is the champion. ``path`` is a ``.mar`` file,
-    or a directory with one ``.mar`` file. If ``store_uri`` is set, ``path`` is ignored.
+    If ``version`` is empty, the release is the champion. ``path`` is a ``.mar`` file, or a
+    directory with one ``.mar`` file. If ``store_uri`` is set, ``path`` is ignored.
     """
 
     store_uri: str = ""
@@ -35,8 +34,8 @@ class ReleaseSource:
 
     @contextmanager
     def unpacked(self) -> Generator[ReleaseParts]:
-        """Unpack and verify the release in a temporary directory,
-        which is removed when the context ends.
+        """Unpack and verify the release in a temporary directory, which is removed when the context
+        ends.
 
         Raises:
             IntegrityError: the archive is damaged, or ``path`` does not contain exactly

@@ -1,11 +1,11 @@
-"""Replay stored live queries. Without a server, the candidate answers each query as it
-would in production.
+"""Replay stored live queries. Without a server, the candidate answers each query as it would in
+production.
 
 The candidate uses the files that the archive step packs: the exported network with its
 preprocessing, the index and its labels. The queries are a uniform sample
-(`evernear.serving.query_log_files.sampled_queries`). The query files are decoded as in
-a server. If the champion answered a query live, the logged answer is used. Otherwise,
-the champion's answer is computed in the same way as the candidate's answer.
+(`evernear.serving.query_log_files.sampled_queries`). The query files are decoded as in a server. If
+the champion answered a query live, the logged answer is used. Otherwise, the champion's answer is
+computed in the same way as the candidate's answer.
 """
 
 from collections import Counter
@@ -32,9 +32,8 @@ MAX_FILES = 400
 BATCH = 64
 THUMBNAIL_PX = 16
 DUPLICATE_CORRELATION = 0.98
-"""Minimum correlation between the thumbnails of two near-duplicates, such as frames of
-one scene.
-"""
+"""Minimum correlation between the thumbnails of two near-duplicates, such as frames of one
+scene."""
 NEAR_DUPLICATE = "near-duplicates of newer queries"
 UNREADABLE = "with a file that cannot be decoded"
 
@@ -73,8 +72,8 @@ def replay(
 
 
 def stored_queries(store: Store, limit: int = QUERIES_MAX) -> list[SampledQuery]:
-    """The newest ``limit`` queries in the log's uniform sample, newest first. Damaged
-    log files are skipped.
+    """The newest ``limit`` queries in the log's uniform sample, newest first. Damaged log files are
+    skipped.
 
     Raises:
         StoreError: the store is unavailable.
@@ -119,9 +118,8 @@ def _decode(
 
 
 def _answers_before(champion: Recognizer, decoded: list[_Decoded]) -> list[Answer]:
-    """The champion's answer to each query: the logged answer, or a computed answer if a
-    different release answered the query.
-    """
+    """The champion's answer to each query: the logged answer, or a computed answer if a different
+    release answered the query."""
     missing = [row for row, each in enumerate(decoded) if each.query.version != champion.name]
     computed = dict(zip(missing, _recognize(champion, [decoded[row].for_champion for row in missing]), strict=True))
     return [
@@ -139,8 +137,8 @@ def _recognize(recognizer: Recognizer, images: list[Pixels]) -> list[Answer]:
 
 
 def _thumbnail(image: Pixels) -> NDArray[np.float32]:
-    """A square grayscale thumbnail of `THUMBNAIL_PX` pixels per side, as a vector with
-    mean 0 and length 1.
+    """A square grayscale thumbnail of `THUMBNAIL_PX` pixels per side, as a vector with mean 0 and
+    length 1.
 
     The vector is zero if all pixels have the same value.
     """

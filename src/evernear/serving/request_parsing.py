@@ -1,11 +1,11 @@
-"""Extract images from requests. An image can be the body itself, a multipart field, or
-base64 in JSON.
+"""Extract images from requests. An image can be the body itself, a multipart field, or base64 in
+JSON.
 
 The base64 text may be wrapped, URL-safe, unpadded, or part of a ``data:`` URI.
 
-JSON is decoded with a schema, so that only the base64 text is created in memory. The
-`json` module would also create all other values in the body, which can take 25 times as
-much memory as the body itself.
+JSON is decoded with a schema, so that only the base64 text is created in memory. The `json` module
+would also create all other values in the body, which can take 25 times as much memory as the body
+itself.
 """
 
 import base64
@@ -59,8 +59,8 @@ def image_request_schema() -> dict[str, Any]:
 
 
 def decode_base64(text: str) -> bytes:
-    """Decode base64 or a ``data:`` URI. Line breaks, URL-safe characters and missing
-    padding are accepted.
+    """Decode base64 or a ``data:`` URI. Line breaks, URL-safe characters and missing padding are
+    accepted.
 
     Raises:
         ValueError: the text is not base64.
@@ -74,9 +74,7 @@ def decode_base64(text: str) -> bytes:
 
 
 def compression(body: bytes) -> str | None:
-    """The error message for a compressed body, or None if the body is not
-    compressed.
-    """
+    """The error message for a compressed body, or None if the body is not compressed."""
     kind = next((kind for signature, kind in _COMPRESSED.items() if body.startswith(signature)), None)
     return kind and f"The request's body is compressed with {kind}; send it uncompressed."
 
@@ -102,11 +100,11 @@ def image_from_json(body: bytes) -> bytes:
 
 
 def image_from_fields(fields: Mapping[str, bytes]) -> bytes | Rejection:
-    """Extract the image file from the fields of a TorchServe request. The field for a
-    plain body is ``body``.
+    """Extract the image file from the fields of a TorchServe request. The field for a plain body is
+    ``body``.
 
-    JSON is detected by its first byte. No image file begins with the first byte of a
-    JSON object, so a wrong content type is harmless. Unknown JSON fields are ignored.
+    JSON is detected by its first byte. No image file begins with the first byte of a JSON object,
+    so a wrong content type is harmless. Unknown JSON fields are ignored.
     """
     data = next((bytes(fields[name]) for name in FIELDS if name in fields), None)
     if data is None:

@@ -1,6 +1,5 @@
-"""The bodies of all responses. This module does not import torch, FAISS or NumPy,
-because clients use it to parse responses.
-"""
+"""The bodies of all responses. This module does not import torch, FAISS or NumPy, because clients
+use it to parse responses."""
 
 from datetime import datetime
 from operator import not_
@@ -21,8 +20,8 @@ EMBEDDING_FIELD = "evernear-embedding"
 class Neighbor(Frozen, extra="ignore"):
     """A gallery image near the query.
 
-    ``row`` is the row number in the release's gallery, from which
-    `evernear.serving.gallery_images` finds the image.
+    ``row`` is the row number in the release's gallery, from which `evernear.serving.gallery_images`
+    finds the image.
     """
 
     label: str
@@ -33,9 +32,9 @@ class Neighbor(Frozen, extra="ignore"):
 class Prediction(Frozen, extra="ignore"):
     """The prediction for one image.
 
-    ``dist`` is the L2 distance (0 to 2) between the unit vectors of the image and of
-    the nearest gallery image. If ``dist`` exceeds the release's threshold, the image is
-    ``unknown``, and ``pred`` is only a guess. ``neighbors`` are sorted by distance.
+    ``dist`` is the L2 distance (0 to 2) between the unit vectors of the image and of the nearest
+    gallery image. If ``dist`` exceeds the release's threshold, the image is ``unknown``, and
+    ``pred`` is only a guess. ``neighbors`` are sorted by distance.
     """
 
     pred: str
@@ -44,13 +43,11 @@ class Prediction(Frozen, extra="ignore"):
     neighbors: tuple[Neighbor, ...]
     version: str
     id: str = Field(default="", exclude_if=not_)
-    """The request's id in the query log, with which the true label can be imported
-    later. Absent without TorchServe.
-    """
+    """The request's id in the query log, with which the true label can be imported later. Absent
+    without TorchServe."""
     embedding: str = Field(default="", exclude_if=not_)
-    """The embedding of the image (`evernear.serving.embedding_codec`),
-    if the request asks for it.
-    """
+    """The embedding of the image (`evernear.serving.embedding_codec`), if the request asks for
+    it."""
 
 
 class Rejection(Frozen, extra="ignore"):
@@ -64,11 +61,10 @@ class Rejection(Frozen, extra="ignore"):
 class Metadata(Frozen, extra="ignore"):
     """The public description of a release.
 
-    Images are PNG, JPEG or WebP files with at most ``max_pixels`` pixels. Images are
-    resized to ``height_px`` x ``width_px`` pixels and converted to ``channels``
-    channels (1: grayscale, 3: RGB). An image is unknown if its distance exceeds
-    ``threshold`` (L2 distance between unit vectors, 0 to 2). ``metrics`` contains the
-    metrics that the gate measured.
+    Images are PNG, JPEG or WebP files with at most ``max_pixels`` pixels. Images are resized to
+    ``height_px`` x ``width_px`` pixels and converted to ``channels`` channels (1: grayscale, 3:
+    RGB). An image is unknown if its distance exceeds ``threshold`` (L2 distance between unit
+    vectors, 0 to 2). ``metrics`` contains the metrics that the gate measured.
     """
 
     model: str
@@ -85,8 +81,6 @@ class Metadata(Frozen, extra="ignore"):
 
     @staticmethod
     def of(manifest: "ReleaseManifest", model: str) -> "Metadata":
-        """Select the public fields of a manifest. ``model`` is the model name that
-        clients use.
-        """
+        """Select the public fields of a manifest. ``model`` is the model name that clients use."""
         fields = manifest.preprocessing.model_dump() | manifest.model_dump() | {"model": model}
         return Metadata.model_validate(fields)

@@ -1,9 +1,8 @@
 """Lifecycle of a TorchServe server: start, readiness and stop.
 
-All files of a server are in its home directory (``WORKDIR/torchserve``, mode 0700):
-configuration, keys, logs and model store. Java is started directly, because the
-``torchserve`` script supports only one process per machine. This module has been tested
-with TorchServe 0.12.0 on Java 17 and 25.
+All files of a server are in its home directory (``WORKDIR/torchserve``, mode 0700): configuration,
+keys, logs and model store. Java is started directly, because the ``torchserve`` script supports
+only one process per machine. This module has been tested with TorchServe 0.12.0 on Java 17 and 25.
 """
 
 import contextlib
@@ -48,11 +47,11 @@ KILL_TIMEOUT_S = 15.0
 
 
 def start_server(settings: ServingSettings, home: Path, *, model_api: bool = True) -> Endpoints:
-    """Start TorchServe in ``home`` unless it is already running,
-    and wait until its management API responds.
+    """Start TorchServe in ``home`` unless it is already running, and wait until its management API
+    responds.
 
-    The server outlives this process and inherits no pipes from it. ``model_api`` is passed
-    to `write_configuration`.
+    The server outlives this process and inherits no pipes from it. ``model_api`` is passed to
+    `write_configuration`.
 
     Raises:
         ServingError: a different program uses a port.
@@ -86,9 +85,9 @@ def start_server(settings: ServingSettings, home: Path, *, model_api: bool = Tru
 def exec_torchserve(settings: ServingSettings, home: Path, frontend: Mapping[str, object], *, tokens: bool) -> NoReturn:
     """Replace this process with a TorchServe server in ``home``.
 
-    TorchServe then receives this process's signals and writes to its console. The
-    server loads all archives in its model store. ``frontend`` is passed to
-    `java_command`, and ``tokens`` to `write_configuration`.
+    TorchServe then receives this process's signals and writes to its console. The server loads all
+    archives in its model store. ``frontend`` is passed to `java_command`, and ``tokens`` to
+    `write_configuration`.
 
     Raises:
         ServingError: a different program uses a port.
@@ -124,8 +123,8 @@ def require_startable(settings: ServingSettings, home: Path) -> None:
 def stop_server(home: Path) -> bool:
     """Stop the server in ``home`` and its workers, and return whether it was running.
 
-    The server drains: it rejects new connections and finishes in-flight requests. The
-    time limit is `DRAIN_TIMEOUT_S`.
+    The server drains: it rejects new connections and finishes in-flight requests. The time limit is
+    `DRAIN_TIMEOUT_S`.
 
     Raises:
         ServingError: a process does not exit.
@@ -141,8 +140,8 @@ def stop_server(home: Path) -> bool:
 
 
 def adopt(home: Path) -> None:
-    """Bind the lifetime of the server in ``home`` to this process. Call this function
-    before or after the server starts.
+    """Bind the lifetime of the server in ``home`` to this process. Call this function before or
+    after the server starts.
 
     When this process exits or is killed, the server drains and exits.
 
@@ -162,8 +161,8 @@ def is_running(home: Path) -> bool:
 def await_ready(settings: ServingSettings, home: Path, version: str) -> None:
     """Wait until all workers of ``version`` are READY.
 
-    ``/ping`` is not suitable for this check, because it returns 200 even if no worker
-    is running or a worker crashes repeatedly.
+    ``/ping`` is not suitable for this check, because it returns 200 even if no worker is running or
+    a worker crashes repeatedly.
 
     Raises:
         ServingError: the workers are not READY within `STARTUP_TIMEOUT_S`.
@@ -179,11 +178,11 @@ def await_ready(settings: ServingSettings, home: Path, version: str) -> None:
 
 
 def is_ready(home: Path, model: str) -> bool:
-    """Whether the server in ``home`` accepts connections and the server's default
-    version has a READY worker.
+    """Whether the server in ``home`` accepts connections and the server's default version has a
+    READY worker.
 
-    A draining server is not ready. A server whose workers are loading or crashing is
-    not ready either.
+    A draining server is not ready. A server whose workers are loading or crashing is not ready
+    either.
     """
     state = read_state(home)
     if state is None:
@@ -196,9 +195,8 @@ def is_ready(home: Path, model: str) -> bool:
 
 
 def processes(home: Path) -> list[psutil.Process]:
-    """The Java process and the workers of the server in ``home``, including workers
-    that outlived the Java process.
-    """
+    """The Java process and the workers of the server in ``home``, including workers that outlived
+    the Java process."""
     matching: list[psutil.Process] = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
@@ -209,8 +207,7 @@ def processes(home: Path) -> list[psutil.Process]:
 
 @contextlib.contextmanager
 def exclusive_lock(path: Path, busy: str) -> Generator[None]:
-    """Lock the file ``path``. The operating system releases the lock when this process
-    exits.
+    """Lock the file ``path``. The operating system releases the lock when this process exits.
 
     Raises:
         BusyError: a different process does not release the lock within
@@ -283,9 +280,8 @@ def _require_free_ports(requested: Endpoints) -> None:
 
 
 def _home_of_server_on(port: int) -> Path | None:
-    """The home directory of the running TorchServe server that uses ``port``, or None
-    if no server that this user may inspect uses ``port``.
-    """
+    """The home directory of the running TorchServe server that uses ``port``, or None if no server
+    that this user may inspect uses ``port``."""
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, ServingError, IntegrityError):
             if MAIN_CLASS in process.cmdline():
@@ -298,8 +294,8 @@ def _home_of_server_on(port: int) -> Path | None:
 
 def _spawn_detached(command: list[str], settings: ServingSettings, home: Path) -> int:
     make_private(temporary_directory(home))
-    # The shell exits immediately. The Java process therefore has no parent that waits
-    # for it or terminates it.
+    # The shell exits immediately. The Java process therefore has no parent that waits for it or
+    # terminates it.
     script = 'umask 077; "$@" </dev/null >logs/console.log 2>&1 & echo $!'
     shell = subprocess.run(
         ["/bin/sh", "-c", script, "sh", *command],
@@ -358,9 +354,8 @@ def _owner(home: Path) -> int | None:
 
 
 def _is_java_of(home: Path, pid: int) -> bool:
-    """Whether ``pid`` is the Java process of the server in ``home``, and not a
-    different process with a reused process ID.
-    """
+    """Whether ``pid`` is the Java process of the server in ``home``, and not a different process
+    with a reused process ID."""
     try:
         process = psutil.Process(pid)
         return process.status() != psutil.STATUS_ZOMBIE and _belongs_to(process.cmdline(), home)
@@ -369,8 +364,8 @@ def _is_java_of(home: Path, pid: int) -> bool:
 
 
 def _end_processes(home: Path) -> bool:
-    """Terminate Java, which drains first. Then kill the remaining processes. Returns
-    whether any process was running.
+    """Terminate Java, which drains first. Then kill the remaining processes. Returns whether any
+    process was running.
 
     Raises:
         ServingError: a process does not exit.

@@ -9,10 +9,9 @@ The settings come from these sources. Each source overrides the sources before i
 5. the environment (``EVERNEAR_TRAIN__EPOCHS=3``)
 6. ``--set train.epochs=3``
 
-An unknown key is an error, and the message suggests the most similar known key. Secrets
-are not settings. S3 credentials come from ``AWS_ACCESS_KEY_ID`` and
-``AWS_SECRET_ACCESS_KEY``. The token of a remote server comes from ``EVERNEAR_TOKEN`` or
-from the file that ``EVERNEAR_TOKEN_FILE`` names.
+An unknown key is an error, and the message suggests the most similar known key. Secrets are not
+settings. S3 credentials come from ``AWS_ACCESS_KEY_ID`` and ``AWS_SECRET_ACCESS_KEY``. The token of
+a remote server comes from ``EVERNEAR_TOKEN`` or from the file that ``EVERNEAR_TOKEN_FILE`` names.
 """
 
 import os
@@ -53,8 +52,8 @@ PARAMETERS = {"source": "data.source", "serving_image": "kubernetes.image", "tar
 
 
 class RunSettings(Section):
-    """The settings of a pipeline run and its release. Kubeflow Pipelines passes these
-    settings as JSON."""
+    """The settings of a pipeline run and its release. Kubeflow Pipelines passes these settings as
+    JSON."""
 
     workdir: LocalPath = Field(
         default=DEFAULT_WORKDIR,
@@ -116,8 +115,7 @@ class RunSettings(Section):
 
 
 class Settings(RunSettings):
-    """The settings of a run, the console, the Kubeflow Pipelines server and the
-    triggers."""
+    """The settings of a run, the console, the Kubeflow Pipelines server and the triggers."""
 
     log_format: Literal["text", "json"] = Field(
         default="text",
@@ -145,8 +143,7 @@ def load(
     overrides: Iterable[str] = (),
     remembered: bool = True,
 ) -> Settings:
-    """Read the settings from all sources, in the order listed in the module's
-    docstring.
+    """Read the settings from all sources, in the order listed in the module's docstring.
 
     ``overrides`` are ``section.key=value`` strings.
 
@@ -179,11 +176,11 @@ def load_layers(
 
 
 def of_run(overrides: Mapping[str, Any], *, preset: str = "", **parameters: str) -> RunSettings:
-    """The settings of a pipeline run: the defaults, then ``preset``, then
-    ``overrides``, then ``parameters``.
+    """The settings of a pipeline run: the defaults, then ``preset``, then ``overrides``, then
+    ``parameters``.
 
-    ``overrides`` is a tree such as ``{"train": {"epochs": 3}}``. ``parameters`` are
-    keyed by `PARAMETERS`. An empty preset or parameter is ignored.
+    ``overrides`` is a tree such as ``{"train": {"epochs": 3}}``. ``parameters`` are keyed by
+    `PARAMETERS`. An empty preset or parameter is ignored.
 
     Raises:
         SettingsError: as for `load`, or a parameter contradicts ``overrides``.

@@ -12,8 +12,8 @@ ClassName = Annotated[str, AfterValidator(class_name)]
 
 
 class ClassSettings(Section):
-    """Champion classes that were removed or renamed on purpose. Entries for other
-    classes are ignored."""
+    """Champion classes that were removed or renamed on purpose. Entries for other classes are
+    ignored."""
 
     retired: tuple[ClassName, ...] = Field(
         default=(), description="Classes that new releases no longer need to recognize."
@@ -36,14 +36,13 @@ class ClassSettings(Section):
         return self
 
     def current(self, label: str) -> str | None:
-        """The current name of a champion class in any spelling, or None if the class
-        was retired."""
+        """The current name of a champion class in any spelling, or None if the class was
+        retired."""
         name = class_name(label)
         return None if name in self.retired else self.renamed.get(name, name)
 
     def current_labels(self, labels: Iterable[str]) -> tuple[str, ...]:
-        """The current names of ``labels``, without retired classes and without
-        duplicates."""
+        """The current names of ``labels``, without retired classes and without duplicates."""
         return tuple(dict.fromkeys(name for name in map(self.current, labels) if name is not None))
 
     @property

@@ -14,12 +14,12 @@ def _network(text: str) -> str:
 
 
 class ConsoleSettings(Section):
-    """The console, a web page on which users try and label images, reindex, and decide
-    which release is live.
+    """The console, a web page on which users try and label images, reindex, and decide which
+    release is live.
 
-    Without ``identity_header``, anyone with the token that `evernear console` prints
-    may do everything. With ``identity_header``, a trusted proxy sends each user's name,
-    and the ``permissions`` section lists who may do what.
+    Without ``identity_header``, anyone with the token that `evernear console` prints may do
+    everything. With ``identity_header``, a trusted proxy sends each user's name, and the
+    ``permissions`` section lists who may do what.
     """
 
     host: Host = Field(default="127.0.0.1", description="Address to bind. Others than loopback need TLS or a proxy.")

@@ -6,8 +6,8 @@ from evernear.settings.section import Section
 
 
 class CostSettings(Section):
-    """Prices for the [cost of a run](run-page.md#cost). The defaults are AWS Fargate's
-    on-demand prices in us-east-1 for Linux/x86."""
+    """Prices for the [cost of a run](run-page.md#cost). The defaults are AWS Fargate's on-demand
+    prices in us-east-1 for Linux/x86."""
 
     currency: str = Field(default="USD", max_length=8, description="Currency of the prices.")
     cpu_hour: float = Field(default=0.04048, ge=0.0, description="Price of a CPU for an hour.")

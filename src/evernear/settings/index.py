@@ -77,8 +77,8 @@ class IndexSettings(Section):
     @field_validator("uri")
     @classmethod
     def _absolute(cls, uri: str) -> str:
-        """Make a relative path absolute, because the steps of a run have a different
-        working directory."""
+        """Make a relative path absolute, because the steps of a run have a different working
+        directory."""
         return uri if not uri or "://" in uri else str(absolute(uri))
 
     @property

@@ -8,8 +8,7 @@ from evernear.settings.section import Section
 
 
 class KubernetesSettings(Section):
-    """The serving Deployment that the deploy step rolls out for the ``kubernetes``
-    target."""
+    """The serving Deployment that the deploy step rolls out for the ``kubernetes`` target."""
 
     namespace: str = Field(
         default="evernear", pattern=r"^[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?$", description="Namespace of the pods."

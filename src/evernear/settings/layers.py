@@ -1,9 +1,9 @@
 """The settings of one command by source, and the file that stores a working directory's
 settings.
 
-The first run in a working directory writes the settings on its command line
-(``--source``, ``--preset``, ``--config``, ``--set``) to ``WORKDIR/evernear.toml``. All
-later commands read this file. Decision 3 in ``docs/decisions`` states the reasons.
+The first run in a working directory writes the settings on its command line (``--source``,
+``--preset``, ``--config``, ``--set``) to ``WORKDIR/evernear.toml``. All later commands read this
+file. Decision 3 in ``docs/decisions`` states the reasons.
 """
 
 import json
@@ -52,8 +52,7 @@ class Layers(Generic[Model]):
     config: Tree
     environment: Tree
     assigned: Tree
-    """The values of ``--preset``, ``--set`` and the options that set a single
-    setting."""
+    """The values of ``--preset``, ``--set`` and the options that set a single setting."""
 
     def settings(self) -> Model:
         """The combined settings of all sources.
@@ -76,8 +75,7 @@ class Layers(Generic[Model]):
         return self.workdir / FILE
 
     def changes(self) -> Iterator[str]:
-        """Yield a line for each command-line setting that differs from the remembered
-        value.
+        """Yield a line for each command-line setting that differs from the remembered value.
 
         Raises:
             SettingsError: the remembered settings are invalid without the settings of
@@ -96,8 +94,8 @@ class Layers(Generic[Model]):
     def later_words(self, *, keep: bool) -> list[str]:
         """The options that give a later command the settings of this command.
 
-        The options specify the working directory and each value that its settings file
-        does not contain. With ``keep``, only values that are never saved are included.
+        The options specify the working directory and each value that its settings file does not
+        contain. With ``keep``, only values that are never saved are included.
         """
         words = _workdir_words(self.workdir, _workdir_of(self.environment))
         before = self._before()
@@ -108,11 +106,11 @@ class Layers(Generic[Model]):
         return words
 
     def keep(self, *, replace: bool) -> list[str]:
-        """Write the command-line settings to the working directory's settings file, and
-        return lines that list the saved settings.
+        """Write the command-line settings to the working directory's settings file, and return
+        lines that list the saved settings.
 
-        An existing file is changed only if ``replace`` is set. Other settings and
-        comments in the file are preserved.
+        An existing file is changed only if ``replace`` is set. Other settings and comments in the
+        file are preserved.
         """
         if self.file.exists() and not replace:
             return []
@@ -131,8 +129,8 @@ class Layers(Generic[Model]):
         return lines
 
     def _explicit(self) -> dict[str, Any]:
-        """The command-line values, keyed by names such as ``train.epochs``. The values
-        are validated and combined with the remembered values."""
+        """The command-line values, keyed by names such as ``train.epochs``. The values are
+        validated and combined with the remembered values."""
         command_line = _merged(*(_anchored(tree, Path.cwd()) for tree in (self.config, self.assigned)))
         names = _leaves(self.model, command_line).keys() - {"workdir"}
         values = self._values(self.remembered or {}, command_line)
@@ -149,8 +147,8 @@ class Layers(Generic[Model]):
         return self.assigned.get(PRESET, self.config.get(PRESET))
 
     def _values(self, *trees: Tree) -> dict[str, Any]:
-        """The values of all settings, keyed by name, and the name of the preset. Values
-        from the environment have the lowest priority."""
+        """The values of all settings, keyed by name, and the name of the preset. Values from the
+        environment have the lowest priority."""
         trees = (self.environment, *trees)
         values = self._parsed(*trees).model_dump(mode="json")
         return {PRESET: _merged(*trees).get(PRESET, "")} | _leaves(self.model, values)
@@ -163,8 +161,7 @@ class Layers(Generic[Model]):
         return parse(self.model, tree | {"workdir": self.workdir})
 
     def _fault(self, tree: Tree) -> str:
-        """The error message for a single source, or an empty string if the source is
-        valid."""
+        """The error message for a single source, or an empty string if the source is valid."""
         try:
             self._parsed(tree)
         except SettingsError as error:
@@ -175,8 +172,8 @@ class Layers(Generic[Model]):
 def read_layers(
     model: type[Model], config: Path | None, environment: Mapping[str, str], assigned: Tree, *, remembered: bool = True
 ) -> Layers[Model]:
-    """Read all sources. If ``remembered`` is false, ignore the working directory's
-    settings file.
+    """Read all sources. If ``remembered`` is false, ignore the working directory's settings
+    file.
 
     Raises:
         SettingsError: a file cannot be read or is not TOML, or an environment variable
@@ -190,8 +187,8 @@ def read_layers(
 
 
 def read_file(model: type[BaseModel], workdir: Path) -> Tree | None:
-    """The content of ``WORKDIR/evernear.toml`` with relative paths resolved against
-    ``WORKDIR``, or None if the file does not exist.
+    """The content of ``WORKDIR/evernear.toml`` with relative paths resolved against ``WORKDIR``, or
+    None if the file does not exist.
 
     Raises:
         SettingsError: the file cannot be read, is not TOML,
@@ -266,14 +263,14 @@ def _expanded(path: str) -> Path:
 
 
 def _workdir_words(workdir: Path, bare: Path) -> list[str]:
-    """The option for ``workdir``. The list is empty if ``workdir`` equals ``bare``,
-    which commands use without the option."""
+    """The option for ``workdir``. The list is empty if ``workdir`` equals ``bare``, which commands
+    use without the option."""
     return [] if workdir == bare else ["--workdir", str(workdir)]
 
 
 def _leaves(model: type[BaseModel], tree: Tree) -> dict[str, Any]:
-    """Flatten ``{"train": {"epochs": 3}}`` to ``{"train.epochs": 3}``. A setting whose
-    value is a table is not flattened."""
+    """Flatten ``{"train": {"epochs": 3}}`` to ``{"train.epochs": 3}``. A setting whose value is a
+    table is not flattened."""
     leaves: dict[str, Any] = {}
     for name, value in tree.items():
         if _is_section(model, name):
@@ -318,8 +315,7 @@ def _anchored(tree: Tree, directory: Path) -> Tree:
 
 
 def _write(path: Path, values: Mapping[str, Any]) -> None:
-    """Set ``values`` in the settings file ``path``, and preserve the file's other
-    content.
+    """Set ``values`` in the settings file ``path``, and preserve the file's other content.
 
     Raises:
         StoreError: the file is not writable.

@@ -16,8 +16,8 @@ def _check_nodes(value: object) -> object:
 
 
 Nodes = Annotated[int | Literal["auto"], BeforeValidator(_check_nodes)]
-"""Number of pods of the Indexed Job that runs the parts of a step. With 1, the process
-of the step runs the parts."""
+"""Number of pods of the Indexed Job that runs the parts of a step. With 1, the process of the step
+runs the parts."""
 
 
 class PartsJobSettings(Section):

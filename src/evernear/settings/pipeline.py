@@ -14,9 +14,9 @@ class PipelineSettings(Section):
     """The Kubeflow Pipelines server.
 
     Credentials come from the environment: KFP_TOKEN (a bearer token) or KFP_COOKIES
-    (``name=value; ...``, the cookies of a Dex or IAP session). If neither is set, a pod
-    uses its service account's token for KFP. The settings from ``s3_secret`` on describe
-    the cluster: `evernear pipeline upload` writes them into the pipelines.
+    (``name=value; ...``, the cookies of a Dex or IAP session). If neither is set, a pod uses its
+    service account's token for KFP. The settings from ``s3_secret`` on describe the cluster:
+    `evernear pipeline upload` writes them into the pipelines.
     """
 
     endpoint: str = Field(

@@ -17,8 +17,8 @@ Port = Annotated[int, Field(ge=1, le=65535)]
 
 
 def expanded(path: Path) -> Path:
-    """Expand ``~`` in ``path`` to the home directory. A shell expands ``~`` only at the
-    start of a word.
+    """Expand ``~`` in ``path`` to the home directory. A shell expands ``~`` only at the start of a
+    word.
 
     Raises:
         ValueError: no user has the name that follows ``~``.

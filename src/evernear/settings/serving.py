@@ -9,9 +9,8 @@ from evernear.settings.section import Host, PixelLimit, Port, Section
 MODEL_NAME = "embedding"
 """Name of the model in URLs. A server serves one model."""
 MAX_BATCH_DELAY_MS = 1
-"""Longest wait for a full batch, if the previous batch had several requests. A longer wait
-delays every request more than larger batches save.
-"""
+"""Longest wait for a full batch, if the previous batch had several requests. A longer wait delays
+every request more than larger batches save."""
 QUEUE_SIZE = 512
 """Requests that may wait; further ones get 503. More would time out before their turn."""
 RESPONSE_TIMEOUT_S = 30
@@ -23,8 +22,8 @@ HEAP_SIZE_BYTES = 512 * 2**20
 
 
 class ServingSettings(Section):
-    """TorchServe. ``batch_size``, ``max_request_size_bytes`` and ``max_pixels`` are stored
-    in the release."""
+    """TorchServe. ``batch_size``, ``max_request_size_bytes`` and ``max_pixels`` are stored in the
+    release."""
 
     host: Host = Field(default="127.0.0.1", description="Address to bind.")
     inference_port: Port = Field(default=8080, description="Predictions over REST.")

@@ -8,9 +8,8 @@ from evernear.settings.section import Host, Section
 
 
 class SlackSettings(Section):
-    """The Slack bot. Tokens come from the environment: SLACK_BOT_TOKEN,
-    SLACK_APP_TOKEN, SLACK_SIGNING_SECRET. The ``permissions`` section lists who may do
-    what."""
+    """The Slack bot. Tokens come from the environment: SLACK_BOT_TOKEN, SLACK_APP_TOKEN,
+    SLACK_SIGNING_SECRET. The ``permissions`` section lists who may do what."""
 
     channel: str = Field(default="", description="Id of the channel for proposals and for outcomes of other runs.")
     mode: Literal["socket", "http"] = Field(

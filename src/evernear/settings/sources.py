@@ -20,8 +20,8 @@ from evernear.errors import SettingsError
 
 ENV_PREFIX = "EVERNEAR_"
 TESTS_PREFIX = "EVERNEAR_TEST_"
-"""Prefix of the environment variables that enable optional tests. Every process of a
-test inherits these variables."""
+"""Prefix of the environment variables that enable optional tests. Every process of a test inherits
+these variables."""
 TOKEN_VARIABLE = "EVERNEAR_TOKEN"  # noqa: S105 - a name, not a token
 TOKEN_FILE_VARIABLE = "EVERNEAR_TOKEN_FILE"  # noqa: S105
 MILVUS_URI_VARIABLE = "EVERNEAR_MILVUS_URI"
@@ -38,8 +38,8 @@ _SERVICE_LINK = re.compile(
     r"EVERNEAR(_[A-Z0-9_]+)?_"
     r"(SERVICE_HOST|SERVICE_PORT(_[A-Z0-9_]+)?|PORT(_[0-9]+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)?)"
 )
-"""Matches the variables that Kubernetes sets in every pod of a namespace for a Service
-``evernear`` or ``evernear-*``."""
+"""Matches the variables that Kubernetes sets in every pod of a namespace for a Service ``evernear``
+or ``evernear-*``."""
 Model = TypeVar("Model", bound=BaseModel)
 Tree = dict[str, Any]
 _FORMS = {
@@ -47,13 +47,12 @@ _FORMS = {
     "dict_type": 'it is a table, as in {"key": "value"}',
     "model_type": "it is a section; write its settings as section.key=value",
 }
-"""Messages that show how to write a value. pydantic's own messages name only the
-type."""
+"""Messages that show how to write a value. pydantic's own messages name only the type."""
 
 
 class _TextSource(EnvSettingsSource):
-    """A source of settings with text values, which come from environment variables or
-    ``--set``. Names have the form ``train__epochs``."""
+    """A source of settings with text values, which come from environment variables or ``--set``.
+    Names have the form ``train__epochs``."""
 
     def __init__(self, model: type[BaseModel], values: Mapping[str, str]) -> None:
         self._values = values
@@ -63,8 +62,8 @@ class _TextSource(EnvSettingsSource):
         return dict(self._values)
 
     def decode_complex_value(self, field_name: str, field: FieldInfo, value: Any) -> Any:
-        """Parse ``value`` as JSON, or return it unchanged if it is not JSON. Validation
-        then reports the value with the setting's full name."""
+        """Parse ``value`` as JSON, or return it unchanged if it is not JSON. Validation then
+        reports the value with the setting's full name."""
         try:
             return super().decode_complex_value(field_name, field, value)
         except ValueError:
@@ -80,8 +79,8 @@ class _TextSource(EnvSettingsSource):
 
 
 def _with_none(value: Any) -> Any:
-    """``value`` with None for the text ``null``, which clears a setting that a lower
-    source has set."""
+    """``value`` with None for the text ``null``, which clears a setting that a lower source has
+    set."""
     if isinstance(value, dict):
         return {key: _with_none(inner) for key, inner in value.items()}
     return None if value == "null" else value
@@ -119,14 +118,14 @@ def toml_file(model: type[BaseModel], path: Path) -> Tree:
 
 
 def text_of(data: bytes) -> str:
-    """Decode text in UTF-8, or in UTF-16 with a byte order mark. Editors on Windows
-    write a byte order mark, and PowerShell writes UTF-16."""
+    """Decode text in UTF-8, or in UTF-16 with a byte order mark. Editors on Windows write a byte
+    order mark, and PowerShell writes UTF-16."""
     return data.decode("utf-16" if data.startswith((BOM_UTF16_LE, BOM_UTF16_BE)) else "utf-8-sig")
 
 
 def environment(model: type[BaseModel], variables: Mapping[str, str] = os.environ) -> Tree:
-    """The settings in variables such as ``EVERNEAR_TRAIN__EPOCHS``. Variables that
-    Kubernetes sets are ignored."""
+    """The settings in variables such as ``EVERNEAR_TRAIN__EPOCHS``. Variables that Kubernetes sets
+    are ignored."""
     values = {
         name.removeprefix(ENV_PREFIX).lower(): value
         for name, value in variables.items()
@@ -137,9 +136,9 @@ def environment(model: type[BaseModel], variables: Mapping[str, str] = os.enviro
 
 
 def _is_service_link(model: type[BaseModel], name: str, value: str) -> bool:
-    """Whether Kubernetes set a variable. If the name could be a misspelled setting, the
-    variable counts as set by Kubernetes only if its value contains ``://``.
-    ``EVERNEAR_PREP_PORT=8090`` is therefore an error."""
+    """Whether Kubernetes set a variable. If the name could be a misspelled setting, the variable
+    counts as set by Kubernetes only if its value contains ``://``. ``EVERNEAR_PREP_PORT=8090`` is
+    therefore an error."""
     if "__" in name or not _SERVICE_LINK.fullmatch(name):
         return False
     key = name.removeprefix(ENV_PREFIX).lower()
@@ -162,8 +161,8 @@ def assignments(model: type[BaseModel], words: Iterable[str]) -> Tree:
 
 
 def merge(into: Tree, tree: Mapping[str, Any]) -> None:
-    """Merge ``tree`` into ``into``, key by key. A nested mapping retains keys that
-    ``tree`` does not contain."""
+    """Merge ``tree`` into ``into``, key by key. A nested mapping retains keys that ``tree`` does
+    not contain."""
     for key, value in tree.items():
         if isinstance(value, Mapping):
             current = into.get(key)
@@ -195,8 +194,8 @@ def parse(model: type[Model], tree: Mapping[str, Any]) -> Model:
 
 
 def require_no_secret(tree: Mapping[str, Any]) -> None:
-    """Reject a setting that contains a secret. Settings are visible in Kubeflow
-    Pipelines and in the records of runs and releases.
+    """Reject a setting that contains a secret. Settings are visible in Kubeflow Pipelines and in
+    the records of runs and releases.
 
     Raises:
         SettingsError: a value has the form of a secret.
@@ -232,7 +231,6 @@ def _sentence(model: type[BaseModel], error: ValidationError) -> str:
             return f"Invalid settings: {message}."
         return f"Invalid setting {key} = {printable(str(fault['input']), 100)}: {message}."
     known = known_keys(model)
-    # For a key without its section (epochs), suggest the key with the section
-    # (train.epochs).
+    # For a key without its section (epochs), suggest the key with the section (train.epochs).
     matches = [k for k in known if k.endswith(f".{key}")] or difflib.get_close_matches(key, known, n=1, cutoff=0.0)
     return f"No setting {key!r}; did you mean {matches[0]!r}?"

@@ -89,15 +89,15 @@ class TrainingChoices(Section):
 
     @property
     def keeps_backbone(self) -> bool:
-        """Whether the backbone retains its pretrained weights, so that its features can
-        be cached."""
+        """Whether the backbone retains its pretrained weights, so that its features can be
+        cached."""
         return self.frozen or self.trained_layers == "head"
 
     @field_validator("weights")
     @classmethod
     def _absolute(cls, weights: str) -> str:
-        """Make a relative path absolute, because the steps of a run have a different
-        working directory."""
+        """Make a relative path absolute, because the steps of a run have a different working
+        directory."""
         if weight_package(weights):
             return weights
         return weights if weights in ("", "hub") or "://" in weights else str(absolute(weights))

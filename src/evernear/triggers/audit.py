@@ -24,9 +24,7 @@ class AuditEvent(Frozen):
     """One action of a person."""
 
     request: str
-    """Id of the request. If an action is repeated after a crash, the same object is
-    written.
-    """
+    """Id of the request. If an action is repeated after a crash, the same object is written."""
     at: AwareDatetime
     who: str
     what: str

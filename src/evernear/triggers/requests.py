@@ -1,5 +1,5 @@
-"""User requests and the watcher's requests. Each request is an object in the store.
-Requests are changed with compare-and-swap.
+"""User requests and the watcher's requests. Each request is an object in the store. Requests are
+changed with compare-and-swap.
 
 ::
 
@@ -10,12 +10,11 @@ Requests are changed with compare-and-swap.
        ├──────> expired         │
        └───────────┴────────────┴──────> failed
 
-A request to run a pipeline is pending until a person answers the prompt in Slack.
-Requests of all other kinds start in the accepted state. The id of a request is derived
-from its content. Duplicate deliveries, double clicks and concurrent watchers therefore
-compete for one conditional write. The id is also the idempotency key of the run in KFP
-(`Request.key`). If a process stops between two states, the next process continues the
-request.
+A request to run a pipeline is pending until a person answers the prompt in Slack. Requests of all
+other kinds start in the accepted state. The id of a request is derived from its content. Duplicate
+deliveries, double clicks and concurrent watchers therefore compete for one conditional write. The
+id is also the idempotency key of the run in KFP (`Request.key`). If a process stops between two
+states, the next process continues the request.
 """
 
 import logging
@@ -32,9 +31,8 @@ from evernear.errors import ConflictError, IntegrityError
 
 REQUESTS = "triggers/requests/"
 RETENTION = timedelta(days=7)
-"""Age at which finished user requests are removed. Slack retries a delivery for the
-last time after an hour.
-"""
+"""Age at which finished user requests are removed. Slack retries a delivery for the last time after
+an hour."""
 TEXT_MAX_CHARACTERS = 2000
 """Maximum length of a command's text."""
 TRAINING = "continuous-training"
@@ -51,9 +49,7 @@ _log = logging.getLogger(__name__)
 
 
 class Person(Frozen):
-    """A member of the Slack workspace, or a component of evernear. Components have no
-    id.
-    """
+    """A member of the Slack workspace, or a component of evernear. Components have no id."""
 
     id: str
     name: str = ""
@@ -89,13 +85,11 @@ class Request(Frozen):
 
     pipeline: str = TRAINING
     text: str = ""
-    """For the kind ``run``: the settings as the user typed them. For the kind ``stop``,
-    if ``run`` is empty: the beginning of the run id.
-    """
+    """For the kind ``run``: the settings as the user typed them. For the kind ``stop``, if ``run``
+    is empty: the beginning of the run id."""
     parameters: dict[str, Any] = Field(default={})
-    """Arguments of the run. The arguments take precedence over the settings of the
-    process that starts the run.
-    """
+    """Arguments of the run. The arguments take precedence over the settings of the process that
+    starts the run."""
     causes: tuple[str, ...] = ()
     """Names of the watcher's causes. Empty in user requests."""
     reasons: tuple[str, ...] = ()
@@ -103,42 +97,33 @@ class Request(Frozen):
     figures: dict[str, float] = Field(default={})
     """The watcher's measurements at the time of the request."""
     champion: str | None = None
-    """The champion at the time of the watcher's request, or None without a champion and
-    in user requests.
-    """
+    """The champion at the time of the watcher's request, or None without a champion and in user
+    requests."""
     listing: str = ""
-    """A digest of the source listing at the time of the request, with which later
-    changes are detected.
-    """
+    """A digest of the source listing at the time of the request, with which later changes are
+    detected."""
     seen: AwareDatetime | None = None
     """Time of the last check that found one of the request's causes."""
     grown: int = 0
-    """Number of times that a cause became worse or was added while the proposal was
-    pending.
-    """
+    """Number of times that a cause became worse or was added while the proposal was pending."""
     shown: int = 0
     """The value of ``grown`` that the prompt shows."""
     run: str = ""
     release: str = ""
-    """For the kind ``promote``: the release to promote. For the kind ``roll_back``: the
-    champion to replace.
-    """
+    """For the kind ``promote``: the release to promote. For the kind ``roll_back``: the champion to
+    replace."""
     move: int = 0
-    """Number of the newest promotion when the button was shown. If the champion pointer
-    has moved since then, the request fails.
-    """
+    """Number of the newest promotion when the button was shown. If the champion pointer has moved
+    since then, the request fails."""
 
     trigger: str = ""
     """Slack's id of the click or command. Duplicate deliveries have the same id."""
     channel: str = ""
     thread: str = ""
-    """Timestamp of the message whose thread receives the answer.
-    Empty without a thread.
-    """
+    """Timestamp of the message whose thread receives the answer. Empty without a thread."""
     message: str = ""
-    """The address (``channel/ts``) of the message that shows the prompt, and later the
-    run's status.
-    """
+    """The address (``channel/ts``) of the message that shows the prompt, and later the run's
+    status."""
     progress: str = ""
     """The address of the message that lists the run's steps."""
     verdict: str = ""
@@ -164,16 +149,13 @@ class Request(Frozen):
 
     @property
     def by(self) -> Person:
-        """The responsible person: whoever answered the request, or whoever made the
-        request if it has not been answered.
-        """
+        """The responsible person: whoever answered the request, or whoever made the request if it
+        has not been answered."""
         return self.answered_by or self.asked_by
 
     @property
     def started_by(self) -> str:
-        """The value of ``started_by`` for the run,
-        which the champion's history shows.
-        """
+        """The value of ``started_by`` for the run, which the champion's history shows."""
         if self.asked_by.id or self.by == self.asked_by:
             return str(self.by)
         return f"{self.asked_by}, accepted by {self.by}"
@@ -189,9 +171,8 @@ class RequestStore:
     def __init__(self, store: Store) -> None:
         self._store = store
         self._cache: dict[str, tuple[str, Request | None]] = {}
-        """The etag and content of each object, keyed by the object's key, so that a
-        poll reads only changed objects. None if not readable.
-        """
+        """The etag and content of each object, keyed by the object's key, so that a poll reads only
+        changed objects. None if not readable."""
 
     def add(self, request: Request) -> None:
         """Create a request.
@@ -208,8 +189,8 @@ class RequestStore:
     def list(self) -> Iterator[Request]:
         """All requests, sorted by id.
 
-        A request is logged once and skipped if it is damaged or comes from a different
-        version of evernear.
+        A request is logged once and skipped if it is damaged or comes from a different version of
+        evernear.
         """
         for info in list(self._store.list(REQUESTS)):
             etag, request = self._cache.get(info.key, ("", None))
@@ -228,8 +209,7 @@ class RequestStore:
         return self._read(_key(request_id))[1]
 
     def change(self, request: Request, **fields: object) -> Request:
-        """Replace fields of ``request`` if the stored request has not changed since it
-        was read.
+        """Replace fields of ``request`` if the stored request has not changed since it was read.
 
         Raises:
             ConflictError: a different process changed the request.
@@ -266,9 +246,8 @@ class RequestStore:
 
 
 def request_id(kind: str, *subject: object) -> str:
-    """The id for a request of the kind ``kind`` about ``subject``. Equal arguments give
-    equal ids.
-    """
+    """The id for a request of the kind ``kind`` about ``subject``. Equal arguments give equal
+    ids."""
     return f"{kind}-{sha256_bytes(repr(subject).encode())[:20]}"
 
 

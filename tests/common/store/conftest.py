@@ -11,9 +11,7 @@ from tests.common.store.faulty import FaultyProxy, start_faulty_proxy
 
 @pytest.fixture
 def faulty_proxy(s3_endpoint: str, bucket: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyProxy]:
-    """A fault-injecting proxy for moto, configured in the environment;
-    ``bucket`` exists.
-    """
+    """A fault-injecting proxy for moto, configured in the environment; ``bucket`` exists."""
     with start_faulty_proxy(s3_endpoint) as faulty_proxy:
         monkeypatch.setenv("AWS_ENDPOINT_URL", faulty_proxy.url)
         yield faulty_proxy

@@ -1,6 +1,5 @@
-"""One of several processes that move a champion's pointer; it does not import torch,
-to start fast.
-"""
+"""One of several processes that move a champion's pointer; it does not import torch, to start
+fast."""
 
 from multiprocessing.synchronize import Barrier
 from multiprocessing.synchronize import Event as Stop
@@ -16,11 +15,11 @@ Results = tuple[list[str], int, list[str]]
 def compete(
     uri: str, versions: list[str], name: str, rounds: int, start: Barrier, in_lockstep: bool, done: Stop
 ) -> Results:
-    """Promote repeatedly; return the reasons of successful promotions,
-    the number of conflicts, and the failures.
+    """Promote repeatedly; return the reasons of successful promotions, the number of conflicts, and
+    the failures.
 
-    All processes build on the same champion in the first round, and if ``in_lockstep``
-    in every round. If not, they continue until ``done``.
+    All processes build on the same champion in the first round, and if ``in_lockstep`` in every
+    round. If not, they continue until ``done``.
     """
     registry = Registry(open_store(uri))
     succeeded, conflicts, failed = list[str](), 0, list[str]()

@@ -1,6 +1,5 @@
-"""A loopback proxy that forwards requests to another server and injects faults into
-some of them.
-"""
+"""A loopback proxy that forwards requests to another server and injects faults into some of
+them."""
 
 import http.client
 import socket
@@ -34,9 +33,8 @@ class FaultyProxy:
     requests: list[Request] = field(default_factory=list[Request])
     ignored_headers: frozenset[str] = frozenset()
     refuses_early: bool = False
-    """Like MinIO, reject a failed conditional PUT before reading its body,
-    then reset the connection.
-    """
+    """Like MinIO, reject a failed conditional PUT before reading its body, then reset the
+    connection."""
     url: str = ""
     closing: threading.Event = field(default_factory=threading.Event)
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -65,9 +63,8 @@ class FaultyProxy:
 
 @contextmanager
 def start_faulty_proxy(upstream: str, tls: ssl.SSLContext | None = None) -> Iterator[FaultyProxy]:
-    """Start a reverse proxy, which also works as a forward proxy,
-    for the server at ``upstream``.
-    """
+    """Start a reverse proxy, which also works as a forward proxy, for the server at
+    ``upstream``."""
     faulty_proxy = FaultyProxy(upstream)
     server = _Server(("127.0.0.1", 0), type("Handler", (_Handler,), {"faulty_proxy": faulty_proxy}))
     if tls:
@@ -206,9 +203,8 @@ def reject_early(handler: _Handler) -> None:
 
 
 class DelayedRequest:
-    """A request whose connection breaks,
-    and which is executed just before the next request of its method.
-    """
+    """A request whose connection breaks, and which is executed just before the next request of its
+    method."""
 
     def __init__(self) -> None:
         self._handler: _Handler | None = None

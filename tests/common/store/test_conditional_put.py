@@ -1,6 +1,5 @@
-"""Compare-and-swap on a server that supports it,
-and the refusal of servers that ignore or reject conditions.
-"""
+"""Compare-and-swap on a server that supports it, and the refusal of servers that ignore or reject
+conditions."""
 
 import re
 import threading
@@ -38,9 +37,8 @@ def atomic(faulty_proxy: FaultyProxy) -> FaultyProxy:
 
 @pytest.fixture
 def early(altering_proxy: FaultyProxy) -> FaultyProxy:
-    """A server that rejects a failed conditional write before reading its body,
-    then resets, like MinIO.
-    """
+    """A server that rejects a failed conditional write before reading its body, then resets, like
+    MinIO."""
     altering_proxy.refuses_early = True
     return altering_proxy
 

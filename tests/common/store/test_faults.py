@@ -1,6 +1,5 @@
-"""Network faults and overloaded servers: writes are atomic, requests are retried,
-and failures are reported.
-"""
+"""Network faults and overloaded servers: writes are atomic, requests are retried, and failures are
+reported."""
 
 import os
 import ssl
@@ -57,9 +56,7 @@ def _sentence(error: EvernearError) -> str:
 
 
 def by_reader(faulty_proxy: FaultyProxy) -> list[bool]:
-    """For each received request, whether it came from the client that `Store.reader`
-    prefers.
-    """
+    """For each received request, whether it came from the client that `Store.reader` prefers."""
     return [any("object_store" in value for value in request.headers.values()) for request in faulty_proxy.requests]
 
 

@@ -54,9 +54,8 @@ def test_damaged_page_is_rejected(data: bytes) -> None:
 
 @pytest.fixture
 def serve(monkeypatch: pytest.MonkeyPatch) -> Callable[[Iterable[str], str], list[str]]:
-    """Serve the names of a bucket, two in each page. The requests for the folder
-    ``failing`` fail.
-    """
+    """Serve the names of a bucket, two in each page. The requests for the folder ``failing``
+    fail."""
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
 
     def serve(names: Iterable[str], failing: str = "") -> list[str]:

@@ -1,6 +1,4 @@
-"""Servers that are not S3: a console, a login page, a dead proxy,
-a port without TLS.
-"""
+"""Servers that are not S3: a console, a login page, a dead proxy, a port without TLS."""
 
 import threading
 from collections.abc import Callable, Generator

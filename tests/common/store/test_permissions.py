@@ -1,6 +1,5 @@
-"""The policies of docs/object-store.md on servers that enforce them: each grants
-exactly the required permissions.
-"""
+"""The policies of docs/object-store.md on servers that enforce them: each grants exactly the
+required permissions."""
 
 import json
 import os
@@ -73,9 +72,7 @@ def moto_with_users(directory: Path) -> Iterator[SecuredServer]:
 
 
 def _create_users(endpoint: str) -> dict[str, tuple[str, str]]:
-    """Create buckets, objects, and users with the published policies;
-    return the users' keys.
-    """
+    """Create buckets, objects, and users with the published policies; return the users' keys."""
     anyone = {"aws_access_key_id": "any", "aws_secret_access_key": "any", "region_name": "us-east-1"}
     s3 = boto3.client("s3", endpoint_url=endpoint, **anyone)
     for bucket, names in OBJECTS.items():

@@ -19,9 +19,8 @@ ExportTo = Callable[..., None]
 
 @pytest.fixture
 def ingest(tmp_path: Path) -> Ingest:
-    """``ingest(source, **settings)`` ingests a source into a store of its name in the
-    test's directory.
-    """
+    """``ingest(source, **settings)`` ingests a source into a store of its name in the test's
+    directory."""
 
     def ingest(source: str, store: str = "store", **settings: object) -> Manifest:
         return ingest_with(source, (tmp_path / store).as_uri(), **settings)
@@ -38,9 +37,8 @@ def snapshot(tmp_path: Path, ingest: Ingest) -> Manifest:
 
 @pytest.fixture
 def export_to(monkeypatch: pytest.MonkeyPatch) -> ExportTo:
-    """``export_to(out, format, snapshot)`` exports a snapshot to a directory or store,
-    in files of 40 images.
-    """
+    """``export_to(out, format, snapshot)`` exports a snapshot to a directory or store, in files of
+    40 images."""
     monkeypatch.setattr(export, "FILE_IMAGES", FILE_IMAGES)
 
     def export_to(out: Path | Store, form: export.Format, manifest: Manifest, release: str | None = None) -> None:

@@ -56,9 +56,7 @@ def files(out: Path) -> dict[str, str]:
 
 
 def tar_samples(out: Path) -> dict[str, list[tuple[str, dict[str, bytes]]]]:
-    """The samples of each split in the order of its tars: key,
-    and content by suffix.
-    """
+    """The samples of each split in the order of its tars: key, and content by suffix."""
     samples: dict[str, list[tuple[str, dict[str, bytes]]]] = {}
     for path in sorted(out.glob("*.tar")):
         of_split = samples.setdefault(path.name.partition("-")[0], [])

@@ -1,6 +1,4 @@
-"""A loopback cluster with the namespace and deployer of `deploy/`,
-and no rights beyond them.
-"""
+"""A loopback cluster with the namespace and deployer of `deploy/`, and no rights beyond them."""
 
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,6 +1,5 @@
-"""A bake on the loopback cluster: pods with metrics, clients that send requests
-throughout, and a real rollback.
-"""
+"""A bake on the loopback cluster: pods with metrics, clients that send requests throughout, and a
+real rollback."""
 
 import json
 import threading
@@ -38,9 +37,7 @@ PER_POLL = 50
 
 @dataclass
 class ServedPod:
-    """A pod of one release: its answers,
-    and the metrics of queries that a test adds.
-    """
+    """A pod of one release: its answers, and the metrics of queries that a test adds."""
 
     release: PackedRelease
     directory: Path
@@ -157,8 +154,8 @@ def test_planted_rise_of_unknown_is_undone_without_a_lost_request(
     assert clients.lost == []
     assert clients.versions[-1] == good.release.version
     assert bad.release.version in clients.versions
-    # Neither a repeated deploy step nor an equal release of another run brings it back,
-    # but a person does.
+    # Neither a repeated deploy step nor an equal release of another run brings it back, but a
+    # person does.
     with pytest.raises(
         ConflictError, match=r"was rolled back after its rollout: Rule unknown: .* A person can promote it"
     ):

@@ -1,8 +1,7 @@
-"""Deployments to a cluster end to end: the live release,
-the champion pointer and the messages.
+"""Deployments to a cluster end to end: the live release, the champion pointer and the messages.
 
-The API server is the loopback one.
-Its Services forward to servers that answer like TorchServe with a release.
+The API server is the loopback one. Its Services forward to servers that answer like TorchServe with
+a release.
 """
 
 import json
@@ -51,9 +50,7 @@ SLOW = pytest.mark.slow
 
 
 class Answers:
-    """Responses of a TorchServe with one release;
-    ``wrong`` replaces some of their fields.
-    """
+    """Responses of a TorchServe with one release; ``wrong`` replaces some of their fields."""
 
     def __init__(self, release: PackedRelease, directory: Path) -> None:
         parts = open_release(release.archive, directory)
@@ -372,9 +369,7 @@ def test_killed_deployment_can_be_repeated(
 def test_failed_release_after_a_killed_deployment_is_replaced_by_the_champion(
     sandbox: Sandbox, releases: tuple[PackedRelease, ...], make_release: MakeRelease, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The release of the killed deployment never passed its smoke test,
-    so it is not restored.
-    """
+    """The release of the killed deployment never passed its smoke test, so it is not restored."""
     first, second, _ = releases
     sandbox.deploy(first)
     rival = make_release(parent=first.version)
@@ -446,9 +441,8 @@ def fail_to_record(
     retry_timeout_s: float = 0.0,
     executed: bool = False,
 ) -> Iterator[int]:
-    """Make writes of the champion pointer fail, before or after they take effect;
-    returns the remaining failures.
-    """
+    """Make writes of the champion pointer fail, before or after they take effect; returns the
+    remaining failures."""
     put_if, remaining = FileStore.put_if, iter(range(times))
 
     def fail(store: FileStore, key: str, data: bytes, etag: str | None) -> str:

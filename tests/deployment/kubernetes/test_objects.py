@@ -1,6 +1,5 @@
 """Objects that a deployment applies:
-valid for the oldest and newest supported Kubernetes, and hardened.
-"""
+valid for the oldest and newest supported Kubernetes, and hardened."""
 
 import tomllib
 from dataclasses import replace
@@ -150,9 +149,8 @@ def test_only_the_autoscaler_sets_the_number_of_replicas() -> None:
 
 
 def test_pods_meet_the_restricted_standard() -> None:
-    """https://kubernetes.io/docs/concepts/security/pod-security-standards/#restricted,
-    with a read-only root.
-    """
+    """https://kubernetes.io/docs/concepts/security/pod-security-standards/#restricted, with a
+    read-only root."""
     spec = pod(objects(*ALL))
     assert spec["securityContext"]["runAsNonRoot"] is True
     assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}

@@ -1,6 +1,4 @@
-"""Deployments whose Service forwards to a real TorchServe,
-started like the pod's containers.
-"""
+"""Deployments whose Service forwards to a real TorchServe, started like the pod's containers."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -39,9 +37,8 @@ def pods(tmp_path: Path) -> Iterator[list[Pod]]:
 
 
 def run(pod: Pod, release: PackedRelease, settings: Settings) -> None:
-    """Publish the release, then run init container,
-    container and startup probe as a kubelet does.
-    """
+    """Publish the release, then run init container, container and startup probe as a kubelet
+    does."""
     record = Registry(open_store(settings.store_uri)).publish(release.archive)
     fetched = pod.fetch(settings.store_uri, release.version, record.archive_sha256)
     assert fetched.returncode == 0, fetched.stderr

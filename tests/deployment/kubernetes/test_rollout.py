@@ -1,6 +1,4 @@
-"""A rollout is followed until it completes,
-or fails with one sentence that names the cause.
-"""
+"""A rollout is followed until it completes, or fails with one sentence that names the cause."""
 
 import threading
 
@@ -131,9 +129,8 @@ def test_transient_failure_is_awaited_until_the_timeout(
 
 @pytest.mark.parametrize("second_s", [0.001])
 def test_stale_progress_deadline_is_ignored(loopback: LoopbackCluster, make_settings: MakeSettings) -> None:
-    """The deployment is repeated once its missing resource exists;
-    the condition of the first attempt remains.
-    """
+    """The deployment is repeated once its missing resource exists; the condition of the first
+    attempt remains."""
     settings = make_settings()
     cluster = Cluster.of(settings.kubernetes)
     loopback.set_pod_behavior(Unschedulable())

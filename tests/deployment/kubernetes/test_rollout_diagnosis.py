@@ -1,6 +1,4 @@
-"""Diagnosis of pods: a container that runs for a while between its crashes,
-an evicted pod.
-"""
+"""Diagnosis of pods: a container that runs for a while between its crashes, an evicted pod."""
 
 from typing import Any, cast
 

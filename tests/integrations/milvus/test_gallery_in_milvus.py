@@ -39,9 +39,8 @@ def make(
     system: System, milvus_uri: str, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest,
     settings: RunSettings,
 ) -> Make:  # fmt: skip
-    """Pack a release with a collection of the index type ``kind``;
-    the alias is that of the test.
-    """
+    """Pack a release with a collection of the index type ``kind``; the alias is that of the
+    test."""
 
     def make(kind: str = "FLAT", parent: str | None = None) -> PackedRelease:
         index_dir = tmp_path_factory.mktemp("index")
@@ -229,9 +228,8 @@ def test_workers_of_torchserve_get_the_address_and_the_token_but_no_other_secret
 def test_copied_store_leaves_the_collections_of_the_original(
     system: System, make_release: MakeRelease, settings, milvus_uri, tmp_path, tmp_path_factory, caplog
 ):
-    """Collections belong to a store at a place: a copy has the same id,
-    but prunes only what it filled itself.
-    """
+    """Collections belong to a store at a place: a copy has the same id, but prunes only what it
+    filled itself."""
     store = open_store(settings.store_uri)
     alias, index_dir = f"test_{uuid.uuid4().hex[:8]}", tmp_path_factory.mktemp("index")
     index = IndexSettings(backend="milvus", uri=milvus_uri, collection=alias, type="FLAT")

@@ -1,6 +1,5 @@
-"""Collections and aliases in Milvus.
-Tests of both backends are in the other files, with ``index_settings``.
-"""
+"""Collections and aliases in Milvus. Tests of both backends are in the other files, with
+``index_settings``."""
 
 import sys
 from itertools import islice

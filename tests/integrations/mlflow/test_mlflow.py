@@ -29,9 +29,7 @@ def test_missing_client_is_a_warning(record: RunRecord, monkeypatch: pytest.Monk
 def test_artifacts_of_a_run_in_a_sqlite_database_are_beside_it(
     record: RunRecord, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """MLflow would put them into the current directory,
-    which is deleted after a step.
-    """
+    """MLflow would put them into the current directory, which is deleted after a step."""
     pytest.importorskip("sqlalchemy")
     step = tmp_path / "step"
     step.mkdir()

@@ -1,7 +1,7 @@
 """Releases in Kubeflow's model registry, which cannot fail a run.
 
-It is a server on loopback that checks requests against the models of Kubeflow's client,
-and also the real one if ``TEST_MODEL_REGISTRY`` has the address of one.
+It is a server on loopback that checks requests against the models of Kubeflow's client, and also
+the real one if ``TEST_MODEL_REGISTRY`` has the address of one.
 """
 
 import json
@@ -27,9 +27,8 @@ from tests.releases import MakeRelease
 
 
 class ModelRegistry(BaseHTTPRequestHandler):
-    """The requests that create a release in Kubeflow's model registry,
-    checked against its client's models.
-    """
+    """The requests that create a release in Kubeflow's model registry, checked against its client's
+    models."""
 
     models = {"registered_model": RegisteredModelCreate, "model_version": ModelVersionCreate}
     created: list[tuple[str, dict[str, Any]]]

@@ -1,6 +1,5 @@
-"""A prediction is one trace, from the client through the preprocessing server to
-TorchServe's handler.
-"""
+"""A prediction is one trace, from the client through the preprocessing server to TorchServe's
+handler."""
 
 import base64
 import json

@@ -1,6 +1,4 @@
-"""A study measures the unchanged settings, then trials,
-and continues after it was killed.
-"""
+"""A study measures the unchanged settings, then trials, and continues after it was killed."""
 
 from pathlib import Path
 

@@ -92,9 +92,7 @@ class KfpServer:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Terminate active runs, stop,
-        and assert that no call violated the contract.
-        """
+        """Terminate active runs, stop, and assert that no call violated the contract."""
         for control in self._controls.values():
             if not control.ended.is_set() and control.id in self.state.runs:
                 control.resource["state"] = "CANCELING"
@@ -107,9 +105,7 @@ class KfpServer:
 
     @property
     def violations(self) -> list[str]:
-        """Contract violations of requests and responses.
-        Clear it in tests that provoke them.
-        """
+        """Contract violations of requests and responses. Clear it in tests that provoke them."""
         return self._application.violations
 
     @property
@@ -119,9 +115,7 @@ class KfpServer:
 
     @property
     def policies(self) -> list[str]:
-        """The propagation policy of each deleted recurring run;
-        ORPHAN keeps its active runs.
-        """
+        """The propagation policy of each deleted recurring run; ORPHAN keeps its active runs."""
         return self._api.policies
 
     @property
@@ -151,9 +145,8 @@ class KfpServer:
             return self.state.create_version(pipeline["pipeline_id"], version, content)
 
     def fire(self, recurring_run_id: str) -> RunControl | None:
-        """Start the scheduled run, like the controller when it is due;
-        return None if the schedule is disabled.
-        """
+        """Start the scheduled run, like the controller when it is due; return None if the schedule
+        is disabled."""
         with self.state.lock:
             job = self.state.recurring_runs[recurring_run_id]
             if job["mode"] != "ENABLE":
@@ -167,9 +160,7 @@ class KfpServer:
     def fail(
         self, *, operation: str = "", status: int = 503, times: int = 1, after: bool = False, delay_s: float = 0.0
     ) -> None:
-        """Fail the next ``times`` requests of ``operation`` (any if empty) with
-        ``status``.
-        """
+        """Fail the next ``times`` requests of ``operation`` (any if empty) with ``status``."""
         self._application.faults.append(Fault(operation, status, times, after, delay_s))
 
     def _run_created(self, run_id: str) -> None:

@@ -42,9 +42,7 @@ class ValidRequest:
 
 @dataclass
 class Fault:
-    """The next ``times`` requests of ``operation`` (any if empty) fail with
-    ``status``.
-    """
+    """The next ``times`` requests of ``operation`` (any if empty) fail with ``status``."""
 
     operation: str
     status: int
@@ -208,9 +206,8 @@ class Api:
 
 @dataclass
 class Gate:
-    """Required credentials: a bearer token (an authenticating proxy) or a session
-    cookie (Dex, IAP).
-    """
+    """Required credentials: a bearer token (an authenticating proxy) or a session cookie (Dex,
+    IAP)."""
 
     token: str = ""
     cookie: str = ""
@@ -232,9 +229,7 @@ class Application:
         self._operations = contract.operations()
         self.faults: list[Fault] = []
         self.violations: list[str] = []
-        """Contract violations of clients or this server;
-        any that remain fail the test.
-        """
+        """Contract violations of clients or this server; any that remain fail the test."""
         self.calls: list[str] = []
         """Names of the requested operations, in order."""
         self.app = Starlette(
@@ -298,9 +293,8 @@ class Application:
 
 
 def _as_protobuf(tree: Resource) -> Resource:
-    """Convert numbers to strings: protobuf's JSON encodes 64-bit integers as strings,
-    but kfp.Client sends numbers.
-    """
+    """Convert numbers to strings: protobuf's JSON encodes 64-bit integers as strings, but
+    kfp.Client sends numbers."""
     wide = ("max_concurrency", "interval_second")
     return {key: str(value) if key in wide and isinstance(value, int) else value for key, value in tree.items()}
 
@@ -334,9 +328,7 @@ def _error_response(error: ApiServerError, status: int = 0) -> Response:
 
 
 def _upload_error(error: ApiServerError) -> Response:
-    """Uploads bypass gRPC and use a different error format;
-    a denied permission is a 400.
-    """
+    """Uploads bypass gRPC and use a different error format; a denied permission is a 400."""
     status = {3: 400, 6: 409}.get(error.code, 400)
     message = error.message if status == 400 else "Failed to create a pipeline version"
     return JSONResponse({"error_message": message, "error_details": message}, status)

@@ -1,11 +1,11 @@
-"""JSON schemas of the v2beta1 API, taken from the published client,
-which is generated from the Swagger file.
+"""JSON schemas of the v2beta1 API, taken from the published client, which is generated from the
+Swagger file.
 
-``kfp_server_api`` is generated from KFP's Swagger file: a class for each definition and
-a method for each operation. Each method is called once with a recorder in place of the
-network, which records method, path, query parameters, body and response.
-`tests/loopback/kfp/test_contract.py` compares all of it with the Swagger file if
-``EVERNEAR_TEST_KFP_SWAGGER`` names a copy of kfp_api_single_file.swagger.json.
+``kfp_server_api`` is generated from KFP's Swagger file: a class for each definition and a method
+for each operation. Each method is called once with a recorder in place of the network, which
+records method, path, query parameters, body and response. `tests/loopback/kfp/test_contract.py`
+compares all of it with the Swagger file if ``EVERNEAR_TEST_KFP_SWAGGER`` names a copy of
+kfp_api_single_file.swagger.json.
 """
 
 import inspect
@@ -34,9 +34,7 @@ class Operation:
     """Type of the 200 response; all others are an `ERROR`."""
 
     def matches(self, method: str, path: str) -> dict[str, str] | None:
-        """Return the path parameters if a request matches this operation,
-        otherwise None.
-        """
+        """Return the path parameters if a request matches this operation, otherwise None."""
         if method != self.method:
             return None
         match = re.fullmatch(re.sub(r"{(\w+)[\w.]*}", r"(?P<\1>[^/:]+)", self.path), path)
@@ -44,9 +42,7 @@ class Operation:
 
 
 class _Recorder:
-    """Replaces the API client of the generated methods and records what they would
-    send.
-    """
+    """Replaces the API client of the generated methods and records what they would send."""
 
     client_side_validation = False
 

@@ -1,6 +1,5 @@
-"""Error responses of the API server: a gRPC status and the HTTP status that its gateway
-derives from it.
-"""
+"""Error responses of the API server: a gRPC status and the HTTP status that its gateway derives
+from it."""
 
 HTTP = {3: 400, 5: 404, 6: 409, 7: 403, 9: 400, 10: 409, 13: 500, 14: 503, 16: 401}
 

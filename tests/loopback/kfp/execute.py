@@ -18,11 +18,11 @@ STATES = {"started": "RUNNING", "progress": "RUNNING", "finished": "SUCCEEDED", 
 
 
 class LocalExecutor:
-    """Executor for `KfpServer`: each run becomes a process of `local_pipeline` with its
-    artifacts under ``root``.
+    """Executor for `KfpServer`: each run becomes a process of `local_pipeline` with its artifacts
+    under ``root``.
 
-    ``overrides`` are parameters specific to this machine (a store under a temporary
-    directory, a target).
+    ``overrides`` are parameters specific to this machine (a store under a temporary directory, a
+    target).
     """
 
     def __init__(self, root: Path, **overrides: object) -> None:

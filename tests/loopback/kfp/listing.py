@@ -27,9 +27,7 @@ NUMBERS = {1: "EQUALS", 2: "NOT_EQUALS", 3: "GREATER_THAN", 5: "GREATER_THAN_EQU
     8: "IN",
     9: "IS_SUBSTRING",
 }
-"""Enum numbers. Protobuf's JSON accepts them besides the names,
-and kfp.Client sends them.
-"""
+"""Enum numbers. Protobuf's JSON accepts them besides the names, and kfp.Client sends them."""
 VALUE_KEYS = (
     "int_value",
     "long_value",
@@ -44,8 +42,7 @@ VALUE_KEYS = (
 def page(
     resources: Sequence[Mapping[str, Any]], query: Mapping[str, str], fields: Sequence[str], id_field: str
 ) -> tuple[list[Any], str, int]:
-    """Return one page of ``resources``, the token of the next page,
-    and the total number.
+    """Return one page of ``resources``, the token of the next page, and the total number.
 
     ``fields`` are those that the server can filter and sort by.
     """

@@ -17,28 +17,23 @@ Resource = dict[str, Any]
 NEVER = "1970-01-01T00:00:00Z"
 """The API server's value for an unset time."""
 CRON = re.compile(r"@[a-z]+( \S+)?|([\d*?,/-]+ ){4}[\dA-Z*?,/-]+( [\dA-Z*?,/-]+)?", re.IGNORECASE)
-"""robfig/cron 1.2: the first field is seconds and the day of the week is optional,
-unlike Unix cron.
-"""
+"""robfig/cron 1.2: the first field is seconds and the day of the week is optional, unlike Unix
+cron."""
 PIPELINE_NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,127}")
-"""``ValidatePipelineName`` in ``backend/src/apiserver/common/utils.go``, which the
-webhook for versions calls too.
-"""
+"""``ValidatePipelineName`` in ``backend/src/apiserver/common/utils.go``, which the webhook for
+versions calls too."""
 FINAL = ("SUCCEEDED", "SKIPPED", "FAILED", "CANCELED")
 
 
 class State:
-    """Pipelines, versions, experiments, runs and recurring runs.
-    Methods take the lock; readers must also take it.
-    """
+    """Pipelines, versions, experiments, runs and recurring runs. Methods take the lock; readers
+    must also take it."""
 
     def __init__(self, now: Callable[[], datetime], namespaces: frozenset[str]) -> None:
         self.lock = threading.RLock()
         self.now = now
         self.namespaces = namespaces
-        """The namespaces that the caller may use in multi-user mode;
-        empty in single-user mode.
-        """
+        """The namespaces that the caller may use in multi-user mode; empty in single-user mode."""
         self.pipelines: dict[str, Resource] = {}
         self.versions: dict[str, Resource] = {}
         self.files: dict[str, bytes] = {}
@@ -161,9 +156,8 @@ class State:
 
 
 class RunControl:
-    """Controls the state of one run for a test or an executor.
-    Tasks are reported like Argo nodes, with drivers.
-    """
+    """Controls the state of one run for a test or an executor. Tasks are reported like Argo nodes,
+    with drivers."""
 
     def __init__(self, state: State, run_id: str, directory: Path) -> None:
         self._state = state
@@ -194,9 +188,8 @@ class RunControl:
         return self.state == "CANCELING"
 
     def compiled(self) -> Path:
-        """Write the uploaded pipeline to a file,
-        with the run ID where the API server inserts it.
-        """
+        """Write the uploaded pipeline to a file, with the run ID where the API server inserts
+        it."""
         content = self._state.files[self.resource["pipeline_version_reference"]["pipeline_version_id"]]
         path = self._directory / f"{self.id}.yaml"
         path.write_text(content.decode().replace("{{$.pipeline_job_uuid}}", self.id))
@@ -259,9 +252,8 @@ class RunControl:
 
 @cache
 def read_spec(content: bytes) -> Resource:
-    """Return the pipeline spec of an uploaded file, as the API returns it.
-    Raises if the file is invalid.
-    """
+    """Return the pipeline spec of an uploaded file, as the API returns it. Raises if the file is
+    invalid."""
     try:
         documents = list(yaml.load_all(content, yaml.CSafeLoader))
     except yaml.YAMLError:
@@ -275,9 +267,7 @@ def read_spec(content: bytes) -> Resource:
 
 
 def check_parameters(spec: Resource, values: Mapping[str, Any]) -> None:
-    """Compare the parameters of a run with those of the pipeline,
-    like the API server.
-    """
+    """Compare the parameters of a run with those of the pipeline, like the API server."""
     root = spec.get("pipeline_spec", spec)["root"]
     declared = root.get("inputDefinitions", {}).get("parameters", {})
     kinds: dict[str, tuple[type, ...]] = {

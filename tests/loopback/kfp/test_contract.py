@@ -12,8 +12,7 @@ from tests.loopback.kfp.api import Api
 
 SWAGGER = os.environ.get("EVERNEAR_TEST_KFP_SWAGGER")
 """kfp_api_single_file.swagger.json of KFP 2.17.0: backend/api/v2beta1/swagger in
-github.com/kubeflow/pipelines.
-"""
+github.com/kubeflow/pipelines."""
 
 
 def test_invalid_requests_and_responses_are_detected() -> None:

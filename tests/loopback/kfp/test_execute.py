@@ -1,6 +1,4 @@
-"""A run whose pipeline the loopback server executes, as in
-tests/scenarios/test_promise.py.
-"""
+"""A run whose pipeline the loopback server executes, as in tests/scenarios/test_promise.py."""
 
 from pathlib import Path
 

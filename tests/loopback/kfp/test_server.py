@@ -1,6 +1,5 @@
-"""The loopback server with a plain ``kfp.Client``: upload, run, list, schedule,
-wait, terminate, and errors.
-"""
+"""The loopback server with a plain ``kfp.Client``: upload, run, list, schedule, wait, terminate,
+and errors."""
 
 import json
 import threading

@@ -1,6 +1,4 @@
-"""The verbs create, get, list, replace, patch, apply and delete,
-without HTTP and authorization.
-"""
+"""The verbs create, get, list, replace, patch, apply and delete, without HTTP and authorization."""
 
 import random
 import uuid
@@ -81,8 +79,8 @@ class Api:
         dry_run: bool = False,
         trusted: bool = False,
     ) -> Object:
-        """Store a new object. ``trusted`` objects, from the server's controllers,
-        skip validation but not admission.
+        """Store a new object. ``trusted`` objects, from the server's controllers, skip validation
+        but not admission.
 
         Raises:
             ApiError: 400 and 422 for an invalid object, 403 if admission rejects it,
@@ -217,8 +215,8 @@ class Api:
         grace_period_s: int | None = None,
         dry_run: bool = False,
     ) -> Object:
-        """Delete an object. Return a ``Status`` if it is gone,
-        or the object if its deletion takes time.
+        """Delete an object. Return a ``Status`` if it is gone, or the object if its deletion takes
+        time.
 
         Raises:
             ApiError: 404.
@@ -242,9 +240,7 @@ class Api:
             return live
 
     def finish(self, kind: Kind, subject: Object) -> None:
-        """Remove an object that was marked for deletion;
-        ignore one that is already gone.
-        """
+        """Remove an object that was marked for deletion; ignore one that is already gone."""
         with self.store.changed:
             metadata = subject["metadata"]
             if self.store.get(kind, metadata.get("namespace", ""), metadata["name"]):
@@ -293,9 +289,8 @@ class Api:
         dry_run: bool = False,
         trusted: bool = False,
     ) -> Object:
-        """Fill in defaults, validate and store; ``manager`` is None if
-        ``managedFields`` are already set.
-        """
+        """Fill in defaults, validate and store; ``manager`` is None if ``managedFields`` are
+        already set."""
         new = _preserve_server_fields(kind, live, deep_copy(new), subresource)
         if not trusted:
             self.schemas.check(kind, new)
@@ -395,9 +390,7 @@ def now() -> str:
 
 
 def _preserve_server_fields(kind: Kind, live: Object | None, new: Object, subresource: str) -> Object:
-    """Restore the fields that clients cannot set and those that this endpoint does not
-    write.
-    """
+    """Restore the fields that clients cannot set and those that this endpoint does not write."""
     metadata = new["metadata"]
     if live is None:
         metadata |= {"uid": str(uuid.uuid4()), "creationTimestamp": now()}
@@ -421,18 +414,15 @@ def _preserve_server_fields(kind: Kind, live: Object | None, new: Object, subres
 
 
 def _writable(kind: Kind, config: Object, subresource: str) -> Object:
-    """The part of a configuration that this endpoint writes;
-    the strategy's reset fields have no owner.
-    """
+    """The part of a configuration that this endpoint writes; the strategy's reset fields have no
+    owner."""
     if subresource == "status":
         return {field: value for field, value in config.items() if field != "spec"}
     return {field: value for field, value in config.items() if not (kind.has_status and field == "status")}
 
 
 def _versioned(kind: Kind, subject: Object) -> Any:
-    """The fields whose change increments the generation;
-    a Deployment includes its annotations.
-    """
+    """The fields whose change increments the generation; a Deployment includes its annotations."""
     rest = {field: value for field, value in subject.items() if field not in ("metadata", "status")}
     return (rest, subject["metadata"].get("annotations") if kind is DEPLOYMENT else None)
 

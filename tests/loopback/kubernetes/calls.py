@@ -14,9 +14,7 @@ _VERBS = {"POST": "create", "PUT": "update", "PATCH": "patch"}
 
 @dataclass(frozen=True)
 class Call:
-    """One received request. Faults select requests by it,
-    and tests inspect it afterwards.
-    """
+    """One received request. Faults select requests by it, and tests inspect it afterwards."""
 
     method: str
     path: str
@@ -71,9 +69,8 @@ def parse(method: str, path: str, query: dict[str, str], user: str) -> Call:
 
 
 def name_selected(call: Call) -> str:
-    """Return the single name that a list or watch selects,
-    which RBAC treats as the name of the request.
-    """
+    """Return the single name that a list or watch selects, which RBAC treats as the name of the
+    request."""
     match = re.search(r"(?:^|,)metadata\.name==?([^,]+)", call.query.get("fieldSelector", ""))
     return match[1] if match and call.verb in ("list", "watch") else ""
 

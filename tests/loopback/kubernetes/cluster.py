@@ -1,6 +1,4 @@
-"""A cluster for tests: the API server, its controllers, its node,
-and methods that control them.
-"""
+"""A cluster for tests: the API server, its controllers, its node, and methods that control them."""
 
 import datetime
 import ipaddress
@@ -34,8 +32,8 @@ VERSION = "1.34"
 class LoopbackCluster:
     """One Kubernetes cluster on loopback; a context manager.
 
-    ``second_s`` is the real duration of one second of ``progressDeadlineSeconds``:
-    by default, 600 s pass in 0.6 s.
+    ``second_s`` is the real duration of one second of ``progressDeadlineSeconds``: by default, 600
+    s pass in 0.6 s.
     """
 
     def __init__(self, directory: Path, *, second_s: float = 0.001) -> None:
@@ -68,9 +66,8 @@ class LoopbackCluster:
         return self._server.calls
 
     def kubeconfig(self, service_account: str = "", *, namespace: str = "default") -> Path:
-        """Write a kubeconfig for the administrator,
-        or for the service account ``NAMESPACE/NAME``.
-        """
+        """Write a kubeconfig for the administrator, or for the service account
+        ``NAMESPACE/NAME``."""
         account_namespace, _, name = service_account.partition("/")
         user = f"system:serviceaccount:{account_namespace}:{name}" if service_account else rbac.ADMIN
         token = self._server.create_token(user)
@@ -98,11 +95,10 @@ class LoopbackCluster:
         behavior: PodBehavior | Callable[[Object], PodBehavior],
         when: Callable[[Object], bool] = lambda pod: True,
     ) -> None:
-        """Set the behavior of the pods that ``when`` selects; later calls take
-        precedence. The default is ``Ready()``.
+        """Set the behavior of the pods that ``when`` selects; later calls take precedence. The
+        default is ``Ready()``.
 
-        A function receives the pod and returns its behavior;
-        it is called often and must be fast.
+        A function receives the pod and returns its behavior; it is called often and must be fast.
         """
         self._behaviors.insert(0, (when, behavior if callable(behavior) else lambda _: behavior))
         self._controllers.wake()
@@ -110,15 +106,13 @@ class LoopbackCluster:
     def fail(
         self, error: ApiError, when: Callable[[Call], bool] = lambda call: True, *, times: int = 1, after: bool = False
     ) -> None:
-        """Fail the next ``times`` requests that ``when`` selects; ``after``:
-        only after executing them.
-        """
+        """Fail the next ``times`` requests that ``when`` selects; ``after``: only after executing
+        them."""
         self._server.faults.append(Fault(when, times, error, after))
 
     def drop(self, when: Callable[[Call], bool] = lambda call: True, *, times: int = 1, after: bool = False) -> None:
-        """Close the connection of the next ``times`` requests that ``when`` selects,
-        without a response.
-        """
+        """Close the connection of the next ``times`` requests that ``when`` selects, without a
+        response."""
         self._server.faults.append(Fault(when, times, None, after))
 
     def lose_node(self, train_job: str) -> None:
@@ -136,9 +130,8 @@ class LoopbackCluster:
             self.api.store.changed.notify_all()
 
     def expire(self) -> None:
-        """Compact the history: watches and lists that continue from an older
-        resourceVersion get a 410.
-        """
+        """Compact the history: watches and lists that continue from an older resourceVersion get a
+        410."""
         self.api.store.expire()
 
     def _behavior(self, pod: Object) -> PodBehavior:
@@ -172,9 +165,7 @@ def labeled(name: str, value: str) -> Callable[[Object], bool]:
 
 @cache
 def _certificate() -> tuple[bytes, bytes]:
-    """A self-signed certificate for 127.0.0.1 and its key, in PEM,
-    created once per process.
-    """
+    """A self-signed certificate for 127.0.0.1 and its key, in PEM, created once per process."""
     key = ec.generate_private_key(ec.SECP256R1())
     name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "loopback")])
     start = datetime.datetime.now(datetime.UTC) - datetime.timedelta(hours=1)

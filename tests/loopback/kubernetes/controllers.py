@@ -1,6 +1,5 @@
-"""Minimal controllers of a cluster: each step reads the objects and makes the next
-write toward the desired state.
-"""
+"""Minimal controllers of a cluster: each step reads the objects and makes the next write toward the
+desired state."""
 
 import threading
 import time
@@ -34,9 +33,7 @@ _PAUSE_S = 0.002  # lets clients observe intermediate states
 
 
 class Controllers:
-    """One thread that runs the controllers and the node in turn until no work
-    remains.
-    """
+    """One thread that runs the controllers and the node in turn until no work remains."""
 
     def __init__(self, api: Api, node: Node, second_s: float) -> None:
         self._api, self._node = api, node
@@ -61,9 +58,8 @@ class Controllers:
             self._api.store.changed.notify_all()
 
     def stop(self) -> None:
-        """Stop the thread and raise the exception of a failed controller,
-        which is a bug in this package.
-        """
+        """Stop the thread and raise the exception of a failed controller, which is a bug in this
+        package."""
         self._stopping = True
         self.wake()
         self._thread.join()
@@ -179,9 +175,7 @@ class Controllers:
         return changed
 
     def _collect_garbage(self) -> bool:
-        """Delete dependents of deleted owners,
-        and owners that waited for their dependents.
-        """
+        """Delete dependents of deleted owners, and owners that waited for their dependents."""
         changed = False
         everything = [(kind, item) for kind, item in self._api.store.everything() if kind is not EVENT]
         alive = {subject["metadata"]["uid"] for _, subject in everything}

@@ -1,8 +1,8 @@
 """The deployment controller: rolling updates and their status.
 
-It follows the deployment controller of Kubernetes (``rolling.go``, ``sync.go``,
-``progress.go``). Of its timers, it has only ``progressDeadlineSeconds``, where each
-second takes ``second_s`` real seconds.
+It follows the deployment controller of Kubernetes (``rolling.go``, ``sync.go``, ``progress.go``).
+Of its timers, it has only ``progressDeadlineSeconds``, where each second takes ``second_s`` real
+seconds.
 """
 
 import hashlib
@@ -41,9 +41,8 @@ class Deployments(Controller):
         self._progressing: dict[str, _Progress] = {}  # by uid
 
     def due_in_s(self) -> float | None:
-        """Seconds until a rollout exceeds its progress deadline;
-        None without a rollout in progress.
-        """
+        """Seconds until a rollout exceeds its progress deadline; None without a rollout in
+        progress."""
         waits: list[float] = []
         for deployment in self.api.store.all(DEPLOYMENT):
             progress = self._progressing.get(deployment["metadata"]["uid"])
@@ -52,9 +51,7 @@ class Deployments(Controller):
         return min(waits, default=None)
 
     def step(self) -> bool:
-        """Advance every Deployment by one write;
-        return whether anything was written.
-        """
+        """Advance every Deployment by one write; return whether anything was written."""
         return sum(map(self._deployment, self.api.store.all(DEPLOYMENT))) > 0
 
     def _deployment(self, deployment: Object) -> bool:
@@ -71,9 +68,8 @@ class Deployments(Controller):
         return self._scale(deployment, new, old) or self._report(deployment, new, old) or self._forget(deployment, old)
 
     def _revise(self, deployment: Object, new: Object | None, old: list[Object]) -> bool:
-        """Create the ReplicaSet of the current template,
-        or give the existing one the newest revision number.
-        """
+        """Create the ReplicaSet of the current template, or give the existing one the newest
+        revision number."""
         revision = str(max((_revision(item) for item in old), default=0) + 1)
         if new is None:
             self._create_replica_set(deployment, revision)

@@ -1,7 +1,7 @@
 """Field ownership for server-side apply, after structured-merge-diff and KEP-555.
 
-A set of fields is a Python set of paths; an element of a path is ("f", name of a
-field), ("k", keys of a list item) or ("v", value in a set).
+A set of fields is a Python set of paths; an element of a path is ("f", name of a field), ("k", keys
+of a list item) or ("v", value in a set).
 """
 
 import copy
@@ -25,9 +25,7 @@ _OWNERLESS.add((("f", "metadata"), ("f", "resourceVersion")))
 
 
 class Manager(NamedTuple):
-    """A field manager: an entry of ``metadata.managedFields`` without its fields and
-    time.
-    """
+    """A field manager: an entry of ``metadata.managedFields`` without its fields and time."""
 
     name: str
     operation: str  # Apply | Update
@@ -50,9 +48,7 @@ class Difference:
 
 
 class UndeclaredFieldError(Exception):
-    """The object has a field that its schema does not declare,
-    or a list item without its keys.
-    """
+    """The object has a field that its schema does not declare, or a list item without its keys."""
 
 
 class Merge:
@@ -64,8 +60,8 @@ class Merge:
     def apply(
         self, live: Object, config: Object, managers: dict[Manager, Fields], manager: Manager, *, force: bool
     ) -> tuple[Object, dict[Manager, Fields]]:
-        """Return ``live`` with the configuration of ``manager`` applied,
-        and the resulting owners.
+        """Return ``live`` with the configuration of ``manager`` applied, and the resulting
+        owners.
 
         Raises:
             ApiError: 409, another manager owns a field that would change,
@@ -83,8 +79,7 @@ class Merge:
         self, live: Object, new: Object, managers: dict[Manager, Fields], manager: Manager
     ) -> dict[Manager, Fields]:
         """Return the owners after a create, replace or patch:
-        the writer owns the fields that it changed.
-        """
+        the writer owns the fields that it changed."""
         difference = self.compare(live, new)
         managers = _resolve_ownership(managers, manager, difference, force=True)
         own = (managers.get(manager, set()) | difference.modified | difference.added) - difference.removed
@@ -103,9 +98,7 @@ class Merge:
         return Difference(*(fields - _OWNERLESS for fields in vars(difference).values()))
 
     def _prune(self, merged: Object, before: Fields, managers: dict[Manager, Fields]) -> Object:
-        """Remove the fields that the manager no longer applies and that have no other
-        owner.
-        """
+        """Remove the fields that the manager no longer applies and that have no other owner."""
         owned = set().union(*managers.values())
         removed = (_with_parents(before) & _with_parents(self.fields(merged))) - _with_parents(owned)
         return self._remove(self._schema, merged, (), removed) if removed else merged
@@ -179,8 +172,7 @@ class Merge:
         }
         if isinstance(config, dict):
             return {name: value for (_, name), value in merged.items()}
-        # Applied items follow the order of the configuration;
-        # other items keep their positions.
+        # Applied items follow the order of the configuration; other items keep their positions.
         applied = iter(want)
         order = [next(applied) if element in want else element for element in have]
         return [merged[element] for element in [*order, *applied]]
@@ -268,9 +260,7 @@ def _apply_conflict(conflicts: dict[Manager, Fields]) -> ApiError:
 
 
 def _with_parents(fields: Fields) -> Fields:
-    """The fields and the structs and maps that contain them
-    (EnsureNamedFieldsAreMembers).
-    """
+    """The fields and the structs and maps that contain them (EnsureNamedFieldsAreMembers)."""
     parents = {path[:end] for path in fields for end in range(1, len(path)) if path[end - 1][0] == "f"}
     return fields | parents
 

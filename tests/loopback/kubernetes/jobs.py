@@ -1,12 +1,11 @@
 """A small version of the Job controller, for Indexed Jobs:
 each pod is a process of this machine.
 
-A pod gets the command and ``JOB_COMPLETION_INDEX``. As in ``pkg/controller/job``, a
-failed index is retried up to ``backoffLimitPerIndex`` times unless the
-``podFailurePolicy`` says otherwise, and more failed indexes than ``maxFailedIndexes``
-end the Job and its other pods. A Job that fails has the condition FailureTarget until
-its pods have terminated, then Failed. The node has no labels, so a pod with a
-``nodeSelector`` stays pending.
+A pod gets the command and ``JOB_COMPLETION_INDEX``. As in ``pkg/controller/job``, a failed index is
+retried up to ``backoffLimitPerIndex`` times unless the ``podFailurePolicy`` says otherwise, and
+more failed indexes than ``maxFailedIndexes`` end the Job and its other pods. A Job that fails has
+the condition FailureTarget until its pods have terminated, then Failed. The node has no labels, so
+a pod with a ``nodeSelector`` stays pending.
 """
 
 import math
@@ -36,8 +35,7 @@ class _Pods:
     running: dict[int, subprocess.Popen[bytes]] = field(default_factory=dict)
     """By index."""
     pending: set[int] = field(default_factory=set)
-    """Indexes whose pod cannot be scheduled, or has a container that the kubelet
-    refuses."""
+    """Indexes whose pod cannot be scheduled, or has a container that the kubelet refuses."""
     started_s: float = field(default_factory=time.monotonic)
     failure: tuple[str, str] | None = None
     """Why the Job fails, while its pods terminate."""
@@ -76,9 +74,8 @@ class Jobs(Controller):
         return POLL_S if any(pods.running or pods.pending for pods in self._pods.values()) else None
 
     def evict(self, name: str, index: int) -> None:
-        """Kill the running pod of an index of the Job ``name``,
-        with the condition of an eviction.
-        """
+        """Kill the running pod of an index of the Job ``name``, with the condition of an
+        eviction."""
         job = next(job for job in self.api.store.all(JOB) if job["metadata"]["name"] == name)
         pods = self._pods[job["metadata"]["uid"]]
         pods.evicted.add(index)

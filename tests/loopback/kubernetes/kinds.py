@@ -1,6 +1,5 @@
-"""The kinds of objects that the server supports: those built into Kubernetes,
-and two of Kubeflow Trainer.
-"""
+"""The kinds of objects that the server supports: those built into Kubernetes, and two of Kubeflow
+Trainer."""
 
 from dataclasses import dataclass
 

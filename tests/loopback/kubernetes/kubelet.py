@@ -1,5 +1,5 @@
-"""The node of the cluster: a scheduler and a kubelet that run nothing but report pod
-statuses like real ones.
+"""The node of the cluster: a scheduler and a kubelet that run nothing but report pod statuses like
+real ones.
 
 Each pod advances by one status at a time, so a watch sees all of them.
 """
@@ -61,16 +61,12 @@ class Node:
         return sum(map(self._advance, self._api.store.all(POD))) > 0
 
     def due_in_s(self) -> float | None:
-        """Seconds until the next timed status update of a pod;
-        None if none is pending.
-        """
+        """Seconds until the next timed status update of a pod; None if none is pending."""
         waits = [item.since_s + item.updates[0].after_s for item in self._progress.values() if item.updates]
         return max(min(waits) - time.monotonic(), 0.0) if waits else None
 
     def address(self, pod: Object, port: int) -> Address | None:
-        """Return the real address behind a port of a pod,
-        or None if nothing listens there.
-        """
+        """Return the real address behind a port of a pod, or None if nothing listens there."""
         behavior = self._behavior(pod)
         running = pod.get("status", {}).get("phase") == "Running"
         return behavior.serves.get(port) if isinstance(behavior, Ready) and running else None
@@ -119,9 +115,8 @@ class Node:
         return True
 
     def _unschedulable(self, pod: Object) -> Unschedulable | None:
-        """Why a pod can never be scheduled: it requests more than the node has,
-        or a resource that the node lacks.
-        """
+        """Why a pod can never be scheduled: it requests more than the node has, or a resource that
+        the node lacks."""
         requested: dict[str, Decimal] = {}
         for container in pod["spec"]["containers"]:
             for name, amount in container.get("resources", {}).get("requests", {}).items():
@@ -183,9 +178,8 @@ def record(api: Api, kind: Kind, subject: Object, component: str, event: Event) 
 
 
 def _missing_objects(api: Api, pod: Object) -> Iterator[MissingObject]:
-    """The missing objects that the pod's volumes and environment variables
-    reference, and users that the kubelet refuses.
-    """
+    """The missing objects that the pod's volumes and environment variables reference, and users
+    that the kubelet refuses."""
     spec, namespace = pod["spec"], pod["metadata"]["namespace"]
 
     def absent(kind: Kind, reference: Object | None, key: str = "name") -> str | None:

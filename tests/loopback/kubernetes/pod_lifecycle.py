@@ -1,7 +1,7 @@
 """Pod behaviors and the statuses that a scheduler and a kubelet report for them.
 
-A *behavior* determines how a pod runs. It translates into a sequence of statuses, each
-with its events, in the wording of the real scheduler and kubelet.
+A *behavior* determines how a pod runs. It translates into a sequence of statuses, each with its
+events, in the wording of the real scheduler and kubelet.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,8 +20,8 @@ _CRASHES = 3  # the sequence ends in the last back-off; a real kubelet continues
 class Ready:
     """The containers run, and the readiness probes pass after ``after_s``.
 
-    ``serves`` maps container ports to real addresses: a request that the API server
-    proxies to port 8080 of the pod goes to ``serves[8080]``.
+    ``serves`` maps container ports to real addresses: a request that the API server proxies to port
+    8080 of the pod goes to ``serves[8080]``.
     """
 
     log: str = ""
@@ -76,9 +76,8 @@ PodBehavior = Ready | NotReady | CrashLoop | ImageMissing | Unschedulable | Stuc
 
 @dataclass(frozen=True)
 class MissingObject:
-    """A missing object that a volume or the environment of a ``container``
-    references, or another reason not to create the container.
-    """
+    """A missing object that a volume or the environment of a ``container`` references, or another
+    reason not to create the container."""
 
     message: str
     container: str = ""
@@ -194,9 +193,7 @@ class _StatusSequence:
         return self._status("Pending", [*before, status, *after], self._idle) | self._address
 
     def _with_failure(self, position: int, status: Object) -> Object:
-        """One container fails; the others run if the failing container has started at
-        all.
-        """
+        """One container fails; the others run if the failing container has started at all."""
         has_run = isinstance(self._behavior, CrashLoop) and not self._missing
         others = [_running(item, ready=True) for item in self._main] if has_run else list(self._idle)
         others[position] = status

@@ -1,6 +1,5 @@
-"""The Pod Security Standard *restricted*,
-limited to the fields that these tests use; other levels are ignored.
-"""
+"""The Pod Security Standard *restricted*, limited to the fields that these tests use; other levels
+are ignored."""
 
 from collections.abc import Callable
 from typing import Any
@@ -19,9 +18,8 @@ _VOLUMES = {
 
 
 def violations(level: str | None, spec: Object) -> list[str]:
-    """The violations of a ``pod-security.kubernetes.io/enforce`` level,
-    in the wording of a real server.
-    """
+    """The violations of a ``pod-security.kubernetes.io/enforce`` level, in the wording of a real
+    server."""
     if level != "restricted":
         return []
     containers = [*(spec.get("initContainers") or ()), *spec["containers"]]

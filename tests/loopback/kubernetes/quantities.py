@@ -17,8 +17,7 @@ def value(quantity: object) -> Decimal:
 
 def canonical(quantity: object) -> str:
     """Return the canonical form: 1000m becomes 1, 1024Mi becomes 1Gi,
-    0.5 becomes 500m.
-    """
+    0.5 becomes 500m."""
     _, suffix = _split(str(quantity))
     worth = value(quantity)
     if suffix in _BINARY and worth == worth.to_integral_value():

@@ -29,8 +29,7 @@ class Attempt:
 
 
 def authorize(store: Store, attempt: Attempt) -> None:
-    """Allow the administrator everything,
-    and other users what a Role in the namespace allows.
+    """Allow the administrator everything, and other users what a Role in the namespace allows.
 
     Raises:
         ApiError: 403.
@@ -59,8 +58,7 @@ def review(store: Store, user: str, request: Object) -> Object:
 
 
 def _may(store: Store, attempt: Attempt) -> bool:
-    # A namespace object belongs to itself,
-    # so a Role in the namespace can grant access to it.
+    # A namespace object belongs to itself, so a Role in the namespace can grant access to it.
     namespace = attempt.name if attempt.kind is NAMESPACE else attempt.namespace
     return attempt.user == ADMIN or any(_allows(rule, attempt) for rule in _rules(store, attempt.user, namespace))
 

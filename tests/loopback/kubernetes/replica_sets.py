@@ -18,9 +18,7 @@ class ReplicaSets(Controller):
         super().__init__(api, "replicaset-controller")
 
     def step(self) -> bool:
-        """Create or delete one pod per ReplicaSet;
-        return whether anything was written.
-        """
+        """Create or delete one pod per ReplicaSet; return whether anything was written."""
         return sum(map(self._replica_set, self.api.store.all(REPLICA_SET))) > 0
 
     def _replica_set(self, replica_set: Object) -> bool:
@@ -44,8 +42,8 @@ class ReplicaSets(Controller):
             except ApiError as error:
                 failure = self._failure(replica_set, str(error))
         elif missing < 0:
-            # Delete unready pods before ready ones,
-            # and newer pods before older ones, as the real controller does.
+            # Delete unready pods before ready ones, and newer pods before older ones, as the real
+            # controller does.
             pods.sort(key=lambda pod: (is_ready(pod), -int(pod["metadata"]["resourceVersion"])))
             victim = pods[0]["metadata"]
             self.api.delete(POD, victim["namespace"], victim["name"])
@@ -66,9 +64,8 @@ class ReplicaSets(Controller):
         return self.set_status(REPLICA_SET, replica_set, status)
 
     def _failure(self, replica_set: Object, reason: str) -> list[Object]:
-        """The condition of a ReplicaSet that cannot create pods.
-        Messages differ in the pod name of each attempt.
-        """
+        """The condition of a ReplicaSet that cannot create pods. Messages differ in the pod name of
+        each attempt."""
         conditions = replica_set["status"].get("conditions") or []
         if (
             conditions

@@ -1,6 +1,5 @@
-"""The published schemas of one Kubernetes version: the fields of each kind,
-and how its lists and maps merge.
-"""
+"""The published schemas of one Kubernetes version: the fields of each kind, and how its lists and
+maps merge."""
 
 import json
 from functools import cache, cached_property
@@ -43,9 +42,8 @@ _KEY_DEFAULTS = {"protocol": "TCP"}  # optional list keys and their defaults, fr
 
 
 class Schemas:
-    """Schemas of Kubernetes ``version`` (1.34),
-    from the package kubernetes-validate, and of Kubeflow Trainer.
-    """
+    """Schemas of Kubernetes ``version`` (1.34), from the package kubernetes-validate, and of
+    Kubeflow Trainer."""
 
     def __init__(self, version: str) -> None:
         path = f"kubernetes-json-schema/v{version}.0-local-strict/_definitions.json"
@@ -79,9 +77,7 @@ class Schemas:
         return target | {key: value for key, value in schema.items() if key.startswith("x-kubernetes")}
 
     def field(self, schema: Schema, name: str) -> Schema | None:
-        """Return the schema of a field of a struct or a map,
-        or None for an unknown field.
-        """
+        """Return the schema of a field of a struct or a map, or None for an unknown field."""
         properties = schema.get("properties", {})
         field_schema = properties.get(name, schema.get("additionalProperties"))
         return self.resolve(field_schema) if isinstance(field_schema, dict) else None
@@ -130,8 +126,8 @@ def is_atomic(schema: Schema) -> bool:
 
 
 def key_of(schema: Schema, item: Any) -> tuple[str, Any]:
-    """Return the identity of an item in a merged list: ("k", its key fields) or,
-    in a set, ("v", the item).
+    """Return the identity of an item in a merged list: ("k", its key fields) or, in a set, ("v",
+    the item).
 
     Raises:
         KeyError: A key field is missing.

@@ -56,9 +56,8 @@ def fields(kind: Kind, text: str) -> Predicate:
 
 
 def matches(selector: Object | None, labels: dict[str, str]) -> bool:
-    """Whether labels match an object's ``LabelSelector``;
-    an empty selector matches everything, None nothing.
-    """
+    """Whether labels match an object's ``LabelSelector``; an empty selector matches everything,
+    None nothing."""
     if selector is None:
         return False
     match_labels = selector.get("matchLabels") or {}

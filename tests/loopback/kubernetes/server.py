@@ -1,6 +1,5 @@
-"""The HTTP layer: TLS, tokens, paths, watches, injected faults,
-and the proxy to services and pods.
-"""
+"""The HTTP layer: TLS, tokens, paths, watches, injected faults, and the proxy to services and
+pods."""
 
 import http.client
 import json
@@ -35,9 +34,8 @@ _HOP_BY_HOP = {"connection", "keep-alive", "transfer-encoding", "content-length"
 
 @dataclass
 class Fault:
-    """A fault for the next ``times`` requests that ``when`` selects;
-    without ``error``, the connection is dropped.
-    """
+    """A fault for the next ``times`` requests that ``when`` selects; without ``error``, the
+    connection is dropped."""
 
     when: Callable[[Call], bool]
     times: int
@@ -307,9 +305,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.flush()
 
     def _proxy(self, call: Call, body: bytes) -> None:
-        """Forward a request to a pod, without the API server's token,
-        as a real server does.
-        """
+        """Forward a request to a pod, without the API server's token, as a real server does."""
         address = proxy.address(self.server.api, self.server.node, call)
         target = "/" + call.rest + ("?" + urllib.parse.urlsplit(self.path).query).rstrip("?")
         drop = _HOP_BY_HOP | {"authorization", "host"}

@@ -11,9 +11,8 @@ Object = dict[str, Any]
 
 @dataclass(frozen=True)
 class Cause:
-    """One invalid field; ``reason`` is a ``CauseType`` of the API machinery,
-    such as FieldValueInvalid.
-    """
+    """One invalid field; ``reason`` is a ``CauseType`` of the API machinery, such as
+    FieldValueInvalid."""
 
     field: str
     message: str

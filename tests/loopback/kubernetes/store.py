@@ -1,6 +1,4 @@
-"""Storage for objects by kind, namespace and name,
-and for the history that watches read.
-"""
+"""Storage for objects by kind, namespace and name, and for the history that watches read."""
 
 import json
 import threading
@@ -17,9 +15,7 @@ _HISTORY = 1000  # events; requests for older ones get a 410
 
 @dataclass(frozen=True)
 class Change:
-    """One write: the object before (None on creation) and after (None on deletion),
-    as JSON.
-    """
+    """One write: the object before (None on creation) and after (None on deletion), as JSON."""
 
     version: int
     kind: Kind
@@ -28,8 +24,7 @@ class Change:
 
 
 class Store:
-    """Objects and their history, guarded by one lock;
-    ``changed`` is notified of every write.
+    """Objects and their history, guarded by one lock; ``changed`` is notified of every write.
 
     Objects are stored as text, so callers never share mutable state.
     """
@@ -48,9 +43,7 @@ class Store:
             return None if text is None else json.loads(text)
 
     def all(self, kind: Kind, namespace: str = "") -> list[Object]:
-        """Return the objects of a kind in one namespace or in all,
-        sorted by namespace and name.
-        """
+        """Return the objects of a kind in one namespace or in all, sorted by namespace and name."""
         with self.changed:
             keys = sorted(key[1:] for key in self._objects if key[0] == kind and namespace in ("", key[1]))
             return [json.loads(self._objects[kind, *key]) for key in keys]

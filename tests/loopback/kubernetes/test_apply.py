@@ -1,6 +1,4 @@
-"""Server-side apply, compared with the Kubernetes documentation and
-structured-merge-diff.
-"""
+"""Server-side apply, compared with the Kubernetes documentation and structured-merge-diff."""
 
 import json
 from typing import Any

@@ -1,6 +1,5 @@
-"""The webhooks of the fakes accept the objects of this repository,
-and refuse their likely mistakes.
-"""
+"""The webhooks of the fakes accept the objects of this repository, and refuse their likely
+mistakes."""
 
 import copy
 from collections.abc import Callable

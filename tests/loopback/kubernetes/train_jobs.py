@@ -1,10 +1,10 @@
 """A small version of Kubeflow Trainer and JobSet:
 the nodes of a TrainJob run as processes of this machine.
 
-A node gets the command of the TrainJob and the ``PET_`` variables of Trainer's torch
-plugin. As JobSet with ``backoffLimit: 0`` and the runtime's failure policy does, a
-failed node ends the others, and all start again up to ``maxRestarts`` times, unless its
-exit code matches the ``podFailurePolicy``.
+A node gets the command of the TrainJob and the ``PET_`` variables of Trainer's torch plugin. As
+JobSet with ``backoffLimit: 0`` and the runtime's failure policy does, a failed node ends the
+others, and all start again up to ``maxRestarts`` times, unless its exit code matches the
+``podFailurePolicy``.
 """
 
 import os
@@ -104,9 +104,8 @@ class TrainJobs(Controller):
         return True
 
     def _report(self, job: Object, counts: dict[str, int]) -> bool:
-        """``jobsStatus`` counts Jobs, not pods: one Job has all nodes,
-        and is ready when all of them are.
-        """
+        """``jobsStatus`` counts Jobs, not pods: one Job has all nodes, and is ready when all of
+        them are."""
         zeros = dict.fromkeys(("ready", "succeeded", "failed", "active", "suspended"), 0)
         return self.set_status(TRAIN_JOB, job, {"jobsStatus": [{"name": "node"} | zeros | counts]})
 

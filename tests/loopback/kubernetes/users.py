@@ -1,6 +1,5 @@
 """The user of a container, as the kubelet verifies it before it creates the container
-(``verifyRunAsNonRoot`` in ``pkg/kubelet/kuberuntime/security_context.go``).
-"""
+(``verifyRunAsNonRoot`` in ``pkg/kubelet/kuberuntime/security_context.go``)."""
 
 import copy
 import re
@@ -8,14 +7,13 @@ from typing import Any
 
 Object = dict[str, Any]
 OURS = re.compile(r"(?:.*/)?evernear-(?:train|serve|prep|kserve|triggers)(?:[:@].*)?|replaced-by-the-step")
-"""Images whose Dockerfile names a user. All other images run as root, as the images of
-Katib's collectors and of several service meshes do."""
+"""Images whose Dockerfile names a user. All other images run as root, as the images of Katib's
+collectors and of several service meshes do."""
 
 
 def config_error(spec: Object, container: Object) -> str | None:
-    """Why the kubelet does not create a container of a pod
-    (``CreateContainerConfigError``), or None.
-    """
+    """Why the kubelet does not create a container of a pod (``CreateContainerConfigError``), or
+    None."""
     pod, own = spec.get("securityContext") or {}, container.get("securityContext") or {}
 
     def effective(field: str) -> Any:
@@ -39,9 +37,8 @@ def config_errors(spec: Object) -> dict[str, str]:
 
 
 def injected(spec: Object, name: str, image: str) -> Object:
-    """A copy of a pod's spec with a container that a webhook adds without a
-    securityContext, as Katib's ``inject_webhook.go`` does.
-    """
+    """A copy of a pod's spec with a container that a webhook adds without a securityContext, as
+    Katib's ``inject_webhook.go`` does."""
     changed = copy.deepcopy(spec)
     changed["containers"].append({"name": name, "image": image})
     return changed

@@ -1,6 +1,4 @@
-"""Validation beyond the schema, after ``validation.go``: names, selectors,
-immutable fields.
-"""
+"""Validation beyond the schema, after ``validation.go``: names, selectors, immutable fields."""
 
 import json
 import re
@@ -56,9 +54,8 @@ _VALUE_RULE = (
 
 
 def faults(kind: Kind, new: Object, old: Object | None) -> list[Cause]:
-    """Return the errors in an object that matches its schema;
-    ``old`` is the object that it replaces.
-    """
+    """Return the errors in an object that matches its schema; ``old`` is the object that it
+    replaces."""
     causes = [*_metadata(kind, new["metadata"]), *_CHECKS.get(kind, _nothing)(new)]
     if old is not None:
         causes += _immutable(kind, new, old)

@@ -16,11 +16,11 @@ _POLL_S = 0.5
 
 
 def events(store: Store, call: Call, is_cut: Callable[[], bool]) -> Iterator[list[Event]]:
-    """Yield events until the watch times out, ``is_cut`` returns true,
-    or its resourceVersion expires.
+    """Yield events until the watch times out, ``is_cut`` returns true, or its resourceVersion
+    expires.
 
-    Yields an empty list from time to time so that the caller can check whether the
-    client is still connected.
+    Yields an empty list from time to time so that the caller can check whether the client is still
+    connected.
     """
     assert call.kind is not None
     chosen = _chosen_by(call)
@@ -55,9 +55,7 @@ def _chosen_by(call: Call) -> Callable[[Object], bool]:
 
 
 def _event(change: Change, chosen: Callable[[Object], bool]) -> tuple[str, Object] | None:
-    """Return the event of a change under a selector,
-    which an object may start or stop matching.
-    """
+    """Return the event of a change under a selector, which an object may start or stop matching."""
     before, after = (None if text is None else json.loads(text) for text in (change.before, change.after))
     was = before is not None and chosen(before)
     if after is not None and chosen(after):

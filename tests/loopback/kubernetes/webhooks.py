@@ -1,10 +1,9 @@
-"""The rules of admission webhooks that evernear's objects touch,
-which no schema of a CustomResourceDefinition has.
+"""The rules of admission webhooks that evernear's objects touch, which no schema of a
+CustomResourceDefinition has.
 
-Each function returns the reasons to refuse an object that matches its schema; the
-docstring names the source. Kubeflow Pipelines 2.17 has a webhook for the kind
-PipelineVersion only (``pipelineversion_webhook.go``), which its API server creates
-itself.
+Each function returns the reasons to refuse an object that matches its schema; the docstring names
+the source. Kubeflow Pipelines 2.17 has a webhook for the kind PipelineVersion only
+(``pipelineversion_webhook.go``), which its API server creates itself.
 """
 
 import json
@@ -60,8 +59,8 @@ def _replicated_jobs(jobs: list[Object]) -> Iterator[str]:
 
 
 def train_job(job: Object, runtime: Object | None) -> list[str]:
-    """Kubeflow Trainer 2.2.1, ``pkg/webhooks/trainjob_webhook.go``, ``ValidateObjects``
-    and ``plugins/torch/torch.go``.
+    """Kubeflow Trainer 2.2.1, ``pkg/webhooks/trainjob_webhook.go``, ``ValidateObjects`` and
+    ``plugins/torch/torch.go``.
 
     ``runtime`` is the object that the TrainJob refers to.
     """
@@ -78,9 +77,8 @@ def train_job(job: Object, runtime: Object | None) -> list[str]:
 
 
 def job_set(name: str, spec: Object, nodes: int) -> list[str]:
-    """JobSet 0.11.1, ``pkg/webhooks/jobset_webhook.go``,
-    for the JobSet that Trainer builds for ``nodes`` nodes.
-    """
+    """JobSet 0.11.1, ``pkg/webhooks/jobset_webhook.go``, for the JobSet that Trainer builds for
+    ``nodes`` nodes."""
     jobs = [job["name"] for job in spec["replicatedJobs"]]
     reasons = [*_failure_policy(spec.get("failurePolicy") or {}, jobs)]
     for target in (spec.get("successPolicy") or {}).get("targetReplicatedJobs") or ():
@@ -117,9 +115,8 @@ def _failure_policy(policy: Object, jobs: list[str]) -> Iterator[str]:
 
 
 def inference_service(service: Object) -> list[str]:
-    """KServe 0.21, ``pkg/apis/serving/v1beta1/inference_service_validation.go``,
-    without ``spec.canary``.
-    """
+    """KServe 0.21, ``pkg/apis/serving/v1beta1/inference_service_validation.go``, without
+    ``spec.canary``."""
     metadata, spec = service["metadata"], service["spec"]
     annotations = metadata.get("annotations") or {}
     reasons: list[str] = []
@@ -162,9 +159,8 @@ def _component(component: Object, *, standard: bool) -> Iterator[str]:
 
 
 def experiment(experiment: Object) -> list[str]:
-    """Katib 0.19, ``pkg/webhook/v1beta1/experiment/validator/validator.go``,
-    for trials that are Jobs.
-    """
+    """Katib 0.19, ``pkg/webhook/v1beta1/experiment/validator/validator.go``, for trials that are
+    Jobs."""
     metadata, spec = experiment["metadata"], experiment["spec"]
     name = metadata.get("name") or metadata["generateName"] + 5 * "x"
     reasons: list[str] = []

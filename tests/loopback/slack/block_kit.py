@@ -1,6 +1,5 @@
 """Block Kit validation, after https://docs.slack.dev/reference/block-kit/blocks and
-.../block-elements.
-"""
+.../block-elements."""
 
 import re
 from collections.abc import Callable
@@ -11,9 +10,8 @@ MENTIONS = re.compile(r"<(?:@[UW]\w+|#[CG]\w+|!date\^\d+\^[^|<>]+\|[^<>]+|https?
 
 
 def faults(blocks: object) -> list[str]:
-    """Return the reasons why Slack would reject the blocks with ``invalid_blocks``;
-    empty if they are valid.
-    """
+    """Return the reasons why Slack would reject the blocks with ``invalid_blocks``; empty if they
+    are valid."""
     result: list[str] = []
     if not isinstance(blocks, list):
         return ["blocks is not a list"]
@@ -118,8 +116,8 @@ def _text(text: Block, longest: int, kind: str | None = None) -> list[str]:
     result = _keys(text, allowed[text["type"]])
     if not 1 <= len(text["text"]) <= longest:
         result.append(f"text of {len(text['text'])} characters, 1 to {longest}")
-    # A rule of evernear, not of Slack: text other than its own mentions,
-    # dates and links is escaped.
+    # A rule of evernear, not of Slack: text other than its own mentions, dates and links is
+    # escaped.
     rest = MENTIONS.sub("", text["text"]) if text["type"] == "mrkdwn" else ""
     if "<" in rest or ">" in rest:
         result.append(f"unescaped text: {text['text']!r}")

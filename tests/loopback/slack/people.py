@@ -1,6 +1,4 @@
-"""Payloads that Slack delivers for commands, mentions and clicks,
-and their signatures.
-"""
+"""Payloads that Slack delivers for commands, mentions and clicks, and their signatures."""
 
 import hashlib
 import hmac
@@ -110,8 +108,7 @@ def body_of(payload: Payload) -> tuple[str, str]:
 
 def signed(payload: Payload, secret: str, at_s: float | None = None) -> tuple[str, dict[str, str]]:
     """Return body and headers of a signed request
-    (https://docs.slack.dev/authentication/verifying-requests...).
-    """
+    (https://docs.slack.dev/authentication/verifying-requests...)."""
     body, content_type = body_of(payload)
     timestamp = str(int(time.time() if at_s is None else at_s))
     digest = hmac.new(secret.encode(), f"v0:{timestamp}:{body}".encode(), hashlib.sha256).hexdigest()

@@ -1,6 +1,5 @@
-"""The Slack server: Web API, upload URLs, response URLs and Socket Mode,
-in a thread, with injected faults.
-"""
+"""The Slack server: Web API, upload URLs, response URLs and Socket Mode, in a thread, with injected
+faults."""
 
 import asyncio
 import itertools
@@ -41,9 +40,7 @@ class PostedMessage:
 
 @dataclass
 class Fault:
-    """An error response of a method for ``times`` calls; None:
-    until a test removes it.
-    """
+    """An error response of a method for ``times`` calls; None: until a test removes it."""
 
     error: str
     status: int = 200
@@ -103,27 +100,22 @@ class SlackServer:
         return next(posted for posted in self.messages if f"{posted.channel}/{posted.ts}" == address)
 
     def button(self, posted: PostedMessage, text: str) -> Click:
-        """Return a click on the button labeled ``text`` of a message;
-        fail if it does not exist.
-        """
+        """Return a click on the button labeled ``text`` of a message; fail if it does not exist."""
         matches = [b for b in block_kit.buttons(posted.versions[-1]["blocks"]) if b["text"]["text"] == text]
         assert matches, f"no button {text!r} among {posted.buttons}"
         url = self.response_url(posted.channel)
         return Click(posted.channel, posted.ts, matches[0], url, posted.thread, posted.visible_to is not None)
 
     def mentions(self, person: Person, text: str, channel: str) -> Payload:
-        """Post a mention of the bot by ``person`` in ``channel`` and return its
-        event.
-        """
+        """Post a mention of the bot by ``person`` in ``channel`` and return its event."""
         event = person.mentions(text, channel)
         ts = event["event"]["ts"]
         self.messages.append(PostedMessage(channel, ts, None, [{"text": text, "blocks": []}]))
         return event
 
     def deliver(self, payload: Payload, timeout_s: float = 5.0) -> Payload | None:
-        """Send ``payload`` over Socket Mode; return the acknowledgement,
-        or None after the timeout.
-        """
+        """Send ``payload`` over Socket Mode; return the acknowledgement, or None after the
+        timeout."""
         return self.deliver_envelope(envelope(payload), timeout_s)
 
     def deliver_envelope(self, sent: Payload, timeout_s: float = 5.0) -> Payload | None:
@@ -136,9 +128,7 @@ class SlackServer:
             return None
 
     def ask_to_reconnect(self) -> None:
-        """Send the disconnect message that Slack sends before it closes a
-        connection.
-        """
+        """Send the disconnect message that Slack sends before it closes a connection."""
         message = {"type": "disconnect", "reason": "refresh_requested", "debug_info": {}}
         self._on_loop(self._sockets[-1].send_str(json.dumps(message)))
 

@@ -64,14 +64,11 @@ def collector() -> Iterator[Collector]:
 def service(
     release: PackedRelease, store: str, collector: Collector, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[dict[str, Server]]:
-    """The processes; the predictor loads from a directory,
-    the transformers from the registry.
-    """
+    """The processes; the predictor loads from a directory, the transformers from the registry."""
     logs: Path = tmp_path_factory.mktemp("logs")
     traced = collector.environment
     model_dir = str(release.archive.parent)
-    # On all addresses, also of IPv6. The transformers call it although no proxy is
-    # reachable.
+    # On all addresses, also of IPv6. The transformers call it although no proxy is reachable.
     anywhere = ("--host", "::") if loopback_ipv6() else ()
     predictor = Server("predictor", logs / "predictor.log", "--model_dir", model_dir, *anywhere, environment=traced)
     proxies = {"v2": {"http_proxy": "http://127.0.0.1:1"}, "grpc-v2": {"grpc_proxy": "http://127.0.0.1:1"}}

@@ -1,6 +1,5 @@
-"""A predictor and a transformer as processes in the environment of KServe's SDK,
-and requests to them.
-"""
+"""A predictor and a transformer as processes in the environment of KServe's SDK, and requests to
+them."""
 
 import base64
 import contextlib
@@ -28,9 +27,7 @@ ENVIRONMENT = Path(__file__).parents[3] / ".venv" / "kserve"
 PYTHON = ENVIRONMENT / "bin" / "python"
 PROTOCOLS = ("v1", "v2", "grpc-v2")
 TRACED = ("v1", "grpc-v2")
-"""The transformers that export traces;
-the other one shows that traces are off by default.
-"""
+"""The transformers that export traces; the other one shows that traces are off by default."""
 READY_TIMEOUT_S = 240
 END_TIMEOUT_S = 60
 V1_UPLOAD_TIMEOUT_S = 3  # of the transformer with protocol v1
@@ -124,9 +121,7 @@ class Server:
         return self.post("/v2/models/embedding/infer", json={"inputs": list(inputs)})
 
     def grpc(self, method: str, request: Any, answer: str) -> Any:
-        """Call a method of v2 over gRPC;
-        ``answer`` is the name of the response message.
-        """
+        """Call a method of v2 over gRPC; ``answer`` is the name of the response message."""
         protocol = open_inference_protocol()
         with grpc.insecure_channel(f"127.0.0.1:{self.grpc_port}") as channel:
             call = channel.unary_unary(
@@ -137,9 +132,7 @@ class Server:
             return call(request, timeout=60)
 
     def infer_grpc(self, name: str, datatype: str, shape: Sequence[int], **data: Any) -> Any:
-        """``data`` is ``raw=bytes``,
-        or one field of the message InferTensorContents.
-        """
+        """``data`` is ``raw=bytes``, or one field of the message InferTensorContents."""
         protocol = open_inference_protocol()
         raw = [data.pop("raw")] if "raw" in data else []
         tensor = {"name": name, "datatype": datatype, "shape": shape} | ({"contents": data} if data else {})
@@ -160,8 +153,7 @@ def pixels(array: NDArray[np.uint8]) -> dict[str, Any]:
 
 def predictions_of(response: Any) -> list[dict[str, Any]]:
     """The predictions in a v2 response of REST (a dict) or gRPC (a message with listed
-    contents).
-    """
+    contents)."""
     if isinstance(response, dict):
         columns = {output["name"]: output["data"] for output in response["outputs"]}
     else:

@@ -1,6 +1,4 @@
-"""How `Batcher` forms batches, with a function that waits until the test lets it go
-on.
-"""
+"""How `Batcher` forms batches, with a function that waits until the test lets it go on."""
 
 import asyncio
 import threading
@@ -15,9 +13,8 @@ from evernear.serving.kserve.batching import Batcher
 
 
 class Function:
-    """Doubles each request, one batch per permission.
-    A negative request is an error, and 13 is a bug.
-    """
+    """Doubles each request, one batch per permission. A negative request is an error, and 13 is a
+    bug."""
 
     def __init__(self) -> None:
         self.batches: list[list[int]] = []

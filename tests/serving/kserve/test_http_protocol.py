@@ -21,9 +21,8 @@ MUCH = b"x" * 1_000_000
 
 
 class Echo:
-    """Answers with the names of the headers and the size of the body;
-    `/wait` answers when `gate` is set.
-    """
+    """Answers with the names of the headers and the size of the body; `/wait` answers when `gate`
+    is set."""
 
     def __init__(self) -> None:
         self.calls = 0
@@ -74,9 +73,7 @@ def port(app: Echo) -> Iterator[int]:
 
 
 def status_of_rejection(port: int, data: bytes) -> int:
-    """Send ``data``, and read the status of the last response before the connection is
-    closed.
-    """
+    """Send ``data``, and read the status of the last response before the connection is closed."""
     with Raw.to(port) as client:
         with suppress(ConnectionError):  # the server may close before it has read all
             client.send(data)

@@ -38,8 +38,7 @@ from tests.serving.kserve.inference_service import (
     run_in_environment,
 )
 
-# The first test waits for four processes to import the SDK,
-# which on a busy machine takes minutes.
+# The first test waits for four processes to import the SDK, which on a busy machine takes minutes.
 pytestmark = pytest.mark.timeout(600)
 BAD = b"no image"
 IMAGE_SENTENCE = "The image is not a PNG, JPEG or WebP image."
@@ -168,9 +167,7 @@ def metric(server: Server, name: str) -> float:
 
 
 class TestBatches:
-    """Requests that arrive while the predictor is stopped are all there when it goes
-    on.
-    """
+    """Requests that arrive while the predictor is stopped are all there when it goes on."""
 
     @pytest.mark.parametrize("protocol", ["v1", "v2", "grpc-v2"])
     def test_concurrent_requests_share_batches_and_a_bad_image_fails_alone(
@@ -534,9 +531,7 @@ class TestOperation:
 
 
 def await_connection(server: Server, images: list[bytes]) -> None:
-    """Reconnects within seconds of the predictor's return,
-    not after gRPC's two minutes.
-    """
+    """Reconnects within seconds of the predictor's return, not after gRPC's two minutes."""
     deadline_s = time.monotonic() + 30
     while "cannot be reached" in server.predict(images).text:
         assert time.monotonic() < deadline_s

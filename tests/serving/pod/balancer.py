@@ -1,8 +1,8 @@
 """A Service in front of pods, as kube-proxy implements it.
 
-Each new connection uses the next known endpoint. A connection stays with its pod until
-either side closes it, even after the pod is removed from the endpoints. Changes take
-effect with a delay, as in kube-proxy.
+Each new connection uses the next known endpoint. A connection stays with its pod until either side
+closes it, even after the pod is removed from the endpoints. Changes take effect with a delay, as in
+kube-proxy.
 """
 
 import asyncio

@@ -28,9 +28,8 @@ class Calls:
 
 @contextmanager
 def calling(port: int, image: bytes, token: str, clients: int, pause_s: float = 0.0) -> Iterator[Calls]:
-    """Send REST requests continuously; every third client opens a new connection for
-    each request.
-    """
+    """Send REST requests continuously; every third client opens a new connection for each
+    request."""
     calls, stop = Calls(), threading.Event()
     headers = {"Authorization": f"Bearer {token}"}
 
@@ -61,9 +60,7 @@ def calling(port: int, image: bytes, token: str, clients: int, pause_s: float = 
 
 @contextmanager
 def calling_grpc(port: int, image: bytes, token: str, clients: int, pause_s: float = 0.0) -> Iterator[Calls]:
-    """Send gRPC requests continuously, each client on its own connection and without
-    retries.
-    """
+    """Send gRPC requests continuously, each client on its own connection and without retries."""
     calls, stop = Calls(), threading.Event()
     target = Target("127.0.0.1", port, "embedding", "grpc", token=lambda: token, timeout_s=TIMEOUT_S)
 

@@ -27,9 +27,7 @@ STORE_VARIABLES = ("AWS_ENDPOINT_URL", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_K
 
 
 class Pod:
-    """One pod; ``directory`` is on the node, with the pod's emptyDir,
-    /tmp and Secret in it.
-    """
+    """One pod; ``directory`` is on the node, with the pod's emptyDir, /tmp and Secret in it."""
 
     def __init__(self, directory: Path, token: str | None = None, removal_s: float = 10, **serving: object) -> None:
         self.removal_s = removal_s
@@ -100,8 +98,8 @@ class Pod:
         return process.children()[0] if can_contain() else process
 
     def delete(self) -> float:
-        """Sleep as preStop does, send SIGTERM and wait until all processes end;
-        returns the seconds that this took.
+        """Sleep as preStop does, send SIGTERM and wait until all processes end; returns the seconds
+        that this took.
 
         A pod that outlives its grace period is killed, which is a failure.
         """
@@ -147,9 +145,8 @@ class Pod:
 
 
 def can_contain() -> bool:
-    """Whether this kernel allows user namespaces with mounts, and /tmp is not an
-    ancestor of this checkout; cached.
-    """
+    """Whether this kernel allows user namespaces with mounts, and /tmp is not an ancestor of this
+    checkout; cached."""
     if not _contains:
         script = 'mount --bind /srv /tmp && exec setpriv --no-new-privs "$0" -c "import evernear"'
         command = ["unshare", *NAMESPACES, "sh", "-c", script, sys.executable]

@@ -1,6 +1,4 @@
-"""The init container fetches a verified release,
-or fails with one sentence and no files.
-"""
+"""The init container fetches a verified release, or fails with one sentence and no files."""
 
 import json
 from collections.abc import Callable
@@ -108,9 +106,7 @@ def test_fetch_rejects_another_release_under_the_same_name(
 
 @pytest.mark.skipif(not can_contain(), reason="the kernel does not allow unprivileged namespaces")
 def test_fetch_reads_from_a_read_only_directory_store(release: PackedRelease, tmp_path: Path) -> None:
-    """Like a mounted PersistentVolumeClaim; here in place of the Secret,
-    which is read-only.
-    """
+    """Like a mounted PersistentVolumeClaim; here in place of the Secret, which is read-only."""
     container = Pod(tmp_path / "pod")
     Registry(open_store((tmp_path / "pod" / "secret" / "store").as_uri())).publish(release.archive)
     sha256 = sha256_file(release.archive)

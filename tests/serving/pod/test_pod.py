@@ -95,9 +95,8 @@ def test_server_and_worker_have_no_secret_in_their_environment(pod: Pod) -> None
 
 @pytest.mark.skipif(not can_contain(), reason="the kernel does not allow unprivileged namespaces")
 def test_runs_unprivileged_on_a_read_only_root(pod: Pod) -> None:
-    """`container.sh` sets this up, and every other test runs in it;
-    this one checks that the setup is in effect.
-    """
+    """`container.sh` sets this up, and every other test runs in it; this one checks that the setup
+    is in effect."""
     for process in (pod.first_process(), *workers(pod)):
         proc = Path("/proc") / str(process.pid)
         status = dict(line.split(":\t", 1) for line in (proc / "status").read_text().splitlines())
@@ -173,9 +172,8 @@ def test_pod_with_a_stopped_worker_is_not_ready(pod: Pod) -> None:
 
 @pytest.mark.slow
 def test_replacing_a_pod_fails_no_request(pod: Pod, start_pod: StartPod, shipped: Shipped) -> None:
-    """Ends the pod of the previous tests. Its endpoint is removed late,
-    after most of the preStop delay.
-    """
+    """Ends the pod of the previous tests. Its endpoint is removed late, after most of the preStop
+    delay."""
     successor = start_pod()
     service = Service("inference_port")
     service.add(pod)
@@ -197,9 +195,8 @@ def test_replacing_a_pod_fails_no_request(pod: Pod, start_pod: StartPod, shipped
 def test_replacements_under_load_fail_no_request_of_5000_unless_prestop_is_too_short(
     start_pod: StartPod, shipped: Shipped, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The endpoint is removed immediately, then late, then later than the preStop
-    delay, which must fail requests.
-    """
+    """The endpoint is removed immediately, then late, then later than the preStop delay, which must
+    fail requests."""
     pods = [start_pod(removal_s=3)]
     rest, grpc = Service("inference_port"), Service("grpc_inference_port")
     for service in (rest, grpc):
@@ -232,9 +229,7 @@ def test_replacements_under_load_fail_no_request_of_5000_unless_prestop_is_too_s
 def test_requests_wait_and_the_pod_is_unready_until_a_dead_worker_is_replaced(
     start_pod: StartPod, shipped: Shipped
 ) -> None:
-    """The successor is stopped, because it otherwise loads within the probe's
-    timeout.
-    """
+    """The successor is stopped, because it otherwise loads within the probe's timeout."""
     pod = start_pod()
     (worker,) = workers(pod)
     worker.kill()
@@ -257,9 +252,7 @@ def test_requests_wait_and_the_pod_is_unready_until_a_dead_worker_is_replaced(
 
 @pytest.mark.slow
 def test_killed_container_restarts_in_its_volume(start_pod: StartPod, shipped: Shipped) -> None:
-    """A kubelet restarts the container but not the init container,
-    with the emptyDir unchanged.
-    """
+    """A kubelet restarts the container but not the init container, with the emptyDir unchanged."""
     pod = start_pod()
     pod.kill()
     assert pod.probe() == 0
@@ -289,9 +282,8 @@ def summary(calls: Calls, grpc_calls: Calls) -> str:
 
 
 def replace(services: list[Service], pod: Pod, successor: Pod, lag_s: float) -> float:
-    """Replace a pod as a Deployment with maxUnavailable 0;
-    returns the seconds until the old pod is gone.
-    """
+    """Replace a pod as a Deployment with maxUnavailable 0; returns the seconds until the old pod is
+    gone."""
     for service in services:
         service.add(successor, LAG_S)
     time.sleep(2 * LAG_S)

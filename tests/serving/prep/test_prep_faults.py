@@ -106,9 +106,8 @@ def test_rollout_with_the_same_preprocessing_costs_no_second_call(
 def test_rollouts_under_load_never_mix_preprocessing(
     stored_releases: ReleaseStore, predictor: Predictor, port: int
 ) -> None:
-    """Release 1 takes 8 pixels and release 2 takes 16,
-    so a prediction with the other width is wrong.
-    """
+    """Release 1 takes 8 pixels and release 2 takes 16, so a prediction with the other width is
+    wrong."""
     versions = {stored_releases.release(1): "8", stored_releases.release(2, size_px=16): "16"}
     with prep_client(stored_releases.settings(port)) as client, ThreadPoolExecutor(8) as pool:
         answers = [pool.submit(client.post, "/predict", json=png()) for _ in range(300)]

@@ -1,6 +1,4 @@
-"""Limits on clients of the preprocessing server,
-and their isolation from other clients.
-"""
+"""Limits on clients of the preprocessing server, and their isolation from other clients."""
 
 import base64
 import http.client
@@ -122,9 +120,7 @@ def test_excess_large_images_are_rejected_immediately(
 
 
 def until(ask: Callable[[], httpx.Response], status: int, waiting: list[Future[httpx.Response]]) -> httpx.Response:
-    """Repeat until the response has ``status``:
-    earlier requests may still be in flight.
-    """
+    """Repeat until the response has ``status``: earlier requests may still be in flight."""
     while True:
         try:
             answer = ask()
@@ -283,9 +279,8 @@ class TestRejectedBody:
     LIMIT_BYTES = 4 * 2**20
 
     def post(self, prep: httpx.Client, *bodies: bytes, **headers: str) -> tuple[int, str]:
-        """The status and the message; ``bodies`` are the chunks of a body whose size is
-        not declared.
-        """
+        """The status and the message; ``bodies`` are the chunks of a body whose size is not
+        declared."""
         with closing(http.client.HTTPConnection("127.0.0.1", prep.base_url.port, timeout=30)) as connection:
             connection.request("POST", "/predict", iter(bodies) if len(bodies) > 1 else bodies[0], headers)
             answer = connection.getresponse()

@@ -1,6 +1,5 @@
-"""The preprocessing server while real TorchServes behind the name of its predictor are
-killed and started.
-"""
+"""The preprocessing server while real TorchServes behind the name of its predictor are killed and
+started."""
 
 import os
 import subprocess
@@ -31,9 +30,7 @@ A, B, C, D = (f"127.0.0.{last}" for last in (21, 22, 23, 24))
 
 
 class TorchServes:
-    """TorchServes of one release, each on another address.
-    All that are ready are in DNS.
-    """
+    """TorchServes of one release, each on another address. All that are ready are in DNS."""
 
     def __init__(self, names: NameServer, store: str, release: PackedRelease, directory: Path) -> None:
         self.grpc_port = free_ports(1)[0]

@@ -1,6 +1,5 @@
-"""The console without a browser: who may do what, other sites, naming,
-suspect labels, pages, and what it imports.
-"""
+"""The console without a browser: who may do what, other sites, naming, suspect labels, pages, and
+what it imports."""
 
 import hashlib
 import json
@@ -354,9 +353,7 @@ def test_images_with_alike_embeddings_are_one_group(store: Store, source: Path) 
 
 @pytest.fixture
 def released(system: System, make_release: MakeRelease, tmp_path: Path) -> tuple[Store, str]:
-    """A copy of a store with a snapshot and a release of it,
-    and the release's version.
-    """
+    """A copy of a store with a snapshot and a release of it, and the release's version."""
     shutil.copytree(Path(unquote(urlsplit(system.dataset.store.uri).path)), tmp_path / "copy")
     copied = open_store((tmp_path / "copy").as_uri())
     return copied, Registry(copied).publish(make_release().archive).manifest.version
@@ -441,9 +438,8 @@ def test_htmx_is_the_file_of_the_npm_package() -> None:
 
 
 def test_printed_urls_open_their_pages(store: Store, source: Path, tmp_path: Path) -> None:
-    """The output of a program is masked,
-    but the token of this URL is for the person who reads it.
-    """
+    """The output of a program is masked, but the token of this URL is for the person who reads
+    it."""
     words = ["console", "--port", "0", "--source", f"folder:{source}", "--set", f"store={store.uri}"]
     program = [sys.executable, "-c", "from evernear.cli.app import main; main()", *words]
     with subprocess.Popen(program, stdout=subprocess.PIPE, text=True, cwd=tmp_path) as process:

@@ -20,9 +20,7 @@ from tests.triggers.console.test_console import PROXY, open_console, signed_in, 
 
 @pytest.fixture
 def store(system: System, make_release: MakeRelease, tmp_path: Path) -> Store:
-    """A store with a champion, which answered 20 queries of the uniform sample this
-    week.
-    """
+    """A store with a champion, which answered 20 queries of the uniform sample this week."""
     shutil.copytree(Path(unquote(urlsplit(system.dataset.store.uri).path)), tmp_path / "copy")
     store = open_store((tmp_path / "copy").as_uri())
     registry = Registry(store)

@@ -1,6 +1,4 @@
-"""What people named since the live release, and what holds it back,
-in its place on Review.
-"""
+"""What people named since the live release, and what holds it back, in its place on Review."""
 
 from datetime import UTC, datetime, timedelta
 from pathlib import Path

@@ -1,6 +1,5 @@
-"""Who starts a reindex and moves the champion through the console,
-and what of it is recorded where.
-"""
+"""Who starts a reindex and moves the champion through the console, and what of it is recorded
+where."""
 
 import json
 import os
@@ -56,9 +55,8 @@ def in_cluster(store: Store, source: Path, kfp: KfpServer) -> Settings:
 
 
 def behind_proxy(settings: Settings, store: Store, person: str, runner: Runner | None = None) -> TestClient:
-    """The console behind a proxy, as ``person`` sees it;
-    without a ``runner`` on Kubeflow Pipelines.
-    """
+    """The console behind a proxy, as ``person`` sees it; without a ``runner`` on Kubeflow
+    Pipelines."""
     runner = runner or PipelineRuns(settings, store)
     client = console_client(settings, store, runner, address="10.1.2.3", **{"X-Auth-Request-Email": person})
     assert client.get("/").status_code == 200

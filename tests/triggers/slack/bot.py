@@ -1,6 +1,4 @@
-"""The bot under test, wired like its process,
-except that a test decides when it polls.
-"""
+"""The bot under test, wired like its process, except that a test decides when it polls."""
 
 import json
 import time
@@ -51,9 +49,7 @@ class Clock:
 
 
 class MemoryRuns:
-    """An in-memory pipeline server with the interface of
-    `evernear.kubeflow.client.KfpRuns`.
-    """
+    """An in-memory pipeline server with the interface of `evernear.kubeflow.client.KfpRuns`."""
 
     def __init__(self) -> None:
         self.started: dict[str, Run] = {}
@@ -122,9 +118,7 @@ class Outage:
 
 
 class Bot:
-    """One process of the bot; `restart` replaces it with a new one with the same
-    store.
-    """
+    """One process of the bot; `restart` replaces it with a new one with the same store."""
 
     def __init__(self, slack: SlackServer, runs: Any, workdir: Path, **permissions: tuple[str, ...]) -> None:
         self.slack = slack

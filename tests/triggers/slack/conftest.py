@@ -1,6 +1,4 @@
-"""A bot between a loopback Slack and in-memory runs,
-with a clock that the test advances.
-"""
+"""A bot between a loopback Slack and in-memory runs, with a clock that the test advances."""
 
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,6 +1,4 @@
-"""The app's manifest requests the scopes, commands and events that the bot uses,
-and no others.
-"""
+"""The app's manifest requests the scopes, commands and events that the bot uses, and no others."""
 
 import json
 import re

@@ -1,6 +1,4 @@
-"""An acknowledged request is carried out once: copies, double clicks,
-restarts, outages.
-"""
+"""An acknowledged request is carried out once: copies, double clicks, restarts, outages."""
 
 import itertools
 import threading
@@ -198,8 +196,7 @@ def test_double_click_is_not_reported_as_refused(
     bot: Bot, slack: SlackServer, runs: MemoryRuns, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two handlers both read the prompt as pending:
-    the one whose write loses must not report that nothing happened.
-    """
+    the one whose write loses must not report that nothing happened."""
     prompt = bot.prompt()
     click = slack.button(prompt, "Start training").by(ADA)
     find, preempted = RequestStore.find, threading.Event()

@@ -90,9 +90,7 @@ def all_messages() -> Iterator[tuple[str, Message]]:
 
 
 def texts(tree: Any, key: str = "") -> Iterator[tuple[str, str]]:
-    """The visible texts, with their type;
-    values and URLs of buttons are not visible.
-    """
+    """The visible texts, with their type; values and URLs of buttons are not visible."""
     match tree:
         case {"type": "plain_text" | "mrkdwn" as kind, "text": str() as text}:
             yield kind, text
@@ -120,9 +118,8 @@ def test_text_from_outside_becomes_no_mention_or_link() -> None:
 
 
 def test_all_messages_are_tested() -> None:
-    """A handler of a Slack command must pass text only to these functions or to
-    `blocks.line`, which escape it.
-    """
+    """A handler of a Slack command must pass text only to these functions or to `blocks.line`,
+    which escape it."""
     makers = {
         name
         for module in (blocks, commands, promotions, prompts, runs)

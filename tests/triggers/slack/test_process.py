@@ -64,9 +64,8 @@ def serving(settings: Settings, runs: MemoryRuns) -> Iterator[None]:
 
 @contextmanager
 def terminated(process: "subprocess.Popen[str]") -> Iterator[list[str]]:
-    """A process that SIGTERM must end cleanly;
-    yields a function that returns the lines of its log.
-    """
+    """A process that SIGTERM must end cleanly; yields a function that returns the lines of its
+    log."""
     log: list[str] = []
     try:
         yield log

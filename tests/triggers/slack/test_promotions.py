@@ -34,9 +34,7 @@ def packed(make_release: MakeRelease) -> dict[bool, list[PackedRelease]]:
 def end_run(
     bot: Bot, slack: SlackServer, runs: MemoryRuns, registry: Registry, packed: dict[bool, list[PackedRelease]]
 ) -> EndRun:
-    """End a run with a release, promoted or held,
-    and return the message with its verdict.
-    """
+    """End a run with a release, promoted or held, and return the message with its verdict."""
     next_of = {promote: iter(releases) for promote, releases in packed.items()}
 
     def run(promote: bool) -> PostedMessage:

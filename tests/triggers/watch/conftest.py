@@ -12,9 +12,8 @@ from tests.triggers.watch.watched import TRAINED_LABELS, WatchedSystem, digits
 
 @pytest.fixture(scope="session")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, System]:
-    """A folder of the digits except the nines,
-    and a directory whose ``store`` has a champion trained on them.
-    """
+    """A folder of the digits except the nines, and a directory whose ``store`` has a champion
+    trained on them."""
     directory = tmp_path_factory.mktemp("watched")
     images = directory / "images"
     for label in range(TRAINED_LABELS):

@@ -1,8 +1,8 @@
-"""A MinIO reduced to ListenBucketNotification,
-as cmd/listen-notification-handlers.go of its source answers it.
+"""A MinIO reduced to ListenBucketNotification, as cmd/listen-notification-handlers.go of its source
+answers it.
 
-It checks the signature as botocore computes it, the bucket, and the three query
-parameters; then it streams a blank every half second and a JSON line for each event.
+It checks the signature as botocore computes it, the bucket, and the three query parameters; then it
+streams a blank every half second and a JSON line for each event.
 """
 
 import json
@@ -31,9 +31,8 @@ class Minio:
     url: str = ""
     bucket: str = "images"
     kind: str = "minio"
-    """Or ``list``: a server that answers with a list of objects;
-    ``not implemented``; ``denied``.
-    """
+    """Or ``list``: a server that answers with a list of objects; ``not implemented``;
+    ``denied``."""
     streams: list[queue.Queue[dict[str, Any] | None]] = field(default_factory=list[Any])
     filters: list[dict[str, list[str]]] = field(default_factory=list[Any])
 

@@ -1,6 +1,5 @@
-"""The bake from end to end on a real store;
-the pods' counters and the pipeline server are in memory.
-"""
+"""The bake from end to end on a real store; the pods' counters and the pipeline server are in
+memory."""
 
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
@@ -39,9 +38,8 @@ class RollbackRuns(MemoryRuns):
 
 @dataclass
 class Cluster:
-    """A store, the pods of its champion with their traffic, and a clock.
-    A baker is made anew after a kill.
-    """
+    """A store, the pods of its champion with their traffic, and a clock. A baker is made anew after
+    a kill."""
 
     directory: Path
     releases: tuple[PackedRelease, ...]
@@ -210,9 +208,8 @@ def test_first_release_is_not_baked(tmp_path: Path, releases: tuple[PackedReleas
 
 @pytest.mark.parametrize("polls", [1, 2, 3, 4, 5])
 def test_killed_baker_is_continued_by_the_next(cluster: Cluster, polls: int) -> None:
-    """Pods keep their counters, so that the next process counts the requests of the
-    time between.
-    """
+    """Pods keep their counters, so that the next process counts the requests of the time
+    between."""
     cluster.unknown[cluster.releases[1].version] = 0.24
     cluster.promote(1)
     cluster.serve(polls)
@@ -241,9 +238,7 @@ def test_baker_killed_during_the_rollback_is_continued(
 
 
 def serve_until_breach(cluster: Cluster) -> None:
-    """Deploy a release with 20 more points of unknown,
-    until its rollback was requested.
-    """
+    """Deploy a release with 20 more points of unknown, until its rollback was requested."""
     cluster.unknown[cluster.releases[1].version] = 0.24
     cluster.promote(1)
     while not list(RequestStore(cluster.store).list()):
@@ -284,8 +279,7 @@ def test_rollback_of_a_person_ends_the_bake(cluster: Cluster) -> None:
 
 def test_second_deployment_is_compared_with_the_last_release_that_passed(cluster: Cluster) -> None:
     """The release in between has not completed its bake:
-    both could have the same fault.
-    """
+    both could have the same fault."""
     for number in (1, 2):
         cluster.unknown[cluster.releases[number].version] = 0.24
     cluster.promote(1)
@@ -346,8 +340,7 @@ def test_release_is_not_deployed_again_without_a_person(cluster: Cluster) -> Non
         ConflictError, match=rf"Release {bad.version} is not deployed. It was rolled back .*: Rule unknown"
     ):
         breaches.require_none(bad.manifest)
-    # Another run with the same network and index makes the same release under another
-    # version.
+    # Another run with the same network and index makes the same release under another version.
     with pytest.raises(ConflictError, match=rf"Release {bad.version}, which is the same one, was rolled back"):
         breaches.require_none(cluster.releases[2].manifest)
     breaches.overrule(bad.version, ADA)

@@ -1,6 +1,4 @@
-"""Bucket notifications from a loopback MinIO that streams, ends, refuses,
-or is another server.
-"""
+"""Bucket notifications from a loopback MinIO that streams, ends, refuses, or is another server."""
 
 import os
 import threading

@@ -102,9 +102,7 @@ def test_first_check_is_immediate_and_the_next_on_the_schedule(settings: Setting
 def test_clock_that_is_set_back_does_not_end_the_schedule(
     settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The check before was at a time in the future,
-    and the next one is an interval after it.
-    """
+    """The check before was at a time in the future, and the next one is an interval after it."""
     monkeypatch.setattr(service_module, "CLOCK_CHECK_S", 0.05)
     with running(make_settings(tmp_path, interval_s=1), tmp_path) as (service, watcher):
         await_(lambda: watcher.checks_s)
@@ -116,9 +114,8 @@ def test_clock_that_is_set_back_does_not_end_the_schedule(
 def test_watcher_prunes_the_store_as_the_setting_says(
     settings: Settings, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The older of two snapshots is garbage. During a run nothing is deleted,
-    and the watcher tries again later.
-    """
+    """The older of two snapshots is garbage. During a run nothing is deleted, and the watcher tries
+    again later."""
     store, images = open_store(settings.store_uri), settings.data
     first = manifest_key("images", ingest_source(images, store.uri).digest)
     (tmp_path / "images" / "a" / "more.png").write_bytes(noise(30))

@@ -1,6 +1,5 @@
-"""Checks from end to end: a real folder, a real champion, real query logs;
-the pipeline server is in memory.
-"""
+"""Checks from end to end: a real folder, a real champion, real query logs; the pipeline server is
+in memory."""
 
 import os
 import threading
@@ -203,9 +202,7 @@ def test_training_takes_precedence_over_a_reindex(watched: WatchedSystem) -> Non
 def test_training_images_are_counted_since_the_training_after_a_reindex(
     watched: WatchedSystem, trained: tuple[Path, System], tmp_path: Path
 ) -> None:
-    """A reindex moves the champion to a newer snapshot,
-    which its network has not seen.
-    """
+    """A reindex moves the champion to a newer snapshot, which its network has not seen."""
     _, system = trained
     watched.add("3", MANY[:200])
     reindexed(watched, system, tmp_path)
@@ -357,9 +354,8 @@ def test_window_is_not_extended_beyond_the_retention_or_without_need(watched: Wa
 
 
 def test_mix_of_classes_is_shown_and_is_not_drift(watched: WatchedSystem) -> None:
-    """The reference's own images, most of them of one class:
-    as new images would be without any drift.
-    """
+    """The reference's own images, most of them of one class: as new images would be without any
+    drift."""
     reference = [*stored(watched, "query"), *stored(watched, "test")]
     of_one_class = [image for split in ("query", "test") for image in stored(watched, split, "1")]
     watched.ask([*reference, *of_one_class * 9])
@@ -533,9 +529,7 @@ def test_run_is_repeated_after_another_one_led_to_a_release(
 
 @pytest.fixture
 def touch(watched: WatchedSystem) -> Iterator[Callable[[], None]]:
-    """Give all files of the source the current time;
-    afterwards they have their own again.
-    """
+    """Give all files of the source the current time; afterwards they have their own again."""
     times = {path: path.stat() for path in watched.images.rglob("*.png")}
     yield lambda: [path.touch() for path in times] and None
     for path, stat in times.items():
@@ -563,9 +557,8 @@ def test_touched_files_do_not_repeat_a_failed_run(watched: WatchedSystem, touch:
 def test_files_that_a_run_has_read_are_new_only_if_their_images_are(
     watched: WatchedSystem, trained: tuple[Path, System], tmp_path: Path, touch: Callable[[], None], ending: str
 ) -> None:
-    """The champion's snapshot, or the one of its training,
-    is not the newest and lists the former times.
-    """
+    """The champion's snapshot, or the one of its training, is not the newest and lists the former
+    times."""
     watch: dict[str, Any] = {"policy": "start", "new_gallery_images": 5, "new_train_images": 50, "new_train_share": 0.0}
     touch()
     watched.add("3", MANY[:5])

@@ -1,6 +1,5 @@
-"""Shared by the tests of the watcher: a store with a champion,
-images for its source, and runs in memory.
-"""
+"""Shared by the tests of the watcher: a store with a champion, images for its source, and runs in
+memory."""
 
 import json
 import random
@@ -50,9 +49,8 @@ def digits(label: int | None = None) -> list[bytes]:
 
 
 def negatives(count: int) -> list[bytes]:
-    """Digits in black on white: any network trained on white on black places them far
-    away, however initialized.
-    """
+    """Digits in black on white: any network trained on white on black places them far away, however
+    initialized."""
     pixels, _ = load_digits(return_X_y=True)
     images = np.rint(np.reshape(pixels[:count], (-1, 8, 8)) * (255 / 16)).astype(np.uint8)
     return [png(255 - image) for image in images]
@@ -63,9 +61,7 @@ def noise(number: int) -> bytes:
 
 
 class MemoryRuns:
-    """An in-memory pipeline server with the interface of
-    `evernear.kubeflow.client.KfpRuns`.
-    """
+    """An in-memory pipeline server with the interface of `evernear.kubeflow.client.KfpRuns`."""
 
     def __init__(self) -> None:
         self.runs: list[Run] = []
@@ -119,9 +115,8 @@ class MemoryRuns:
 
 @dataclass
 class WatchedSystem:
-    """A source of images, a store whose champion was trained on them,
-    and a clock that a test advances.
-    """
+    """A source of images, a store whose champion was trained on them, and a clock that a test
+    advances."""
 
     images: Path
     directory: Path
@@ -198,9 +193,8 @@ class WatchedSystem:
         return dataset
 
     def ask(self, images: Sequence[bytes], per_file: int = 200) -> None:
-        """Classify ``images`` with the champion, in random order,
-        and upload its query logs, at the test's time.
-        """
+        """Classify ``images`` with the champion, in random order, and upload its query logs, at the
+        test's time."""
         images = random.Random(0).sample(images, len(images))  # queries in order would be alike in time
         with_champion = self.directory / "champion"
         shutil.rmtree(with_champion, ignore_errors=True)
@@ -216,8 +210,7 @@ class WatchedSystem:
             log.record(predictions, batch.embeddings, batch.images)
             path = log.write_file()
             assert path is not None
-            # The log uses the machine's clock;
-            # the watcher reads the time from the name.
+            # The log uses the machine's clock; the watcher reads the time from the name.
             path.rename(path.with_name(f"{self.now - timedelta(minutes=1):%Y%m%dT%H%M%SZ}{path.name[16:]}"))
         ship_query_log(logged, self.store)
 

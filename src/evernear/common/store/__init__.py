@@ -1,9 +1,9 @@
 """Stores objects under keys, in a directory (``file:///path``) or in S3
 (``s3://bucket/prefix``).
 
-Writes are atomic. `Store.put_if` is a compare-and-swap. The compare-and-swap moves
-pointers, such as a dataset's head or the champion pointer, so that exactly one of two
-concurrent writers succeeds. A key consists of segments separated by ``/``, as in S3.
+Writes are atomic. `Store.put_if` is a compare-and-swap. The compare-and-swap moves pointers, such
+as a dataset's head or the champion pointer, so that exactly one of two concurrent writers succeeds.
+A key consists of segments separated by ``/``, as in S3.
 """
 
 from pathlib import Path
@@ -19,11 +19,11 @@ __all__ = ["FileStore", "ObjectInfo", "Store", "open_store"]
 def open_store(uri: str) -> Store:
     """Open the store at ``file:///absolute/path`` or ``s3://bucket/prefix``.
 
-    S3 is configured by the usual environment variables: ``AWS_ENDPOINT_URL`` (AWS by
-    default; set it for MinIO, SeaweedFS and so on), ``AWS_ACCESS_KEY_ID``,
-    ``AWS_SECRET_ACCESS_KEY``, ``AWS_SESSION_TOKEN``, ``AWS_REGION`` (us-east-1 by
-    default), ``AWS_CA_BUNDLE`` for a private certificate authority, ``HTTP_PROXY``,
-    ``HTTPS_PROXY`` and ``NO_PROXY``. Without keys, requests are anonymous.
+    S3 is configured by the usual environment variables: ``AWS_ENDPOINT_URL`` (AWS by default; set
+    it for MinIO, SeaweedFS and so on), ``AWS_ACCESS_KEY_ID``, ``AWS_SECRET_ACCESS_KEY``,
+    ``AWS_SESSION_TOKEN``, ``AWS_REGION`` (us-east-1 by default), ``AWS_CA_BUNDLE`` for a private
+    certificate authority, ``HTTP_PROXY``, ``HTTPS_PROXY`` and ``NO_PROXY``. Without keys, requests
+    are anonymous.
 
     Raises:
         SettingsError: the URI has a different form,
@@ -32,8 +32,7 @@ def open_store(uri: str) -> Store:
     parts = urlsplit(uri)
     if parts.scheme == "file" and not parts.netloc and parts.path.startswith("/"):
         return FileStore(Path(unquote(parts.path)))
-    # The URI is not parsed as a URL,
-    # because '?' and '#' are ordinary characters in object names.
+    # The URI is not parsed as a URL, because '?' and '#' are ordinary characters in object names.
     bucket, _, prefix = uri.removeprefix("s3://").partition("/")
     if parts.scheme == "s3" and bucket:
         from evernear.common.store.s3 import S3Store  # a directory store needs no S3 client

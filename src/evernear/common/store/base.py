@@ -27,31 +27,29 @@ class ObjectInfo:
     def etag(self) -> str:
         """The etag of the object.
 
-        A directory store reads the object to compute the etag, and raises
-        `MissingObjectError` if the object has been deleted.
+        A directory store reads the object to compute the etag, and raises `MissingObjectError` if
+        the object has been deleted.
         """
         return self.read_etag()
 
 
 class Store(Protocol):
-    """Objects under keys. All methods raise `StoreError` if the store is unreachable or
-    rejects the request.
+    """Objects under keys. All methods raise `StoreError` if the store is unreachable or rejects the
+    request.
 
-    If a sha256 was recorded when the object was written, reads verify it. A mismatch
-    raises `IntegrityError`.
+    If a sha256 was recorded when the object was written, reads verify it. A mismatch raises
+    `IntegrityError`.
     """
 
     uri: str
 
     def put(self, key: str, data: bytes | Path) -> str:
-        """Write ``data`` (bytes, or the content of a file) atomically and return the
-        etag.
-        """
+        """Write ``data`` (bytes, or the content of a file) atomically and return the etag."""
         ...
 
     def put_if(self, key: str, data: bytes, etag: str | None) -> str:
-        """Write only if the object still has ``etag`` or, if ``etag`` is None, does not
-        exist. Return the new etag.
+        """Write only if the object still has ``etag`` or, if ``etag`` is None, does not exist.
+        Return the new etag.
 
         Raises:
             ConflictError: a different writer was first, and this call changed nothing.
@@ -66,9 +64,7 @@ class Store(Protocol):
         return stored[0]
 
     def reader(self) -> Callable[[str], bytes]:
-        """Return `get`, or an equivalent function that is faster for many small
-        objects.
-        """
+        """Return `get`, or an equivalent function that is faster for many small objects."""
         return self.get
 
     def find(self, key: str) -> tuple[bytes, str] | None:
@@ -87,8 +83,7 @@ class Store(Protocol):
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
         """Yield the objects whose keys start with ``prefix``.
 
-        The keys in each folder are sorted. Only one page of keys is in memory at a
-        time.
+        The keys in each folder are sorted. Only one page of keys is in memory at a time.
         """
         ...
 
@@ -97,9 +92,8 @@ class Store(Protocol):
         return (name.removesuffix("/") for name in self.children("") if name.endswith("/"))
 
     def children(self, folder: str) -> Iterator[str]:
-        """Yield the names in a folder. Names of folders end with a slash. An empty
-        ``folder`` stands for the top folder.
-        """
+        """Yield the names in a folder. Names of folders end with a slash. An empty ``folder``
+        stands for the top folder."""
         ...
 
     def delete(self, key: str) -> None:
@@ -143,8 +137,8 @@ def check_key(key: str) -> None:
         StoreError: a segment is empty or starts with a dot.
     """
     segments = key.split("/")
-    # Leading dots are reserved for internal objects of the store. This check also
-    # excludes "." and "..".
+    # Leading dots are reserved for internal objects of the store. This check also excludes "." and
+    # "..".
     if not all(segments) or any(segment.startswith(".") or "\\" in segment for segment in segments):
         raise StoreError(f"{key!r} is not a valid key: a segment is empty or starts with a dot.")
 

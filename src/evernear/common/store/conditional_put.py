@@ -1,16 +1,15 @@
 """Compare-and-swap in S3, implemented with conditional writes.
 
-AWS, MinIO and newer SeaweedFS support ``If-None-Match`` and ``If-Match``. Other servers
-reject these headers (OpenStack Swift) or ignore them (SeaweedFS before 3.97). On some
-servers, the check and the write are two steps, so several concurrent writers succeed
-(SeaweedFS 4.16, Swift). Before the first conditional write, evernear tests the server
-with a race between several writers. evernear rejects the server unless exactly one
-writer wins. See docs/decisions/0011-object-store.md.
+AWS, MinIO and newer SeaweedFS support ``If-None-Match`` and ``If-Match``. Other servers reject
+these headers (OpenStack Swift) or ignore them (SeaweedFS before 3.97). On some servers, the check
+and the write are two steps, so several concurrent writers succeed (SeaweedFS 4.16, Swift). Before
+the first conditional write, evernear tests the server with a race between several writers. evernear
+rejects the server unless exactly one writer wins. See docs/decisions/0011-object-store.md.
 
-If a connection breaks before the response arrives, the outcome can still be determined.
-Each write has an id. Reading the object back shows whether the write succeeded. MinIO
-breaks such connections routinely. MinIO rejects the loser of a race before it has read
-the request body, and then resets the connection.
+If a connection breaks before the response arrives, the outcome can still be determined. Each write
+has an id. Reading the object back shows whether the write succeeded. MinIO breaks such connections
+routinely. MinIO rejects the loser of a race before it has read the request body, and then resets
+the connection.
 """
 
 import time
@@ -44,17 +43,16 @@ _WRITE_ID = "x-amz-meta-write-id"
 
 
 class ConditionalWriter:
-    """Writes objects conditionally in a bucket, under ``prefix``. The prefix is empty
-    or ends with a slash.
-    """
+    """Writes objects conditionally in a bucket, under ``prefix``. The prefix is empty or ends with
+    a slash."""
 
     def __init__(self, connection: S3Connection, bucket: str, prefix: str) -> None:
         self._connection, self._bucket, self._prefix = connection, bucket, prefix
         self._uri = f"s3://{bucket}/{prefix}".rstrip("/")
 
     def put_if(self, key: str, data: bytes, etag: str | None, headers: dict[str, str]) -> str:
-        """Write only if the object has ``etag`` or, if ``etag`` is None, does not
-        exist. Return the new etag.
+        """Write only if the object has ``etag`` or, if ``etag`` is None, does not exist. Return the
+        new etag.
 
         Raises:
             ConflictError: a different writer was first and this call changed nothing,
@@ -72,12 +70,12 @@ class ConditionalWriter:
 
     @cached_property
     def race_winners(self) -> tuple[int, int]:
-        """How many of eight concurrent writers succeed in creating an object, and how
-        many succeed in replacing it.
+        """How many of eight concurrent writers succeed in creating an object, and how many succeed
+        in replacing it.
 
-        If compare-and-swap works, both numbers are 1. If the server rejects the
-        condition, both numbers are 0. If the server ignores the condition, or checks it
-        in a separate step before the write, at least one of the numbers is above 1.
+        If compare-and-swap works, both numbers are 1. If the server rejects the condition, both
+        numbers are 0. If the server ignores the condition, or checks it in a separate step before
+        the write, at least one of the numbers is above 1.
         """
         name = f"{self._prefix}{OWN_PREFIX}probe-{uuid4().hex}"
         created = self._race(name, None)
@@ -99,21 +97,19 @@ class ConditionalWriter:
 
     def _race(self, name: str, etag: str | None) -> list[str]:
         """The etags of the writers that succeeded."""
-        # Each writer writes different content. If a writer wrote the current content
-        # again, the etag would stay the same, and the condition of the next writer
-        # would also hold.
+        # Each writer writes different content. If a writer wrote the current content again, the
+        # etag would stay the same, and the condition of the next writer would also hold.
         entries = [uuid4().bytes for _ in range(_RACERS)]
         with ThreadPoolExecutor(_RACERS) as racers:
             etags = racers.map(lambda data: self._put(name, data, etag, {}), entries)
             return [etag for etag in etags if etag is not None]
 
     def _put(self, name: str, data: bytes, etag: str | None, headers: dict[str, str]) -> str | None:
-        """Write conditionally. Return the new etag,
-        or None if the condition failed or is not supported.
+        """Write conditionally. Return the new etag, or None if the condition failed or is not
+        supported.
 
-        If the response is lost, the object is read back. If the object is unchanged,
-        the write is sent again. The condition allows at most one of the two writes to
-        succeed.
+        If the response is lost, the object is read back. If the object is unchanged, the write is
+        sent again. The condition allows at most one of the two writes to succeed.
         """
         write_id = uuid4().hex
         conditional = {
@@ -137,10 +133,9 @@ class ConditionalWriter:
         )
 
     def _send(self, name: str, data: bytes, headers: dict[str, str]) -> tuple[str | None, bool]:
-        """Send one conditional PUT. Return the new etag, or None if the condition failed
-        or is not supported, and whether the server answered. If it did not, it may have
-        executed the write, or may still execute it.
-        """
+        """Send one conditional PUT. Return the new etag, or None if the condition failed or is not
+        supported, and whether the server answered. If it did not, it may have executed the write,
+        or may still execute it."""
         with self._connection.errors("s3:PutObject", self._bucket, name):
             try:
                 response = self._connection.put(self._bucket, name, data, headers)
@@ -166,9 +161,8 @@ class ConditionalWriter:
             ) from error
 
     def _stat(self, name: str) -> tuple[str | None, str | None]:
-        """The etag of an object and the id of its write,
-        or two Nones if the object does not exist.
-        """
+        """The etag of an object and the id of its write, or two Nones if the object does not
+        exist."""
         with self._connection.errors("s3:GetObject", self._bucket, name):
             try:
                 info = self._connection.client.stat_object(self._bucket, name)

@@ -35,9 +35,7 @@ class FileStore(Store):
         return self._write(key, data, lambda _: None)
 
     def put_if(self, key: str, data: bytes, etag: str | None) -> str:
-        """Write only if the object still has ``etag`` or, if ``etag`` is None, does not
-        exist.
-        """
+        """Write only if the object still has ``etag`` or, if ``etag`` is None, does not exist."""
 
         def check(path: Path) -> None:
             current = sha256_file(path) if path.exists() else None
@@ -69,9 +67,7 @@ class FileStore(Store):
         return path
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
-        """Yield the objects whose keys start with ``prefix``, sorted.
-        No object is read.
-        """
+        """Yield the objects whose keys start with ``prefix``, sorted. No object is read."""
         with disk_errors(self.root):
             yield from self._walk(self.root, "", prefix)
 
@@ -83,9 +79,8 @@ class FileStore(Store):
                 yield from (p.name + "/" * p.is_dir() for p in directory.iterdir() if p.name[0] != ".")
 
     def delete(self, key: str) -> None:
-        """Delete an object, and the folders that its removal leaves empty. Deleting a
-        missing object is not an error.
-        """
+        """Delete an object, and the folders that its removal leaves empty. Deleting a missing
+        object is not an error."""
         path = self.path(key)
         with disk_errors(path), self._lock():
             path.unlink(missing_ok=True)
@@ -137,9 +132,8 @@ class FileStore(Store):
         return FileLock(self._staging / "lock")
 
     def _delete_stale_files(self) -> None:
-        """Delete temporary files that writers left behind when they were killed at
-        least a day ago.
-        """
+        """Delete temporary files that writers left behind when they were killed at least a day
+        ago."""
         for path in self._staging.glob(".*"):
             with suppress(FileNotFoundError):
                 if time.time() - path.stat().st_mtime > _STALE_AFTER_S:

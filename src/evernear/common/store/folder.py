@@ -1,6 +1,5 @@
-"""Copy a directory to a folder in a store, and copy it back, so that other machines can
-read the files of a step.
-"""
+"""Copy a directory to a folder in a store, and copy it back, so that other machines can read the
+files of a step."""
 
 from pathlib import Path
 

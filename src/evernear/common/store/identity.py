@@ -1,6 +1,5 @@
-"""An identifier for a store. Objects outside the store that belong to the store, such
-as Milvus collections, are marked with the identifier.
-"""
+"""An identifier for a store. Objects outside the store that belong to the store, such as Milvus
+collections, are marked with the identifier."""
 
 import secrets
 from contextlib import suppress
@@ -27,9 +26,9 @@ class StoreIdentity(Frozen):
 def owner_of(store: Store) -> str:
     """12 hexadecimal digits for this store at this location.
 
-    A copied store has the same id as the original store, but must not delete objects
-    that the original store needs. A copied store cannot be distinguished from a moved
-    store, so the digits also depend on the location of the store.
+    A copied store has the same id as the original store, but must not delete objects that the
+    original store needs. A copied store cannot be distinguished from a moved store, so the digits
+    also depend on the location of the store.
 
     Raises:
         IntegrityError: the id is damaged.

@@ -1,16 +1,14 @@
-"""A lease for the process that deletes unneeded objects. While a process holds the
-lease, the steps of runs wait.
+"""A lease for the process that deletes unneeded objects. While a process holds the lease, the steps
+of runs wait.
 
-A step first records that it is running. After that, the step waits until the lease is
-released. A process that deletes objects first acquires the lease. After that, the
-process looks for running steps. Therefore, at least one of the two processes always
-sees the other.
+A step first records that it is running. After that, the step waits until the lease is released. A
+process that deletes objects first acquires the lease. After that, the process looks for running
+steps. Therefore, at least one of the two processes always sees the other.
 
-The object `KEY` contains the name of the process that holds the lease. A thread of this
-process rewrites the object every `RENEW_S` seconds. If the object does not change for
-`EXPIRES_S` seconds, the process that holds the lease was killed. A waiting process then
-takes over the lease. Each process uses only its local clock, so the clocks of the
-machines may differ.
+The object `KEY` contains the name of the process that holds the lease. A thread of this process
+rewrites the object every `RENEW_S` seconds. If the object does not change for `EXPIRES_S` seconds,
+the process that holds the lease was killed. A waiting process then takes over the lease. Each
+process uses only its local clock, so the clocks of the machines may differ.
 """
 
 import threading
@@ -35,9 +33,8 @@ class _Holder(Frozen):
     by: str = ""
     """The process that holds the lease. Empty if no process does."""
     token: str
-    """A value that is different each time the object is written, so that an earlier
-    etag never recurs.
-    """
+    """A value that is different each time the object is written, so that an earlier etag never
+    recurs."""
 
     @classmethod
     def now(cls, by: str) -> "_Holder":
@@ -47,8 +44,8 @@ class _Holder(Frozen):
 class Lease:
     """The lease, as a context manager.
 
-    ``by`` is a command, such as "evernear store prune", and its process. Waiting
-    processes show ``by`` in messages.
+    ``by`` is a command, such as "evernear store prune", and its process. Waiting processes show
+    ``by`` in messages.
     """
 
     def __init__(self, store: Store, by: str) -> None:
@@ -79,8 +76,7 @@ class Lease:
             self._write("")
 
     def require(self) -> None:
-        """Check that this process still holds the lease.
-        Call this before each deletion.
+        """Check that this process still holds the lease. Call this before each deletion.
 
         Raises:
             ConflictError: this process was suspended so long that a different process
@@ -108,8 +104,7 @@ class Lease:
 
 
 def wait_for_release(store: Store, report: Callable[[str], None]) -> None:
-    """Wait until no process deletes objects.
-    ``report`` is called once if a wait is necessary.
+    """Wait until no process deletes objects. ``report`` is called once if a wait is necessary.
 
     Raises:
         StoreError: the store fails.
@@ -127,8 +122,7 @@ def wait_for_release(store: Store, report: Callable[[str], None]) -> None:
 def _wait(store: Store, while_held: Callable[[str, bool], None]) -> None:
     """Call ``while_held`` repeatedly until the lease is released.
 
-    The arguments are the name of the holder, and whether the holder has renewed the
-    lease.
+    The arguments are the name of the holder, and whether the holder has renewed the lease.
     """
     seen, since_s = "", time.monotonic()
     while stored := store.find(KEY):

@@ -27,8 +27,8 @@ from evernear.common.store.s3_connection import BACKOFF_S, MAX_ATTEMPTS, MISSING
 from evernear.common.store.s3_reader import SHA256, object_reader
 from evernear.errors import IntegrityError, SettingsError
 
-# A multipart ETag is not a hash of the content, so the metadata of each object contains
-# the sha256 of the content.
+# A multipart ETag is not a hash of the content, so the metadata of each object contains the sha256
+# of the content.
 _SHA256 = f"x-amz-meta-{SHA256}"
 _BROKEN_OFF = (urllib3.exceptions.ProtocolError, urllib3.exceptions.ReadTimeoutError)
 
@@ -59,9 +59,7 @@ class S3Store(Store):
             return self._put(key, file, data.stat().st_size, sha256_file(data))
 
     def put_if(self, key: str, data: bytes, etag: str | None) -> str:
-        """Write only if the object still has ``etag`` or, if ``etag`` is None, does not
-        exist.
-        """
+        """Write only if the object still has ``etag`` or, if ``etag`` is None, does not exist."""
         check_key(key)
         return self._conditional_writer.put_if(key, data, etag, {_SHA256: sha256_bytes(data)})
 
@@ -76,9 +74,8 @@ class S3Store(Store):
         return self._get(key, read)
 
     def reader(self) -> Callable[[str], bytes]:
-        """Return a function that reads many small objects faster than `get`, in any
-        number of threads.
-        """
+        """Return a function that reads many small objects faster than `get`, in any number of
+        threads."""
         read = object_reader(self._connection, self.bucket)
 
         def get(key: str) -> bytes:
@@ -100,11 +97,11 @@ class S3Store(Store):
         return path
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
-        """Yield the objects whose keys start with ``prefix``, in pages of 1,000.
-        Each folder is sorted.
+        """Yield the objects whose keys start with ``prefix``, in pages of 1,000. Each folder is
+        sorted.
 
-        S3 sorts whole keys. SeaweedFS lists objects folder by folder, so ``a/b`` comes
-        before ``a.b``.
+        S3 sorts whole keys. SeaweedFS lists objects folder by folder, so ``a/b`` comes before
+        ``a.b``.
         """
         with self._connection.errors("s3:ListBucket", self.bucket, self._prefix + prefix):
             for listed in self._connection.list(self.bucket, self._prefix + prefix):
@@ -114,9 +111,7 @@ class S3Store(Store):
                     yield ObjectInfo(key, listed.size_bytes, modified, partial(str, listed.etag))
 
     def children(self, folder: str) -> Iterator[str]:
-        """Yield the names in a folder, in pages of 1,000.
-        Names of folders end with a slash.
-        """
+        """Yield the names in a folder, in pages of 1,000. Names of folders end with a slash."""
         prefix = f"{self._prefix}{folder}/" if folder else self._prefix
         with self._connection.errors("s3:ListBucket", self.bucket, prefix):
             for info in self._client.list_objects(self.bucket, prefix):
@@ -151,8 +146,8 @@ class S3Store(Store):
                 raise
 
     def _get_intact(self, key: str, read: Callable[[urllib3.BaseHTTPResponse], _T]) -> _T:
-        # Content with a wrong hash is read once more, because a transfer may corrupt
-        # the content, but rarely corrupts it twice.
+        # Content with a wrong hash is read once more, because a transfer may corrupt the content,
+        # but rarely corrupts it twice.
         return retry(lambda: self._get_once(key, read), on=IntegrityError, pauses_s=[0.0])
 
     def _get_once(self, key: str, read: Callable[[urllib3.BaseHTTPResponse], _T]) -> _T:

@@ -81,9 +81,8 @@ class S3Connection:
     http: urllib3.PoolManager
     client: Minio
     writer: Minio
-    """The client for conditional writes. This client retries only requests that were
-    certainly not executed.
-    """
+    """The client for conditional writes. This client retries only requests that were certainly not
+    executed."""
     credentials: EnvAWSProvider | None
     certificates: Path
 
@@ -116,22 +115,22 @@ class S3Connection:
         return cls(endpoint.rstrip("/"), region, http, client, writer, credentials, certificates)
 
     def put(self, bucket: str, name: str, data: bytes, headers: dict[str, str]) -> urllib3.BaseHTTPResponse:
-        """Send a PUT request with ``headers``, because `Minio.put_object` does not
-        support conditional headers.
+        """Send a PUT request with ``headers``, because `Minio.put_object` does not support
+        conditional headers.
 
-        The request is retried only if it was certainly not executed. After any other
-        failure, the caller must read the object back.
+        The request is retried only if it was certainly not executed. After any other failure, the
+        caller must read the object back.
         """
         copied: DictType = {**headers}  # minio adds headers to this dict
         return self.writer._execute("PUT", bucket, name, body=data, headers=copied)  # pyright: ignore[reportPrivateUsage]
 
     def list(self, bucket: str, prefix: str) -> Iterator[ListedObject]:
-        """Yield the objects whose names start with ``prefix``. The server determines
-        the order of the objects in a folder.
+        """Yield the objects whose names start with ``prefix``. The server determines the order of
+        the objects in a folder.
 
-        If the listing has more than one page, several folders are listed concurrently,
-        and the next pages are kept in memory. If there are more than 1,000 folders,
-        pages are listed sequentially.
+        If the listing has more than one page, several folders are listed concurrently, and the next
+        pages are kept in memory. If there are more than 1,000 folders, pages are listed
+        sequentially.
         """
         first = _parse_page(self._page(bucket, prefix))
         top = _parse_page(self._page(bucket, prefix, delimiter="/")) if first.next_token else first
@@ -144,8 +143,8 @@ class S3Connection:
                 while waiting and len(listings) < _FOLDERS_AT_ONCE:
                     listings.append((waiting[0], pool.submit(self._pages, bucket, waiting.popleft())))
                 name, future = listings.popleft()
-                # Pages are parsed in this thread. Other threads would hold the
-                # interpreter lock, and slow down the consumer of the objects.
+                # Pages are parsed in this thread. Other threads would hold the interpreter lock,
+                # and slow down the consumer of the objects.
                 *earlier, last = future.result()
                 last_page = _parse_page(last)
                 if last_page.next_token:
@@ -155,9 +154,8 @@ class S3Connection:
                 yield from last_page.objects
 
     def _pages(self, bucket: str, prefix: str, token: str = "") -> Sequence[bytes]:
-        """Up to `_PAGES_AT_ONCE` consecutive pages. Each page is requested as soon as
-        its continuation token is known.
-        """
+        """Up to `_PAGES_AT_ONCE` consecutive pages. Each page is requested as soon as its
+        continuation token is known."""
         pages = [self._page(bucket, prefix, token)]
         while len(pages) < _PAGES_AT_ONCE and b"<IsTruncated>true<" in pages[-1]:
             match = _NEXT_TOKEN.search(pages[-1])
@@ -177,8 +175,8 @@ class S3Connection:
 
     @contextmanager
     def errors(self, permission: str, bucket: str, name: str = "") -> Generator[None]:
-        """Convert client errors to `StoreError`. ``permission`` is the S3 action that
-        the requests in the context's body need.
+        """Convert client errors to `StoreError`. ``permission`` is the S3 action that the requests
+        in the context's body need.
 
         Raises:
             TransientStoreError: the server is unreachable or overloaded,
@@ -193,8 +191,8 @@ class S3Connection:
             kind = TransientStoreError if transient else StoreError
             raise kind(self._explain(error, permission, bucket, location)) from error
         except InvalidResponseError as error:
-            # The error is transient, because an ingress sends such responses while its
-            # backend is down.
+            # The error is transient, because an ingress sends such responses while its backend is
+            # down.
             text = " ".join(_MARKUP.sub(" ", str(error)).split())[:160]
             raise TransientStoreError(
                 f"{self.endpoint} does not behave like S3 ({text}); check AWS_ENDPOINT_URL."
@@ -245,8 +243,8 @@ class S3Connection:
         if status in _OVERLOADED:
             fault = f"is overloaded or broken ({status} {code}) after {MAX_ATTEMPTS} attempts"
             return f"{self.endpoint} {fault}; run again later."
-        # An archived object (S3 Glacier) also causes a 403 response. The server's
-        # message explains it.
+        # An archived object (S3 Glacier) also causes a 403 response. The server's message explains
+        # it.
         if code == "AccessDenied" or (status == 403 and code != "InvalidObjectState"):
             credentials = self._credentials_hint(permission)
             return f"{permission} on {location} is not permitted {credentials}; see docs/object-store.md."
@@ -261,9 +259,7 @@ class S3Connection:
 
 
 def _has_space(url: str) -> bool:
-    """Whether ``url`` contains a space or a line break,
-    which `urlsplit` would silently remove.
-    """
+    """Whether ``url`` contains a space or a line break, which `urlsplit` would silently remove."""
     return any(character.isspace() or not character.isprintable() for character in url)
 
 
@@ -317,9 +313,8 @@ def _clock_skew(error: S3Error, endpoint: str) -> str:
 
 
 def _reason(error: Exception | None) -> str:
-    """The error message from urllib3, without the object representation that precedes
-    the message.
-    """
+    """The error message from urllib3, without the object representation that precedes the
+    message."""
     return str(error).rpartition(": ")[2].rstrip(".") or type(error).__name__
 
 
@@ -336,8 +331,8 @@ def _retries(only_unexecuted: bool = False) -> urllib3.Retry:
         allowed_methods=None,
         backoff_factor=BACKOFF_S,
         raise_on_status=False,
-        # Retry-After may be hours. Instead of waiting, a pipeline step should fail and
-        # be run again.
+        # Retry-After may be hours. Instead of waiting, a pipeline step should fail and be run
+        # again.
         respect_retry_after_header=False,
     )
 

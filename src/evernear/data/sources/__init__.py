@@ -1,6 +1,4 @@
-"""Sources of labeled images. `open_source` is the only place that knows every kind of
-source.
-"""
+"""Sources of labeled images. `open_source` is the only place that knows every kind of source."""
 
 from pathlib import Path, PurePosixPath
 
@@ -53,9 +51,8 @@ def require_outside(out: Store, *sources: str) -> None:
 
 
 def _root_uri(source: str) -> str:
-    """The URI of the folder that a source lists, or an empty string if the source lists
-    no folder.
-    """
+    """The URI of the folder that a source lists, or an empty string if the source lists no
+    folder."""
     kind, _, location = source.partition(":")
     if kind == "s3":
         return source.rstrip("/")
@@ -65,8 +62,8 @@ def _root_uri(source: str) -> str:
 
 
 def open_source(source: str, settings: DataSettings = DEFAULTS) -> ArraySource | FileSource:
-    """Open the source in ``data.source``. ``settings`` determine the meaning of the
-    folders in the source.
+    """Open the source in ``data.source``. ``settings`` determine the meaning of the folders in the
+    source.
 
     Raises:
         SettingsError: the kind of the source is unknown.

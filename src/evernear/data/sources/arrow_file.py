@@ -22,13 +22,11 @@ class ArrowFile(NamedTuple):
     name: str
     schema: Any
     batches: Callable[[list[str], int], Iterator[Any]]
-    """Yields batches of the given columns. A batch has at most the given number of
-    rows.
-    """
+    """Yields batches of the given columns. A batch has at most the given number of rows."""
 
     def texts(self, columns: Sequence[str], first_row: int = 0) -> Iterator[list[str]]:
-        """Yield the text of each row's cells in ``columns``. ``first_row`` is the
-        number of the first row in messages.
+        """Yield the text of each row's cells in ``columns``. ``first_row`` is the number of the
+        first row in messages.
 
         Raises:
             DataError: a cell has no text (`field_text`), or a class number has no name.
@@ -59,9 +57,8 @@ class ArrowFile(NamedTuple):
 
 
 def class_names(schema: Any) -> Mapping[str, Sequence[str]]:
-    """The names of the class numbers in each column that has such names, according to
-    the features that `datasets` writes. Features of an unknown form are ignored.
-    """
+    """The names of the class numbers in each column that has such names, according to the features
+    that `datasets` writes. Features of an unknown form are ignored."""
     try:
         metadata: Any = json.loads((schema.metadata or {}).get(b"huggingface", b"null"))
     except ValueError:

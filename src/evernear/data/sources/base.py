@@ -1,6 +1,5 @@
-"""The interface of image sources. A source provides either encoded image files or
-decoded arrays.
-"""
+"""The interface of image sources. A source provides either encoded image files or decoded
+arrays."""
 
 import os
 from bisect import insort
@@ -16,9 +15,7 @@ _MAX_NAMES = 20
 
 
 class FileEntry(NamedTuple):
-    """An image in the listing of a source. ``etag`` changes if the content may have
-    changed.
-    """
+    """An image in the listing of a source. ``etag`` changes if the content may have changed."""
 
     name: str
     etag: str
@@ -28,32 +25,30 @@ class FileEntry(NamedTuple):
 
 
 def file_etag(stat: os.stat_result) -> str:
-    """The etag of a file on disk, which is computed from its size, modification time,
-    change time and inode.
+    """The etag of a file on disk, which is computed from its size, modification time, change time
+    and inode.
 
-    The modification time alone is not sufficient. ``cp -p``, ``mv`` and ``touch -r``
-    preserve the modification time, and two files of the same size may have the same
-    modification time. The device number is left out, because it may change with each
-    mount.
+    The modification time alone is not sufficient. ``cp -p``, ``mv`` and ``touch -r`` preserve the
+    modification time, and two files of the same size may have the same modification time. The
+    device number is left out, because it may change with each mount.
     """
     return f"{stat.st_size}-{stat.st_mtime_ns} {stat.st_ctime_ns}-{stat.st_ino}"
 
 
 def without_change_time(etag: str) -> str:
-    """The part of an etag that does not change when a file is copied or restored with
-    its times, or when its mode or owner changes.
+    """The part of an etag that does not change when a file is copied or restored with its times, or
+    when its mode or owner changes.
 
-    For an object in a bucket, this part is the whole etag, because the etag cannot
-    contain a space (RFC 9110).
+    For an object in a bucket, this part is the whole etag, because the etag cannot contain a space
+    (RFC 9110).
     """
     return etag.partition(" ")[0]
 
 
 @dataclass
 class NameSample:
-    """The number of names, and the names that come first in sort order. Memory use does
-    not grow with the size of the listing.
-    """
+    """The number of names, and the names that come first in sort order. Memory use does not grow
+    with the size of the listing."""
 
     count: int = 0
     names: list[str] = field(default_factory=list[str])
@@ -67,9 +62,8 @@ class NameSample:
 
 @dataclass(frozen=True)
 class ArrayBlock:
-    """A block of decoded grayscale images from one split. ``images`` is a uint8 array
-    of shape (N, H, W).
-    """
+    """A block of decoded grayscale images from one split. ``images`` is a uint8 array of shape (N,
+    H, W)."""
 
     names: list[str]
     labels: list[str]
@@ -80,8 +74,8 @@ class ArrayBlock:
 class Source(Protocol):
     """The base class for both kinds of sources.
 
-    ``name`` is the default name of the dataset. Images without an explicit split are
-    assigned to one of the splits in ``chosen_splits`` (`evernear.data.splits`).
+    ``name`` is the default name of the dataset. Images without an explicit split are assigned to
+    one of the splits in ``chosen_splits`` (`evernear.data.splits`).
     """
 
     name: str
@@ -92,10 +86,8 @@ class Source(Protocol):
         ...
 
     def group(self, name: str) -> str:
-        """The group that the source itself specifies for an image
-        (``data.group=column``), or an empty string if the source specifies no group.
-        Call this after `entries`.
-        """
+        """The group that the source itself specifies for an image (``data.group=column``), or an
+        empty string if the source specifies no group. Call this after `entries`."""
         return ""
 
     def names_groups(self) -> bool:
@@ -104,14 +96,12 @@ class Source(Protocol):
 
 
 class ArraySource(Source, Protocol):
-    """A source of decoded images, for formats in which one file contains many images.
-    The images have empty etags.
-    """
+    """A source of decoded images, for formats in which one file contains many images. The images
+    have empty etags."""
 
     def blocks(self) -> Iterator[ArrayBlock]:
-        """Yield the images in a stable order, with held-out splits first. All images
-        have the same size, and no block is empty.
-        """
+        """Yield the images in a stable order, with held-out splits first. All images have the same
+        size, and no block is empty."""
         ...
 
 
@@ -119,23 +109,19 @@ class ArraySource(Source, Protocol):
 class FileSource(Source, Protocol):
     """A source of encoded image files.
 
-    Once `entries` is exhausted, ``chosen_splits`` is final. ``empty_folders`` then
-    lists the class folders that contain no image, and ``hidden_folders`` lists the
-    class folders that are ignored because their names begin with a dot. ``notes`` maps
-    rules of `evernear.settings.ValidationSettings` to the names of the affected files
-    and folders.
+    Once `entries` is exhausted, ``chosen_splits`` is final. ``empty_folders`` then lists the class
+    folders that contain no image, and ``hidden_folders`` lists the class folders that are ignored
+    because their names begin with a dot. ``notes`` maps rules of
+    `evernear.settings.ValidationSettings` to the names of the affected files and folders.
     """
 
     empty_folders: Sequence[str] = ()
     hidden_folders: Sequence[str] = ()
     notes: Mapping[str, NameSample] = MappingProxyType({})
     only_images: bool = False
-    """Whether every listed file is meant to be an image, regardless of its name and
-    content.
-    """
+    """Whether every listed file is meant to be an image, regardless of its name and content."""
 
     def read(self, name: str) -> bytes:
-        """Return the content of one file. This method is called from many threads at
-        the same time.
-        """
+        """Return the content of one file. This method is called from many threads at the same
+        time."""
         ...

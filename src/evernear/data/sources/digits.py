@@ -15,9 +15,8 @@ from evernear.errors import SettingsError
 
 
 class Digits(ArraySource):
-    """scikit-learn's 1,797 handwritten digits, which have 8 x 8 pixels. Pixel values
-    from 0 to 16 are scaled to the range 0 to 255.
-    """
+    """scikit-learn's 1,797 handwritten digits, which have 8 x 8 pixels. Pixel values from 0 to 16
+    are scaled to the range 0 to 255."""
 
     name = "digits"
 
@@ -38,9 +37,8 @@ class Digits(ArraySource):
 
 
 class DigitFolders(NamedTuple):
-    """Folders with digits. One folder is a source that lacks one class, and the other
-    folder contains the images of that class.
-    """
+    """Folders with digits. One folder is a source that lacks one class, and the other folder
+    contains the images of that class."""
 
     known: Path
     """A folder that contains a subfolder of PNG files for each class."""
@@ -49,8 +47,8 @@ class DigitFolders(NamedTuple):
 
 
 def lay_out_digits(directory: Path, without: str) -> DigitFolders:
-    """Write the digits to folders in ``directory``. If a folder already exists, it is
-    not changed.
+    """Write the digits to folders in ``directory``. If a folder already exists, it is not
+    changed.
 
     Raises:
         SettingsError: ``without`` is not one of the digits.

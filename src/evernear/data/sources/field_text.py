@@ -13,10 +13,10 @@ _JSON_KINDS: dict[type, str] = {dict: "object", float: "number"}
 def field_text(value: object, what: str, kind: str = "") -> str:
     """The text of a value that is a label, a split or a group.
 
-    A value is text, text in UTF-8 as bytes, a whole number, or a list of one such
-    value. pandas stores the whole numbers of a column with missing values as
-    floating-point numbers, so 3.0 becomes 3. Booleans become true and false, as in
-    JSON. A missing value (null, NaN or an empty list) becomes an empty string.
+    A value is text, text in UTF-8 as bytes, a whole number, or a list of one such value. pandas
+    stores the whole numbers of a column with missing values as floating-point numbers, so 3.0
+    becomes 3. Booleans become true and false, as in JSON. A missing value (null, NaN or an empty
+    list) becomes an empty string.
 
     Args:
         value: The value in Python.

@@ -1,6 +1,5 @@
 """Image files in a directory tree or a bucket, stored as ``<class>/<file>`` or
-``<split>/<class>/<file>``.
-"""
+``<split>/<class>/<file>``."""
 
 import os
 import posixpath
@@ -26,16 +25,14 @@ from evernear.errors import DataError, StoreError
 from evernear.settings.data import DataSettings
 
 DEFAULTS = DataSettings()
-# Maximum number of folders in a bucket whose contents are read before the listing. For
-# each folder, one page is read.
+# Maximum number of folders in a bucket whose contents are read before the listing. For each folder,
+# one page is read.
 _MAX_FOLDERS_READ = 20
 _PAGE_NAMES = 1000
 
 
 def dataset_name(location: str) -> str:
-    """The dataset name for ``location``, which is a directory, or a bucket with a
-    prefix.
-    """
+    """The dataset name for ``location``, which is a directory, or a bucket with a prefix."""
     return re.sub(r"[^a-z0-9]+", "-", location.lower()).strip("-")[:63].rstrip("-") or "dataset"
 
 
@@ -70,8 +67,7 @@ class _ClassFolders(FileSource):
 
     def _read_contents(self, folders: Iterable[str], read: Callable[[str], Contents]) -> dict[str, Contents]:
         """Read the contents of the top-level folders. If seg_train contains only
-        seg_train/seg_train, the inner folder is read instead.
-        """
+        seg_train/seg_train, the inner folder is read instead."""
         contents = {folder: read(folder) for folder in folders}
         repeated = [folder for folder, inner in contents.items() if inner == Contents(frozenset({folder}))]
         return contents | {folder: read(f"{folder}/{folder}") for folder in repeated}
@@ -82,9 +78,8 @@ class _ClassFolders(FileSource):
         self.chosen_splits = self.layout.chosen_splits
 
     def _entry(self, path: str, etag: str = "", size_bytes: int = 0) -> FileEntry | None:
-        """The entry for an image, given its path in the source. Returns None if the
-        image is not in a class folder.
-        """
+        """The entry for an image, given its path in the source. Returns None if the image is not in
+        a class folder."""
         meaning = self._meaning_of(path.rpartition("/")[0])
         if meaning.place is None:
             return None
@@ -95,9 +90,8 @@ class _ClassFolders(FileSource):
         return FileEntry(path, etag, label, meaning.explicit_split, size_bytes)
 
     def _meaning_of(self, folder: str) -> _Meaning:
-        """The meaning of a folder, given its path. The meaning of the last folder is
-        remembered, because most files are in the same folder as the file before.
-        """
+        """The meaning of a folder, given its path. The meaning of the last folder is remembered,
+        because most files are in the same folder as the file before."""
         if folder != self._meaning.folder:
             parts = folder.split("/")
             place = self.layout.place([part for part in parts if part])
@@ -111,9 +105,8 @@ class _ClassFolders(FileSource):
         return self._meaning
 
     def _check_and_note_folders(self) -> None:
-        """Reject split folders that contain no image in a class folder, and note how
-        the other folders were treated.
-        """
+        """Reject split folders that contain no image in a class folder, and note how the other
+        folders were treated."""
         self.layout.require_used(self.name, self._split_folders_used, self._settings)
         self._note_merged_folders()
         for name in self._nested.names():
@@ -136,9 +129,7 @@ class _ClassFolders(FileSource):
 
 
 class Folder(_ClassFolders):
-    """Image files in a directory tree. The etags of the files are computed by
-    `file_etag`.
-    """
+    """Image files in a directory tree. The etags of the files are computed by `file_etag`."""
 
     def __init__(self, directory: Path, settings: DataSettings = DEFAULTS) -> None:
         with disk_errors(directory):
@@ -146,8 +137,8 @@ class Folder(_ClassFolders):
             if not directory.is_dir():
                 raise DataError(f"The image directory {directory} does not exist.")
         self._directory = directory
-        # Paths are strings, because pathlib would use most of the time that it takes to
-        # list a million files.
+        # Paths are strings, because pathlib would use most of the time that it takes to list a
+        # million files.
         self._root = os.path.join(directory, "")  # noqa: PTH118 - a Path has no trailing slash
 
     def entries(self) -> Iterator[FileEntry]:
@@ -184,9 +175,8 @@ class Folder(_ClassFolders):
         return path.removeprefix(self._root)
 
     def _group(self, folder: str) -> tuple[str, Split | None] | None:
-        """The class and the split of images that are directly in a folder, or None if
-        such images are left out.
-        """
+        """The class and the split of images that are directly in a folder, or None if such images
+        are left out."""
         place = self.layout.place(self._name(folder).split("/"))
         return place and (place.class_folder, place.split)
 
@@ -234,9 +224,7 @@ class Folder(_ClassFolders):
 
 
 class Bucket(_ClassFolders):
-    """Image files under a prefix in an S3 bucket. The etag of a file is the ETag from
-    S3.
-    """
+    """Image files under a prefix in an S3 bucket. The etag of a file is the ETag from S3."""
 
     def __init__(self, uri: str, settings: DataSettings = DEFAULTS) -> None:
         super().__init__(uri.removeprefix("s3://"), settings)
@@ -313,12 +301,10 @@ def _is_image(path: str) -> bool:
 
 
 def _may_be_image(key: str, size_bytes: int) -> bool:
-    """Whether an object may be an image, so that a request to read it is worthwhile. An
-    object is excluded if its suffix belongs to a different file type, or if it is too
-    small.
-    """
-    # Equivalent to `has_image_suffix`, because the file name does not begin with a dot,
-    # and five times as fast.
+    """Whether an object may be an image, so that a request to read it is worthwhile. An object is
+    excluded if its suffix belongs to a different file type, or if it is too small."""
+    # Equivalent to `has_image_suffix`, because the file name does not begin with a dot, and five
+    # times as fast.
     suffix = key[key.rfind(".") :]
     return suffix.lower() in IMAGE_SUFFIXES or (size_bytes >= SIGNATURE_SIZE_BYTES and not names_other_kind(key))
 

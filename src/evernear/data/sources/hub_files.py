@@ -1,5 +1,5 @@
-"""The files of a Hugging Face dataset, and files beside them that belong to no dataset
-or to another configuration.
+"""The files of a Hugging Face dataset, and files beside them that belong to no dataset or to
+another configuration.
 
 ``save_to_disk`` lists its files in ``state.json``, and the splits of a `DatasetDict` in
 ``dataset_dict.json``. A dataset of the hub lists its configurations in ``README.md``.
@@ -26,8 +26,8 @@ _CACHE = re.compile(r"cache-[0-9a-f]{16}.*\.arrow")
 
 
 def stray_files(names: Sequence[str], read: Callable[[str], bytes]) -> set[str]:
-    """The files that do not belong to a dataset, although they may contain its rows.
-    ``names`` are the paths of all files, and ``read`` reads a file.
+    """The files that do not belong to a dataset, although they may contain its rows. ``names`` are
+    the paths of all files, and ``read`` reads a file.
 
     Raises:
         DataError: a saved dataset is incomplete, or uses a selection of its rows.
@@ -45,9 +45,8 @@ def stray_files(names: Sequence[str], read: Callable[[str], bytes]) -> set[str]:
 
 
 def _saved_files(state: str, content: Any, names: Sequence[str]) -> set[str]:
-    """The files of a saved dataset, according to its state.json. The result is empty if
-    ``content`` has another form.
-    """
+    """The files of a saved dataset, according to its state.json. The result is empty if ``content``
+    has another form."""
     match content:
         case {"_data_files": [*entries]} if entries and all(map(_file_name, entries)):
             folder = posixpath.dirname(state)
@@ -127,9 +126,8 @@ def require_one_configuration(source: str, files: Collection[str], readme: bytes
 
 
 def _named_configurations(files: Collection[str], readme: bytes) -> Mapping[str, frozenset[str]]:
-    """The files of each configuration in the header of a README. Configurations with
-    the same files are one configuration.
-    """
+    """The files of each configuration in the header of a README. Configurations with the same files
+    are one configuration."""
     found = re.match(r"(?s)\ufeff?---\s*\n(.*?)\n---\s*(?:\n|$)", readme.decode(errors="replace"))
     try:
         header: Any = yaml.safe_load(found[1]) if found else None
@@ -153,9 +151,8 @@ def _name(config: Any) -> str:
 
 
 def _patterns(value: Any) -> list[str]:
-    """The patterns in ``data_files``, which are text, or lists or mappings of text, for
-    all splits together or for each.
-    """
+    """The patterns in ``data_files``, which are text, or lists or mappings of text, for all splits
+    together or for each."""
     match value:
         case {"data_files": inner} | {"path": inner}:
             return _patterns(inner)
@@ -176,9 +173,8 @@ def _matching(files: Collection[str], patterns: Collection[str]) -> set[str]:
 
 
 def _similar_folders(files: Collection[str]) -> Mapping[str, frozenset[str]]:
-    """Folders, each with its files, that contain a file of the same name of the same
-    split, such as ``en/train-00000-of-00002`` and ``fr/train-00000-of-00001``.
-    """
+    """Folders, each with its files, that contain a file of the same name of the same split, such as
+    ``en/train-00000-of-00002`` and ``fr/train-00000-of-00001``."""
     folders: defaultdict[str, set[str]] = defaultdict(set)
     names: defaultdict[str, set[str]] = defaultdict(set)
     for file in files:

@@ -1,6 +1,5 @@
-"""Hugging Face datasets, stored as Parquet files or as Arrow files from
-``save_to_disk``. One column contains the images.
-"""
+"""Hugging Face datasets, stored as Parquet files or as Arrow files from ``save_to_disk``. One
+column contains the images."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -25,10 +24,8 @@ class _Columns(NamedTuple):
 
 
 class HuggingFace(PackedFiles):
-    """A source of rows that contain an image, a label and, in the column ``group``,
-    optionally a group. The name or the folder of a file indicates the split of its
-    rows.
-    """
+    """A source of rows that contain an image, a label and, in the column ``group``, optionally a
+    group. The name or the folder of a file indicates the split of its rows."""
 
     suffixes = (".parquet", ".arrow")
     kind = "Parquet or Arrow files"
@@ -61,9 +58,8 @@ class HuggingFace(PackedFiles):
                         yield name, _content(images[position].as_py(), file, name)
 
     def _columns(self, table: ArrowFile) -> _Columns:
-        """Find the label column and the image column by the features that `datasets`
-        writes or, if these features are missing, by name and type.
-        """
+        """Find the label column and the image column by the features that `datasets` writes or, if
+        these features are missing, by name and type."""
         names = table.schema.names
         classes = [*class_names(table.schema)]
         label = "label" if names.count("label") == 1 else classes[0] if len(classes) == 1 else None

@@ -1,12 +1,11 @@
-"""The layout of an image tree. The layout determines which folders are splits and which
-folder is the class of each image.
+"""The layout of an image tree. The layout determines which folders are splits and which folder is
+the class of each image.
 
-Split folders are recognized by their names. Split folders may be above the class
-folders (``train/cat/0.jpg``) or inside them (``cat/train/0.jpg``). If the names and the
-contents of the folders are ambiguous, `choose_layout` raises an error. If ``train`` and
-``eval`` were regarded as classes, the network would learn to distinguish the splits
-instead of the classes. The user can resolve the ambiguity with ``data.layout`` and
-``data.split_folders``.
+Split folders are recognized by their names. Split folders may be above the class folders
+(``train/cat/0.jpg``) or inside them (``cat/train/0.jpg``). If the names and the contents of the
+folders are ambiguous, `choose_layout` raises an error. If ``train`` and ``eval`` were regarded as
+classes, the network would learn to distinguish the splits instead of the classes. The user can
+resolve the ambiguity with ``data.layout`` and ``data.split_folders``.
 """
 
 import json
@@ -32,18 +31,16 @@ SPLIT_WORDS: Final[dict[str, Split]] = {
     "query": "query",
     **dict.fromkeys(VALIDATION_WORDS, "gallery"),
 }
-"""Maps words in folder names to splits. Words for validation map to the gallery,
-because the network is validated on the gallery during training.
-"""
+"""Maps words in folder names to splits. Words for validation map to the gallery, because the
+network is validated on the gallery during training."""
 # Matches the beginning of names such as trainset, tests or Validate.
 _BEGINS_LIKE_SPLIT = re.compile(r"(?<![a-z])(?:train|test|valid|gallery|query)")
 _MAX_NAMES = 5
 
 
 class Contents(NamedTuple):
-    """The contents of a top-level folder: the names of its subfolders, whether it
-    directly contains images, and whether evernear wrote it.
-    """
+    """The contents of a top-level folder: the names of its subfolders, whether it directly contains
+    images, and whether evernear wrote it."""
 
     folders: frozenset[str] = frozenset()
     has_images: bool = False
@@ -63,10 +60,9 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class Layout:
-    """The meaning of a source's folders. ``splits`` maps the names of split folders to
-    the splits. The split folders are inside the class folders if ``class_first`` is
-    set, and otherwise at the top level.
-    """
+    """The meaning of a source's folders. ``splits`` maps the names of split folders to the splits.
+    The split folders are inside the class folders if ``class_first`` is set, and otherwise at the
+    top level."""
 
     splits: Mapping[str, Split] = field(default_factory=dict[str, Split])
     left_out: frozenset[str] = frozenset()
@@ -75,15 +71,12 @@ class Layout:
     """Folders that are ignored inside top-level folders."""
     class_first: bool = False
     innermost: bool = False
-    """Whether the innermost folder in a path, and not the outermost folder, is the
-    class.
-    """
+    """Whether the innermost folder in a path, and not the outermost folder, is the class."""
 
     @property
     def train_folder(self) -> str:
-        """The split folder with the training images, or an empty string if there are no
-        split folders.
-        """
+        """The split folder with the training images, or an empty string if there are no split
+        folders."""
         return next((folder for folder, split in self.splits.items() if split == "train"), "")
 
     @property
@@ -93,9 +86,7 @@ class Layout:
 
     @property
     def chosen_splits(self) -> tuple[Split, ...]:
-        """The splits to which ingest assigns images: train, and all splits that have no
-        folder.
-        """
+        """The splits to which ingest assigns images: train, and all splits that have no folder."""
         return ("train", *(split for split in SPLITS[1:] if split not in self.splits.values()))
 
     def leaves_out(self, folders: list[str]) -> bool:
@@ -103,9 +94,8 @@ class Layout:
         return not (self.left_out.isdisjoint(folders[:1]) and self.left_out_inside.isdisjoint(folders[1:2]))
 
     def place(self, folders: list[str]) -> Place | None:
-        """The meaning of the ``folders`` of an image. Returns None if the image is
-        excluded or is not in a class folder.
-        """
+        """The meaning of the ``folders`` of an image. Returns None if the image is excluded or is
+        not in a class folder."""
         if self.leaves_out(folders):
             return None
         split_folder = ""
@@ -125,11 +115,10 @@ class Layout:
         return Place(class_folder, split_folder, self.splits.get(split_folder), folders)
 
     def class_folder(self, label: str, file: str = "") -> str:
-        """The folder for an image of the class ``label``. The image is either new or an
-        existing ``file`` whose class changes.
+        """The folder for an image of the class ``label``. The image is either new or an existing
+        ``file`` whose class changes.
 
-        An existing file stays in its split folder. A new image becomes a training
-        image.
+        An existing file stays in its split folder. A new image becomes a training image.
         """
         split_folder = self.train_folder
         if file:
@@ -139,8 +128,8 @@ class Layout:
         return "/".join(filter(None, parts))
 
     def require_used(self, name: str, used: Collection[str], settings: DataSettings) -> None:
-        """Check that each split folder contains images in class folders. ``used``
-        contains the split folders that satisfy this condition.
+        """Check that each split folder contains images in class folders. ``used`` contains the
+        split folders that satisfy this condition.
 
         Raises:
             DataError: a split folder contains no class folder with an image.
@@ -165,9 +154,8 @@ class Layout:
 
 
 class NestedFolders:
-    """The folders inside class folders, keyed by class. Memory use does not grow with
-    the number of folders.
-    """
+    """The folders inside class folders, keyed by class. Memory use does not grow with the number of
+    folders."""
 
     def __init__(self) -> None:
         self._folders: dict[str, set[str]] = {}
@@ -185,9 +173,8 @@ class NestedFolders:
             folders.add(place.class_folders[1])
 
     def names(self) -> Iterator[str]:
-        """The class folders whose subfolders may be classes or splits. A single
-        subfolder in a single class is neither a class nor a split.
-        """
+        """The class folders whose subfolders may be classes or splits. A single subfolder in a
+        single class is neither a class nor a split."""
         single = {label for label, folders in self._folders.items() if len(folders) == 1 and label not in self._direct}
         for label, folders in self._folders.items():
             if len(folders) > 1 or (label in single and len(single) > 1) or _split_words(folders):
@@ -218,9 +205,7 @@ def choose_layout(name: str, folders: Mapping[str, Contents], settings: DataSett
 
 
 def _top_splits(name: str, folders: Mapping[str, Contents], given: Mapping[str, Split]) -> Mapping[str, Split] | None:
-    """The splits of the top-level folders, or None if the top-level folders are
-    classes.
-    """
+    """The splits of the top-level folders, or None if the top-level folders are classes."""
     named = folders.keys() & given.keys()
     words = _split_words(folders.keys() - given.keys())
     known, unknown = _known_splits(words, folders.keys(), given)
@@ -241,9 +226,8 @@ def _top_splits(name: str, folders: Mapping[str, Contents], given: Mapping[str, 
 
 
 def _splits_in_classes(name: str, folders: Mapping[str, Contents], given: Mapping[str, Split]) -> Mapping[str, Split]:
-    """The splits of the folders inside class folders, or an empty mapping if those
-    folders are not splits.
-    """
+    """The splits of the folders inside class folders, or an empty mapping if those folders are not
+    splits."""
     inner = [contents.folders for contents in folders.values()]
     plain = {folder: re.sub("[^a-z]", "", folder.lower()) for names in inner for folder in names - given.keys()}
     words = {folder: word for folder, word in plain.items() if word in SPLIT_WORDS}
@@ -261,18 +245,16 @@ def _splits_in_classes(name: str, folders: Mapping[str, Contents], given: Mappin
 
 
 def named_like_splits(folders: Collection[str]) -> set[str]:
-    """Folders whose names resemble the names of splits. The contents of such a folder
-    determine whether the folder is a split.
-    """
+    """Folders whose names resemble the names of splits. The contents of such a folder determine
+    whether the folder is a split."""
     return {folder for folder in folders if _split_words([folder]) or _BEGINS_LIKE_SPLIT.search(folder.lower())}
 
 
 def _known_splits(
     words: Mapping[str, str], folders: Collection[str], given: Mapping[str, Split]
 ) -> tuple[dict[str, Split], set[str]]:
-    """The splits of folders with the given ``words``, and the names of folders that
-    have no split or share their split with a different folder.
-    """
+    """The splits of folders with the given ``words``, and the names of folders that have no split
+    or share their split with a different folder."""
     splits = _splits_of(words, given)
     uses = Counter(splits.values())
     known: dict[str, Split] = {folder: split for folder, split in splits.items() if uses[split] == 1}
@@ -280,19 +262,18 @@ def _known_splits(
 
 
 def _split_words(folders: Collection[str]) -> dict[str, str]:
-    """Map each folder whose name contains exactly one word of `SPLIT_WORDS` to this
-    word. Letter case is ignored.
-    """
+    """Map each folder whose name contains exactly one word of `SPLIT_WORDS` to this word. Letter
+    case is ignored."""
     words = {folder: SPLIT_WORDS.keys() & re.findall("[a-z]+", folder.lower()) for folder in folders}
     return {folder: found.pop() for folder, found in words.items() if len(found) == 1}
 
 
 def _splits_of(words: Mapping[str, str], given: Mapping[str, Split]) -> dict[str, Split]:
-    """The splits of folders with the given ``words``. A validation folder is the test
-    split if the source has no test folder, and otherwise the gallery.
+    """The splits of folders with the given ``words``. A validation folder is the test split if the
+    source has no test folder, and otherwise the gallery.
 
-    If a dataset has only train and validation folders, its published results were
-    measured on the validation folder.
+    If a dataset has only train and validation folders, its published results were measured on the
+    validation folder.
     """
     has_test = "test" in given.values() or any(SPLIT_WORDS[word] == "test" for word in words.values())
     return {
@@ -302,9 +283,8 @@ def _splits_of(words: Mapping[str, str], given: Mapping[str, Split]) -> dict[str
 
 
 def _alike(words: Mapping[str, str]) -> set[str]:
-    """Folders whose names differ only in the word for the split, such as ``seg_train``
-    and ``seg_test``.
-    """
+    """Folders whose names differ only in the word for the split, such as ``seg_train`` and
+    ``seg_test``."""
     patterns = {folder: re.sub(f"(?<![a-z]){word}(?![a-z])", "*", folder.lower()) for folder, word in words.items()}
     counts = Counter(patterns.values())
     return {folder for folder, pattern in patterns.items() if counts[pattern] > 1}
@@ -313,10 +293,10 @@ def _alike(words: Mapping[str, str]) -> set[str]:
 def _look_like_splits(words: Collection[str], folders: Mapping[str, Contents]) -> set[str]:
     """Folders that look like splits, judging by their names and contents.
 
-    A folder with one of the ``words`` looks like a split if it contains class folders
-    and no image, or if other folders contain class folders with the same names. A
-    folder whose name merely begins like the name of a split looks like a split only if
-    other folders contain class folders with the same names.
+    A folder with one of the ``words`` looks like a split if it contains class folders and no image,
+    or if other folders contain class folders with the same names. A folder whose name merely begins
+    like the name of a split looks like a split only if other folders contain class folders with the
+    same names.
     """
     sharing = _sharing(folders)
     with_word = {
@@ -326,9 +306,7 @@ def _look_like_splits(words: Collection[str], folders: Mapping[str, Contents]) -
 
 
 def _sharing(folders: Mapping[str, Contents]) -> set[str]:
-    """Folders that contain a subfolder with the same name as a subfolder of another
-    folder.
-    """
+    """Folders that contain a subfolder with the same name as a subfolder of another folder."""
     counts = Counter(inner for contents in folders.values() for inner in contents.folders)
     return {folder for folder, contents in folders.items() if any(counts[inner] > 1 for inner in contents.folders)}
 
@@ -336,9 +314,8 @@ def _sharing(folders: Mapping[str, Contents]) -> set[str]:
 def _question(
     subject: str, known: Collection[str], unknown: Collection[str], folders: Mapping[str, Contents]
 ) -> DataError:
-    """An error that asks which of the ``unknown`` folders are splits, and suggests
-    settings that specify the splits.
-    """
+    """An error that asks which of the ``unknown`` folders are splits, and suggests settings that
+    specify the splits."""
     sharing = _sharing(folders)
     used: set[str] = {SPLIT_WORDS[word] for word in _split_words(known).values()}
     answers: list[str] = []

@@ -26,9 +26,8 @@ _PARTS: tuple[tuple[str, Split | None], ...] = (("t10k", "test"), ("train", None
 
 
 class Mnist(ArraySource):
-    """The four IDX files of MNIST, uncompressed or gzipped. The 10,000 official test
-    images form the test split.
-    """
+    """The four IDX files of MNIST, uncompressed or gzipped. The 10,000 official test images form
+    the test split."""
 
     name = "mnist"
     chosen_splits = ("train", "gallery", "query")
@@ -109,8 +108,8 @@ def _open_idx(path: Path) -> Generator[_IdxReader]:
 
 
 def download_mnist() -> Path:
-    """Return the directory with the MNIST files. torchvision downloads the files once,
-    and verifies them.
+    """Return the directory with the MNIST files. torchvision downloads the files once, and verifies
+    them.
 
     Raises:
         DataError: the download failed.
@@ -121,8 +120,8 @@ def download_mnist() -> Path:
 
         with disk_errors(directory.parent):
             directory.parent.mkdir(parents=True, exist_ok=True)
-            # The download is moved to its final location when it is complete, so that
-            # an interrupted download does not look complete.
+            # The download is moved to its final location when it is complete, so that an
+            # interrupted download does not look complete.
             with tempfile.TemporaryDirectory(prefix=".mnist-", dir=directory.parent) as partial:
                 try:
                     MNIST(partial, download=True)

@@ -15,17 +15,15 @@ SCHEMA = (
 
 
 class NamedGroups:
-    """The groups that the packed files of one source name. ``source`` is the number of
-    the source in the ledger ``db``.
-    """
+    """The groups that the packed files of one source name. ``source`` is the number of the source
+    in the ledger ``db``."""
 
     def __init__(self, db: sqlite3.Connection, source: int) -> None:
         self._db, self._source = db, source
 
     def record(self, file: str, groups: Mapping[str, str]) -> None:
-        """Replace the groups of the images in ``file``. ``groups`` maps the name of
-        each image to its group, or to an empty string if the image has no group.
-        """
+        """Replace the groups of the images in ``file``. ``groups`` maps the name of each image to
+        its group, or to an empty string if the image has no group."""
         rows = ((self._source, name, group) for name, group in groups.items() if group)
         with sqlite_errors():
             self._db.execute(

@@ -1,6 +1,5 @@
-"""The splits that are specified in a table or a packed file with words such as train,
-test and validation.
-"""
+"""The splits that are specified in a table or a packed file with words such as train, test and
+validation."""
 
 from typing import Literal
 
@@ -13,12 +12,11 @@ NamedSplit = Split | Literal["", "none", "validation"]
 
 
 class NamedSplits:
-    """Collects the split words in a source, and then determines the split of each
-    image.
+    """Collects the split words in a source, and then determines the split of each image.
 
-    As with folders, validation images belong to the gallery if any image is in the test
-    split, and to the test split otherwise. If no image specifies a certain split,
-    ingest fills this split with images from train.
+    As with folders, validation images belong to the gallery if any image is in the test split, and
+    to the test split otherwise. If no image specifies a certain split, ingest fills this split with
+    images from train.
     """
 
     def __init__(self, name: str, settings: DataSettings) -> None:
@@ -27,8 +25,8 @@ class NamedSplits:
         self.chosen_splits: tuple[Split, ...] = SPLITS
 
     def add(self, word: str, where: str) -> NamedSplit:
-        """Return the split that ``word`` specifies, as an argument for `explicit`.
-        Return ``none`` if ``data.split_folders`` excludes images with this word.
+        """Return the split that ``word`` specifies, as an argument for `explicit`. Return ``none``
+        if ``data.split_folders`` excludes images with this word.
 
         Raises:
             DataError: the word is unknown. The message states the location of the word,
@@ -48,8 +46,8 @@ class NamedSplits:
         return split
 
     def finish(self) -> None:
-        """Determine the splits to which ingest assigns images. Call this method after
-        the last call of `add`.
+        """Determine the splits to which ingest assigns images. Call this method after the last call
+        of `add`.
 
         Raises:
             DataError: images have explicit splits, but no split is for training.
@@ -63,9 +61,8 @@ class NamedSplits:
         self.chosen_splits = ("train", *(split for split in SPLITS[1:] if split not in used)) if used else SPLITS
 
     def explicit(self, split: NamedSplit) -> Split | None:
-        """The explicit split of an image, or None if ingest chooses the image's split.
-        Call this after `finish`.
-        """
+        """The explicit split of an image, or None if ingest chooses the image's split. Call this
+        after `finish`."""
         chosen = self._split(split)
         return None if chosen in self.chosen_splits else chosen
 

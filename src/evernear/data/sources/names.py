@@ -19,8 +19,8 @@ _LITTER = frozenset(
 )
 _LITTER_PREFIXES = ("._", ".trash-", "_committed_", "_started_")  # AppleDouble, Linux, Databricks
 
-# The suffixes in this class do not depend on the machine, because the class does not
-# read system files.
+# The suffixes in this class do not depend on the machine, because the class does not read system
+# files.
 _TYPES: Final = MimeTypes()
 _OTHER_SUFFIXES = frozenset(
     {
@@ -37,24 +37,21 @@ _OTHER_SUFFIXES = frozenset(
 
 
 def is_litter(name: str) -> bool:
-    """Whether files or folders with this name are left behind by operating systems or
-    programs. Letter case is ignored.
-    """
+    """Whether files or folders with this name are left behind by operating systems or programs.
+    Letter case is ignored."""
     name = name.casefold()
     return name in _LITTER or name.startswith(_LITTER_PREFIXES)
 
 
 def is_skipped(name: str) -> bool:
-    """Whether a file or folder in a class folder is hidden, litter, or belongs to an
-    output of evernear.
-    """
+    """Whether a file or folder in a class folder is hidden, litter, or belongs to an output of
+    evernear."""
     return name.startswith(".") or name in (OWN_FOLDER, MARKER) or is_litter(name)
 
 
 def skipped_path(path: str) -> str:
-    """The beginning of ``path`` up to and including the first component that
-    `is_skipped`, or an empty string if no component is skipped.
-    """
+    """The beginning of ``path`` up to and including the first component that `is_skipped`, or an
+    empty string if no component is skipped."""
     parts = path.split("/")
     for depth, part in enumerate(parts, 1):
         if is_skipped(part):
@@ -63,17 +60,15 @@ def skipped_path(path: str) -> str:
 
 
 def names_other_kind(path: str) -> bool:
-    """Whether the suffix of a file indicates text, audio, video, an archive or data
-    instead of an image.
-    """
+    """Whether the suffix of a file indicates text, audio, video, an archive or data instead of an
+    image."""
     _, dot, suffix = path.rpartition(".")
     return dot + suffix.lower() in _OTHER_SUFFIXES
 
 
 def reviewed_stem(sha256: str) -> str:
-    """The file stem for a live query that was labeled by a person. ``sha256`` is the
-    hash of the query's image.
-    """
+    """The file stem for a live query that was labeled by a person. ``sha256`` is the hash of the
+    query's image."""
     return f"review-{sha256[:16]}"
 
 
@@ -85,10 +80,9 @@ def is_reviewed(path: str) -> bool:
 
 
 def answer_in(path: str) -> str:
-    """The beginning of the hash in the name of a file that is in its class folder
-    because of an answer in review: a labeled query, or an image of the source whose
-    label was changed. Empty for other files.
-    """
+    """The beginning of the hash in the name of a file that is in its class folder because of an
+    answer in review: a labeled query, or an image of the source whose label was changed. Empty for
+    other files."""
     if "review-" not in path:
         return ""
     matched = re.fullmatch(r"(?:.*-)?review-([0-9a-f]{16})(?:-\d+)?(?:\.[^.]*)?", path.rpartition("/")[2])
@@ -96,16 +90,14 @@ def answer_in(path: str) -> str:
 
 
 def exported_stem(position: int, digest: str) -> str:
-    """The file stem for an exported image. The stem consists of the image's position in
-    its split and its digest in hexadecimal form.
-    """
+    """The file stem for an exported image. The stem consists of the image's position in its split
+    and its digest in hexadecimal form."""
     return f"{position:09}-{digest}"
 
 
 def exported_position(path: str) -> int | None:
-    """The position in the file name of ``path`` if `exported_stem` made this name, and
-    otherwise None.
-    """
+    """The position in the file name of ``path`` if `exported_stem` made this name, and otherwise
+    None."""
     name = path.rpartition("/")[2]
     if not name[:9].isdecimal():  # false for most names, and faster than a regular expression match
         return None

@@ -1,11 +1,10 @@
-"""Packed files, such as tar and Parquet files, each of which contains many encoded
-images. Packed files are the second form of a file source.
+"""Packed files, such as tar and Parquet files, each of which contains many encoded images. Packed
+files are the second form of a file source.
 
-Packed files are listed and read sequentially, one file at a time. The names in one
-file, and one image, are in memory at a time. If a file is in a bucket, it is first
-copied to the temporary directory. An image is named ``<file>/<member>``. The etag of an
-image is the etag of its packed file, so an unchanged file is neither listed nor read
-again.
+Packed files are listed and read sequentially, one file at a time. The names in one file, and one
+image, are in memory at a time. If a file is in a bucket, it is first copied to the temporary
+directory. An image is named ``<file>/<member>``. The etag of an image is the etag of its packed
+file, so an unchanged file is neither listed nor read again.
 """
 
 import os
@@ -47,10 +46,8 @@ _METADATA = frozenset(
 
 
 class Member(NamedTuple):
-    """An image in a packed file, in the order of the file. ``size_bytes`` is 0 if the
-    size is unknown until the image is read. ``group`` is empty if the file names no
-    group.
-    """
+    """An image in a packed file, in the order of the file. ``size_bytes`` is 0 if the size is
+    unknown until the image is read. ``group`` is empty if the file names no group."""
 
     name: str
     label: str
@@ -68,11 +65,11 @@ class PackedFile(NamedTuple):
 
 
 class PackedFiles(FileSource):
-    """Packed files below a directory or below a prefix in a bucket. Subclasses
-    implement the file formats.
+    """Packed files below a directory or below a prefix in a bucket. Subclasses implement the file
+    formats.
 
-    The name of a file, or the name of a folder above it, may indicate the split of the
-    file's images, as in ``train-00000.tar``.
+    The name of a file, or the name of a folder above it, may indicate the split of the file's
+    images, as in ``train-00000.tar``.
     """
 
     only_images = True
@@ -81,8 +78,7 @@ class PackedFiles(FileSource):
     """The name for the file type in messages."""
 
     def __init__(self, location: str, settings: DataSettings) -> None:
-        """Open the files at ``location``, which is a directory or
-        ``s3://bucket/prefix``.
+        """Open the files at ``location``, which is a directory or ``s3://bucket/prefix``.
 
         Raises:
             DataError: the directory does not exist.
@@ -95,15 +91,13 @@ class PackedFiles(FileSource):
         self._notes: defaultdict[str, NameSample] = defaultdict(NameSample)
         self.notes = self._notes
         self.remembered: Callable[[str, str], Iterable[FileEntry]] = lambda file, etag: ()
-        """The images of a file with the given etag, as they were listed before, or
-        nothing if the file is new.
-        """
+        """The images of a file with the given etag, as they were listed before, or nothing if the
+        file is new."""
         self._advice = ""
         """A sentence about the first image without a label."""
         self.named_groups: NamedGroups | None = None
-        """Records the groups of images in newly listed files, and remembers the groups
-        of all other images. If None, groups are not recorded.
-        """
+        """Records the groups of images in newly listed files, and remembers the groups of all other
+        images. If None, groups are not recorded."""
 
     def entries(self) -> Iterator[FileEntry]:
         """List the images, one file after the other.
@@ -138,15 +132,14 @@ class PackedFiles(FileSource):
         return self.named_groups is not None and not self.named_groups.is_empty()
 
     def read(self, name: str) -> bytes:
-        """Read the content of a single image. To read many images, use `read_in_order`,
-        which reads each file only once.
-        """
+        """Read the content of a single image. To read many images, use `read_in_order`, which reads
+        each file only once."""
         entry = FileEntry(name, "", "", None, 0)
         return next(self.read_in_order([entry]))[1]
 
     def read_in_order(self, entries: Iterable[FileEntry]) -> Iterator[tuple[FileEntry, bytes]]:
-        """Yield the contents of ``entries``. Images in the same file must be
-        consecutive. Each file is read once, in the order of its images.
+        """Yield the contents of ``entries``. Images in the same file must be consecutive. Each file
+        is read once, in the order of its images.
 
         Raises:
             DataError: a file is broken, or it no longer contains one of the images.
@@ -160,9 +153,8 @@ class PackedFiles(FileSource):
                 raise DataError(f"{file} no longer contains {min(wanted)}, which was listed; run again.")
 
     def _require_labels(self, hidden: Mapping[str, int]) -> None:
-        """Reject splits without a label. ``hidden`` maps the words for these splits to
-        the numbers of their images.
-        """
+        """Reject splits without a label. ``hidden`` maps the words for these splits to the numbers
+        of their images."""
         if not hidden:
             return
         counts = [f"{quantity(count, 'image')} of {word}" for word, count in hidden.items()]
@@ -176,8 +168,8 @@ class PackedFiles(FileSource):
         )
 
     def _strays(self, names: Sequence[str]) -> set[str]:
-        """The files that do not belong to the dataset, although their suffix may be
-        right. ``names`` are the paths of all files.
+        """The files that do not belong to the dataset, although their suffix may be right.
+        ``names`` are the paths of all files.
 
         Raises:
             DataError: there are several datasets.
@@ -195,14 +187,12 @@ class PackedFiles(FileSource):
 
     @abstractmethod
     def _images(self, path: Path, file: str, wanted: Mapping[str, FileEntry]) -> Iterator[tuple[str, bytes]]:
-        """Yield the name and the content of each of the ``wanted`` members, in the
-        order of the file.
-        """
+        """Yield the name and the content of each of the ``wanted`` members, in the order of the
+        file."""
 
     def _listed(self, file: PackedFile, explicit: Split | None) -> tuple[list[FileEntry], int]:
-        """Read the list of images in a packed file from the file itself. The result
-        also contains the number of images without a label.
-        """
+        """Read the list of images in a packed file from the file itself. The result also contains
+        the number of images without a label."""
         groups: dict[str, str] = {}
         entries: list[FileEntry] = []
         noted = sum(note.count for note in self._notes.values())
@@ -221,8 +211,8 @@ class PackedFiles(FileSource):
         unlabeled = [entry.name for entry in entries if entry.label in no_label]
         for name in unlabeled:
             self._notes["no_label"].add(name)
-        # A file with notes is listed again every time, because only the file itself
-        # shows which images are left out.
+        # A file with notes is listed again every time, because only the file itself shows which
+        # images are left out.
         has_notes = noted != sum(note.count for note in self._notes.values())
         etag = file.etag + _WITH_NOTES if has_notes else file.etag
         return [entry._replace(etag=etag) for entry in entries if entry.label not in no_label], len(unlabeled)
@@ -267,9 +257,7 @@ class PackedFiles(FileSource):
         return sorted(files), splits
 
     def _all_files(self) -> Iterator[tuple[str, str]]:
-        """Yield the names and etags of all files, except in folders that evernear
-        wrote.
-        """
+        """Yield the names and etags of all files, except in folders that evernear wrote."""
         if self._store is not None:
             marked = MarkedFolders()
             for info in self._store.list(""):
@@ -294,9 +282,7 @@ class PackedFiles(FileSource):
 
     @contextmanager
     def _opened(self, file: str) -> Generator[Path]:
-        """Provide a local copy of a file in a bucket, or the file itself if it is on
-        disk.
-        """
+        """Provide a local copy of a file in a bucket, or the file itself if it is on disk."""
         if self._store is None:
             path = Path(self._location, file)
             with disk_errors(path):
@@ -307,9 +293,8 @@ class PackedFiles(FileSource):
             yield self._store.fetch(file, Path(scratch, "file"))
 
     def file_of(self, name: str) -> str:
-        """The file that contains the image ``name``. The path of this file is the
-        shortest prefix of the name that ends with one of the suffixes.
-        """
+        """The file that contains the image ``name``. The path of this file is the shortest prefix
+        of the name that ends with one of the suffixes."""
         pattern = "|".join(map(re.escape, self.suffixes))
         match = re.match(rf"(?i)(.*?(?:{pattern}))/", name)
         if match is None:
@@ -318,10 +303,9 @@ class PackedFiles(FileSource):
 
 
 def split_word(name: str, folders: Collection[str] = ()) -> str:
-    """The name of the file (without shard number and suffix) or of a folder above it,
-    if it is one of ``folders``, and otherwise the split word in the deepest name that
-    has one. The result is empty if no name has a split word.
-    """
+    """The name of the file (without shard number and suffix) or of a folder above it, if it is one
+    of ``folders``, and otherwise the split word in the deepest name that has one. The result is
+    empty if no name has a split word."""
     parts = name.split("/")
     if named := [part for part in (*parts[:-1], _stem(parts[-1])) if part in folders]:
         return named[0]
@@ -335,9 +319,8 @@ def _stem(file: str) -> str:
 
 
 def split_position(parts: Sequence[str]) -> int | None:
-    """The position of the last of ``parts`` that has a split word. Names with several
-    split words are ignored.
-    """
+    """The position of the last of ``parts`` that has a split word. Names with several split words
+    are ignored."""
     return next((place for place in reversed(range(len(parts))) if len(_words(parts[place])) == 1), None)
 
 

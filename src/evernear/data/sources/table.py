@@ -1,8 +1,8 @@
-"""A table of image files and their labels, in CSV or Parquet. The columns are path and
-label, and optionally split and group.
+"""A table of image files and their labels, in CSV or Parquet. The columns are path and label, and
+optionally split and group.
 
-The rows are loaded into a temporary SQLite file, so that memory use does not grow with
-the table. SQLite finds repeated paths, and joins the rows with the listing of a bucket.
+The rows are loaded into a temporary SQLite file, so that memory use does not grow with the table.
+SQLite finds repeated paths, and joins the rows with the listing of a bucket.
 """
 
 import os
@@ -41,9 +41,8 @@ CREATE TABLE rows (name TEXT PRIMARY KEY, bucket TEXT, key TEXT, label TEXT, spl
 
 
 class Table(FileSource):
-    """The image files that are listed in a table. A path is relative to the folder of
-    the table, or has the form ``s3://bucket/key``.
-    """
+    """The image files that are listed in a table. A path is relative to the folder of the table, or
+    has the form ``s3://bucket/key``."""
 
     def __init__(self, location: str, settings: DataSettings) -> None:
         """Open the table at ``location``, which is a path or ``s3://bucket/key``.
@@ -112,9 +111,7 @@ class Table(FileSource):
             return path.read_bytes()
 
     def group(self, name: str) -> str:
-        """The group of a file, or an empty string if the table does not specify a
-        group.
-        """
+        """The group of a file, or an empty string if the table does not specify a group."""
         assert self._db is not None  # noqa: S101 - `entries` comes first
         with sqlite_errors():
             row = self._db.execute("SELECT grp FROM rows WHERE name = ?", (name,)).fetchone()
@@ -162,17 +159,14 @@ class Table(FileSource):
         return splits
 
     def _fetched(self, scratch: Path) -> Path:
-        """Return the path of the table file. If the file is in a bucket, it is first
-        fetched to ``scratch``.
-        """
+        """Return the path of the table file. If the file is in a bucket, it is first fetched to
+        ``scratch``."""
         if not self._in_bucket:
             return Path(self._location)
         return open_store(self._root).fetch(self._file_name, scratch / "table")
 
     def _place(self, row: Row) -> tuple[str, str, str]:
-        """The name of a row's file in the source and, for an object, the bucket and the
-        key.
-        """
+        """The name of a row's file in the source and, for an object, the bucket and the key."""
         text, refused = row.path, f"The path {row.path!r} in {row.where} of {self._file_name}"
         try:
             text.encode()
@@ -214,9 +208,7 @@ class Table(FileSource):
         return False
 
     def _stat(self, name: str) -> tuple[str | None, int]:
-        """The etag and the size of a file. The etag is None if the file does not
-        exist.
-        """
+        """The etag and the size of a file. The etag is None if the file does not exist."""
         path = os.path.join(self._root, name)  # noqa: PTH118 - pathlib would take most of the time
         try:
             stat = os.stat(path)  # noqa: PTH116
@@ -231,9 +223,8 @@ class Table(FileSource):
 
     @cache  # noqa: B019 - few tables exist
     def _output_around(self, folder: str) -> str:
-        """The folder below the table's folder that contains ``folder`` and that
-        evernear wrote, or an empty string.
-        """
+        """The folder below the table's folder that contains ``folder`` and that evernear wrote, or
+        an empty string."""
         parts = folder.split("/")
         paths = ("/".join(parts[:depth]) for depth in range(1, len(parts) + 1))
         return next((path for path in paths if path and is_output(f"{self._root}/{path}")), "")
@@ -251,9 +242,8 @@ class Table(FileSource):
             self._notes["outside_link"].add(name)
 
     def _find_objects(self, db: sqlite3.Connection, bucket: str) -> None:
-        """Record the etags and sizes of objects in a bucket, using a listing of their
-        common parent folder.
-        """
+        """Record the etags and sizes of objects in a bucket, using a listing of their common parent
+        folder."""
         own_bucket, _, root = self._root.removeprefix(_S3).partition("/")
         marked = MarkedFolders(root if self._in_bucket and own_bucket == bucket else "")
         with sqlite_errors():
@@ -284,9 +274,8 @@ class Table(FileSource):
         )
 
     def _beside_twin(self, name: str) -> str:
-        """The name of a missing file and, if a file has a name that looks the same,
-        both names with escapes for the characters that differ.
-        """
+        """The name of a missing file and, if a file has a name that looks the same, both names with
+        escapes for the characters that differ."""
         if name.startswith(_S3) or self._in_bucket:
             uri = name if name.startswith(_S3) else f"{self._root}/{name}"
             folder, _, last = uri.rpartition("/")
@@ -303,9 +292,7 @@ def _reader(bucket: str) -> Callable[[str], bytes]:
 
 
 def _twin_on_disk(root: Path, name: str) -> str:
-    """The relative path of the file below ``root`` that looks like ``name``, or an
-    empty string.
-    """
+    """The relative path of the file below ``root`` that looks like ``name``, or an empty string."""
     path = root
     for part in re.split(r"[/\\]", name):
         try:

@@ -1,6 +1,4 @@
-"""Read the rows of a CSV or Parquet table with names and labels, one block at a
-time.
-"""
+"""Read the rows of a CSV or Parquet table with names and labels, one block at a time."""
 
 import os
 from collections.abc import Iterator
@@ -16,9 +14,8 @@ PARQUET_SUFFIXES = (".parquet", ".pq")
 
 
 class Row(NamedTuple):
-    """A row of a table: its position in the file, for messages, and the text of each
-    cell. Absent cells are empty.
-    """
+    """A row of a table: its position in the file, for messages, and the text of each cell. Absent
+    cells are empty."""
 
     where: str
     path: str
@@ -28,8 +25,8 @@ class Row(NamedTuple):
 
 
 def read_rows(file: Path, name: str) -> Iterator[Row]:
-    """Yield the rows of a CSV or Parquet file, whose name in messages is ``name``.
-    Memory use does not grow with the size of the table.
+    """Yield the rows of a CSV or Parquet file, whose name in messages is ``name``. Memory use does
+    not grow with the size of the table.
 
     Raises:
         DataError: the file is neither CSV nor Parquet, it is broken, or it lacks a

@@ -1,6 +1,5 @@
-"""A directory tree. Links to folders are followed. This module does not use pathlib,
-because pathlib would take most of the time for listing files.
-"""
+"""A directory tree. Links to folders are followed. This module does not use pathlib, because
+pathlib would take most of the time for listing files."""
 # ruff: noqa: PTH115, PTH116, PTH120
 
 import os
@@ -22,8 +21,8 @@ _Inode = tuple[int, int]
 class Tree:
     """The folders and files below a directory.
 
-    A link to a folder is followed, unless the target folder contains the link. The
-    paths begin with the directory. They may pass through links.
+    A link to a folder is followed, unless the target folder contains the link. The paths begin with
+    the directory. They may pass through links.
     """
 
     def __init__(self, root: Path) -> None:
@@ -34,9 +33,7 @@ class Tree:
         self.outputs: set[str] = set()
         """Names of folders that evernear wrote (`evernear.common.outputs`)."""
         self.outside: dict[str, str] = {}
-        """Links to folders outside the directory. Maps the name of each link to its
-        target.
-        """
+        """Links to folders outside the directory. Maps the name of each link to its target."""
 
     def name(self, path: str) -> str:
         """The name of a path in the tree, with bytes that are not UTF-8 escaped."""
@@ -49,20 +46,18 @@ class Tree:
         return sorted(entry.path for entry in entries if self._enters(entry, above))
 
     def files(self, folder: str, group: Callable[[str], Hashable]) -> Iterator[os.DirEntry[str]]:
-        """Yield all files below a folder, in no particular order. Sorting the files
-        would require the listing of a whole folder in memory.
+        """Yield all files below a folder, in no particular order. Sorting the files would require
+        the listing of a whole folder in memory.
 
-        If a folder `is_skipped`, it is yielded instead of its files. If ``group``
-        returns None for the path of a folder, the folder is left out. Links between
-        folders could multiply files. Therefore, a link to a folder that was already
-        listed for the same group is skipped.
+        If a folder `is_skipped`, it is yielded instead of its files. If ``group`` returns None for
+        the path of a folder, the folder is left out. Links between folders could multiply files.
+        Therefore, a link to a folder that was already listed for the same group is skipped.
         """
         yield from self._files(folder, self._containing(folder), group)
 
     def scan(self, folder: str) -> Iterator[tuple[os.DirEntry[str], Literal["folder", "file", "skipped"]]]:
-        """Yield the folders, the regular files and the skipped entries that are
-        directly in a folder. Broken links and outputs of evernear are recorded instead.
-        """
+        """Yield the folders, the regular files and the skipped entries that are directly in a
+        folder. Broken links and outputs of evernear are recorded instead."""
         with disk_errors(folder), os.scandir(folder) as entries:
             for entry in entries:
                 if is_skipped(entry.name):
@@ -90,8 +85,8 @@ class Tree:
         return True
 
     def require_no_broken_link(self) -> None:
-        """Check that no link that was found so far is broken, because images must not
-        leave the dataset when a disk is not mounted.
+        """Check that no link that was found so far is broken, because images must not leave the
+        dataset when a disk is not mounted.
 
         Raises:
             StoreError: a link is broken. The message contains the names of some broken
@@ -123,9 +118,8 @@ class Tree:
             yield from self._files(entry.path, above | {inode}, group)
 
     def _enters(self, entry: os.DirEntry[str], above: frozenset[_Inode]) -> bool:
-        """Whether to list a folder. A folder is not listed if it is one of the folders
-        ``above``. If a link leads out of the tree, the link is recorded.
-        """
+        """Whether to list a folder. A folder is not listed if it is one of the folders ``above``.
+        If a link leads out of the tree, the link is recorded."""
         if _inode(entry.path) in above:
             return False
         if entry.is_symlink():
@@ -135,9 +129,8 @@ class Tree:
         return True
 
     def _containing(self, folder: str) -> frozenset[_Inode]:
-        """The inodes of a folder in the tree, of the folders on the path to it, and of
-        the folders that contain the tree.
-        """
+        """The inodes of a folder in the tree, of the folders on the path to it, and of the folders
+        that contain the tree."""
         paths = [self._real_root, *map(str, Path(self._real_root).parents)]
         while len(folder) > len(self._root):
             paths.append(folder)

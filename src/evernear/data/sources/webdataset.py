@@ -1,11 +1,10 @@
-"""WebDataset: tar files in which the members of a sample are adjacent and have the same
-name except for the suffix, as in ``7.jpg`` and ``7.cls``.
+"""WebDataset: tar files in which the members of a sample are adjacent and have the same name except
+for the suffix, as in ``7.jpg`` and ``7.cls``.
 
-The format is described at https://github.com/webdataset/webdataset. The label is the
-``label`` field in ``.json``. Without this field, the label is the text in ``.cls``. The
-group is the ``group`` field in ``.json``. A sample has one image. An image with a
-compound suffix, as in ``7.mask.png``, is another field of the sample, unless it is the
-only image.
+The format is described at https://github.com/webdataset/webdataset. The label is the ``label``
+field in ``.json``. Without this field, the label is the text in ``.cls``. The group is the
+``group`` field in ``.json``. A sample has one image. An image with a compound suffix, as in
+``7.mask.png``, is another field of the sample, unless it is the only image.
 """
 
 import json
@@ -59,9 +58,8 @@ class WebDataset(PackedFiles):
             _require_end(tar, file)
 
     def _of_sample(self, file: str, key: str, images: list[tarfile.TarInfo], labels: "_Labels") -> Iterator[Member]:
-        """The images of a sample. If names contain dots, as in ``a.0.png`` and
-        ``a.0.cls``, several samples have the same key.
-        """
+        """The images of a sample. If names contain dots, as in ``a.0.png`` and ``a.0.cls``, several
+        samples have the same key."""
         parts: defaultdict[str, list[tarfile.TarInfo]] = defaultdict(list)
         is_one, _ = labels.of(key) if images else ("", "")
         for image in images:
@@ -75,9 +73,8 @@ class WebDataset(PackedFiles):
                 yield from (Member(image.name, "", image.size) for image in own)
 
     def _choose(self, file: str, stem: str, images: list[tarfile.TarInfo]) -> tarfile.TarInfo:
-        """The image of a sample. Other images of the sample, such as masks, show the
-        same scene, and are left out.
-        """
+        """The image of a sample. Other images of the sample, such as masks, show the same scene,
+        and are left out."""
         names = [image.name for image in images]
         if len(set(names)) < len(names):
             raise DataError(f"{file} contains two images called {max(names, key=names.count)}; rename one of them.")
@@ -102,15 +99,13 @@ class WebDataset(PackedFiles):
         with _opened(path, file) as tar:
             for info in _each(tar):
                 if info.name in wanted and info.isreg():
-                    # `evernear.data.decoding` rejects files that are larger than
-                    # uncompressed pixels would be.
+                    # `evernear.data.decoding` rejects files that are larger than uncompressed
+                    # pixels would be.
                     is_too_large = info.size > 8 * self._settings.max_pixels
                     yield info.name, b"" if is_too_large else _content(tar, info)
 
     def _used(self, tar: tarfile.TarFile, file: str) -> Iterator[tarfile.TarInfo]:
-        """Yield the regular members, except files that operating systems left
-        behind.
-        """
+        """Yield the regular members, except files that operating systems left behind."""
         for info in _each(tar):
             try:
                 info.name.encode()
@@ -125,9 +120,8 @@ class WebDataset(PackedFiles):
 
 
 class _Labels:
-    """The labels and groups in the .cls and .json members of a sample. A member is
-    parsed only if its label is needed, because .json may contain anything.
-    """
+    """The labels and groups in the .cls and .json members of a sample. A member is parsed only if
+    its label is needed, because .json may contain anything."""
 
     def __init__(self, file: str, uses_groups: bool) -> None:
         self._file, self._uses_groups = file, uses_groups
@@ -138,18 +132,16 @@ class _Labels:
         self._contents[stem][suffix] = size if size > _MAX_LABEL_BYTES else read()
 
     def stem_of(self, name: str, key: str) -> str:
-        """The longest stem of a label that ``name`` begins with. If there is none, the
-        result is ``key``, the key of the sample.
-        """
+        """The longest stem of a label that ``name`` begins with. If there is none, the result is
+        ``key``, the key of the sample."""
         stem = name
         while len(stem) > len(key) and stem not in self._contents:
             stem = stem.rpartition(".")[0]
         return stem
 
     def of(self, stem: str) -> tuple[str, str]:
-        """The label and the group, which may be empty. If .json contains the class
-        name, .cls contains the class number, which the webdataset loader expects.
-        """
+        """The label and the group, which may be empty. If .json contains the class name, .cls
+        contains the class number, which the webdataset loader expects."""
         fields = self._fields(stem)
         label = self._field(fields, "label", stem) or self._text(stem, ".cls")
         is_group = self._uses_groups or isinstance(fields.get("group"), str | int)
@@ -190,18 +182,16 @@ def _listed(images: list[tarfile.TarInfo]) -> str:
 
 
 def _each(tar: tarfile.TarFile) -> Iterator[tarfile.TarInfo]:
-    """Yield the members in order. Unlike in `tarfile`, the list of all members is not
-    kept in memory.
-    """
+    """Yield the members in order. Unlike in `tarfile`, the list of all members is not kept in
+    memory."""
     while info := tar.next():
         yield info
         tar.members = []  # pyright: ignore[reportAttributeAccessIssue] - absent from the type stubs
 
 
 def _split_name(name: str) -> tuple[str, str]:
-    """Split a member's name into the name of the sample and the rest. The rest follows
-    the first dot in the file name.
-    """
+    """Split a member's name into the name of the sample and the rest. The rest follows the first
+    dot in the file name."""
     folder, base = posixpath.split(name)
     stem, _, rest = base.partition(".")
     return posixpath.join(folder, stem), rest.lower()
@@ -223,9 +213,8 @@ def _opened(path: Path, file: str) -> Generator[tarfile.TarFile]:
 
 
 def _require_end(tar: tarfile.TarFile, file: str) -> None:
-    """Check that a tar file is complete, because `tarfile` treats a broken header or a
-    truncated file as the end of the archive.
-    """
+    """Check that a tar file is complete, because `tarfile` treats a broken header or a truncated
+    file as the end of the archive."""
     assert tar.fileobj is not None  # noqa: S101 - it is open
     tar.fileobj.seek(tar.offset)
     if tar.fileobj.read(tarfile.BLOCKSIZE).strip(b"\0"):

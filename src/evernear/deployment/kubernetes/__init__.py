@@ -1,8 +1,8 @@
 """Deploy to Kubernetes: roll out and verify a release, or restore the previous release.
 
-Read `KubernetesTarget.rollout` first. `objects` builds the objects to apply, and
-`cluster` is the client of the API server. The registry's champion is authoritative. If
-a deployment is killed, the next deployment makes the cluster serve the champion again.
+Read `KubernetesTarget.rollout` first. `objects` builds the objects to apply, and `cluster` is the
+client of the API server. The registry's champion is authoritative. If a deployment is killed, the
+next deployment makes the cluster serve the champion again.
 """
 
 import contextlib
@@ -35,9 +35,7 @@ from evernear.settings import RunSettings
 
 
 class KubernetesTarget:
-    """The Deployment of ``settings.kubernetes``.
-    Every method may raise `ClusterError`.
-    """
+    """The Deployment of ``settings.kubernetes``. Every method may raise `ClusterError`."""
 
     def __init__(self, settings: RunSettings) -> None:
         self._settings = settings
@@ -54,9 +52,8 @@ class KubernetesTarget:
         return LeaseLock(self.cluster, self._kubernetes.name, LEASE_S)
 
     def require_deployable(self) -> None:
-        """Check permissions, then validate the objects with a dry run. Without the
-        permission check, the error for a rejected apply would list only one missing
-        permission.
+        """Check permissions, then validate the objects with a dry run. Without the permission
+        check, the error for a rejected apply would list only one missing permission.
 
         Raises:
             SettingsError: a required setting, such as the image, is missing.
@@ -84,12 +81,11 @@ class KubernetesTarget:
 
     @contextlib.contextmanager
     def rollout(self, archive: Path, parts: ReleaseParts) -> Generator[VerifiedRollout]:
-        """Roll out a release, and verify the release through its Service. After the
-        body completes, save the revision as the last known good revision.
+        """Roll out a release, and verify the release through its Service. After the body completes,
+        save the revision as the last known good revision.
 
-        The previous pods serve requests until the new pods are ready. If the rollout or
-        the body fails, the previous revision is restored. The error message reports
-        this.
+        The previous pods serve requests until the new pods are ready. If the rollout or the body
+        fails, the previous revision is restored. The error message reports this.
 
         Raises:
             ClusterError: the API server is unavailable or refuses a request, or the
@@ -121,8 +117,8 @@ class KubernetesTarget:
             save_last_known_good(self.cluster, self._kubernetes, revision)
 
     def render(self, version: str | None) -> list[Tree]:
-        """The objects to apply when a published release is deployed. If ``version`` is
-        None, use the champion.
+        """The objects to apply when a published release is deployed. If ``version`` is None, use
+        the champion.
 
         Raises:
             StoreError: the release does not exist, or no release has been promoted yet.
@@ -138,8 +134,8 @@ class KubernetesTarget:
     def status(self) -> dict[str, Any]:
         """The state of the Deployment and of the registry.
 
-        ``server`` is ``up``, ``rolling out`` (which includes a stuck rollout), or
-        ``down`` (the Deployment does not exist, or no pod is ready).
+        ``server`` is ``up``, ``rolling out`` (which includes a stuck rollout), or ``down`` (the
+        Deployment does not exist, or no pod is ready).
         """
         deployment = self.cluster.get("Deployment", self._kubernetes.name)
         champion = self._registry.champion()
@@ -167,9 +163,8 @@ class KubernetesTarget:
         apply_revision(self.cluster, revision.objects, force=self._kubernetes.force_conflicts, dry_run=dry_run)
 
     def _restore_previous(self, failed: Revision) -> str:
-        """Restore the previous revision. If the failed release was the first release,
-        remove its objects. Returns a sentence that describes the action.
-        """
+        """Restore the previous revision. If the failed release was the first release, remove its
+        objects. Returns a sentence that describes the action."""
         try:
             self._lease.require()
             previous = self._previous()
@@ -183,9 +178,8 @@ class KubernetesTarget:
         return f"Release {previous.version} was restored and is live."
 
     def _previous(self) -> Revision | None:
-        """The last known good revision if it contains the champion, otherwise a
-        revision of the champion with the current settings.
-        """
+        """The last known good revision if it contains the champion, otherwise a revision of the
+        champion with the current settings."""
         saved = load_last_known_good(self.cluster, self._kubernetes)
         champion = self._registry.champion()
         if champion is None or (saved is not None and saved.version == champion.version):

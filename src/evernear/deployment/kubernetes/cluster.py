@@ -1,8 +1,8 @@
-"""A client for one namespace of a Kubernetes API server, with credentials, retries and
-error messages.
+"""A client for one namespace of a Kubernetes API server, with credentials, retries and error
+messages.
 
-Objects are plain dicts, as in a manifest. The `kubernetes` client sends the requests.
-The client's generated models are not used, because they drop unknown fields.
+Objects are plain dicts, as in a manifest. The `kubernetes` client sends the requests. The client's
+generated models are not used, because they drop unknown fields.
 """
 
 import builtins
@@ -48,9 +48,8 @@ RESOURCES = {
 }
 """The API version and the plural resource name of each kind in use."""
 _MISSING_PERMISSION = re.compile(r'is forbidden: User ".*" cannot ')
-"""Matches the message of a 403 response from the authorizer. Admission control
-(webhooks, quotas, Pod Security) also returns 403.
-"""
+"""Matches the message of a 403 response from the authorizer. Admission control (webhooks, quotas,
+Pod Security) also returns 403."""
 
 
 class Cluster:
@@ -67,8 +66,8 @@ class Cluster:
     def of(cls, settings: KubernetesSettings) -> "Cluster":
         """Connect with the pod's service account or with a kubeconfig.
 
-        If ``KUBECONFIG`` or ``kubernetes.context`` is set, the kubeconfig takes
-        precedence over the service account.
+        If ``KUBECONFIG`` or ``kubernetes.context`` is set, the kubeconfig takes precedence over the
+        service account.
 
         Raises:
             ClusterError: no credentials are available.
@@ -108,9 +107,7 @@ class Cluster:
             raise
 
     def list(self, kind: str, **query: str) -> builtins.list[Tree]:
-        """The objects of a kind, optionally filtered by ``labelSelector`` or
-        ``fieldSelector``.
-        """
+        """The objects of a kind, optionally filtered by ``labelSelector`` or ``fieldSelector``."""
         return self._call("GET", self._path(kind), query=query)["items"]
 
     def apply(self, manifest: Tree, *, force: bool = False, dry_run: bool = False) -> Tree:
@@ -156,12 +153,11 @@ class Cluster:
                 raise
 
     def changes(self, manifest: Tree, timeout_s: int) -> Iterator[Tree]:
-        """Watch an object for at most ``timeout_s``. ``manifest`` is the object as it
-        was last read.
+        """Watch an object for at most ``timeout_s``. ``manifest`` is the object as it was last
+        read.
 
-        The iterator ends early if the watch is interrupted, the ``resourceVersion`` has
-        expired, or the object is deleted. If the iterator ends early, the caller must
-        read the object again.
+        The iterator ends early if the watch is interrupted, the ``resourceVersion`` has expired, or
+        the object is deleted. If the iterator ends early, the caller must read the object again.
         """
         metadata = manifest["metadata"]
         events = self._watch.stream(
@@ -181,8 +177,7 @@ class Cluster:
             return
 
     def log(self, pod: str, container: str, *, previous: bool, lines: int) -> builtins.list[str]:
-        """The last lines of a container's log, or an empty list if the log is
-        unavailable."""
+        """The last lines of a container's log, or an empty list if the log is unavailable."""
         query = {"container": container, "previous": str(previous).lower(), "tailLines": str(lines)}
         try:
             with self._errors():
@@ -193,8 +188,8 @@ class Cluster:
         return [line.strip() for line in text.splitlines() if line.strip()]
 
     def is_allowed(self, verb: str, kind: str, name: str) -> bool:
-        """Whether the credentials permit ``verb`` on an object or on a subresource such
-        as ``Pod/log``."""
+        """Whether the credentials permit ``verb`` on an object or on a subresource such as
+        ``Pod/log``."""
         kind, _, subresource = kind.partition("/")
         version, plural = RESOURCES[kind]
         attributes = {
@@ -214,8 +209,8 @@ class Cluster:
         return bool(self._call("POST", path, review)["status"]["allowed"])
 
     def post_to_service(self, service: str, port: str, path: str, body: bytes, timeout_s: float) -> tuple[int, Any]:
-        """Send ``body`` to a Service in a POST request through the API server's proxy,
-        and return the status and content of the response.
+        """Send ``body`` to a Service in a POST request through the API server's proxy, and return
+        the status and content of the response.
 
         Raises:
             ClusterError: the API server cannot reach the Service.
@@ -250,9 +245,8 @@ class Cluster:
         timeout_s: float = TIMEOUT_S[1],
         stream: bool = False,
     ) -> Any:
-        """Send a request with retries. Return the parsed content, or the unread
-        response if ``stream`` is set.
-        """
+        """Send a request with retries. Return the parsed content, or the unread response if
+        ``stream`` is set."""
         content_type = "application/apply-patch+yaml" if method == "PATCH" else "application/json"
         if isinstance(body, bytes):
             content_type = "application/octet-stream"
@@ -270,9 +264,7 @@ class Cluster:
         )
 
     def _watched(self, kind: str, **query: Any) -> Any:
-        """The list function for `Watch`, which uses the parameter names of the
-        generated client.
-        """
+        """The list function for `Watch`, which uses the parameter names of the generated client."""
         timeout_s = query["timeout_seconds"]
         parameters = {
             "watch": "true",
@@ -284,9 +276,7 @@ class Cluster:
 
     @contextmanager
     def _errors(self) -> Generator[None]:
-        """Convert each client exception to a `ClusterError` with a one-sentence
-        message.
-        """
+        """Convert each client exception to a `ClusterError` with a one-sentence message."""
         try:
             yield
         except ApiException as error:
@@ -322,8 +312,8 @@ class Cluster:
 
 
 def _status(error: ApiException) -> Tree | None:
-    """The ``Status`` object of an error response,
-    or None if the response did not come from the API server."""
+    """The ``Status`` object of an error response, or None if the response did not come from the API
+    server."""
     try:
         body: Any = json.loads(error.body or b"")
     except ValueError:
@@ -332,9 +322,8 @@ def _status(error: ApiException) -> Tree | None:
 
 
 def _conflict(status: Tree, message: str) -> str:
-    """The message for a 409 response. For an apply, the message lists the conflicting
-    field managers and their fields.
-    """
+    """The message for a 409 response. For an apply, the message lists the conflicting field
+    managers and their fields."""
     details: Tree = status.get("details") or {}
     fields_of: dict[str, list[str]] = {}
     for cause in details.get("causes") or []:
@@ -347,9 +336,8 @@ def _conflict(status: Tree, message: str) -> str:
 
 
 def _kubeconfig() -> str:
-    """The path that kubectl uses. The `kubernetes` client would determine its default
-    path only once, at import.
-    """
+    """The path that kubectl uses. The `kubernetes` client would determine its default path only
+    once, at import."""
     return os.environ.get("KUBECONFIG") or str(Path("~/.kube/config").expanduser())
 
 
@@ -366,7 +354,5 @@ def _no_credentials(error: Exception, context: str) -> str:
 
 
 def _plain(reason: object) -> str:
-    """The reason in a urllib3 error message, without the repr of the connection
-    object.
-    """
+    """The reason in a urllib3 error message, without the repr of the connection object."""
     return " ".join(str(reason).rpartition(": ")[2].split()).rstrip(".") or type(reason).__name__

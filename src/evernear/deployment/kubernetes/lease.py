@@ -1,12 +1,11 @@
 """A Lease that limits a namespace to one deployment at a time.
 
-The holder renews the Lease. If a process observes the Lease for its whole duration
-without a renewal, the holder is considered dead. A different process may then take over
-the Lease. As in client-go's leader election, the clocks of two machines are never
-compared. A holder that was disconnected detects at its next renewal that it was
-replaced, and makes no further changes. Requests that a replaced holder sends before it
-detects the replacement do no lasting harm, because the champion pointer is moved with
-compare-and-swap.
+The holder renews the Lease. If a process observes the Lease for its whole duration without a
+renewal, the holder is considered dead. A different process may then take over the Lease. As in
+client-go's leader election, the clocks of two machines are never compared. A holder that was
+disconnected detects at its next renewal that it was replaced, and makes no further changes.
+Requests that a replaced holder sends before it detects the replacement do no lasting harm, because
+the champion pointer is moved with compare-and-swap.
 """
 
 import threading
@@ -22,14 +21,13 @@ from evernear.errors import BusyError, ClusterError
 from evernear.release.promotions import whoami
 
 LEASE_S = 30
-"""leaseDurationSeconds: a killed deployment blocks the next one for this time, and a
-holder that loses its network for less keeps the Lease."""
+"""leaseDurationSeconds: a killed deployment blocks the next one for this time, and a holder that
+loses its network for less keeps the Lease."""
 OBSERVATIONS = 10  # number of reads of another holder's Lease during its duration
 
 
 class LeaseLock:
-    """A Lease that is held and renewed from `acquire` to `release`.
-    It is a context manager."""
+    """A Lease that is held and renewed from `acquire` to `release`. It is a context manager."""
 
     def __init__(self, cluster: Cluster, name: str, duration_s: int) -> None:
         self._cluster = cluster
@@ -72,8 +70,7 @@ class LeaseLock:
             raise BusyError(f"This deployment lost the Lease {self._name} ({self._lost}), so it changes nothing more.")
 
     def release(self) -> None:
-        """Release the Lease, so that the next deployment does not have to wait until it
-        expires."""
+        """Release the Lease, so that the next deployment does not have to wait until it expires."""
         self._released.set()
         self._thread.join()
         if self._lost is None:

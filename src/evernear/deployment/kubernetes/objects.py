@@ -1,8 +1,8 @@
-"""The Kubernetes objects for a release, as plain dicts. ``evernear deployment render``
-prints these objects.
+"""The Kubernetes objects for a release, as plain dicts. ``evernear deployment render`` prints these
+objects.
 
-Start at `serving_objects`. The pods are in `pod_template`. The containers' commands are
-implemented in `evernear.serving.pod`.
+Start at `serving_objects`. The pods are in `pod_template`. The containers' commands are implemented
+in `evernear.serving.pod`.
 """
 
 from typing import Any
@@ -24,8 +24,8 @@ from evernear.settings import KubernetesSettings, RunSettings, ServingSettings
 Tree = dict[str, Any]
 
 CPU_TARGET_PERCENT = 70
-"""CPU utilization at which the HorizontalPodAutoscaler adds pods. A pod needs half a
-minute to start, and the remaining 30% answer what arrives meanwhile."""
+"""CPU utilization at which the HorizontalPodAutoscaler adds pods. A pod needs half a minute to
+start, and the remaining 30% answer what arrives meanwhile."""
 
 
 def serving_objects(settings: RunSettings, release: ServedRelease) -> list[Tree]:
@@ -123,9 +123,8 @@ def _service(kubernetes: KubernetesSettings, serving: ServingSettings) -> Tree:
 
 
 def _disruption_budget(kubernetes: KubernetesSettings) -> Tree:
-    """The disruption budget, which permits the eviction of one pod at a time. A single
-    replica may also be evicted, because otherwise its node could never be drained.
-    """
+    """The disruption budget, which permits the eviction of one pod at a time. A single replica may
+    also be evicted, because otherwise its node could never be drained."""
     return {
         "maxUnavailable": 1,
         "selector": {"matchLabels": selector(kubernetes)},
@@ -134,10 +133,9 @@ def _disruption_budget(kubernetes: KubernetesSettings) -> Tree:
 
 
 def _network_policy(kubernetes: KubernetesSettings, serving: ServingSettings) -> Tree:
-    """The network policy. Pods in this namespace and in the client namespaces can
-    access the inference ports. The watcher and the monitoring namespaces can access the
-    metrics port. The management API is inaccessible.
-    """
+    """The network policy. Pods in this namespace and in the client namespaces can access the
+    inference ports. The watcher and the monitoring namespaces can access the metrics port. The
+    management API is inaccessible."""
 
     def namespace(name: str) -> Tree:
         return {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": name}}}
@@ -149,8 +147,8 @@ def _network_policy(kubernetes: KubernetesSettings, serving: ServingSettings) ->
     ingress = [{"from": clients, "ports": ports(serving.inference_port, serving.grpc_inference_port)}]
     readers = [{"podSelector": {"matchLabels": WATCHER}}, *map(namespace, kubernetes.metrics_namespaces)]
     ingress.append({"from": readers, "ports": ports(serving.metrics_port)})
-    # Init containers need DNS and the object store, and servers may need Milvus. If the
-    # store is on a PersistentVolumeClaim and Milvus is not used, no egress is needed.
+    # Init containers need DNS and the object store, and servers may need Milvus. If the store is on
+    # a PersistentVolumeClaim and Milvus is not used, no egress is needed.
     is_local = kubernetes.store_claim and not kubernetes.milvus_secret
     servers = [] if is_local else [*ports(53, protocol="UDP"), *ports(53, *kubernetes.egress_ports)]
     return {

@@ -23,8 +23,8 @@ CONTAINER = "torchserve"
 USER = 65532  # the user in Dockerfile.serve and Dockerfile.train
 POD_SECURITY: Tree = {
     "runAsNonRoot": True,
-    # Controllers and service meshes add containers whose image may run as root. The
-    # kubelet does not start such a container if only runAsNonRoot is set.
+    # Controllers and service meshes add containers whose image may run as root. The kubelet does
+    # not start such a container if only runAsNonRoot is set.
     "runAsUser": USER,
     "runAsGroup": USER,
     "seccompProfile": {"type": "RuntimeDefault"},
@@ -69,9 +69,8 @@ class ServedRelease:
 
 
 def settings_file(settings: RunSettings) -> str:
-    """The settings file for pods. Default values are omitted, because the image may
-    contain a different evernear version.
-    """
+    """The settings file for pods. Default values are omitted, because the image may contain a
+    different evernear version."""
     serving = settings.serving.model_dump(mode="json", exclude_defaults=True) | {"threads": _threads(settings)}
     # A JSON scalar is valid TOML.
     lines = (f"{name} = {json.dumps(value)}" for name, value in sorted(serving.items()))
@@ -79,8 +78,8 @@ def settings_file(settings: RunSettings) -> str:
 
 
 def _threads(settings: RunSettings) -> int:
-    """Number of threads per worker (``OMP_NUM_THREADS``). The default is the CPU limit
-    minus one CPU for Java, divided by the number of workers.
+    """Number of threads per worker (``OMP_NUM_THREADS``). The default is the CPU limit minus one
+    CPU for Java, divided by the number of workers.
 
     Oversubscribed threads wait for each other. See benchmarks/results/serving.md.
     """
@@ -94,8 +93,7 @@ def pod_template(
 ) -> Tree:
     """The pod template of ``release``. ``config`` is the text of the `settings_file`.
 
-    If the settings file changes, the pod template also changes, so the pods are
-    replaced.
+    If the settings file changes, the pod template also changes, so the pods are replaced.
     """
     annotations = annotations | {SETTINGS_SHA256: sha256_bytes(config.encode())}
     spec = _pod(settings, release)
@@ -129,9 +127,8 @@ def _pod(settings: RunSettings, release: ServedRelease) -> Tree:
 
 
 def _init_container(settings: RunSettings, release: ServedRelease) -> Tree:
-    """The container that downloads the archive. Only this container has the object
-    store credentials from ``kubernetes.s3_secret``.
-    """
+    """The container that downloads the archive. Only this container has the object store
+    credentials from ``kubernetes.s3_secret``."""
     kubernetes = settings.kubernetes
     command = ["fetch", "--release", release.version, "--sha256", release.archive_sha256]
     container = _any_container(settings, release, "fetch", command)
@@ -146,9 +143,8 @@ def _init_container(settings: RunSettings, release: ServedRelease) -> Tree:
 
 
 def _shippers(settings: RunSettings, release: ServedRelease) -> list[Tree]:
-    """The sidecar that uploads logged queries with separate credentials. A sidecar ends
-    after TorchServe.
-    """
+    """The sidecar that uploads logged queries with separate credentials. A sidecar ends after
+    TorchServe."""
     secret = settings.kubernetes.query_secret
     if not secret or settings.serving.query_log == "off":
         return []
@@ -169,9 +165,8 @@ def _shippers(settings: RunSettings, release: ServedRelease) -> list[Tree]:
 
 
 def _container(settings: RunSettings, release: ServedRelease) -> Tree:
-    """The TorchServe container. TorchServe's management API is bound to loopback, and
-    cannot be reached from outside the pod.
-    """
+    """The TorchServe container. TorchServe's management API is bound to loopback, and cannot be
+    reached from outside the pod."""
     serving, kubernetes = settings.serving, settings.kubernetes
     command = ["serve"] if kubernetes.token_secret else ["serve", "--without-token"]
     container = _any_container(settings, release, CONTAINER, command)
@@ -199,8 +194,8 @@ def _container(settings: RunSettings, release: ServedRelease) -> Tree:
             "failureThreshold": starts,
         },
         "readinessProbe": alive | {"timeoutSeconds": PROBE_TIMEOUT_S, "failureThreshold": 2},
-        # TorchServe restarts dead workers. The container is restarted only if
-        # TorchServe cannot restart a dead worker.
+        # TorchServe restarts dead workers. The container is restarted only if TorchServe cannot
+        # restart a dead worker.
         "livenessProbe": alive | {"timeoutSeconds": RESPONSE_TIMEOUT_S, "failureThreshold": starts},
         "lifecycle": {"preStop": {"exec": {"command": ["sleep", str(ENDPOINT_REMOVAL_S)]}}},
     }

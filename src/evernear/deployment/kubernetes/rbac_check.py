@@ -1,9 +1,9 @@
 """Before a deployment, check the permissions that it needs. The Role in
 ``deploy/base/deployer.yaml`` grants these permissions.
 
-A dry run detects only some missing permissions. The remaining permissions are used
-later in a deployment: to hold the Lease, to follow and diagnose the rollout, and to
-restore the previous revision.
+A dry run detects only some missing permissions. The remaining permissions are used later in a
+deployment: to hold the Lease, to follow and diagnose the rollout, and to restore the previous
+revision.
 """
 
 from collections.abc import Iterable, Iterator
@@ -14,9 +14,8 @@ from evernear.errors import ClusterError
 from evernear.settings import RunSettings
 
 Permission = tuple[tuple[str, ...], str, str]
-"""Verbs, a kind (``Pod``, or ``Pod/log`` for a subresource), and the name of an object.
-An empty name means all objects.
-"""
+"""Verbs, a kind (``Pod``, or ``Pod/log`` for a subresource), and the name of an object. An empty
+name means all objects."""
 
 
 def check_permissions(cluster: Cluster, objects: Iterable[Tree], settings: RunSettings) -> None:
@@ -50,8 +49,8 @@ def _needed(cluster: Cluster, objects: Iterable[Tree], settings: RunSettings) ->
     yield ("list",), "Event", ""
     yield ("get",), "Pod/log", ""
     if not (cluster.inside or settings.kubernetes.service_url or settings.kubernetes.token_secret):
-        # Without a direct connection to the Service, `service_client` connects through
-        # the API server.
+        # Without a direct connection to the Service, `service_client` connects through the API
+        # server.
         yield ("create",), "Service/proxy", f"{name}:http"
 
 

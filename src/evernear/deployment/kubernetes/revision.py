@@ -1,10 +1,9 @@
-"""A revision: the objects that serve one release. A revision is applied as a whole, and
-is saved after it has been verified.
+"""A revision: the objects that serve one release. A revision is applied as a whole, and is saved
+after it has been verified.
 
-The registry records which release is the champion, but not the image and the settings
-with which this release was live. The image and the settings are stored in the last
-known good revision. This revision is a ConfigMap in the cluster, and is restored if a
-deployment fails.
+The registry records which release is the champion, but not the image and the settings with which
+this release was live. The image and the settings are stored in the last known good revision. This
+revision is a ConfigMap in the cluster, and is restored if a deployment fails.
 """
 
 import json
@@ -19,17 +18,15 @@ from evernear.settings import KubernetesSettings
 
 @dataclass(frozen=True)
 class Revision:
-    """A release and all its Kubernetes objects, in the order in which they are
-    applied.
-    """
+    """A release and all its Kubernetes objects, in the order in which they are applied."""
 
     version: str
     objects: list[Tree]
 
 
 def apply_revision(cluster: Cluster, objects: Iterable[Tree], *, force: bool = False, dry_run: bool = False) -> None:
-    """Apply objects in order. The call is idempotent. If ``dry_run`` is set, the API
-    server only validates the objects.
+    """Apply objects in order. The call is idempotent. If ``dry_run`` is set, the API server only
+    validates the objects.
 
     Raises:
         ClusterError: with status 409, a different field manager owns a field and has set it to a
@@ -84,6 +81,5 @@ def save_last_known_good(cluster: Cluster, settings: KubernetesSettings, revisio
 
 def last_known_good_name(settings: KubernetesSettings) -> str:
     """The name of the ConfigMap that contains the last known good revision.
-    ``deploy/base/deployer.yaml`` grants access to the ConfigMap with this name.
-    """
+    ``deploy/base/deployer.yaml`` grants access to the ConfigMap with this name."""
     return f"{settings.name}-proven"

@@ -8,22 +8,21 @@ from evernear.errors import ClusterError
 from evernear.settings import KubernetesSettings
 
 DIAGNOSIS_INTERVAL_S = 2
-"""Interval between diagnoses of the pods, in seconds. Between two diagnoses, the
-Deployment is watched.
-"""
+"""Interval between diagnoses of the pods, in seconds. Between two diagnoses, the Deployment is
+watched."""
 FAILURE_GRACE_S = 60
-"""Time before an error that rarely resolves itself (image pull, crash loop) ends a
-rollout. Kubernetes has then tried three times."""
+"""Time before an error that rarely resolves itself (image pull, crash loop) ends a rollout.
+Kubernetes has then tried three times."""
 PAUSE_S = 0.2
 
 
 def await_rollout(cluster: Cluster, settings: KubernetesSettings) -> None:
-    """Wait until every pod has the newest revision and is ready,
-    and older pods are deleted or terminating.
+    """Wait until every pod has the newest revision and is ready, and older pods are deleted or
+    terminating.
 
     A persistent failure, such as an image that cannot be pulled, ends the rollout after
-    `FAILURE_GRACE_S` instead of ``rollout_timeout_s``. ``ProgressDeadlineExceeded``
-    is ignored because the previous rollout may have set it.
+    `FAILURE_GRACE_S` instead of ``rollout_timeout_s``. ``ProgressDeadlineExceeded`` is ignored
+    because the previous rollout may have set it.
 
     Raises:
         ClusterError: the rollout fails, or the API server is unavailable for too long.
@@ -56,9 +55,8 @@ def await_rollout(cluster: Cluster, settings: KubernetesSettings) -> None:
 
 
 def is_complete(deployment: Tree) -> bool:
-    """Whether the rollout is complete, which means that only the newest revision is
-    live. The criterion is the same as in ``kubectl rollout status``.
-    """
+    """Whether the rollout is complete, which means that only the newest revision is live. The
+    criterion is the same as in ``kubectl rollout status``."""
     status: Tree = deployment.get("status") or {}
     replicas = deployment["spec"].get("replicas", 1)
     updated = status.get("updatedReplicas", 0)

@@ -1,6 +1,5 @@
-"""Diagnose a rollout from its pods' status, events and logs. The diagnosis is one
-sentence that quotes messages from Kubernetes.
-"""
+"""Diagnose a rollout from its pods' status, events and logs. The diagnosis is one sentence that
+quotes messages from Kubernetes."""
 
 from dataclasses import dataclass
 
@@ -17,17 +16,16 @@ CREATE_ERRORS = frozenset({"CreateContainerConfigError", "CreateContainerError",
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """The reason why pods are missing or not ready. ``persistent`` is set if the
-    problem rarely resolves itself.
-    """
+    """The reason why pods are missing or not ready. ``persistent`` is set if the problem rarely
+    resolves itself."""
 
     reason: str
     persistent: bool = False
 
 
 def diagnose(cluster: Cluster, settings: KubernetesSettings, deployment: Tree) -> Diagnosis | None:
-    """The fault that prevents the newest revision of ``deployment`` from starting, or
-    None if no fault is visible."""
+    """The fault that prevents the newest revision of ``deployment`` from starting, or None if no
+    fault is visible."""
     refused = _condition(deployment, "ReplicaFailure", "True")
     if refused is not None:
         return Diagnosis(f"no pod can be created: {_reason(refused)}")
@@ -58,9 +56,8 @@ def _of_pod(cluster: Cluster, pod: Tree) -> Diagnosis | None:
 
 
 def _has_failed(pod: Tree) -> bool:
-    """Whether a pod was evicted or rejected by its node. Failed pods remain in the pod
-    list, and may be older than this rollout.
-    """
+    """Whether a pod was evicted or rejected by its node. Failed pods remain in the pod list, and
+    may be older than this rollout."""
     return (pod.get("status") or {}).get("phase") == "Failed"
 
 
@@ -74,8 +71,8 @@ def _of_container(cluster: Cluster, pod: str, container: Tree, role: str) -> Dia
     if reason in CREATE_ERRORS:
         return Diagnosis(f"{name} cannot be created: {_reason(waiting)}", persistent=True)
     ended: Tree = state.get("terminated") or (container.get("lastState") or {}).get("terminated") or {}
-    # After its second restart, a running container counts as crashed until it is ready,
-    # because it may crash again.
+    # After its second restart, a running container counts as crashed until it is ready, because it
+    # may crash again.
     restarts = container.get("restartCount", 0)
     down = "running" not in state or (restarts > 1 and not container.get("ready"))
     if reason != "CrashLoopBackOff" and not (ended.get("exitCode") and down):
@@ -98,9 +95,8 @@ def _of_probe(cluster: Cluster, pod: str, container: Tree) -> Diagnosis | None:
 
 
 def _log_end(cluster: Cluster, pod: str, container: str, ended: Tree, *, previous: bool) -> str:
-    """The last lines of the container's log, or of the termination message that the
-    kubelet saved.
-    """
+    """The last lines of the container's log, or of the termination message that the kubelet
+    saved."""
     lines = cluster.log(pod, container, previous=previous, lines=LOG_LINES)
     lines = lines or [line.strip() for line in str(ended.get("message") or "").splitlines() if line.strip()]
     return f"; its log ends with {' / '.join(lines[-LOG_LINES:])!r}" if lines else ""

@@ -17,18 +17,16 @@ from evernear.settings.serving import MODEL_NAME, RESPONSE_TIMEOUT_S
 
 PAUSE_S = 0.5
 CONVERGENCE_TIMEOUT_S = 60
-"""Time after a rollout until only the new release answers at the Service: clients of
-gRPC resolve names at most every 30 s."""
+"""Time after a rollout until only the new release answers at the Service: clients of gRPC resolve
+names at most every 30 s."""
 
 
 def verify(client: PredictionClient, settings: KubernetesSettings, parts: ReleaseParts) -> int:
-    """Send the stored queries to the Service,
-    and return the number of answered queries.
+    """Send the stored queries to the Service, and return the number of answered queries.
 
-    Endpoints are updated with a delay after a rollout. For up to
-    `CONVERGENCE_TIMEOUT_S`, the Service may therefore answer with a different
-    release. The smoke test starts once this release has given as many consecutive
-    answers as there are stored queries.
+    Endpoints are updated with a delay after a rollout. For up to `CONVERGENCE_TIMEOUT_S`, the
+    Service may therefore answer with a different release. The smoke test starts once this release
+    has given as many consecutive answers as there are stored queries.
 
     Raises:
         ServingError: a prediction differs from the archived prediction or comes from a
@@ -44,9 +42,9 @@ def service_url(settings: RunSettings) -> str:
 
 
 def service_client(cluster: Cluster, settings: RunSettings) -> PredictionClient:
-    """A client of the Service. If ``kubernetes.service_url`` is set, the client
-    connects to this URL. Otherwise, the client uses the Service's DNS name inside the
-    cluster, and the API server's proxy outside the cluster.
+    """A client of the Service. If ``kubernetes.service_url`` is set, the client connects to this
+    URL. Otherwise, the client uses the Service's DNS name inside the cluster, and the API server's
+    proxy outside the cluster.
 
     Raises:
         SettingsError: a token is required, but the API server would not forward the
@@ -107,9 +105,8 @@ def _await_release(client: PredictionClient, settings: KubernetesSettings, parts
 
 
 class _ApiServerProxyClient:
-    """The ``proxy`` subresource of a Service. The proxy can be reached from wherever
-    the API server can be reached, but does not forward tokens.
-    """
+    """The ``proxy`` subresource of a Service. The proxy can be reached from wherever the API server
+    can be reached, but does not forward tokens."""
 
     def __init__(self, cluster: Cluster, settings: RunSettings) -> None:
         self._cluster = cluster

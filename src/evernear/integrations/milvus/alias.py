@@ -11,8 +11,8 @@ def follow_alias(registry: Registry, before: Champion | None) -> list[str]:
     """After the champion moved from ``before``, point the alias at the new champion's
     collection.
 
-    evernear itself does not use the alias, so a failure is only reported as a warning.
-    Repeating the call changes nothing.
+    evernear itself does not use the alias, so a failure is only reported as a warning. Repeating
+    the call changes nothing.
     """
     try:
         point_alias(registry, before)
@@ -22,12 +22,11 @@ def follow_alias(registry: Registry, before: Champion | None) -> list[str]:
 
 
 def point_alias(registry: Registry, before: Champion | None = None) -> Collection | None:
-    """Point the alias at the champion's collection, and return the collection. Return
-    None if the champion's vectors are in its archive.
+    """Point the alias at the champion's collection, and return the collection. Return None if the
+    champion's vectors are in its archive.
 
-    If the collection of ``before`` has a different alias, that alias is removed. An
-    alias that points at a different store's collection is not changed, because this
-    store may be a copy.
+    If the collection of ``before`` has a different alias, that alias is removed. An alias that
+    points at a different store's collection is not changed, because this store may be a copy.
 
     Raises:
         StoreError: the alias belongs to a different store, or the registry or Milvus is
@@ -63,9 +62,8 @@ def _require_own_alias(registry: Registry, collection: Collection) -> None:
 
 
 def _collection(registry: Registry, champion: Champion | None) -> Collection | None:
-    """The collection of a champion, or None if the champion has no collection or the
-    release record is lost.
-    """
+    """The collection of a champion, or None if the champion has no collection or the release record
+    is lost."""
     if champion is None:
         return None
     try:

@@ -16,24 +16,20 @@ from evernear.settings import IndexSettings
 from evernear.settings.sources import MILVUS_TOKEN_FILE_VARIABLE, MILVUS_TOKEN_VARIABLE, MILVUS_URI_VARIABLE
 
 Client = Any
-"""``pymilvus.MilvusClient``, whose methods are annotated as both synchronous and
-asynchronous.
-"""
+"""``pymilvus.MilvusClient``, whose methods are annotated as both synchronous and asynchronous."""
 CONNECT_TIMEOUT_S = 30.0
 TIMEOUT_S = 60.0
 GRPC_OPTIONS = {"grpc.keepalive_permit_without_calls": False}
-"""These options disable pings on idle connections, because Milvus Lite closes a
-connection on which pymilvus sends a ping every 10 s.
-"""
+"""These options disable pings on idle connections, because Milvus Lite closes a connection on which
+pymilvus sends a ping every 10 s."""
 UNCONNECTED = 2
 """The pymilvus error code for a failed connection to the server."""
 MAX_MESSAGE = 300
 
 
 def connect(uri: str) -> Client:
-    """Create a client for the Milvus server. An address in the environment takes
-    precedence over ``uri``.
-    """
+    """Create a client for the Milvus server. An address in the environment takes precedence over
+    ``uri``."""
     os.environ.setdefault("PYTHON_DOTENV_DISABLED", "1")  # pymilvus would read .env files into the environment
     from pymilvus import MilvusClient
 
@@ -55,8 +51,7 @@ def uri_of(settings: IndexSettings) -> str:
 
 
 def require_reachable(settings: IndexSettings) -> None:
-    """Before a run starts, check that Milvus is reachable, so that the gallery can be
-    written.
+    """Before a run starts, check that Milvus is reachable, so that the gallery can be written.
 
     Raises:
         SettingsError: ``index.uri`` is missing, or the token is unusable.
@@ -67,17 +62,15 @@ def require_reachable(settings: IndexSettings) -> None:
 
 
 def address(uri: str) -> str:
-    """The Milvus address in the environment, or ``uri`` if the environment contains no
-    address.
-    """
+    """The Milvus address in the environment, or ``uri`` if the environment contains no address."""
     return os.environ.get(MILVUS_URI_VARIABLE) or uri
 
 
 def _token() -> str:
     """The token from the environment, or an empty string.
 
-    The token is sent only to the address in the environment, because a release could
-    contain the address of someone else's server.
+    The token is sent only to the address in the environment, because a release could contain the
+    address of someone else's server.
     """
     token, file = usable(MILVUS_TOKEN_VARIABLE), os.environ.get(MILVUS_TOKEN_FILE_VARIABLE)
     if file and not token:
@@ -108,8 +101,7 @@ def milvus_errors(uri: str) -> Generator[None]:
 
 
 def is_transient(error: Exception) -> bool:
-    """Whether pymilvus raised ``error`` because the server is unreachable or
-    overloaded."""
+    """Whether pymilvus raised ``error`` because the server is unreachable or overloaded."""
     import grpc
     from pymilvus.exceptions import ErrorCode, MilvusException
 
@@ -127,8 +119,8 @@ def sentence(error: Exception) -> str:
 
 
 def point_alias(collection: Collection) -> None:
-    """Point the alias ``collection.alias`` at ``collection``. Repeating the call
-    changes nothing.
+    """Point the alias ``collection.alias`` at ``collection``. Repeating the call changes
+    nothing.
 
     Raises:
         TransientStoreError: Milvus is unreachable.
@@ -166,8 +158,8 @@ def drop(collection: Collection) -> None:
 
 
 def alias_target(client: Client, collection: Collection) -> str | None:
-    """The name of the collection at which the alias of ``collection`` points, or None
-    if the alias does not exist."""
+    """The name of the collection at which the alias of ``collection`` points, or None if the alias
+    does not exist."""
     for name in client.list_collections(timeout=TIMEOUT_S):
         is_ours = name.startswith(f"{collection.alias}_")
         if is_ours and collection.alias in client.list_aliases(name, timeout=TIMEOUT_S)["aliases"]:

@@ -1,10 +1,9 @@
-"""Galleries in Milvus: one collection per index,
-and an alias for the champion's collection.
+"""Galleries in Milvus: one collection per index, and an alias for the champion's collection.
 
-The same code works with a Milvus cluster, a standalone server, and Milvus Lite, which
-stores its data in a local file. Each collection name contains an identifier of the
-store and a hash of the collection's content. A collection is never changed after it is
-filled. A release that contains a collection name therefore also identifies the vectors.
+The same code works with a Milvus cluster, a standalone server, and Milvus Lite, which stores its
+data in a local file. Each collection name contains an identifier of the store and a hash of the
+collection's content. A collection is never changed after it is filled. A release that contains a
+collection name therefore also identifies the vectors.
 """
 
 import json
@@ -40,13 +39,11 @@ from evernear.integrations.milvus.client import (
 from evernear.settings import IndexSettings
 
 ROW, LABEL, IMAGE, EMBEDDING = "row", "label", "image", "embedding"
-"""The fields of a collection. ``label`` and ``image`` (the SHA-256 hash of the image)
-are intended for other programs that read the collection through its alias.
-"""
+"""The fields of a collection. ``label`` and ``image`` (the SHA-256 hash of the image) are intended
+for other programs that read the collection through its alias."""
 ROW_BLOCK_SIZE = 1000
-"""Number of rows per insert. With 4096 dimensions, an insert takes 16 MB. A Milvus
-server accepts messages of up to 64 MB.
-"""
+"""Number of rows per insert. With 4096 dimensions, an insert takes 16 MB. A Milvus server accepts
+messages of up to 64 MB."""
 QUERY_BLOCK_SIZE = 1024
 SEARCH_TIMEOUT_S = 10.0
 INDEX_TIMEOUT_S = 4 * 3600.0
@@ -61,8 +58,7 @@ BEAMS = tuple(f"ef={ef}" for ef in (16, 32, 64, 128, 256, 512, 1024))
 
 class MilvusBackend:
     """The index backend for ``index.backend = milvus``. It implements
-    `evernear.common.plugins.IndexBackend`.
-    """
+    `evernear.common.plugins.IndexBackend`."""
 
     def check(self, settings: IndexSettings) -> None:
         """Connect to Milvus. See `require_reachable`."""
@@ -86,17 +82,15 @@ class MilvusBackend:
 
 
 class MilvusIndex:
-    """A collection that is open for search. It implements
-    `evernear.index.vectors.VectorIndex`.
-    """
+    """A collection that is open for search. It implements `evernear.index.vectors.VectorIndex`."""
 
     def __init__(
         self, collection: Collection, shape: tuple[int, int], search: str = "", *, strongly_consistent: bool = False
     ) -> None:
         """Connect to an existing collection.
 
-        If ``strongly_consistent`` is set, every search waits for all earlier writes. On
-        a cluster, waiting for earlier writes takes up to 0.2 s.
+        If ``strongly_consistent`` is set, every search waits for all earlier writes. On a cluster,
+        waiting for earlier writes takes up to 0.2 s.
         """
         self.collection = collection
         self.shape = shape
@@ -106,8 +100,8 @@ class MilvusIndex:
 
     @staticmethod
     def open(collection: Collection, shape: tuple[int, int], search: str) -> "MilvusIndex":
-        """Open the collection of a release for search. ``shape`` contains the number of
-        vectors and the number of dimensions.
+        """Open the collection of a release for search. ``shape`` contains the number of vectors and
+        the number of dimensions.
 
         Raises:
             IntegrityError: the collection is missing, or has a different shape.
@@ -128,8 +122,8 @@ class MilvusIndex:
         return index
 
     def search(self, vectors: NDArray[np.float32], k: int) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
-        """The L2 distances and the row numbers of the nearest vectors, both of shape
-        (N, k). See `VectorIndex`.
+        """The L2 distances and the row numbers of the nearest vectors, both of shape (N, k). See
+        `VectorIndex`.
 
         Raises:
             TransientStoreError: Milvus is unreachable, or does not respond within
@@ -178,18 +172,18 @@ class MilvusIndex:
             except Exception as error:
                 if is_transient(error):
                     raise
-            # Load the collection again, because Milvus Lite forgets after a restart
-            # which collections were loaded.
+            # Load the collection again, because Milvus Lite forgets after a restart which
+            # collections were loaded.
             self._client.load_collection(self.collection.name, timeout=SEARCH_TIMEOUT_S)
             return search()
 
 
 def fill(gallery: GalleryVectors, settings: IndexSettings, factory: str) -> MilvusIndex:
-    """Fill a collection with ``gallery``. ``factory`` is the type of the collection's
-    index, such as ``HNSW,M=32``.
+    """Fill a collection with ``gallery``. ``factory`` is the type of the collection's index, such
+    as ``HNSW,M=32``.
 
-    If a collection with the same store and content exists, it is reused. If a killed
-    run left the collection unfinished, the collection is completed.
+    If a collection with the same store and content exists, it is reused. If a killed run left the
+    collection unfinished, the collection is completed.
 
     Raises:
         SettingsError: ``index.uri`` is missing, the index type does not work, or
@@ -217,8 +211,8 @@ def fill(gallery: GalleryVectors, settings: IndexSettings, factory: str) -> Milv
 
 
 def choose(gallery: GalleryVectors, settings: IndexSettings, queries: EmbeddingBlock, exact: ExactNeighbors) -> Choice:
-    """Fill a collection if ``index.type`` is not set, and use ``queries`` to choose its
-    search parameters.
+    """Fill a collection if ``index.type`` is not set, and use ``queries`` to choose its search
+    parameters.
 
     Raises:
         SettingsError, TransientStoreError, StoreError: for the same reasons as in
@@ -262,8 +256,7 @@ def _create_collection(client: Client, collection: Collection, gallery: GalleryV
         index.add_index(EMBEDDING, index_type=kind, metric_type="IP", params=_numbers(build))
         client.create_collection(collection.name, schema=schema, index_params=index, timeout=TIMEOUT_S)
     except (MilvusException, RuntimeError) as error:
-        # Milvus creates the collection before the index, so an empty collection may
-        # remain.
+        # Milvus creates the collection before the index, so an empty collection may remain.
         client.drop_collection(collection.name, timeout=TIMEOUT_S)
         raise SettingsError(
             f"index.type = {factory!r} does not work in Milvus at {address(collection.uri)}: {sentence(error)}; use "
@@ -309,9 +302,8 @@ def _dim(client: Client, name: str) -> int:
 
 
 def _await_index(client: Client, name: str) -> None:
-    """Wait until Milvus has indexed every vector. Milvus uses exact search for vectors
-    that are not indexed yet, so the measured recall would be too high.
-    """
+    """Wait until Milvus has indexed every vector. Milvus uses exact search for vectors that are not
+    indexed yet, so the measured recall would be too high."""
     deadline_s = time.monotonic() + INDEX_TIMEOUT_S
     while client.describe_index(name, EMBEDDING, timeout=TIMEOUT_S)["pending_index_rows"]:
         if time.monotonic() > deadline_s:

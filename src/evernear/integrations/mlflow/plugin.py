@@ -1,6 +1,4 @@
-"""The MLflow plugin, which logs runs if ``MLFLOW_TRACKING_URI`` is set to the server's
-address.
-"""
+"""The MLflow plugin, which logs runs if ``MLFLOW_TRACKING_URI`` is set to the server's address."""
 
 import os
 from typing import TYPE_CHECKING

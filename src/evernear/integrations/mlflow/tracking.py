@@ -1,6 +1,5 @@
-"""Log runs to MLflow. The run record in the store remains authoritative, so a failure
-to log to MLflow is only a warning.
-"""
+"""Log runs to MLflow. The run record in the store remains authoritative, so a failure to log to
+MLflow is only a warning."""
 
 import os
 import re
@@ -30,8 +29,8 @@ _MLFLOW_DEFAULTS = {
 
 
 def track(record: RunRecord, page: str) -> list[str]:
-    """Log a run that has ended. A run without settings is not logged. If logging fails,
-    return a warning.
+    """Log a run that has ended. A run without settings is not logged. If logging fails, return a
+    warning.
 
     ``page`` is the HTML of the run page.
     """
@@ -48,9 +47,8 @@ def track(record: RunRecord, page: str) -> list[str]:
 
 
 def _log_to_mlflow(report: RunReport, page: str) -> None:
-    """Log parameters, metrics and the run page. If a step is retried, it logs to the
-    same MLflow run.
-    """
+    """Log parameters, metrics and the run page. If a step is retried, it logs to the same MLflow
+    run."""
     for variable, value in _MLFLOW_DEFAULTS.items():
         os.environ.setdefault(variable, value)
     from mlflow import MlflowClient
@@ -77,11 +75,11 @@ def _log_to_mlflow(report: RunReport, page: str) -> None:
 
 
 def _artifact_location() -> str | None:
-    """The URI of the ``mlruns`` directory next to a SQLite database, or None for other
-    tracking servers.
+    """The URI of the ``mlruns`` directory next to a SQLite database, or None for other tracking
+    servers.
 
-    By default, MLflow uses ``mlruns`` in the current directory, which is a temporary
-    directory in a pipeline step.
+    By default, MLflow uses ``mlruns`` in the current directory, which is a temporary directory in a
+    pipeline step.
     """
     database = re.fullmatch(r"sqlite(?:\+\w+)?:///([^:?][^?]*).*", os.environ[ADDRESS])
     return (Path(database[1]).absolute().parent / "mlruns").as_uri() if database else None

@@ -1,3 +1,1 @@
-"""Register releases in Kubeflow's model registry, for teams that look up models
-there.
-"""
+"""Register releases in Kubeflow's model registry, for teams that look up models there."""

@@ -1,8 +1,8 @@
-"""The plugin for Kubeflow's model registry: an entry for each release,
-and a mark on the champion's entry.
+"""The plugin for Kubeflow's model registry: an entry for each release, and a mark on the champion's
+entry.
 
-The plugin is active if ``MODEL_REGISTRY_BASE_URL`` is set. KServe's storage initializer
-for the model registry uses the same variable.
+The plugin is active if ``MODEL_REGISTRY_BASE_URL`` is set. KServe's storage initializer for the
+model registry uses the same variable.
 """
 
 import os

@@ -1,2 +1,1 @@
-"""The exporter of OpenTelemetry traces.
-`evernear.serving.tracing` creates the spans."""
+"""The exporter of OpenTelemetry traces. `evernear.serving.tracing` creates the spans."""

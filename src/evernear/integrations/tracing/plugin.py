@@ -1,6 +1,4 @@
-"""The tracing plugin, which exports traces if ``OTEL_EXPORTER_OTLP_ENDPOINT`` is
-set.
-"""
+"""The tracing plugin, which exports traces if ``OTEL_EXPORTER_OTLP_ENDPOINT`` is set."""
 
 import os
 from typing import TYPE_CHECKING

@@ -1,3 +1,2 @@
 """Tune settings with trials, on one machine with Optuna or in a cluster with Katib
-(``pipelines/tune.py``).
-"""
+(``pipelines/tune.py``)."""

@@ -29,8 +29,8 @@ def tune(
     study: Annotated[Path | None, typer.Option("--study", help="Directory of the study. [WORKDIR/study]")] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Search for better training settings on this machine. A killed study continues
-    where it stopped."""
+    """Search for better training settings on this machine. A killed study continues where it
+    stopped."""
     from evernear.integrations.tuning.space import BUILT_IN, load_space
     from evernear.integrations.tuning.study import BEST_FILE, run_study
 
@@ -56,9 +56,8 @@ def tune(
 
 @options_of(run_settings)
 def trial(settings: Settings) -> None:
-    """Train once and print the accuracy on the query split as ``accuracy=0.97``,
-    which Katib reads.
-    """
+    """Train once and print the accuracy on the query split as ``accuracy=0.97``, which Katib
+    reads."""
     from evernear.integrations.tuning.trial import measure_trial
 
     with TemporaryDirectory() as work:
@@ -68,8 +67,7 @@ def trial(settings: Settings) -> None:
 
 def _ingest_source(settings: Settings, directory: Path) -> "Dataset":
     """Ingest the source, and return the dataset. The dataset's manifest is written to
-    ``directory``.
-    """
+    ``directory``."""
     from evernear.common.store import open_store
     from evernear.data.ingest import ingest_source
     from evernear.data.manifest import save_manifest

@@ -12,16 +12,14 @@ from evernear.errors import SettingsError
 from evernear.settings import load
 
 SECTIONS = ("train", "index")
-"""Sections that may be tuned. Other sections determine what is measured, or how the
-result is judged.
-"""
+"""Sections that may be tuned. Other sections determine what is measured, or how the result is
+judged."""
 BUILT_IN = Path(__file__).parent / "space.toml"
 
 
 class Range(Frozen):
-    """Numbers between ``low`` and ``high``. If both bounds are integers, only integers
-    are sampled.
-    """
+    """Numbers between ``low`` and ``high``. If both bounds are integers, only integers are
+    sampled."""
 
     low: int | float
     high: int | float
@@ -52,9 +50,7 @@ Parameter = Range | Choices
 
 
 class SearchSpace(Frozen):
-    """The parameters to tune, keyed by the setting's name, such as
-    ``train.learning_rate``.
-    """
+    """The parameters to tune, keyed by the setting's name, such as ``train.learning_rate``."""
 
     parameters: dict[str, Parameter] = Field(min_length=1)
 
@@ -62,8 +58,8 @@ class SearchSpace(Frozen):
 def load_space(path: Path = BUILT_IN) -> SearchSpace:
     """Read a TOML file with one table per setting.
 
-    A table such as ``[train.learning_rate]`` contains either ``low``, ``high`` and
-    optionally ``log = true``, or a list named ``choices``.
+    A table such as ``[train.learning_rate]`` contains either ``low``, ``high`` and optionally
+    ``log = true``, or a list named ``choices``.
 
     Raises:
         SettingsError: the file is unreadable,

@@ -1,8 +1,8 @@
-"""A study on one machine, in which Optuna chooses the settings of each trial from the
-results of earlier trials.
+"""A study on one machine, in which Optuna chooses the settings of each trial from the results of
+earlier trials.
 
-The study is stored as a journal file in the study directory. If a study is killed and
-started again, it continues with the next trial.
+The study is stored as a journal file in the study directory. If a study is killed and started
+again, it continues with the next trial.
 """
 
 from collections.abc import Callable
@@ -33,25 +33,22 @@ class StudyResult(Frozen):
     """The best trial of a study, compared with the unchanged settings."""
 
     trials: int
-    """Number of trials with a result. The trial with the unchanged settings is not
-    counted.
-    """
+    """Number of trials with a result. The trial with the unchanged settings is not counted."""
     failed: int
     """Number of trials in which training failed."""
     baseline: Proportion
     """Accuracy with the unchanged settings on the query split."""
     best: Proportion
     settings: dict[str, int | float | str]
-    """The best trial's settings, keyed by name. The mapping is empty if no trial was
-    better than the unchanged settings.
-    """
+    """The best trial's settings, keyed by name. The mapping is empty if no trial was better than
+    the unchanged settings."""
 
 
 def run_study(
     dataset: Dataset, settings: RunSettings, space: SearchSpace, trials: int, directory: Path, report: Report
 ) -> StudyResult:
-    """Run trials until ``directory`` contains ``trials`` trials,
-    and write the best settings to `BEST_FILE`.
+    """Run trials until ``directory`` contains ``trials`` trials, and write the best settings to
+    `BEST_FILE`.
 
     The unchanged settings are measured first, as trial 0.
 
@@ -109,8 +106,7 @@ def _suggest(trial: Trial, name: str, parameter: Parameter) -> int | float | str
 
 
 def with_changes(settings: RunSettings, changes: dict[str, int | float | str]) -> RunSettings:
-    """A copy of ``settings`` with the values in ``changes``,
-    such as ``{"train.margin": 0.2}``."""
+    """A copy of ``settings`` with the values in ``changes``, such as ``{"train.margin": 0.2}``."""
     tree: dict[str, Any] = settings.model_dump(mode="json", include=set(RunSettings.model_fields))
     for name, value in changes.items():
         section, key = name.split(".")

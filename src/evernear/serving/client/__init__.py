@@ -1,6 +1,5 @@
-"""Blocking (`Client`) and asyncio (`AsyncClient`) clients for a model server. Neither
-imports torch or FAISS.
-"""
+"""Blocking (`Client`) and asyncio (`AsyncClient`) clients for a model server. Neither imports torch
+or FAISS."""
 
 import weakref
 from pathlib import Path
@@ -26,8 +25,7 @@ class Client:
 
     def __init__(self, target: Target) -> None:
         self._target = target
-        # To start the command line faster, import only the transport for the selected
-        # protocol.
+        # To start the command line faster, import only the transport for the selected protocol.
         if target.format == "grpc":
             from evernear.serving.client.grpc import GrpcTransport as Transport
         else:
@@ -45,8 +43,8 @@ class Client:
         return Client(Target.local(settings, format))
 
     def predict(self, image: bytes, version: str | None = None, *, embedding: bool = False) -> Prediction:
-        """Recognize ``image``, the content of a PNG, JPEG or WebP file. If ``version``
-        is None, the server uses the default version.
+        """Recognize ``image``, the content of a PNG, JPEG or WebP file. If ``version`` is None, the
+        server uses the default version.
 
         If ``embedding`` is set, TorchServe also returns the embedding of the image.
 
@@ -60,8 +58,7 @@ class Client:
         return self._transport.predict(image, version, embedding=embedding)
 
     def predict_file(self, path: Path, version: str | None = None) -> dict[str, Any]:
-        """Call `predict` with the content of a file, and return the prediction as a
-        JSON object.
+        """Call `predict` with the content of a file, and return the prediction as a JSON object.
 
         Raises:
             DataError: the file cannot be read.
@@ -92,9 +89,8 @@ class Client:
 
 
 class AsyncClient:
-    """An asyncio version of `Client`. Use an instance only in the event loop in which
-    it was created.
-    """
+    """An asyncio version of `Client`. Use an instance only in the event loop in which it was
+    created."""
 
     def __init__(self, target: Target) -> None:
         self._target = target

@@ -1,10 +1,10 @@
 """gRPC transport: TorchServe's gRPC API.
 
-TorchServe 0.12 returns the gRPC status OK even if the handler rejects a request with
-the HTTP status 400 or 503. The response to a rejected request contains a `Rejection`.
-For an unknown model or version, TorchServe returns the status INTERNAL with a Java
-exception in the second line of the details. If a message is larger than
-``max_request_size``, TorchServe ends the stream with the status CANCELLED.
+TorchServe 0.12 returns the gRPC status OK even if the handler rejects a request with the HTTP
+status 400 or 503. The response to a rejected request contains a `Rejection`. For an unknown model
+or version, TorchServe returns the status INTERNAL with a Java exception in the second line of the
+details. If a message is larger than ``max_request_size``, TorchServe ends the stream with the
+status CANCELLED.
 """
 
 from collections.abc import Generator
@@ -40,9 +40,7 @@ _REJECTED_BY_JAVA = ("ModelNotFoundException", "ModelVersionNotFoundException", 
 
 
 class _Channel:
-    """A channel to the current addresses of the target.
-    ``api`` is `grpc` or `grpc.aio`.
-    """
+    """A channel to the current addresses of the target. ``api`` is `grpc` or `grpc.aio`."""
 
     def __init__(self, target: Target, api: Any) -> None:
         self._target = target
@@ -51,11 +49,10 @@ class _Channel:
         self._opened = self._open(self._addresses.target)
 
     def channel(self) -> tuple[Any, Any]:
-        """The channel to the target's current addresses, and the callable for
-        predictions.
+        """The channel to the target's current addresses, and the callable for predictions.
 
-        An earlier channel is closed when its last call completes, because only this
-        call still references the channel.
+        An earlier channel is closed when its last call completes, because only this call still
+        references the channel.
         """
         address, channel, call = self._opened
         if address != self._addresses.target:
@@ -141,9 +138,7 @@ def _errors(target: Target) -> Generator[None]:
 
 
 def _error(target: Target, error: Any) -> EvernearError:
-    """Convert a `grpc.RpcError`. Errors from `grpc` and `grpc.aio` have a code and
-    details.
-    """
+    """Convert a `grpc.RpcError`. Errors from `grpc` and `grpc.aio` have a code and details."""
     code, details = error.code(), error.details() or "no reason is given"
     reason = details.splitlines()[0].rstrip(".") + "."
     if code is grpc.StatusCode.DEADLINE_EXCEEDED:

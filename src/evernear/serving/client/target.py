@@ -26,12 +26,11 @@ Format = Literal["rest", "grpc", "prep"]
 class Target:
     """A model on a server.
 
-    ``format`` selects TorchServe's REST API, TorchServe's gRPC API, or the
-    preprocessing server. ``token`` is called before each request, because TorchServe
-    creates a new token each time it starts. ``timeout_s`` applies to one prediction.
-    ``attempts`` is the maximum number of attempts for a gRPC call. A call is retried
-    only if the server is unreachable. ``hint`` is the suggested fix in the error
-    message for an unreachable server.
+    ``format`` selects TorchServe's REST API, TorchServe's gRPC API, or the preprocessing server.
+    ``token`` is called before each request, because TorchServe creates a new token each time it
+    starts. ``timeout_s`` applies to one prediction. ``attempts`` is the maximum number of attempts
+    for a gRPC call. A call is retried only if the server is unreachable. ``hint`` is the suggested
+    fix in the error message for an unreachable server.
     """
 
     host: str
@@ -47,8 +46,8 @@ class Target:
 
     @staticmethod
     def local(settings: RunSettings, format: Format = "rest") -> "Target":
-        """The preprocessing server in ``settings`` if ``format`` is ``prep``, otherwise
-        the TorchServe server of the working directory.
+        """The preprocessing server in ``settings`` if ``format`` is ``prep``, otherwise the
+        TorchServe server of the working directory.
 
         Raises:
             ServerUnreachableError: no TorchServe server was started in the working
@@ -73,8 +72,7 @@ class Target:
     @staticmethod
     def remote(settings: RunSettings, host: str, format: Format = "rest", *, tls: bool = False) -> "Target":
         """A server on ``host``, with the ports from ``settings`` and the token from the
-        environment.
-        """
+        environment."""
         serving, prep = settings.serving, settings.prep
         port = {"rest": serving.inference_port, "grpc": serving.grpc_inference_port, "prep": prep.port}[format]
         limit = prep.max_request_size_bytes * 3 // 4 if format == "prep" else serving.max_request_size_bytes
@@ -124,9 +122,8 @@ def token_of_environment() -> str | None:
 
 
 def authorities_file() -> str:
-    """The path of the CA file: the value of ``SSL_CERT_FILE``, or by default, certifi's
-    list of public CAs.
-    """
+    """The path of the CA file: the value of ``SSL_CERT_FILE``, or by default, certifi's list of
+    public CAs."""
     return os.environ.get("SSL_CERT_FILE") or certifi.where()
 
 

@@ -1,3 +1,2 @@
-"""evernear's extension of TorchServe's frontend: the Java sources, and the jar that
-`build` creates from these sources.
-"""
+"""evernear's extension of TorchServe's frontend: the Java sources, and the jar that `build` creates
+from these sources."""

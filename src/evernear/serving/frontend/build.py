@@ -1,9 +1,8 @@
-"""Compile the frontend with ``python -m evernear.serving.frontend.build``. This needs a
-JDK (``javac``).
+"""Compile the frontend with ``python -m evernear.serving.frontend.build``. This needs a JDK
+(``javac``).
 
-The jar is committed to the repository, because users may have a Java runtime but no
-compiler. The jar contains a hash of its sources. A test compares this hash with the
-source files.
+The jar is committed to the repository, because users may have a Java runtime but no compiler. The
+jar contains a hash of its sources. A test compares this hash with the source files.
 """
 
 import hashlib

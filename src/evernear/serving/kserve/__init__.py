@@ -1,3 +1,1 @@
-"""KServe servers: a predictor, and a transformer that prepares images for the
-predictor.
-"""
+"""KServe servers: a predictor, and a transformer that prepares images for the predictor."""

@@ -1,10 +1,10 @@
-"""Batch images across requests, because recognizing a batch takes hardly longer than
-recognizing one image.
+"""Batch images across requests, because recognizing a batch takes hardly longer than recognizing
+one image.
 
-BentoML and MLServer use a timer to wait for more requests. BentoML adapts the timer to
-the recent load, but MLServer does not. In evernear, no timer is needed: while the
-threads are busy with earlier batches, new requests form the next batch. A single
-request therefore starts immediately, and batches grow with the load.
+BentoML and MLServer use a timer to wait for more requests. BentoML adapts the timer to the recent
+load, but MLServer does not. In evernear, no timer is needed: while the threads are busy with
+earlier batches, new requests form the next batch. A single request therefore starts immediately,
+and batches grow with the load.
 """
 
 import asyncio
@@ -28,14 +28,13 @@ class _Waiting(Generic[Request, Result]):
 
 
 class Batcher(Generic[Request, Result]):
-    """Passes concurrent requests to ``function`` in batches. Up to ``threads`` threads
-    call ``function``.
+    """Passes concurrent requests to ``function`` in batches. Up to ``threads`` threads call
+    ``function``.
 
-    For each request in a batch, ``function`` returns a result or an exception. An
-    exception affects only the request for which it was returned. The total size of the
-    requests in a batch is at most ``batch_size``, unless the batch contains a single
-    request. The total size of the waiting requests is at most ``max_waiting``, unless
-    only one request waits.
+    For each request in a batch, ``function`` returns a result or an exception. An exception affects
+    only the request for which it was returned. The total size of the requests in a batch is at most
+    ``batch_size``, unless the batch contains a single request. The total size of the waiting
+    requests is at most ``max_waiting``, unless only one request waits.
     """
 
     def __init__(
@@ -56,8 +55,8 @@ class Batcher(Generic[Request, Result]):
         """Total size of the requests in the queue."""
 
     async def run(self, request: Request, size: int) -> Result:
-        """Await the result for ``request``. If the caller is cancelled, ``request`` is
-        removed from the queue.
+        """Await the result for ``request``. If the caller is cancelled, ``request`` is removed from
+        the queue.
 
         Raises:
             OverloadedError: too many requests are waiting.

@@ -1,9 +1,7 @@
-"""The HTTP protocol of the KServe servers: uvicorn's httptools protocol with additional
-limits.
+"""The HTTP protocol of the KServe servers: uvicorn's httptools protocol with additional limits.
 
-uvicorn's other protocol, h11, limits the size of request heads and discards trailers.
-However, h11's Python parser takes more CPU time per request than the rest of this
-server.
+uvicorn's other protocol, h11, limits the size of request heads and discards trailers. However,
+h11's Python parser takes more CPU time per request than the rest of this server.
 """
 
 from typing import Any
@@ -14,23 +12,19 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from evernear.serving.http_limits import HeadTimeoutProtocol, HeadTimer
 
 MAX_HEAD_BYTES = 64 * 1024
-"""Maximum size of a sequence of bytes without body data, such as a head, trailers or
-chunk extensions. The limit is the same as in h11.
-"""
+"""Maximum size of a sequence of bytes without body data, such as a head, trailers or chunk
+extensions. The limit is the same as in h11."""
 MAX_PIPELINED = 16
-"""Maximum number of pipelined requests that may wait on one connection until earlier
-requests are answered.
-"""
+"""Maximum number of pipelined requests that may wait on one connection until earlier requests are
+answered."""
 ON_DISCONNECT = "evernear.on_disconnect"
-"""ASGI scope key of a callback, which is called if the client disconnects before it
-receives the response.
-"""
+"""ASGI scope key of a callback, which is called if the client disconnects before it receives the
+response."""
 
 
 class LimitedHttpProtocol(HttpToolsProtocol):
-    """uvicorn's httptools protocol with a timeout for request heads, and with limits
-    for heads, trailers and pipelining.
-    """
+    """uvicorn's httptools protocol with a timeout for request heads, and with limits for heads,
+    trailers and pipelining."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -44,9 +38,8 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self._head_timer.start(transport)
 
     def data_received(self, data: bytes) -> None:
-        """When the head is complete, stop the timer. When the first byte of the next
-        head arrives, start the timer again.
-        """
+        """When the head is complete, stop the timer. When the first byte of the next head arrives,
+        start the timer again."""
         self._unset_keepalive_if_required()
         self._bodiless_bytes += len(data)
         try:
@@ -64,9 +57,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
                 self._head_timer.start(self.transport)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Stop the timer, and notify the application if its response is not
-        complete.
-        """
+        """Stop the timer, and notify the application if its response is not complete."""
         self._head_timer.stop()
         super().connection_lost(exc)
         if self._is_busy and (leave := self.cycle.scope.get(ON_DISCONNECT)):
@@ -104,11 +95,11 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         return True
 
     def _continue_with_h11(self, rest: bytes) -> None:
-        """Parse the last head and ``rest`` again with h11, because httptools drops the
-        body of an upgrade request.
+        """Parse the last head and ``rest`` again with h11, because httptools drops the body of an
+        upgrade request.
 
-        By default, Java's ``HttpClient`` sends upgrade requests, which h11 treats as
-        normal requests.
+        By default, Java's ``HttpClient`` sends upgrade requests, which h11 treats as normal
+        requests.
         """
         if self._is_busy:
             self.send_400_response("A pipelined request cannot ask for an upgrade.")

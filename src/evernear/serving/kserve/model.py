@@ -1,6 +1,4 @@
-"""The base class of the predictor and the transformer: a KServe model for one
-release.
-"""
+"""The base class of the predictor and the transformer: a KServe model for one release."""
 
 import argparse
 from abc import abstractmethod
@@ -31,9 +29,7 @@ from evernear.serving.responses import Prediction, Rejection
 from evernear.serving.tracing import TRACE_FIELD, request_span, span, tracer
 
 MAX_LARGEST_IMAGES = 4
-"""Maximum number of pixels in one request, as a multiple of the pixel limit for one
-image.
-"""
+"""Maximum number of pixels in one request, as a multiple of the pixel limit for one image."""
 SMALL_BATCH_BYTES = 256 * 1024
 """Maximum total size of the image files that one thread decodes together."""
 _IMAGES = Counter("evernear_images", "Images answered, by outcome.", ["model_name", "outcome"])
@@ -49,15 +45,14 @@ class ReleaseModel(Model):
     """A model with the steps that KServe calls and measures for each request:
     `preprocess`, `predict` and `postprocess`.
 
-    Errors are raised as `grpc_interceptor` exceptions, which are converted to status
-    codes in REST and gRPC.
+    Errors are raised as `grpc_interceptor` exceptions, which are converted to status codes in REST
+    and gRPC.
     """
 
     service: str
     """The name of the server in traces."""
     spans: tuple[str, str, str]
-    """The names of the spans for the whole request, for `prepare` and for `recognize`.
-    """
+    """The names of the spans for the whole request, for `prepare` and for `recognize`."""
 
     def __init__(self, manifest: ReleaseManifest, args: argparse.Namespace) -> None:
         name: str = args.model_name
@@ -111,9 +106,8 @@ class ReleaseModel(Model):
         return decoded
 
     def _decode_those_small(self, requests: list[list[bytes | Rejection]]) -> list[Decoded | Exception]:
-        """Call `_decode_if_small` for each request. An exception affects only the
-        request that raised it.
-        """
+        """Call `_decode_if_small` for each request. An exception affects only the request that
+        raised it."""
 
         def decode(images: list[bytes | Rejection]) -> Decoded | Exception:
             try:
@@ -124,8 +118,8 @@ class ReleaseModel(Model):
         return [decode(images) for images in requests]
 
     def _decode_if_small(self, images: list[bytes | Rejection]) -> Decoded:
-        """Inspect images. If the images have at most `SMALL_PIXELS` pixels in total,
-        decode the images in this thread. Otherwise return the inspected files.
+        """Inspect images. If the images have at most `SMALL_PIXELS` pixels in total, decode the
+        images in this thread. Otherwise return the inspected files.
 
         Passing a request to another thread takes longer than decoding a small image.
         """
@@ -143,8 +137,8 @@ class ReleaseModel(Model):
         with request_span(self._tracer, parent, self.spans[0], **attributes):
             if verb != InferenceVerb.PREDICT or self.enable_latency_logging:
                 return await super().__call__(body, headers, verb)
-            # KServe's implementation performs the same steps, but also inspects the
-            # model's methods for each request.
+            # KServe's implementation performs the same steps, but also inspects the model's methods
+            # for each request.
             preprocess_s, predict_s, postprocess_s = self._stages_s
             with preprocess_s.time():
                 prepared = await self.preprocess(body, headers)
@@ -193,9 +187,8 @@ class ReleaseModel(Model):
 def _each(
     function: Callable[[Source, Parameter], Result], sources: list[Source | Rejection], parameter: Parameter
 ) -> list[Result | Rejection]:
-    """Apply ``function`` to each source. A source that raises a `DataError` is replaced
-    with a `Rejection`. A source that is already a `Rejection` is returned unchanged.
-    """
+    """Apply ``function`` to each source. A source that raises a `DataError` is replaced with a
+    `Rejection`. A source that is already a `Rejection` is returned unchanged."""
 
     def apply(source: Source | Rejection) -> Result | Rejection:
         if isinstance(source, Rejection):
@@ -213,9 +206,8 @@ def _pixel_count(file: EncodedImage | Rejection) -> int:
 
 
 def _groups(files: list[EncodedImage | Rejection]) -> Iterator[list[EncodedImage | Rejection]]:
-    """Group files in order. Each group contains small files with at most `SMALL_PIXELS`
-    pixels in total, or a single large file.
-    """
+    """Group files in order. Each group contains small files with at most `SMALL_PIXELS` pixels in
+    total, or a single large file."""
     group: list[EncodedImage | Rejection] = []
     pixels = 0
     for file in files:

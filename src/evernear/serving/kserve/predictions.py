@@ -1,6 +1,4 @@
-"""The REST prediction endpoints of KServe's protocols, in front of KServe's
-application.
-"""
+"""The REST prediction endpoints of KServe's protocols, in front of KServe's application."""
 
 import asyncio
 import re
@@ -27,12 +25,12 @@ _BINARY_HEADER = "inference-header-content-length"
 
 
 class Predictions:
-    """An ASGI application that answers prediction requests and passes every other
-    request to KServe's application.
+    """An ASGI application that answers prediction requests and passes every other request to
+    KServe's application.
 
-    In KServe's application, middleware, routing and parameter handling take more CPU
-    time than a prediction. For a request with 6 MB of errors, KServe's v2 endpoint
-    needs 3 GB of memory. Error responses are the same as in KServe's application.
+    In KServe's application, middleware, routing and parameter handling take more CPU time than a
+    prediction. For a request with 6 MB of errors, KServe's v2 endpoint needs 3 GB of memory. Error
+    responses are the same as in KServe's application.
     """
 
     def __init__(self, app: Starlette, dataplane: DataPlane, repository: ModelRepositoryExtension) -> None:
@@ -41,9 +39,8 @@ class Predictions:
         self._v1 = V1Endpoints(dataplane, repository)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a request. When the client disconnects, the request is cancelled, as
-        in `grpc.aio`.
-        """
+        """Answer a request. When the client disconnects, the request is cancelled, as in
+        `grpc.aio`."""
         path = _PATH.fullmatch(scope["path"]) if scope["type"] == "http" and scope["method"] == "POST" else None
         if path is None:
             await self._app(scope, receive, send)

@@ -42,21 +42,16 @@ class PredictorModel(ReleaseModel):
     def __init__(self, predictor: Predictor, args: argparse.Namespace) -> None:
         super().__init__(predictor.manifest, args)
         self._predictor = predictor
-        # Only one batch runs at a time, and uses all cores. The event loop stays free
-        # for probes.
+        # Only one batch runs at a time, and uses all cores. The event loop stays free for probes.
         self._recognizer = Batcher(self._recognize, batch_size=args.batch_size, max_waiting=args.queue_size)
         self._batch_images = _BATCH_IMAGES.labels(self.name)
 
     async def prepare(self, images: Images) -> Prepared:
-        """Decode image files. Pixels that a transformer has prepared are returned
-        unchanged.
-        """
+        """Decode image files. Pixels that a transformer has prepared are returned unchanged."""
         return await self.decode(images) if isinstance(images, list) else images
 
     async def recognize(self, prepared: Prepared, headers: dict[str, str] | None) -> list[Prediction | Rejection]:
-        """Recognize the decoded images in a batch with images from concurrent
-        requests.
-        """
+        """Recognize the decoded images in a batch with images from concurrent requests."""
         try:
             return await self._recognizer.run(prepared, len(prepared))
         except OverloadedError as error:

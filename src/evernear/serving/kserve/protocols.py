@@ -31,9 +31,8 @@ from evernear.serving.request_parsing import compression, decode_base64
 from evernear.serving.responses import Neighbor, Prediction, Rejection
 
 Images = list[bytes | Rejection] | Pixels
-"""Image files, with a `Rejection` in place of each unreadable file, or a uint8 array of
-shape (N, H, W, C).
-"""
+"""Image files, with a `Rejection` in place of each unreadable file, or a uint8 array of shape (N,
+H, W, C)."""
 Tensors = list[dict[str, Any]]
 IMAGES, PIXELS = "images", "pixels"
 OUTPUTS = (
@@ -45,17 +44,14 @@ OUTPUTS = (
     ("version", "BYTES", 1),
     ("neighbor_rows", "INT64", 2),
 )
-"""Name, datatype and rank of each output tensor. Add new tensors at the end, because
-some clients access the tensors by position.
-"""
+"""Name, datatype and rank of each output tensor. Add new tensors at the end, because some clients
+access the tensors by position."""
 MAX_TENSORS = 64
-"""Maximum number of inputs, and maximum number of outputs, in a v2 request. A valid
-request has one input, and requests at most seven outputs.
-"""
+"""Maximum number of inputs, and maximum number of outputs, in a v2 request. A valid request has one
+input, and requests at most seven outputs."""
 _PADDING = Neighbor(label="", dist=-1.0, row=-1)
-"""Padding in the ``neighbor_labels``, ``neighbor_dists`` and ``neighbor_rows`` tensors,
-used if an approximate index returns fewer neighbors for one image than for another.
-"""
+"""Padding in the ``neighbor_labels``, ``neighbor_dists`` and ``neighbor_rows`` tensors, used if an
+approximate index returns fewer neighbors for one image than for another."""
 
 
 class _Input(msgspec.Struct):
@@ -72,9 +68,8 @@ class _Output(msgspec.Struct):
 
 
 class _Infer(msgspec.Struct):
-    """A v2 request over REST. Decoding stops at the first error, whereas KServe's
-    pydantic model collects all errors.
-    """
+    """A v2 request over REST. Decoding stops at the first error, whereas KServe's pydantic model
+    collects all errors."""
 
     inputs: list[_Input]
     id: str | None = None
@@ -210,8 +205,8 @@ def v1_request(images: Sequence[bytes]) -> dict[str, Any]:
 def v2_request(pixels: Pixels, model_name: str, binary: bool) -> InferRequest:
     """Build a v2 request for ``pixels`` of shape (N, H, W, C).
 
-    ``binary`` is for gRPC. Over REST, KServe's client sends contradictory content types
-    for binary data.
+    ``binary`` is for gRPC. Over REST, KServe's client sends contradictory content types for binary
+    data.
     """
     tensor = InferInput(PIXELS, list(pixels.shape), "UINT8")
     tensor.set_data_from_numpy(pixels, binary_data=binary)
@@ -219,9 +214,8 @@ def v2_request(pixels: Pixels, model_name: str, binary: bool) -> InferRequest:
 
 
 def input_types(shape: Preprocessing) -> Tensors:
-    """The alternative input tensors of a predictor, for the model metadata in the Open
-    Inference Protocol.
-    """
+    """The alternative input tensors of a predictor, for the model metadata in the Open Inference
+    Protocol."""
     pixels = [-1, shape.height_px, shape.width_px, shape.channels]
     return [
         {"name": IMAGES, "datatype": "BYTES", "shape": [-1]},
@@ -277,9 +271,8 @@ def _tensor_images(request: InferRequest, shape: Preprocessing, max_images: int)
 
 
 def _pixels(tensor: InferInput) -> Pixels:
-    """Return the tensor's data. JSON may contain values that a cast to uint8 would wrap
-    or truncate.
-    """
+    """Return the tensor's data. JSON may contain values that a cast to uint8 would wrap or
+    truncate."""
     if not tensor.data:
         return tensor.as_numpy()
     values = np.asarray(tensor.data)
@@ -289,9 +282,8 @@ def _pixels(tensor: InferInput) -> Pixels:
 
 
 def _file(image: Any) -> bytes | Rejection:
-    """Return an image file. JSON contains an image as base64 text, and gRPC contains
-    the bytes of the image file.
-    """
+    """Return an image file. JSON contains an image as base64 text, and gRPC contains the bytes of
+    the image file."""
     if isinstance(image, str):
         return _from_base64(image)
     if not isinstance(image, bytes):

@@ -1,8 +1,8 @@
 """A hardened KServe model server.
 
-By default, KServe 0.21 listens on all addresses, accepts bodies of any size, and lets
-anyone unload the model through ``/v2/repository``. For a malformed request, KServe
-returns status 500 and logs a traceback.
+By default, KServe 0.21 listens on all addresses, accepts bodies of any size, and lets anyone unload
+the model through ``/v2/repository``. For a malformed request, KServe returns status 500 and logs a
+traceback.
 """
 
 import argparse
@@ -41,9 +41,7 @@ from evernear.serving.kserve.predictions import Predictions
 from evernear.serving.kserve.protocols import require_few_tensors, require_uncompressed
 
 MAX_RPCS = 64
-"""Maximum number of concurrent gRPC calls. Each call may carry a message of the maximum
-size.
-"""
+"""Maximum number of concurrent gRPC calls. Each call may carry a message of the maximum size."""
 _HTTP_STATUS = {
     grpc.StatusCode.INVALID_ARGUMENT: 400,
     grpc.StatusCode.PERMISSION_DENIED: 403,
@@ -85,9 +83,8 @@ class _Server(ModelServer):
         self.model_repository_extension = _SealedRepository(self.registered_models)
 
     def start(self, models: list[Any]) -> None:
-        """Start the server on the configured address, for which `ModelServer.start` has
-        no parameter.
-        """
+        """Start the server on the configured address, for which `ModelServer.start` has no
+        parameter."""
         self._register_and_check_atleast_one_model_is_ready(models)
         app = model_server.app
         app.add_exception_handler(GrpcException, _grpc_error_response)
@@ -166,9 +163,7 @@ class _GrpcServer(GRPCServer):
 
 
 class _Servicer(InferenceServicer):
-    """An `InferenceServicer` that limits the number of tensors before it creates tensor
-    objects.
-    """
+    """An `InferenceServicer` that limits the number of tensors before it creates tensor objects."""
 
     @classmethod
     def validate_grpc_request(cls, request: ModelInferRequest) -> None:
@@ -177,9 +172,8 @@ class _Servicer(InferenceServicer):
 
 
 class _DataPlane(DataPlane):
-    """A `DataPlane` that rejects requests that it cannot decode. The data plane is
-    ready only if its model can answer requests.
-    """
+    """A `DataPlane` that rejects requests that it cannot decode. The data plane is ready only if
+    its model can answer requests."""
 
     def decode(self, body: Any, headers: Any, *args: Any, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
         if isinstance(body, bytes):
@@ -199,15 +193,14 @@ class _DataPlane(DataPlane):
 
     async def model_ready(self, model_name: str, disable_predictor_health_check: bool = False) -> bool:
         model = cast(ReleaseModel, self.get_model_from_registry(model_name))
-        # KServe also calls this method before each request. No check is necessary
-        # before a request, because the request itself shows whether the model works.
+        # KServe also calls this method before each request. No check is necessary before a request,
+        # because the request itself shows whether the model works.
         return model.ready if disable_predictor_health_check else await model.can_predict()
 
 
 class _SealedRepository(ModelRepositoryExtension):
-    """A repository in which requests can neither load nor unload a model. To change the
-    model, deploy a new release.
-    """
+    """A repository in which requests can neither load nor unload a model. To change the model,
+    deploy a new release."""
 
     async def load(self, model_name: str) -> None:
         raise PermissionDenied("Models cannot be loaded by request; deploy another release.")

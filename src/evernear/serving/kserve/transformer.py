@@ -50,9 +50,8 @@ _log = logging.getLogger("kserve")
 
 
 class TransformerModel(ReleaseModel):
-    """A KServe model that preprocesses images and forwards them to a predictor with the
-    same release.
-    """
+    """A KServe model that preprocesses images and forwards them to a predictor with the same
+    release."""
 
     service = "evernear-transformer"
     spans = ("transform", "prepare", "call predictor")
@@ -94,9 +93,8 @@ class TransformerModel(ReleaseModel):
 
     @property
     def _http_client(self) -> InferenceRESTClient:
-        """KServe's REST client, which ignores the environment's proxy because this
-        proxy leads out of the cluster.
-        """
+        """KServe's REST client, which ignores the environment's proxy because this proxy leads out
+        of the cluster."""
         if self._rest_client is None:
             authorities = os.environ.get("REQUESTS_CA_BUNDLE") or os.environ.get("CURL_CA_BUNDLE")
             verify = ssl.create_default_context(cafile=authorities) if authorities else True
@@ -114,10 +112,8 @@ class TransformerModel(ReleaseModel):
 
     @property
     def _grpc_client(self) -> InferenceGRPCClient:
-        """KServe's gRPC client for the predictor's current addresses. An earlier client
-        is closed when its last call completes, because only this call still references
-        the client.
-        """
+        """KServe's gRPC client for the predictor's current addresses. An earlier client is closed
+        when its last call completes, because only this call still references the client."""
         address, client = self._client
         if client is None or address != self._addresses.target:
             address, config = self._addresses.target, self._predictor
@@ -143,8 +139,8 @@ class TransformerModel(ReleaseModel):
             ResourceExhausted: the request is too large for the predictor.
         """
         protocol = self._predictor.predictor_protocol
-        # v1 has no tensors. PNG is lossless. The predictor's preprocessing does not
-        # change images that are already prepared.
+        # v1 has no tensors. PNG is lossless. The predictor's preprocessing does not change images
+        # that are already prepared.
         request = (
             v1_request([encode_png(image) for image in pixels])
             if protocol == "v1"
@@ -196,17 +192,15 @@ def _trace_headers() -> dict[str, str]:
 
 
 def _host_and_port(predictor: PredictorConfig) -> tuple[str, int]:
-    """The host and the port of ``--predictor_host``. If ``--predictor_host`` has no
-    port, the default port of HTTP or HTTPS is used.
-    """
+    """The host and the port of ``--predictor_host``. If ``--predictor_host`` has no port, the
+    default port of HTTP or HTTPS is used."""
     url = urlsplit(f"//{predictor.predictor_host}")
     return url.hostname or "", url.port or (443 if predictor.predictor_use_ssl else 80)
 
 
 def _rejected(too_large: bool, reason: str) -> GrpcException:
-    """A rejection by the predictor. The client's images are not the cause, because the
-    transformer prepared the rejected images.
-    """
+    """A rejection by the predictor. The client's images are not the cause, because the transformer
+    prepared the rejected images."""
     if too_large:
         return ResourceExhausted("The prepared images are too large for the predictor; send fewer per request.")
     return Unavailable(f"The predictor rejects prepared images ({reason}).")

@@ -61,9 +61,7 @@ class Labels(BaseModel):
 
 
 class Health(BaseModel):
-    """The response if this server and the predictor are ready and use the same
-    release.
-    """
+    """The response if this server and the predictor are ready and use the same release."""
 
     status: str = Field(default="ok", examples=["ok"])
     version: str = Field(examples=[EXAMPLE_VERSION])
@@ -172,16 +170,12 @@ async def metrics(service: CurrentService) -> Response:
 
 
 async def _body(request: Request) -> bytes:
-    """Read the body. `Request.body` would keep the body in memory until the response is
-    sent.
-    """
+    """Read the body. `Request.body` would keep the body in memory until the response is sent."""
     return b"".join([part async for part in request.stream()])
 
 
 def _record_release(request: Request, prediction: Prediction) -> Prediction:
-    """Record the release that made a prediction, so that the request log contains the
-    release.
-    """
+    """Record the release that made a prediction, so that the request log contains the release."""
     request.state.release = prediction.version
     return prediction
 
@@ -216,11 +210,11 @@ async def _error_response(_: Request, error: Exception) -> JSONResponse:
 
 
 class RequestLog:
-    """ASGI middleware that counts requests by route and status,
-    and logs predictions with their request ids.
+    """ASGI middleware that counts requests by route and status, and logs predictions with their
+    request ids.
 
-    The id is the client's ``X-Request-Id`` if this header is short and printable, or
-    otherwise a new id. The response repeats the id.
+    The id is the client's ``X-Request-Id`` if this header is short and printable, or otherwise a
+    new id. The response repeats the id.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -240,8 +234,8 @@ class RequestLog:
         async def counting_send(message: Message) -> None:
             if message["type"] == "http.response.start":
                 MutableHeaders(scope=message)["X-Request-Id"] = request_id
-                # The metric label is the route and not the path. If the label were the
-                # path, clients could create an unlimited number of time series.
+                # The metric label is the route and not the path. If the label were the path,
+                # clients could create an unlimited number of time series.
                 path = scope["route"].path if "route" in scope else "other"
                 service: PrepService = scope["app"].state.service
                 service.metrics.requests.labels(path, message["status"]).inc()

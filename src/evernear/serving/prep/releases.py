@@ -17,9 +17,7 @@ Value = TypeVar("Value")
 
 
 class Releases:
-    """The releases of a store. All methods can raise `StoreError` and
-    `IntegrityError`.
-    """
+    """The releases of a store. All methods can raise `StoreError` and `IntegrityError`."""
 
     def __init__(self, store_uri: str) -> None:
         self._store_uri = store_uri
@@ -27,9 +25,8 @@ class Releases:
         self.manifest = _cached(lambda version: self._registry.get(version).manifest)
         """The manifest of a version."""
         self.test_query = _cached(self._read_test_query)
-        """An image that is stored in a release, and its expected prediction. The first
-        call for a version downloads the whole archive.
-        """
+        """An image that is stored in a release, and its expected prediction. The first call for a
+        version downloads the whole archive."""
 
     async def champion(self) -> ReleaseManifest:
         """The manifest of the champion.
@@ -51,9 +48,8 @@ class Releases:
 
 
 def _cached(read: Callable[[str], Value]) -> Callable[[str], Awaitable[Value]]:
-    """Return a function that runs ``read`` in a thread, once per version, even if
-    several requests need the same version at the same time.
-    """
+    """Return a function that runs ``read`` in a thread, once per version, even if several requests
+    need the same version at the same time."""
     lock, cached = asyncio.Lock(), lru_cache(CACHE_SIZE)(read)
 
     async def get(version: str) -> Value:

@@ -12,9 +12,8 @@ from evernear.settings.prep import LARGE_DECODES, MAX_BODIES_SIZE_BYTES
 
 SHUTDOWN_TIMEOUT_S = 30
 PROCESS_SIZE_BYTES = 128 * 2**20
-"""Memory usage of the process before its first request. The measured value of 97 MiB is
-rounded up (``benchmarks/hostile_traffic.py``).
-"""
+"""Memory usage of the process before its first request. The measured value of 97 MiB is rounded up
+(``benchmarks/hostile_traffic.py``)."""
 
 
 def serve_prep(settings: Settings) -> None:
@@ -45,8 +44,8 @@ def create_server(settings: Settings) -> uvicorn.Server:
 
 
 def prep_memory_size_bytes(settings: Settings) -> int:
-    """Maximum amount of memory that the server uses. The memory limit of the server's
-    pod must not be lower than this maximum.
+    """Maximum amount of memory that the server uses. The memory limit of the server's pod must not
+    be lower than this maximum.
 
     Each request body is in memory twice: as received, and after base64 decoding.
     """

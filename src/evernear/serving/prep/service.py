@@ -1,6 +1,4 @@
-"""Prepare images as the live release specifies, and have the predictor recognize
-them.
-"""
+"""Prepare images as the live release specifies, and have the predictor recognize them."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -67,12 +65,11 @@ class Metrics:
 class PrepService:
     """Recognizes images with the predictor of ``settings``.
 
-    The service is bound to the event loop in which it is created. Each prediction
-    contains the version of the release that made it. The prediction is valid only if
-    the image was prepared as this release specifies. If the preprocessing differs, for
-    example after a rollout, the image is prepared and sent again. The service therefore
-    never returns a prediction for an image with the wrong preprocessing. A rollout that
-    does not change the preprocessing causes no extra work.
+    The service is bound to the event loop in which it is created. Each prediction contains the
+    version of the release that made it. The prediction is valid only if the image was prepared as
+    this release specifies. If the preprocessing differs, for example after a rollout, the image is
+    prepared and sent again. The service therefore never returns a prediction for an image with the
+    wrong preprocessing. A rollout that does not change the preprocessing causes no extra work.
     """
 
     def __init__(self, settings: Settings, *, embeddings: bool = False) -> None:
@@ -106,15 +103,11 @@ class PrepService:
         return await self._in_time(self._predict(inspect_body, body))
 
     async def predict_image(self, image: bytes) -> Prediction:
-        """Recognize an image file. Raises the same errors as `predict`, except
-        `RequestError`.
-        """
+        """Recognize an image file. Raises the same errors as `predict`, except `RequestError`."""
         return await self._in_time(self._predict(inspect_image, image))
 
     async def test(self) -> Prediction:
-        """Recognize a stored image of the live release.
-        Raises the errors of `predict`.
-        """
+        """Recognize a stored image of the live release. Raises the errors of `predict`."""
 
         async def predict_stored() -> Prediction:
             image, _ = await self._releases.test_query((await self._live_release()).version)
@@ -123,8 +116,8 @@ class PrepService:
         return await self._in_time(predict_stored())
 
     async def live_release(self) -> ReleaseManifest:
-        """Recognize a blank image to test this server and the predictor. Returns the
-        manifest of the release that recognized the image.
+        """Recognize a blank image to test this server and the predictor. Returns the manifest of
+        the release that recognized the image.
 
         Raises the errors of `predict`.
         """
@@ -166,9 +159,8 @@ class PrepService:
         raise ServingError("The predictor's release changes faster than an image can be prepared; try again.")
 
     async def _expected_release(self) -> ReleaseManifest:
-        """The release that made the latest prediction, or the champion if no prediction
-        has been made yet.
-        """
+        """The release that made the latest prediction, or the champion if no prediction has been
+        made yet."""
         if self._latest is None:
             self._latest = await self._releases.champion()
         return self._latest
@@ -209,11 +201,10 @@ class PrepService:
 
 
 def prepare(file: EncodedImage, manifest: ReleaseManifest) -> bytes:
-    """Prepare an inspected file as the release specifies, and return the result as a
-    PNG file.
+    """Prepare an inspected file as the release specifies, and return the result as a PNG file.
 
-    The predictor accepts PNG files from any client. PNG is lossless. The predictor does
-    not change the pixels of an image that already has the release's size and channels.
+    The predictor accepts PNG files from any client. PNG is lossless. The predictor does not change
+    the pixels of an image that already has the release's size and channels.
 
     Raises:
         DataError: the image is broken.
@@ -228,8 +219,8 @@ def blank(manifest: ReleaseManifest) -> bytes:
 
 
 def targets_of(settings: Settings) -> list[Target]:
-    """The predictors of a preprocessing server. Each predictor is called only if all
-    earlier predictors are unreachable.
+    """The predictors of a preprocessing server. Each predictor is called only if all earlier
+    predictors are unreachable.
 
     Raises:
         ServerUnreachableError: the predictor is the server of the working directory,

@@ -1,5 +1,5 @@
-"""Control access to the console by a token or a trusted proxy, and protect the console
-against other sites by a CSRF token and response headers."""
+"""Control access to the console by a token or a trusted proxy, and protect the console against
+other sites by a CSRF token and response headers."""
 
 import hmac
 import re
@@ -50,8 +50,7 @@ class Person(Frozen):
 
 
 class Access:
-    """Identifies ``owner`` by the token, or each user by a header from a trusted
-    proxy."""
+    """Identifies ``owner`` by the token, or each user by a header from a trusted proxy."""
 
     def __init__(self, settings: Settings, token: str, owner: str) -> None:
         self._settings = settings.console
@@ -79,8 +78,8 @@ class Access:
         )
 
     def sign_in(self, request: Request) -> Response | None:
-        """The response to the sign-in URL that `evernear console` printed: a cookie,
-        and a redirect to the same URL without the token."""
+        """The response to the sign-in URL that `evernear console` printed: a cookie, and a redirect
+        to the same URL without the token."""
         if not self.by_token or not self._is_token(request.query_params.get("token", "")):
             return None
         rest = urlencode([(key, value) for key, value in request.query_params.multi_items() if key != "token"])
@@ -103,11 +102,11 @@ class Access:
 class Guard:
     """ASGI middleware in front of every page.
 
-    The middleware identifies the user and stores the result in
-    ``request.state.person``. A state-changing request must come from a console page. As
-    proof, the request's `CSRF_HEADER` contains the random value of a cookie that other
-    sites cannot read. Browsers add a custom header to a cross-site request only if the
-    target site permits the header, which the console never does.
+    The middleware identifies the user and stores the result in ``request.state.person``. A
+    state-changing request must come from a console page. As proof, the request's `CSRF_HEADER`
+    contains the random value of a cookie that other sites cannot read. Browsers add a custom header
+    to a cross-site request only if the target site permits the header, which the console never
+    does.
     """
 
     def __init__(self, app: ASGIApp, access: Access) -> None:
@@ -156,8 +155,8 @@ class Guard:
 
 
 def require(request: Request, right: Right) -> Person:
-    """Return the user who made ``request`` after checking that the user has the
-    permission ``right``.
+    """Return the user who made ``request`` after checking that the user has the permission
+    ``right``.
 
     Raises:
         HTTPException: the user does not have the permission.

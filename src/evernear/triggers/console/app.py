@@ -33,8 +33,8 @@ PAGES = (TryPage, ReviewPage, ReindexPart, LivePart, DataPage, ReleasesPage)
 
 
 def create_console_app(services: Services, access: Access) -> Starlette:
-    """Create the console as an ASGI application. The console recognizes images with
-    `PrepService`, as the preprocessing server does."""
+    """Create the console as an ASGI application. The console recognizes images with `PrepService`,
+    as the preprocessing server does."""
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncGenerator[None]:

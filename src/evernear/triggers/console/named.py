@@ -1,5 +1,5 @@
-"""The classes of named images that the live release does not contain, and the gate
-rules that block these classes."""
+"""The classes of named images that the live release does not contain, and the gate rules that block
+these classes."""
 
 import re
 from collections import Counter
@@ -19,8 +19,7 @@ _MORE_IMAGES_HELP = ("class_recall", "false_rejects", "accuracy_floor", "no_wors
 
 
 class Hold(NamedTuple):
-    """The last run that ended, if it was held or failed, and the run's failed gate
-    rules."""
+    """The last run that ended, if it was held or failed, and the run's failed gate rules."""
 
     outcome: RunOutcome
     begun: datetime
@@ -28,23 +27,21 @@ class Hold(NamedTuple):
 
 
 class NamedClass(NamedTuple):
-    """A class that users assigned to images, and the failed rules whose reasons mention
-    the class."""
+    """A class that users assigned to images, and the failed rules whose reasons mention the
+    class."""
 
     label: str
     images: int
     is_new: bool
     """Whether the class is missing from the live release."""
     is_held: bool
-    """Whether the last run was held or failed and began after the latest answer about
-    the class."""
+    """Whether the last run was held or failed and began after the latest answer about the class."""
     rules: tuple[Rule, ...]
 
 
 class Named(NamedTuple):
-    """The classes whose newly labeled images are not in a release yet. ``hold`` is None
-    if no class is held. ``rules`` are the failed rules that mention none of the
-    ``classes``."""
+    """The classes whose newly labeled images are not in a release yet. ``hold`` is None if no class
+    is held. ``rules`` are the failed rules that mention none of the ``classes``."""
 
     classes: tuple[NamedClass, ...]
     hold: Hold | None
@@ -61,8 +58,8 @@ def last_hold(store: Store, records: RunRecords) -> Hold | None:
 
 
 def named_since(answers: Iterable[Answer], known: Sequence[str], hold: Hold | None) -> Named:
-    """The classes in ``answers``, whose images are not in the live release. ``known`` are the
-    live release's classes."""
+    """The classes in ``answers``, whose images are not in the live release. ``known`` are the live
+    release's classes."""
     labeled = [answer for answer in answers if answer.action == "label"]
     newest = {answer.label: answer.at for answer in sorted(labeled, key=lambda answer: answer.at)}
     classes = [
@@ -93,8 +90,8 @@ def _named_class(label: str, images: int, is_new: bool, hold: Hold | None) -> Na
 
 
 def _names(rule: Rule, label: str) -> bool:
-    """Whether the reason for ``rule`` mentions the class as a whole word, not as part
-    of a longer name or a number."""
+    """Whether the reason for ``rule`` mentions the class as a whole word, not as part of a longer
+    name or a number."""
     return (
         rule.name in _CLASS_RULES
         and re.search(rf"(?<![\w.%]){re.escape(label)}(?![\w%]|\.\d)", rule.reason) is not None

@@ -9,11 +9,10 @@ from evernear.settings import Settings
 
 
 class Predictor:
-    """Creates a `PrepService` on demand, because the console may start before the
-    servers.
+    """Creates a `PrepService` on demand, because the console may start before the servers.
 
-    If a server becomes unreachable, the `PrepService` is replaced, because the server
-    may restart on a different port.
+    If a server becomes unreachable, the `PrepService` is replaced, because the server may restart
+    on a different port.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -22,8 +21,7 @@ class Predictor:
         self._lock = asyncio.Lock()
 
     async def predict(self, image: bytes) -> Prediction:
-        """Recognize an image file. Raises the same errors as
-        `PrepService.predict_image`."""
+        """Recognize an image file. Raises the same errors as `PrepService.predict_image`."""
         async with self._lock:
             if self._service is None:
                 self._service = PrepService(self._settings, embeddings=True)  # bound to this event loop

@@ -1,5 +1,4 @@
-"""Read many objects concurrently to hide the store's latency, about 20 ms per read in a
-cluster."""
+"""Read many objects concurrently to hide the store's latency, about 20 ms per read in a cluster."""
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -11,8 +10,7 @@ _Value = TypeVar("_Value")
 
 
 def read_all(read: Callable[[_Key], _Value], keys: Sequence[_Key]) -> Iterator[_Value]:
-    """Yield the results of ``read``, in the order of ``keys``.
-    Raises the errors of ``read``."""
+    """Yield the results of ``read``, in the order of ``keys``. Raises the errors of ``read``."""
     if len(keys) < 2:
         yield from map(read, keys)
         return

@@ -1,5 +1,5 @@
-"""The releases and the promotion history that the console lists. Immutable objects are
-read once."""
+"""The releases and the promotion history that the console lists. Immutable objects are read
+once."""
 
 from collections.abc import Sequence
 from functools import lru_cache
@@ -28,8 +28,8 @@ class Releases:
         self._promotion = lru_cache(_PROMOTIONS)(self._registry.pointer.find_in_history)
 
     def newest(self) -> tuple[list[Record], list[str]]:
-        """The most recent releases, newest first, and an error message for each damaged
-        release record."""
+        """The most recent releases, newest first, and an error message for each damaged release
+        record."""
         versions = islice(reversed([*self._registry.list()]), PAGE_RELEASES)
         found = list(read_all(self._record_or_fault, list(versions)))
         return [each for each in found if isinstance(each, Record)], [each for each in found if isinstance(each, str)]
@@ -40,8 +40,7 @@ class Releases:
         return [champion.promotion, *(promotion for promotion in earlier if promotion is not None)]
 
     def find(self, version: str) -> Record | None:
-        """The record of a release or pruned release, or None if the store has no such
-        record.
+        """The record of a release or pruned release, or None if the store has no such record.
 
         Raises:
             IntegrityError: the record is damaged.

@@ -17,8 +17,8 @@ LISTING_S = 2.0
 SETTLED_AFTER = timedelta(minutes=10)
 """Time without changes after which an ended run's record is considered final."""
 _LISTED_ALONE = 20
-"""Maximum number of runs whose records are listed individually. For more runs, listing
-all runs at once needs fewer requests than listing each run."""
+"""Maximum number of runs whose records are listed individually. For more runs, listing all runs at
+once needs fewer requests than listing each run."""
 
 
 class RunEntry(NamedTuple):
@@ -26,8 +26,8 @@ class RunEntry(NamedTuple):
 
     run: str
     begun: datetime
-    """Time when the run's first object was written, according to the store's clock. The
-    first object is written after the run starts."""
+    """Time when the run's first object was written, according to the store's clock. The first
+    object is written after the run starts."""
     changed: datetime
     """Time when the run's last object was written, according to the store's clock."""
     ended: bool
@@ -36,8 +36,8 @@ class RunEntry(NamedTuple):
 class RunRecords:
     """The run records in one store.
 
-    Outcomes never change, so each outcome is read once. After `SETTLED_AFTER`, an ended
-    run's record does not change either, so only the run's name is listed again.
+    Outcomes never change, so each outcome is read once. After `SETTLED_AFTER`, an ended run's
+    record does not change either, so only the run's name is listed again.
     """
 
     def __init__(self, store: Store) -> None:
@@ -48,8 +48,8 @@ class RunRecords:
         self._listing: tuple[float, list[RunEntry]] = (-LISTING_S, [])
 
     def entries(self) -> list[RunEntry]:
-        """All runs, most recently changed first. All pages share one listing of the
-        store for `LISTING_S` seconds.
+        """All runs, most recently changed first. All pages share one listing of the store for
+        `LISTING_S` seconds.
 
         Raises:
             StoreError: the store is unavailable.
@@ -58,8 +58,7 @@ class RunRecords:
             return self._entries()
 
     def outcome(self, run: str) -> RunOutcome | None:
-        """The outcome of a run, or None if the run has not ended or the outcome is
-        damaged."""
+        """The outcome of a run, or None if the run has not ended or the outcome is damaged."""
         if run not in self._outcomes:
             try:
                 outcome = RunRecord(self._store, run).find(OUTCOME, RunOutcome)

@@ -1,5 +1,4 @@
-"""Start a reindex and change the champion, through local commands or Kubeflow
-Pipelines."""
+"""Start a reindex and change the champion, through local commands or Kubeflow Pipelines."""
 
 import os
 import subprocess
@@ -30,16 +29,15 @@ _LAST_BYTES = 4096
 
 
 class Done(NamedTuple):
-    """A sentence that describes a user's action, and the Kubeflow Pipelines run, if
-    any, that performs the action."""
+    """A sentence that describes a user's action, and the Kubeflow Pipelines run, if any, that
+    performs the action."""
 
     sentence: str
     run: str = ""
 
 
 class RunState(NamedTuple):
-    """The run in progress or, if no run is in progress, the last run, in one
-    sentence."""
+    """The run in progress or, if no run is in progress, the last run, in one sentence."""
 
     sentence: str
     is_running: bool = False
@@ -145,8 +143,8 @@ class PipelineRuns:
         self._runs = KfpRuns(settings.pipeline)
 
     def reindex(self, by: str) -> Done:
-        """Like `Runner.reindex`. Two simultaneous clicks start only one run, because
-        both requests derive the same key from the newest run."""
+        """Like `Runner.reindex`. Two simultaneous clicks start only one run, because both requests
+        derive the same key from the newest run."""
         runs = self._runs.list(_REINDEX, limit=10)
         if any(not run.state.is_final for run in runs):
             raise BusyError("A reindex is already in progress; wait for it to end.")
@@ -154,8 +152,8 @@ class PipelineRuns:
         return Done("The run has started.", self._start(_REINDEX, by, request_id("run", _REINDEX, newest), {}))
 
     def promote(self, version: str, why: str, by: str, *, force: bool) -> Done:
-        """Like `Runner.promote`. The pipeline does not reject a release with the
-        verdict hold, so this method checks ``force``."""
+        """Like `Runner.promote`. The pipeline does not reject a release with the verdict hold, so
+        this method checks ``force``."""
         registry = Registry(self._store)
         if not registry.get(version).verdict.promote and not force:
             raise SettingsError("The verdict on this release is hold; confirm that it is to be promoted anyway.")

@@ -34,8 +34,8 @@ def require_private(settings: ConsoleSettings) -> None:
 
 
 def _require_usable(certificate: Path | None, key: Path | None) -> None:
-    """Require that both files are readable and unencrypted. OpenSSL prompts for the
-    password of an encrypted file.
+    """Require that both files are readable and unencrypted. OpenSSL prompts for the password of an
+    encrypted file.
 
     Raises:
         SettingsError: a file is unusable.

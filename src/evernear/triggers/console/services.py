@@ -36,8 +36,8 @@ QUEUE_ITEMS = 240
 
 @dataclass
 class Services:
-    """The objects that the pages read and change. If the source is not writable,
-    ``answers`` is None and ``fault`` is the reason."""
+    """The objects that the pages read and change. If the source is not writable, ``answers`` is
+    None and ``fault`` is the reason."""
 
     settings: Settings
     store: Store
@@ -59,8 +59,8 @@ class Services:
 
     @staticmethod
     def open(settings: Settings, store: Store, runner: Runner) -> "Services":
-        """Open the services for a store and a source. If the source is not writable,
-        users cannot submit answers.
+        """Open the services for a store and a source. If the source is not writable, users cannot
+        submit answers.
 
         Raises:
             StoreError: the store is unavailable.
@@ -94,8 +94,8 @@ class Services:
         return record.manifest if record else None
 
     def classes(self, latest: Mapping[str, Answer]) -> list[str]:
-        """The classes that users may name: classes of the source itself, followed by
-        the other classes of the ``latest`` answers."""
+        """The classes that users may name: classes of the source itself, followed by the other
+        classes of the ``latest`` answers."""
         own = self.target.labels if self.target else []
         return list(dict.fromkeys([*own, *sorted(images_by_class(latest.values()))]))
 
@@ -106,8 +106,8 @@ class Services:
         return waiting_classes(latest.values(), used, self.settings.validation.min_class_images)
 
     def pending(self, answered: Collection[str]) -> list[Item]:
-        """Images to review: user submissions, followed by logged queries. Each kind is
-        sorted newest first."""
+        """Images to review: user submissions, followed by logged queries. Each kind is sorted
+        newest first."""
         sent = self.submissions.pending(answered, QUEUE_ITEMS)
         known = {*answered, *(item.id for item in sent)}
         return [*sent, *self.queue.pending(known, QUEUE_ITEMS - len(sent))]
@@ -117,8 +117,8 @@ class Services:
         return self.submissions.find(image) or self.queue.find(image)
 
     def original(self, image: str) -> bytes:
-        """The image file under review: the submitted file or, for a logged query, the
-        network's input.
+        """The image file under review: the submitted file or, for a logged query, the network's
+        input.
 
         Raises:
             ServingError: the file no longer exists.
@@ -132,8 +132,8 @@ class Services:
     def perform(
         self, request: Request, right: Right, what: str, act: Callable[[Person], Done], release: str = ""
     ) -> Done:
-        """Call ``act`` if the user who made ``request`` has the permission ``right``,
-        and record the result in the audit log.
+        """Call ``act`` if the user who made ``request`` has the permission ``right``, and record
+        the result in the audit log.
 
         Raises:
             HTTPException: the user does not have the permission.

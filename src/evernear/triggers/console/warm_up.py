@@ -1,5 +1,5 @@
-"""Read the store into the console's caches in the background. Pages wait for the
-warm-up and show its progress."""
+"""Read the store into the console's caches in the background. Pages wait for the warm-up and show
+its progress."""
 
 import logging
 import threading
@@ -15,8 +15,7 @@ _log = logging.getLogger(__name__)
 
 
 class WarmUp:
-    """Reads immutable objects into memory in advance. Pages read other objects on
-    demand."""
+    """Reads immutable objects into memory in advance. Pages read other objects on demand."""
 
     def __init__(self, services: Services) -> None:
         self._services = services

@@ -34,8 +34,7 @@ def render(template: str, **values: Any) -> str:
 
 
 def action(handle: Callable[[Request, Form], Response]) -> Callable[[Request], Awaitable[Response]]:
-    """Create an endpoint for a form. ``handle`` is called with the form in a worker
-    thread."""
+    """Create an endpoint for a form. ``handle`` is called with the form in a worker thread."""
 
     async def endpoint(request: Request) -> Response:
         body = bytearray()
@@ -50,8 +49,8 @@ def action(handle: Callable[[Request, Form], Response]) -> Callable[[Request], A
 
 
 def after_warm_up(show: Callable[[Request], Response]) -> Callable[[Request], Response]:
-    """Create an endpoint that shows progress until the application's `WarmUp` has
-    ended, and then calls ``show``."""
+    """Create an endpoint that shows progress until the application's `WarmUp` has ended, and then
+    calls ``show``."""
 
     def endpoint(request: Request) -> Response:
         warm_up: WarmUp = request.app.state.warm_up
@@ -65,14 +64,13 @@ def after_warm_up(show: Callable[[Request], Response]) -> Callable[[Request], Re
 
 
 def field(form: Form, name: str) -> str:
-    """The last value of a form field, stripped of surrounding whitespace, or an empty
-    string if the field is missing."""
+    """The last value of a form field, stripped of surrounding whitespace, or an empty string if the
+    field is missing."""
     return (form.get(name) or [""])[-1].strip()
 
 
 def png(image: bytes) -> Response:
-    """A PNG response that browsers may cache, because the URL identifies the
-    content."""
+    """A PNG response that browsers may cache, because the URL identifies the content."""
     return Response(image, media_type="image/png", headers={"Cache-Control": "private, max-age=604800, immutable"})
 
 
@@ -100,8 +98,8 @@ async def error_response(request: Request, error: Exception) -> Response:
 
 
 _printable = lru_cache(10_000)(printable)
-"""Caches printable values, because most of a page's thousands of values were also on
-the previous page."""
+"""Caches printable values, because most of a page's thousands of values were also on the previous
+page."""
 
 
 @cache

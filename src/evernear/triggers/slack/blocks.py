@@ -1,7 +1,7 @@
 """Building blocks of messages, and escaping for untrusted text.
 
-Slack limits a section to 3000 characters, a field to 2000 characters, and a header to
-150 characters.
+Slack limits a section to 3000 characters, a field to 2000 characters, and a header to 150
+characters.
 """
 
 import json
@@ -52,20 +52,19 @@ def line(text: str) -> Message:
 
 
 def error_text(error: Exception) -> str:
-    """The message of an expected error. An unexpected error has an untrusted message,
-    so only its type is shown.
-    """
+    """The message of an expected error. An unexpected error has an untrusted message, so only its
+    type is shown."""
     if isinstance(error, EvernearError):
         return str(error)
     return f"An internal error occurred ({type(error).__name__}); the bot's log has the details."
 
 
 def escape(text: str) -> str:
-    """Escape untrusted text for Slack's mrkdwn format. The result is one line without
-    links or mentions.
+    """Escape untrusted text for Slack's mrkdwn format. The result is one line without links or
+    mentions.
 
-    Text that Slack parses consists of literals in this package and of strings that
-    passed through this function, such as names, versions, sentences and ids. See
+    Text that Slack parses consists of literals in this package and of strings that passed through
+    this function, such as names, versions, sentences and ids. See
     https://docs.slack.dev/messaging/formatting-message-text#escaping
     """
     return printable(text).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
@@ -104,9 +103,7 @@ def cut(text: str, length: int) -> str:
 
 
 def join_lines(lines: Sequence[str]) -> str:
-    """Join as many whole lines as fit into a section. A truncated line could end inside
-    a link.
-    """
+    """Join as many whole lines as fit into a section. A truncated line could end inside a link."""
     ends = accumulate(len(line) + 1 for line in lines)
     fitting = [line for line, end in zip(lines, ends, strict=True) if end < TEXT_MAX]
     return "\n".join([*fitting, "…"] if len(fitting) < len(lines) else fitting)
@@ -153,9 +150,7 @@ def button(
 
 
 def link_button(url: str, value: str) -> list[Block]:
-    """The button that opens the page of a run. The list is empty if the URL is
-    unknown.
-    """
+    """The button that opens the page of a run. The list is empty if the URL is unknown."""
     return [button("Open in Kubeflow", LINK, value, url=url)] if url.startswith("http") else []
 
 

@@ -1,6 +1,5 @@
-"""A client for the calls that the bot makes to Slack's Web API. Errors that need
-different remedies have different classes.
-"""
+"""A client for the calls that the bot makes to Slack's Web API. Errors that need different remedies
+have different classes."""
 
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -17,8 +16,8 @@ Block = dict[str, Any]
 DEFAULT_RETRY_AFTER_S = 30
 """Seconds to wait if a rate limit response has no ``Retry-After`` header."""
 
-# Errors for which a retry does not help, for example because the bot has no access to
-# the channel, or because the message no longer exists.
+# Errors for which a retry does not help, for example because the bot has no access to the channel,
+# or because the message no longer exists.
 _NOT_WRITABLE = frozenset({
     "cant_update_message",
     "channel_not_found",
@@ -37,9 +36,8 @@ _UNAVAILABLE = frozenset({"fatal_error", "internal_error", "request_timeout", "s
 
 @dataclass(frozen=True)
 class Message:
-    """A message with blocks, and with ``text`` for notifications and for clients that
-    do not render blocks.
-    """
+    """A message with blocks, and with ``text`` for notifications and for clients that do not render
+    blocks."""
 
     text: str
     blocks: tuple[Block, ...] = ()
@@ -48,8 +46,7 @@ class Message:
 class SlackClient:
     """Slack's Web API.
 
-    Every method may raise `SlackError`. An address (``channel/ts``) identifies a
-    message.
+    Every method may raise `SlackError`. An address (``channel/ts``) identifies a message.
     """
 
     def __init__(self, client: WebClient) -> None:
@@ -61,9 +58,8 @@ class SlackClient:
             self._client.auth_test()
 
     def post(self, channel: str, message: Message, thread: str = "") -> str:
-        """Post ``message`` and return its address. If ``thread``, the timestamp of a
-        message, is set, reply in that thread.
-        """
+        """Post ``message`` and return its address. If ``thread``, the timestamp of a message, is
+        set, reply in that thread."""
         with translated_errors("chat.postMessage"):
             response = self._client.chat_postMessage(
                 channel=channel,

@@ -1,6 +1,5 @@
-"""The slash commands. Each command has a name, a permission, a help line, a handler and
-a message.
-"""
+"""The slash commands. Each command has a name, a permission, a help line, a handler and a
+message."""
 
 from collections.abc import Sequence
 from datetime import datetime
@@ -123,9 +122,8 @@ def help_message() -> Message:
 def status_message(
     current: Champion | None, active: Sequence[Run], pending: int, watcher: str, now: datetime
 ) -> Message:
-    """A message with the live release, the active runs, the open prompts and the
-    watcher's state.
-    """
+    """A message with the live release, the active runs, the open prompts and the watcher's
+    state."""
     running = ", ".join(f"{link(run.url, run.name)} for {duration(now - run.created)}" for run in active)
     lines = [
         f"*Live release* {escape(current.version)} since {date(current.promotion.since)}"

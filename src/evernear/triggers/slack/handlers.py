@@ -1,9 +1,9 @@
-"""Bolt handlers: resolve the caller, check the permission, run the registered command
-or button handler, and acknowledge.
+"""Bolt handlers: resolve the caller, check the permission, run the registered command or button
+handler, and acknowledge.
 
-The bot acknowledges a delivery only after the request is in the store. Duplicate
-deliveries and repeated clicks lead to the same request. If the store is unavailable,
-the bot tells the user that nothing was done.
+The bot acknowledges a delivery only after the request is in the store. Duplicate deliveries and
+repeated clicks lead to the same request. If the store is unavailable, the bot tells the user that
+nothing was done.
 """
 
 import logging
@@ -28,9 +28,8 @@ _log = logging.getLogger(__name__)
 
 
 class Handlers:
-    """The handlers of one bot. Bolt passes arguments to a handler according to the
-    names of its parameters.
-    """
+    """The handlers of one bot. Bolt passes arguments to a handler according to the names of its
+    parameters."""
 
     def __init__(self, services: Services) -> None:
         self._services = services
@@ -58,9 +57,8 @@ class Handlers:
         return _acknowledge(ack, route.run(call))
 
     def query(self, respond: Respond, command: Payload, body: Payload, context: BoltContext) -> None:
-        """Answer a query after its acknowledgement,
-        because the answer may take longer than Slack waits.
-        """
+        """Answer a query after its acknowledgement, because the answer may take longer than Slack
+        waits."""
         match = routes.find(str(command["command"]), str(command.get("text") or ""))
         if match is None or not match[0].is_query:
             return
@@ -78,9 +76,8 @@ class Handlers:
             _respond(respond, message)
 
     def mention(self, event: Payload, body: Payload, context: BoltContext) -> None:
-        """Reply to a mention with the help message, in the thread of the mention. Bolt
-        acknowledges on return.
-        """
+        """Reply to a mention with the help message, in the thread of the mention. Bolt acknowledges
+        on return."""
         thread = str(event.get("thread_ts") or event.get("ts") or "")
         call = self._call(context, body, str(body["event_id"]), thread=thread)
         call.record("help", request_id("help", call.trigger))
@@ -145,9 +142,7 @@ def _respond(respond: Respond, message: Message) -> None:
 
 
 def _thread(body: Mapping[str, Any]) -> str:
-    """The thread of the message that contains the button. Empty for an ephemeral
-    message.
-    """
+    """The thread of the message that contains the button. Empty for an ephemeral message."""
     container: Mapping[str, Any] = body.get("container") or {}
     if container.get("thread_ts"):
         return str(container["thread_ts"])

@@ -1,7 +1,6 @@
 """The bot's heartbeat file.
 
-This module does not import Slack's libraries, because a probe loads the module every
-few seconds.
+This module does not import Slack's libraries, because a probe loads the module every few seconds.
 """
 
 import time
@@ -25,9 +24,7 @@ def write(settings: Settings) -> None:
 
 
 def is_recent(settings: Settings) -> bool:
-    """Whether the bot of this working directory was healthy within the last `MAX_AGE_S`
-    seconds.
-    """
+    """Whether the bot of this working directory was healthy within the last `MAX_AGE_S` seconds."""
     try:
         age_s = time.time() - _file(settings).stat().st_mtime
     except OSError:

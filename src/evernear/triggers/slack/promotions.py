@@ -1,7 +1,7 @@
 """The buttons for promotions and rollbacks, and the code that executes the requests.
 
-In a cluster, a pipeline moves the champion, because the bot itself has no permissions
-in the cluster. Outside a cluster, the bot itself moves the champion.
+In a cluster, a pipeline moves the champion, because the bot itself has no permissions in the
+cluster. Outside a cluster, the bot itself moves the champion.
 """
 
 import logging
@@ -94,9 +94,7 @@ def promote_button(candidate: str, current: Champion | None) -> Block:
 
 
 def roll_back_buttons(current: Champion) -> list[Block]:
-    """The button that rolls back the last promotion.
-    Empty without a previous release.
-    """
+    """The button that rolls back the last promotion. Empty without a previous release."""
     if current.previous is None:
         return []
     value = _Target(release=current.version, move=current.promotion.number).model_dump_json()
@@ -130,9 +128,7 @@ def _record(call: Call, kind: Literal["promote", "roll_back"]) -> None:
 
 
 def _try_move(services: Services, request: Request) -> str:
-    """Promote or roll back. Returns the error message, or an empty string on
-    success.
-    """
+    """Promote or roll back. Returns the error message, or an empty string on success."""
     cause = Cause(by=str(request.by), why=_reason(request))
     try:  # the bot's image lacks the serving packages, but there a pipeline moves the champion
         from evernear.deployment import promote_release, roll_back

@@ -52,9 +52,8 @@ RETRAIN_PARAMETERS = (
     "index.label_by",
     "index.k",
 )
-"""Settings that /retrain may set. With settings of the gate or of the data, anyone who may
-start a run would also decide what is promoted.
-"""
+"""Settings that /retrain may set. With settings of the gate or of the data, anyone who may start a
+run would also decide what is promoted."""
 ACCEPT, DECLINE = "request.accept", "request.decline"
 _VERBS = {TRAINING: "train", "reindex": "index the gallery"}
 
@@ -103,9 +102,8 @@ def accept(call: Call) -> None:
 
 @on_click(DECLINE)
 def decline(call: Call) -> None:
-    """Decline the request. The person who made the request needs no permission to
-    decline the request.
-    """
+    """Decline the request. The person who made the request needs no permission to decline the
+    request."""
     request = _find(call)
     if not call.caller.person.id or call.caller.person.id != request.asked_by.id:
         call.require("start", DECLINE)
@@ -118,8 +116,8 @@ def prompt(
 ) -> Message:
     """The prompt that asks whether to start a run.
 
-    The prompt shows the settings, the data, the duration of the last successful run,
-    and other active runs.
+    The prompt shows the settings, the data, the duration of the last successful run, and other
+    active runs.
     """
     changed = [code(f"{name} = {as_text(value)}") for name, value in _changes(parameters, defaults)]
     source = parameters.get("source") or defaults.get("source") or DataSettings().source
@@ -147,9 +145,7 @@ def prompt(
 
 
 def proposal(request: Request) -> Message:
-    """The prompt with which the watcher asks whether to start a run, including the
-    reasons.
-    """
+    """The prompt with which the watcher asks whether to start a run, including the reasons."""
     text = "Train" if request.pipeline == TRAINING else "Index"
     buttons = [button(text, ACCEPT, request.id, style="primary"), button("Not now", DECLINE, request.id)]
     origin = f"Proposed by the watcher {date(request.created)}. Nothing starts without confirmation."
@@ -215,8 +211,7 @@ def _find(call: Call) -> Request:
 def _answer(call: Call, request: Request, answer: State) -> None:
     """Write the answer if the request is pending.
 
-    Also write the address of the prompt, because `advance` may not have recorded the
-    address yet.
+    Also write the address of the prompt, because `advance` may not have recorded the address yet.
 
     Raises:
         RequestRefusedError: the request has expired, or a person has already given a
@@ -250,9 +245,7 @@ def _expiry(request: Request) -> str:
 
 
 def _changes(parameters: Mapping[str, Any], defaults: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    """The parameters and settings that differ from the defaults, with their full
-    names.
-    """
+    """The parameters and settings that differ from the defaults, with their full names."""
     values, default_values = flat(parameters), flat(defaults)
     return [
         (name.removeprefix("settings."), value) for name, value in values.items() if default_values.get(name) != value

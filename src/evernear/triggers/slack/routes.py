@@ -1,8 +1,8 @@
 """The registry of slash commands and buttons.
 
-To add a command, decorate a function with a decorator from this module. `handlers`
-checks the permission, and `/evernear help` lists the command. The modules `commands`,
-`prompts`, `runs` and `promotions` register their commands and buttons on import.
+To add a command, decorate a function with a decorator from this module. `handlers` checks the
+permission, and `/evernear help` lists the command. The modules `commands`, `prompts`, `runs` and
+`promotions` register their commands and buttons on import.
 """
 
 import logging
@@ -51,8 +51,8 @@ class Call:
     def record(self, kind: Kind, record_id: str, **fields: Any) -> None:
         """Store a request for the worker. A duplicate delivery changes nothing.
 
-        If an earlier attempt at the request failed and this call is not a duplicate,
-        the request is accepted again.
+        If an earlier attempt at the request failed and this call is not a duplicate, the request is
+        accepted again.
         """
         services = self.services
         request = Request.model_validate(
@@ -116,9 +116,9 @@ def command(
     """Register a command that changes something, as in
     ``@command("/evernear stop", "ends a run", usage="RUN")``.
 
-    The command runs before the acknowledgement. Slack waits 3 seconds for the
-    acknowledgement. The command may record a request for the worker, but must not wait
-    for KFP. If the command returns a message, the message is shown to the caller.
+    The command runs before the acknowledgement. Slack waits 3 seconds for the acknowledgement. The
+    command may record a request for the worker, but must not wait for KFP. If the command returns a
+    message, the message is shown to the caller.
     """
 
     def register(run: Handler) -> Handler:
@@ -150,9 +150,8 @@ def button(action: str, permission: Right | None = None) -> Callable[[Callable[[
 
 
 def find(slash: str, text: str) -> tuple[Command, str] | None:
-    """The typed command and its arguments. If several command names match, the longest
-    name is used.
-    """
+    """The typed command and its arguments. If several command names match, the longest name is
+    used."""
     words = text.split()
     for count in range(min(2, len(words)), -1, -1):
         command = COMMANDS.get(" ".join([slash, *words[:count]]))

@@ -1,6 +1,5 @@
-"""Runs: start accepted requests, follow each run in a message and its thread, post
-verdicts, and stop runs.
-"""
+"""Runs: start accepted requests, follow each run in a message and its thread, post verdicts, and
+stop runs."""
 
 from collections.abc import Mapping, Sequence
 from datetime import datetime, timedelta
@@ -41,9 +40,8 @@ from evernear.triggers.slack.services import Services
 STOP = "run.stop"
 STEPS_MAX = 40
 OUTCOME_GRACE = timedelta(minutes=1)
-"""Time after the end of a successful run during which its outcome may not be visible in
-the store yet.
-"""
+"""Time after the end of a successful run during which its outcome may not be visible in the store
+yet."""
 UPDATE_INTERVAL = timedelta(seconds=15)
 """Shortest time between edits of a message, below Slack's limit for all runs together."""
 _OUTCOME_EMOJI = {
@@ -66,9 +64,7 @@ def request_stop(call: Call) -> None:
 
 @on_click(LINK)
 def open_link(_: Call) -> None:
-    """Acknowledge a click on a button that opens a page, because Slack also reports
-    such clicks.
-    """
+    """Acknowledge a click on a button that opens a page, because Slack also reports such clicks."""
 
 
 class RunTracker:
@@ -77,15 +73,13 @@ class RunTracker:
     def __init__(self, services: Services) -> None:
         self._services = services
         self._shown: dict[str, tuple[Message, datetime]] = {}
-        """The last content of each edited message and the time of the edit, keyed by
-        address.
-        """
+        """The last content of each edited message and the time of the edit, keyed by address."""
 
     def start(self, request: Request) -> None:
         """Start the run of an accepted request.
 
-        The request's key is passed to the pipeline server, so that a repeated start
-        finds the first run.
+        The request's key is passed to the pipeline server, so that a repeated start finds the first
+        run.
         """
         services = self._services
         request = self._with_message(request)
@@ -107,9 +101,7 @@ class RunTracker:
         self._services.finish(request, "failed")
 
     def follow(self, request: Request) -> None:
-        """Show the progress of a started run, and its verdict after the run has
-        ended.
-        """
+        """Show the progress of a started run, and its verdict after the run has ended."""
         services = self._services
         run = services.runs.show(request.run)
         outcome = load_outcome(services.store, run.id) if run.state.is_final else None
@@ -129,9 +121,8 @@ class RunTracker:
             self._edit(request.message, self._status(request, run, None))
 
     def stop(self, request: Request) -> None:
-        """Stop the run that ``request`` identifies by the run id or by the beginning of
-        the run id.
-        """
+        """Stop the run that ``request`` identifies by the run id or by the beginning of the run
+        id."""
         services = self._services
         if request.run:
             matches = [services.runs.show(request.run)]
@@ -183,9 +174,8 @@ class RunTracker:
         return status(request, run, outcome, can_stop=self._services.access.is_granted("start"))
 
     def _edit(self, address: str, message: Message, final: bool = False) -> None:
-        """Edit the message at ``address`` if its content changed and the last edit is
-        old enough.
-        """
+        """Edit the message at ``address`` if its content changed and the last edit is old
+        enough."""
         previous, edited = self._shown.get(address, (None, None))
         if previous == message:
             return
@@ -248,9 +238,7 @@ def verdict(
     current: Champion | None,
     buttons: Sequence[Block],
 ) -> Message:
-    """The message with a run's result, its reasons, the gate's rules,
-    and the possible actions.
-    """
+    """The message with a run's result, its reasons, the gate's rules, and the possible actions."""
     emoji, result = _result(run, outcome)
     lines = [_live(outcome, current), *(f"• {escape(reason)}" for reason in _reasons(run, outcome))]
     blocks = [header(f"{emoji} {result}"), section(join_lines(lines))]

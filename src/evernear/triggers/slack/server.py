@@ -1,6 +1,5 @@
-"""The bot's process: a connection to Slack (or a port that Slack calls),
-two worker threads and a heartbeat.
-"""
+"""The bot's process: a connection to Slack (or a port that Slack calls), two worker threads and a
+heartbeat."""
 
 import logging
 import os
@@ -49,18 +48,15 @@ TIMEOUT_S = 10
 POLL_S = 5.0
 """Time between two polls of runs and proposals, which cost a request each."""
 POLL_MAX_S = 300.0
-"""Maximum duration of a poll. A poll that takes longer than this time counts as stuck.
-For polls that move the champion, the rollout timeout is added to this limit.
-"""
+"""Maximum duration of a poll. A poll that takes longer than this time counts as stuck. For polls
+that move the champion, the rollout timeout is added to this limit."""
 DISCONNECTED_MAX_S = 600.0
-"""Time without a connection after which the heartbeat stops,
-so that the orchestrator restarts the process.
-"""
+"""Time without a connection after which the heartbeat stops, so that the orchestrator restarts the
+process."""
 MAX_REQUEST_SIZE_BYTES = 2**20  # Slack sends tens of kilobytes; larger requests get 413
 SHUTDOWN_S = 25.0
-"""Time to finish at shutdown. The timeout is less than the 30 s that Kubernetes gives a
-pod to shut down.
-"""
+"""Time to finish at shutdown. The timeout is less than the 30 s that Kubernetes gives a pod to shut
+down."""
 _T = TypeVar("_T")
 _log = logging.getLogger(__name__)
 
@@ -75,12 +71,11 @@ class Secrets:
 
     @staticmethod
     def of_environment(settings: SlackSettings) -> "Secrets":
-        """Read ``SLACK_BOT_TOKEN``,
-        and ``SLACK_APP_TOKEN`` or ``SLACK_SIGNING_SECRET``.
+        """Read ``SLACK_BOT_TOKEN``, and ``SLACK_APP_TOKEN`` or ``SLACK_SIGNING_SECRET``.
 
-        Each secret may instead be in a file, whose path is in the variable with the
-        suffix ``_FILE``. The secrets are removed from the environment, so that child
-        processes do not inherit them.
+        Each secret may instead be in a file, whose path is in the variable with the suffix
+        ``_FILE``. The secrets are removed from the environment, so that child processes do not
+        inherit them.
 
         Raises:
             SettingsError: a secret that the mode needs is missing or has the wrong
@@ -159,8 +154,8 @@ def serve_slack(
 def _beat(settings: Settings, is_connected: Callable[[], bool], loops: "list[_Loop]", stop: threading.Event) -> None:
     """Write heartbeats until ``stop`` is set.
 
-    A heartbeat is written only if all threads are working, and if Slack is connected or
-    was connected recently.
+    A heartbeat is written only if all threads are working, and if Slack is connected or was
+    connected recently.
     """
     connected_s = time.monotonic()
     while True:
@@ -173,9 +168,7 @@ def _beat(settings: Settings, is_connected: Callable[[], bool], loops: "list[_Lo
 
 
 class _Loop:
-    """A thread that polls every ``poll_s`` seconds, and immediately when the thread is
-    woken.
-    """
+    """A thread that polls every ``poll_s`` seconds, and immediately when the thread is woken."""
 
     def __init__(self, name: str, poll: Callable[[], None], poll_s: float, poll_max_s: float) -> None:
         self._poll = poll
@@ -281,9 +274,8 @@ def _http_mode(app: App, settings: SlackSettings) -> Generator[Callable[[], bool
 
 
 def http_app(app: App) -> Starlette:
-    """Serve ``app`` over HTTP. Bolt checks that each request is signed and at most five
-    minutes old.
-    """
+    """Serve ``app`` over HTTP. Bolt checks that each request is signed and at most five minutes
+    old."""
 
     async def events(request: Request) -> Response:
         body = bytearray()

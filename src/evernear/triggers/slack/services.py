@@ -48,8 +48,7 @@ class Services:
 
     def notify(self, request: Request, text: str) -> None:
         """Notify the person responsible for ``request``, or the channel if no person is
-        responsible.
-        """
+        responsible."""
         if request.by.id:
             self.slack.post_ephemeral(request.channel, request.by.id, line(text))
         else:

@@ -1,8 +1,8 @@
 """The worker: advance every open request by one state per poll.
 
-A failed step is retried with exponential backoff. Every completed step is stored
-immediately, and repeating a step has no effect. A new process therefore continues where
-the previous process stopped.
+A failed step is retried with exponential backoff. Every completed step is stored immediately, and
+repeating a step has no effect. A new process therefore continues where the previous process
+stopped.
 """
 
 import logging
@@ -20,24 +20,19 @@ from evernear.triggers.slack.services import Clock, Services
 
 BACKOFF_S, BACKOFF_MAX_S = 5.0, 300.0
 FAILURES_MAX = 300
-"""Number of consecutive failures after which a request fails. With a backoff of
-`BACKOFF_MAX_S`, this number is reached after about a day.
-"""
+"""Number of consecutive failures after which a request fails. With a backoff of `BACKOFF_MAX_S`,
+this number is reached after about a day."""
 FOLLOW_MAX_AGE = timedelta(days=1)
-"""Maximum age of a run that the watcher started without approval. Older runs are not
-reported.
-"""
+"""Maximum age of a run that the watcher started without approval. Older runs are not reported."""
 START_TIMEOUT = timedelta(hours=1)
-"""Time to retry starting a run while Kubeflow Pipelines is unavailable. Whoever asked for a
-run has then turned to something else.
-"""
+"""Time to retry starting a run while Kubeflow Pipelines is unavailable. Whoever asked for a run has
+then turned to something else."""
 _log = logging.getLogger(__name__)
 
 
 class Worker:
-    """The worker of one bot. `follow` and `move` may run in two different threads.
-    Neither method raises an exception.
-    """
+    """The worker of one bot. `follow` and `move` may run in two different threads. Neither method
+    raises an exception."""
 
     def __init__(self, services: Services) -> None:
         self._services = services
@@ -46,18 +41,16 @@ class Worker:
         self._removed_old = services.clock()
 
     def follow(self) -> None:
-        """Advance all requests except the promotions and rollbacks that this process
-        itself executes.
-        """
+        """Advance all requests except the promotions and rollbacks that this process itself
+        executes."""
         self._attempt("requests", lambda: self._advance_all(changes_champion=False))
         if self._services.clock() - self._removed_old > timedelta(hours=1):
             self._removed_old = self._services.clock()
             self._attempt("removal", lambda: self._services.requests.remove_old(self._services.clock()))
 
     def move(self) -> None:
-        """Execute promotions and rollbacks. Each promotion or rollback may take as long
-        as a rollout.
-        """
+        """Execute promotions and rollbacks. Each promotion or rollback may take as long as a
+        rollout."""
         self._attempt("moves", lambda: self._advance_all(changes_champion=True))
 
     def _advance_all(self, changes_champion: bool) -> None:
@@ -75,9 +68,8 @@ class Worker:
         return request.is_open and (is_recent or request.state != "started")
 
     def _attempt(self, name: str, step: Callable[[], None]) -> None:
-        """Run ``step``, unless the step must wait after a failure. An error only delays
-        the next attempt.
-        """
+        """Run ``step``, unless the step must wait after a failure. An error only delays the next
+        attempt."""
         if not self._backoff.is_due(name):
             return
         try:
@@ -128,9 +120,7 @@ class Worker:
                     self._runs.start(prepared)
 
     def _report_failure(self, request_id: str, error: Exception) -> None:
-        """Report the first failure of a request,
-        and end a request that has failed too often.
-        """
+        """Report the first failure of a request, and end a request that has failed too often."""
         services = self._services
         request, failures = services.requests.find(request_id), self._backoff.failures(request_id)
         if request is None or not request.is_open or (request.is_proposal and request.state == "pending"):
@@ -169,8 +159,7 @@ def _rate_limit_s(error: Exception) -> float | None:
 
 
 class _Backoff:
-    """For each name, the number of consecutive failures and the time of the next
-    attempt.
+    """For each name, the number of consecutive failures and the time of the next attempt.
 
     The backoff state is only in memory, so every step is due after a restart.
     """
@@ -186,8 +175,8 @@ class _Backoff:
         return self._failed[name][0] if name in self._failed else 0
 
     def delay(self, name: str, wait_s: float | None = None) -> None:
-        """Delay the next attempt by ``wait_s`` or, by default, by twice the last delay,
-        up to `BACKOFF_MAX_S`."""
+        """Delay the next attempt by ``wait_s`` or, by default, by twice the last delay, up to
+        `BACKOFF_MAX_S`."""
         failures = self.failures(name) + (1 if wait_s is None else 0)
         if wait_s is None:
             wait_s = min(BACKOFF_MAX_S, BACKOFF_S * 2 ** min(failures - 1, 20))

@@ -1,11 +1,11 @@
-"""After a rollout, the bake compares the new release with the previous release, and
-rolls back if the new release is worse.
+"""After a rollout, the bake compares the new release with the previous release, and rolls back if
+the new release is worse.
 
-The watcher runs the bake, because the watcher outlives the deploy step. All promotions
-are baked in the same way, whether a run, a command or a button made them. No process
-waits for the end of a bake. If the watcher is killed, a new process continues the bake.
-The watcher only reads the pods' metrics. The ``rollback`` pipeline performs rollbacks,
-so the watcher needs no permissions in the cluster.
+The watcher runs the bake, because the watcher outlives the deploy step. All promotions are baked in
+the same way, whether a run, a command or a button made them. No process waits for the end of a
+bake. If the watcher is killed, a new process continues the bake. The watcher only reads the pods'
+metrics. The ``rollback`` pipeline performs rollbacks, so the watcher needs no permissions in the
+cluster.
 """
 
 from collections.abc import Callable
@@ -29,17 +29,15 @@ if TYPE_CHECKING:
 
 BAKER = "the watcher's bake"
 SAVE_INTERVAL = timedelta(minutes=1)
-"""Time between two saves of the counter values. If the process is killed, at most the
-requests since the last save are lost.
-"""
+"""Time between two saves of the counter values. If the process is killed, at most the requests
+since the last save are lost."""
 FIRST_RETRY = timedelta(seconds=30)
 LAST_RETRY = timedelta(minutes=10)
 
 
 class Baker:
-    """Bakes the releases of one store. ``read_pods`` returns the counter values of each
-    pod, keyed by the pod's address.
-    """
+    """Bakes the releases of one store. ``read_pods`` returns the counter values of each pod, keyed
+    by the pod's address."""
 
     def __init__(
         self,
@@ -92,9 +90,8 @@ class Baker:
         return f"{moved} {judged}".strip()
 
     def _follow(self, state: BakeState, champion: Champion, now: datetime) -> tuple[BakeState, str]:
-        """The state after the champion pointer moved. The bake in progress ends, and a
-        new bake may begin.
-        """
+        """The state after the champion pointer moved. The bake in progress ends, and a new bake may
+        begin."""
         promotion, bake = champion.promotion, state.bake
         moved = {"version": promotion.version, "number": promotion.number}
         if promotion.version == state.version and promotion.how in ("apply", "anchor"):  # the same release
@@ -106,9 +103,8 @@ class Baker:
         return state.model_copy(update=moved | {"bake": new, "last": ended + sentence}), ended + sentence
 
     def _begin(self, state: BakeState, promotion: Promotion, now: datetime) -> tuple[Bake | None, str]:
-        """Return a bake of the champion and a sentence about the bake, or None and the
-        reason why the champion is not baked.
-        """
+        """Return a bake of the champion and a sentence about the bake, or None and the reason why
+        the champion is not baked."""
         version, previous, since = promotion.version, promotion.previous, min(promotion.since, now)
         ends = since + timedelta(seconds=self._settings.watch.bake_s)
         if promotion.how in ("rollback", "restore"):
@@ -127,9 +123,7 @@ class Baker:
         return bake, f"The bake of release {version} began, compared with {reference}; it ends at {ends:%H:%M:%S} UTC."
 
     def _judge(self, state: BakeState, bake: Bake, now: datetime) -> tuple[BakeState, str]:
-        """The state after a comparison,
-        and a sentence if the comparison ends the bake.
-        """
+        """The state after a comparison, and a sentence if the comparison ends the bake."""
         breach = Comparison(bake.before).find_breach(bake.seen)
         if breach is not None:
             sentence = f"Release {bake.version} is rolled back to {bake.previous}. {breach}"
@@ -142,9 +136,8 @@ class Baker:
         return state.model_copy(update={"bake": None, "last": sentence}), sentence
 
     def _undo(self, bake: Bake, now: datetime) -> None:
-        """Roll back. Each step can be repeated, so that the next process can complete
-        the rollback if this process is killed.
-        """
+        """Roll back. Each step can be repeated, so that the next process can complete the rollback
+        if this process is killed."""
         manifest = self._registry.get(bake.version, include_pruned=True).manifest
         self._breaches.add(Breach.of(manifest, bake.breach, now))
         if self._runs is not None:
@@ -157,9 +150,8 @@ class Baker:
             roll_back(self._settings, cause=Cause(by=BAKER, why=bake.breach), expected=bake.version)
 
     def _start_rollback(self, bake: Bake, runs: "KfpRuns", now: datetime) -> None:
-        """Start the ``rollback`` pipeline. If the pipeline run fails, start the
-        pipeline again. Slack follows the request.
-        """
+        """Start the ``rollback`` pipeline. If the pipeline run fails, start the pipeline again.
+        Slack follows the request."""
         request = self._requests.find(request_id("bake", bake.version, bake.number)) or self._request(bake, now)
         if request.state == "started" and runs.show(request.run).state is State.FAILED:
             request = self._requests.change(request, state="failed")

@@ -1,9 +1,9 @@
-"""MinIO's ``ListenBucketNotification`` request, whose endless response contains a JSON
-line for each change and whitespace in between.
+"""MinIO's ``ListenBucketNotification`` request, whose endless response contains a JSON line for
+each change and whitespace in between.
 
-The request is a MinIO extension. AWS and other servers do not support this request. For
-such servers, the watcher checks only on its schedule. A dead connection is detected
-after `evernear.common.store.s3_connection.READ_TIMEOUT_S` seconds without any data.
+The request is a MinIO extension. AWS and other servers do not support this request. For such
+servers, the watcher checks only on its schedule. A dead connection is detected after
+`evernear.common.store.s3_connection.READ_TIMEOUT_S` seconds without any data.
 """
 
 from collections.abc import Callable
@@ -20,14 +20,11 @@ from evernear.errors import SettingsError
 
 EVENTS = ["s3:ObjectCreated:*", "s3:ObjectRemoved:*"]
 EXPIRES_S = 60
-"""Validity of the signature. The server checks the signature when it opens the
-stream.
-"""
+"""Validity of the signature. The server checks the signature when it opens the stream."""
 
 
 def listen(source: str, on_change: Callable[[], None]) -> None:
-    """Call ``on_change`` when the stream opens,
-    and at every later change of ``source``.
+    """Call ``on_change`` when the stream opens, and at every later change of ``source``.
 
     Returns when the server ends the stream.
 
@@ -47,8 +44,8 @@ def listen(source: str, on_change: Callable[[], None]) -> None:
         raise _unsupported(connection.endpoint)
     filters: dict[str, Any] = {"prefix": f"{folder}/" if folder else "", "suffix": "", "events": EVENTS}
     with connection.errors("s3:ListenBucketNotification", bucket, folder):
-        # minio's `listen_bucket_notification` is not used, because it would repeat the
-        # request immediately and forever after a stream ends.
+        # minio's `listen_bucket_notification` is not used, because it would repeat the request
+        # immediately and forever after a stream ends.
         response = connection.http.request("GET", _url(connection, bucket, filters), preload_content=False)
         try:
             if response.status == 501:

@@ -1,6 +1,5 @@
-"""Choose between retrain, reindex and no action,
-from an observation and the thresholds in the settings.
-"""
+"""Choose between retrain, reindex and no action, from an observation and the thresholds in the
+settings."""
 
 import shlex
 from collections.abc import Mapping
@@ -15,14 +14,12 @@ from evernear.triggers.watch.schedule_state import Action
 DRIFT = "drift"
 ACCURACY = "accuracy"
 _DRIFT_RATIO = 1.5
-"""Factor by which the effect of drift must grow for the drift to count as worse. Daily
-effects vary by chance.
-"""
+"""Factor by which the effect of drift must grow for the drift to count as worse. Daily effects vary
+by chance."""
 _NOTHING_NEW = "But the source has nothing new to train on: label images like the live queries first."
 NEW_TRAIN_SHARE = 0.05
-"""Share of the network's training images from which new ones are worth a training run. A
-smaller share changes the network less than another seed does.
-"""
+"""Share of the network's training images from which new ones are worth a training run. A smaller
+share changes the network less than another seed does."""
 NEW_GALLERY_IMAGES = 20
 """New gallery images that are worth a reindex, which takes minutes and no training."""
 _LOSS_STEP = 0.05
@@ -37,13 +34,10 @@ class Cause:
     """Identifies the cause in requests."""
     reasons: tuple[str, ...]
     steps: Mapping[str, float] = field(default_factory=dict[str, float])
-    """Figures that measure the size of the cause, each with the smallest increase for
-    which the cause counts as worse.
-    """
+    """Figures that measure the size of the cause, each with the smallest increase for which the
+    cause counts as worse."""
     ratio: float = 1.0
-    """For the cause to count as worse, a figure must also have grown by at least this
-    factor.
-    """
+    """For the cause to count as worse, a figure must also have grown by at least this factor."""
 
     def is_worse(self, figures: Mapping[str, float], earlier: Mapping[str, float]) -> bool:
         """Whether any of the cause's ``figures`` has grown enough since ``earlier``."""
@@ -62,9 +56,8 @@ class WatchDecision:
     remarks: tuple[str, ...] = ()
     figures: dict[str, float] = field(default_factory=dict[str, float])
     for_a_person: bool = False
-    """Whether a person must decide regardless of the policy. This is the case if no new
-    training images exist or the source could not be listed.
-    """
+    """Whether a person must decide regardless of the policy. This is the case if no new training
+    images exist or the source could not be listed."""
 
     @property
     def reasons(self) -> tuple[str, ...]:
@@ -73,17 +66,17 @@ class WatchDecision:
 
 
 def decide_action(observation: Observation, settings: Settings) -> WatchDecision:
-    """Choose ``retrain`` if there are many new training images, drift, or a loss of
-    live accuracy.
+    """Choose ``retrain`` if there are many new training images, drift, or a loss of live
+    accuracy.
 
-    Choose ``reindex`` if there are new classes or gallery images. ``retrain`` takes
-    precedence because a training run also builds an index.
+    Choose ``reindex`` if there are new classes or gallery images. ``retrain`` takes precedence
+    because a training run also builds an index.
     """
     figures = _figures(observation, settings)
     remarks = (*_remarks(observation), *_gone_classes(observation, settings))
     if causes := _causes_to_train(observation, settings):
-        # New images are counted since the last training and not since the last reindex,
-        # because the network was not trained on the images that a reindex adds.
+        # New images are counted since the last training and not since the last reindex, because the
+        # network was not trained on the images that a reindex adds.
         is_worth_it = observation.changes is not None and observation.changes.train_images > 0
         return WatchDecision("retrain", causes, remarks, figures, for_a_person=not is_worth_it)
     if causes := _causes_to_index(observation, settings):

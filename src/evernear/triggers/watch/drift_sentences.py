@@ -1,6 +1,5 @@
-"""Sentences about the drift test: detected shifts, the class mix,
-and the smallest detectable shift.
-"""
+"""Sentences about the drift test: detected shifts, the class mix, and the smallest detectable
+shift."""
 
 from evernear.common.output import quantity
 from evernear.data.drift import MIN_QUERIES, POWER, SAMPLE, Shift
@@ -18,8 +17,7 @@ def drift_reasons(drift: Drift) -> list[str]:
 
 def no_drift_reasons(drift: Drift) -> list[str]:
     """The reason why no drift was detected, and the smallest shift that would have been
-    detected.
-    """
+    detected."""
     queries = f"{quantity(drift.queries, 'live query', 'live queries')}{_age(drift)}"
     if drift.shifts:
         return [f"No drift in {queries}{_independent(drift)}.", _detectable(drift)]
@@ -35,11 +33,11 @@ def no_drift_reasons(drift: Drift) -> list[str]:
 
 
 def mix_remarks(drift: Drift) -> list[str]:
-    """A remark about the classes whose share in the live queries differs from their
-    share in the reference. A different class mix is not drift.
+    """A remark about the classes whose share in the live queries differs from their share in the
+    reference. A different class mix is not drift.
 
-    The list is empty if drift was not tested or was detected, because drift may make
-    one class look like a different class.
+    The list is empty if drift was not tested or was detected, because drift may make one class look
+    like a different class.
     """
     if not drift.shifts or any(shift.detected for shift in drift.shifts):
         return []

@@ -1,6 +1,5 @@
-"""Prometheus metrics of the watcher's last check: the champion's live accuracy,
-and the class mix.
-"""
+"""Prometheus metrics of the watcher's last check: the champion's live accuracy, and the class
+mix."""
 
 from prometheus_client import CollectorRegistry, Gauge, generate_latest
 
@@ -14,14 +13,12 @@ FIGURES = {
     "class_mix_difference": "Share of live queries that would need another predicted class for the reference's mix.",
 }
 """Figures in a `CheckReport` that are exported as ``evernear_<figure>`` with the label
-``version``.
-"""
+``version``."""
 
 
 def exposition(report: CheckReport | None) -> bytes:
-    """The metrics in Prometheus text format. A metric has no value before the first
-    check or before the first label.
-    """
+    """The metrics in Prometheus text format. A metric has no value before the first check or before
+    the first label."""
     registry = CollectorRegistry()
     for figure, meaning in FIGURES.items():
         gauge = Gauge(f"evernear_{figure}", meaning, ("version",), registry=registry)

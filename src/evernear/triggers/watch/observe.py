@@ -1,14 +1,13 @@
-"""Observe images that are new to the champion, and differences between live queries and
-the reference.
+"""Observe images that are new to the champion, and differences between live queries and the
+reference.
 
-The releases specify which images were used for training and for the gallery. The
-champion's manifest specifies the snapshot of its gallery. The manifest of the
-champion's oldest ancestor with the same network specifies the snapshot that was used
-for training, because a reindex reuses the network. The watcher itself does not store
-these snapshots, so a restart changes nothing.
+The releases specify which images were used for training and for the gallery. The champion's
+manifest specifies the snapshot of its gallery. The manifest of the champion's oldest ancestor with
+the same network specifies the snapshot that was used for training, because a reindex reuses the
+network. The watcher itself does not store these snapshots, so a restart changes nothing.
 
-A snapshot also records the source from which it was ingested. The watcher observes this
-source unless a different source is configured.
+A snapshot also records the source from which it was ingested. The watcher observes this source
+unless a different source is configured.
 """
 
 import tempfile
@@ -40,24 +39,20 @@ from evernear.settings import DataSettings, Settings
 DRIFT_WINDOW_S = 24 * 3600.0
 """Age of the live queries that a check reads: a day, since the hours of a day differ."""
 MIN_QUERIES = 200
-"""Smallest sample of live queries to test for drift. If fewer of them are independent, a
-check also reads older ones, up to ``watch.query_retention_s``. In smaller samples, random
-differences exceed `BOUNDS`.
-"""
+"""Smallest sample of live queries to test for drift. If fewer of them are independent, a check also
+reads older ones, up to ``watch.query_retention_s``. In smaller samples, random differences exceed
+`BOUNDS`."""
 FALSE_ALARM_RATE = 0.001
 """Largest share of checks that may report drift by chance: with a check an hour, once in six
-weeks.
-"""
+weeks."""
 BOUNDS: dict[Measure, float] = {"unknown_rise": 0.05, "distance_shift": 0.15, "embedding_shift": 0.005}
-"""Smallest effects to report, because tiny ones are significant in a large sample: a rise of
-the unknown rate as a share of all queries, the Kolmogorov-Smirnov statistic of the gallery
-distances, and the energy coefficient of the embeddings.
-"""
+"""Smallest effects to report, because tiny ones are significant in a large sample: a rise of the
+unknown rate as a share of all queries, the Kolmogorov-Smirnov statistic of the gallery distances,
+and the energy coefficient of the embeddings."""
 _T = TypeVar("_T")
 _WINDOW_MARGIN = 1.2
-"""Safety factor for extending a window. The window is this factor longer than the rate
-of independent queries requires.
-"""
+"""Safety factor for extending a window. The window is this factor longer than the rate of
+independent queries requires."""
 
 
 @dataclass(frozen=True)
@@ -77,18 +72,16 @@ class SourceChanges:
     new_classes: dict[str, int]
     """Number of files in each class that the champion does not know."""
     gone_classes: dict[str, int]
-    """For each class that the source no longer contains, the number of files in the
-    champion's snapshot.
-    """
+    """For each class that the source no longer contains, the number of files in the champion's
+    snapshot."""
     listing: str
     """A digest of the listing."""
 
 
 @dataclass(frozen=True)
 class ClassShare:
-    """The share of live queries, and the share of reference images, for which one class
-    is predicted.
-    """
+    """The share of live queries, and the share of reference images, for which one class is
+    predicted."""
 
     label: str
     live: float
@@ -106,14 +99,12 @@ class Drift:
     queries: int
     sampled: int
     independent: int
-    """Number of sampled queries that are at least `gap_s` apart,
-    so that they are independent of each other.
-    """
+    """Number of sampled queries that are at least `gap_s` apart, so that they are independent of
+    each other."""
     gap_s: float
     window_s: float
-    """Age of the oldest queries. The age exceeds `DRIFT_WINDOW_S` if that
-    window contains too few independent queries.
-    """
+    """Age of the oldest queries. The age exceeds `DRIFT_WINDOW_S` if that window contains too few
+    independent queries."""
     unknown_rate: float
     reference_unknown_rate: float
     reference: int
@@ -126,8 +117,7 @@ class Drift:
 class Observation:
     """The input of a decision.
 
-    If a part of the observation failed, its field is None, and ``faults`` contains a
-    message.
+    If a part of the observation failed, its field is None, and ``faults`` contains a message.
     """
 
     champion: str | None
@@ -137,17 +127,14 @@ class Observation:
     changes: SourceChanges | None = None
     drift: Drift | None = None
     live: Assessment | None = None
-    """The champion's accuracy on labeled live queries, or None if there are no recent
-    labels.
-    """
+    """The champion's accuracy on labeled live queries, or None if there are no recent labels."""
     faults: tuple[str, ...] = ()
 
 
 @dataclass
 class Observer:
-    """Observes one source and one store. ``cache`` is a directory for downloaded
-    ledgers, which never change.
-    """
+    """Observes one source and one store. ``cache`` is a directory for downloaded ledgers, which
+    never change."""
 
     settings: Settings
     store: Store
@@ -157,8 +144,8 @@ class Observer:
     def observe(self, now: datetime) -> Observation:
         """Compare the source and the live queries with the champion.
 
-        If the source or a part of the store is unavailable, ``faults`` reports the
-        failure, and all other parts are still observed.
+        If the source or a part of the store is unavailable, ``faults`` reports the failure, and all
+        other parts are still observed.
 
         Raises:
             StoreError, IntegrityError: the champion cannot be read.
@@ -192,9 +179,8 @@ class Observer:
         return self._watched(registry.get(pointer.version).manifest if pointer else None).source
 
     def _watched(self, champion: ReleaseManifest | None) -> DataSettings:
-        """The data settings. If no source is configured, the source of the champion's
-        snapshot is used.
-        """
+        """The data settings. If no source is configured, the source of the champion's snapshot is
+        used."""
         data = self.settings.data
         if champion is None or "source" in data.model_fields_set:
             return data
@@ -287,9 +273,8 @@ def _class_mix(reference: Queries, live: Queries) -> tuple[ClassShare, ...]:
 
 
 def _first_with_network(registry: Registry, champion: ReleaseManifest) -> ReleaseManifest:
-    """The champion's oldest ancestor with the same network. The network was trained on
-    the snapshot of this ancestor.
-    """
+    """The champion's oldest ancestor with the same network. The network was trained on the snapshot
+    of this ancestor."""
     release = champion
     while release.parent is not None:
         parent = registry.get(release.parent, include_pruned=True).manifest

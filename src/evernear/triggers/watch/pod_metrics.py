@@ -18,15 +18,12 @@ MAX_BYTES = 2**22
 REFUSALS = ("Overloaded", "GalleryUnavailable")
 """The outcomes in `evernear.serving.core` that have a status of 500 or more."""
 PODS_SERVICE_SUFFIX = "-pods"
-"""Suffix of the pods' headless Service in ``deploy/base/prep.yaml``. The Service is
-named after the Deployment.
-"""
+"""Suffix of the pods' headless Service in ``deploy/base/prep.yaml``. The Service is named after the
+Deployment."""
 
 
 def addresses(host: str, port: int) -> list[Address]:
-    """The addresses of the ready pods of a headless Service.
-    Empty without ready pods.
-    """
+    """The addresses of the ready pods of a headless Service. Empty without ready pods."""
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except OSError:
@@ -35,9 +32,8 @@ def addresses(host: str, port: int) -> list[Address]:
 
 
 class PodMetrics:
-    """Reads the metrics of the pods that ``find`` returns. A pod that does not respond
-    in time is left out.
-    """
+    """Reads the metrics of the pods that ``find`` returns. A pod that does not respond in time is
+    left out."""
 
     def __init__(self, find: Callable[[], Sequence[Address]]) -> None:
         self._find = find
@@ -65,8 +61,8 @@ class PodMetrics:
 
 
 def parse_counters(text: str) -> PodCounters | None:
-    """The counter values in a TorchServe response, or None if the response does not
-    contain exactly one release.
+    """The counter values in a TorchServe response, or None if the response does not contain exactly
+    one release.
 
     Raises:
         ValueError: the text is not in Prometheus text format.

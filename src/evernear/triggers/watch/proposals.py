@@ -1,12 +1,12 @@
 """Propose a decision, or start its run, only once.
 
-A cause has at most one open proposal. The proposal grows with the cause, and stays open
-as long as the cause lasts. A declined cause leads to a new proposal only if the cause
-has become worse, or if a different release is live.
+A cause has at most one open proposal. The proposal grows with the cause, and stays open as long as
+the cause lasts. A declined cause leads to a new proposal only if the cause has become worse, or if
+a different release is live.
 
-The requests in the store are the watcher's only memory. The id of the next request is
-derived from the earlier requests. If two watchers run concurrently, one of them creates
-the request, and the other gets a conflict.
+The requests in the store are the watcher's only memory. The id of the next request is derived from
+the earlier requests. If two watchers run concurrently, one of them creates the request, and the
+other gets a conflict.
 """
 
 import re
@@ -30,26 +30,21 @@ if TYPE_CHECKING:
 _CLOCK_TOLERANCE = timedelta(hours=1)
 """Largest tolerated difference between the clocks of several watchers."""
 _TESTED = {DRIFT}
-"""Causes that a statistical test detects. A check may miss such a cause although the
-cause lasts.
-"""
+"""Causes that a statistical test detects. A check may miss such a cause although the cause
+lasts."""
 _PIPELINES = {"retrain": TRAINING, "reindex": "reindex"}
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """The request that resulted from a decision,
-    or the reason why no request was made.
-    """
+    """The request that resulted from a decision, or the reason why no request was made."""
 
     request: Request | None = None
     reason: str = ""
 
 
 class ProposalService:
-    """Executes decisions about one store. ``runs`` is None if no pipeline server is
-    configured.
-    """
+    """Executes decisions about one store. ``runs`` is None if no pipeline server is configured."""
 
     def __init__(self, settings: Settings, store: Store, runs: "KfpRuns | None") -> None:
         self._settings = settings
@@ -69,8 +64,8 @@ class ProposalService:
                 whether runs are active. An accepted request stays accepted, and the
                 next check starts its run.
         """
-        # The id is computed before the requests are read, so that a proposal that a
-        # different watcher adds in the meantime has the same id.
+        # The id is computed before the requests are read, so that a proposal that a different
+        # watcher adds in the meantime has the same id.
         request_id = _next_id(self._requests.ids(), watcher_id)
         requests = [request for request in self._requests.list() if request.is_proposal]
         requests = [self._expire(request, decision, observation, now) for request in requests]
@@ -103,9 +98,8 @@ class ProposalService:
         return Outcome(self._start(request))
 
     def _expire(self, request: Request, decision: WatchDecision, observation: Observation, now: datetime) -> Request:
-        """Mark a pending request as expired if its causes are gone, or if a release or
-        a larger proposal replaces it.
-        """
+        """Mark a pending request as expired if its causes are gone, or if a release or a larger
+        proposal replaces it."""
         if request.state != "pending":
             return request
         promoted = observation.champion_since is not None and request.created < observation.champion_since <= now
@@ -116,8 +110,8 @@ class ProposalService:
         return self._change(request, state="expired")
 
     def _lasts(self, request: Request, decision: WatchDecision, now: datetime) -> bool:
-        """Whether a cause of ``request`` still exists, which means that the cause was
-        observed or that a test detected it recently.
+        """Whether a cause of ``request`` still exists, which means that the cause was observed or
+        that a test detected it recently.
 
         A test may miss a cause that it detected before.
         """
@@ -126,9 +120,8 @@ class ProposalService:
         return bool(_TESTED & set(request.causes)) and now - (request.seen or request.created) < self._cooldown
 
     def _update(self, request: Request, decision: WatchDecision, observation: Observation, now: datetime) -> str:
-        """If the causes of a pending proposal have grown, update the proposal. Returns
-        the reason why no second proposal is made.
-        """
+        """If the causes of a pending proposal have grown, update the proposal. Returns the reason
+        why no second proposal is made."""
         if request.pipeline == _PIPELINES[decision.action]:
             if any(not _covers(request, c) or c.is_worse(decision.figures, request.figures) for c in decision.causes):
                 self._change(request, grown=request.grown + 1, **_content(decision, observation, now))
@@ -145,9 +138,7 @@ class ProposalService:
         observation: Observation,
         now: datetime,
     ) -> str:
-        """The reason why nothing is proposed now, or an empty string if there is no
-        reason.
-        """
+        """The reason why nothing is proposed now, or an empty string if there is no reason."""
         if accepted := [request.id for request in requests if request.state == "accepted"]:
             return f"Proposal {accepted[-1]} is accepted, and its run is about to start."
         if self._runs:
@@ -177,11 +168,11 @@ class ProposalService:
         return self._without_release(last, observation)
 
     def _without_release(self, request: Request, observation: Observation) -> str:
-        """The reason not to repeat a run that did not lead to a release, or an empty
-        string if there is no reason.
+        """The reason not to repeat a run that did not lead to a release, or an empty string if
+        there is no reason.
 
-        A run that failed, was stopped or was killed would end in the same way until
-        something changes.
+        A run that failed, was stopped or was killed would end in the same way until something
+        changes.
         """
         if not request.run or _has_new_champion(request, observation):
             return ""
@@ -200,14 +191,14 @@ class ProposalService:
     def _start(self, request: Request) -> Request:
         """Start the run that the policy accepted.
 
-        The request's id is the idempotency key of the run, so that a repeated start
-        finds the first run.
+        The request's id is the idempotency key of the run, so that a repeated start finds the first
+        run.
         """
         if self._runs is None or request.state != "accepted" or request.answered_by != POLICY:
             return request
         ours = from_settings(self._settings, self._runs.parameters(request.pipeline))
-        # No person approved this run, so a person must decide on a release whose losses
-        # the gate could not detect.
+        # No person approved this run, so a person must decide on a release whose losses the gate
+        # could not detect.
         unattended = {"settings": {"gate": {"on_undetected_loss": "hold"}}}
         started_by = {"started_by": f"the watcher, proposal {request.id}"}
         parameters = combine(unattended, ours, started_by, request.parameters)
@@ -256,8 +247,7 @@ def _is_ahead(request: Request, now: datetime) -> bool:
 
 
 def _next_id(ids: Sequence[str], watcher_id: str) -> str:
-    """The id of the next request. The id depends only on the earlier requests and the
-    store.
+    """The id of the next request. The id depends only on the earlier requests and the store.
 
     Concurrent watchers of one store therefore compute the same id.
     """

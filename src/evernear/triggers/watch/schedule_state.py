@@ -1,8 +1,8 @@
-"""The watcher's state, which is the object ``triggers/watch.json`` in the store. The
-state says whether the watcher is on, and contains the report of the last check.
+"""The watcher's state, which is the object ``triggers/watch.json`` in the store. The state says
+whether the watcher is on, and contains the report of the last check.
 
-The command line, Slack and the watcher change the state with compare-and-swap. The
-watcher reads the state before every check.
+The command line, Slack and the watcher change the state with compare-and-swap. The watcher reads
+the state before every check.
 """
 
 from collections.abc import Callable
@@ -19,9 +19,8 @@ from evernear.errors import ConflictError
 STATE = "triggers/watch.json"
 _ATTEMPTS = 5
 _WRONG_CLOCK = timedelta(days=1)
-"""If a stored report is dated later than an incoming report by more than this time, the
-stored date is assumed to be wrong.
-"""
+"""If a stored report is dated later than an incoming report by more than this time, the stored date
+is assumed to be wrong."""
 
 Action = Literal["retrain", "reindex", "nothing"]
 
@@ -36,9 +35,7 @@ class CheckReport(Frozen):
     """The champion at the time of the check, or an empty string without a champion."""
     action: Action
     reasons: tuple[str, ...]
-    """The reasons for the action and, if the action is not proposed now, the reason for
-    waiting.
-    """
+    """The reasons for the action and, if the action is not proposed now, the reason for waiting."""
     figures: dict[str, float] = {}
     faults: tuple[str, ...] = ()
     """One message for each part of the check that failed."""
@@ -52,9 +49,8 @@ class ScheduleState(Frozen):
     remedy: ClassVar[str] = "remove it to start over"
 
     id: str
-    """Identifies the store in proposal ids. Proposal ids are also run keys in KFP,
-    where several stores may share one KFP server.
-    """
+    """Identifies the store in proposal ids. Proposal ids are also run keys in KFP, where several
+    stores may share one KFP server."""
     on: bool = True
     since: AwareDatetime
     by: str = ""
@@ -63,24 +59,19 @@ class ScheduleState(Frozen):
 
 
 class ScheduleStore:
-    """The schedule state in one store. Every method may raise `StoreError` or
-    `IntegrityError`.
-    """
+    """The schedule state in one store. Every method may raise `StoreError` or `IntegrityError`."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
 
     def find(self) -> ScheduleState | None:
-        """The current state, or None before the first `read`, for example if no watcher
-        has used the store yet.
-        """
+        """The current state, or None before the first `read`, for example if no watcher has used
+        the store yet."""
         stored = self._store.find(STATE)
         return self._parse(stored[0]) if stored else None
 
     def read(self) -> ScheduleState:
-        """The current state. The first call creates the state with the watcher switched
-        on.
-        """
+        """The current state. The first call creates the state with the watcher switched on."""
         return self._change(lambda state: state)
 
     def switch(self, on: bool, by: str) -> ScheduleState:
@@ -89,9 +80,7 @@ class ScheduleStore:
         return self._change(lambda state: state if state.on == on else state.model_copy(update=update))
 
     def save(self, report: CheckReport) -> ScheduleState:
-        """Store the report of the last check, unless a later report is already
-        stored.
-        """
+        """Store the report of the last check, unless a later report is already stored."""
 
         def save(state: ScheduleState) -> ScheduleState:
             if state.last and report.at < state.last.at < report.at + _WRONG_CLOCK:

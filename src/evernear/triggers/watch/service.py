@@ -1,9 +1,8 @@
-"""The watcher's process: check on a schedule,
-and soon after the bucket reports a change.
+"""The watcher's process: check on a schedule, and soon after the bucket reports a change.
 
-SIGTERM or Ctrl-C ends the process after the current check. A killed check leaves no
-incomplete state. If the source, the store or the pipeline server is unavailable, the
-check is retried with backoff, before the next scheduled check.
+SIGTERM or Ctrl-C ends the process after the current check. A killed check leaves no incomplete
+state. If the source, the store or the pipeline server is unavailable, the check is retried with
+backoff, before the next scheduled check.
 """
 
 import json
@@ -32,24 +31,17 @@ from evernear.triggers.watch.watcher import Watcher
 
 FIRST_RETRY_S = 30.0
 DEBOUNCE_S = 60.0
-"""Quiet time after the last change in the bucket before a check. An upload of many files is
-then one check.
-"""
+"""Quiet time after the last change in the bucket before a check. An upload of many files is then
+one check."""
 DEBOUNCE_MAX = 10
-"""Maximum delay of a check if further changes keep arriving, as a multiple of
-`DEBOUNCE_S`.
-"""
+"""Maximum delay of a check if further changes keep arriving, as a multiple of `DEBOUNCE_S`."""
 STUCK_AFTER_S = 1800.0
 CLOCK_CHECK_S = 60.0
 PRUNE_INTERVAL = timedelta(days=1)
 PRUNE_RETRY = timedelta(hours=1)
-"""Time to wait before pruning the store again, if a prune failed or found a run in
-progress.
-"""
+"""Time to wait before pruning the store again, if a prune failed or found a run in progress."""
 BAKE_INTERVAL_S = 10.0
-"""Time between two reads of the pods' metrics.
-A rollback begins within seconds of a breach.
-"""
+"""Time between two reads of the pods' metrics. A rollback begins within seconds of a breach."""
 _JOB = "check"
 _BAKE_JOB = "bake"
 _PRUNE_JOB = "prune"
@@ -118,9 +110,8 @@ class WatchService:
                 self._scheduler.shutdown(wait=True)
 
     def check(self) -> None:
-        """Run a check, unless the watcher is paused. If the check fails, the failure is
-        reported and the check is retried soon.
-        """
+        """Run a check, unless the watcher is paused. If the check fails, the failure is reported
+        and the check is retried soon."""
         with self._lock:
             self._changed_s = None
         try:
@@ -154,9 +145,8 @@ class WatchService:
             self._print(f"Pruned the store: deleted {pruning}.")
 
     def bake(self) -> None:
-        """Poll the baker unless the watcher is paused. A failure is reported once,
-        and the next poll tries again.
-        """
+        """Poll the baker unless the watcher is paused. A failure is reported once, and the next
+        poll tries again."""
         try:
             if self._baker is None or not self._watcher.schedule.read().on:
                 return
@@ -171,9 +161,8 @@ class WatchService:
         self._bake_fault = fault
 
     def changed(self) -> None:
-        """Schedule a check for the time when the source has not changed for
-        `DEBOUNCE_S` seconds.
-        """
+        """Schedule a check for the time when the source has not changed for `DEBOUNCE_S`
+        seconds."""
         now_s = time.monotonic()
         with self._lock:
             self._changed_s = self._changed_s or now_s
@@ -207,8 +196,8 @@ class WatchService:
     def _run_in(self, job_id: str, wait: timedelta) -> None:
         """Set the next start of a job to ``wait`` from now, unless the process ends.
 
-        `BackgroundScheduler.shutdown` holds the scheduler's lock until the jobs have
-        ended. A job that called the scheduler during the shutdown would wait forever.
+        `BackgroundScheduler.shutdown` holds the scheduler's lock until the jobs have ended. A job
+        that called the scheduler during the shutdown would wait forever.
         """
         with self._lock:
             job = None if self.stopping.is_set() else self._scheduler.get_job(job_id)
@@ -218,8 +207,8 @@ class WatchService:
     def _follow_clock(self) -> None:
         """Correct the schedule after the clock was set back.
 
-        If the clock had jumped ahead before, the next check could otherwise be
-        scheduled years in the future.
+        If the clock had jumped ahead before, the next check could otherwise be scheduled years in
+        the future.
         """
         intervals = {_JOB: timedelta(seconds=self._settings.watch.interval_s), _PRUNE_JOB: PRUNE_INTERVAL}
         intervals[_BAKE_JOB] = timedelta(seconds=BAKE_INTERVAL_S)
@@ -260,8 +249,8 @@ class WatchService:
 
     @contextmanager
     def _health_probe(self) -> Generator[None]:
-        """Serve ``GET /`` on ``watch.health_port``. The response has status 200 or 503,
-        and its body contains the details from `health`.
+        """Serve ``GET /`` on ``watch.health_port``. The response has status 200 or 503, and its
+        body contains the details from `health`.
 
         ``GET /metrics`` returns the metrics of the last check.
         """

@@ -27,9 +27,7 @@ Clock = Callable[[], datetime]
 
 
 class Watcher:
-    """Checks one source for one store. ``cache`` is a directory for downloaded
-    files.
-    """
+    """Checks one source for one store. ``cache`` is a directory for downloaded files."""
 
     def __init__(
         self,
@@ -39,8 +37,7 @@ class Watcher:
         cache: Path,
         clock: Clock = lambda: datetime.now(UTC),
     ) -> None:
-        """``runs`` is the pipeline server. Without a pipeline server,
-        proposals are only stored.
+        """``runs`` is the pipeline server. Without a pipeline server, proposals are only stored.
 
         Raises:
             SettingsError: the policy is to start runs,
@@ -62,8 +59,8 @@ class Watcher:
         return self._observer.source()
 
     def check(self, act: bool = True) -> CheckReport:
-        """Check once. If ``act`` is set, propose the decision or start its run, and
-        save the report in the store.
+        """Check once. If ``act`` is set, propose the decision or start its run, and save the report
+        in the store.
 
         Failures that do not affect the decision are reported in ``faults``.
 
@@ -96,9 +93,8 @@ class Watcher:
         return report
 
     def _maintain_logs(self, now: datetime) -> tuple[str, list[str]]:
-        """Upload the query logs of a server on this machine, and remove old query logs.
-        Returns a report and errors.
-        """
+        """Upload the query logs of a server on this machine, and remove old query logs. Returns a
+        report and errors."""
         removal, faults = "", list[str]()
         try:
             ship_query_log(logged_queries(home_of(self._settings.workdir)), self._store)
@@ -111,11 +107,11 @@ class Watcher:
         return removal, faults
 
     def _remove_old_logs(self, now: datetime) -> str:
-        """Remove the query logs that were already too old at the time of the last
-        check. Returns a sentence for the report, or an empty string.
+        """Remove the query logs that were already too old at the time of the last check. Returns a
+        sentence for the report, or an empty string.
 
-        If a clock jumps ahead, all logs become too old at once. The first check after
-        the jump only warns, and removes no logs.
+        If a clock jumps ahead, all logs become too old at once. The first check after the jump only
+        warns, and removes no logs.
         """
         last = self.schedule.read().last
         if last is None:

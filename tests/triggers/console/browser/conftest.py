@@ -1,6 +1,5 @@
-"""A console in Chromium. A test module has a fixture ``workdir``, a folder that contains
-the working directory ``work`` of the console.
-"""
+"""A console in Chromium. A test module has a fixture ``workdir``, a folder that contains the
+working directory ``work`` of the console."""
 
 import os
 import subprocess
@@ -18,9 +17,8 @@ if TYPE_CHECKING:
 
 @pytest.fixture(scope="module")
 def artifacts(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the pictures of the pages are kept: ``EVERNEAR_TEST_ARTIFACTS``,
-    or a temporary directory.
-    """
+    """Where the pictures of the pages are kept: ``EVERNEAR_TEST_ARTIFACTS``, or a temporary
+    directory."""
     directory = os.environ.get("EVERNEAR_TEST_ARTIFACTS")
     folder = Path(directory) if directory else tmp_path_factory.mktemp("pages")
     folder.mkdir(parents=True, exist_ok=True)
@@ -38,9 +36,8 @@ def url(workdir: Path) -> Generator[str]:
 
 @pytest.fixture
 def page(url: str) -> "Generator[Page]":
-    """A page that is signed in. An error of a script,
-    or a violation of the security policy, fails the test.
-    """
+    """A page that is signed in. An error of a script, or a violation of the security policy, fails
+    the test."""
     from playwright.sync_api import sync_playwright  # the modules skip themselves without it
 
     errors: list[str] = []

@@ -1,6 +1,5 @@
-"""A working directory whose server recognizes all digits but one, and pictures of the
-console's pages.
-"""
+"""A working directory whose server recognizes all digits but one, and pictures of the console's
+pages."""
 
 import shutil
 import subprocess
@@ -35,9 +34,8 @@ def evernear(*words: str) -> list[str]:
 
 
 def serve_digits(root: Path, without: int, *, in_words: bool) -> Generator[Path]:
-    """Train on all digits but one, and serve the release until the generator is closed.
-    Images of the other digit are in ``digits-<digit>``. Classes are digits or words.
-    """
+    """Train on all digits but one, and serve the release until the generator is closed. Images of
+    the other digit are in ``digits-<digit>``. Classes are digits or words."""
     folders = lay_out_digits(root, str(without))
     if in_words:
         for folder in list(folders.known.iterdir()):
@@ -53,9 +51,8 @@ def serve_digits(root: Path, without: int, *, in_words: bool) -> Generator[Path]
 
 
 def barriers(page: "Page") -> list[str]:
-    """Serious and critical violations that axe finds on the page;
-    none if npm has not installed axe.
-    """
+    """Serious and critical violations that axe finds on the page; none if npm has not installed
+    axe."""
     if not AXE.exists():
         return []
     page.evaluate(AXE.read_text())
@@ -70,9 +67,8 @@ def barriers(page: "Page") -> list[str]:
 
 
 def picture(page: "Page", folder: Path, name: str) -> None:
-    """Pictures of the page in both themes and widths.
-    Nothing is wider than the window or hard to access.
-    """
+    """Pictures of the page in both themes and widths. Nothing is wider than the window or hard to
+    access."""
     for theme in ("light", "dark"):
         page.emulate_media(color_scheme=theme)
         for device, width_px in WIDTHS_PX.items():

@@ -1,6 +1,5 @@
-"""A day in Chromium: a mistyped name, a question, a class that waits, a reindex that it
-does not stop, a rollback, another reindex, and fresh images.
-"""
+"""A day in Chromium: a mistyped name, a question, a class that waits, a reindex that it does not
+stop, a rollback, another reindex, and fresh images."""
 
 import re
 from collections.abc import Generator
@@ -45,9 +44,7 @@ def name(page: Page, label: str) -> None:
 
 
 def reindex(page: Page) -> dict[str, tuple[int, int]]:
-    """For each named class, how many of its images are recognized, and how many were
-    asked.
-    """
+    """For each named class, how many of its images are recognized, and how many were asked."""
     page.click("#reindex")
     expect(page.locator("#again p").first).to_contain_text("now recognized", timeout=300_000)
     expect(page.locator("#again")).to_contain_text("left out of its own neighbors")

@@ -1,6 +1,5 @@
-"""The whole story in Chromium: an unknown digit, eleven more, one name,
-a reindex, recognized, and a rollback.
-"""
+"""The whole story in Chromium: an unknown digit, eleven more, one name, a reindex, recognized, and
+a rollback."""
 
 import json
 import re
@@ -109,9 +108,8 @@ def test_every_page_from_unknown_to_recognized_and_back(page: Page, workdir: Pat
 
 
 def test_from_unknown_to_recognized_in_a_few_clicks(page: Page, workdir: Path, artifacts: Path) -> None:
-    """Other images of the digit, without a stop for pictures.
-    Seconds are an artifact: they depend on the machine.
-    """
+    """Other images of the digit, without a stop for pictures. Seconds are an artifact: they depend
+    on the machine."""
     new = sorted((workdir / f"digits-{NEW}").glob("*.png"))[IMAGES : 2 * IMAGES]
     page.add_init_script(COUNT_CLICKS)
     page.get_by_role("link", name="Try", exact=True).click()

@@ -1,2 +1,1 @@
-"""The pages. Each module contains a class whose methods are the endpoints of one
-page."""
+"""The pages. Each module contains a class whose methods are the endpoints of one page."""

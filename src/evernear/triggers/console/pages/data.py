@@ -1,5 +1,5 @@
-"""The Data page: class counts, sample images, changes since the live release, and
-images that ingest left out."""
+"""The Data page: class counts, sample images, changes since the live release, and images that
+ingest left out."""
 
 from functools import lru_cache
 from io import BytesIO
@@ -91,8 +91,8 @@ class DataPage:
         )
 
     def _waiting(self, manifest: Manifest | None, trained: ReleaseManifest | None) -> dict[str, object]:
-        """Classes from review that wait for more images. A console that cannot read the
-        source knows those of the newest snapshot."""
+        """Classes from review that wait for more images. A console that cannot read the source
+        knows those of the newest snapshot."""
         if self._services.answers or not manifest:
             minimum = self._services.settings.validation.min_class_images
             return {"waiting": self._services.waiting(self._services.latest(), trained), "minimum": minimum}

@@ -30,8 +30,8 @@ class LivePart:
         ]
 
     def _week(self) -> tuple[Week, tuple[str, ...]] | None:
-        """This week's random queries and the live release's classes, or None before the
-        first release."""
+        """This week's random queries and the live release's classes, or None before the first
+        release."""
         champion = self._services.releases.champion()
         if champion is None:
             return None

@@ -19,8 +19,7 @@ FORGOTTEN = """<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 96 96" role=
 
 
 class TryPage:
-    """The Try page. The application's state contains the `Predictor` that recognizes
-    images."""
+    """The Try page. The application's state contains the `Predictor` that recognizes images."""
 
     def __init__(self, services: Services) -> None:
         self._services = services
@@ -64,8 +63,8 @@ class TryPage:
 
 
 async def _image(request: Request) -> bytes:
-    """Read the request body, which is an image file. `Request.body` is not used,
-    because it would keep the file in memory until the response is sent."""
+    """Read the request body, which is an image file. `Request.body` is not used, because it would
+    keep the file in memory until the response is sent."""
     return b"".join([part async for part in request.stream()])
 
 

@@ -1,5 +1,4 @@
-"""The part of the Review page that starts a reindex, and polls one line with its
-state."""
+"""The part of the Review page that starts a reindex, and polls one line with its state."""
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -32,8 +31,8 @@ class ReindexPart:
         return _line(request, runner.state())
 
     def _show(self, request: Request) -> Response:
-        """The line. A browser that saw the run in progress also receives the event that
-        the run has ended."""
+        """The line. A browser that saw the run in progress also receives the event that the run has
+        ended."""
         state = self._services.runner.state()
         response = _line(request, state)
         if "watching" in request.query_params and not state.is_running:

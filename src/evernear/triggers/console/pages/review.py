@@ -1,5 +1,5 @@
-"""The Review page: name groups of images, correct suspect labels, undo answers, start a
-reindex, and recognize named images again."""
+"""The Review page: name groups of images, correct suspect labels, undo answers, start a reindex,
+and recognize named images again."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -28,16 +28,16 @@ from evernear.triggers.console.services import QUEUE_ITEMS, Services
 from evernear.triggers.console.web import Form, action, after_warm_up, field, page, png
 
 RECENT_ANSWERS = 12
-"""Maximum number of recent answers shown below the groups of images. One answer may
-cover several images."""
+"""Maximum number of recent answers shown below the groups of images. One answer may cover several
+images."""
 SHOWN_SUSPECTS = 24
 ASKED_AGAIN = 100
 """Maximum number of recently named images that are recognized again after a reindex."""
 
 
 class ReviewPage:
-    """The Review page. The application's state contains the `Predictor` that recognizes
-    named images again."""
+    """The Review page. The application's state contains the `Predictor` that recognizes named
+    images again."""
 
     def __init__(self, services: Services) -> None:
         self._services = services
@@ -78,8 +78,8 @@ class ReviewPage:
         )
 
     def _named_values(self, latest: Mapping[str, Answer]) -> dict[str, object]:
-        """Template values for the classes with labeled images that the live release does
-        not contain."""
+        """Template values for the classes with labeled images that the live release does not
+        contain."""
         live, target = self._services.live(), self._services.target
         answers = list(latest.values())
         if live and target:
@@ -118,8 +118,8 @@ class ReviewPage:
         return self._content(request, "review_content.html.j2", self._notice(kind, label, done, known), failures)
 
     def _record(self, answers: Answers, given: Sequence[Answer]) -> tuple[int, list[str]]:
-        """Record the answers that can be carried out. Return their number, and the
-        reasons why the others cannot."""
+        """Record the answers that can be carried out. Return their number, and the reasons why the
+        others cannot."""
         done, failures = 0, dict[str, EvernearError]()
         with self._services.lock:
             for each in given:
@@ -197,8 +197,8 @@ class ReviewPage:
 
 
 def _question(request: Request, label: str, meant: Sequence[str], suspect: str) -> Response:
-    """Ask, below the name field of a form, whether the user means one of the classes in
-    ``meant``. ``suspect`` is the image of a suspect's form."""
+    """Ask, below the name field of a form, whether the user means one of the classes in ``meant``.
+    ``suspect`` is the image of a suspect's form."""
     response = page(request, "question.html.j2", label=label, meant=meant)
     response.headers["HX-Retarget"] = f"#question-{suspect[:16]}" if suspect else "#question"
     return response
@@ -224,8 +224,7 @@ def _answer(image: str, kind: str, label: str, who: str, at: datetime, suspect: 
 
 
 def _at_once(answers: Iterable[Answer]) -> Iterator[list[Answer]]:
-    """Yield each group of answers that a user gave with one click, newest group
-    first."""
+    """Yield each group of answers that a user gave with one click, newest group first."""
     for _, each in groupby(
         reversed(list(answers)), lambda answer: (answer.at, answer.who, answer.action, answer.label)
     ):
@@ -233,8 +232,8 @@ def _at_once(answers: Iterable[Answer]) -> Iterator[list[Answer]]:
 
 
 def _named(services: Services) -> tuple[Sequence[tuple[Answer, bytes]], dict[str, int]]:
-    """Up to `ASKED_AGAIN` named images whose files still exist, most recently named
-    first, and the classes that wait, whose images are left out."""
+    """Up to `ASKED_AGAIN` named images whose files still exist, most recently named first, and the
+    classes that wait, whose images are left out."""
     named: list[tuple[Answer, bytes]] = []
     latest = services.latest()
     waiting = services.waiting(latest, services.live())
