@@ -24,7 +24,7 @@ from evernear.cli.options import local_settings
 from evernear.settings import Settings
 
 LIMITS = {
-    "lines of src": 59_000,
+    "lines of src": 55_500,
     "files of src": 419,
     "lines of tests": 62_300,
     "words of docs": 42_000,
@@ -40,7 +40,7 @@ LIMITS = {
     "parameters of rollback": 6,
     "mean length of a line of code": 48.2,
     "statements per line of code": 0.8,
-    "lines of a function, 95th percentile": 30,
+    "lines of a function, 95th percentile": 28,
 }
 
 

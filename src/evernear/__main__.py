@@ -7,8 +7,7 @@ from evernear.common.endings import shadowed_modules
 
 
 def main() -> None:
-    """Run the command line. If the cause of a failed import is known, the command also ends with a
-    message."""
+    """Run the command line. A failed import whose cause is known ends with a message."""
     try:
         from evernear.cli.app import main as run_command
     except KeyboardInterrupt:

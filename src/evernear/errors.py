@@ -29,27 +29,20 @@ from typing import Literal
 
 
 class EvernearError(Exception):
-    """Base class for all errors that evernear raises deliberately. ``exit_code`` is the exit status
-    of the process."""
+    """All errors that evernear raises deliberately. ``exit_code`` is the process's status."""
 
     exit_code = 1
 
 
 class SettingsError(EvernearError):
-    """A setting is unknown, of the wrong type, or out of range."""
-
     exit_code = 2
 
 
 class DataError(EvernearError):
-    """Images or labels are unusable, or a validation rule failed."""
-
     exit_code = 3
 
 
 class StoreError(EvernearError):
-    """The object store is unreachable, rejects a request, or has unexpected content."""
-
     exit_code = 4
 
 
@@ -62,25 +55,18 @@ class MissingObjectError(StoreError):
 
 
 class TransientStoreError(StoreError):
-    """The store is unreachable or overloaded, or the connection was interrupted. A write may or may
-    not have been executed."""
+    """The store is unreachable or overloaded. A write may have been executed."""
 
 
 class IntegrityError(EvernearError):
-    """A hash, a stamp or a manifest does not match the content."""
-
     exit_code = 3
 
 
 class TrainingError(EvernearError):
-    """Training cannot continue."""
-
     exit_code = 6
 
 
 class ServingError(EvernearError):
-    """A server did not start, has exited, or rejected a request."""
-
     exit_code = 4
 
 
@@ -99,19 +85,14 @@ class ServerTimeoutError(ServingError):
 
 
 class BusyError(EvernearError):
-    """A different run uses the working directory, or a different deployment holds the Lease in the
-    cluster."""
+    """Another run uses the working directory, or another deployment holds the cluster's Lease."""
 
     exit_code = 4
 
 
 class ClusterError(EvernearError):
-    """Kubernetes is unreachable or rejected a request, or a rollout or a Job failed.
-
-    ``status`` is the HTTP status of the API server: 404 for an object that does not exist, 409 for
-    a change by another writer, 503 if the server is unreachable or overloaded, and 0 for all other
-    errors.
-    """
+    """``status`` is the API server's HTTP status: 404 for an absent object, 409 for a change by
+    another writer, 503 if it is unreachable or overloaded, and 0 for all other errors."""
 
     exit_code = 4
 
@@ -121,8 +102,7 @@ class ClusterError(EvernearError):
 
 
 class PipelineServerError(EvernearError):
-    """Kubeflow Pipelines is unreachable or rejects a request. ``status`` is the HTTP status of a
-    rejection, otherwise 0."""
+    """``status`` is the HTTP status of a rejection, otherwise 0."""
 
     exit_code = 4
 
@@ -132,8 +112,7 @@ class PipelineServerError(EvernearError):
 
 
 class SlackError(EvernearError):
-    """Slack is unreachable or rejects a request. After a rate limit, the next call is allowed after
-    ``retry_after_s``."""
+    """After a rate limit, the next call is allowed after ``retry_after_s``."""
 
     exit_code = 4
 
@@ -146,21 +125,18 @@ class SlackError(EvernearError):
 
 
 class UserInterruptError(EvernearError):
-    """Ctrl-C ended the command. The message states what was stopped, what remains, and how to
-    continue."""
+    """Ctrl-C. The message states what was stopped, what remains, and how to continue."""
 
     exit_code = 130
 
 
 def disk_full_message(error: OSError, path: Path | str) -> str | None:
-    """The message for a full disk, an exceeded quota or an exceeded file size limit at ``path``.
-    Returns None for any other error."""
+    """The message for a full disk or an exceeded quota or file size limit, otherwise None."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return f"The disk that holds {path} is full; free some space and run again."
     if error.errno == errno.EFBIG:
         return f"{path} would exceed the file size limit of this process (ulimit -f); raise the limit."
-    # `tempfile` tests its candidate directories by writing a file to each. The error that
-    # `tempfile` raises does not include the cause.
+    # `tempfile` tests each candidate directory by writing a file. Its error omits the cause.
     if error.errno == errno.ENOENT and "No usable temporary directory" in str(error):
         return f"{error.strerror}: full or read-only; free some space, or name another one with TMPDIR."
     return None

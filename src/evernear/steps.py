@@ -1,8 +1,8 @@
 """The pipeline's steps, one function each.
 
-A step opens the input artifacts, calls one package and writes the output artifact. Each component
-under ``components/`` only calls the function of the same name, so the steps also run without KFP.
-Imports are local to each function so that a step loads only the libraries that it needs.
+A step opens the input artifacts, calls one package and writes the output artifact. A component
+under ``components/`` only calls the function of its name, so steps also run without KFP. Imports
+are local so that a step loads only its own libraries.
 """
 
 from collections.abc import Generator
@@ -30,18 +30,15 @@ if TYPE_CHECKING:
     from evernear.evaluation.evaluate import Evaluation
 
 Tree = dict[str, Any]
-"""The settings of a run (`evernear.settings.RunSettings`) as JSON, without defaults, as `ingest`
-returns them."""
+"""A run's settings (`evernear.settings.RunSettings`) as JSON without defaults."""
 LIBRARIES = ("faiss-cpu", "numpy", "scipy", "timm", "torch")
 """Libraries whose versions affect the results of training, export and probe."""
 
 
 def ingest(run: str, store: str, parameters: dict[str, str], settings: Tree, dataset: str) -> tuple[str, Tree]:
-    """Add the source's new images to the dataset.
-
-    Return the snapshot's digest and the settings of the run. This first step also resolves the
-    run's ``parameters`` (`evernear.settings.of_run`) and rejects a run that cannot deploy.
-    """
+    """Add the source's new images to the dataset. Return the snapshot's digest and the run's
+    settings. This first step also resolves them (`evernear.settings.of_run`) and rejects a run that
+    cannot deploy."""
     with step("ingest", run, store) as running:
         from evernear.data.ingest import ingest_source
         from evernear.data.manifest import save_manifest
@@ -68,9 +65,8 @@ def ingest(run: str, store: str, parameters: dict[str, str], settings: Tree, dat
         record = RunRecord(open_store(chosen.store_uri), run)
         record.save(settings=chosen.model_dump(mode="json"), parts_ingest=nodes.ran)
         running.summary = manifest.summary() + nodes.summary() + warned(swaps)
-    # Argo copies the settings several times per step. Settings with defaults would be so large that
-    # Argo compresses the workflow status. KFP's API server does not read a compressed status, and
-    # would not report the last steps.
+    # Argo copies the settings several times per step. With defaults, it would compress the workflow
+    # status, which KFP's API server cannot read, so the last steps would not be reported.
     return manifest.digest, chosen.model_dump(mode="json", exclude_defaults=True)
 
 
@@ -106,7 +102,6 @@ def validate(run: str, settings: Tree, dataset: str, report: str) -> None:
 
 
 def train(run: str, settings: Tree, dataset: str, trained: str, curves: str) -> None:
-    """Train the network, and write its weights and a page with the training curves."""
     with _step("train", run, settings) as (running, chosen, record):
         from evernear.data.shards import Dataset
         from evernear.reporting.page import page
@@ -163,8 +158,7 @@ def _train(
 
 
 def _training_key(module: str, data: "Dataset", settings: TrainingChoices, store: Store, **inputs: JsonValue) -> str:
-    """The key of a result that depends on images, training settings, pretrained weights and the
-    code of ``module``."""
+    """A key for what depends on images, training settings, pretrained weights and code."""
     from evernear.embedding.weights_digest import weights_sha256
 
     weights, train = weights_sha256(settings, store), settings.model_dump(mode="json")
@@ -172,7 +166,7 @@ def _training_key(module: str, data: "Dataset", settings: TrainingChoices, store
 
 
 def export(run: str, settings: Tree, dataset: str, trained: str, network: str) -> Tree:
-    """Export the network to TorchScript, and return the metadata of its artifact."""
+    """Export the network to TorchScript, and return the artifact's metadata."""
     with _step("export", run, settings) as (running, _, record):
         from evernear.data.shards import Dataset
         from evernear.embedding import DESCRIPTION_FILE
@@ -208,10 +202,7 @@ def reuse(run: str, settings: Tree, dataset: str, network: str, open_set: str) -
 
 
 def embed(run: str, settings: Tree, dataset: str, network: str, embeddings: str) -> Tree:
-    """Embed the gallery and query splits, and return the artifact's metadata.
-
-    The embeddings are in the store, and the artifact describes them.
-    """
+    """Embed the gallery and query splits into the store, and return the artifact's metadata."""
     with _step("embed", run, settings) as (running, chosen, record):
         from evernear.common.parts import PART_SIZE_BYTES, PARTS
         from evernear.data.shards import Dataset
@@ -234,7 +225,7 @@ def embed(run: str, settings: Tree, dataset: str, network: str, embeddings: str)
 
 
 def index(run: str, settings: Tree, dataset: str, embeddings: str, open_set: str, index: str) -> None:
-    """Build the index of the gallery, with the network's open-set threshold."""
+    """Build the gallery's index, with the network's open-set threshold."""
     with _step("index", run, settings) as (running, chosen, record):
         from evernear.common.store.identity import owner_of
         from evernear.data.groups import group_numbers
@@ -349,7 +340,6 @@ def evaluate(
 
 
 def gate(run: str, settings: Tree, evaluation: str, verdict: str) -> bool:
-    """Decide whether the candidate may replace the champion, and write the verdict."""
     with _step("gate", run, settings) as (running, chosen, record):
         from evernear.evaluation.evaluate import Evaluation
         from evernear.evaluation.gate import decide
@@ -366,11 +356,9 @@ def gate(run: str, settings: Tree, evaluation: str, verdict: str) -> bool:
 
 
 def archive(run: str, settings: Tree, dataset: str, parts: dict[str, str], release: str) -> str:
-    """Pack the release and return its version.
-
-    A held release is published as well, so that a user can promote it. ``parts`` maps ``network``,
-    ``index`` and ``evaluation`` to directories, and ``verdict`` to a file.
-    """
+    """Pack and publish the release, even if held, so that a user can promote it. Return its
+    version. ``parts`` maps ``network``, ``index`` and ``evaluation`` to directories, ``verdict`` to
+    a file."""
     with _step("archive", run, settings) as (running, chosen, record):
         from evernear.evaluation.verdict import Verdict
         from evernear.release.archive import Candidate, make_archive
@@ -387,7 +375,6 @@ def archive(run: str, settings: Tree, dataset: str, parts: dict[str, str], relea
 
 
 def deploy(run: str, settings: Tree, started_by: str, release: str, verdict: str) -> None:
-    """Publish and roll out the release if the verdict promotes it."""
     with _step("deploy", run, settings) as (running, chosen, record):
         from evernear.deployment import deploy_release
         from evernear.release.archive_reader import ARCHIVE_FILE
@@ -400,8 +387,7 @@ def deploy(run: str, settings: Tree, started_by: str, release: str, verdict: str
 
 
 def rollback(run: str, store: str, target: str, settings: Tree, release: str, reason: str, started_by: str) -> None:
-    """Roll back to the previous champion. If ``release`` is set, fail unless it is the current
-    champion."""
+    """Roll back to the previous champion. If ``release`` is set, it must be the current one."""
     with step("rollback", run, store) as running:
         from evernear.deployment import roll_back
         from evernear.release.promotions import Cause
@@ -414,10 +400,7 @@ def rollback(run: str, store: str, target: str, settings: Tree, release: str, re
 
 
 def promote(run: str, store: str, target: str, settings: Tree, release: str, reason: str, started_by: str) -> None:
-    """Deploy a release, even if its verdict is hold.
-
-    If ``release`` is empty, apply the settings to the champion.
-    """
+    """Deploy a release, even a held one. If it is empty, apply the settings to the champion."""
     with step("promote", run, store) as running:
         from evernear.deployment import apply as apply_settings
         from evernear.deployment import promote_release
@@ -454,7 +437,7 @@ def predict(run: str, store: str, settings: Tree, images: str, out: str, release
 
 
 def notify(run: str, store: str, pipeline: str, state: str, error_message: str, outcome: str, page: str) -> Tree:
-    """Record the run's outcome as JSON and as the run page, and return its metadata."""
+    """Record the outcome as JSON and as the run page, and return its metadata."""
     with step("notify", run, store) as running:
         from evernear.reporting.notify import command_to_repeat, finalize
         from evernear.reporting.page import run_page
@@ -471,8 +454,7 @@ def notify(run: str, store: str, pipeline: str, state: str, error_message: str, 
 
 @contextmanager
 def _step(name: str, run: str, settings: Tree) -> Generator[tuple[Step, RunSettings, RunRecord]]:
-    """Run a step after `ingest` with the settings that `ingest` resolved, and the record of the run
-    in its store."""
+    """Run a step after `ingest` with the settings that it resolved and the run's record."""
     chosen = parse(RunSettings, settings)
     with step(name, run, chosen.store_uri) as running:
         yield running, chosen, RunRecord(open_store(chosen.store_uri), run)

@@ -1,2 +1,1 @@
-"""The command line, with one module per group of commands. `evernear.cli.app` combines the
-modules."""
+"""The command line, one module per group of commands, combined in `evernear.cli.app`."""

@@ -1,5 +1,4 @@
-"""The ``evernear`` command. Each command imports the heavy libraries that it needs, so that other
-commands start quickly."""
+"""The ``evernear`` command. Commands import heavy libraries themselves, so others start quickly."""
 
 import sys
 from collections.abc import Callable

@@ -77,7 +77,6 @@ def _numbers(values: tuple[float, ...]) -> str:
 
 
 def safe(text: str, limit: int = 100) -> str:
-    """Text from an archive, truncated and without control characters."""
     return printable(text, limit)
 
 

@@ -1,5 +1,4 @@
-"""``evernear batch-predict``: use a release to recognize all images in a source without a server,
-and write the answers to Parquet files."""
+"""``evernear batch-predict``: recognize all images of a source, without a server."""
 
 import sys
 from typing import TYPE_CHECKING, Annotated
@@ -81,8 +80,7 @@ def batch_predict(
 
 
 def _executor(settings: Settings, processes: int | None, nodes: int | None, *uris: str) -> "Executor":
-    """Processes on this machine or, if ``nodes`` is set, an Indexed Job whose pods can read all
-    ``uris``."""
+    """Processes here or, if ``nodes`` is set, an Indexed Job whose pods can read all ``uris``."""
     if nodes is None:
         from evernear.common.run_parts import Processes
         from evernear.common.threads import available_cpus
@@ -99,8 +97,7 @@ def _executor(settings: Settings, processes: int | None, nodes: int | None, *uri
 
 
 def _absolute(source: str) -> str:
-    """Make a source's path absolute, by the rules of `data.source`, so that the command can be
-    continued from any directory."""
+    """Make a path absolute, as in `data.source`, so that any directory can continue the command."""
     if not source:
         raise SettingsError("--source is empty; name folder:DIRECTORY or s3://bucket/prefix.")
     return parse(DataSettings, {"source": source}).source

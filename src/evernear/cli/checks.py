@@ -1,7 +1,7 @@
 """Check the services that evernear depends on. Report each problem with its remedy.
 
-Each check sends real requests with the settings and the identity of this process. The checks change
-only one small object in the store, ``doctor.json``.
+The checks send real requests with this process's settings and identity, and change only one small
+object in the store, ``doctor.json``.
 """
 
 import os
@@ -19,21 +19,19 @@ PARTS: tuple[Part, ...] = get_args(Part)
 SLACK_SCOPES = frozenset(
     {"app_mentions:read", "chat:write", "chat:write.public", "commands", "files:write", "usergroups:read"}
 )
-"""The scopes that deploy/slack/manifest.yaml requests."""
+"""Those that deploy/slack/manifest.yaml requests."""
 PIPELINE = "continuous-training"
 PROBE = "doctor.json"
 
 
 class CheckResult(Frozen):
-    """The result of the check of one part."""
-
     part: Part
     ok: bool
     message: str
 
 
 def configured(settings: Settings) -> list[Part]:
-    """The parts for which ``settings`` or the environment contains a configuration."""
+    """The parts that ``settings`` or the environment configures."""
     parts: list[Part] = ["store"]
     if settings.target == "kubernetes":
         parts.append("cluster")
@@ -45,7 +43,7 @@ def configured(settings: Settings) -> list[Part]:
 
 
 def check(settings: Settings, parts: Sequence[Part]) -> Iterator[CheckResult]:
-    """Check ``parts``, and yield each result as soon as it is known. An error becomes a finding."""
+    """Yield each result as soon as it is known. An error becomes a finding."""
     checks: dict[Part, Callable[[Settings], str]] = {
         "store": _store,
         "cluster": _cluster,
@@ -64,8 +62,7 @@ def check(settings: Settings, parts: Sequence[Part]) -> Iterator[CheckResult]:
 
 
 def _store(settings: Settings) -> str:
-    """Write, read and list objects. The first conditional write tests whether the store supports
-    conditional writes."""
+    """Write, read and list. The first conditional write tests the store's support for them."""
     from evernear.common.store import open_store
     from evernear.release.registry import Registry
 
@@ -79,8 +76,7 @@ def _store(settings: Settings) -> str:
 
 
 def _cluster(settings: Settings) -> str:
-    """Check the deployer's permissions. Check with a dry run whether the API server accepts the
-    objects of a release."""
+    """Check the deployer's permissions, and a release's objects with a dry run."""
     from evernear.deployment.kubernetes import KubernetesTarget
 
     target = KubernetesTarget(settings)
@@ -93,7 +89,7 @@ def _cluster(settings: Settings) -> str:
 
 
 def _pipelines(settings: Settings) -> str:
-    """Get the newest version of the pipeline, and the last run."""
+    """Get the pipeline's newest version, and the last run."""
     from evernear.kubeflow.client import KfpRuns
 
     runs = KfpRuns(settings.pipeline)
@@ -103,7 +99,7 @@ def _pipelines(settings: Settings) -> str:
 
 
 def _slack(settings: Settings) -> str:
-    """Use each token once, and check the scopes of the Slack app."""
+    """Use each token once, and check the app's scopes."""
     from slack_sdk.web import WebClient
 
     from evernear.triggers.slack.client import translated_errors

@@ -1,5 +1,4 @@
-"""``evernear demo``: run the pipeline, deploy the release locally, and recognize images that were
-not used for training."""
+"""``evernear demo``: run the pipeline, deploy locally, and recognize images unseen in training."""
 
 import shlex
 from collections.abc import Callable, Iterator
@@ -27,7 +26,7 @@ from evernear.settings.layers import command_for
 SHOWN_NEIGHBORS = 3
 SHOWN_UNSEEN = 3
 NEW_CLASS = "new class"
-"""The label of images whose class is not in the source. The correct answer is unknown."""
+"""The label of images whose class is not in the source, so the right answer is unknown."""
 
 
 def run_demo(
@@ -39,11 +38,7 @@ def run_demo(
     unseen: Path | None = None,
     command: RunCommand | None = None,
 ) -> None:
-    """Run the pipeline, deploy the release on TorchServe, and recognize images that were not used
-    for training.
-
-    ``unseen`` is a folder with images of a class that the source does not contain.
-    """
+    """``unseen`` is a folder with images of a class that the source does not contain."""
     source = (printable(settings.data.source), "cyan")
     console.print(Text.assemble(("1. The pipeline", "bold"), ", each step its own process, on ", source))
     try:
@@ -83,8 +78,7 @@ def _recognize(settings: Settings, result: RunResult, console: Console, unseen: 
 
 
 def unseen_images(dataset: Dataset, directory: Path) -> Iterator[tuple[str, Path]]:
-    """Write one test image of each class to ``directory`` as a PNG file, and yield (label,
-    path)."""
+    """Write a test image of each class to ``directory`` as PNG, and yield (label, path)."""
     directory.mkdir(parents=True, exist_ok=True)
     remaining = set(range(len(dataset.labels)))
     for block in dataset.blocks("test"):

@@ -1,5 +1,3 @@
-"""``evernear doctor``: check the services that evernear depends on."""
-
 from typing import Annotated, cast
 
 import typer

@@ -1,5 +1,3 @@
-"""``evernear forget``: delete images that the source no longer has."""
-
 import sys
 from typing import Annotated
 

@@ -1,5 +1,3 @@
-"""``evernear inspect run``: recognize images with a release, without a server."""
-
 import shutil
 import sys
 import tempfile
@@ -81,8 +79,7 @@ def run(
 
 @contextmanager
 def _archive(release: str, registry: "Registry") -> Generator[Path]:
-    """The file ``release``, or the downloaded archive of the version ``release`` in a temporary
-    directory."""
+    """The file ``release``, or the archive of that version in a temporary directory."""
     from evernear.release.manifest import is_version
 
     if Path(release).is_file() or not is_version(release):
@@ -102,7 +99,7 @@ def _read(image: Path) -> bytes:
 
 
 def _print_answer(file: Path, answer: "Prediction | Rejection", as_json: bool) -> bool:
-    """Print one answer. Return whether the answer is a rejection."""
+    """Print one answer. Return whether it is a rejection."""
     fields = answer.model_dump(mode="json")
     rejected = "message" in fields
     if as_json:

@@ -1,4 +1,4 @@
-"""Handle Ctrl-C: the command ends with exit code 130 and a message that states what remains."""
+"""Handle Ctrl-C: exit code 130 and a message that states what remains."""
 
 import signal
 import threading
@@ -11,11 +11,7 @@ from evernear.errors import UserInterruptError
 
 @contextmanager
 def message_on_interrupt(message: str) -> Generator[None]:
-    """Convert Ctrl-C in the context's body to an error with ``message``.
-
-    Raises:
-        UserInterruptError: on Ctrl-C.
-    """
+    """Convert Ctrl-C in the body to a `UserInterruptError` with ``message``."""
     try:
         yield
     except KeyboardInterrupt:
@@ -24,13 +20,8 @@ def message_on_interrupt(message: str) -> Generator[None]:
 
 @contextmanager
 def stop_on_signals(stop: threading.Event, message: str) -> Generator[None]:
-    """Set ``stop`` on SIGTERM and Ctrl-C, so that the context's body can finish its current
-    work.
-
-    Raises:
-        UserInterruptError: on Ctrl-C, with ``message``. SIGTERM does not raise an
-            error, so the exit code is 0.
-    """
+    """Set ``stop`` on SIGTERM and Ctrl-C, so that the body can finish its current work. Ctrl-C then
+    raises `UserInterruptError` with ``message``. SIGTERM raises nothing, so the exit code is 0."""
     received: list[int] = []
 
     def handle(number: int, _: FrameType | None) -> None:

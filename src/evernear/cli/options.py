@@ -1,6 +1,6 @@
 """Options that several commands share, and functions that build settings from them.
 
-A command has the options of such a function, and gets the result as its first argument:
+A command has such a function's options, and gets its result as the first argument::
 
     @app.command()
     @options_of(local_settings)
@@ -71,8 +71,7 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of 
 
 
 def options_of(build: Callable[..., Built]) -> Callable[[Callable[Concatenate[Built, ...], None]], Callable[..., None]]:
-    """Add the parameters of ``build`` to a command's options. The command gets the result of
-    ``build`` as its first argument."""
+    """Add ``build``'s parameters to a command's options, and pass it the result first."""
 
     def decorate(command: Callable[Concatenate[Built, ...], None]) -> Callable[..., None]:
         (_, *own), added = signature(command).parameters.values(), signature(build).parameters
@@ -91,7 +90,6 @@ def options_of(build: Callable[..., Built]) -> Callable[[Callable[Concatenate[Bu
 
 
 def local_settings(config: ConfigOption = None, overrides: SetOption = None, workdir: WorkdirOption = None) -> Settings:
-    """The settings from files, the environment and command-line options."""
     options = assignments(overrides, workdir=workdir)
     _require_workdir(options)
     return load(config=config, overrides=options)
@@ -106,8 +104,6 @@ def run_settings(
     retire: RetireOption = None,
     rename: RenameOption = None,
 ) -> Settings:
-    """The settings of a run. The options specify the source, the preset, and the classes that were
-    removed or renamed on purpose."""
     return run_layers(source, preset, config, overrides, workdir, retire, rename).settings()
 
 
@@ -120,7 +116,7 @@ def run_layers(
     retire: RetireOption = None,
     rename: RenameOption = None,
 ) -> Layers[Settings]:
-    """Like `run_settings`, but keep the settings of each origin separate."""
+    """Like `run_settings`, but keep the sources separate."""
     _require_workdir(assignments(overrides, workdir=workdir))
     return new_run_layers(source, preset, config, overrides, workdir, retire, rename)
 
@@ -145,8 +141,7 @@ def new_run_layers(
 
 
 def _require_workdir(options: list[str]) -> None:
-    """Require that the working directory exists if the command line names one. A mistyped name
-    would otherwise be an empty working directory."""
+    """Refuse a missing directory: a mistyped name would be an empty working directory."""
     named = [option.partition("=")[2] for option in options if option.startswith("workdir=")]
     workdir = Path(named[-1]).expanduser() if named else Path()
     if workdir.is_dir():
@@ -167,6 +162,5 @@ def _old_and_new(rename: str) -> tuple[str, str]:
 
 
 def assignments(overrides: list[str] | None, **options: object) -> list[str]:
-    """All assignments as ``key=value``. Assignments from ``--set`` come before assignments from
-    dedicated options."""
+    """All ``key=value`` assignments, those from ``--set`` before those from dedicated options."""
     return [*(overrides or []), *(f"{key}={value}" for key, value in options.items() if value is not None)]

@@ -1,5 +1,4 @@
-"""Helpers for commands whose output consists of many parts: the output location and the progress
-display."""
+"""Helpers for commands with an output of many parts."""
 
 import sys
 from collections.abc import Callable
@@ -12,11 +11,7 @@ INTERRUPTED = "Interrupted. Finished parts stay; run the command again to contin
 
 
 def output_uri(out: str) -> str:
-    """The store URI for the value of ``--out``, which is a directory or ``s3://bucket/prefix``.
-
-    Raises:
-        SettingsError: ``out`` is empty.
-    """
+    """The store URI for ``--out``, which is a directory or ``s3://bucket/prefix``."""
     if not out:
         raise SettingsError("--out is empty; name a directory or s3://bucket/prefix.")
     return out if out.startswith(("s3://", "file://")) else Path(out).expanduser().resolve().as_uri()

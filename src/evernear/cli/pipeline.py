@@ -73,8 +73,7 @@ def server_settings(
     config: Path | None = None,
     words: Sequence[str] = (),
 ) -> PipelineSettings:
-    """The settings for the Kubeflow Pipelines server. Settings that a working directory remembers
-    are ignored, because they concern this machine."""
+    """The Kubeflow Pipelines server's settings. A working directory's are for this machine."""
     options = {"pipeline.endpoint": endpoint, "pipeline.namespace": namespace}
     return load(config=config, overrides=assignments([*words], **options), remembered=False).pipeline
 
@@ -86,7 +85,7 @@ def run_assignments(
     serving_image: ServingImageOption = None,
     parameters: ParameterOption = None,
 ) -> list[str]:
-    """The parameters of a run as a list of ``key=value``."""
+    """A run's parameters as ``key=value``."""
     return assignments(parameters, source=source, preset=preset, target=target, serving_image=serving_image)
 
 
@@ -97,7 +96,7 @@ def default_assignments(
     store: StoreOption = None,
     defaults: UploadParameterOption = None,
 ) -> list[str]:
-    """The parameter defaults for a pipeline version as a list of ``key=value``."""
+    """The parameter defaults of a pipeline version as ``key=value``."""
     return assignments(defaults, source=source, target=target, serving_image=serving_image, store=store)
 
 

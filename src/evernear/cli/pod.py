@@ -1,5 +1,4 @@
-"""``evernear pod``: the commands, probes and hooks for the containers of a serving pod. See
-`evernear.serving.pod`."""
+"""``evernear pod``: commands, probes and hooks of a serving pod's containers."""
 
 from typing import Annotated
 

@@ -1,5 +1,4 @@
-"""``evernear predict``: recognize images with a running server. This module imports neither torch
-nor FAISS."""
+"""``evernear predict``: recognize images with a running server. Imports neither torch nor FAISS."""
 
 import re
 import sys
@@ -32,12 +31,11 @@ STDIN = Path("-")
 SHOWN_NEIGHBORS = 3
 SHOWN_SKIPPED = 10
 PIPE_WIDTH = 10_000
-"""Table width in characters if the output is not a terminal. At this width, no row wraps."""
+"""Table width in characters without a terminal, at which no row wraps."""
 
 
 def _path(text: str) -> Path:
-    """Parse a path argument. An empty path, for example from an unset variable, would otherwise
-    stand for the current directory."""
+    """Reject an empty path (an unset variable), which would be the current directory."""
     if not text:
         raise SettingsError('The path of an image is empty; name a file or a folder, or "." for this directory.')
     return Path(text)
@@ -107,8 +105,7 @@ def predict(
 
 
 def _with_champion(error: ServerUnreachableError, settings: Settings) -> EvernearError:
-    """Return ``error``. If no server can be started yet, return an error with the first step to
-    take."""
+    """``error``, or if no server can be started yet, one with the first step to take."""
     from evernear.common.store import open_store
     from evernear.release.registry import Registry
 
@@ -117,7 +114,7 @@ def _with_champion(error: ServerUnreachableError, settings: Settings) -> Evernea
 
 
 def _host(target: str) -> str:
-    """Check that ``target`` is a host name or IP address, without a scheme or port."""
+    """Accept a host name or IP address, without a scheme or port."""
     try:
         return target if re.fullmatch(r"[\w.-]+", target) else str(IPv6Address(target.strip("[]")))
     except AddressValueError:
@@ -133,12 +130,7 @@ def _with_overrides(target: "Target", port: int | None, timeout_s: float | None,
 
 
 def _files(paths: list[Path]) -> Iterator[Path]:
-    """The files in ``paths``. A folder is replaced by all images in it, at any depth, including
-    images behind links.
-
-    Raises:
-        DataError: a folder contains no image.
-    """
+    """The files in ``paths``, with all images at any depth of a folder, even behind links."""
     for path in paths:
         if not path.is_dir():
             yield path
@@ -155,8 +147,7 @@ def _files(paths: list[Path]) -> Iterator[Path]:
 
 
 def _images_in(folder: Path) -> tuple[list[Path], list[Path]]:
-    """The images below ``folder``, selected by the same rule as in a source, and the files that are
-    skipped. Both are sorted."""
+    """The images below ``folder``, by a source's rule, and the skipped files, both sorted."""
     from evernear.data.image_tree import walk_images
 
     images: list[Path] = []
@@ -170,8 +161,7 @@ Answer = tuple[Path, dict[str, Any] | EvernearError]
 
 
 def _predict_all(client: Any, files: list[Path], version: str | None) -> Iterator[Answer]:
-    """The answer or error for each file. An error is raised if it does not concern a single
-    file."""
+    """Yield each file's answer or error. Raise an error that concerns them all."""
     for file in files:
         try:
             if file == STDIN:
@@ -183,8 +173,7 @@ def _predict_all(client: Any, files: list[Path], version: str | None) -> Iterato
 
 
 def _with_progress(answers: Iterator[Answer], total: int, terminal: TextIO) -> Iterator[Answer]:
-    """Show on ``terminal`` how many of ``total`` answers have arrived, and the remaining time.
-    Erase the progress display at the end."""
+    """Show on ``terminal`` how many of ``total`` answers have arrived, and the remaining time."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -206,7 +195,7 @@ def _print_json(answers: Iterator[Answer]) -> int:
 
 
 def _print_table(answers: Iterator[Answer], *, alone: bool) -> int:
-    """Print all answers in a table, including the answers before an error. Return the exit code."""
+    """Print a table, even of the answers before an error. Return the exit code."""
     from rich import box
     from rich.console import Console
     from rich.table import Table
@@ -235,8 +224,7 @@ def _print_table(answers: Iterator[Answer], *, alone: bool) -> int:
 
 
 def _local_metadata(settings: Settings, version: str | None) -> "Metadata":
-    """The metadata of a release that the local TorchServe process has loaded, read from the
-    registry."""
+    """The metadata of a release that the local TorchServe has loaded, read from the registry."""
     from evernear.common.store import open_store
     from evernear.release.registry import Registry
     from evernear.serving.endpoints import home_of

@@ -40,8 +40,7 @@ WhyOption = Annotated[str, typer.Option("--why", metavar="TEXT", help="Reason fo
 def registry_settings(
     store: StoreOption = None, config: ConfigOption = None, overrides: SetOption = None, workdir: WorkdirOption = None
 ) -> Settings:
-    """The settings. ``--store`` also selects the ``registry`` target, because the local server may
-    use a different store."""
+    """``--store`` selects the ``registry`` target: the local server may use another store."""
     registry_only = [f"store={store}", "target=registry"] if store else []
     return local_settings(config, [*(overrides or []), *registry_only], workdir)
 
@@ -49,7 +48,6 @@ def registry_settings(
 def registry_of(
     store: StoreOption = None, config: ConfigOption = None, overrides: SetOption = None, workdir: WorkdirOption = None
 ) -> "Registry":
-    """The registry that the settings specify."""
     from evernear.common.store import open_store
     from evernear.release.registry import Registry
 
@@ -253,15 +251,14 @@ def _print_history(registry: "Registry", as_json: bool) -> None:
 
 
 def _fields(record: "Record", champion: "Champion | None") -> dict[str, Any]:
-    """The fields of a record and of its manifest in one flat dictionary."""
+    """The fields of a record and its manifest, in one flat dictionary."""
     tree = record.model_dump(mode="json")
     manifest: dict[str, Any] = tree.pop("manifest")
     return manifest | tree | {"champion": champion is not None and champion.version == record.manifest.version}
 
 
 def _state(release: dict[str, Any], promoted: set[str]) -> str:
-    """The state of a release: "champion", "promoted" (a former champion), "held" (by the gate) or
-    "not promoted"."""
+    """One of "champion", "promoted" (once), "held" (by the gate) and "not promoted"."""
     if release["champion"]:
         return "champion"
     if release["version"] in promoted:

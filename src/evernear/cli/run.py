@@ -106,8 +106,7 @@ def demo(
 
 
 def _require_own_directory(settings: Settings) -> None:
-    """Check that the working directory has no release of a different dataset. Otherwise, the demo's
-    release would be compared with a release of that dataset."""
+    """Refuse a working directory with another dataset's release, the demo's competitor."""
     from evernear.common.store import open_store
     from evernear.data.listing import dataset_name
     from evernear.data.sources import open_source
@@ -126,8 +125,7 @@ def _require_own_directory(settings: Settings) -> None:
 
 
 class _Progress:
-    """Displays the events of a run, with a status line for the current step and a line for each
-    completed step."""
+    """Displays a run's events: a line for each completed step, and a status line."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -151,14 +149,12 @@ class _Progress:
             case _:
                 mark, color = ("ok", "green") if event.kind == "finished" else ("!!", "red")
                 rest = f" {event.step:<10} {event.duration_s:6.1f} s  {printable(event.message)}"
-                # Each line is printed in a single call, because rich redraws the status line after
-                # each call.
+                # One call for each line, because rich redraws the status line after every call.
                 self._console.print(Text.assemble("  ", (mark, color), rest), soft_wrap=True)
         if event.step == "notify" and event.kind == "finished":
             self._status.stop()
 
     def note(self, line: str) -> None:
-        """Print a line between the lines for the steps."""
         self._console.print(Text(f"     {printable(line)}"), soft_wrap=True)
 
 
@@ -180,8 +176,7 @@ def _run_and_show(
     settings = _rereading(layers.settings(), reread)
     command = _command(layers, remember, "run" if pipeline == "continuous_training" else pipeline)
     _print_changes(layers, remember)
-    # If FORCE_COLOR is set, as in notebooks and CI, rich would otherwise animate output to a pipe
-    # too.
+    # If FORCE_COLOR is set, as in notebooks and CI, rich would also animate output to a pipe.
     with _Progress(Console(stderr=True, force_terminal=sys.stderr.isatty())) as show:
         result = run_pipeline(settings, _and_keep(show, layers, remember), pipeline, command)
     if as_json:
@@ -191,8 +186,7 @@ def _run_and_show(
 
 
 def _command(layers: Layers[Settings], remember: bool, *words: str) -> "RunCommand":
-    """The command line of this process, as typed, and a command line that repeats the run once the
-    settings are saved."""
+    """This process's command line, and one that repeats the run once the settings are saved."""
     from evernear.common.progress import RunCommand
 
     later = layers.later_words(keep=remember or layers.remembered is None)
@@ -200,7 +194,6 @@ def _command(layers: Layers[Settings], remember: bool, *words: str) -> "RunComma
 
 
 def _print_changes(layers: Layers[Settings], remember: bool) -> None:
-    """Print the remembered settings that this run overrides."""
     if layers.remembered is None or not (changes := list(layers.changes())):
         return
     print_line(f"{layers.file} has other settings; this run uses:", sys.stderr)
@@ -211,11 +204,8 @@ def _print_changes(layers: Layers[Settings], remember: bool) -> None:
 
 
 def _and_keep(show: _Progress, layers: Layers[Settings], remember: bool) -> "Callable[[Event], None]":
-    """Show the events of a run. Save the run's settings after the images pass validation.
-
-    A mistyped folder name is therefore not saved. If the run fails or is stopped after the
-    validation, the command can be repeated without options.
-    """
+    """Show a run's events. Save its settings once the images pass validation. A mistyped folder is
+    therefore not saved, and a run that fails later can be repeated without options."""
 
     def show_and_keep(event: "Event") -> None:
         show(event)

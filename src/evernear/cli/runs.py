@@ -1,4 +1,4 @@
-"""Print a run on Kubeflow Pipelines, and follow the run until it ends."""
+"""Print a run on Kubeflow Pipelines, and follow it until it ends."""
 
 import os
 import sys
@@ -25,8 +25,7 @@ POLL_S = 2.0
 
 
 def follow(runs: "KfpRuns", run: "Run", as_json: bool) -> None:
-    """Print each step when it ends, until the run ends. This function replaces kfp's wait function,
-    which ignores the states CANCELED and FAILED.
+    """Print each step when it ends. kfp's own wait function ignores the states CANCELED and FAILED.
 
     Raises:
         EvernearError: the run failed or was stopped.
@@ -53,7 +52,6 @@ def follow(runs: "KfpRuns", run: "Run", as_json: bool) -> None:
 
 
 def show(run: "Run", outcome: "RunOutcome | None", as_json: bool, steps: bool = True) -> None:
-    """Print a run, its steps and its outcome."""
     if as_json:
         print_json({**run.model_dump(), "outcome": outcome})
         return
@@ -70,19 +68,16 @@ def show(run: "Run", outcome: "RunOutcome | None", as_json: bool, steps: bool = 
 
 
 def title(run: "Run") -> str:
-    """The run's ID, pipeline and version."""
     return f"Run {run.id} of {run.pipeline} {run.pipeline_version[:12]}".rstrip()
 
 
 def row(run: "Run") -> tuple[str, ...]:
-    """A run as a row in the table of runs."""
     version = run.pipeline_version[:12]
     return run.id, run.pipeline, version, run.state, f"{run.created:%Y-%m-%d %H:%M}", _duration(run.created, run.ended)
 
 
 def outcome_of(run: "Run", runs: "KfpRuns") -> "RunOutcome | None":
-    """The outcome of a finished run. Returns None if the run did not record an outcome, or if the
-    run's store is not readable from here."""
+    """A finished run's outcome, or None if there is none or its store is not readable from here."""
     from evernear.reporting.notify import load_outcome
 
     record = record_of(run, runs) if run.state.is_final else None
@@ -93,7 +88,7 @@ def outcome_of(run: "Run", runs: "KfpRuns") -> "RunOutcome | None":
 
 
 def record_of(run: "Run", runs: "KfpRuns") -> "RunRecord | None":
-    """The run's record, or None if the run's store is not accessible from here."""
+    """The run's record, or None if its store is not accessible from here."""
     from evernear.common.run_record import RunRecord
 
     try:
@@ -104,8 +99,7 @@ def record_of(run: "Run", runs: "KfpRuns") -> "RunRecord | None":
 
 
 def store_of(arguments: dict[str, object], runs: "KfpRuns", pipeline: str) -> "Store | None":
-    """The store of a run. Returns None if this process has no access keys for the store, or if the
-    store's directory does not exist."""
+    """The run's store, or None without access keys for it or without its directory."""
     from evernear.common.store import open_store
 
     default = next((p.default for p in runs.parameters(pipeline) if p.name == "store"), "")
@@ -121,8 +115,7 @@ def store_of(arguments: dict[str, object], runs: "KfpRuns", pipeline: str) -> "S
 
 
 def _get(runs: "KfpRuns", run_id: str) -> "Run":
-    """Get the current state of the run. Requests are retried, so waiting continues after a server
-    restart."""
+    """Get the run's state, with retries, so waiting continues after a server restart."""
     return retry(
         lambda: runs.show(run_id), on=PipelineServerError, pauses_s=(POLL_S * number for number in range(1, 10))
     )

@@ -1,5 +1,4 @@
-"""Local servers: ``evernear status``, ``serve``, ``ready``, ``stop`` and ``token`` for TorchServe,
-and ``prep``."""
+"""``evernear status``, ``serve``, ``ready``, ``stop``, ``token`` and ``prep``."""
 
 import logging
 import sys
@@ -51,8 +50,7 @@ def status(
 
 
 def _live_accuracy(settings: Settings, champion: str) -> "list[LiveAccuracy] | None":
-    """The champion's weekly accuracy on labeled live queries, newest week first. Returns None if
-    SciPy is not installed."""
+    """The champion's weekly accuracy on labeled live queries, newest first. None without SciPy."""
     from evernear.common.store import open_store
     from evernear.review.live_labels import live_accuracy
 

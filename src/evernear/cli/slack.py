@@ -1,5 +1,3 @@
-"""``evernear slack``: the Slack bot."""
-
 import logging
 import sys
 import threading

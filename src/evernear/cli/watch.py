@@ -1,5 +1,4 @@
-"""``evernear watch``: check for new images and drift. Propose or start a training run or a
-reindex."""
+"""``evernear watch``: check for new images and drift, and propose or start a run."""
 
 import logging
 import os
@@ -42,7 +41,6 @@ app = typer.Typer(
 def watch_settings(
     source: SourceOption = None, config: ConfigOption = None, overrides: SetOption = None, workdir: WorkdirOption = None
 ) -> Settings:
-    """The watcher's settings. An option sets the source."""
     return run_settings(source, None, config, overrides, workdir)
 
 
@@ -125,7 +123,7 @@ def _schedule_store(settings: Settings) -> "ScheduleStore":
 
 
 def _switch(settings: Settings, on: bool) -> None:
-    """Resume or pause the watcher. Its process continues to run while it is paused."""
+    """A paused watcher's process continues to run."""
     from evernear.release.promotions import whoami
 
     _schedule_store(settings).switch(on, whoami())
@@ -176,7 +174,7 @@ def _ship(settings: Settings, now: bool) -> None:
 
 
 def _runs(settings: Settings) -> "KfpRuns | None":
-    """The pipeline server in the settings or in this cluster, or None if neither exists."""
+    """The pipeline server in the settings or in this cluster, or None."""
     if not settings.pipeline.endpoint and "KUBERNETES_SERVICE_HOST" not in os.environ:
         return None
     try:
@@ -189,7 +187,7 @@ def _runs(settings: Settings) -> "KfpRuns | None":
 
 
 def baker_of(settings: Settings, store: "Store", runs: "KfpRuns | None") -> "Baker | None":
-    """The baker for releases in the cluster, or None if the settings disable baking."""
+    """The baker for releases in the cluster, or None if baking is disabled."""
     if settings.target != "kubernetes" or not settings.watch.bake_s:
         return None
     from evernear.triggers.watch.baker import Baker

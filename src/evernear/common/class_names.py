@@ -1,9 +1,7 @@
-"""Normalize class names that look the same, and display class names so that they can be told
-apart.
+"""Normalize class names that look the same, and display names so that they can be told apart.
 
-Accented letters in folder names are in decomposed form on macOS (``e`` and an accent), but in
-composed form on other systems (``é``). A space at the end of a name is invisible. A byte-by-byte
-comparison would treat two spellings of a name as different classes.
+macOS decomposes accented letters in folder names (``e`` and an accent), other systems compose them
+(``é``), and a space at the end is invisible. As bytes, such spellings are different classes.
 """
 
 import unicodedata
@@ -14,29 +12,22 @@ _IGNORED = frozenset({"\u034f", *map(chr, range(0xFE00, 0xFE10))})  # grapheme j
 
 
 def class_name(text: str) -> str:
-    """``text`` in composed form (Unicode NFC), without leading or trailing spaces and invisible
-    characters.
-
-    Letter case is preserved, because handwriting datasets have the classes ``a`` and ``A``.
-    """
+    """``text`` in composed form (Unicode NFC), without spaces and invisible characters at its ends.
+    Case is preserved, because handwriting datasets have the classes ``a`` and ``A``."""
     return trimmed(unicodedata.normalize("NFC", text))
 
 
 def trimmed(text: str) -> str:
-    """``text`` without leading or trailing spaces and invisible characters."""
     return text.strip(_SPACES + _INVISIBLE)
 
 
 def lookalike_key(name: str) -> str:
-    """A comparison key, which is equal for names that differ only in case, width, spaces or
-    invisible characters."""
+    """Equal for names that differ only in case, width, spaces or invisible characters."""
     folded = unicodedata.normalize("NFKC", name).casefold()
     visible = (char for char in folded if unicodedata.category(char) != "Cf" and char not in _IGNORED)
     return unicodedata.normalize("NFKC", " ".join("".join(visible).split()))
 
 
 def spelled(name: str) -> str:
-    """``name`` in quotes, with the code points of non-ASCII characters,
-    as in ``'caf\\xe9' (café)``.
-    """
+    """``name`` in quotes, with non-ASCII characters' code points, as in ``'caf\\xe9' (café)``."""
     return ascii(name) if name.isascii() else f"{name!a} ({name})"

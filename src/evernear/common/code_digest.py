@@ -1,5 +1,4 @@
-"""A hash of the code that computes a stored result. If the code changes, earlier results are not
-reused."""
+"""A hash of the code that computes a stored result, which is not reused when the code changes."""
 
 import ast
 import hashlib
@@ -30,18 +29,13 @@ EXCLUDED = frozenset(
         "common.threads",
     )
 )
-"""Modules that only move bytes, messages and settings, or that create a dataset. A dataset has a
-separate digest."""
+"""Modules that only move bytes, messages and settings, or create a dataset, which has a digest."""
 
 
 @cache
 def code_digest(module: str, libraries: tuple[str, ...] = ()) -> str:
-    """The sha256 of the source code of ``module`` and all evernear modules that it imports,
-    directly or indirectly, except `EXCLUDED`.
-
-    Comments, docstrings and formatting do not change the hash. A different installed version of one
-    of the ``libraries`` changes the hash.
-    """
+    """The sha256 of the source of ``module`` and all its evernear imports, except `EXCLUDED`, and
+    of the versions of ``libraries``. Comments, docstrings and formatting do not count."""
     sha256 = hashlib.sha256()
     for name, tree in sorted(_closure(module).items()):
         sha256.update(f"{name}\n{ast.unparse(_without_docstrings(tree))}\n".encode())
@@ -51,7 +45,7 @@ def code_digest(module: str, libraries: tuple[str, ...] = ()) -> str:
 
 
 def _closure(module: str) -> dict[str, ast.Module]:
-    """The syntax trees of ``module`` and its imports, by module name."""
+    """The syntax trees of ``module`` and its imports, by name."""
     trees: dict[str, ast.Module] = {}
     pending = [module]
     while pending:
@@ -69,19 +63,14 @@ def _is_excluded(module: str) -> bool:
 
 
 def _source(module: str) -> Path | None:
-    """The file of a module, or None if the name is not a module, such as
-    ``evernear.data.shards.Dataset``.
-
-    `importlib.util.find_spec` would import the parent packages of the module. The parent packages
-    also import timm, and importing timm takes seconds.
-    """
+    """The file of a module, or None if the name is not one, as ``evernear.data.shards.Dataset``.
+    `importlib.util.find_spec` would import the parent packages, and with them timm, in seconds."""
     path = ROOT.joinpath(*module.split(".")[1:])
     return next((file for file in (path / "__init__.py", path.with_suffix(".py")) if file.is_file()), None)
 
 
 def _imports(tree: ast.AST) -> Iterator[str]:
-    """Names of evernear modules that ``tree`` imports, including imports inside functions. Some of
-    the names may not be modules."""
+    """Names that ``tree`` imports, even inside functions. Some may not be modules."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from _ours(alias.name for alias in node.names)

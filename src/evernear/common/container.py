@@ -1,53 +1,40 @@
-"""The CPU and memory limits of the container that this process runs in, as read from the cgroups of
-the process."""
+"""CPU and memory limits of the container that this process runs in, read from its cgroups."""
 
 import math
 from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path("/")
-"""The directory that contains ``proc`` and ``sys``."""
 UNLIMITED_BYTES = 2**62
-"""If no memory limit is set, cgroup v1 reports the largest multiple of the page size, about 2**63
-bytes."""
+"""Without a limit, cgroup v1 reports the largest multiple of the page size, about 2**63 bytes."""
 
 
 def cpu_limit(root: Path = ROOT) -> float:
-    """The lowest CPU limit among this process's cgroups, or infinity if no limit is set.
+    """The lowest CPU limit among this process's cgroups, or infinity.
 
-    See https://docs.kernel.org/admin-guide/cgroup-v2.html#cpu-interface-files for version 2, and
-    https://docs.kernel.org/scheduler/sched-bwc.html#management for version 1.
+    Version 2: https://docs.kernel.org/admin-guide/cgroup-v2.html#cpu-interface-files. Version 1:
+    https://docs.kernel.org/scheduler/sched-bwc.html#management.
     """
     return min(map(_cpus, _cgroups(root, "cpu")), default=math.inf)
 
 
 def memory_limit_bytes(root: Path = ROOT) -> float:
-    """The lowest memory limit among this process's cgroups, or infinity if no limit is set.
+    """The lowest memory limit among this process's cgroups, or infinity.
 
-    See https://docs.kernel.org/admin-guide/cgroup-v2.html#memory-interface-files for
-    version 2, and https://docs.kernel.org/admin-guide/cgroup-v1/memory.html for version
-    1.
+    Version 2: https://docs.kernel.org/admin-guide/cgroup-v2.html#memory-interface-files. Version 1:
+    https://docs.kernel.org/admin-guide/cgroup-v1/memory.html.
     """
     return min(map(_memory_bytes, _cgroups(root, "memory")), default=math.inf)
 
 
 def oom_kills(root: Path = ROOT) -> int:
-    """Number of processes in this process's cgroups that the kernel has killed because memory ran
-    out.
-
-    Returns 0 if the kernel does not report the number. Version 2 reports the number in
-    ``memory.events``, and version 1 reports it in ``memory.oom_control``.
-    """
+    """Processes in this process's cgroups that the kernel killed for lack of memory, or 0."""
     return max(map(_oom_kills, _cgroups(root, "memory")), default=0)
 
 
 def _cgroups(root: Path, controller: str) -> Iterator[Path]:
-    """The cgroup of this process and the parent cgroups, in each hierarchy in which ``controller``
-    can set limits.
-
-    If only the root of the hierarchy is visible, as in many containers, the root is the container's
-    cgroup.
-    """
+    """This process's cgroup and its parents, in each hierarchy in which ``controller`` sets limits.
+    In many containers, only the hierarchy's root is visible, which is the container's cgroup."""
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()  # hierarchy:controllers:path, see cgroups(7)
     except OSError:

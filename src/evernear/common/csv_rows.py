@@ -12,19 +12,15 @@ from evernear.errors import DataError
 _MAX_NAMES = 5
 _SEPARATOR_LINE = re.compile(r'"?sep=(.)[\s,;"]*', re.IGNORECASE)
 _TEXT_FORMULA = re.compile(r'="([^"]*)"')
-"""A number that was written as a formula, so that a spreadsheet keeps its leading zeros."""
+"""A number written as a formula, so that a spreadsheet keeps its leading zeros."""
 
 
 def csv_rows(file: Path, name: str) -> Iterator[tuple[int, list[str]]]:
-    """Yield the line number and the cells of each row of a CSV file that is named ``name`` in
-    messages. The first row names the columns.
+    """Yield the line number and the cells of each row. The first row names the columns.
 
-    The file is encoded in UTF-8 or UTF-16 and separated by commas, semicolons or tabs, or by the
-    separator in Excel's first line ``sep=;``. Spaces around a value, and empty columns and rows at
-    the end, are not part of the table. Memory does not grow with the file.
-
-    Raises:
-        DataError: the file is not CSV, or a row has too many or too few cells.
+    The file is in UTF-8 or UTF-16, separated by commas, semicolons or tabs, or by the separator in
+    Excel's first line ``sep=;``. Spaces around a value, and empty columns and rows at the end, are
+    dropped. Memory does not grow with the file.
     """
     with disk_errors(file), file.open(encoding=_encoding(file), newline="") as text:
         lines = 0
@@ -59,7 +55,7 @@ def csv_rows(file: Path, name: str) -> Iterator[tuple[int, list[str]]]:
 
 
 def _encoding(file: Path) -> str:
-    """The encoding of a file, which is UTF-8 unless it begins like a text in UTF-16."""
+    """UTF-8, unless the file begins like UTF-16."""
     with file.open("rb") as start:
         match [*start.read(2)]:
             case [0xFF, 0xFE] | [0xFE, 0xFF]:
@@ -85,12 +81,7 @@ def _without_empty_end(cells: list[str]) -> list[str]:
 def column_positions(
     columns: Sequence[str], name: str, required: Sequence[str], optional: Sequence[str] = ()
 ) -> Mapping[str, int]:
-    """The position of each ``required`` or ``optional`` column in the first row of the file
-    ``name``. Letter case, spaces and invisible characters are ignored.
-
-    Raises:
-        DataError: a required column is missing, or a known column occurs twice.
-    """
+    """Positions in the first row, ignoring case, spaces and invisible characters."""
     plain = [lookalike_key(column) for column in columns]
     known = [*required, *optional]
     if missing := [column for column in required if column not in plain]:

@@ -15,8 +15,7 @@ from evernear.errors import StoreError, disk_full_message
 
 
 def open_regular(path: Path) -> BufferedReader:
-    """Open a regular file for reading. Unlike `open`, this function does not block until a pipe has
-    a writer.
+    """Open a regular file for reading. Unlike `open`, does not block on a pipe without a writer.
 
     Raises:
         OSError: the file cannot be opened, or is a pipe, a device or a directory.
@@ -33,37 +32,24 @@ def _open_nonblocking(path: str, flags: int) -> int:
 
 
 def sha256_bytes(data: bytes) -> str:
-    """The sha256 of ``data`` as hexadecimal digits."""
     return hashlib.sha256(data).hexdigest()
 
 
 def sha256_file(path: Path) -> str:
-    """The sha256 of a file as hexadecimal digits, computed in constant memory."""
+    """In constant memory."""
     with disk_errors(path), open_regular(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def write_atomically(path: Path, data: bytes | str) -> None:
-    """Write a file atomically. After a crash, and for concurrent readers, the file has either the
-    old or the new content.
-
-    Raises:
-        StoreError: the file cannot be written, for example because the disk is full or
-            permission is denied.
-    """
+    """After a crash, and for concurrent readers, the file has either the old or the new content."""
     with atomic_file(path) as file:
         file.write(data.encode() if isinstance(data, str) else data)
 
 
 @contextmanager
 def atomic_file(path: Path) -> Generator[BinaryIO]:
-    """A new file that replaces ``path`` if the context's body succeeds, and that is deleted if the
-    body fails.
-
-    Raises:
-        StoreError: the file cannot be written, for example because the disk is full or
-            permission is denied.
-    """
+    """A new file that replaces ``path`` if the body succeeds, and is deleted if it fails."""
     with disk_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         with staged_file(path.parent, path.name) as (file, staged):
@@ -74,7 +60,6 @@ def atomic_file(path: Path) -> Generator[BinaryIO]:
 
 @contextmanager
 def disk_errors(path: Path | str) -> Generator[None]:
-    """Convert an `OSError` from an operation on ``path`` to a `StoreError`."""
     try:
         yield
     except OSError as error:
@@ -84,8 +69,7 @@ def disk_errors(path: Path | str) -> Generator[None]:
 
 @contextmanager
 def staged_file(directory: Path, name: str) -> Generator[tuple[BinaryIO, Path]]:
-    """A new file with a hidden name in ``directory``. The file is deleted unless the context's body
-    renames it."""
+    """A new file with a hidden name in ``directory``, deleted unless the body renames it."""
     handle, temporary = tempfile.mkstemp(dir=directory, prefix=f".{name[:48]}.")  # names have a maximum length
     staged = Path(temporary)
     try:
@@ -97,7 +81,6 @@ def staged_file(directory: Path, name: str) -> Generator[tuple[BinaryIO, Path]]:
 
 
 def sync(file: BinaryIO) -> None:
-    """Flush the content to disk before a rename, so that a power failure cannot leave an empty
-    file."""
+    """Flush to disk before a rename, so that a power failure cannot leave an empty file."""
     file.flush()
     os.fsync(file.fileno())

@@ -1,4 +1,4 @@
-"""Describe how a process ended, and which modules on ``PYTHONPATH`` hide installed modules."""
+"""How a process ended, and which modules on ``PYTHONPATH`` hide installed ones."""
 
 import os
 import pkgutil
@@ -11,21 +11,18 @@ from importlib.machinery import PathFinder
 LINE_MAX_CHARACTERS = 500
 SHADOWED_SHOWN = 3
 _SHELL_SIGNAL = 128
-"""Offset of signal numbers in a shell's exit code: 128 plus the number of the signal that killed
-the shell's last command."""
+"""Offset of signal numbers in a shell's exit code."""
 _STOPPED_FROM_OUTSIDE = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _FRAME = re.compile(r"\s|note: run with |[-=~*#.]*$")
-"""Lines without information on the cause of a failure: traceback frames, Rust's backtrace note,
-separator lines, empty lines."""
+"""Lines that say nothing about a failure's cause: frames, Rust's backtrace note, separators."""
 
 
 def describe_ending(status: int, output: str, ran_out_of_memory: bool = False) -> str:
     """The end of a sentence about a failed process, such as "was killed by SIGKILL".
 
-    ``status`` is a `subprocess.Popen.returncode`, or the exit code of a shell. If no signal killed
-    the process, the returned text quotes the last informative line of ``output``.
-    ``ran_out_of_memory`` says whether the kernel killed a process of the same container because
-    memory ran out.
+    ``status`` is a `subprocess.Popen.returncode` or a shell's exit code. Without a signal, the text
+    quotes the last informative line of ``output``. ``ran_out_of_memory`` says whether the kernel
+    killed a process of the same container for lack of memory.
     """
     number = -status if status < 0 else status - _SHELL_SIGNAL
     line = last_line(output)
@@ -42,18 +39,16 @@ def describe_ending(status: int, output: str, ran_out_of_memory: bool = False) -
 
 
 def last_line(output: str) -> str:
-    """The last informative line of ``output``, shortened."""
     lines = [line.rstrip() for line in output.splitlines() if not _FRAME.match(line)]
     line = lines[-1] if lines else ""
     return line if len(line) <= LINE_MAX_CHARACTERS else f"{line[:LINE_MAX_CHARACTERS]}..."
 
 
 def shadowed_modules(python_path: str | None = None) -> str:
-    """A sentence about modules on ``PYTHONPATH`` that hide installed modules, or an empty
-    string.
+    """A sentence about modules on ``PYTHONPATH`` that hide installed ones, or an empty string.
 
-    If a user's ``random.py`` or ``faiss.py`` is on ``PYTHONPATH``, Python and all libraries import
-    it instead of the module that they need. Programs then fail with misleading errors.
+    Python and all libraries import a user's ``random.py`` or ``faiss.py`` instead of the module
+    that they need, and fail with misleading errors.
     """
     if python_path is None:
         python_path = os.environ.get("PYTHONPATH", "")

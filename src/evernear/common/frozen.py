@@ -14,26 +14,23 @@ _QUOTED_MAX_CHARACTERS = 200
 
 
 class Frozen(BaseModel):
-    """An immutable value that rejects unknown fields and can be stored as a JSON document."""
+    """An immutable value that rejects unknown fields and can be stored as JSON."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     remedy: ClassVar[str] = ""
-    """The remedy for an invalid document, such as "run the train step again"."""
+    """How to mend an invalid document, such as "run the train step again"."""
 
     def to_json(self) -> bytes:
-        """The document as stored bytes."""
         return self.model_dump_json(indent=2).encode() + b"\n"
 
     @classmethod
     def from_json(cls, data: bytes | str, source: Path | str, remedy: str | None = None) -> Self:
-        """Parse a stored document. ``remedy`` overrides the default remedy of the class.
+        """Parse a stored document. ``remedy`` overrides the class's own.
 
         Raises:
-            IntegrityError: ``data`` is not a valid document. The message contains
-                ``source``, the first invalid field and the remedy. If only unknown
-                fields make the document invalid, a later version of evernear may have
-                written the document. If its ``format`` is another, a new store is
-                needed.
+            IntegrityError: ``data`` is not valid. The message contains ``source``, the first
+                invalid field and the remedy. If only unknown fields are wrong, it says that a later
+                version may have written them. If ``format`` is another, it asks for a new store.
         """
         if not data:
             raise IntegrityError(f"{source} is not a valid {_words(cls)}: it is empty{cls._ending(remedy)}")
@@ -58,22 +55,10 @@ class Frozen(BaseModel):
             raise IntegrityError(f"{source} is not a valid {_words(cls)}: {detail}{cls._ending(remedy)}") from None
 
     def save(self, path: Path) -> None:
-        """Write the document atomically.
-
-        Raises:
-            StoreError: the file cannot be written, for example because the disk is
-                full.
-        """
         write_atomically(path, self.to_json())
 
     @classmethod
     def load(cls, path: Path) -> Self:
-        """Read a document that `save` wrote.
-
-        Raises:
-            IntegrityError: the file cannot be read or is not a valid document,
-                as in `from_json`.
-        """
         try:
             data = path.read_bytes()
         except OSError as error:
@@ -87,5 +72,5 @@ class Frozen(BaseModel):
 
 
 def _words(cls: type[Frozen]) -> str:
-    """The name of ``cls`` in words: ``ReleaseManifest`` is "release manifest"."""
+    """``ReleaseManifest`` is "release manifest"."""
     return " ".join(re.findall(r"[A-Z][a-z0-9]*", cls.__name__)).lower()

@@ -1,9 +1,4 @@
-"""Relative paths in environment variables are relative to the directory in which the user typed the
-command.
-
-Pipeline steps and TorchServe run in other directories, so their environment contains absolute
-paths.
-"""
+"""Absolute paths in environment variables, because steps and TorchServe run elsewhere."""
 
 import os
 import re
@@ -16,27 +11,22 @@ _PATHS = re.compile(
     r"|HF_HUB_CACHE|HUGGINGFACE_HUB_CACHE|TRANSFORMERS_CACHE|NETRC|MPLCONFIGDIR|TMPDIR"
     r"|GOOGLE_APPLICATION_CREDENTIALS|OTEL_EXPORTER_OTLP_\w*(CERTIFICATE|CLIENT_KEY)"
 )
-"""Environment variables that contain a path and are read by evernear or its libraries."""
+"""Variables that contain a path and are read by evernear or its libraries."""
 _LISTS = frozenset({"KUBECONFIG", "PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "SSL_CERT_DIR"})
 """Variables that contain several paths."""
 _ADDRESSES = frozenset({"MLFLOW_TRACKING_URI", "MLFLOW_REGISTRY_URI", "EVERNEAR_MILVUS_URI"})
-"""Environment variables that contain a server URL or a path."""
+"""Variables that contain a server URL or a path."""
 _NO_PATHS = frozenset({"databricks", "databricks-uc", "uc"})
 """MLflow addresses without a colon."""
 _SQLITE = re.compile(r"(sqlite(?:\+\w+)?:///)([^/:?].*)")
-"""``sqlite:///mlflow.db``. If the URL has a fourth slash, the path is absolute. ``:memory:`` is not
-a path."""
+"""``sqlite:///mlflow.db``. After a fourth slash, the path is absolute. ``:memory:`` is no path."""
 _FILE = re.compile(r"(file:)([^/].*)")
 """``file:./mlruns``"""
 
 
 def with_absolute_locations(environment: Mapping[str, str], directory: Path | None = None) -> dict[str, str]:
-    """``environment`` with all relative paths made absolute.
-
-    Relative paths are resolved against ``directory``, which is the current directory by default.
-    Server URLs do not change. Paths in a home directory (``~/...``) are also unchanged, because
-    libraries expand them.
-    """
+    """Resolve relative paths against ``directory`` or the current one. Server URLs do not change,
+    nor do paths in a home directory (``~/...``), which libraries expand."""
     base = directory or Path.cwd()
     return {name: _absolute(name, value, base) for name, value in environment.items()}
 
@@ -54,5 +44,4 @@ def _absolute(name: str, value: str, base: Path) -> str:
 
 
 def _absolute_path(path: str, base: Path) -> str:
-    """Make ``path`` absolute, unless it is empty or in a home directory."""
     return path if not path or path.startswith("~") else str(base / path)

@@ -1,14 +1,11 @@
-"""Strip whitespace from secrets in the environment, and mask secrets in printed or recorded
-text.
+"""Strip whitespace from secrets in the environment, and mask them in printed or recorded text.
 
 A secret is the value of a variable such as ``AWS_SESSION_TOKEN`` or ``KFP_COOKIES``, the password
-of a URL in any variable, or a value that was read from a file and passed to `remember`. Text may
-also contain secrets that no variable contains, such as the signature of a presigned URL or an
-Authorization header. Secrets that no variable contains are recognized by their form.
+of a URL in any variable, or a value that was read from a file and passed to `remember`. Others,
+such as a presigned URL's signature or an Authorization header, are recognized by their form.
 
-`evernear.common.output` masks printed, logged and recorded text. `mask_streams` also masks
-tracebacks and the output of other libraries. `copy_masked` masks the output of a child process,
-because a child process may write directly to a file descriptor.
+`evernear.common.output` masks printed, logged and recorded text, `mask_streams` tracebacks and
+libraries' output, `copy_masked` a child process that writes directly to a file descriptor.
 """
 
 import base64
@@ -28,26 +25,21 @@ MASK = "***"
 MIN_CHARACTERS = 8
 """Minimum length of a masked value.
 
-A shorter value, such as "a" or "test", also occurs inside ordinary words, so masking it would
-garble the output. Such a short value cannot be a valid password, because NIST SP 800-63B requires
-at least 8 characters.
+A shorter one, such as "test", also occurs in ordinary words, so masking it would garble the output.
+It cannot be a valid password: NIST SP 800-63B requires at least 8 characters.
 """
 PART_CHARACTERS = 1024
-"""Maximum length of the parts into which a secret is split. Longer secrets are split, so that every
-quoted form of a part is shorter than `HELD_CHARACTERS`."""
+"""Longer secrets are split, so that a part's quoted forms are below `HELD_CHARACTERS`."""
 HELD_CHARACTERS = 8192
-"""Number of characters at the end of a long line that `copy_masked` holds back, because a secret
-may begin there."""
+"""The end of a long line that `copy_masked` holds back, because a secret may begin there."""
 OWN_NAMES = frozenset({"evernear"})
-"""Values that are not masked, because every line of output may contain them."""
+"""Never masked, because every line of output may contain them."""
 CHUNK_BYTES = 2**16
 LINE_MAX_BYTES = 2**16
-"""Maximum length of a line that `copy_masked` holds in memory. A longer line is written in
-parts."""
+"""Longer lines are written in parts, so that `copy_masked` needs little memory."""
 
-# The pattern also matches variables of programs that evernear does not know. Variables whose names
-# end in _FILE, _PATH and so on contain locations. Kubernetes creates variables such as
-# TOKEN_SERVICE_HOST for a Service.
+# Also variables of programs that evernear does not know. Names that end in _FILE, _PATH and so on
+# contain locations, and Kubernetes creates TOKEN_SERVICE_HOST for a Service.
 _SECRET_NAME = re.compile(
     r"^(?!.*(_(FILE|PATH|DIR|NAME|SOCK|URL|URI|ENDPOINT|HOST|ADDR|PROTO)$|_SERVICE_|_PORT(_|$)))"
     r".*(TOKEN|SECRET|PASS(WORD|WD|PHRASE)?(_|$)|COOKIE|CREDENTIAL|AUTHORIZATION|CONNECTION_STRING|HEADERS"
@@ -55,15 +47,13 @@ _SECRET_NAME = re.compile(
     re.IGNORECASE,
 )
 _SETTING = re.compile(r"EVERNEAR_(?!(MILVUS_)?TOKEN$)", re.IGNORECASE)
-"""Matches settings, which are not masked. For example, ``EVERNEAR_KUBERNETES__TOKEN_SECRET``
-contains the name of a Secret, and not a secret value."""
+"""Settings are not masked: ``EVERNEAR_KUBERNETES__TOKEN_SECRET`` is the name of a Secret."""
 _STRIPPED = re.compile(
     r"(AWS|EVERNEAR|KFP|KF_PIPELINES|KUBECONFIG|SLACK|MLFLOW|MODEL_REGISTRY|HF|HUGGING|OTEL|MINIO)(_.*|$)"
     r"|(.*_)?(HTTPS?|ALL|NO)_PROXY|SSL_CERT_(FILE|DIR)|REQUESTS_CA_BUNDLE",
     re.IGNORECASE,
 )
-"""Variables that contain an address, a name or a path. Addresses, names and paths never end in a
-space."""
+"""Variables that contain an address, a name or a path, which never end in a space."""
 _URL = re.compile(r"[a-z][a-z0-9+.-]*://[^\s,]+", re.IGNORECASE)
 _QUERY_NAMES = (
     r"x-amz-(?:signature|credential|security-token)|x-goog-(?:signature|credential)|awsaccesskeyid|signature|sig|"
@@ -91,23 +81,18 @@ _PATTERNS = [
         ("akia asia", r"\b(?P<secret>(?-i:A[KS]IA[A-Z0-9]{16}))\b"),
     )
 ]  # fmt: skip
-"""Patterns of secrets that are recognized by their form.
-
-Each pattern has a list of lower-case texts. Every match of the pattern contains at least one of
-these texts, ignoring case.
-"""
+"""Patterns of secrets recognized by their form. Every match contains one of the pattern's
+lower-case texts, ignoring case."""
 
 _remembered: set[str] = set()
 _forms: tuple[str, ...] = ()
 
 
 def configure_masking(environment: MutableMapping[str, str] = os.environ) -> None:
-    """Strip whitespace from credentials and addresses in ``environment``, for this process and its
-    children. Remember the secrets.
+    """Strip whitespace from this process's credentials and addresses, and remember the secrets.
 
-    A secret that was created with ``echo`` ends in a line break. An HTTP header may not contain a
-    line break, so libraries would fail with an error that quotes the secret. A variable that
-    contains only spaces is removed.
+    A secret created with ``echo`` ends in a line break, which an HTTP header may not contain, so
+    libraries would fail with an error that quotes it. A variable of only spaces is removed.
     """
     for name, value in list(environment.items()):
         stripped = value.strip()
@@ -119,8 +104,7 @@ def configure_masking(environment: MutableMapping[str, str] = os.environ) -> Non
 
 
 def secrets_of(environment: Mapping[str, str]) -> Iterator[str]:
-    """The secrets in ``environment``: values of variables whose names suggest a secret, and
-    passwords and keys in URLs."""
+    """Values of variables whose names suggest a secret, and passwords and keys in URLs."""
     for name, value in environment.items():
         if is_secret(name, value):
             yield value
@@ -146,12 +130,8 @@ def forms_of(secrets: Iterable[str]) -> tuple[str, ...]:
 
 
 def usable(name: str, environment: Mapping[str, str] = os.environ) -> str:
-    """The secret in the variable ``name``, or an empty string if the variable is not set.
-
-    Raises:
-        SettingsError: the secret contains a character that is invalid in HTTP headers,
-            such as a line break.
-    """
+    """The secret in the variable ``name``, or an empty string. A character that is invalid in HTTP
+    headers, such as a line break, is a `SettingsError`."""
     value = environment.get(name, "").strip()
     if not all(" " <= character <= "~" for character in value):
         raise SettingsError(f"{name} contains a line break, or another character that is not ASCII; set it again.")
@@ -159,7 +139,7 @@ def usable(name: str, environment: Mapping[str, str] = os.environ) -> str:
 
 
 def mask(text: str) -> str:
-    """``text`` with each secret replaced by `MASK`. The function is idempotent."""
+    """Idempotent."""
     spans = sorted(_spans(text))
     if not spans:
         return text
@@ -173,28 +153,27 @@ def mask(text: str) -> str:
 
 
 def has_form_of_secret(text: str) -> bool:
-    """Whether ``text`` contains a string in the form of a secret, such as a URL with a password."""
+    """Such as a URL with a password."""
     return next(_spans_by_form(text), None) is not None
 
 
 class MaskedStream:
-    """A text stream that masks all text written to it, and otherwise behaves like ``stream``."""
+    """Masks all text written to it, and otherwise behaves like ``stream``."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
 
     @property
     def unmasked(self) -> TextIO:
-        """The unmasked stream, for a secret that the user wants to print."""
+        """For a secret that the user wants to print."""
         return self._stream
 
     def write(self, text: str) -> int:
-        """Write ``text`` masked. Returns the number of characters in ``text``."""
+        """Returns the number of characters in ``text``, not in the masked text."""
         self._stream.write(mask(text))
         return len(text)
 
     def writelines(self, lines: Iterable[str]) -> None:
-        """Write each of ``lines`` masked."""
         for line in lines:
             self.write(line)
 
@@ -203,12 +182,8 @@ class MaskedStream:
 
 
 def mask_streams() -> None:
-    """Start masking all text that Python code in this process prints, including tracebacks and log
-    messages of libraries.
-
-    The entry point of every evernear program calls this function. Importing evernear does not
-    replace a program's streams.
-    """
+    """Start masking all text that Python code prints, including tracebacks and libraries' log
+    messages. Entry points call this. Importing evernear does not replace a program's streams."""
     configure_masking()
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
@@ -217,12 +192,10 @@ def mask_streams() -> None:
 
 
 def copy_masked(source: IO[bytes], path: Path) -> None:
-    """Append the masked output of a child process to ``path``.
+    """Append a child process's masked output to ``path``, until every writer has closed ``source``.
 
-    The function runs until every writer has closed the pipe ``source``, and then closes the reading
-    end. Complete lines are written immediately. At most `LINE_MAX_BYTES` of an incomplete line are
-    kept in memory. If the disk is full, the remaining output is read and discarded, because a full
-    pipe would block the child process forever.
+    Complete lines are written immediately, and at most `LINE_MAX_BYTES` of an incomplete one are
+    kept. If the disk is full, the rest is discarded, because a full pipe would block the child.
     """
     with source:
         with path.open("ab", buffering=0) as log:
@@ -236,8 +209,7 @@ def copy_masked(source: IO[bytes], path: Path) -> None:
 
 
 def masked_parts(source: IO[bytes]) -> Iterator[bytes]:
-    """Complete, masked lines from the pipe ``source``, until the pipe is closed. A very long line
-    is split."""
+    """Complete, masked lines from ``source``. A very long line is split."""
     rest = b""
     while chunk := os.read(source.fileno(), CHUNK_BYTES):
         rest += chunk
@@ -250,8 +222,7 @@ def masked_parts(source: IO[bytes]) -> Iterator[bytes]:
 
 
 def _cut(line: bytes) -> int:
-    """A position in a long ``line`` that is outside every secret, including a secret whose end has
-    not been read yet."""
+    """A position in a long ``line`` outside every secret, even one whose end was not read yet."""
     text = _decode(line)
     cut = len(text) - HELD_CHARACTERS
     for start, end in sorted(_spans(text), reverse=True):
@@ -273,7 +244,7 @@ def _encode(text: str) -> bytes:
 
 
 def _spans(text: str) -> Iterator[tuple[int, int]]:
-    """The start and end of each secret in ``text``. Secrets may overlap."""
+    """The start and end of each secret, which may overlap."""
     for form in _forms:
         start = text.find(form)
         while start >= 0:
@@ -292,7 +263,6 @@ def _spans_by_form(text: str) -> Iterator[tuple[int, int]]:
 
 
 def is_secret(name: str, value: str) -> bool:
-    """Whether the variable ``name`` contains a secret, judging by its name and by its ``value``."""
     if name == "AWS_ACCESS_KEY_ID":
         return True
     return bool(_SECRET_NAME.match(name)) and not _SETTING.match(name) and not _is_path(value)
@@ -330,8 +300,7 @@ def _secrets_of_url(url: str) -> Iterator[str]:
 
 
 def _forms_of(secret: str) -> Iterator[str]:
-    """The forms in which programs quote ``secret``: in a URL, in JSON, HTML or Python, and in a
-    Basic Authorization header."""
+    """How programs quote ``secret``: in a URL, JSON, HTML, Python and Basic authorization."""
     for start in range(0, len(secret), PART_CHARACTERS):
         part = secret[start : start + PART_CHARACTERS]
         data = _encode(part)

@@ -1,9 +1,8 @@
 """Output for people, with untrusted text escaped and secrets masked.
 
-Class names, file names, fields of a release, server responses and user names are untrusted. Printed
-verbatim, such text could control the terminal (ESC), reverse a line (U+202E), hide the end of a
-line (NUL) or forge lines. Every line for a console, a log or a report therefore passes through
-`printable`, which also masks secrets (`evernear.common.masking`).
+Class and file names, fields of a release, server responses and user names are untrusted. Printed
+verbatim, they could control the terminal (ESC), reverse a line (U+202E), hide its end (NUL) or
+forge lines. Every line for a console, a log or a report therefore passes through `printable`.
 """
 
 import json
@@ -24,12 +23,8 @@ _ExcInfo: TypeAlias = tuple[type[BaseException], BaseException, TracebackType | 
 
 
 def printable(text: str, limit: int | None = None) -> str:
-    """``text`` on one line, with secrets masked and unprintable characters escaped as
-    in ``\\x1b``, ``\\u202e`` or ``\\n``.
-
-    Text longer than ``limit`` characters is truncated and ends in "...".
-    The function is idempotent.
-    """
+    """``text`` on one line, with secrets masked and unprintable characters escaped as in ``\\x1b``.
+    Text longer than ``limit`` characters is truncated and ends in "...". Idempotent."""
     text = mask(text)  # the beginning of a secret would not be recognized in a shortened text
     shortened = text if limit is None else text[:limit]
     escaped = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in shortened)
@@ -37,44 +32,34 @@ def printable(text: str, limit: int | None = None) -> str:
 
 
 NAMED = 5
-"""Maximum number of names that a sentence lists."""
 
 
 def quantity(count: int, noun: str, plural: str = "") -> str:
-    """``count`` and its noun, as in "1 image" and "1,200 images".
-
-    ``plural`` is needed if the plural is not the noun plus ``s``.
-    """
+    """``count`` and its noun, as in "1 image" and "1,200 images"."""
     return f"{count:,} {noun if count == 1 else plural or f'{noun}s'}"
 
 
 def named(names: Sequence[str]) -> str:
-    """The first `NAMED` of ``names``, and the number of remaining names."""
+    """The first `NAMED` of ``names``, and the number of the others."""
     more = len(names) - NAMED
     return ", ".join(names[:NAMED]) + (f" and {more:,} more" if more > 0 else "")
 
 
 def warned(sentences: Iterable[str]) -> str:
-    """The end of a summary with warnings, or an empty string."""
     return "".join(f"; WARNING: {sentence}" for sentence in sentences)
 
 
 def print_line(text: str = "", file: TextIO | None = None) -> None:
-    """Print ``text`` as one line to ``file`` (stdout by default)."""
     print(printable(text), file=file or sys.stdout, flush=True)
 
 
 def print_secret(secret: str) -> None:
-    """Print ``secret``, which the user asked for, as one line to stdout."""
     print(secret, file=getattr(sys.stdout, "unmasked", sys.stdout), flush=True)
 
 
 def print_json(value: object) -> None:
-    """Print ``value``, which may contain pydantic models, as one line of ASCII JSON.
-
-    JSON cannot represent bytes that are not UTF-8, but file names may contain such bytes. Bytes
-    that are not UTF-8 are escaped as in `printable`.
-    """
+    """Print ``value``, which may contain pydantic models, as one line of ASCII JSON. Bytes that are
+    not UTF-8, as in file names, are escaped as in `printable`."""
     try:
         text = to_json(value, ensure_ascii=True, inf_nan_mode="null")
     except PydanticSerializationError:
@@ -96,19 +81,18 @@ def _without_surrogates(value: Any) -> Any:
 
 
 def _without_del(text: str) -> str:
-    """Escape DEL, the only control character that JSON does not escape."""
+    """Escape DEL, the only control character that JSON does not."""
     return text.replace("\x7f", "\\u007f")
 
 
 class LogFormatter(logging.Formatter):
-    """A log formatter that prints each record on one line. A traceback follows the line."""
+    """Prints each record on one line, and its traceback below."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - logging's own name
-        """The text of a log record, with untrusted arguments escaped."""
         return printable(super().formatMessage(record))
 
     def formatException(self, ei: _ExcInfo) -> str:  # noqa: N802 - logging's own name
-        """A traceback. The last lines of a traceback quote the exception, which is untrusted."""
+        """A traceback's last lines quote the exception, which is untrusted."""
         return "\n".join(map(printable, super().formatException(ei).split("\n")))
 
 
@@ -117,10 +101,7 @@ _log_fields: ContextVar[Mapping[str, object]] = ContextVar("log_fields", default
 
 @contextmanager
 def log_fields(**fields: object) -> Generator[None]:
-    """Add ``fields``, such as a request id, to the JSON log records of this thread or task.
-
-    Empty fields are left out.
-    """
+    """Add ``fields`` that are not empty, such as a request id, to this task's JSON log records."""
     token = _log_fields.set({**_log_fields.get(), **{name: value for name, value in fields.items() if value}})
     try:
         yield
@@ -129,11 +110,9 @@ def log_fields(**fields: object) -> Generator[None]:
 
 
 class JsonFormatter(logging.Formatter):
-    """A log formatter that prints each record as one line of ASCII JSON, with the fields of
-    `log_fields`."""
+    """Prints each record as one line of ASCII JSON, with the fields of `log_fields`."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """The log record with its time, level, logger, message and, if present, traceback."""
         fields: dict[str, object] = {
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(),
             "level": record.levelname,
@@ -149,7 +128,6 @@ class JsonFormatter(logging.Formatter):
 
 
 def log_to_stderr(level: int, log_format: Literal["text", "json"]) -> None:
-    """Log records at ``level`` and above to stderr."""
     handler = logging.StreamHandler()
     lines = LogFormatter("%(asctime)s %(levelname)s %(name)s %(message)s")
     handler.setFormatter(lines if log_format == "text" else JsonFormatter())
@@ -157,7 +135,6 @@ def log_to_stderr(level: int, log_format: Literal["text", "json"]) -> None:
 
 
 def print_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """Print a header and rows. Each column is padded to its widest cell."""
     table = [[printable(cell) for cell in row] for row in (header, *rows)]
     widths = [max(len(row[column]) for row in table) for column in range(len(header))]
     for row in table:

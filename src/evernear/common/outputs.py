@@ -1,9 +1,8 @@
 """Folders that evernear writes: exports, predictions, working directories and stores.
 
-Each carries a `MARKER`. A source of images leaves a marked folder out, wherever the folder is below
-the source, because its files are copies or results of other images. The top folder of a source may
-be marked, so a network can be trained on an export. The marker of an export also says which export
-it is, so that only the same command continues it.
+Each carries a `MARKER`. A source leaves out marked folders at any depth, because their files are
+copies or results of other images. Its top folder may be marked, so a network can be trained on an
+export. An export's marker also says which one it is, so that only the same command continues it.
 """
 
 import os
@@ -12,9 +11,8 @@ from evernear.common.store import Store
 from evernear.errors import ConflictError
 
 MARKER = "_evernear.txt"
-"""Name of the marker, which consists of a description of the folder and an explanation. Listings of
-a bucket recognize a marked folder by it before they reach the other files, because it sorts before
-all other names that evernear writes to the top of a folder."""
+"""Name of the marker, which describes the folder. It sorts before all other names that evernear
+writes to the top of a folder, so listings of a bucket reach it first."""
 _EXPLANATION = "evernear wrote this folder. A source of images leaves it out if it contains it."
 
 
@@ -24,7 +22,7 @@ def marker(contents: str) -> bytes:
 
 
 def claim(out: Store, contents: str) -> None:
-    """Mark an empty folder. If the folder was already claimed for the same contents, do nothing.
+    """Mark an empty folder, or one that is already claimed for the same contents.
 
     Raises:
         ConflictError: the folder has other contents.
@@ -41,19 +39,16 @@ def claim(out: Store, contents: str) -> None:
 
 
 def mark(store: Store, contents: str) -> None:
-    """Mark a folder regardless of its contents."""
     if store.find(MARKER) is None:
         store.put(MARKER, marker(contents))
 
 
 def is_output(folder: str) -> bool:
-    """Whether a directory is marked."""
     return os.path.lexists(os.path.join(folder, MARKER))  # noqa: PTH118 - for each folder of a source
 
 
 class MarkedFolders:
-    """The marked folders in a listing of a bucket, whose keys are sorted. ``root`` is the top
-    folder of the source in the listing."""
+    """The marked folders in a sorted listing of a bucket. ``root`` is the source's top folder."""
 
     def __init__(self, root: str = "") -> None:
         self.names: list[str] = []
@@ -61,8 +56,7 @@ class MarkedFolders:
         self._prefix = ""
 
     def contain(self, key: str) -> bool:
-        """Whether an object is in a marked folder, or is a marker. Call this for every object, in
-        the order of the listing."""
+        """Whether an object is marked or a marker. Call this for each, in the listing's order."""
         if self._prefix and key.startswith(self._prefix):
             return True
         folder, _, name = key.rpartition("/")

@@ -1,10 +1,8 @@
-"""Optional integrations: the features that each may offer, and how the core discovers and calls
-them.
+"""Optional integrations: the features that each may offer, and how the core calls them.
 
-An integration is a `Plugin`. It is the ``PLUGIN`` of ``evernear/integrations/NAME/plugin.py``, or
-of an external package that names it as an entry point in the group `GROUP`. Every command imports
-this module, so it imports heavy libraries and its dependencies inside functions. The core never
-imports an integration by name.
+A `Plugin` is the ``PLUGIN`` of ``evernear/integrations/NAME/plugin.py``, or of an external package
+that names it as an entry point in the group `GROUP`. Every command imports that module, so it
+imports its dependencies inside functions. The core never imports an integration by name.
 """
 
 import logging
@@ -37,13 +35,13 @@ if TYPE_CHECKING:
 GROUP = "evernear.plugins"
 PACKAGE = "evernear.integrations"
 FAISS = "faiss"
-"""The backend of an index whose vectors are in the archive of the release. It is not a plugin."""
+"""The backend whose vectors are in the release's archive. It is not a plugin."""
 REASON_MAX_CHARACTERS = 300
 _log = logging.getLogger(__name__)
 
 
 class IndexBackend(Protocol):
-    """A backend that stores the vectors of a gallery outside the archive of the release."""
+    """Stores the vectors of a gallery outside the release's archive."""
 
     def check(self, settings: "IndexSettings") -> None:
         """Check, before a run starts, that its gallery can be written."""
@@ -52,13 +50,11 @@ class IndexBackend(Protocol):
     def create(
         self, gallery: "GalleryVectors", settings: "IndexSettings", queries: "EmbeddingBlock", exact: "ExactNeighbors"
     ) -> "Choice":
-        """Fill a collection with ``gallery``. If ``settings.type`` is ``auto``, choose its type on
-        ``queries``."""
+        """Fill a collection. If ``settings.type`` is ``auto``, choose its type on ``queries``."""
         ...
 
     def open(self, collection: "Collection", shape: tuple[int, int], search: str) -> "VectorIndex":
-        """Open a collection of ``shape`` (vectors, dimensions) with the search parameters
-        ``search``."""
+        """Open a collection of ``shape`` (vectors, dimensions) with the parameters ``search``."""
         ...
 
     def drop(self, collection: "Collection") -> None:
@@ -68,41 +64,31 @@ class IndexBackend(Protocol):
 
 @dataclass(frozen=True)
 class Command:
-    """A function with typer options that becomes ``evernear NAME``."""
-
     name: str
     run: Callable[..., None]
     panel: str = "Others"
-    """The heading of the command in ``evernear --help``. An empty string hides the command."""
+    """The command's heading in ``evernear --help``. If empty, it is hidden."""
 
 
 @dataclass(frozen=True)
 class Plugin:
-    """The features of an integration. All fields are optional except ``install``."""
+    """The features of an integration. All but ``install`` are optional."""
 
     install: str
-    """The requirement that includes the integration's libraries, such as ``evernear[milvus]``."""
+    """The requirement that includes its libraries, such as ``evernear[milvus]``."""
     backends: Mapping[str, Callable[[], IndexBackend]] = field(default_factory=dict)
-    """Functions that return a backend, keyed by the value of ``index.backend`` that selects it."""
+    """Keyed by the value of ``index.backend``."""
     champion_moved: "Callable[[Registry, Champion | None], list[str]] | None" = None
-    """Called with the previous champion after each move of the champion. Calls may be repeated.
-    Returns warnings."""
+    """Called with the previous champion after each move, perhaps repeatedly. Returns warnings."""
     run_ended: "Callable[[RunRecord, str], list[str]] | None" = None
-    """Called at the end of a run with its record and the HTML of its run page. Calls may be
-    repeated. Returns warnings."""
+    """Called, perhaps repeatedly, with an ended run's record and HTML page. Returns warnings."""
     commands: Callable[[], list[Command]] | None = None
-    """Returns additional commands."""
     tracer_provider: "Callable[[str], TracerProvider | None] | None" = None
-    """Returns the provider that exports the traces of the named server, or None if the environment
-    does not configure it."""
+    """The provider for the named server, or None if the environment does not configure it."""
 
     @contextmanager
     def installed(self) -> Generator[None]:
-        """Report which package to install if a library is missing.
-
-        Raises:
-            SettingsError: a library is missing.
-        """
+        """Convert a missing library to a `SettingsError` that names the package to install."""
         try:
             yield
         except ModuleNotFoundError as error:
@@ -113,8 +99,7 @@ class Plugin:
 
 @cache
 def plugins() -> tuple[Plugin, ...]:
-    """All integrations: evernear's integrations in alphabetical order, followed by the plugins of
-    external packages."""
+    """evernear's own in alphabetical order, then those of external packages."""
     own = import_module(PACKAGE)
     names = sorted(module.name for module in pkgutil.iter_modules(own.__path__))
     return (*(import_module(f"{PACKAGE}.{name}.plugin").PLUGIN for name in names), *_of_other_packages())
@@ -134,17 +119,12 @@ def _of_other_packages() -> Iterator[Plugin]:
 
 
 def backend_names() -> tuple[str, ...]:
-    """The values of ``index.backend``."""
     return (FAISS, *(name for plugin in plugins() for name in plugin.backends))
 
 
 @contextmanager
 def index_backend(name: str) -> Generator[IndexBackend]:
-    """The backend that ``index.backend`` or a release names, for calls within the context.
-
-    Raises:
-        SettingsError: the backend is unknown, or one of its libraries is missing.
-    """
+    """The backend that ``index.backend`` or a release names. Reports a missing library."""
     for plugin in plugins():
         if make := plugin.backends.get(name):
             with plugin.installed():
@@ -154,10 +134,8 @@ def index_backend(name: str) -> Generator[IndexBackend]:
 
 
 def champion_moved(registry: "Registry", before: "Champion | None") -> None:
-    """Notify the integrations that the champion differs from ``before``.
-
-    The release is already live and does not depend on the integrations, so a failure is a warning.
-    """
+    """Notify the integrations that the champion differs from ``before``. The release is already
+    live and does not depend on them, so a failure is a warning."""
     for plugin in plugins():
         if plugin.champion_moved:
             for warning in _warnings(plugin, plugin.champion_moved, registry, before):
@@ -165,12 +143,8 @@ def champion_moved(registry: "Registry", before: "Champion | None") -> None:
 
 
 def run_ended(record: "RunRecord", page: str) -> list[str]:
-    """Notify the integrations that a run has ended, and return their warnings. ``page`` is the HTML
-    of its run page.
-
-    The run's record in the store remains authoritative, so a failure is a warning and never fails
-    the run.
-    """
+    """Notify the integrations that a run has ended, and return their warnings. The record in the
+    store is authoritative, so a failure never fails the run."""
     return [
         warning
         for plugin in plugins()
@@ -180,16 +154,12 @@ def run_ended(record: "RunRecord", page: str) -> list[str]:
 
 
 def commands() -> Iterator[Command]:
-    """The commands of all integrations. If a library of a command is missing, the command reports
-    which package to install."""
     for plugin in plugins():
         for command in plugin.commands() if plugin.commands else ():
             yield Command(command.name, plugin.installed()(command.run), command.panel)
 
 
 def tracer_provider(service: str) -> "TracerProvider | None":
-    """The provider that exports the traces of a server, or None if no integration exports
-    traces."""
     for plugin in plugins():
         if plugin.tracer_provider:
             try:
@@ -204,15 +174,12 @@ def tracer_provider(service: str) -> "TracerProvider | None":
 
 
 def rejection(system: str, variable: str, error: BaseException, item: str) -> str:
-    """A warning about a system that rejected ``item``, such as ``run``, or that was unreachable.
-
-    ``variable`` is the environment variable that contains the system's address.
-    """
+    """A warning that the system at ``variable`` rejected ``item`` or is unreachable."""
     return f"{system} of {variable} rejected the {item}: {sentence(error)}"
 
 
 def sentence(error: BaseException) -> str:
-    """The reason for ``error`` on one line, without passwords."""
+    """The reason on one line, without passwords."""
     while error.__context__:  # the first error is the most specific: connection refused, name not known, timed out
         error = error.__context__
     reason = mask(printable(" ".join(str(error).split())) or type(error).__name__)

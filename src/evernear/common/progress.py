@@ -1,10 +1,8 @@
-"""A context manager for pipeline steps. It reports progress, records the step's state and handles
-errors.
+"""The context manager of pipeline steps: reports progress, records the state, handles errors.
 
-If the environment variable `EVENTS_VARIABLE` contains the path of a file, a step appends events to
-this file as JSON lines. A local run reads this file to show progress. In a cluster, users see the
-events as messages in the step's log. The last state of the step is stored in the run's record
-(`evernear.common.run_record`).
+A step appends events as JSON lines to the file that `EVENTS_VARIABLE` names, which a local run
+reads to show progress. In a cluster, they are messages in the step's log. The run's record
+(`evernear.common.run_record`) has the step's last state.
 """
 
 import gc
@@ -32,18 +30,14 @@ from evernear.common.store.lease import wait_for_release
 from evernear.errors import EvernearError, StoreError, disk_full_message
 
 REPORT_INTERVAL_S = 5.0
-"""Minimum time between two reports of the remaining time."""
 REPORTS = 50
-"""Maximum number of reports of the remaining time in a long step. Each report is a line in the
-step's log."""
+"""Maximum number of reports of the remaining time in a long step, each a line in its log."""
 EVENTS_VARIABLE = "_EVERNEAR_EVENTS"
 COMMAND_VARIABLE = "_EVERNEAR_COMMAND"
-"""The `RunCommand` that started a local run, as JSON. This variable is not set for steps in a
-cluster."""
+"""The `RunCommand` of a local run, as JSON. Not set in a cluster."""
 TERMINATION_MESSAGE = Path("/dev/termination-log")
 TERMINATION_MESSAGE_MAX_CHARACTERS = 1000
-"""Maximum number of characters in a termination message. The kubelet reads 4,096 bytes, and a UTF-8
-character takes up to four bytes."""
+"""The kubelet reads 4,096 bytes, and a UTF-8 character takes up to four."""
 
 
 class Event(Frozen):
@@ -54,13 +48,12 @@ class Event(Frozen):
     kind: Literal["started", "progress", "note", "finished", "failed"]
     message: str = ""
     duration_s: float = 0.0
-    """Time since the step started, excluding the startup of the step's process."""
+    """Excludes the startup of the step's process."""
     exit_code: int = 0
 
 
 class Step:
-    """A running step. The body of the ``with`` statement assigns a short summary of the result to
-    ``summary``."""
+    """A running step. The ``with`` body assigns a short result to ``summary``."""
 
     def __init__(self, name: str, run: str, store_uri: str) -> None:
         self.name = name
@@ -75,7 +68,6 @@ class Step:
         self._started_s = time.monotonic()
 
     def report(self, message: str) -> None:
-        """Report progress with a short message."""
         self.emit("progress", message)
         counted = self._progress or StepProgress(at=self._started, message="")
         self.progressed(counted.model_copy(update={"at": datetime.now(UTC), "message": printable(message)}))
@@ -85,16 +77,14 @@ class Step:
         self.emit("note", message)
 
     def progressed(self, progress: StepProgress) -> None:
-        """Record progress in the store for other processes, at most once per `REPORT_INTERVAL_S`.
-        Never waits."""
+        """Record progress, at most once per `REPORT_INTERVAL_S`. Never waits."""
         self._progress = progress
         self._writer.write_soon()
 
     def emit(
         self, kind: Literal["started", "progress", "note", "finished", "failed"], message: str, code: int = 0
     ) -> None:
-        """Write one event to the event file, to the log and, except for progress and notes, to the
-        run's record."""
+        """Write to the event file, the log and, except for progress and notes, the record."""
         message = printable(message)
         event = Event(
             at=datetime.now(UTC),
@@ -113,8 +103,7 @@ class Step:
             _write_termination_message(message)
 
     def _save(self, event: Event) -> None:
-        """Record the state of the step. Store errors are ignored, because the step may have no
-        other need for the store."""
+        """Ignores store errors, because the step may have no other need for the store."""
         if event.kind in ("progress", "note"):
             return
         self._writer.stop()  # a record of progress must not replace the record of the end
@@ -138,10 +127,7 @@ class Step:
 
 
 class _Writer:
-    """Calls ``write`` in a thread, at most once per `REPORT_INTERVAL_S`.
-
-    A slow store must not slow down a step.
-    """
+    """Calls ``write`` in a thread, so that a slow store does not slow down a step."""
 
     def __init__(self, write: Callable[[], None]) -> None:
         self._write = write
@@ -150,14 +136,13 @@ class _Writer:
         self._thread: threading.Thread | None = None
 
     def write_soon(self) -> None:
-        """Let the thread call ``write`` now, or as soon as the interval has passed."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="progress", daemon=True)
             self._thread.start()
         self._wanted.set()
 
     def stop(self) -> None:
-        """Wait for a write in progress, and discard data that arrives later."""
+        """Wait for a write in progress, and discard later data."""
         self._stopped.set()
         self._wanted.set()
         if self._thread is not None:
@@ -179,10 +164,10 @@ class _Writer:
 
 @contextmanager
 def step(name: str, run: str, store_uri: str) -> Generator[Step]:
-    """Run the body as the step ``name`` of ``run``, and record the step's state in the store.
+    """Run the body as the step ``name``, and record its state in the store.
 
-    An `EvernearError` or a full disk ends the process with an error message and an exit code. Any
-    other exception is a bug and propagates with its traceback.
+    An `EvernearError` or a full disk ends the process with a message and an exit code. Any other
+    exception is a bug and propagates with its traceback.
     """
     mask_streams()
     running = Step(name, run, store_uri)
@@ -211,7 +196,7 @@ def step(name: str, run: str, store_uri: str) -> Generator[Step]:
 
 
 def record_failure(name: str, run: str, store_uri: str, message: str, exit_code: int) -> None:
-    """Record the failure of the step ``name``, if the step's process could not record it."""
+    """Record a failure that the step's own process could not record."""
     failed = Step(name, run, store_uri)
     failed.emit("failed", message, exit_code)
 
@@ -224,7 +209,7 @@ def _emit_bug(running: Step, error: BaseException) -> None:
 
 
 def _resources() -> dict[str, Any]:
-    """The resource usage of this step, keyed by the field names of `StepRecord`."""
+    """Keyed by the field names of `StepRecord`."""
     usages = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     unit_bytes = 1 if sys.platform == "darwin" else 1024
     limits = {"cpu_limit": cpu_limit(), "memory_limit_bytes": memory_limit_bytes()}
@@ -238,22 +223,18 @@ def _resources() -> dict[str, Any]:
 
 
 def _write_termination_message(message: str) -> None:
-    """In a pod, write the error as the termination message, which Kubernetes and the Argo UI
-    show."""
+    """In a pod, write the termination message, which Kubernetes and the Argo UI show."""
     if "KUBERNETES_SERVICE_HOST" in os.environ:
         with suppress(OSError):
             TERMINATION_MESSAGE.write_text(message[:TERMINATION_MESSAGE_MAX_CHARACTERS])
 
 
 class Countdown:
-    """Reports the progress of work that consists of equal units, and estimates the remaining
-    time.
+    """Reports the progress of work in equal units, and estimates the remaining time.
 
-    The estimate is the mean duration of the completed units times the number of remaining units.
-    The first unit is not timed, because it also warms up libraries and caches. Units that were
-    completed before the first call, for example before a step was resumed, are not timed either.
-    ``report`` receives a line for the log. ``record`` receives the same progress as numbers, more
-    often than ``report`` receives a line.
+    The estimate is the completed units' mean duration times the remaining number. It leaves out the
+    first unit, which warms up caches, and those completed before the first call, as in a resumed
+    step. ``report`` receives lines for the log, ``record`` the same as numbers, more often.
     """
 
     def __init__(
@@ -270,10 +251,7 @@ class Countdown:
         self._next_record_s = 0.0
 
     def __call__(self, completed: int, total: int, message: str) -> None:
-        """Report ``message`` and the remaining time, if a report is due.
-
-        Call this after each unit, or every few units.
-        """
+        """Report ``message`` and the remaining time if due. Call this after every unit or few."""
         now_s = self._clock()
         if self._first is None:
             self._first = (completed, now_s)
@@ -295,12 +273,10 @@ class RunCommand(Frozen):
 
     typed: tuple[str, ...] = ()
     later: tuple[str, ...] = ()
-    """Equivalent arguments for later commands. The run's settings are stored in the working
-    directory and need not be passed as arguments."""
+    """Equivalent arguments for later commands, without what the working directory remembers."""
 
     @staticmethod
     def of_environment() -> "RunCommand":
-        """The command that started this process."""
         return RunCommand.model_validate_json(os.environ.get(COMMAND_VARIABLE, "{}"))
 
 
@@ -316,10 +292,7 @@ def duration(seconds: float) -> str:
 
 
 def read_events(path: Path, offset: int = 0) -> tuple[list[Event], int]:
-    """Read the complete event lines of ``path`` from byte ``offset``.
-
-    Returns the events and the offset for the next call.
-    """
+    """Read complete lines from byte ``offset``. Returns the events and the next offset."""
     if not path.exists():
         return [], offset
     with path.open("rb") as file:

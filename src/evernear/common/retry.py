@@ -1,5 +1,3 @@
-"""Retry a call that fails temporarily."""
-
 import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
@@ -14,13 +12,8 @@ def retry(
     pauses_s: Iterable[float],
     report: Callable[[Exception, float], None] | None = None,
 ) -> _T:
-    """Call ``attempt`` until it no longer raises ``on``, with a pause from ``pauses_s`` after each
-    failure. Return its result.
-
-    If the pauses are exhausted, the exception is raised. Otherwise, ``report`` receives the
-    exception and the next pause in seconds. Each pause is read from ``pauses_s`` after a failure,
-    so the pause may depend on the clock.
-    """
+    """Call ``attempt`` until it no longer raises ``on`` or ``pauses_s`` is exhausted. ``report``
+    receives the exception and the next pause, which is drawn then, and may depend on the clock."""
     pauses = iter(pauses_s)
     while True:
         try:

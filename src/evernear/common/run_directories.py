@@ -1,4 +1,4 @@
-"""Find the local run in progress, list run directories in start order, and delete old runs."""
+"""Find the local run in progress, list run directories in start order, and delete old ones."""
 
 import shutil
 from datetime import UTC, datetime
@@ -12,21 +12,18 @@ from evernear.common.frozen import Frozen
 from evernear.common.progress import read_events
 
 DIRECTORY_FORMAT = "%Y%m%d-%H%M%S.%f"
-"""Format of a run directory's name: the run's start time in UTC."""
+"""Name of a run directory: the run's start time in UTC."""
 ORDER_FILE = "run.order"
 """File in the working directory with the names of run directories, one per line, in start order."""
 
 
 class RunProgress(Frozen):
-    """A run in progress, as ``evernear status`` shows it."""
-
     directory: str
     process: int
     started: AwareDatetime
     step: str = ""
     """The step that reported last. Empty before the first report."""
     message: str = ""
-    """The last progress message of the current step."""
 
     def __str__(self) -> str:
         where = ": ".join(filter(None, [self.step, self.message])) or "starting"
@@ -34,11 +31,9 @@ class RunProgress(Frozen):
 
 
 def progress(workdir: Path) -> RunProgress | None:
-    """The run in progress in ``workdir``, or None if no run is in progress."""
     try:
         process = int((workdir / "run.pid").read_text())
-        # A process that started after the PID file was written has reused the process ID of a
-        # killed run.
+        # A process that started after the PID file was written has reused a killed run's ID.
         if psutil.Process(process).create_time() > (workdir / "run.pid").stat().st_mtime:
             return None
         directory = run_directories(workdir)[-1]
@@ -53,9 +48,8 @@ def progress(workdir: Path) -> RunProgress | None:
 def run_directories(workdir: Path) -> list[Path]:
     """The run directories in ``workdir``, in start order.
 
-    The order is read from `ORDER_FILE`, because directory names are in chronological order only if
-    the clock is never set back. Directories that the file does not list are sorted by the time in
-    their names. Directories with a time in the future count as the oldest.
+    `ORDER_FILE` has the order, because a clock may be set back. Unlisted directories are sorted by
+    the time in their names, and those with a future time count as the oldest.
 
     Raises:
         OSError: ``workdir`` has no directory for runs.
@@ -75,11 +69,8 @@ def run_directories(workdir: Path) -> list[Path]:
 
 
 def prune_runs(workdir: Path, own: Path, keep: int) -> None:
-    """Delete all runs except the newest ``keep``, and record the order of the remaining runs.
-    ``own`` is the newest run.
-
-    The next run tries to delete directories that this call could not delete.
-    """
+    """Delete all but the newest ``keep`` runs, and record the order of the others. ``own`` is the
+    newest. The next run tries again to delete what this call could not."""
     earlier = [directory for directory in run_directories(workdir) if directory != own]
     surplus = max(0, len(earlier) + 1 - keep)
     for directory in earlier[:surplus]:
@@ -93,8 +84,7 @@ def _is_run(path: Path) -> bool:
 
 
 def _started(name: str) -> datetime | None:
-    """The start time in the directory name ``name``, according to the clock at that time. Returns
-    None if the name has a different format."""
+    """The start time in a directory name, or None if it has another format."""
     try:
         return datetime.strptime(name, DIRECTORY_FORMAT).replace(tzinfo=UTC)
     except ValueError:

@@ -1,5 +1,4 @@
-"""Private directories in ``/tmp`` with predictable names, so that other processes can locate
-them."""
+"""Private directories in ``/tmp`` with predictable names, so that other processes find them."""
 
 import hashlib
 import os
@@ -14,21 +13,15 @@ from evernear.errors import StoreError
 
 
 def scratch_name(owner: Path) -> str:
-    """The directory name for ``owner`` and this user. The name is short, because socket paths have
-    a limited length."""
+    """A short name for ``owner`` and this user, because socket paths have a limited length."""
     return "evernear-" + hashlib.sha256(f"{os.geteuid()}:".encode() + os.fsencode(owner)).hexdigest()[:12]
 
 
 def make_private(directory: Path) -> None:
     """Create ``directory`` as an empty directory that only this user can access.
 
-    An earlier directory that belongs to this user is removed. The name is predictable, so a
-    different user may already have created a directory or link with this name. A path that belongs
-    to a different user is not used.
-
-    Raises:
-        StoreError: the path exists and cannot be removed,
-            or the directory cannot be created.
+    An earlier one of this user is removed. Another user may have created one or a link under this
+    predictable name, which raises `StoreError`.
     """
     remove_own(directory)
     with disk_errors(directory):
@@ -39,7 +32,6 @@ def make_private(directory: Path) -> None:
 
 
 def remove_own(directory: Path) -> None:
-    """Remove ``directory`` recursively if it belongs to this user."""
     try:
         status = directory.lstat()
     except OSError:
@@ -50,11 +42,6 @@ def remove_own(directory: Path) -> None:
 
 @contextmanager
 def scratch(directory: Path) -> Generator[Path]:
-    """Create ``directory`` with `make_private`, and remove it at the end of the context.
-
-    Raises:
-        StoreError: as in `make_private`.
-    """
     make_private(directory)
     try:
         yield directory

@@ -6,8 +6,7 @@
     checkpoints/<key>/result.json    the summary, the output and the sha256 of each file
 
 The key is a hash of everything that determines the result: data, settings, weights and code.
-``result.json`` is written last, so an incomplete result is not read. Like other checkpoints,
-results may be deleted at any time.
+``result.json`` is written last, so an incomplete result is not read. Results may be deleted.
 """
 
 import hashlib
@@ -31,23 +30,18 @@ REUSED = "an earlier run computed this from the same images, settings and code"
 
 
 class StepResult(Frozen):
-    """The result of a step, as stored."""
-
     summary: str
     output: dict[str, Any] = {}
-    """The values that the step returns or records, as JSON."""
+    """What the step returns or records, as JSON."""
     files: dict[str, str] = {}
     """The sha256 of each file in the step's output directory."""
 
 
 class Computed(NamedTuple):
-    """The result of a computation."""
-
     summary: str
     output: dict[str, Any]
     reusable: bool = True
-    """Whether the inputs alone determined the result. A lack of time, for example, makes it
-    false."""
+    """Whether only the inputs determined the result, and not, for example, a lack of time."""
 
 
 def result_key(module: str, libraries: tuple[str, ...], **inputs: JsonValue) -> str:
@@ -57,14 +51,8 @@ def result_key(module: str, libraries: tuple[str, ...], **inputs: JsonValue) -> 
 
 
 def compute_once(store: Store, key: str, directory: Path | None, compute: Callable[[], Computed]) -> Computed:
-    """Return the stored result of ``key``, or the result of ``compute``, which is then stored.
-
-    The files of the result are in ``directory``, unless it is None. A stored result that is damaged
-    is computed again.
-
-    Raises:
-        StoreError: the store or the disk fails.
-    """
+    """The stored result of ``key``, or that of ``compute``, which is then stored. The result's
+    files are in ``directory``, unless it is None. A damaged one is computed again."""
     with suppress(IntegrityError, MissingObjectError):
         stored = _restore(store, key, directory)
         return Computed(f"{stored.summary}; {REUSED}", stored.output)
@@ -80,12 +68,6 @@ def compute_once(store: Store, key: str, directory: Path | None, compute: Callab
 
 
 def _restore(store: Store, key: str, directory: Path | None) -> StepResult:
-    """Copy the files of a stored result to ``directory``.
-
-    Raises:
-        MissingObjectError: no complete result is stored.
-        IntegrityError: the result is damaged.
-    """
     result = StepResult.from_json(store.get(f"{CHECKPOINTS}{key}/{RESULT}"), key)
     if directory:
         for name, sha256 in result.files.items():

@@ -1,9 +1,8 @@
 """Make numerical libraries use one thread per CPU of the container, without busy waiting.
 
-By default, the OpenMP runtimes of torch and FAISS start one thread per CPU of the node. Waiting
-threads spin. See docs/decisions/0013-what-a-pod-runs.md. The libraries read the thread settings
-from the environment at the time of loading. Child processes inherit the environment. Importing
-evernear therefore calls `configure_threads` first.
+By default, the OpenMP runtimes of torch and FAISS start one thread per CPU of the node, and waiting
+threads spin (docs/decisions/0013-what-a-pod-runs.md). They read their settings from the environment
+when they are loaded, so importing evernear calls `configure_threads` first.
 """
 
 import math
@@ -17,15 +16,12 @@ from evernear.common.container import ROOT, cpu_limit
 THREADS = "OMP_NUM_THREADS"
 WAIT_POLICY = "OMP_WAIT_POLICY"
 CHOSEN_THREADS = "_EVERNEAR_THREADS"
-"""The value that `configure_threads` chose for `THREADS`, to distinguish it from a user's value."""
+"""The value that `configure_threads` chose for `THREADS`, as distinct from a user's."""
 
 
 def configure_threads() -> None:
-    """Set `THREADS` and `WAIT_POLICY` for this process and its children, unless the user has set
-    them.
-
-    Libraries that are already loaded are not affected.
-    """
+    """Set `THREADS` and `WAIT_POLICY` for this process and its children, unless the user did.
+    Libraries that are already loaded are not affected."""
     os.environ.setdefault(WAIT_POLICY, "PASSIVE")
     if THREADS not in os.environ:
         os.environ[THREADS] = os.environ[CHOSEN_THREADS] = str(available_cpus())
@@ -33,10 +29,8 @@ def configure_threads() -> None:
 
 @contextmanager
 def divide_between(processes: int) -> Generator[None]:
-    """Divide the CPUs among ``processes`` processes that are started in the context's body.
-
-    If the user has set `THREADS`, the value applies to each process, as with torchrun.
-    """
+    """Divide the CPUs among ``processes`` processes that the context's body starts. A user's
+    `THREADS` applies to each process, as with torchrun."""
     threads = os.environ.get(THREADS)
     if threads is None or threads != os.environ.get(CHOSEN_THREADS):
         yield
@@ -49,13 +43,9 @@ def divide_between(processes: int) -> Generator[None]:
 
 
 def available_cpus(root: Path = ROOT) -> int:
-    """Number of CPUs that this process may use, from its affinity mask and the cgroup CPU limit.
-
-    A limit of 1.5 CPUs counts as 2, because a single thread would leave a third of the limit
-    unused. ``root`` is the directory that contains ``proc`` and ``sys``.
-    """
-    # os.process_cpu_count (Python 3.13) considers only the affinity mask.
-    # joblib.cpu_count considers limits, but ignores limits of parent cgroups, and takes
-    # 0.2 s to import.
+    """Number of CPUs that this process may use, from its affinity mask and the cgroup CPU limit. A
+    limit of 1.5 CPUs counts as 2, because a single thread would leave a third of it unused."""
+    # os.process_cpu_count (Python 3.13) considers only the affinity mask. joblib.cpu_count ignores
+    # limits of parent cgroups, and takes 0.2 s to import.
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return math.ceil(min(cpus, cpu_limit(root)))

@@ -1,8 +1,6 @@
-"""Deploy releases: check the promotion policy, publish the release, start and verify it, and make
-it the champion.
+"""Deploy releases: check the promotion policy, publish, start, verify, and make champion.
 
-`open_target` chooses the target. `evernear.deployment.target` defines the interface of deployment
-targets.
+`open_target` chooses the target, whose interface `evernear.deployment.target` defines.
 """
 
 import tempfile
@@ -24,23 +22,20 @@ from evernear.settings import RunSettings
 
 
 def deploy_release(archive: Path, verdict_file: Path, settings: RunSettings, cause: Cause | None = None) -> Deployment:
-    """Deploy an archived release to ``settings.target``, and make the release the champion.
+    """Deploy an archived release to ``settings.target``, and make it the champion.
 
     Deploying the champion again repeats the verification and changes nothing else. ``cause`` is
-    recorded in the promotion history. By default, the cause is the user and host of this process.
+    recorded in the promotion history. Default: the user and host of this process.
 
     Raises:
         IntegrityError, ConflictError: the promotion policy rejects the release (see
-            `promotion_policy.check_candidate`), or a bake rolled the release back
-            (`evernear.release.bake`).
-        ServingError, ClusterError: the release does not start, or its predictions are
-            wrong. The previous release is live.
-        StoreError: the registry is unreachable, or the champion changed during the
-            deployment.
-        TransientStoreError: the release is live and verified, but may not be recorded
-            as the champion.
+            `promotion_policy.check_candidate`), or a bake rolled it back (`evernear.release.bake`).
+        ServingError, ClusterError: the release does not start, or its predictions are wrong. The
+            previous release is live.
+        StoreError: the registry is unreachable, or the champion changed during the deployment.
+        TransientStoreError: the release is live and verified, but may not be recorded as the
+            champion.
         BusyError: a different deployment to the same target is in progress.
-        SettingsError: a setting that the target needs is missing.
     """
     store = open_store(settings.store_uri)
     registry = Registry(store)
@@ -63,20 +58,16 @@ def deploy_release(archive: Path, verdict_file: Path, settings: RunSettings, cau
 def promote_release(
     version: str, settings: RunSettings, *, force: bool = False, cause: Cause | None = None
 ) -> Deployment:
-    """Promote a release manually: make it live at ``settings.target``, then make it the champion.
-    If it is the champion, `apply` the settings to it.
+    """Make a release live at ``settings.target``, then make it the champion. If it is already,
+    `apply` the settings to it.
 
     ``force`` overrules a hold verdict and requires a reason in ``cause``. A release that a bake
     rolled back may be promoted again.
 
     Raises:
-        StoreError: the release does not exist, or the registry is unreachable.
-        IntegrityError: the archive is damaged, or the release has a hold verdict and
-            ``force`` is not set.
-        SettingsError: ``force`` is set without a reason, or the release is the
-            champion and the target cannot apply settings to it.
-        ServingError, ClusterError, BusyError, ConflictError: for the same reasons as in
-            `deploy_release`.
+        IntegrityError: the archive is damaged, or the release has a hold verdict without ``force``.
+        SettingsError: ``force`` has no reason, or the target cannot apply settings to the champion.
+        EvernearError: for the same reasons as in `deploy_release`.
     """
     if force and not (cause and cause.why.strip()):
         raise SettingsError("Promoting against a verdict needs a reason; add --why 'the reason'.")
@@ -95,14 +86,11 @@ def promote_release(
 
 
 def apply(settings: RunSettings, *, cause: Cause | None = None) -> Deployment:
-    """Roll out the champion again with ``settings``, and record the rollout in the promotion
-    history. The release stays the champion.
+    """Roll out the champion again with ``settings``, and record this in the promotion history.
 
     Raises:
         SettingsError: the target cannot apply settings to a live release.
-        StoreError: no release has been promoted yet, or the registry is unreachable.
-        ServingError, ClusterError, BusyError, ConflictError, IntegrityError: for the
-            same reasons as in `promote_release`. The previous settings are live.
+        EvernearError: for the same reasons as in `promote_release`. The previous settings are live.
     """
     registry = Registry(open_store(settings.store_uri))
     champion = registry.champion()
@@ -122,15 +110,12 @@ def apply(settings: RunSettings, *, cause: Cause | None = None) -> Deployment:
 
 
 def roll_back(settings: RunSettings, *, cause: Cause | None = None, expected: str | None = None) -> Deployment:
-    """Roll back to the previous champion. If ``expected`` is set, fail unless ``expected`` is the
-    current champion.
+    """Roll back to the previous champion. If ``expected`` is set, it must be the current one.
 
     Raises:
         ConflictError: the champion is not ``expected``.
-        StoreError: no previous champion exists, the previous champion was pruned, or
-            the registry is unreachable.
-        ServingError, ClusterError, BusyError, IntegrityError: for the same reasons as
-            in `promote_release`.
+        StoreError: no previous champion exists, or it was pruned, or the registry is unreachable.
+        EvernearError: for the same reasons as in `promote_release`.
     """
     registry = Registry(open_store(settings.store_uri))
     champion = registry.champion()
@@ -148,13 +133,7 @@ def roll_back(settings: RunSettings, *, cause: Cause | None = None, expected: st
 
 
 def forget_releases(settings: RunSettings) -> None:
-    """If the TorchServe server of ``settings.workdir`` is running, unload all releases that are no
-    longer in the registry.
-
-    Raises:
-        StoreError, ServingError, BusyError: for the same reasons as in
-            `evernear.deployment.local.serve_local`.
-    """
+    """If TorchServe is running in ``workdir``, unload all releases that the registry lacks."""
     if settings.target == "local" and LocalTarget(settings).is_running():
         serve_local(at_running_server(settings))
 
@@ -163,12 +142,7 @@ def open_target(settings: RunSettings, *, start_server: bool = True) -> Deployme
     """The target that ``settings.target`` names.
 
     If ``start_server`` is not set, the ``local`` target is the running TorchServe server, even if
-    its ports differ from the settings. If no TorchServe server is running, the target consists of
-    only the registry.
-
-    Raises:
-        SettingsError: the target is ``kubernetes`` and the Kubernetes client is not
-            installed.
+    its ports differ from the settings, or only the registry if none is running.
     """
     if settings.target == "kubernetes":
         try:
@@ -193,8 +167,7 @@ def open_target(settings: RunSettings, *, start_server: bool = True) -> Deployme
 def _fetch_release(
     version: str, settings: RunSettings, registry: Registry
 ) -> Generator[tuple[DeploymentTarget, Path, ReleaseParts]]:
-    """Lock the target. Yield the target, the archive of a published release, and the verified parts
-    of this release."""
+    """Lock the target. Yield it, and a published release's archive and verified parts."""
     registry.get(version)
     target = open_target(settings, start_server=False)
     with target.exclusive(), tempfile.TemporaryDirectory(prefix="evernear-release-") as temporary:

@@ -1,12 +1,10 @@
-"""`evernear serve --follow`: the TorchServe server of a working directory follows the champion
-pointer.
+"""`evernear serve --follow`: a working directory's TorchServe follows the champion pointer.
 
-The server polls the champion pointer, and needs only read access to the store. Before the switch,
-the server downloads the release, checks the archive hash and every part, loads the release next to
-the live release, and runs the smoke test. If any of these steps fails, the live release stays live.
-The server reports the reason for a failed switch once per release, and retries with increasing
-pauses. After a restart, the server first loads the last live release from its own disk. The server
-can therefore answer requests even if the store is unreachable.
+The server polls the pointer, and needs only read access to the store. Before the switch, it
+downloads the release, checks the archive hash and every part, loads it alongside the live one, and
+runs its smoke test. If a step fails, the live release stays live. The server reports the reason
+once per release, and retries with increasing pauses. After a restart, it first loads the last live
+release from its own disk, so it can answer requests even if the store is unreachable.
 """
 
 import os
@@ -38,13 +36,11 @@ PROCESS_POLL_S = 0.5
 FIRST_PAUSE_S = 10.0
 LONGEST_PAUSE_S = 600.0
 JITTER = 0.2
-"""Maximum relative variation of each pause. Random variation prevents servers that started at the
-same time from polling at the same time."""
+"""Relative variation of each pause, so that servers that started together poll separately."""
 
 
 class FollowState(Frozen):
-    """The live release of a server that follows the champion. The state is stored next to the
-    server's logs."""
+    """The live release of a server that follows the champion, stored next to its logs."""
 
     remedy = "delete it and start the server again"
 
@@ -55,12 +51,11 @@ class FollowState(Frozen):
     archive_sha256: str
     since: AwareDatetime
     fault: str = ""
-    """The reason why the server does not serve the champion, as a sentence."""
+    """Why the server does not serve the champion, as a sentence."""
 
 
 def follow_state(home: Path) -> FollowState | None:
-    """The follow state of the server in ``home``, or None if no running process follows the
-    champion."""
+    """The follow state of the server in ``home``, None if no running process follows."""
     state = _load_state(home)
     return state if state and psutil.pid_exists(state.pid) else None
 
@@ -82,8 +77,7 @@ class Follower:
         self._failed = ""
 
     def start(self) -> None:
-        """Start the last live release from this machine's disk. If the last live release cannot be
-        started, wait for a champion, and start the champion."""
+        """Start the last live release from disk, or else the champion, once there is one."""
         self._restore()
         while True:
             self.poll()
@@ -108,8 +102,7 @@ class Follower:
             raise ServingError(f"TorchServe died; see {self._home}/logs.")
 
     def poll(self) -> None:
-        """Switch to the champion unless it is already live. If the switch fails, report the failure
-        and leave the live release in place."""
+        """Switch to the champion unless it is live. After a failure, the live release stays."""
         try:
             champion = self._registry.champion()
             if champion is None:
@@ -141,8 +134,7 @@ class Follower:
             self._target.switch(archive, open_release(archive, Path(temporary) / "release"))
 
     def _restore(self) -> None:
-        """Start the last live release from this machine's disk. Do nothing if a server is already
-        running."""
+        """Start the last live release from this machine's disk, unless a server runs."""
         state = _load_state(self._home)
         if torchserve.is_running(self._home):
             self._live = self._target.default_version() or ""
@@ -174,8 +166,7 @@ class Follower:
             self._save("")
 
     def _keep(self, fault: str, subject: str = "") -> None:
-        """Report once per ``subject`` why the champion is not live. If ``subject`` is empty, report
-        once per ``fault``."""
+        """Report why the champion is not live, once per ``subject`` or (if empty) ``fault``."""
         if (subject or fault) == self._reported:
             return
         self._reported = subject or fault

@@ -1,5 +1,4 @@
-"""Run the local TorchServe server in the foreground. The server starts once a champion exists, and
-stops when the command ends."""
+"""Run the local TorchServe server in the foreground, once a champion exists."""
 
 import contextlib
 import signal
@@ -20,13 +19,7 @@ CHAMPION_POLL_S = 2.0
 
 
 def await_champion(settings: RunSettings, report: Callable[[str], None]) -> None:
-    """Wait until the store has a champion. ``report`` is called with each new reason for
-    waiting.
-
-    Raises:
-        IntegrityError: the champion pointer is damaged or lost.
-        StoreError: the store does not exist, or refuses read access.
-    """
+    """Wait until the store has a champion. ``report`` receives each new reason for waiting."""
     registry = Registry(open_store(settings.store_uri))
     reported = ""
     while True:
@@ -44,11 +37,9 @@ def await_champion(settings: RunSettings, report: Callable[[str], None]) -> None
 
 @contextlib.contextmanager
 def stopped_by_signals(home: Path) -> Generator[None]:
-    """Bind the lifetime of the server in ``home`` to this process. While the body runs, SIGTERM and
-    Ctrl-C drain the server and then stop both processes.
+    """Bind the server's lifetime to this process. SIGTERM and Ctrl-C drain it, then stop both.
 
     Raises:
-        StoreError: ``home`` is not writable.
         SystemExit: the process received SIGTERM. The exit code is 0.
         UserInterruptError: the user pressed Ctrl-C.
     """

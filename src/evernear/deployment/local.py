@@ -1,7 +1,7 @@
 """The TorchServe server of a working directory as a deployment target.
 
-The registry's champion is authoritative. If the server does not serve the champion after a crash,
-`serve_local` or the next deployment makes the server switch to the champion.
+The registry's champion is authoritative. If the server does not serve it after a crash,
+`serve_local` or the next deployment makes the server switch to it.
 """
 
 import contextlib
@@ -46,21 +46,15 @@ class LocalTarget:
         self._url = f"{Endpoints.of(settings.serving).inference_url}/predictions/{MODEL_NAME}"
 
     def is_running(self) -> bool:
-        """Whether TorchServe is running."""
         return torchserve.is_running(self._home)
 
     def require_deployable(self) -> None:
-        """Check that TorchServe can start.
-
-        Raises:
-            ServingError: TorchServe is not installed, or a port is in use.
-        """
+        """Check that TorchServe can start."""
         torchserve.require_startable(self._settings.serving, self._home)
 
     @contextlib.contextmanager
     def exclusive(self) -> Generator[None]:
-        """Hold the deployment lock of the working directory, and remove files that killed
-        deployments left behind.
+        """Hold the working directory's deployment lock, and clean up after killed deployments.
 
         Raises:
             BusyError: a different deployment does not finish in time.
@@ -73,8 +67,7 @@ class LocalTarget:
             yield
 
     def fetch(self, version: str, directory: Path) -> Path:
-        """If the server has an intact copy of the published archive, return this copy. Otherwise,
-        download the archive."""
+        """The server's copy of the published archive if it is intact, otherwise a download."""
         if self._has_archive(version):
             return self._stored(version)
         self._registry.fetch(version, directory / ARCHIVE_FILE)
@@ -82,17 +75,13 @@ class LocalTarget:
 
     @contextlib.contextmanager
     def rollout(self, archive: Path, parts: ReleaseParts) -> Generator[VerifiedRollout]:
-        """Load a release next to the live release, and verify the new release at a separate URL.
-        After the body completes, make the new release the default.
+        """Load a release alongside the live one, and verify it at a separate URL. After the body
+        completes, make it the default. After a failure other than a `TransientStoreError`, unload
+        it.
 
         The live release continues to serve. TorchServe is started if it is not running. If the
         champion does not start, for example because its archive is damaged, a different release can
         still be rolled out.
-
-        Raises:
-            ServingError: TorchServe or the release does not start, or the smoke test
-                fails. The release is unloaded.
-            TransientStoreError: the body raised it. The release stays loaded.
         """
         version = parts.manifest.version
         with self._server():
@@ -104,13 +93,7 @@ class LocalTarget:
                     raise unrecorded_error(version, error) from None
 
     def switch(self, archive: Path, parts: ReleaseParts) -> None:
-        """Like `rollout`, run a release's smoke test and make the release the default, but ignore
-        the champion pointer.
-
-        Raises:
-            ServingError: TorchServe or the release does not start, or the smoke test
-                fails. The release is unloaded.
-        """
+        """Like `rollout`, but ignore the champion pointer."""
         with self._server():
             with self._verified(archive, parts):
                 pass
@@ -119,11 +102,10 @@ class LocalTarget:
 
     @contextlib.contextmanager
     def _verified(self, archive: Path, parts: ReleaseParts) -> Generator[int]:
-        """Load a release and run its smoke test. After the body, which may reject the release, make
-        the release the default.
+        """Load a release and run its smoke test. After the body, which may reject it, make it the
+        default. If the body raises `TransientStoreError`, the release stays loaded.
 
-        Yield the number of answered queries. If the body raises `TransientStoreError`, the release
-        stays loaded.
+        Yield the number of answered queries.
         """
         version = parts.manifest.version
         loaded = self._ensure_loaded(archive, version)
@@ -136,17 +118,12 @@ class LocalTarget:
                 self._unload(version)
             raise
         self._management.set_default(MODEL_NAME, version)
-        # The release is already live, so a failure to prune is ignored. The next deployment tries
-        # to prune again.
+        # The release is already live, so ignore a failure. The next deployment prunes again.
         with contextlib.suppress(ServingError, StoreError, IntegrityError):
             self._prune()
 
     def default_version(self) -> str | None:
-        """The version that answers requests by default, or None if no release is loaded.
-
-        Raises:
-            ServingError: the server does not respond.
-        """
+        """The version that answers requests by default, or None if no release is loaded."""
         return self._management.describe(MODEL_NAME).version if self._registered() else None
 
     def stored_archive(self, version: str) -> Path:
@@ -154,23 +131,15 @@ class LocalTarget:
         return self._stored(version)
 
     def follow_champion(self, champion: Champion) -> None:
-        """Make the champion the default, and start TorchServe if it is not running.
-
-        Raises:
-            ServingError: TorchServe or the release does not start.
-            IntegrityError: the champion's archive is damaged.
-            StoreError: the registry is unreachable.
-        """
+        """Make the champion the default, and start TorchServe if it is not running."""
         with self._server():
             self._follow(champion)
             torchserve.await_ready(self._settings.serving, self._home, champion.version)
 
     def status(self) -> dict[str, Any]:
-        """The state of the server and of the registry. The address is the server's actual address,
-        even if the settings differ.
+        """The state of the server (with its actual address) and of the registry.
 
-        ``server`` is ``up``, ``down``, ``died`` (started, but no longer running) or
-        ``not answering``.
+        ``server`` is ``up``, ``down``, ``died`` (no longer running) or ``not answering``.
         """
         champion = self._registry.champion()
         state: dict[str, Any] = {
@@ -202,8 +171,7 @@ class LocalTarget:
 
     @contextlib.contextmanager
     def _server(self) -> Generator[None]:
-        """Start the server if it is not running. If the body fails and no model is loaded, stop the
-        server."""
+        """Start the server if needed. If the body fails and no model is loaded, stop it."""
         torchserve.start_server(self._settings.serving, self._home)
         try:
             yield
@@ -228,8 +196,7 @@ class LocalTarget:
         self._unload_unpublished(champion.version)
 
     def _unload_unpublished(self, live: str) -> None:
-        """Except for the ``live`` release, unload all releases that were never published or were
-        removed from the registry."""
+        """Except for ``live``, unload releases that are not in the registry."""
         for version in self._registered().keys() - {live, *self._registry.list()}:
             self._unload(version)
 
@@ -245,8 +212,7 @@ class LocalTarget:
         return None
 
     def _ensure_loaded(self, archive: Path, version: str) -> bool:
-        """Load a release unless the same archive is loaded and ready. Return whether the release
-        had to be loaded."""
+        """Load a release, and return True, unless the same archive is loaded and ready."""
         registered, stored = self._registered(), self._stored(version)
         if version in registered:
             same = stored.is_file() and (archive == stored or sha256_file(archive) == sha256_file(stored))
@@ -260,13 +226,12 @@ class LocalTarget:
         return True
 
     def _load(self, version: str) -> None:
-        """Register a stored archive. The release becomes the default only if no other release is
-        registered."""
+        """Register a stored archive. It becomes the default only if it is the only one."""
         stored = self._stored(version)
         try:
             with disk_errors(self._home):
-                # TorchServe unpacks the archive in its home directory. If the disk is full,
-                # TorchServe's error message does not mention the disk.
+                # TorchServe unpacks the archive in its home directory. If the disk is full, its
+                # error does not say so.
                 if shutil.disk_usage(self._home).free < stored.stat().st_size + SPARE_BYTES:
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             self._management.register(stored.name, self._settings.serving)
@@ -285,8 +250,7 @@ class LocalTarget:
                 self._management.unregister(MODEL_NAME, version)
 
     def _prune(self) -> None:
-        """Unload all releases except the first `KEEP_REGISTERED` releases. The champion is first,
-        followed by its rollback target, followed by the newest releases."""
+        """Keep `KEEP_REGISTERED` releases: the champion, its rollback target, then the newest."""
         champion = self._registry.champion()
         if champion is None:
             return
@@ -304,7 +268,7 @@ class LocalTarget:
         time.sleep(LAST_BATCH_S)
 
     def _has_archive(self, version: str) -> bool:
-        """Whether the server's copy of an archive is identical to the published archive."""
+        """Whether the server's copy of an archive is identical to the published one."""
         stored = self._stored(version)
         return stored.is_file() and sha256_file(stored) == self._registry.get(version).archive_sha256
 
@@ -313,8 +277,7 @@ class LocalTarget:
 
 
 def at_running_server(settings: RunSettings) -> RunSettings:
-    """``settings`` with the addresses of the server in ``settings.workdir``, or unchanged
-    ``settings`` if no server was started there."""
+    """``settings`` with the addresses of the working directory's server, if one was started."""
     state = read_state(home_of(settings.workdir))
     if state is None:
         return settings
@@ -323,13 +286,9 @@ def at_running_server(settings: RunSettings) -> RunSettings:
 
 
 def serve_local(settings: RunSettings) -> str:
-    """Start the champion unless it is already live, and return the champion's version.
+    """Start the champion unless it is already live, and return its version.
 
     Raises:
-        ServingError: no release has been promoted yet, or TorchServe or the release
-            does not start.
-        IntegrityError: the champion's archive is damaged.
-        StoreError: the registry is unreachable.
         BusyError: a deployment to this working directory does not finish in time.
     """
     registry = Registry(open_store(settings.store_uri))

@@ -1,5 +1,5 @@
-"""The promotion policy: whether a release may become the champion. The policy is checked right
-before each deployment, and rejects a release in case of doubt."""
+"""The promotion policy: whether a release may become the champion. It is checked right before each
+deployment, and rejects in case of doubt."""
 
 from pathlib import Path
 
@@ -17,12 +17,12 @@ def check_candidate(
 ) -> tuple[ReleaseParts, str | None]:
     """Unpack ``archive`` into ``out_dir``, and check that the release may replace ``champion``.
 
-    Return the release's parts and the anchor from the verdict. The anchor is None if the verdict
-    has no anchor, if no champion exists, or if the release is already the champion.
+    Return the release's parts and the verdict's anchor. This is None if the verdict has none, if no
+    champion exists, or if the release is already the champion.
 
     Raises:
-        IntegrityError: the archive is damaged, or its verdict is missing, says hold, or
-            was issued for a different network, index or champion.
+        IntegrityError: the archive is damaged, or its verdict is missing, says hold, or was issued
+            for a different network, index or champion.
         ConflictError: the release was measured against a different champion or anchor.
     """
     parts = open_release(archive, out_dir)
@@ -49,22 +49,14 @@ def check_candidate(
 
 def check_promotable(parts: ReleaseParts, *, force: bool) -> None:
     """Check that a release may be promoted manually, regardless of the champion that it was
-    compared with.
-
-    ``force`` overrules a hold verdict.
-
-    Raises:
-        IntegrityError: the verdict says hold and ``force`` is not set, or the verdict
-            is invalid.
-    """
+    compared with. ``force`` overrules a hold verdict."""
     verdict = Verdict.from_json(parts.read(VERDICT_FILE), f"{VERDICT_FILE} of release {parts.manifest.version}")
     if not verdict.promote and not force:
         raise IntegrityError(f"{_hold_error(parts, verdict)} To promote it anyway, add --force and --why.")
 
 
 def _read_verdict(path: Path, parts: ReleaseParts) -> Verdict:
-    """Read the verdict, and check that it is the archived verdict and applies to the parts in the
-    archive."""
+    """Check that the verdict is the archived one and applies to the archive's parts."""
     manifest = parts.manifest
     try:
         data = path.read_bytes()

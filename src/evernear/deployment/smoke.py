@@ -13,21 +13,16 @@ from evernear.serving.responses import Prediction
 
 
 class PredictionClient(Protocol):
-    """A client with the same interface as `evernear.serving.client.Client`, possibly with a
-    different transport."""
+    """`evernear.serving.client.Client`, possibly with a different transport."""
 
-    def predict(self, image: bytes, version: str | None = None) -> Prediction:
-        """Like `evernear.serving.client.Client.predict`."""
-        ...
+    def predict(self, image: bytes, version: str | None = None) -> Prediction: ...
 
 
 def smoke(client: PredictionClient, parts: ReleaseParts) -> int:
-    """Send the stored queries to the release's own URL, and return the number of answered
-    queries.
+    """Send the stored queries to the release's own URL, and return the number of answered ones.
 
     Raises:
-        ServingError: an answer is missing or differs from the stored answer,
-            or no query is stored.
+        ServingError: an answer is missing or differs from the stored one, or no query is stored.
     """
     version = parts.manifest.version
     queries = parts.smoke_queries()

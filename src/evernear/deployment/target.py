@@ -16,11 +16,9 @@ from evernear.settings import RunSettings
 
 @dataclass(frozen=True)
 class VerifiedRollout:
-    """The outcome of a rollout: the release's URL, and the number of stored queries that the
-    release answered.
+    """The release's URL, and the number of stored queries that it answered.
 
-    ``champion_fault`` is the reason why the previous champion did not start, or None if the
-    previous champion started.
+    ``champion_fault`` says why the previous champion did not start, or is None if it did.
     """
 
     url: str | None = None
@@ -29,8 +27,7 @@ class VerifiedRollout:
 
 
 class Deployment(Frozen):
-    """A release that became the champion, with its `VerifiedRollout`. ``url`` is None if the target
-    has no server."""
+    """A release that became the champion. ``url`` is None without a server."""
 
     version: str
     previous: str | None
@@ -44,13 +41,11 @@ class Deployment(Frozen):
 
     @classmethod
     def of(cls, champion: Champion, rollout: VerifiedRollout) -> "Deployment":
-        """The deployment that made ``champion`` live."""
         return cls(version=champion.version, previous=champion.previous, **asdict(rollout))
 
 
 class DeploymentTarget(Protocol):
-    """A place where one release is live. `evernear.deployment` calls the methods of a target to
-    deploy a release."""
+    """A place where one release is live, through whose methods `evernear.deployment` deploys it."""
 
     def require_deployable(self) -> None:
         """Before hours of training, check that a deployment can succeed."""
@@ -69,11 +64,10 @@ class DeploymentTarget(Protocol):
         ...
 
     def rollout(self, archive: Path, parts: ReleaseParts) -> AbstractContextManager[VerifiedRollout]:
-        """Start a published release and verify it. The body of the context manager then records the
-        release as the champion.
+        """Start a published release and verify it. The body then records it as the champion.
 
         If the rollout or the body fails, the previous release becomes live again. However, if the
-        body raises a `TransientStoreError`, the new release stays live (see `unrecorded_error`).
+        body raises a `TransientStoreError`, the new one stays live (see `unrecorded_error`).
         """
         ...
 
@@ -96,7 +90,6 @@ class RegistryTarget:
         return nullcontext()
 
     def fetch(self, version: str, directory: Path) -> Path:
-        """Download the archive."""
         self._registry.fetch(version, directory / ARCHIVE_FILE)
         return directory / ARCHIVE_FILE
 
@@ -105,14 +98,12 @@ class RegistryTarget:
         return nullcontext(VerifiedRollout())
 
     def status(self) -> dict[str, Any]:
-        """The champion and the store."""
         champion = self._registry.champion()
         return {"champion": champion.version if champion else None, "store": self._registry.uri}
 
 
 def unrecorded_error(version: str, error: TransientStoreError) -> TransientStoreError:
-    """The error for a verified release that stays live although the store may not have recorded it
-    as the champion.
+    """The error for a verified release that stays live, but may not be recorded as the champion.
 
     Restoring the previous release could fail, because its archive comes from the same store. In
     addition, the champion pointer may already have moved.

@@ -13,29 +13,25 @@ from evernear.embedding.network import build_network
 HIGHEST_PROBABILITY = 1 - 1e-7
 """True-class probability that the softmax must be able to reach without label smoothing."""
 HIGHEST_SMOOTHED_PROBABILITY = 0.999
-"""True-class probability that the softmax must be able to reach with label smoothing. The smoothed
-targets are well below 1, so a lower scale suffices and makes the loss less steep."""
+"""The same with label smoothing, whose targets are well below 1, so a lower scale suffices and
+makes the loss less steep."""
 MIN_CLASSES_TO_SAMPLE = 10_000
-"""Minimum number of classes at which a training step computes logits for only a random sample of
-the classes."""
+"""From this number of classes, a training step computes logits for only a random sample."""
 SAMPLE_RATE = 0.1
-"""Fraction of the classes to sample. At this rate, Partial FC is as accurate as training with all
-classes."""
+"""Fraction of the classes to sample, with which Partial FC is as accurate as with all classes."""
 
 
 class ArcFace(nn.Module):
-    r"""Additive angular margin logits (Deng et al. 2019, "ArcFace",
-    arXiv:1801.07698, equation 3).
+    r"""Additive angular margin logits (Deng et al. 2019, "ArcFace", arXiv:1801.07698, equation 3).
 
-    Let :math:`\theta_j` be the angle between an embedding and the center of class j.
-    The logit of the true class is :math:`s \cos(\theta_y + m)`, and every other logit
-    is :math:`s \cos \theta_j`. Where :math:`\theta_y + m > \pi`, the cosine would rise
-    again. For such large angles, the logit is :math:`s (\cos \theta_y - m \sin m)`, as
-    in the authors' code, and therefore still decreases as the angle grows.
+    Let :math:`\theta_j` be the angle between an embedding and the center of class j. The logit of
+    the true class is :math:`s \cos(\theta_y + m)`, and every other logit is
+    :math:`s \cos \theta_j`. Where :math:`\theta_y + m > \pi`, the cosine would rise again, so the
+    logit is :math:`s (\cos \theta_y - m \sin m)`, as in the authors' code, which still decreases as
+    the angle grows.
 
-    The sum formula :math:`\cos\theta \cos m - \sin\theta \sin m` avoids computing the
-    arccosine. The sine is clamped to `MIN_SINE` because the gradient of a square root
-    is infinite at 0.
+    The sum formula :math:`\cos\theta \cos m - \sin\theta \sin m` avoids computing the arccosine.
+    The sine is clamped to `MIN_SINE` because the gradient of a square root is infinite at 0.
     """
 
     MIN_SINE = 1e-4
@@ -49,11 +45,10 @@ class ArcFace(nn.Module):
     def forward(
         self, embeddings: Tensor, labels: Tensor | None = None, margin: float = 0.0, sampled: Tensor | None = None
     ) -> Tensor:
-        """Compute the logits (N, classes) for ``embeddings`` (N, D).
+        """Logits (N, classes) for ``embeddings`` (N, D).
 
-        The ``margin`` in radians applies only if ``labels`` (N,) are passed. With ``sampled`` (S,),
-        only the logits (N, S) of the sampled classes are computed, and ``labels`` are indices into
-        ``sampled``.
+        The ``margin`` in radians applies only with ``labels`` (N,). With ``sampled`` (S,), only
+        these classes' logits (N, S) are computed, and ``labels`` are indices into it.
         """
         centers = self.centers if sampled is None else self.centers[sampled]
         cosine = F.linear(F.normalize(embeddings), F.normalize(centers))
@@ -68,12 +63,11 @@ class ArcFace(nn.Module):
 
 
 def choose_scale(classes: int, label_smoothing: float = 0.0) -> float:
-    """The smallest scale at which a softmax over ``classes`` classes can assign the true class a
-    probability near 1.
+    """The smallest scale at which a softmax can give the true class a probability near 1.
 
-    The scale is the lower bound from Wang et al. 2018, "CosFace", arXiv:1801.09414, equation 6, for
-    the probability `HIGHEST_PROBABILITY`, or `HIGHEST_SMOOTHED_PROBABILITY` with label smoothing. A
-    larger scale only sharpens the loss for hard images.
+    It is the lower bound from Wang et al. 2018, "CosFace", arXiv:1801.09414, equation 6, for
+    `HIGHEST_PROBABILITY`, or `HIGHEST_SMOOTHED_PROBABILITY` with label smoothing. A larger scale
+    only sharpens the loss for hard images.
     """
     highest = HIGHEST_SMOOTHED_PROBABILITY if label_smoothing else HIGHEST_PROBABILITY
     odds = highest / (1 - highest)
@@ -81,17 +75,13 @@ def choose_scale(classes: int, label_smoothing: float = 0.0) -> float:
 
 
 def sample_classes(labels: Tensor, classes: int, batch_labels: Tensor) -> tuple[Tensor | None, Tensor]:
-    """Sample the classes for a training step.
+    """Sampled classes for a training step, and the positions of ``labels`` (N,) among them.
 
-    Return the sampled classes and the positions of ``labels`` (N,) in the sample. ``batch_labels``
-    are the labels of the whole batch. ``labels`` may be only the labels of the images that one
-    process trains on.
-
-    With at least `MIN_CLASSES_TO_SAMPLE` classes, the sample consists of the batch's classes and a
-    random fraction `SAMPLE_RATE` of all classes (An et al. 2022, "Killing Two Birds with One Stone:
-    Efficient and Robust Training of Face Recognition CNNs by Partial FC", arXiv:2203.15565). With
-    sampling, the network rather than the head dominates the step time. With fewer classes, the
-    sample is None, which means all classes.
+    ``batch_labels`` are the whole batch's, and ``labels`` may be only those of one process. The
+    sample is the batch's classes and a random `SAMPLE_RATE` of all (An et al. 2022, "Killing Two
+    Birds with One Stone: Efficient and Robust Training of Face Recognition CNNs by Partial FC",
+    arXiv:2203.15565), so that the network dominates the step time rather than the head. With fewer
+    than `MIN_CLASSES_TO_SAMPLE` classes, it is None: all classes.
     """
     if classes < MIN_CLASSES_TO_SAMPLE:
         return None, labels
@@ -101,11 +91,7 @@ def sample_classes(labels: Tensor, classes: int, batch_labels: Tensor) -> tuple[
 
 
 class TrainingModule(nn.Module):
-    """The embedding network and one ArcFace head per ensemble member. Without a scale,
-    `choose_scale` determines it.
-
-    Only the network runs in mixed precision.
-    """
+    """The network and one ArcFace head per member. Only the network runs in mixed precision."""
 
     def __init__(
         self,
@@ -116,8 +102,7 @@ class TrainingModule(nn.Module):
         precision: torch.dtype,
         network: nn.Module | None = None,
     ) -> None:
-        """Train ``network`` or, by default, a new network with the architecture ``architecture``
-        and random weights."""
+        """By default, ``network`` has random weights, and `choose_scale` sets ``scale``."""
         super().__init__()
         self.network = network or build_network(architecture)
         self.classes, self.label_smoothing = classes, label_smoothing
@@ -128,10 +113,7 @@ class TrainingModule(nn.Module):
 
     def forward(self, images: Tensor, labels: Tensor, margin: float, batch_labels: Tensor) -> Tensor:
         """The cross-entropy loss for ``images`` (N, C, H, W) and ``labels`` (N,), averaged over the
-        members.
-
-        ``batch_labels`` are the labels of the whole batch. See `sample_classes`.
-        """
+        members. ``batch_labels`` are the whole batch's (`sample_classes`)."""
         sampled, positions = sample_classes(labels, self.classes, batch_labels)
         losses = [
             F.cross_entropy(head(chunk, positions, margin, sampled), positions, label_smoothing=self.label_smoothing)
@@ -140,12 +122,10 @@ class TrainingModule(nn.Module):
         return torch.stack(losses).mean()
 
     def logits(self, images: Tensor) -> Tensor:
-        """The mean of the members' logits (N, classes) for ``images`` (N, C, H, W), computed
-        without the margin."""
+        """The members' mean logits (N, classes) for ``images`` (N, C, H, W), without the margin."""
         return torch.stack([head(chunk) for head, chunk in self._head_inputs(images)]).mean(dim=0)
 
     def _head_inputs(self, images: Tensor) -> Iterable[tuple[nn.Module, Tensor]]:
-        """Pair each head with the corresponding chunk of the embeddings."""
         with torch.autocast(images.device.type, self.precision, enabled=self.precision != torch.float32):
             embeddings = self.network(images)
         return zip(self.heads, embeddings.chunk(len(self.heads), dim=1), strict=True)

@@ -1,5 +1,3 @@
-"""The architecture from which a network is built."""
-
 from evernear.common.frozen import Frozen
 from evernear.data.preprocess import NetworkInput
 
@@ -18,16 +16,14 @@ class Architecture(Frozen):
     width: int
     """Number of output channels of the first convolution."""
     embedding_dim: int
-    """Number of dimensions of the whole embedding. Each ensemble member computes an equal share of
-    the dimensions."""
+    """Dimensions of the whole embedding, of which each ensemble member computes an equal share."""
     members: int = 1
     backbone: str = "compact"
-    """A name in `evernear.embedding.network.MEMBERS`, or the name of a timm model (see
-    `evernear.embedding.timm_member`). ``input`` and ``frozen`` apply only to timm models."""
+    """A name in `evernear.embedding.network.MEMBERS`, or a timm model. ``input`` and ``frozen``
+    apply only to timm models."""
     input: NetworkInput | None = None
     frozen: bool = False
-    """Whether only an affine map of the backbone's features was fitted or trained, and not the
-    backbone."""
+    """Whether only an affine map of the backbone's features was fitted or trained."""
     pretrained: bool = False
     """Whether training started from a pretrained backbone and an affine map of its features."""
     test_time_flip: bool = False

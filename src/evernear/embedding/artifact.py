@@ -1,4 +1,4 @@
-"""The trained network on disk: its weights, its architecture and its training history."""
+"""A trained network on disk: weights, architecture and training history."""
 
 import io
 from collections.abc import Mapping
@@ -23,10 +23,8 @@ HISTORY_FILE = "history.json"
 
 
 class FlipTest(Frozen):
-    """Whether mirrored images look like images of their class.
-
-    See `evernear.embedding.monitor.measure_flips`.
-    """
+    """Whether mirrored images look like images of their class
+    (`evernear.embedding.monitor.measure_flips`)."""
 
     direction: Flip
     gallery_accuracy: float
@@ -46,24 +44,20 @@ class Epoch(Frozen):
     """Standard error of ``gallery_accuracy``."""
     duration_s: float
     flip_tests: tuple[FlipTest, ...] = ()
-    """The flip tests, which run once, after the first epoch whose accuracy is clearly above
-    chance."""
+    """Run once, after the first epoch whose accuracy is clearly above chance."""
     skipped_steps: int = 0
-    """Number of steps that did not fit in ``train.minutes``."""
+    """Steps that did not fit in ``train.minutes``."""
 
 
 class HeadTest(Frozen):
-    """Share of the gallery images whose nearest training image is of the same class.
-
-    `evernear.embedding.head.compare` measures the share and decides whether the head is used.
-    """
+    """Share of gallery images whose nearest training image is of the same class, see
+    `evernear.embedding.head.compare`."""
 
     whitened: float
     """The share with whitened features."""
     trained: float
     """The share with the trained head."""
     used: bool
-    """Whether the head is used."""
 
     def __str__(self) -> str:
         return (
@@ -73,39 +67,32 @@ class HeadTest(Frozen):
 
 
 class TrainingResult(Frozen):
-    """`HISTORY_FILE`: the history of a training run."""
-
     remedy = "run the train step again"
 
     key: str
-    """The key of the checkpoint. See `evernear.embedding.checkpoint.checkpoint_key`."""
+    """See `evernear.embedding.checkpoint.checkpoint_key`."""
     best_epoch: int
     """The epoch whose weights were saved, or 0 for a frozen network, which has no epochs."""
     stopped_early: bool
     resumed_after_epoch: int
     epochs: tuple[Epoch, ...]
     chance_accuracy: float
-    """Gallery accuracy of a network that always predicts the most frequent class."""
+    """Gallery accuracy of always predicting the most frequent class."""
     warnings: tuple[str, ...] = ()
-    """Problems that occurred during training."""
     head: HeadTest | None = None
-    """The head test if only a head was trained, otherwise None."""
+    """Set if only a head was trained."""
 
     @property
     def best(self) -> Epoch:
-        """The metrics of `best_epoch`."""
         return self.epochs[self.best_epoch - 1]
 
     def history(self) -> list[dict[str, Any]]:
-        """The metrics of each epoch as JSON, for the run's record and its curves."""
+        """As JSON, for the run's record and its curves."""
         return [epoch.model_dump(mode="json", exclude={"flip_tests", "skipped_steps"}) for epoch in self.epochs]
 
     @property
     def resumption(self) -> str:
-        """The end of a sentence about the epochs that an earlier run had trained.
-
-        The text is empty if no earlier run had trained any.
-        """
+        """The end of a sentence about the epochs that an earlier run had trained, or empty."""
         if not self.resumed_after_epoch:
             return ""
         if self.resumed_after_epoch == len(self.epochs):
@@ -113,10 +100,7 @@ class TrainingResult(Frozen):
         return f", resumed after epoch {self.resumed_after_epoch}"
 
     def summary(self, limited: bool) -> str:
-        """The best epoch and its accuracy, or the head test, with warnings.
-
-        ``limited`` says whether the training time was limited.
-        """
+        """The best epoch or head test, with warnings. ``limited``: training had a time limit."""
         warnings = warned(self.warnings)
         if not self.epochs:
             return f"{self.head or 'no training: the backbone is frozen'}{warnings}"
@@ -127,10 +111,7 @@ class TrainingResult(Frozen):
 
     @property
     def flips(self) -> str:
-        """A short text on the measured flips and whether they were used.
-
-        The text is empty if no flip was measured.
-        """
+        """The measured flips and whether they were used, or empty."""
         return ", ".join(
             f"{test.direction} flips {'used' if test.harmless else 'not used'} "
             f"(accuracy {test.gallery_accuracy:.1%} instead of {epoch.gallery_accuracy:.1%})"
@@ -140,8 +121,6 @@ class TrainingResult(Frozen):
 
 
 class TrainedNetwork(Frozen):
-    """`DESCRIPTION_FILE`: the architecture, the recipe and the training data of a network."""
-
     remedy = "run the train step again"
 
     architecture: Architecture
@@ -149,9 +128,9 @@ class TrainedNetwork(Frozen):
     exclude_labels: tuple[str, ...]
     recipe: Recipe
     weights_sha256: str = ""
-    """sha256 of `WEIGHTS_FILE`, set by `save_trained`."""
+    """Set by `save_trained`."""
     warnings: tuple[str, ...] = ()
-    """Problems that occurred during training, as in `TrainingResult`."""
+    """As in `TrainingResult`."""
     pretrained_sha256: str | None = None
     """sha256 of the pretrained weights file that training started from."""
 
@@ -164,12 +143,7 @@ def save_trained(directory: Path, weights: dict[str, Tensor], description: Train
 
 
 def load_trained(directory: Path) -> tuple[TrainedNetwork, EmbeddingNetwork]:
-    """Load the network that `save_trained` wrote, on the CPU and in eval mode.
-
-    Raises:
-        IntegrityError: a file is missing,
-            or the weights do not match the hash in the description.
-    """
+    """Load what `save_trained` wrote, on the CPU and in eval mode, after checking its hash."""
     trained = TrainedNetwork.load(directory / DESCRIPTION_FILE)
     path = directory / WEIGHTS_FILE
     data = path.read_bytes() if path.is_file() else b""
@@ -182,15 +156,11 @@ def load_trained(directory: Path) -> tuple[TrainedNetwork, EmbeddingNetwork]:
 
 
 def to_bytes(state: Mapping[str, Any]) -> bytes:
-    """Serialize tensors and plain values in the format of `torch.save`."""
     buffer = io.BytesIO()
     torch.save(dict(state), buffer)
     return buffer.getvalue()
 
 
 def from_bytes(data: bytes) -> dict[str, Any]:
-    """Deserialize the output of `to_bytes` onto the CPU.
-
-    Only tensors and plain values are read. Pickled code is rejected.
-    """
+    """Only tensors and plain values are read, onto the CPU. Pickled code is rejected."""
     return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)

@@ -20,19 +20,16 @@ SHIFT = 0.07
 SHIFT_PER_32_PX = 2
 """Largest shift of `random_shift`, in pixels per 32 pixels of the image's side."""
 MAX_DISPLACEMENT = 0.03
-"""Largest displacement of a control point of an elastic deformation, as a fraction of the image's
-side."""
+"""Largest displacement of a control point of an elastic deformation, as a fraction of the side."""
 CONTROL_POINTS = 4
-"""Number of control points along each side of the image."""
+"""Control points along each side of the image."""
 
 
 class Draws(NamedTuple):
-    """Random numbers for each image, drawn on the CPU so that a GPU computes the same images as a
-    CPU.
+    """Random numbers for each image, drawn on the CPU so that a GPU computes the same images.
 
-    If ``batch_size`` is set, the images are the part of a batch that starts at index ``first``. The
-    numbers are drawn for the whole batch, so an image gets the same numbers regardless of which
-    process augments the image.
+    With ``batch_size``, the images are the part of a batch that starts at index ``first``. Numbers
+    are drawn for the whole batch, so an image gets the same ones in any process.
     """
 
     generator: torch.Generator
@@ -40,11 +37,11 @@ class Draws(NamedTuple):
     first: int = 0
 
     def uniform(self, count: int, *shape: int) -> Tensor:
-        """Random numbers of shape (count, *shape) in [0, 1)."""
+        """In [0, 1), of shape (count, *shape)."""
         return self._slice(torch.rand(self.batch_size or count, *shape, generator=self.generator), count)
 
     def integers(self, high: int, count: int, *shape: int) -> Tensor:
-        """Random integers of shape (count, *shape) in [0, ``high``)."""
+        """In [0, ``high``), of shape (count, *shape)."""
         return self._slice(torch.randint(0, high, (self.batch_size or count, *shape), generator=self.generator), count)
 
     def _slice(self, numbers: Tensor, count: int) -> Tensor:
@@ -52,10 +49,8 @@ class Draws(NamedTuple):
 
 
 def augment(images: Tensor, kind: str, draws: Draws) -> Tensor:
-    """Randomly augment each image in ``images`` (N, C, H, W).
-
-    ``kind`` is a value of ``train.augment`` other than ``auto``.
-    """
+    """Augment each of ``images`` (N, C, H, W). ``kind`` is a value of ``train.augment`` but not
+    ``auto``."""
     if kind == "none":
         return images
     if kind == "shift":
@@ -66,12 +61,12 @@ def augment(images: Tensor, kind: str, draws: Draws) -> Tensor:
 
 
 def random_shift(images: Tensor, draws: Draws) -> Tensor:
-    """Shift each image in ``images`` (N, C, H, W) by whole pixels, up to `SHIFT_PER_32_PX` per 32
-    pixels of side length.
+    """Shift each of ``images`` (N, C, H, W) by up to `SHIFT_PER_32_PX` whole pixels per 32 of its
+    side.
 
-    The border is filled with the image's reflection. No pixel is interpolated, because the blur of
-    `random_affine` reduces accuracy on small photographs. The shift is the translation of
-    airbench94 (Jordan 2024, arXiv:2404.00498, section 3.5).
+    The border is filled with the image's reflection. Nothing is interpolated, because the blur of
+    `random_affine` reduces accuracy on small photographs. This is the translation of airbench94
+    (Jordan 2024, arXiv:2404.00498, section 3.5).
     """
     count, _, height, width = images.shape
     max_y, max_x = (max(1, round(side * SHIFT_PER_32_PX / 32)) for side in (height, width))
@@ -85,25 +80,20 @@ def random_shift(images: Tensor, draws: Draws) -> Tensor:
 
 
 def random_affine(images: Tensor, draws: Draws, elastic: bool = False) -> Tensor:
-    """Rotate, scale, shear and shift each image in ``images`` (N, C, H, W) by independent random
-    amounts.
+    """Rotate, scale, shear and shift each of ``images`` (N, C, H, W) at random.
 
-    If ``elastic`` is true, also displace a coarse grid of control points, and
-    interpolate between the points with cubic splines (Ronneberger et al. 2015, section
-    3.1, arXiv:1505.04597; for digits, Simard et al. 2003, "Best Practices for
-    Convolutional Neural Networks Applied to Visual Document Analysis").
-
-    Pixels outside the image repeat the image's border.
-
-    Returns:
-        Float images with the same shape and value range as the input.
+    With ``elastic``, also displace a coarse grid of control points, and interpolate between them
+    with cubic splines (Ronneberger et al. 2015, section 3.1, arXiv:1505.04597; for digits, Simard
+    et al. 2003, "Best Practices for Convolutional Neural Networks Applied to Visual Document
+    Analysis"). Pixels outside the image repeat its border. The result is float, in the input's
+    shape and value range.
     """
     count, _, height, width = images.shape
     amounts = draws.uniform(count, 6) * 2 - 1
     angle, shear = amounts[:, 0] * math.radians(DEGREES), amounts[:, 1] * SHEAR
     scale_x, scale_y = 1 + amounts[:, 2] * SCALE, 1 + amounts[:, 3] * SCALE
-    # Coordinates range from -1 to 1, a length of 2. Multiplying by the aspect ratio keeps rotations
-    # rigid in oblong images.
+    # Coordinates range from -1 to 1, a length of 2. The aspect ratio keeps rotations rigid in
+    # oblong images.
     shift_x, shift_y = amounts[:, 4] * 2 * SHIFT, amounts[:, 5] * 2 * SHIFT
     aspect = height / width
     cos, sin = angle.cos(), angle.sin()
@@ -120,13 +110,11 @@ def random_affine(images: Tensor, draws: Draws, elastic: bool = False) -> Tensor
 
 
 def flip(images: Tensor, direction: Flip) -> Tensor:
-    """Mirror all ``images`` (N, C, H, W) horizontally or vertically."""
     return images.flip(-1 if direction == "horizontal" else -2)
 
 
 def random_flips(images: Tensor, directions: Sequence[Flip], draws: Draws) -> Tensor:
-    """Mirror each image in ``images`` (N, C, H, W) in each of ``directions`` with probability
-    0.5."""
+    """Mirror each of ``images`` (N, C, H, W) in each of ``directions`` with probability 0.5."""
     for direction in directions:
         mirrored = draws.uniform(len(images), 1, 1, 1) < 0.5
         images = torch.where(mirrored.to(images.device), flip(images, direction), images)

@@ -1,5 +1,4 @@
-"""timm backbones (https://github.com/huggingface/pytorch-image-models) and their pretrained
-weights.
+"""timm backbones and their pretrained weights.
 
 Only training imports timm, because a release contains the network as TorchScript.
 """
@@ -26,16 +25,13 @@ from evernear.settings.train import TrainingChoices
 from evernear.settings.weight_packages import weight_package
 
 DEFAULT_PRETRAINED = "resnet18"
-"""The backbone that ``auto`` selects if ``train.weights`` is set: small, widely available, and fast
-on a CPU."""
+"""Chosen if only ``train.weights`` is set: small, widely available, and fast on a CPU."""
 PRIOR_IMAGES = 0.1
-"""Strength with which the covariance of frozen features is shrunk toward equal variances, in images
-per dimension."""
+"""Shrinkage of the frozen features' covariance toward equal variances, in images per dimension."""
 MIN_GAIN = 0.4
-"""Weight of directions in which the classes do not differ. Classes that are added later may differ
-in these directions."""
+"""Weight of directions in which the classes do not differ. Classes added later may differ there."""
 VARIANCE_RTOL = 1e-9
-"""Relative size below which a variance is considered a rounding error."""
+"""Relative size below which a variance is a rounding error."""
 _EVERNEAR_PREFIX = "members.0.backbone."
 REASON_MAX_CHARACTERS = 200
 
@@ -44,13 +40,7 @@ Floats = NDArray[np.float64]
 
 
 def choose_backbone(settings: TrainingChoices) -> str:
-    """The name of the network that ``settings`` select: a name in `MEMBERS` or a timm model.
-
-    Raises:
-        TrainingError: timm has no such model, ``train.weights`` is set for the compact
-            network or for a different backbone, or ``train.frozen`` is set without
-            weights or with several members.
-    """
+    """A name in `MEMBERS`, or a timm model."""
     package = weight_package(settings.weights)
     default = DEFAULT_PRETRAINED if settings.weights else "compact"
     name = settings.backbone or (package.backbone if package else default)
@@ -74,11 +64,10 @@ def choose_backbone(settings: TrainingChoices) -> str:
 
 
 def choose_input(name: str, shape: tuple[int, int, int], settings: TrainingChoices) -> NetworkInput | None:
-    """Choose how images of shape ``shape`` are cropped and resized for a timm model.
+    """How a timm model's images of ``shape`` are cropped and resized, or None if they are not.
 
-    Return None if the model takes the images unchanged. A pretrained model gets the size, crop and
-    interpolation used in pretraining. A model with a fixed input size, such as a vision
-    transformer, gets square images.
+    A pretrained model gets the size, crop and interpolation of its pretraining. A model with a
+    fixed input size, such as a vision transformer, gets square images.
     """
     config = _data_config(name)
     if not settings.weights and not settings.backbone_size_px:
@@ -98,10 +87,7 @@ def choose_input(name: str, shape: tuple[int, int, int], settings: TrainingChoic
 
 
 def pretrained_mean_std(name: str, channels: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Mean and standard deviation of each channel in pretraining.
-
-    For gray images, both values are averaged over the color channels.
-    """
+    """Mean and standard deviation of each channel in pretraining, averaged for gray images."""
     config = _data_config(name)
     mean, std = (tuple(float(value) for value in config[key]) for key in ("mean", "std"))
     if channels == 1:
@@ -110,7 +96,6 @@ def pretrained_mean_std(name: str, channels: int) -> tuple[tuple[float, ...], tu
 
 
 def features_of(name: str) -> int:
-    """Number of pooled features of the timm model ``name``."""
     return feature_dim(timm.create_model(name, num_classes=0))
 
 
@@ -119,13 +104,7 @@ def _data_config(name: str) -> dict[str, Any]:
 
 
 def load_weights(network: EmbeddingNetwork, architecture: Architecture, weights: Weights) -> None:
-    """Copy pretrained ``weights`` into the backbone of each member.
-
-    The classifier's weights are ignored.
-
-    Raises:
-        TrainingError: the weights belong to a different architecture.
-    """
+    """Copy ``weights`` into each member's backbone, without the classifier."""
     pretrained = _load_pretrained(architecture, weights).state_dict()
     for member in network.members:
         cast(TimmMember, member).backbone.load_state_dict(pretrained)
@@ -133,10 +112,7 @@ def load_weights(network: EmbeddingNetwork, architecture: Architecture, weights:
 
 @torch.inference_mode()
 def whiten(module: Whitening, batches: Iterable[tuple[Tensor, Tensor]], classes: int) -> None:
-    """Fit ``module`` to ``batches`` of features (N, F) and classes (N,).
-
-    The matrix of ``module`` must be square.
-    """
+    """Fit ``module``, whose matrix is square, to batches of features (N, F) and classes (N,)."""
     dim = len(module.mean)
     counts, sums = np.zeros(classes), np.zeros((classes, dim))
     products = np.zeros((dim, dim))
@@ -154,22 +130,17 @@ def whiten(module: Whitening, batches: Iterable[tuple[Tensor, Tensor]], classes:
 def discriminant(counts: Floats, sums: Floats, products: Floats) -> tuple[Floats, Floats]:
     """The mean (D,) and the matrix (D, D) that whiten features and emphasize class differences.
 
-    Features of a pretrained network vary most in the directions in which the network's original
-    classes differ. As in linear discriminant analysis (Fukunaga 1990, "Introduction to Statistical
-    Pattern Recognition", section 10.2), the features are divided by the within-class standard
-    deviation. Let v be the variance of the class means in one direction after this division, and
-    let u be the part of v that is due to sampling error. The direction is multiplied by 1 - u / v
-    or by `MIN_GAIN`, whichever is larger. Because there are often fewer images than features, the
-    covariance is shrunk as if `PRIOR_IMAGES` images per dimension varied equally in all directions.
+    Features of a pretrained network vary most where its original classes differ. As in linear
+    discriminant analysis (Fukunaga 1990, "Introduction to Statistical Pattern Recognition", section
+    10.2), they are divided by the within-class standard deviation. Let v be the variance of the
+    class means in one direction afterwards, and u the part of v that is due to sampling error. The
+    direction is multiplied by the larger of 1 - u / v and `MIN_GAIN`. Because there are often fewer
+    images than features, the covariance is shrunk as if `PRIOR_IMAGES` images per dimension varied
+    equally in all directions.
 
-    Args:
-        counts: The number of images in each class, as an array (C,).
-        sums: The sum of the features in each class, as an array (C, D).
-        products: The sum of all features' outer products, as an array (D, D).
-
-    Returns:
-        The mean and the matrix. The matrix is the identity if all images of each class
-        have the same features, or if each class has only one image.
+    ``counts`` (C,) has the number of images of each class, ``sums`` (C, D) the sums of their
+    features, and ``products`` (D, D) the sum of all features' outer products. The matrix is the
+    identity if the features do not vary within classes, or each class has only one image.
     """
     means, dim = sums / counts[:, None], len(products)
     mean, within = means.mean(axis=0), products - sums.T @ means
@@ -181,7 +152,7 @@ def discriminant(counts: Floats, sums: Floats, products: Floats) -> tuple[Floats
     variances, axes = np.linalg.eigh(covariance)
     whitening = axes / np.sqrt(variances)
     whitened_means = (means - mean) @ whitening
-    # The class means span few directions. In all other directions, the gain is `MIN_GAIN`.
+    # The class means span few directions. In all others, the gain is `MIN_GAIN`.
     _, scales, directions = np.linalg.svd(whitened_means / np.sqrt(max(1, len(counts) - 1)), full_matrices=False)
     gains = np.maximum(1 - (1 / counts).mean() / np.maximum(scales**2, VARIANCE_RTOL), MIN_GAIN)
     emphasized = (whitening @ directions.T) * (gains - MIN_GAIN) @ directions
@@ -189,12 +160,8 @@ def discriminant(counts: Floats, sums: Floats, products: Floats) -> tuple[Floats
 
 
 def _load_pretrained(architecture: Architecture, weights: Weights) -> nn.Module:
-    """Load ``weights`` into a timm model.
-
-    timm adapts the weights to the model's number of channels and input size. The classifier is
-    removed from the model (``num_classes=0``) and from the weights. timm requires all other keys to
-    match.
-    """
+    """timm adapts the weights to the model's channels and input size, and requires all keys to
+    match except the classifier's, which is removed from both."""
     trained = {
         key.removeprefix(_EVERNEAR_PREFIX): value
         for key, value in weights.state.items()
@@ -220,7 +187,7 @@ def _load_pretrained(architecture: Architecture, weights: Weights) -> nn.Module:
 
 
 def _mismatch(error: Exception) -> str:
-    """The first error that `nn.Module.load_state_dict` reports, shortened."""
+    """The first error of `nn.Module.load_state_dict`, shortened."""
     lines = [line.strip() for line in str(error).splitlines()]
     message = re.sub(r'"([^"]*)"', r"\1", lines[1] if len(lines) > 1 else lines[0] if lines else type(error).__name__)
     return printable(message.replace(" in state_dict", "").rstrip(". "), REASON_MAX_CHARACTERS)

@@ -13,17 +13,16 @@ from evernear.embedding import distributed
 
 
 class GlobalBatchNorm(TorchFunctionMode):
-    """A context manager that makes `batch_norm` use the mean and variance over all processes.
+    """A context in which `torch.nn.functional.batch_norm` uses the statistics of all processes.
 
-    The context replaces `torch.nn.functional.batch_norm`. `torch.nn.SyncBatchNorm` supports GPUs
-    only. `SyncBatchNorm` also replaces layers, so timm's normalization layers would lose their
-    activation. With a single process, results do not change, but each function call is intercepted.
+    `torch.nn.SyncBatchNorm` supports only GPUs, and replaces layers, so timm's normalization layers
+    would lose their activation. With one process, results do not change, but each function call is
+    intercepted.
     """
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
-        """Replace `batch_norm` in training."""
         if func is F.batch_norm and dist.is_initialized() and dist.get_world_size() > 1:
             return _batch_norm(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
@@ -39,11 +38,11 @@ def _batch_norm(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> Tensor:
-    """Apply `torch.nn.functional.batch_norm` to ``values`` (N, C, ...) with statistics over all
+    """`torch.nn.functional.batch_norm` of ``values`` (N, C, ...) with the statistics of all
     processes.
 
-    Every process must have the same number of values. The variance is the mean of the squared
-    deviations, which is more accurate than the mean square minus the squared mean.
+    All must have the same number of values. The variance is the mean of the squared deviations,
+    which is more accurate than the mean square minus the squared mean.
     """
     if not training:
         return F.batch_norm(values, running_mean, running_var, weight, bias, False, momentum, eps)
@@ -65,7 +64,7 @@ def _batch_norm(
 
 
 class _AllReduceSum(torch.autograd.Function):
-    """The sum of all processes' values. The gradient is the sum of all processes' gradients."""
+    """The sum of all processes' values. Its gradient is the sum of all processes' gradients."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor) -> Tensor:

@@ -1,10 +1,8 @@
-"""The state of a training run, and the run's checkpoint in the store.
+"""The state of a training run, and its checkpoint in the store, ``checkpoints/<key>/state.pt``.
 
-A checkpoint is the object ``checkpoints/<key>/state.pt``. The key is a hash of everything that
-determines the weights, so training resumes only from a checkpoint with the same inputs and code.
-The last checkpoint has no optimizer state. The last checkpoint remains in the store, so a pipeline
-that failed in a later step does not train again on a retry. ``checkpoints/`` may be deleted at any
-time.
+The key is a hash of everything that determines the weights, so training resumes only with the same
+inputs and code. The last checkpoint has no optimizer state. It remains in the store, so a pipeline
+that failed in a later step does not train again. ``checkpoints/`` may be deleted at any time.
 """
 
 import hashlib
@@ -32,13 +30,13 @@ LIBRARIES = ("numpy", "timm", "torch")
 class TrainingState:
     """Everything that changes during training.
 
-    The best weights are chosen by the one-standard-error rule (Breiman et al. 1984, "Classification
-    and Regression Trees", section 3.4.3), applied to epochs. The rule selects the latest weights
-    whose gallery accuracy is within one standard error of the highest accuracy. On a small gallery,
-    the highest accuracy is partly luck. A schedule that ends at a learning rate of zero makes later
-    weights better. The criterion is accuracy rather than loss, because the loss can rise with the
-    network's confidence in a few wrong answers while the number of wrong answers still falls (Guo
-    et al. 2017, "On Calibration of Modern Neural Networks", section 3, arXiv:1706.04599).
+    The best weights follow the one-standard-error rule (Breiman et al. 1984, "Classification and
+    Regression Trees", section 3.4.3), applied to epochs: the latest whose gallery accuracy is
+    within one standard error of the highest. On a small gallery, the highest is partly luck, and a
+    schedule that ends at a learning rate of zero makes later weights better. Accuracy decides
+    rather than loss, which can rise with the network's confidence in a few wrong answers while
+    their number still falls (Guo et al. 2017, "On Calibration of Modern Neural Networks", section
+    3, arXiv:1706.04599).
     """
 
     def __init__(
@@ -55,24 +53,20 @@ class TrainingState:
 
     @property
     def result(self) -> TrainingModule:
-        """The module to measure and save: the averaged module if weights are averaged, otherwise
-        the trained module."""
+        """The module to measure and save: the averaged one if weights are averaged."""
         return self._module if self._average is None else cast(TrainingModule, self._average.module)
 
     def count_step(self) -> None:
-        """Update the weight average after a training step."""
         if self._average is not None:
             self._average.update_parameters(self._module)
 
     def is_finished(self, epochs: int) -> bool:
-        """Whether all ``epochs`` have finished, or the last `PATIENCE_EPOCHS` epochs brought no
-        improvement."""
+        """Whether all ``epochs`` or `PATIENCE_EPOCHS` without improvement have passed."""
         completed = len(self.history)
         return completed >= epochs or completed - self.best_epoch >= PATIENCE_EPOCHS
 
     def record(self, metrics: Epoch) -> None:
-        """Add a finished epoch, and copy the epoch's weights if they are the best weights so
-        far."""
+        """Add a finished epoch, and copy its weights if they are the best so far."""
         self.history.append(metrics)
         highest = max(self.history, key=lambda epoch: epoch.gallery_accuracy)
         if metrics.gallery_accuracy >= highest.gallery_accuracy - highest.gallery_accuracy_error:
@@ -81,7 +75,6 @@ class TrainingState:
             self.best_weights = {name: tensor.detach().cpu().clone() for name, tensor in weights.items()}
 
     def final_checkpoint(self) -> dict[str, Any]:
-        """The content of the last checkpoint."""
         history = [metrics.model_dump() for metrics in self.history]
         return {"history": history, "best_epoch": self.best_epoch, "best_weights": self.best_weights}
 
@@ -95,7 +88,6 @@ class TrainingState:
         }
 
     def restore(self, checkpoint: dict[str, Any]) -> None:
-        """Restore the state of ``checkpoint``."""
         self.history = [Epoch(**metrics) for metrics in checkpoint["history"]]
         self.best_epoch, self.best_weights = checkpoint["best_epoch"], checkpoint["best_weights"]
         if "optimizer" in checkpoint:
@@ -126,11 +118,6 @@ def checkpoint_key(
 
 
 def load_checkpoint(store: Store | None, key: str, state: TrainingState) -> None:
-    """Restore ``state`` from the last checkpoint, if one exists.
-
-    Raises:
-        TrainingError: the object is not a checkpoint.
-    """
     name = f"checkpoints/{key}/state.pt"
     stored = store.find(name) if store else None
     if stored is None or store is None:

@@ -14,24 +14,16 @@ from evernear.data.shards import Block, Dataset
 from evernear.errors import TrainingError
 
 BLOCK_SIZE_BYTES = 4 * 2**20
-"""Maximum size in bytes of a validation batch's pixels."""
+"""Maximum size of a validation batch's pixels."""
 
 
 def to_tensor(images: NDArray[np.uint8]) -> Tensor:
-    """Copy uint8 images of shape (N, H, W, C) into a tensor of shape (N, C, H, W), with channels
-    last in memory."""
+    """Copy uint8 images (N, H, W, C) into a tensor (N, C, H, W), with channels last in memory."""
     return torch.from_numpy(np.array(images, order="C")).permute(0, 3, 1, 2)
 
 
 class TrainingImages:
-    """The train and gallery splits without the excluded labels.
-
-    The remaining labels are numbered from 0 as classes.
-
-    Raises:
-        TrainingError: there are fewer than two labels or fewer than two training
-            images, or the gallery split has no image.
-    """
+    """The train and gallery splits. Labels that are not excluded are numbered from 0 as classes."""
 
     def __init__(self, dataset: Dataset, exclude_labels: frozenset[str]) -> None:
         included = [index for index, label in enumerate(dataset.labels) if label not in exclude_labels]
@@ -53,19 +45,17 @@ class TrainingImages:
             )
         has_several = np.count_nonzero(gallery) > 1
         self.chance_accuracy = float(gallery.max() / gallery.sum()) if has_several else 1 / self.classes
-        """Gallery accuracy of a network that always predicts the most frequent class. If the
-        gallery has only one class, this value is the accuracy of a random guess."""
+        """Gallery accuracy of always predicting the most frequent class. If the gallery has only
+        one class, that of a random guess."""
 
     def batches(
         self, batch_size: int, seed: int, epoch: int, rank: int, world_size: int
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """Indefinitely yield batches of exactly ``batch_size`` images (N, C, H, W) and classes
-        (N,).
+        """Indefinitely yield exactly ``batch_size`` images (N, C, H, W) and classes (N,).
 
-        The train split is repeated and reshuffled on each pass. A small dataset can therefore fill
-        an epoch of any length. Every process gets the same number of batches. Unless labels are
-        excluded, concatenating the batches of all ranks in order gives the batch that a single
-        process would get.
+        The train split is repeated and reshuffled, so a small dataset fills an epoch of any length.
+        Every process gets the same number of batches. Unless labels are excluded, the batches of
+        all ranks in order make up the batch of a single process.
         """
         pending: list[tuple[NDArray[np.uint8], NDArray[np.int64]]] = []
         shuffle_seed = int(np.random.SeedSequence([seed, epoch]).generate_state(1)[0])
@@ -81,8 +71,6 @@ class TrainingImages:
                 pending = [(images[batch_size:], classes[batch_size:])]
 
     def gallery(self, rank: int = 0, world_size: int = 1) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield the rank's share of the gallery split in order, as images (N, C, H, W) and classes
-        (N,)."""
         return self.in_order("gallery", rank, world_size)
 
     def in_order(self, split: Split, rank: int = 0, world_size: int = 1) -> Iterator[tuple[Tensor, Tensor]]:
@@ -95,7 +83,7 @@ class TrainingImages:
                 yield to_tensor(images), torch.from_numpy(classes)
 
     def classes_of(self, block: Block) -> NDArray[np.int64]:
-        """The class numbers (N,) of the images, with -1 for each image whose label is excluded."""
+        """Class numbers (N,), or -1 where the label is excluded."""
         return self._class_of_label[block.labels]
 
     def _included(self, block: Block) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:

@@ -1,9 +1,8 @@
 """Run a function in several processes that communicate through `torch.distributed`.
 
-`torchrun` starts processes in the same way and also restarts failed processes. With several nodes,
-a JobSet restarts the processes. This module does not use `torchrun`, because torchrun's agent
-starts each process in a new session. Neither Ctrl-C nor a signal to the process group would reach a
-process in a new session.
+`torchrun` does the same and restarts failed processes, which a JobSet does for several nodes. It is
+not used, because its agent starts each process in a new session, which neither Ctrl-C nor a signal
+to the process group reaches.
 """
 
 import multiprocessing
@@ -33,8 +32,7 @@ Value = TypeVar("Value")
 POLL_S = 0.1
 LOOPBACK = "127.0.0.1"
 RENDEZVOUS_TIMEOUT = timedelta(minutes=30)
-"""Time limit for the processes of all nodes to join the process group. The nodes' pods may start
-one after another."""
+"""Time for the processes of all nodes to join. The nodes' pods may start one after another."""
 
 
 @dataclass(frozen=True)
@@ -50,11 +48,7 @@ class Node:
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str]) -> "Node":
-        """The node that Kubeflow Trainer describes in torchrun's environment variables.
-
-        Raises:
-            SettingsError: a variable is missing, or a numeric variable is not a number.
-        """
+        """The node that Kubeflow Trainer describes in torchrun's environment variables."""
         try:
             return cls(
                 rank=int(environment["PET_NODE_RANK"]),
@@ -78,17 +72,15 @@ def run_processes(
     on_message: Callable[[Message], None],
     node: Node = ONE_NODE,
 ) -> None:
-    """Call ``function(send)`` in ``processes`` new processes, which join the process group of all
-    nodes.
+    """Call ``function(send)`` in new processes, which join the process group of all nodes.
 
-    Each object that a process passes to ``send`` is passed to ``on_message`` in the calling
-    process. ``function`` and the sent objects must be picklable. No process outlives this call or
-    the calling process. If ``processes`` is 1, ``function`` runs in the calling process.
+    What a process passes to ``send`` is passed to ``on_message`` here. ``function`` and what it
+    sends must be picklable. No process outlives this call or the calling process. If ``processes``
+    is 1, ``function`` runs in the calling process.
 
-    Raises:
-        EvernearError: a process raised this error. The other processes are killed.
-        TrainingError: a process raised any other error or was killed. Its exit code is
-            1, because a restart may succeed.
+    If a process raises an `EvernearError`, it is raised here and the others are killed. Any other
+    error, or a killed process, is a `TrainingError` with exit code 1, because a restart may
+    succeed.
     """
     messages: SimpleQueue[Message | EvernearError] = multiprocessing.get_context("spawn").SimpleQueue()
     rendezvous = _serve_rendezvous(node) if node.rank == 0 else None  # the server runs as long as this object exists
@@ -119,10 +111,7 @@ def run_processes(
 
 
 def _serve_rendezvous(node: Node) -> TCPStore:
-    """Start the rendezvous server.
-
-    The server listens on the loopback interface, or on all interfaces if there are other nodes.
-    """
+    """Listen on the loopback interface, or on all interfaces if there are other nodes."""
     if node.count > 1:
         return TCPStore(LOOPBACK, node.port, is_master=True, wait_for_workers=False)
     listener = socket.create_server((LOOPBACK, 0))
@@ -131,22 +120,18 @@ def _serve_rendezvous(node: Node) -> TCPStore:
 
 
 def rank_and_world_size() -> tuple[int, int]:
-    """Rank of this process and size of its process group: 0 and 1 outside of a group."""
+    """0 and 1 outside of a process group."""
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 
 def all_reduce_sum(values: Tensor) -> Tensor:
-    """The sum of ``values`` over all processes."""
     if dist.is_initialized():
         dist.all_reduce(values)
     return values
 
 
 def all_gather(values: Tensor) -> Tensor:
-    """The ``values`` (N,) of all processes, concatenated in rank order.
-
-    N must be the same in all processes.
-    """
+    """The ``values`` (N,) of all processes in rank order. N must be the same in all."""
     if not dist.is_initialized():
         return values
     parts = [torch.empty_like(values) for _ in range(dist.get_world_size())]
@@ -155,7 +140,6 @@ def all_gather(values: Tensor) -> Tensor:
 
 
 def broadcast_from_rank_0(value: Value) -> Value:
-    """Return rank 0's ``value`` in every process."""
     if not dist.is_initialized():
         return value
     objects = [value]
@@ -197,7 +181,7 @@ def _run_process(
 
 @contextmanager
 def _process_group(backend: str, node: Node, rank: int, processes: int) -> Generator[None]:
-    """Join the process group as process ``rank`` of the ``processes`` processes on this node."""
+    """Join the group as process ``rank`` of the ``processes`` on this node."""
     rendezvous = TCPStore(node.address, node.port, is_master=False, timeout=RENDEZVOUS_TIMEOUT)
     dist.init_process_group(
         backend, store=rendezvous, rank=node.rank * processes + rank, world_size=node.count * processes
@@ -209,7 +193,7 @@ def _process_group(backend: str, node: Node, rank: int, processes: int) -> Gener
 
 
 def _exit_with_parent() -> None:
-    """Exit when the parent process exits, even on systems without Linux's parent-death signal."""
+    """Exit with the parent even on systems without Linux's parent-death signal."""
     parent = multiprocessing.parent_process()
     if parent is not None:
         parent.join()

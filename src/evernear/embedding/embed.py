@@ -6,9 +6,9 @@
     <folder>/embed-<identity>/<sha256>.npy        the embeddings of one part
     <folder>/embed-<identity>/network/...         the network, if other machines run parts
 
-A part is a range of whole shards. No two parts share a cached object, and the batches are the same
-for any number of machines. The result of a part names the object that the part wrote. Combining the
-results reads no embeddings.
+A part is a range of whole shards, so no two parts share a cached object, and the batches are the
+same for any number of machines. Its result names the object that it wrote. Combining the results
+reads no embeddings.
 """
 
 import json
@@ -46,11 +46,10 @@ Embed = Callable[[Iterable[ShardBlocks]], Iterator[tuple[Block, Vectors]]]
 
 
 class ExportedEmbedder:
-    """Embeds the images of datasets with the exported network in ``network_dir``, unless they are
-    cached.
+    """Embeds images with the exported network in ``network_dir``, unless they are cached.
 
-    The cache in ``store`` has the network's embeddings or, if the network is frozen, the features
-    of the network's backbone. If ``read_only``, the cache is not written.
+    The cache in ``store`` has the network's embeddings or, if it is frozen, its backbone's
+    features. If ``read_only``, the cache is not written.
     """
 
     def __init__(
@@ -72,7 +71,7 @@ class ExportedEmbedder:
 
     @property
     def reused(self) -> int:
-        """Number of images whose vectors came from the cache."""
+        """Images whose vectors came from the cache."""
         return self._vectors.reused
 
     def load(self) -> None:
@@ -80,7 +79,7 @@ class ExportedEmbedder:
         self._vectors.load()
 
     def embed(self, shards: Iterable[ShardBlocks]) -> Iterator[tuple[Block, Vectors]]:
-        """Yield the blocks of ``shards`` with their embeddings (N, D), unit vectors of float32."""
+        """Yield each block with its embeddings (N, D), unit vectors of float32."""
         for block, vectors in self._vectors.of(shards):
             yield block, vectors if self._head is None else _apply(self._head, vectors)
 
@@ -91,20 +90,14 @@ def _apply(head: nn.Module, features: Vectors) -> Vectors:
 
 
 class EmbedPart(Part):
-    """Images of whole shards of one split, in the order of their embeddings.
-
-    A unit is an image.
-    """
+    """Images of whole shards of one split, in the order of their embeddings. A unit is an image."""
 
     split: Split
     shards: tuple[tuple[str, dict[str, int] | None], ...]
-    """The sha256 of each shard, and the number of images of each label to take from the shard, or
-    None to take all images."""
+    """The sha256 of each shard, and how many images of each label to take from it (None: all)."""
 
 
 class Shared(Frozen):
-    """The values that all parts share."""
-
     dataset: str
     digest: str
     network_sha256: str
@@ -124,15 +117,10 @@ def embed_dataset(
     untrained: frozenset[str] = frozenset(),
     on_images: OnImages | None = None,
 ) -> EmbeddingsDescription:
-    """Embed ``splits`` of ``dataset`` with the exported network in ``network_dir``.
+    """Embed ``splits`` of ``dataset`` in this process, and write the shards to ``out_dir``.
 
-    Write the shards to ``out_dir``. The function combines `plan_embedding`, the embedding of all
-    parts and `combine_embeddings` in this process. With a ``store``, embeddings are cached there.
-    See `evernear.embedding.embedding_cache`. ``on_images`` is called after each batch.
-
-    Raises:
-        IntegrityError: the network does not match its description or expects images of
-            a different shape, or the cache is damaged.
+    With a ``store``, embeddings are cached there (`evernear.embedding.embedding_cache`).
+    ``on_images`` is called after each batch.
     """
     parts = plan_embedding(network_dir, dataset, FileStore(out_dir), "parts", untrained, splits, batch_size)
     run_parts(parts, Processes(1, partial(open_here, network_dir, dataset, store, on_images)), lambda *_: None)
@@ -149,15 +137,11 @@ def plan_embedding(
     batch_size: int = BATCH_SIZE,
     part_size_bytes: int = PART_SIZE_BYTES,
 ) -> Parts:
-    """Plan the parts in ``folder`` of ``results``.
+    """Plan the parts in ``folder`` of ``results``, or return those of an equal earlier plan.
 
-    If an earlier call planned the same embeddings, return its parts. ``untrained`` are the classes
-    that the network was not trained on. A frozen network was trained on no class, so ``untrained``
-    is ignored. `joining_gallery` describes which train images join the gallery. A part has shards
-    of at most ``part_size_bytes`` in total, or one larger shard.
-
-    Raises:
-        IntegrityError: the network expects images of a different shape.
+    ``untrained`` are the classes that the network was not trained on. They are ignored for a frozen
+    network, which was trained on none. `joining_gallery` describes which train images join the
+    gallery. A part has shards of at most ``part_size_bytes``, or one larger shard.
     """
     described = describe_network(network_dir)
     expected = described.preprocessing.shape
@@ -202,16 +186,13 @@ def _part(split: Split, group: list[ShardImages]) -> EmbedPart:
 def open_here(
     network_dir: Path, dataset: Dataset, cache: Store | None, on_images: OnImages | None, parts: Parts
 ) -> Worker:
-    """Open the network in ``network_dir``, and return a function that embeds a part.
-
-    With all arguments except ``parts`` bound, `open_here` is an `OpenWorker`.
-    """
+    """An `OpenWorker` once all arguments except ``parts`` are bound."""
     embedder = ExportedEmbedder(network_dir, cache, on_images)
     return partial(_embed_part, embedder, dataset, describe_network(network_dir).embedding_dim, parts)
 
 
 def open_worker(parts: Parts) -> Worker:
-    """Open the network in the parts folder, as `open_here` does, on a different machine."""
+    """Like `open_here`, with the network in the parts folder, on a different machine."""
     shared = Shared.model_validate(parts.plan.shared)
     dataset = Dataset.find(parts.store, shared.dataset, shared.digest)
     if dataset is None:
@@ -222,17 +203,14 @@ def open_worker(parts: Parts) -> Worker:
 
 
 def network_folder(parts: Parts) -> str:
-    """The folder from which workers on other machines fetch the network."""
+    """Workers on other machines fetch the network from here."""
     return f"{parts.folder}/network"
 
 
 def _embed_part(
     embedder: ExportedEmbedder, dataset: Dataset, dim: int, parts: Parts, number: int, value: bytes
 ) -> bytes:
-    """Embed a part, write its embeddings to the store under their sha256, and return the shard.
-
-    The result is the JSON of an `EmbeddingShard`.
-    """
+    """Store the part's embeddings under their sha256, and return an `EmbeddingShard` as JSON."""
     part = EmbedPart.from_json(value, f"part {number} in {parts.store.uri}")
     batch_size = Shared.model_validate(parts.plan.shared).batch_size
     by_hash = {shard.sha256: shard for shard in dataset.manifest.shards}
@@ -253,13 +231,8 @@ def _embed_part(
 def combine_embeddings(
     parts: Parts, network_dir: Path, dataset: Dataset, out_dir: Path, store_uri: str
 ) -> EmbeddingsDescription:
-    """Write the description of all parts' embeddings to ``out_dir``.
-
-    ``store_uri`` is the store of the embeddings, or empty if ``out_dir`` contains them.
-
-    Raises:
-        MissingObjectError: a part has no result.
-    """
+    """Write the description of all parts' embeddings to ``out_dir``. ``store_uri`` is empty if they
+    are there too."""
     described = describe_network(network_dir)
     where = f"a result in {parts.store.uri}"
     description = EmbeddingsDescription(
@@ -276,12 +249,8 @@ def combine_embeddings(
 def write_embeddings(
     embed: Embed, dim: int, dataset: Dataset, out_dir: Path, joining: dict[str, int], network_sha256: str
 ) -> None:
-    """Write the embeddings of the gallery and query splits to ``out_dir``.
-
-    The files have the format of `embed_dataset`. ``joining`` has the number of train images of each
-    label that join the gallery. ``embed`` computes the embeddings (N, ``dim``), and
-    ``network_sha256`` identifies the network.
-    """
+    """Write embeddings of the gallery and query splits to ``out_dir``, in the format of
+    `embed_dataset`. ``joining`` counts each label's train images that join."""
     shards: list[EmbeddingShard] = []
     for split in ("gallery", "query"):
         images = list(images_to_embed(dataset, split, joining))
@@ -296,8 +265,7 @@ def write_embeddings(
 
 
 def _write_npy(path: Path, dim: int, count: int, embedded: Iterable[tuple[Block, Vectors]]) -> None:
-    """Write ``count`` embeddings in NumPy's file format, with labels and digests, one block at a
-    time."""
+    """Write embeddings with labels and digests in NumPy's format, one block at a time."""
     dtype = np.dtype([("embedding", "<f4", (dim,)), ("label", "<i4"), ("digest", "u1", (32,))])
     header: dict[str, Any] = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": (count,)}
     with disk_errors(path), path.open("wb") as file:

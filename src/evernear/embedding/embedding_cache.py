@@ -5,12 +5,11 @@
     embeddings/<identity of the network>/<digest of a shard's first image>.npy
     embeddings/<identity of a frozen backbone>/[<view>/]<digest of a shard's first image>.npy
 
-For a frozen network, the cache contains the backbone's features, which all heads on the backbone
-share. See `evernear.embedding.features`. The cache contains one object for each shard of a dataset.
-New images are appended to a shard, so the first embedded image identifies the shard in later
-snapshots. If the first image is removed from the dataset, the shard is embedded again. Within an
-object, images are looked up by digest rather than by position. Labels are not cached, because they
-belong to the dataset and may be corrected.
+For a frozen network, the cache has the backbone's features (`evernear.embedding.features`), which
+all heads on it share. There is one object for each shard of a dataset. New images are appended to a
+shard, so its first embedded image identifies it in later snapshots. If that is removed from the
+dataset, the shard is embedded again. Within an object, images are looked up by digest, not
+position. Labels belong to the dataset and may be corrected, so they are not cached.
 """
 
 from collections.abc import Generator
@@ -28,14 +27,14 @@ from evernear.errors import IntegrityError
 
 EMBEDDINGS_PREFIX = "embeddings/"
 MAX_BYTES = 16 * 2**30
-"""Maximum size of the cached vectors for one network or view, enough for 3 million images with
-1,280 features. The vectors of shards that exceed this limit are computed again in each run."""
+"""Maximum size of the cached vectors of one network or view, enough for 3 million images with 1,280
+features. Vectors of shards beyond it are computed again in each run."""
 Rows = NDArray[np.void]
 Vectors = NDArray[np.float32]
 
 
 class EmbeddingCache:
-    """The cached embeddings of one network. Without a store, nothing is cached."""
+    """Without a store, nothing is cached."""
 
     def __init__(self, store: Store | None, identity: str, dim: int, read_only: bool = False) -> None:
         self._store, self._read_only = store, read_only
@@ -50,10 +49,6 @@ class EmbeddingCache:
 
         The body of the ``with`` statement appends the shard's ``count`` embeddings. On exit, the
         cached object is replaced if any embedding is new.
-
-        Raises:
-            IntegrityError: the cached object is damaged.
-            StoreError: the store or the disk is not writable.
         """
         if self._store is None:
             yield CachedShard(np.empty(0, self._dtype))
@@ -72,7 +67,7 @@ class EmbeddingCache:
                 self._put(key, path)
 
     def _put(self, key: str, path: Path) -> None:
-        """Store the file ``path`` as an object, unless the cache would exceed `MAX_BYTES`."""
+        """Store the file, unless the cache would exceed `MAX_BYTES`."""
         sizes = self._sizes | {key: path.stat().st_size}
         if self._store is not None and sum(sizes.values()) <= MAX_BYTES:
             self._store.put(key, path)
@@ -89,8 +84,7 @@ class EmbeddingCache:
 
 
 class CachedShard:
-    """The cached embeddings of one shard, and a file to which all of the shard's embeddings are
-    written."""
+    """A shard's cached embeddings, and a file to which all of its embeddings are written."""
 
     def __init__(self, cached: Rows, file: BinaryIO | None = None) -> None:
         self._cached, self._file = cached, file
@@ -98,15 +92,10 @@ class CachedShard:
         self._order = np.argsort(digests)
         self._digests = digests[self._order]
         self.new = 0
-        """Number of appended embeddings that were not cached."""
+        """Appended embeddings that were not cached."""
 
     def find(self, digests: NDArray[np.uint8]) -> tuple[Vectors, NDArray[np.bool_]]:
-        """Look up embeddings by image ``digests`` (N, 32).
-
-        Returns:
-            Embeddings (N, D), which are zero if not cached, and a mask (N,) that is
-            true for cached embeddings.
-        """
+        """Embeddings (N, D) of images by ``digests`` (N, 32), and whether each is cached (N,)."""
         vectors = np.zeros((len(digests), self._cached["embedding"].shape[1]), np.float32)
         queries = _as_bytes(digests)
         positions = np.searchsorted(self._digests, queries)
@@ -116,8 +105,7 @@ class CachedShard:
         return vectors, is_cached
 
     def append(self, vectors: Vectors, digests: NDArray[np.uint8], new: int) -> None:
-        """Append the shard's next embeddings. ``new`` is the number of embeddings that were not
-        cached."""
+        """Append the shard's next embeddings, ``new`` of which were not cached."""
         self.new += new
         if self._file is not None:
             rows = np.empty(len(digests), self._cached.dtype)
@@ -126,11 +114,7 @@ class CachedShard:
 
 
 def cached_digests(path: Path, key: str) -> NDArray[np.bytes_]:
-    """The image digests (N,) in the file ``path``, a copy of the cached object ``key``.
-
-    Raises:
-        IntegrityError: the object does not contain embeddings.
-    """
+    """The image digests (N,) in ``path``, a copy of the cached object ``key``."""
     try:
         return _as_bytes(np.load(path, mmap_mode="r", allow_pickle=False)["digest"])
     except (ValueError, IndexError):
@@ -138,6 +122,6 @@ def cached_digests(path: Path, key: str) -> NDArray[np.bytes_]:
 
 
 def _as_bytes(digests: NDArray[np.uint8]) -> NDArray[np.bytes_]:
-    """Convert digests (N, 32) to N byte strings. NumPy ignores trailing zeros, which is harmless
-    because all digests have the same length."""
+    """N byte strings of digests (N, 32). NumPy ignores trailing zeros, which is harmless because
+    all digests have the same length."""
     return np.ascontiguousarray(digests).view("S32").ravel()

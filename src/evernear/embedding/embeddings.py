@@ -1,6 +1,6 @@
-"""Embeddings, which are stored as a description file and objects in a store.
+"""Embeddings, stored as a description file and objects in a store.
 
-This module does not import torch, so building an index does not import torch either.
+This module does not import torch, so building an index does not either.
 """
 
 import shutil
@@ -28,50 +28,41 @@ _FETCHES_IN_FLIGHT = 4
 
 
 class EmbeddingShard(Frozen):
-    """One object of embeddings."""
-
     file: str
     """The key in the store."""
     sha256: str
     split: Split
     count: int
     reused: int = 0
-    """Number of embeddings that came from the cache."""
+    """Embeddings from the cache."""
 
 
 class EmbeddingsDescription(Frozen):
-    """The content of `DESCRIPTION_FILE`: the network, dataset and shards of the embeddings."""
-
     remedy = "run the embed step again"
 
     network_sha256: str
     dataset_digest: str
     dim: int
     store_uri: str = ""
-    """URI of the store that contains the shards, or an empty string if the shards are beside the
-    description."""
+    """The store of the shards, or empty if they are beside the description."""
     shards: tuple[EmbeddingShard, ...]
 
     @property
     def reused(self) -> int:
-        """Number of embeddings that came from the cache."""
         return sum(shard.reused for shard in self.shards)
 
     @property
     def count(self) -> int:
-        """Number of embeddings."""
         return sum(shard.count for shard in self.shards)
 
     def summary(self) -> str:
-        """Describe the numbers of computed and reused embeddings."""
         computed = quantity(self.count - self.reused, "embedding")
         return f"{computed} of {self.dim} dimensions computed, {self.reused:,} reused"
 
 
 @dataclass(frozen=True)
 class EmbeddingBlock:
-    """Unit-length float32 embeddings (N, D), label indices (N,) and image digests (N,
-    32)."""
+    """Unit-length float32 embeddings (N, D), label indices (N,) and image digests (N, 32)."""
 
     embeddings: NDArray[np.float32]
     labels: NDArray[np.int64]
@@ -79,7 +70,7 @@ class EmbeddingBlock:
 
 
 class Embeddings:
-    """Verifies the embeddings that the embed step wrote, and reads them in blocks."""
+    """The output of the embed step, verified and read in blocks."""
 
     def __init__(self, description: EmbeddingsDescription, files: dict[str, Path]) -> None:
         self.description = description
@@ -89,14 +80,7 @@ class Embeddings:
 
     @staticmethod
     def open(directory: Path) -> "Embeddings":
-        """Open the embeddings whose description is in ``directory``.
-
-        Embeddings in a bucket are copied to this machine.
-
-        Raises:
-            IntegrityError: the description is missing or invalid, or a shard is missing
-                or has changed.
-        """
+        """Embeddings in a bucket are copied to this machine. Hashes are checked."""
         description = EmbeddingsDescription.load(directory / DESCRIPTION_FILE)
         store = open_store(description.store_uri) if description.store_uri else FileStore(directory)
         if isinstance(store, FileStore):
@@ -124,12 +108,10 @@ class Embeddings:
         return embeddings
 
     def count(self, split: Split) -> int:
-        """Number of embeddings of ``split``."""
         return sum(shard.count for shard in self.description.shards if shard.split == split)
 
     def blocks(self, split: Split) -> Iterator[EmbeddingBlock]:
-        """Yield the embeddings of ``split`` in the dataset's order, in blocks of at most
-        `BLOCK_SIZE`."""
+        """In the dataset's order, at most `BLOCK_SIZE` each."""
         for shard in self.description.shards:
             if shard.split != split:
                 continue

@@ -1,4 +1,4 @@
-"""Export the trained network as TorchScript, verified against the eager network on real images."""
+"""Export the network as TorchScript, verified against the eager network on real images."""
 
 from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
@@ -38,26 +38,24 @@ if TYPE_CHECKING:
 
 NETWORK_FILE = "network.pt"
 PARITY_TOLERANCE = 1e-4
-"""Largest difference between the eager and the TorchScript embedding of an image. Rounding differs
-by about 1e-7."""
+"""Largest difference of a coordinate. Rounding differs by about 1e-7."""
 PARITY_IMAGES = 256
 PARITY_SPLITS: tuple[Split, ...] = ("query", "gallery")
 T = TypeVar("T")
 
 
 class ExportedNetwork(Frozen):
-    """`DESCRIPTION_FILE`: the input, output and parity of the TorchScript file next to it."""
+    """The input, output and parity of the TorchScript file beside this description."""
 
     remedy = "run the export step again"
 
     sha256: str
     identity: str
-    """Key of the cached vectors: the sha256 of the weights, architecture and code. The sha256 of
-    the file cannot be the key, because torch writes the same network as a different file in each
-    process. The key of a frozen network covers only the backbone, whose features are cached."""
+    """Key of the cached vectors: the sha256 of weights, architecture and code. torch writes the
+    same network as a different file in each process, so the file's sha256 cannot be the key. For a
+    frozen network, it covers only the backbone, whose features are cached."""
     features_dim: int = 0
-    """Number of dimensions of a frozen network's cached features, or 0 if the cache has
-    embeddings."""
+    """Dimensions of a frozen network's cached features. 0: the cache has embeddings."""
     input: Literal["uint8 NCHW, 0..255"] = "uint8 NCHW, 0..255"
     embedding_dim: int
     preprocessing: Preprocessing
@@ -68,13 +66,12 @@ class ExportedNetwork(Frozen):
     backbone: str = "compact"
     frozen: bool = False
     pretrained_sha256: str | None = None
-    """sha256 of the pretrained weights file, as in `evernear.embedding.artifact.TrainedNetwork`."""
+    """sha256 of the pretrained weights file."""
     training_warnings: tuple[str, ...] = ()
     training: dict[str, JsonValue]
-    """The ``train.*`` settings that the network was trained with."""
+    """The ``train.*`` settings of its training."""
 
     def summary(self) -> str:
-        """The parity of the TorchScript file with the eager network."""
         images = quantity(self.parity_images, "image")
         return f"TorchScript within {self.parity_max_abs_difference:.1e} of eager on {images}"
 
@@ -83,9 +80,9 @@ class CenteredNetwork(nn.Module):
     """A network whose unit vectors are centered and normalized again (Wang et al. 2019,
     arXiv:1911.04623).
 
-    ArcFace separates classes by angle, but lets all classes share a direction. Images of unseen
-    classes lie in this direction as well. Without the shared direction, images of unseen classes
-    are farther from the known classes (docs/decisions/0008-unknown-images.md).
+    ArcFace separates classes by angle, but lets them share a direction, in which images of unseen
+    classes lie as well. Without it, they are farther from the known classes
+    (docs/decisions/0008-unknown-images.md).
     """
 
     def __init__(self, network: EmbeddingNetwork, center: Tensor) -> None:
@@ -101,17 +98,15 @@ class CenteredNetwork(nn.Module):
 
 @torch.inference_mode()
 def center(network: EmbeddingNetwork, dataset: Dataset, exclude_labels: Collection[str]) -> CenteredNetwork:
-    """Center ``network`` on the mean of the gallery's class means, without ``exclude_labels``."""
+    """Center ``network`` on the mean of the gallery's class means."""
     images = TrainingImages(dataset, frozenset(exclude_labels))
     vectors = ((network.eval()(pixels), classes) for pixels, classes in images.gallery())
     return CenteredNetwork(network, class_center(vectors, images.classes)).eval()
 
 
 def class_center(batches: Iterable[tuple[Tensor, Tensor]], classes: int) -> Tensor:
-    """The mean (D,) of the class means of ``batches`` of vectors (N, D) and class numbers (N,).
-
-    A mean over images would follow the largest class.
-    """
+    """The mean (D,) of the class means of ``batches`` of vectors (N, D) and class numbers (N,). A
+    mean over images would follow the largest class."""
     counts, sums = torch.zeros(classes), torch.zeros(0)
     for vectors, numbers in batches:
         sums = sums if len(sums) else torch.zeros(classes, vectors.shape[1])
@@ -122,8 +117,7 @@ def class_center(batches: Iterable[tuple[Tensor, Tensor]], classes: int) -> Tens
 
 
 class _Exportable(NamedTuple):
-    """A centered network, the key of its cached vectors, and images (N, C, H, W) with their
-    embeddings (N, D)."""
+    """A centered network, its vectors' cache key, and images (N, C, H, W) with their vectors."""
 
     network: nn.Module
     identity: str
@@ -167,8 +161,7 @@ def _frozen(
 def centered_head(
     network: EmbeddingNetwork, features: "FrozenFeatures", dataset: Dataset, exclude_labels: frozenset[str]
 ) -> "FrozenHead":
-    """The head of a frozen ``network``, centered with ``features`` as `center` centers a
-    network."""
+    """The head of a frozen ``network``, centered like `center` with cached ``features``."""
     from evernear.embedding.frozen_backbone import FrozenHead
 
     head, images = FrozenHead(network).eval(), TrainingImages(dataset, exclude_labels)
@@ -185,20 +178,13 @@ def export_network(
     on_images: OnImages | None = None,
     tolerance: float = PARITY_TOLERANCE,
 ) -> ExportedNetwork:
-    """Center the network of ``trained_dir``, and write it to ``out_dir`` as TorchScript.
+    """Center the network of ``trained_dir``, and write it and its description to ``out_dir``.
 
-    The description of the network is written next to it. Parity is the largest absolute difference
-    of any coordinate between the eager network and the file as it will be served (read back and
-    frozen). The difference is measured on images of the query split, or of the gallery split if the
-    query split is empty. The features of a frozen network come from ``store`` if they are cached
-    there, so the parity check covers the cached features. ``on_images`` is called as features are
-    computed.
-
-    Raises:
-        TrainingError: the difference exceeds ``tolerance`` or is not a number.
-            Nothing is written.
-        IntegrityError: ``trained_dir`` has no trained network,
-            or the network takes images of a different shape.
+    Parity is the largest absolute difference of any coordinate between the eager network and the
+    file as it is served (read back and frozen), on images of the query split, or of the gallery if
+    that is empty. Cached features of a frozen network come from ``store``, so the check covers
+    them. Nothing is written if the difference exceeds ``tolerance`` or is NaN. ``on_images`` is
+    called as features are computed.
     """
     trained, uncentered = load_trained(trained_dir)
     if trained.architecture.shape != dataset.shape:
@@ -244,20 +230,11 @@ def export_network(
 
 
 def describe_network(directory: Path) -> ExportedNetwork:
-    """Read the description that `export_network` wrote.
-
-    Raises:
-        IntegrityError: the description is missing or invalid.
-    """
     return ExportedNetwork.load(directory / DESCRIPTION_FILE)
 
 
 def training_dataset(network_dir: Path, dataset: Dataset, store: Store) -> Dataset:
-    """The snapshot that a network was trained on: ``dataset``, or an earlier snapshot of it.
-
-    Raises:
-        IntegrityError: the store no longer has the snapshot.
-    """
+    """The snapshot that a network was trained on: ``dataset``, or an earlier snapshot of it."""
     digest = describe_network(network_dir).dataset_digest
     snapshot = dataset if digest == dataset.digest else Dataset.find(store, dataset.manifest.name, digest)
     if snapshot is None:
@@ -269,41 +246,30 @@ def training_dataset(network_dir: Path, dataset: Dataset, store: Store) -> Datas
 
 
 def untrained_classes(network_dir: Path, dataset: Dataset, store: Store, classes: ClassSettings) -> frozenset[str]:
-    """The labels of ``dataset`` without images in the snapshot that the network was trained on.
-
-    Raises:
-        IntegrityError: the store no longer has the snapshot.
-    """
+    """The labels of ``dataset`` without images in the snapshot that the network was trained on."""
     counts = training_dataset(network_dir, dataset, store).manifest.label_counts("train")
     trained = classes.current_labels(label for label, count in counts.items() if count)
     return frozenset(dataset.labels).difference(trained)
 
 
 def load_network(network_dir: Path) -> torch.jit.ScriptModule:
-    """Load the network that `export_network` wrote.
-
-    The file is verified against its description. The network maps uint8 images (N, C, H, W) to unit
-    vectors (N, D) of float32.
+    """Load what `export_network` wrote. It maps uint8 images (N, C, H, W) to unit vectors (N, D).
 
     Raises:
-        IntegrityError: the file is missing, is not TorchScript,
-            or does not match its description.
+        IntegrityError: the file is missing, is not TorchScript, or differs from its
+            description.
     """
     return load_torchscript(_verified(network_dir))
 
 
 def load_parts(network_dir: Path) -> tuple[torch.jit.ScriptModule, torch.jit.ScriptModule]:
-    """Load a frozen network in two parts: its backbone, and the head on the backbone's features.
-
-    The file is verified as in `load_network`. The backbone is not frozen yet, because it is not
-    needed if all features are cached.
-    """
+    """A frozen network's backbone, and the head on its features. The backbone's parameters are not
+    frozen to constants, because it is not needed if all features are cached."""
     network = read_torchscript(_verified(network_dir))
     return network.backbone, freeze_parameters(network.head)
 
 
 def _verified(network_dir: Path) -> Path:
-    """The path of the network file, after checking that the file matches its description."""
     described, file = describe_network(network_dir), network_dir / NETWORK_FILE
     if not file.is_file() or sha256_file(file) != described.sha256:
         raise IntegrityError(f"{file} is missing or does not match {DESCRIPTION_FILE}; {described.remedy}.")
@@ -312,7 +278,7 @@ def _verified(network_dir: Path) -> Path:
 
 @torch.inference_mode()
 def max_abs_difference(expected: Tensor, scripted: torch.jit.ScriptModule, images: Tensor) -> float:
-    """Largest absolute difference of any coordinate, or NaN if an output is not finite."""
+    """Largest difference of any coordinate. NaN if an output is not finite."""
     return float((expected - scripted(images)).abs().max())
 
 
@@ -331,8 +297,7 @@ def _preprocessing(architecture: Architecture, manifest: Manifest) -> Preprocess
 
 
 def _first(dataset: Dataset, blocks: Callable[[Split], Iterator[T]]) -> T:
-    """The first of the ``blocks`` of the query split, or of the gallery if the query split is
-    empty."""
+    """The first block of the query split, or of the gallery if that is empty."""
     for split in PARITY_SPLITS:
         for block in blocks(split):
             return block

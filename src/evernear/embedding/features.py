@@ -1,7 +1,7 @@
 """Features of a dataset's images from a frozen backbone, computed once and cached in the store.
 
-Training, export, embedding, the probe and the evaluation read the same features. The backbone
-processes each image once, whether in this run or an earlier one.
+Training, export, embedding, the probe and the evaluation share them, so the backbone processes each
+image once, whether in this run or an earlier one.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -26,25 +26,21 @@ from evernear.embedding.timm_member import TimmMember, feature_dim
 from evernear.embedding.torchscript import freeze_parameters
 
 BATCH_SIZE = 32
-"""Number of images in a batch. The backbone splits a batch further to limit memory use."""
+"""The backbone splits a batch further to limit memory use."""
 
 
 class View(NamedTuple):
-    """A variant of each image, such as an augmentation.
-
-    The features of a view are cached beside the features of the plain images.
-    """
+    """A variant of each image, such as an augmentation, whose features are cached separately."""
 
     name: str
-    """The folder in the cache, which consists of letters, digits and hyphens. A different
-    augmentation requires a different name."""
+    """The folder in the cache: letters, digits and hyphens. Each augmentation needs its own."""
     images: Callable[[Block], NDArray[np.uint8]]
     """Maps a block to images of the same shape (N, H, W, C). The result must depend on each image
-    alone and not on its block, so seed random augmentation with the image's digest."""
+    alone, not on its block, so seed random augmentation with its digest."""
 
 
 class FrozenFeatures:
-    """The features of one backbone. Without a store, each call computes them."""
+    """Without a store, each call computes the features."""
 
     def __init__(
         self,
@@ -60,12 +56,8 @@ class FrozenFeatures:
         self._counted: set[tuple[Split, str]] = set()
 
     def blocks(self, dataset: Dataset, split: Split, view: View | None = None) -> Iterator[tuple[Block, Vectors]]:
-        """Yield the blocks of ``split`` in the dataset's order, with the features (N, F) of their
-        images.
-
-        ``on_images`` is called only the first time that a view of ``split`` is read, so that the
-        progress does not count images twice.
-        """
+        """Yield the blocks of ``split`` in the dataset's order, with features (N, F). ``on_images``
+        is called only the first time that a view of ``split`` is read."""
         read = split, view.name if view else ""
         on_images = None if read in self._counted else self._on_images
         self._counted.add(read)
@@ -73,7 +65,7 @@ class FrozenFeatures:
         return self._vectors(view, on_images).of(shards)
 
     def of(self, shards: Iterable[ShardBlocks]) -> Iterator[tuple[Block, Vectors]]:
-        """Yield the blocks of ``shards`` with the features (N, F) of their images."""
+        """Yield each block with its features (N, F)."""
         return self._vectors(None, self._on_images).of(shards)
 
     def _vectors(self, view: View | None, on_images: OnImages | None) -> ImageVectors:
@@ -93,8 +85,7 @@ class FrozenFeatures:
     def batches(
         self, dataset: Dataset, split: Split, images: TrainingImages, view: View | None = None
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield the features (N, F) and classes (N,) of ``split``, without the labels that
-        ``images`` excludes."""
+        """Yield the features (N, F) and classes (N,) of ``split``, without excluded labels."""
         for block, features in self.blocks(dataset, split, view):
             classes = images.classes_of(block)
             if (included := classes >= 0).any():
@@ -105,8 +96,7 @@ class FrozenFeatures:
         return freeze_parameters(FrozenBackbone(self._network))
 
     def compute(self, dataset: Dataset, splits: Sequence[Split]) -> None:
-        """Compute the features of ``splits``, so that later steps only read them. Without a store,
-        do nothing."""
+        """Compute the features, so that later steps only read them. Without a store, do nothing."""
         for split in splits if self._store else ():
             for _ in self.blocks(dataset, split):
                 pass
@@ -120,6 +110,6 @@ class HeadEmbedder(NamedTuple):
 
     @torch.inference_mode()
     def embed(self, shards: Iterable[ShardBlocks]) -> Iterator[tuple[Block, Vectors]]:
-        """Yield the blocks of ``shards`` with their embeddings (N, D), unit vectors of float32."""
+        """Yield each block with its embeddings (N, D), unit vectors of float32."""
         for block, features in self.features.of(shards):
             yield block, self.head(torch.from_numpy(features)).numpy()

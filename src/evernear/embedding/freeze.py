@@ -1,5 +1,4 @@
-"""Create the initial network of a training run, or a frozen network whose backbone is not
-trained."""
+"""Create a training run's initial network, or a network whose backbone is not trained."""
 
 import math
 from pathlib import Path
@@ -22,20 +21,13 @@ if TYPE_CHECKING:  # timm takes seconds to import
     from evernear.embedding.timm_member import TimmMember
 
 MAX_IMAGES_OF_START = 20_000
-"""Maximum number of images for which training of a pretrained network starts from a trained head.
-With more images, one pass over all images takes too long on a CPU, and a random last layer learns
-fast enough."""
+"""Maximum number of images for which the training of a pretrained network starts from a trained
+head. With more, one pass takes too long on a CPU, and a random last layer learns fast enough."""
 
 
 def choose_architecture(dataset: Dataset, recipe: Recipe) -> Architecture:
-    """Choose the architecture for ``dataset``. If ``train.weights`` is set, the architecture
-    includes the preprocessing of the pretrained weights.
-
-    Each channel's standard deviation has a lower bound, because the channel may have no contrast.
-
-    Raises:
-        TrainingError: ``train.backbone`` is unknown or does not fit the other settings.
-    """
+    """With ``train.weights``, the architecture includes the weights' preprocessing. Each channel's
+    standard deviation has a lower bound, because the channel may have no contrast."""
     options = _timm_options(dataset, recipe)
     if "mean" not in options:
         mean, std = dataset.mean_std("train")
@@ -51,7 +43,6 @@ def choose_architecture(dataset: Dataset, recipe: Recipe) -> Architecture:
 
 
 def _embedding_dim(recipe: Recipe) -> int:
-    """``train.embedding_dim``, or the default rounded up to a multiple of the number of members."""
     default = 256 if recipe.weights else 128
     return recipe.embedding_dim or math.ceil(default / recipe.members) * recipe.members
 
@@ -80,15 +71,7 @@ def _timm_options(dataset: Dataset, recipe: Recipe) -> dict[str, Any]:
 
 
 def initialize(network: EmbeddingNetwork, architecture: Architecture, recipe: Recipe, dataset: Dataset) -> str | None:
-    """Load the pretrained weights of ``recipe`` into ``network``, and return the sha256 of the
-    weights file.
-
-    The dataset's store may contain a copy of the weights. See `evernear.embedding.weights`.
-
-    Raises:
-        TrainingError: the weights cannot be read or belong to a different architecture.
-        StoreError: the weights cannot be fetched.
-    """
+    """Load the pretrained weights of ``recipe``, and return the sha256 of their file."""
     if not recipe.weights:
         return None
     from evernear.embedding.backbone import load_weights
@@ -101,10 +84,7 @@ def initialize(network: EmbeddingNetwork, architecture: Architecture, recipe: Re
 
 
 class Pretrained(NamedTuple):
-    """A pretrained network whose backbone does not change.
-
-    The last layer, an affine map of the features, is not fitted yet.
-    """
+    """Its backbone does not change, and its last layer is not fitted yet."""
 
     network: EmbeddingNetwork
     architecture: Architecture
@@ -113,20 +93,13 @@ class Pretrained(NamedTuple):
 
     @property
     def member(self) -> "TimmMember":
-        """The only member of the network."""
         return cast("TimmMember", self.network.members[0])
 
 
 def open_pretrained(
     dataset: Dataset, recipe: Recipe, store: Store | None = None, on_images: OnImages | None = None
 ) -> Pretrained:
-    """Load the pretrained network that ``recipe`` selects. If ``store`` is given, the features are
-    cached in the store.
-
-    Raises:
-        TrainingError: as for `choose_architecture` and `initialize`.
-        StoreError: the weights cannot be fetched.
-    """
+    """Load the pretrained network of ``recipe``. Its features are cached in ``store``."""
     from evernear.embedding.features import FrozenFeatures
 
     torch.manual_seed(recipe.seed)
@@ -145,9 +118,8 @@ def fit_last_layer(
 ) -> "Head | None":
     """Fit the last layer to the train split.
 
-    The last layer is a trained head if `evernear.embedding.head.compare` accepts the head.
-    Otherwise, or if ``recipe.frozen`` is set, the last layer is a whitening map. Return the trained
-    head, even if the head is not used, or None if no head was trained.
+    It is a trained head if `evernear.embedding.head.compare` accepts one. Otherwise, or with
+    ``recipe.frozen``, it is a whitening map. Returns the trained head even if it is not used.
     """
     from evernear.embedding.head import train_head, whitening_for
 
@@ -168,12 +140,7 @@ def freeze(
 ) -> TrainingResult:
     """Write a network with a frozen backbone to ``out_dir``, in the format of a trained network.
 
-    If ``store`` is given, the features of all splits are computed and cached in the store, so that
-    later steps only read the features.
-
-    Raises:
-        TrainingError: as for `open_pretrained`, or there are too few images.
-        StoreError: the weights cannot be fetched or ``out_dir`` cannot be written.
+    With ``store``, the features of all splits are cached there, so that later steps only read them.
     """
     from evernear.embedding.timm_member import whitening_of
 

@@ -1,8 +1,7 @@
-"""A network that consists of a frozen backbone and a head on the backbone's features.
+"""A frozen backbone and a head on its features.
 
-The features do not depend on the head. The backbone and the head are separate modules of the
-exported TorchScript file, so every head on the same backbone can reuse the features of earlier
-runs.
+They are separate modules of the exported TorchScript file. The features do not depend on the head,
+so every head on the same backbone can reuse those of earlier runs.
 """
 
 from typing import cast
@@ -18,8 +17,7 @@ from evernear.embedding.timm_member import TimmMember, whitening_of
 
 
 class FrozenBackbone(nn.Module):
-    """Maps images (N, C, H, W) with uint8 or float values in 0..255 to a pretrained backbone's
-    features (N, F)."""
+    """Maps images (N, C, H, W), uint8 or float in 0..255, to features (N, F)."""
 
     def __init__(self, network: EmbeddingNetwork) -> None:
         super().__init__()
@@ -33,7 +31,7 @@ class FrozenBackbone(nn.Module):
         self.max_batch_size = network.max_batch_size
 
     def forward(self, images: Tensor) -> Tensor:
-        """The features (N, F) of ``images``. A large batch is split to limit memory use."""
+        """Features (N, F). A large batch is split to limit memory use."""
         return torch.cat([self.features(part) for part in images.split(self.max_batch_size)])
 
     def features(self, images: Tensor) -> Tensor:
@@ -44,7 +42,7 @@ class FrozenBackbone(nn.Module):
 
 
 class FrozenHead(nn.Module):
-    """Maps features (N, F) to unit vectors (N, D) that are centered as in
+    """Maps features (N, F) to unit vectors (N, D), centered like
     `evernear.embedding.export.CenteredNetwork`."""
 
     def __init__(self, network: EmbeddingNetwork) -> None:
@@ -54,15 +52,11 @@ class FrozenHead(nn.Module):
         self.center: Tensor
 
     def forward(self, features: Tensor) -> Tensor:
-        """Embed ``features`` (N, F) as unit vectors (N, D)."""
         return F.normalize(F.normalize(self.standardize(features)) - self.center)
 
 
 class FrozenNetwork(nn.Module):
-    """The exported form of a backbone and a head.
-
-    `evernear.embedding.export.load_parts` reads the backbone and the head from the exported file.
-    """
+    """The exported form of both, read by `evernear.embedding.export.load_parts`."""
 
     def __init__(self, backbone: FrozenBackbone, head: FrozenHead) -> None:
         super().__init__()
@@ -70,15 +64,11 @@ class FrozenNetwork(nn.Module):
         self.head = head
 
     def forward(self, images: Tensor) -> Tensor:
-        """Map ``images`` (N, C, H, W) with uint8 or float values in 0..255 to unit vectors (N,
-        D)."""
+        """Embed ``images`` (N, C, H, W), uint8 or float in 0..255, as unit vectors (N, D)."""
         return self.head(self.backbone(images))
 
 
 def backbone_identity(network: EmbeddingNetwork, architecture: Architecture) -> str:
-    """Key of the cached features.
-
-    Features depend on the weights, the input size, the normalization and this module.
-    """
+    """Key of the features, which depend on weights, input size, normalization and this module."""
     described = architecture.model_dump_json(include={"shape", "backbone", "input"})
     return network_identity(FrozenBackbone(network), described, __name__)

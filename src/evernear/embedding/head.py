@@ -1,7 +1,7 @@
 """A linear head on the features of a pretrained backbone that does not change.
 
 The features of the training images, plain and in a few augmented views, are computed once and
-cached. A training step on features takes milliseconds, so the head is trained in seconds.
+cached. A training step on them takes milliseconds.
 """
 
 import math
@@ -34,28 +34,23 @@ from evernear.embedding.timm_member import TimmMember, Whitening
 DROPOUT = 0.5
 """Share of the features that a training step ignores."""
 MAX_BYTES = 2**30
-"""Maximum size of the training features, which are held in memory. If the features of all images
-exceed this size, only every nth image is used."""
+"""Maximum size of the training features in memory. Beyond it, only every nth image is used."""
 COMPARED_IMAGES = 16_384
-"""Maximum number of images from each split for the comparison with whitened features."""
+"""Maximum number of images of each split in the comparison with whitened features."""
 MAX_LOSS_ERRORS = 1.645
-"""Number of standard errors by which a head may be worse than whitened features. Without augmented
-views, the head must be better by this number of standard errors. The comparison is a one-sided test
-at the 5% significance level."""
+"""Standard errors by which a head may be worse than whitened features. Without augmented views, it
+must be better by as many. A one-sided test at the 5% level."""
 HEAD_SHARE = 0.5
-"""Share of a trained head in the similarity of two embeddings. The rest is the similarity of the
-whitened features. On four sets of photographs, half of each is more accurate than a head alone
+"""Share of the head in the similarity of two embeddings. The rest is the whitened features'. On
+four sets of photographs, half of each beats a head alone
 (docs/decisions/0030-pretrained-weights.md)."""
 OnHeadStep = Callable[[int, int], None]
-"""Called after each training step with the number of completed steps and the total number of
-steps."""
+"""Called after each training step with the completed and the total number of steps."""
 
 
 class LinearHead(nn.Module):
-    """Maps whitened features (N, F) to unit vectors (N, D).
-
-    The initial map is a rotation, which preserves the angles between features.
-    """
+    """Maps whitened features (N, F) to unit vectors (N, D). The initial map is a rotation, which
+    preserves the angles between features."""
 
     def __init__(self, features: int, dim: int) -> None:
         super().__init__()
@@ -64,7 +59,6 @@ class LinearHead(nn.Module):
         nn.init.orthogonal_(self.project.weight)
 
     def forward(self, features: Tensor) -> Tensor:
-        """Embed ``features`` (N, F)."""
         return F.normalize(self.project(self.dropout(features)))
 
 
@@ -72,16 +66,12 @@ class HeadExamples(NamedTuple):
     """Whitened features of length sqrt(F) that replace the train split's images."""
 
     features: NDArray[np.float32]
-    """An array (V + 1, N, F) with the features of the plain images, followed by the features of
-    each of the V augmented views."""
+    """(V + 1, N, F): the features of the plain images, then of each of the V augmented views."""
     classes: NDArray[np.int64]
-    """The class of each image, as an array (N,)."""
+    """Class numbers (N,)."""
 
     def batches(self, batch_size: int, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Indefinitely yield shuffled batches of features (N, F) and classes (N,).
-
-        The features of each image come from a random view.
-        """
+        """Indefinitely yield shuffled features (N, F), each of a random view, and classes (N,)."""
         rng, order = np.random.default_rng(seed), np.empty(0, np.int64)
         while True:
             while len(order) < batch_size:
@@ -92,13 +82,10 @@ class HeadExamples(NamedTuple):
 
 
 class Head(NamedTuple):
-    """A trained head."""
-
     map: Whitening
-    """The whitening and the head's map, combined into one map that a network applies to
-    features."""
+    """The whitening and the head's map in one, which a network applies to features."""
     centers: Tensor
-    """The class centers, as a tensor (C, D)."""
+    """Class centers (C, D)."""
     test: HeadTest
     warnings: tuple[str, ...]
 
@@ -118,13 +105,11 @@ def train_head(
     recipe: Recipe,
     on_step: OnHeadStep | None = None,
 ) -> Head:
-    """Train a head on the train split, and compare the head with whitened features on the gallery
-    split.
+    """Train a head on the train split, and compare it with whitened features on the gallery split.
 
-    The head's map is the trained projection beside the whitened features. If
-    ``recipe.embedding_dim`` is set, it is the projection alone, which has that dimension.
-
-    If ``recipe.minutes`` is set, views that cannot be computed within this time are left out.
+    Its map is the projection beside the whitened features or, with ``recipe.embedding_dim``, the
+    projection alone, which has that dimension. Views that cannot be computed within
+    ``recipe.minutes`` are left out.
     """
     end_s = time.monotonic() + recipe.minutes * 60 if recipe.minutes else math.inf
     whitening = whitening_for(features, dataset, images)
@@ -139,8 +124,8 @@ def train_head(
     projection = layer.project.weight.detach()
     weight = projection if recipe.embedding_dim else beside_whitened(projection, examples)
     test = compare(weight, whitening, examples, features.batches(dataset, "gallery", images))
-    # The folded map omits the normalization between whitening and projection. The length of the
-    # whitened features does not matter, because the network normalizes its output to unit vectors.
+    # Without the normalization between whitening and projection: the length of the whitened
+    # features does not matter, because the network normalizes its output.
     folded = Whitening(features.dim, len(weight))
     folded.mean.copy_(whitening.mean)
     folded.matrix.copy_(whitening.matrix @ weight.T)
@@ -153,11 +138,10 @@ def train_head(
 
 @torch.no_grad()
 def beside_whitened(projection: Tensor, examples: HeadExamples) -> Tensor:
-    """A map (F + D, F) of whitened features to these features followed by their ``projection`` (D,
-    F).
+    """A map (F + D, F) of whitened features to these, followed by their ``projection`` (D, F).
 
-    Both parts are scaled so that the similarity of two embeddings is, for features of average
-    length, the mean of both parts' similarities, weighted by `HEAD_SHARE`.
+    Both parts are scaled so that, for features of average length, the similarity of two embeddings
+    is the mean of the parts' similarities, weighted by `HEAD_SHARE`.
     """
     plain = torch.from_numpy(examples.features[0])
     scale = plain.norm(dim=1).mean() / (plain @ projection.T).norm(dim=1).mean()
@@ -173,11 +157,8 @@ def read_examples(
     recipe: Recipe,
     end_s: float = math.inf,
 ) -> HeadExamples:
-    """Compute the features of the train split for the plain images and for ``recipe.views``
-    augmented views.
-
-    No view is started once ``time.monotonic()`` exceeds ``end_s``.
-    """
+    """Compute the features of the train split, plain and in ``recipe.views`` views. No view is
+    started once ``time.monotonic()`` exceeds ``end_s``."""
     mirror = dataset.shape[2] == 3  # color images are mostly photographs
     views = [
         View(view_name(number, mirror), partial(augment_block, view=number, mirror=mirror))
@@ -206,13 +187,11 @@ def compare(
 ) -> HeadTest:
     """Compare whitened features mapped by ``weight`` (D, F) with whitened features.
 
-    Both kinds of features are used to classify each gallery image by the nearest plain training
-    image. The head is used unless it is significantly worse than whitened features (McNemar 1947,
-    "Note on the sampling error of the difference between correlated proportions or percentages").
-    On a small gallery, a difference of a few images is luck. On most photographs, the head is
-    better than whitened features (docs/decisions/0030-pretrained-weights.md). Without augmented
-    views, the head is usually worse than whitened features, and is used only if it is significantly
-    better.
+    Both classify each gallery image by the nearest plain training image. The head is used unless it
+    is significantly worse (McNemar 1947, "Note on the sampling error of the difference between
+    correlated proportions or percentages"): on a small gallery, a difference of a few images is
+    luck, and on most photographs the head is better (docs/decisions/0030-pretrained-weights.md).
+    Without augmented views, it is usually worse, and is used only if it is significantly better.
     """
     plain, known = torch.from_numpy(examples.features[0][:COMPARED_IMAGES]), examples.classes[:COMPARED_IMAGES]
     maps = [nn.Identity(), lambda rows: rows @ weight.T]
@@ -241,9 +220,8 @@ def compare(
 def start_at_head(module: TrainingModule, head: Head) -> None:
     """Initialize the last layer and the centers of a pretrained ``module`` from a trained head.
 
-    A random head would distort the features at the start of training (Kumar et al. 2022,
-    "Fine-tuning can distort pretrained features and underperform out-of-distribution",
-    arXiv:2202.10054).
+    A random head would distort the features at first (Kumar et al. 2022, "Fine-tuning can distort
+    pretrained features and underperform out-of-distribution", arXiv:2202.10054).
     """
     member = cast(TimmMember, cast(EmbeddingNetwork, module.network).members[0])
     project = cast(nn.Linear, member.project)
@@ -270,8 +248,7 @@ def _train(module: TrainingModule, examples: HeadExamples, recipe: Recipe, on_st
 
 @torch.no_grad()
 def _start_at_class_means(centers: Tensor, layer: LinearHead, examples: HeadExamples) -> None:
-    """Set the class ``centers`` (C, D) to the mean embedding of each class's plain training
-    images."""
+    """Set ``centers`` (C, D) to the mean embedding of each class's plain training images."""
     embeddings = F.normalize(torch.from_numpy(examples.features[0]) @ layer.project.weight.T)
     sums = torch.zeros_like(centers).index_add_(0, torch.from_numpy(examples.classes), embeddings)
     present = sums.norm(dim=1) > 0

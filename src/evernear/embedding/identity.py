@@ -12,8 +12,8 @@ LIBRARIES = ("timm", "torch")
 
 
 def network_identity(network: nn.Module, architecture: str, module: str) -> str:
-    """The sha256 hash of ``architecture``, the parameters and buffers of ``network``, and the code
-    that ``module`` imports."""
+    """The sha256 of ``architecture``, the parameters and buffers of ``network``, and the code that
+    ``module`` imports."""
     sha256 = hashlib.sha256(architecture.encode())
     sha256.update(code_digest(module, LIBRARIES).encode())
     for name, tensor in sorted(network.state_dict().items()):

@@ -1,5 +1,4 @@
-"""Read cached vectors of a dataset's images from the store, and compute missing vectors in parallel
-batches.
+"""Read cached vectors of images from the store, and compute missing ones in parallel batches.
 
 A vector is an embedding, or the features of a frozen backbone (`evernear.embedding.features`).
 """
@@ -22,23 +21,20 @@ from evernear.embedding.data_loader import to_tensor
 from evernear.embedding.embedding_cache import CachedShard, EmbeddingCache, Vectors
 
 ShardBlocks = tuple[Iterator[Block], int]
-"""The blocks of a shard, and the number of images in the shard."""
+"""The blocks of a shard, and its number of images."""
 OnImages = Callable[[int], None]
 """Called with the number of images that were completed since the previous call."""
 
 
 @torch.inference_mode()
 def embed_images(network: nn.Module, images: NDArray[np.uint8]) -> NDArray[np.float32]:
-    """Compute float32 vectors of shape (N, D) for one batch of uint8 images of shape (N, H, W,
-    C)."""
+    """Compute float32 vectors (N, D) for one batch of uint8 images (N, H, W, C)."""
     return network(to_tensor(images)).numpy()
 
 
 class ImageVectors:
-    """Computes the vectors that are not cached, and counts the cached vectors.
-
-    The network is loaded when the first vector must be computed.
-    """
+    """Computes the vectors that are not cached, and counts those that are. The network is loaded
+    when the first must be computed."""
 
     def __init__(
         self,
@@ -49,14 +45,13 @@ class ImageVectors:
     ) -> None:
         self._cache, self._load, self._on_images, self._view = cache, load, on_images, view
         self.reused = 0
-        """Number of vectors that came from the cache."""
+        """Vectors from the cache."""
 
     def load(self) -> None:
-        """Load the network now, before the first vector must be computed."""
         _ = self._network
 
     def of(self, shards: Iterable[ShardBlocks]) -> Iterator[tuple[Block, Vectors]]:
-        """Yield each block of ``shards`` with the block's vectors (N, D)."""
+        """Yield each block with its vectors (N, D)."""
         with one_torch_thread() as threads, ThreadPoolExecutor(threads) as pool:
             for blocks, count in shards:
                 yield from self._of_shard(blocks, count, pool, threads)
@@ -64,10 +59,7 @@ class ImageVectors:
     def _of_shard(
         self, blocks: Iterator[Block], count: int, pool: ThreadPoolExecutor, concurrency: int
     ) -> Iterator[tuple[Block, Vectors]]:
-        """Yield the blocks of a shard in order.
-
-        Up to ``concurrency`` batches are computed while the next batch is read.
-        """
+        """Up to ``concurrency`` batches are computed while the next batch is read."""
         first = next(blocks)
         with self._cache.open_shard(first.digests[0], count) as cached:
             pending: deque[_Batch] = deque()
@@ -84,11 +76,7 @@ class ImageVectors:
                 yield self._finish(pending.popleft(), cached)
 
     def _images(self, block: Block, selected: NDArray[np.bool_]) -> NDArray[np.uint8]:
-        """The images to embed.
-
-        The images are prepared in the calling thread, because views draw from torch's global random
-        number generator.
-        """
+        """Runs in the calling thread, because views draw from torch's global random numbers."""
         if self._view is None:
             return block.images[selected]
         return self._view(Block(block.images[selected], block.labels[selected], block.digests[selected]))
@@ -111,8 +99,7 @@ class ImageVectors:
 
 @dataclass(frozen=True)
 class _Batch:
-    """A block of images, the block's cached vectors, and the pending computation of the other
-    vectors."""
+    """A block, its cached vectors, and the pending computation of the others."""
 
     block: Block
     vectors: Vectors
@@ -122,10 +109,8 @@ class _Batch:
 
 @contextmanager
 def one_torch_thread() -> Generator[int]:
-    """Limit torch to one thread per operation, and yield the previous number of threads.
-
-    One thread is faster for small operations and for concurrent batches.
-    """
+    """Limit torch to one thread per operation, which is faster for small operations and concurrent
+    batches, and yield the previous number."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

@@ -7,41 +7,30 @@ import torch
 from torch import Tensor, nn
 
 INFERENCE_BYTES = 64 * 2**20
-"""Maximum size in bytes of the activations that exist at the same time during inference, per
-embedding thread.
+"""Maximum size of the activations that exist at once during inference, per embedding thread.
 
-A layer's input and output together have at most half that size. glibc returns larger tensors to the
-system after each layer (``M_MMAP_THRESHOLD``, mallopt(3)), and the page faults of the next layer
-can take longer than its computation.
+A layer's input and output are at most half of it. glibc returns larger tensors to the system after
+each layer (``M_MMAP_THRESHOLD``, mallopt(3)), and the page faults of the next layer can take longer
+than its computation.
 """
 TRAINING_BYTES = 2**30
-"""Maximum size in bytes of the activations that a training step on a CPU stores for the backward
-pass."""
+"""Maximum size of the activations that a training step on a CPU stores for the backward pass."""
 GPU_MEMORY_FRACTION = 0.5
-"""Maximum size of a training step's stored activations on a GPU, as a fraction of the GPU's
-memory."""
+"""The same on a GPU, as a fraction of its memory."""
 INFERENCE_FACTOR = 2.0
-"""Memory factor for intermediate results and copies between memory formats, relative to the size of
-a layer's input and output."""
+"""Intermediate results and memory-format copies, relative to a layer's input and output."""
 TRAINING_FACTOR = 2.0
-"""Memory factor for the gradients of activations and for values that layers store in addition to
-their output, relative to the size of the output."""
+"""Gradients of activations and what layers store besides their output, relative to its size."""
 
 
 def inference_batch_size(network: nn.Module, image: Tensor) -> int:
-    """Size of the largest batch that ``network`` may process without gradients.
-
-    ``image`` (1, C, H, W) is an example input.
-    """
+    """The largest batch to process without gradients. ``image`` (1, C, H, W) is an example."""
     largest = max(_layer_bytes(network, image, lambda inputs, output: inputs + output), default=1)
     return max(1, int(INFERENCE_BYTES / (largest * INFERENCE_FACTOR)))
 
 
 def training_batch_size(network: nn.Module, image: Tensor, device: torch.device) -> int:
-    """Size of the largest batch that ``network`` may process with gradients on ``device``.
-
-    ``image`` (1, C, H, W) is an example input.
-    """
+    """The largest batch to process with gradients. ``image`` (1, C, H, W) is an example."""
     limit = TRAINING_BYTES
     if device.type == "cuda":
         limit = int(torch.cuda.get_device_properties(device).total_memory * GPU_MEMORY_FRACTION)
@@ -51,8 +40,7 @@ def training_batch_size(network: nn.Module, image: Tensor, device: torch.device)
 
 @torch.no_grad()
 def _layer_bytes(network: nn.Module, image: Tensor, measure: Callable[[int, int], int]) -> list[int]:
-    """Return ``measure(input bytes, output bytes)`` for each layer when ``network`` processes one
-    image."""
+    """``measure(input bytes, output bytes)`` of each layer when ``network`` processes one image."""
     measured: list[int] = []
 
     def hook(_: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:

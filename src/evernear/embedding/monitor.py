@@ -1,5 +1,4 @@
-"""Measure training on the gallery split, which is the validation set, and act on the
-measurements."""
+"""Measure training on the gallery split, which is the validation set."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -25,8 +24,6 @@ FLIP_TEST_MIN_ERRORS = 8
 
 
 class GalleryMetrics(TypedDict):
-    """The metrics of an `Epoch` that `measure_gallery` returns."""
-
     gallery_loss: float
     gallery_accuracy: float
     gallery_accuracy_error: float
@@ -36,12 +33,11 @@ class GalleryMetrics(TypedDict):
 def measure_gallery(
     module: TrainingModule, batches: Iterable[tuple[Tensor, Tensor]], device: torch.device
 ) -> GalleryMetrics:
-    """Measure the cross-entropy and accuracy of the heads' mean logits, computed without the
-    margin, on batches of the gallery split.
+    """Cross-entropy and accuracy of the heads' mean logits, without the margin.
 
-    The ``batches`` of all processes together make up the gallery split. The standard error of the
-    accuracy is computed as if half a correct and half a wrong prediction were added (the Jeffreys
-    prior), so that the error is not zero if all predictions are correct.
+    The ``batches`` of all processes together make up the gallery split. The standard error adds
+    half a correct and half a wrong prediction (the Jeffreys prior), so it is not zero if all are
+    correct.
     """
     module.eval()
     count, correct, total_loss = 0, 0, 0.0
@@ -62,25 +58,19 @@ def measure_gallery(
 
 
 def choose_flips(history: Sequence[Epoch]) -> tuple[Flip, ...]:
-    """The flips that augment the next epoch: those that `measure_flips` found harmless."""
     return tuple(test.direction for epoch in history for test in epoch.flip_tests if test.harmless)
 
 
 def measure_flips(
     module: TrainingModule, images: TrainingImages, device: torch.device, metrics: Epoch
 ) -> tuple[FlipTest, ...]:
-    """Compare a network's accuracy on the mirrored gallery with the accuracy on the original
-    gallery.
+    """Compare the accuracy on the mirrored gallery with that on the original one.
 
-    The network was trained without flips. If the mirror image is as likely as the image itself, as
-    for a photographed dog, the network recognizes both equally well. A mirrored digit is a
-    different symbol, which the network fails to recognize. A flip is harmless if the accuracy above
-    chance falls by no more than the fraction `FLIP_TOLERANCE` plus two standard errors.
-
-    Returns:
-        The tests for both directions. The result is empty while the accuracy is less
-        than `FLIP_TEST_MIN_ERRORS` standard errors above chance, which is too low to
-        compare flips.
+    The network was trained without flips. If the mirror image is as likely as the image, as for a
+    photographed dog, it recognizes both equally well. A mirrored digit is a different symbol. A
+    flip is harmless if the accuracy above chance falls by no more than the fraction
+    `FLIP_TOLERANCE` plus two standard errors. While the accuracy is too low to compare flips
+    (`FLIP_TEST_MIN_ERRORS`), nothing is returned.
     """
     above_chance, error = metrics.gallery_accuracy - images.chance_accuracy, metrics.gallery_accuracy_error
     if above_chance < FLIP_TEST_MIN_ERRORS * error:
@@ -98,8 +88,7 @@ def measure_flips(
 
 
 def collapse_warnings(history: Sequence[Epoch], best_epoch: int, recipe: Recipe) -> tuple[str, ...]:
-    """A warning if the gallery accuracy fell by more than four standard errors after the best
-    epoch."""
+    """A warning if the gallery accuracy fell by over four standard errors after the best epoch."""
     best, last = history[best_epoch - 1], history[-1]
     error = math.hypot(best.gallery_accuracy_error, last.gallery_accuracy_error)
     if best.gallery_accuracy - last.gallery_accuracy <= 4 * error:
@@ -112,7 +101,6 @@ def collapse_warnings(history: Sequence[Epoch], best_epoch: int, recipe: Recipe)
 
 
 def time_warnings(history: Sequence[Epoch]) -> tuple[str, ...]:
-    """A warning if epochs ended early because of ``train.minutes``."""
     shortened = [epoch for epoch in history if epoch.skipped_steps]
     if not shortened:
         return ()
@@ -121,12 +109,7 @@ def time_warnings(history: Sequence[Epoch]) -> tuple[str, ...]:
 
 
 def require_learned(result: TrainingResult, recipe: Recipe) -> None:
-    """Check that the best epoch is better than chance.
-
-    Raises:
-        TrainingError: the epoch's gallery accuracy is at most one standard error above
-            `TrainingResult.chance_accuracy`.
-    """
+    """Raise `TrainingError` if the best epoch is within one standard error of chance."""
     best = result.best
     if best.gallery_accuracy <= result.chance_accuracy + best.gallery_accuracy_error:
         raise TrainingError(

@@ -1,5 +1,3 @@
-"""The Muon optimizer."""
-
 import math
 from collections.abc import Iterable
 from typing import Any
@@ -14,31 +12,24 @@ COEFFICIENTS = [
     (2.8769, -3.1427, 1.2046),
     (2.8366, -3.0525, 1.2012),
 ]
-"""Coefficients of the Newton-Schulz iterations, from Cesista et al. 2025,
+"""Of the Newton-Schulz iterations, from Cesista et al. 2025,
 https://leloykun.github.io/ponder/muon-opt-coeffs/."""
 ADAMW_RMS = 0.2
-"""Root mean square of AdamW's updates, relative to the learning rate, from Liu et al. 2025, section
-2.2."""
+"""RMS of AdamW's updates relative to the learning rate (Liu et al. 2025, section 2.2)."""
 
 
 class Muon(torch.optim.AdamW):
     """Updates weights by orthogonalized momentum (Jordan et al. 2024,
     https://kellerjordan.github.io/posts/muon/).
 
-    The updates have the same root mean square as AdamW's updates (Liu et al. 2025, "Muon is
-    Scalable for LLM Training", arXiv:2502.16982), so both optimizers use the same learning rate and
-    weight decay. Parameter groups whose ``orthogonal`` is false are updated by AdamW.
+    The updates have the root mean square of AdamW's (Liu et al. 2025, "Muon is Scalable for LLM
+    Training", arXiv:2502.16982), so both use the same learning rate and weight decay. AdamW updates
+    groups whose ``orthogonal`` is false. It must be false unless weights have the shape (outputs,
+    inputs, ...). A group's own learning rate overrides ``learning_rate``.
 
-    timm's Muon always computes in bfloat16, which takes 125 times as long as float32 on processors
-    without bfloat16 instructions.
-
-    Args:
-        groups: Parameter groups. ``orthogonal`` is true for weights of shape (outputs,
-            inputs, ...).
-        learning_rate: Learning rate of groups that do not set a learning rate.
-        momentum: Weight of earlier gradients in the gradients' moving average.
-        precision: Data type of training. Updates are computed in bfloat16 if the
-            training precision is bfloat16, otherwise in float32.
+    Updates are computed in bfloat16 if training's ``precision`` is, otherwise in float32. timm's
+    Muon always uses bfloat16, which takes 125 times as long on processors without bfloat16
+    instructions.
     """
 
     def __init__(
@@ -50,7 +41,6 @@ class Muon(torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Update all parameters that have a gradient."""
         for group in self.param_groups:
             if group["orthogonal"]:
                 for weight in group["params"]:

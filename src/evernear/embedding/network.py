@@ -11,29 +11,27 @@ from evernear.embedding.architecture import Architecture
 from evernear.embedding.memory import inference_batch_size
 
 MAX_LAST_GRID = 3
-"""Maximum side length of the last feature map. Stages are added until no side of the feature map
-exceeds this length. The last feature map preserves the positions of features."""
+"""Maximum side of the last feature map, which preserves the positions of features. Stages are added
+until it fits."""
 MAX_FIRST_GRID = 96
-"""Maximum side length of the patch grid. Larger images are split into patches to limit the cost."""
+"""Maximum side of the patch grid. Larger images are split into patches to limit the cost."""
 MAX_WIDTH_FACTOR = 8
-"""Maximum number of channels, as a multiple of the first stage's number of channels. The number of
-channels doubles from stage to stage up to this multiple."""
+"""Maximum number of channels, relative to the first stage's. It doubles from stage to stage."""
 
 
 class EmbeddingNetwork(nn.Module):
-    """Maps uint8 images of shape ``(N, C, H, W)`` to float32 unit vectors of shape
-    ``(N, embedding_dim)``.
+    """Maps uint8 images (N, C, H, W) to float32 unit vectors (N, ``embedding_dim``).
 
-    The first layer normalizes by mean and standard deviation, so callers pass pixel values in
-    0..255, as integers or floats.
+    The first layer normalizes by mean and standard deviation, so pixels are integers or floats in
+    0..255.
 
-    With several members, the network is a deep ensemble (Lakshminarayanan et al. 2017,
-    arXiv:1612.01474), whose members differ only in their initial weights. The members' embeddings
-    are concatenated, so the similarity of two images is the mean of the members' similarities.
+    Several members make a deep ensemble (Lakshminarayanan et al. 2017, arXiv:1612.01474), whose
+    members differ only in their initial weights. Their embeddings are concatenated, so the
+    similarity of two images is the mean of the members' similarities.
 
     With ``Architecture.test_time_flip``, the trained network embeds each image together with its
-    mirror image, as in the evaluation of ArcFace (Deng et al. 2019, arXiv:1801.07698). Embedding
-    the mirror image doubles the embedding time.
+    mirror image, as in the evaluation of ArcFace (Deng et al. 2019, arXiv:1801.07698), which
+    doubles the embedding time.
     """
 
     def __init__(self, architecture: Architecture) -> None:
@@ -46,11 +44,10 @@ class EmbeddingNetwork(nn.Module):
         self.length = math.sqrt(architecture.members)
         self.test_time_flip = architecture.test_time_flip
         self.max_batch_size = 2**31 - 1
-        """Size above which a batch is split outside training to limit memory use."""
+        """Larger batches are split outside training to limit memory use."""
 
     def forward(self, images: Tensor) -> Tensor:
-        """Map ``images`` (N, C, H, W) with uint8 or float values in 0..255 to unit vectors (N,
-        embedding_dim)."""
+        """Embed ``images`` (N, C, H, W), uint8 or float in 0..255, as unit vectors (N, D)."""
         if self.training:
             return self.embed(images)
         return torch.cat([self.embed_trained(part) for part in images.split(self.max_batch_size)])
@@ -71,16 +68,16 @@ class EmbeddingNetwork(nn.Module):
 class _Member(nn.Module):
     """A convolutional network that maps normalized pixels to unit vectors.
 
-    A stage consists of two 3x3 convolutions and a 2x2 max-pooling, as in VGG (Simonyan and
-    Zisserman 2014, arXiv:1409.1556), with batch normalization. The first stage, which has the most
-    pixels, has one convolution. The network has at least two stages, and more stages if necessary
-    to reach `MAX_LAST_GRID`. Pooling precedes normalization and activation, so that both process
-    only a quarter of the values.
+    A stage is two 3x3 convolutions and a 2x2 max-pooling, as in VGG (Simonyan and Zisserman 2014,
+    arXiv:1409.1556), with batch normalization. The first, which has the most pixels, has one
+    convolution. There are at least two stages, and more if necessary to reach `MAX_LAST_GRID`.
+    Pooling comes before normalization and activation, which then process only a quarter of the
+    values.
 
     For color images, convolutions are initialized to the identity as far as their channels allow,
-    and the activation is GELU (both as in airbench94, Jordan 2024, arXiv:2404.00498). The identity
-    initialization and GELU raise the accuracy on CIFAR-10 after five epochs of 20,000 images from
-    74.1% to 77.4%. On digits, the accuracy does not improve.
+    and the activation is GELU (both as in airbench94, Jordan 2024, arXiv:2404.00498). This raises
+    the accuracy on CIFAR-10 after five epochs of 20,000 images from 74.1% to 77.4%, but not on
+    digits.
     """
 
     def __init__(self, architecture: Architecture) -> None:
@@ -111,7 +108,7 @@ class _Member(nn.Module):
 
 
 MEMBERS: dict[str, type[nn.Module]] = {"compact": _Member}
-"""Networks by backbone name. All other backbone names are timm models."""
+"""By backbone name. All other names are timm models."""
 
 
 def _build_member(architecture: Architecture) -> nn.Module:
@@ -123,7 +120,7 @@ def _build_member(architecture: Architecture) -> nn.Module:
 
 
 def build_network(architecture: Architecture) -> EmbeddingNetwork:
-    """Build a network with random weights, in channels-last memory format."""
+    """With random weights, in channels-last memory format."""
     network = EmbeddingNetwork(architecture)
     height, width, channels = architecture.shape
     network.max_batch_size = inference_batch_size(network, torch.zeros((1, channels, height, width), dtype=torch.uint8))
@@ -135,7 +132,7 @@ def _per_channel(values: tuple[float, ...]) -> Tensor:
 
 
 def choose_patch(height: int, width: int) -> int:
-    """Side length of the patches, in pixels, for images of ``height`` x ``width`` pixels."""
+    """Side of the patches, in pixels, for images of ``height`` x ``width`` pixels."""
     patch = 1
     while min(height, width) / patch >= MAX_FIRST_GRID:
         patch *= 2
@@ -152,8 +149,7 @@ def _convolution(inputs: int, outputs: int, stride: tuple[int, int] = (1, 1), *,
 
 
 class _PadToMultiple(nn.Module):
-    """Pads images on the right and bottom with zeros, the mean color, to a multiple of ``multiple``
-    pixels."""
+    """Pads right and bottom with zeros, the mean color, to a multiple of ``multiple`` pixels."""
 
     def __init__(self, multiple: int) -> None:
         super().__init__()

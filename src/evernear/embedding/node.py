@@ -1,11 +1,9 @@
-"""A node of a multi-node training run: ``python -m evernear.embedding.node STORE RUN``, the command
-of a TrainJob.
+"""A node of multi-node training: ``python -m evernear.embedding.node STORE RUN`` in a TrainJob.
 
-The train step writes the `NodeTask` of the run to the store, and reads each node's `NodeLog` from
-the store. The result of training is the last checkpoint. If one node is lost, the processes on the
-other nodes exit. The JobSet then restarts all nodes, which resume from the last checkpoint. A
-`TrainingError`, such as a loss that is not finite, would recur after a restart. The exit code of a
-`TrainingError` therefore ends the TrainJob (``podFailurePolicy`` in
+The train step writes the run's `NodeTask` to the store, and reads each node's `NodeLog` from there.
+The result is the last checkpoint. If one node is lost, the processes on the others exit, and the
+JobSet restarts all, which resume from the last checkpoint. A `TrainingError`, such as a loss that
+is not finite, would recur, so its exit code ends the TrainJob (``podFailurePolicy`` in
 ``deploy/components/multi-node-training``).
 """
 
@@ -33,8 +31,7 @@ LOG_MAX_LINES = 200
 
 
 class NodeTask(Frozen):
-    """The training task that the nodes of a run share:
-    ``runs/<run>/nodes/task.json``."""
+    """What the nodes of a run share: ``runs/<run>/nodes/task.json``."""
 
     dataset: str
     digest: str
@@ -42,28 +39,24 @@ class NodeTask(Frozen):
 
 
 class NodeLog(Frozen):
-    """The progress of one node, including restarts:
-    ``runs/<run>/nodes/<rank>.json``."""
+    """The progress of one node, including restarts: ``runs/<run>/nodes/<rank>.json``."""
 
     lines: tuple[str, ...] = ()
     epochs: tuple[Epoch, ...] = ()
-    """The epochs since the last restart. Only the first node reports epochs."""
+    """Since the last restart. Only the first node reports epochs."""
 
     @staticmethod
     def of(record: RunRecord, rank: int) -> "NodeLog":
-        """The log of node ``rank``, which is empty before the node starts."""
+        """Empty before the node starts."""
         return record.find(f"nodes/{rank}", NodeLog) or NodeLog()
 
 
 class _Logger:
-    """Prints lines and adds them to a node's log."""
-
     def __init__(self, record: RunRecord, rank: int) -> None:
         self._record, self._rank = record, rank
         self._log = NodeLog.of(record, rank).model_copy(update={"epochs": ()})
 
     def write(self, text: str, *epochs: Epoch) -> None:
-        """Add the lines of ``text`` and the finished ``epochs`` to the log."""
         print_line(text)
         lines = (*self._log.lines, *(f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ} {line}" for line in text.splitlines()))
         self._log = NodeLog(lines=lines[-LOG_MAX_LINES:], epochs=(*self._log.epochs, *epochs))
@@ -71,12 +64,7 @@ class _Logger:
 
 
 def run_node(store: Store, run: str, node: distributed.Node) -> None:
-    """Train as ``node``, and log progress and errors to ``store``.
-
-    Raises:
-        EvernearError: as for `evernear.embedding.train.train_network`, or the store has
-            no task for this run.
-    """
+    """Train as ``node``, and log progress and errors to ``store``."""
     record = RunRecord(store, run)
     logger = _Logger(record, node.rank)
     task = record.find(TASK, NodeTask)
@@ -103,7 +91,6 @@ def run_node(store: Store, run: str, node: distributed.Node) -> None:
 
 
 def main() -> int:
-    """Run the node that the environment describes, and return the exit status."""
     mask_streams()
     store_uri, run = sys.argv[1:]
     try:

@@ -1,7 +1,7 @@
-"""The weights file of a package, in this environment and in the store.
+"""A weight package's file, in this environment and in the store.
 
-A package's file is copied to the store, so pods without the package can use it. This module does
-not import torch, which takes seconds.
+It is copied to the store, so pods without the package can use it. This module does not import
+torch, which takes seconds.
 """
 
 from contextlib import suppress
@@ -15,27 +15,14 @@ from evernear.settings.weight_packages import PREFIX, WEIGHTS, WeightPackage, we
 
 
 def store_package(weights: str, store: Store) -> None:
-    """If ``weights`` (``train.weights``) names a weight package, copy the package's file to
-    ``store``.
-
-    Raises:
-        TrainingError: the package is neither installed here nor in the store, or the
-            installed package contains a different file.
-        StoreError: the store cannot be written.
-    """
+    """Copy the file to ``store`` if ``train.weights`` names a weight package."""
     package = weight_package(weights)
     if package and not any(store.list(_key(package))):
         store.put(_key(package), _installed(weights, package))
 
 
 def fetch_package(weights: str, package: WeightPackage, store: Store | None, scratch: Path) -> Path:
-    """The file of ``package``, fetched to ``scratch`` if ``store`` has it, otherwise from this
-    environment.
-
-    Raises:
-        TrainingError: the package is neither in the store nor installed here,
-            or it has a different file.
-    """
+    """The file of ``package``, from ``store`` if it is there, otherwise from this environment."""
     if store:
         with suppress(MissingObjectError):
             return store.fetch(_key(package), scratch / "weights.pth", package.sha256)
@@ -43,7 +30,7 @@ def fetch_package(weights: str, package: WeightPackage, store: Store | None, scr
 
 
 def _installed(weights: str, package: WeightPackage) -> Path:
-    """The file of an installed package, located without importing the package."""
+    """Located without importing the package."""
     name = weights.removeprefix(PREFIX)
     try:
         path = Path(str(distribution(name).locate_file(package.file)))

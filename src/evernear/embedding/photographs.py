@@ -1,10 +1,9 @@
-"""Random augmentation of photographs.
+"""Random augmentation of photographs, determined by image and seed.
 
-Each image is cropped and changed in color or shape. The image may also be mirrored or partly
-erased. After the crop, the "wide" variant of TrivialAugment (Müller and Hutter 2021,
-arXiv:2103.10158), which needs no tuning, applies one random operation with a random strength.
-Rectangles are erased as in Zhong et al. 2017, "Random Erasing Data Augmentation", arXiv:1708.04896.
-An image and a seed determine the result.
+Each image is cropped, and changed in color or shape by one random operation of random strength, the
+"wide" variant of TrivialAugment, which needs no tuning (Müller and Hutter 2021, arXiv:2103.10158).
+It may also be mirrored, or partly erased (Zhong et al. 2017, "Random Erasing Data Augmentation",
+arXiv:1708.04896).
 """
 
 from functools import cache
@@ -21,48 +20,37 @@ from evernear.embedding.data_loader import to_tensor
 AREAS = (0.35, 1.0)
 """Smallest and largest area of a crop, as fractions of the image's area."""
 ERASED_SHARE = 0.25
-"""Share of the images in which a rectangle of 2% to 33% of the image's area is erased."""
+"""Share of the images in which a rectangle of 2% to 33% of the area is erased."""
 ERASED_VALUE = 120
-"""Value of erased pixels, which is about the mean pixel value of photographs."""
+"""About the mean pixel value of photographs."""
 LIBRARIES = ("torch", "torchvision")
 """Libraries whose versions affect the images."""
 
 
 def augment_photographs(images: Tensor, seeds: list[int], mirror: bool, erase: bool = False) -> Tensor:
-    """Augment uint8 ``images`` of shape (N, C, H, W), each with a separate seed.
+    """Augment uint8 ``images`` (N, C, H, W), each with its seed.
 
-    With ``mirror``, about half of the images are mirrored. With ``erase``, a rectangle is erased in
-    about a quarter of the images.
-
-    torchvision draws from the global random number generator, so only one thread may call this
-    function.
+    With ``mirror``, about half are mirrored. With ``erase``, about a quarter lose a rectangle.
+    torchvision draws from the global random number generator, so only one thread may call this.
     """
     augmented = torch.empty_like(images, device="cpu")
     transform = _transform(*images.shape[-2:], mirror, erase)
     with torch.random.fork_rng(devices=[]):
         for row, (image, seed) in enumerate(zip(images.cpu(), seeds, strict=True)):
-            # `torch.manual_seed` also seeds the GPUs, which takes about a millisecond even without
-            # a GPU.
+            # `torch.manual_seed` also seeds the GPUs, which takes a millisecond even without one.
             torch.default_generator.manual_seed(seed)
             augmented[row] = transform(image)
     return augmented.to(images.device)
 
 
 def augment_block(block: Block, view: int, mirror: bool) -> NDArray[np.uint8]:
-    """Augment the images of ``block`` for the view number ``view``, and return an array of shape
-    (N, H, W, C).
-
-    For a given view number, an image is always augmented in the same way.
-    """
+    """The augmented images (N, H, W, C), the same for a given image and ``view``."""
     seeds = [int.from_bytes(digest[:8].tobytes(), "little", signed=True) ^ view for digest in block.digests]
     return augment_photographs(to_tensor(block.images), seeds, mirror).permute(0, 2, 3, 1).numpy()
 
 
 def view_name(view: int, mirror: bool) -> str:
-    """The name under which the features of the augmented ``view`` are cached.
-
-    If the augmentation code changes, the name changes too.
-    """
+    """The name under which ``view`` is cached, which changes with the augmentation code."""
     return f"{code_digest(__name__, LIBRARIES)[:12]}-{'mirrored-' if mirror else ''}{view}"
 
 

@@ -1,12 +1,11 @@
 """Plan training within a time limit.
 
-Based on the speed of this machine, the plan chooses the layers to train, the number of epochs and
-the image size. The plan belongs to a run: its retries and its open-set probe follow the same plan
-even if the machine's speed changes. The plan is also stored beside the checkpoints. A resumed run,
-or a second run on the same images, follows it unless the machine has become clearly faster. A
-schedule that ends at the time limit is better than a schedule that is cut off (Li et al. 2020,
-"Budgeted Training", arXiv:1905.04753). If the machine becomes slower, `Deadline` shortens each
-epoch, so that the schedule is still completed.
+From the speed of this machine, the plan chooses the layers to train, the number of epochs and the
+image size. The retries of a run and its open-set probe follow its plan even if the speed changes.
+The plan is also stored beside the checkpoints: a resumed run, or a second run on the same images,
+follows it unless the machine has become clearly faster. A schedule that ends at the time limit
+beats one that is cut off (Li et al. 2020, "Budgeted Training", arXiv:1905.04753), so if the machine
+becomes slower, `Deadline` shortens each epoch.
 """
 
 import math
@@ -28,50 +27,44 @@ from evernear.settings import TrainSettings
 from evernear.settings.train import Layers
 
 USED_SHARE = 0.9
-"""Share of the time limit that the plan uses. The rest is a margin, because the speed of a machine
-varies."""
+"""Share of the time limit that is planned. The rest is a margin, because the speed varies."""
 START_S = 15.0
-"""Time in seconds for starting the training and probe processes and writing the results."""
+"""Time for starting the training and probe processes and writing the results."""
 HEAD_STEP_S = 0.01
 FASTER = 1.5
-"""Factor by which the machine must have become faster to replace a stored plan."""
+"""How much faster the machine must have become to replace a stored plan."""
 MOST_EPOCHS = 30
-"""Largest number of epochs. More epochs do not help."""
+"""More epochs do not help."""
 FEWEST_EPOCHS = 4
 FEWEST_STEPS = 200
-"""Smallest number of fine-tuning steps."""
+"""Fewest steps of fine-tuning."""
 MOST_REPETITIONS = 4
-"""Maximum number of steps on a small dataset, as a multiple of ``train.min_steps``."""
+"""Maximum steps on a small dataset, as a multiple of ``train.min_steps``."""
 PROBE_DRAWS = 5
-"""Number of probe draws if the backbone is frozen. Each draw holds out a fifth of the classes, so
-every class is held out once."""
+"""Draws of the probe if the backbone is frozen. Each holds out another fifth of the classes."""
 PROBE_SHARE = 0.25
 """Ratio of probe epochs to training epochs."""
 PROBE_SHARE_WITH_MUON = 0.6
-"""With Muon, the ratio of probe epochs to training epochs. Training with Muon is short. After three
-of ten epochs on CIFAR-10, unseen classes are not yet as well separated as after all ten epochs."""
+"""The same with Muon, whose training is short. After three of ten epochs on CIFAR-10, unseen
+classes are not yet as well separated as after all ten."""
 
 
 class Plan(Frozen):
-    """The plan for ``train.minutes``, saved in the record of the run, and as
-    ``checkpoints/<key>/plan.json`` in the store."""
+    """Saved in the record of the run, and as ``checkpoints/<key>/plan.json`` in the store."""
 
     train: Recipe
     probe: Recipe
     sentence: str
-    """One sentence about the plan and its estimated time."""
+    """The plan and its estimated time, for people."""
     probe_s: float | None = None
-    """Time in seconds after which the probe starts no further draw. The value is None if the probe
-    has a single draw, which is limited by the number of steps."""
+    """Time after which the probe starts no further draw. None: it has one, limited by its steps."""
     image_s: float = 0.0
-    """Seconds per image in the first measurement, which `find_plan` compares with the present
-    speed."""
+    """Seconds per image when first measured, which `find_plan` compares with now."""
 
 
 @dataclass(frozen=True)
 class FineTuning:
-    """A way to train a pretrained network. This way is chosen if at least ``fewest_epochs`` epochs
-    fit in the time limit."""
+    """A way to train a pretrained network, chosen if ``fewest_epochs`` fit in the time limit."""
 
     layers: Layers
     size_factor: float
@@ -83,19 +76,18 @@ LADDER = (
     FineTuning("last", 6 / 7, FEWEST_EPOCHS),
     FineTuning("last", 4 / 7, FEWEST_EPOCHS),
 )
-"""Ways to train a pretrained network, best first. If none of these ways fits in the time limit,
-only a head is trained."""
+"""Best first. If none fits in the time limit, only a head is trained."""
 
 
 class Speed(NamedTuple):
-    """The speed of a machine, in seconds per image."""
+    """Seconds per image."""
 
     train_s: float
-    """Seconds per image for a training step at the network's input size."""
+    """For a training step at the network's input size."""
     validate_s: float
-    """Seconds per image for validation on the training device."""
+    """For validation on the training device."""
     embed_s: float
-    """Seconds per image for embedding on the CPU, as in steps other than training."""
+    """For embedding on the CPU, as in steps other than training."""
 
     @property
     def image_s(self) -> float:
@@ -109,13 +101,10 @@ Measure = Callable[[Recipe], Speed]
 def find_plan(dataset: Dataset, settings: TrainSettings, store: Store | None, measure: Measure) -> Plan:
     """The plan for ``settings.minutes``.
 
-    If an earlier run with the same images, settings and code stored a plan, return that plan, so
-    that an interrupted training continues and a finished training is not repeated. If the machine
-    is now `FASTER` times as fast, make a new plan. Otherwise, every run would follow a plan that
-    was made while the machine was busy.
-
-    Raises:
-        SettingsError: the time is too short.
+    A stored plan of an earlier run with the same images, settings and code is followed, so that
+    interrupted training continues and finished training is not repeated. If the machine is now
+    `FASTER` times as fast, a new one is made: a plan made while the machine was busy would
+    otherwise last forever.
     """
     started_s = time.monotonic()
     speed = measure(first_measured(dataset, settings))
@@ -131,15 +120,8 @@ def find_plan(dataset: Dataset, settings: TrainSettings, store: Store | None, me
 
 
 def make_plan(dataset: Dataset, settings: TrainSettings, speed: Speed, measure: Measure, started_s: float) -> Plan:
-    """Plan training that fits in ``settings.minutes`` since ``started_s`` of the monotonic
-    clock.
-
-    ``speed`` is the speed of this machine with the recipe of `first_measured`, and ``measure``
-    returns it for other settings.
-
-    Raises:
-        SettingsError: the time is too short.
-    """
+    """Plan training that fits in ``settings.minutes`` since ``started_s`` of the monotonic clock.
+    ``speed`` was measured with `first_measured`, and ``measure`` measures other recipes."""
     end_s = started_s + (settings.minutes or 0) * 60 * USED_SHARE - START_S
     if settings.weights:
         return _plan_pretrained(dataset, settings, end_s, speed.embed_s, measure)
@@ -149,8 +131,8 @@ def make_plan(dataset: Dataset, settings: TrainSettings, speed: Speed, measure: 
 
 
 def expected_probe_s(recipe: Recipe, probe_epochs: int, dataset: Dataset) -> Callable[[float], float]:
-    """A function that estimates the time of the probe from that of the training. With a frozen
-    backbone, the training has computed the features, and heads remain."""
+    """Estimates the probe's time from the training's. With a frozen backbone, training has computed
+    the features, and only heads remain."""
     images = dataset.count("train")
 
     def steps(epochs: int) -> int:
@@ -166,16 +148,13 @@ def expected_probe_s(recipe: Recipe, probe_epochs: int, dataset: Dataset) -> Cal
 
 
 def first_measured(dataset: Dataset, settings: TrainSettings) -> Recipe:
-    """The recipe that is measured first. For a pretrained network, it is a head."""
+    """For a pretrained network, a head."""
     first = settings.model_copy(update={"layers": "head"}) if settings.weights else settings
     return with_defaults(first, dataset)
 
 
 def _plan_pretrained(dataset: Dataset, settings: TrainSettings, end_s: float, embed_s: float, measure: Measure) -> Plan:
-    """The plan for the first way in `LADDER` that fits. If none fits, the plan is for a head.
-
-    ``train.layers`` may require a specific way.
-    """
+    """The first way in `LADDER` that fits and that ``train.layers`` allows, otherwise a head."""
     of_head = settings.model_copy(update={"layers": "head"})
     recipe, images = first_measured(dataset, settings), dataset.count("train")
     steps = recipe.epochs * steps_per_epoch(recipe, images, min(recipe.batch_size, images))
@@ -188,8 +167,8 @@ def _plan_pretrained(dataset: Dataset, settings: TrainSettings, end_s: float, em
         if not is_demanded and settings.layers:
             continue
         tuned = settings.model_copy(update={"layers": way.layers})
-        # A training step takes at least twice as long as an embedding, so a way that cannot fit is
-        # recognized without measuring a training step.
+        # A training step takes at least twice as long as an embedding, which excludes a way without
+        # measuring one.
         least = Speed(2 * embed_s, embed_s, embed_s)
         shortest_s = _Work.of(dataset, settings, tuned, least, start_s, way.size_factor).shortest_s
         if shortest_s > end_s - time.monotonic() and not is_demanded:
@@ -208,10 +187,7 @@ def _plan_pretrained(dataset: Dataset, settings: TrainSettings, end_s: float, em
 def _plan_head(
     dataset: Dataset, settings: TrainSettings, of_head: TrainSettings, time_s: float, embed_s: float, heads_s: float
 ) -> Plan:
-    """The plan for a head with as many views as fit in ``time_s``.
-
-    If no view fits, the plan uses whitened features.
-    """
+    """A head with as many views as fit in ``time_s``, or whitened features if none does."""
     features_s = sum(dataset.count(split) for split in SPLITS) * embed_s
     if features_s > time_s:
         return _refuse(settings, features_s, time_s)
@@ -223,8 +199,8 @@ def _plan_head(
         what = "whitened features without training, because a head takes longer"
         sentence = _sentence(settings, what, START_S + features_s, is_enough=False)
         return Plan(train=whitened, probe=whitened, sentence=sentence, probe_s=time_s - features_s)
-    # In training, `minutes` limits the time for the train split. The probe only reads the features.
-    # Training and the probe share the spare time, because either may take longer than expected.
+    # In training, `minutes` limits the time for the train split; the probe only reads the features.
+    # Both share the spare time, because either may take longer than expected.
     spare_s = max(0.0, time_s - fixed_s - views * view_s)
     limit_s = ((1 + views) * view_s + spare_s / 2) / USED_SHARE
     chosen = with_defaults(of_head, dataset, views=views, minutes=limit_s / 60)
@@ -237,20 +213,20 @@ def _plan_head(
 
 @dataclass(frozen=True)
 class _Work:
-    """The work of a training run and the run's probe, with the time for each part."""
+    """The work of a training run and its probe, and its duration."""
 
     dataset: Dataset
     settings: TrainSettings
-    """The settings of the user."""
+    """The user's settings."""
     chosen: TrainSettings
     """The user's settings with the layers under consideration."""
     recipe: Recipe
-    """``chosen`` with the defaults filled in, and the image size under consideration."""
+    """``chosen`` with the defaults, and the image size under consideration."""
     fixed_s: float
     step_s: float
     validation_s: float
     pass_steps: int
-    """Number of steps in one pass over the images."""
+    """Steps in one pass over the images."""
 
     @property
     def probe_share(self) -> float:
@@ -258,23 +234,17 @@ class _Work:
 
     @property
     def fewest_steps(self) -> int:
-        """The smallest number of steps.
-
-        With fewer steps, a pretrained network forgets more than it learns, so a head is better.
-        """
+        """With fewer, a pretrained network forgets more than it learns, so a head is better."""
         return FEWEST_STEPS if self.recipe.weights else FEWEST_EPOCHS
 
     @property
     def shortest_s(self) -> float:
-        """The duration of the shortest training that is worthwhile."""
+        """The duration of the shortest worthwhile training."""
         loop_s = FEWEST_EPOCHS * self.validation_s + self.fewest_steps * self.step_s
         return self.fixed_s + (1 + self.probe_share) * loop_s
 
     def plan(self, time_s: float, fewest_epochs: int = 0) -> Plan | None:
-        """The plan for ``time_s`` seconds, or a shorter plan if the full time would not help.
-
-        Return None if the time is too short.
-        """
+        """The plan for ``time_s``, shorter if more would not help, or None if it is too short."""
         usable_s = (time_s - self.fixed_s) / (1 + self.probe_share)
         epochs = int(usable_s / (self.pass_steps * self.step_s + self.validation_s))
         if time_s < self.shortest_s or epochs < fewest_epochs:
@@ -294,7 +264,7 @@ class _Work:
         return Plan(train=train, probe=probe, sentence=sentence)
 
     def _of(self, epochs: int, steps: int) -> Recipe:
-        """The recipe of a training run. Its ``minutes`` limit the loop over epochs."""
+        """``minutes`` limits the loop over epochs."""
         loop_s = steps * self.step_s + epochs * self.validation_s
         return with_defaults(
             self.chosen,
@@ -315,14 +285,14 @@ class _Work:
         start_s: float,
         largest_size: float = 1.0,
     ) -> "_Work":
-        """The work in a training run whose first epoch begins after ``start_s`` seconds. The images
-        of its last epochs have ``largest_size``, relative to the network's input."""
+        """Of a run whose first epoch begins after ``start_s`` seconds, and whose last epochs have
+        images of ``largest_size``, relative to the network's input."""
         recipe = with_defaults(chosen, dataset, size_factor=largest_size)
         images, gallery = dataset.count("train"), dataset.count("gallery")
         batch_size = min(recipe.batch_size, images)
         sizes = [size_factor(recipe.model_copy(update={"epochs": 10}), epoch) for epoch in range(10)]
-        # The probe embeds all splits except the train split, plain and mirrored. Training and the
-        # probe each measure flips once.
+        # The probe embeds all splits except train, plain and mirrored. Training and probe each
+        # measure flips once.
         others = 2 * sum(dataset.count(split) for split in SPLITS[1:]) + 4 * gallery
         return _Work(
             dataset=dataset,
@@ -342,7 +312,6 @@ def _sentence(settings: TrainSettings, what: str, expected_s: float, is_enough: 
 
 
 def _refuse(settings: TrainSettings, shortest_s: float, time_s: float) -> Plan:
-    """Raise an error, because only ``time_s`` remains but training needs ``shortest_s``."""
     minutes = settings.minutes or 0
     needed = math.ceil(minutes * 10 + (shortest_s * 1.2 - time_s) / USED_SHARE / 6) / 10
     raise SettingsError(
@@ -352,10 +321,7 @@ def _refuse(settings: TrainSettings, shortest_s: float, time_s: float) -> Plan:
 
 
 class Deadline:
-    """The time limit of the next epoch, a share of the time that remains for all epochs.
-
-    No epoch uses time that is reserved for a later epoch.
-    """
+    """The time limit of the next epoch, which leaves later epochs their share."""
 
     def __init__(self, recipe: Recipe, history: Sequence[Epoch]) -> None:
         self._end_s = math.inf
@@ -365,5 +331,4 @@ class Deadline:
             self._end_s = time.monotonic() + max(0.0, left_s) * costs[0] / sum(costs)
 
     def is_over(self) -> bool:
-        """Whether the epoch must end."""
         return time.monotonic() > self._end_s

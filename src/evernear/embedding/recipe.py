@@ -17,54 +17,48 @@ from evernear.embedding.network import MEMBERS, EmbeddingNetwork
 from evernear.settings.train import Augment, TrainingChoices, TrainSettings
 
 WARM_UP = 0.2
-"""Fraction of all steps during which the learning rate rises to its peak."""
+"""Fraction of the steps during which the learning rate rises to its peak."""
 MOMENTUM = 0.9
 """Momentum of Muon."""
 MARGIN_WARM_UP = 0.5
-"""Fraction of all steps during which the margin rises from 0 to `TrainSettings.margin`.
-
-With the full margin from the first step, accuracy on images harder than digits stays at chance. The
-annealing of SphereFace (Liu et al. 2017, arXiv:1704.08063) begins without a margin for the same
-reason.
-"""
+"""Fraction of the steps during which the margin rises from 0 to `TrainSettings.margin`. With the
+full margin from the first step, accuracy on images harder than digits stays at chance. SphereFace
+(Liu et al. 2017, arXiv:1704.08063) begins without a margin for the same reason."""
 TOTAL_DECAY = 1.8
 """Default of learning rate x weight decay x steps for Muon and AdamW on color images.
 
-With decoupled weight decay, weights are a moving average of the updates. This default makes the
-length of the average the same fraction of every training run (Wang and Aitchison 2024, "How to set
-AdamW's weight decay as you scale model and dataset size", arXiv:2405.13698). See
-docs/decisions/0018-training.md.
+With decoupled weight decay, weights are a moving average of the updates, and this product makes its
+length the same fraction of every run (Wang and Aitchison 2024, "How to set AdamW's weight decay as
+you scale model and dataset size", arXiv:2405.13698). See docs/decisions/0018-training.md.
 """
 FIRST_SIZE = 5 / 6
-"""Size of the training images in the first epochs of fine-tuning, relative to the last epochs."""
+"""Size of fine-tuning's first training images, relative to the last."""
 FIRST_EPOCHS = 0.6
-"""Share of the epochs with the first size. Training on small images first, and on smaller images
-than in use (Touvron et al. 2019, "Fixing the train-test resolution discrepancy", arXiv:1906.06423),
-is faster and better than training at one size."""
+"""Share of the epochs with the first size. Training on small images first, and on smaller ones than
+in use, is faster and better than at one size (Touvron et al. 2019, "Fixing the train-test
+resolution discrepancy", arXiv:1906.06423)."""
 EMA_DECAY = 0.99
-"""Largest decay of the weight average."""
+"""Largest decay per step of the weight average."""
 EMA_SHARE = 1 / 15
-"""Share of the steps over which the weights are averaged. A decay of 0.99 averages over 100 of
-1,500 steps."""
+"""Share of the steps over which weights are averaged. Of 1,500, a decay of 0.99 averages 100."""
 MOST_VIEWS = 4
-"""Largest number of views of an image."""
+"""Most augmented views of an image."""
 MOST_VIEWED_IMAGES = 20_000
-"""Largest number of augmented images by default. More images need fewer views, and a CPU takes
-minutes for 20,000 augmented images."""
+"""Most augmented images by default. With more images, fewer views are needed, and a CPU takes
+minutes for 20,000."""
 
 
 Precision = Literal["float32", "bfloat16", "float16"]
 
 
 class Recipe(TrainingChoices):
-    """All settings of a training run, with the values that the images and the network determine
-    (`with_defaults`)."""
+    """All settings of a training run, including those that images and network determine."""
 
     epochs: int
     min_steps: int
-    """Smallest number of steps in all epochs."""
+    """Fewest steps in all epochs."""
     max_steps: int | None = None
-    """Largest number of steps in all epochs."""
+    """Most steps in all epochs."""
     batch_size: int
     muon: bool = False
     """Whether Muon trains the network, instead of AdamW."""
@@ -74,15 +68,13 @@ class Recipe(TrainingChoices):
     augment: Augment
     label_smoothing: float
     ema_decay: float = 0.0
-    """Decay per step of the average of the weights, which the release gets. With 0, the release
-    gets the weights themselves."""
+    """Decay per step of the weight average, which the release gets. With 0, nothing is averaged."""
     views: int = 0
-    """Augmented views of each training image whose features a head is trained on, beside the plain
-    images."""
+    """Augmented views of each training image on which a head is trained, beside the plain image."""
     precision: Precision | None = None
     """Data type of activations. By default, the device determines it."""
     size_factor: float = 1.0
-    """Side of the training images of a timm backbone in the last epochs, relative to its input."""
+    """Side of a timm backbone's training images in the last epochs, relative to its input."""
 
 
 Values = dict[str, Any]
@@ -96,12 +88,11 @@ GRAY: Values = {
     "augment": "affine",
     "label_smoothing": 0.0,
 }
-"""Defaults for gray images, mostly drawings and scans."""
+"""For gray images, mostly drawings and scans."""
 COLOR = GRAY | {"epochs": 24, "min_steps": 600, "augment": "shift", "label_smoothing": 0.1}
-"""Defaults for color images in a timm backbone. Photographs vary more, and need more steps and more
-regularization."""
+"""For color images in a timm backbone. Photographs need more steps and regularization."""
 MUON = COLOR | {"muon": True, "epochs": 10, "min_steps": 400, "width": 48}
-"""Defaults for color images in the compact network."""
+"""For color images in the compact network."""
 HEAD = GRAY | {
     "epochs": 30,
     "min_steps": 600,
@@ -112,7 +103,7 @@ HEAD = GRAY | {
     "augment": "none",
     "scale": 16.0,
 }
-"""Defaults for a head on a pretrained network's features (`evernear.embedding.head`)."""
+"""For a head on a pretrained network's features (`evernear.embedding.head`)."""
 FINE_TUNING = GRAY | {
     "epochs": 16,
     "min_steps": 200,
@@ -122,18 +113,17 @@ FINE_TUNING = GRAY | {
     "label_smoothing": 0.1,
     "size_factor": 6 / 7,
 }
-"""Defaults for fine-tuning the layers of a pretrained network, starting from a trained head."""
+"""For fine-tuning a pretrained network's layers, starting from a trained head."""
 
 
 def shown_images(recipe: Recipe, dataset: Dataset) -> int:
-    """The largest number of images that training shows to a frozen backbone:
-    the images of all splits, and the views of train images."""
+    """The most images that a frozen backbone sees: of all splits, and the train images' views."""
     return sum(dataset.count(split) for split in SPLITS) + recipe.views * dataset.count("train")
 
 
 def with_defaults(settings: TrainSettings | Recipe, dataset: Dataset, **chosen: Any) -> Recipe:
-    """The recipe for ``settings``: the defaults for the images and the network, then the settings
-    that are given, then ``chosen``. A recipe is returned unchanged."""
+    """The defaults for images and network, overridden by ``settings``, then by ``chosen``. A recipe
+    is returned unchanged."""
     if isinstance(settings, Recipe):
         return settings
     given = settings.model_dump(exclude_none=True)
@@ -167,45 +157,35 @@ def _values_for(settings: TrainSettings, dataset: Dataset) -> Values:
 
 
 def _choose_views(images: int) -> int:
-    """Number of augmented views of each of ``images`` whose features a head is trained on."""
     return max(1, min(MOST_VIEWS, MOST_VIEWED_IMAGES // max(1, images)))
 
 
 def size_factor(recipe: Recipe, epoch: int) -> float:
-    """Side length of the training images in ``epoch``, relative to the network's input.
-
-    The first epoch is 0.
-    """
+    """Side of the training images in ``epoch``, counted from 0, relative to the network's input."""
     if recipe.size_factor >= 1 or not recipe.weights:
         return recipe.size_factor
     return recipe.size_factor * (FIRST_SIZE if epoch < FIRST_EPOCHS * recipe.epochs else 1)
 
 
 def recipe_of_head(recipe: Recipe, embedding_dim: int, dataset: Dataset) -> Recipe:
-    """The recipe of the head from which the training of a pretrained network with embeddings of
-    ``embedding_dim`` dimensions starts."""
+    """The recipe of the head from which the training of a pretrained network starts."""
     given = recipe.model_dump(include={"weights", "backbone", "backbone_size_px", "seed"})
     return with_defaults(TrainSettings(layers="head", embedding_dim=embedding_dim, **given), dataset, views=0)
 
 
 def steps_per_epoch(recipe: Recipe, images: int, batch_size: int) -> int:
-    """Number of steps in an epoch.
-
-    The steps cover ``images`` once, unless ``min_steps`` or ``max_steps`` requires a different
-    number.
-    """
+    """Steps that cover ``images`` once, within ``min_steps`` and ``max_steps``."""
     steps = max(images // batch_size, math.ceil(recipe.min_steps / recipe.epochs))
     return max(1, min(steps, recipe.max_steps // recipe.epochs)) if recipe.max_steps else steps
 
 
 def choose_device(rank: int) -> torch.device:
-    """The GPU of the node's process ``rank``, or the CPU if the process has no GPU."""
+    """The GPU of the node's process ``rank``, or the CPU if it has none."""
     return torch.device("cuda", rank) if rank < torch.cuda.device_count() else torch.device("cpu")
 
 
 def choose_precision(device: torch.device, chosen: Precision | None = None) -> torch.dtype:
-    """The data type of the network's activations. By default, half precision if the device computes
-    in half precision."""
+    """By default, half precision if the device computes in it."""
     if chosen:
         return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[chosen]
     if device.type == "cuda":
@@ -217,11 +197,8 @@ def choose_precision(device: torch.device, chosen: Precision | None = None) -> t
 def choose_micro_batches(
     module: TrainingModule, architecture: Architecture, batch_size: int, device: torch.device
 ) -> int:
-    """Number of micro-batches in a batch, which bound the memory.
-
-    The micro-batches' gradients are accumulated. A micro-batch has at least two images, because
-    batch normalization needs a variance.
-    """
+    """Micro-batches in a batch, whose gradients are accumulated to bound the memory. Each has at
+    least two images, because batch normalization needs a variance."""
     height, width, channels = architecture.shape
     image = torch.zeros((1, channels, height, width), dtype=torch.uint8, device=device)
     count = math.ceil(batch_size / training_batch_size(module.network, image, device))
@@ -231,10 +208,9 @@ def choose_micro_batches(
 def choose_optimizer(module: TrainingModule, recipe: Recipe, precision: torch.dtype) -> torch.optim.Optimizer:
     """Muon or AdamW, without weight decay for normalization layers and biases.
 
-    Muon updates the weights of convolutions and linear layers, except depthwise convolutions, which
-    have one input channel.
-
-    The learning rate of a group is the schedule's learning rate times the group's ``rate_factor``.
+    Muon updates the weights of convolutions and linear layers, but not of depthwise convolutions,
+    which have one input channel. A group's learning rate is the schedule's times its
+    ``rate_factor``.
     """
     of_stages = _stage_factors(module) if recipe.weights and recipe.trained_layers != "head" else {}
     groups: dict[tuple[float, bool, bool], list[Tensor]] = {}
@@ -260,11 +236,9 @@ def choose_optimizer(module: TrainingModule, recipe: Recipe, precision: torch.dt
 
 
 def choose_average(module: TrainingModule, recipe: Recipe) -> AveragedModel | None:
-    """A running average of the weights of ``module``, or None if the recipe averages none.
-
-    The average includes the batch normalization statistics (Polyak and Juditsky 1992, "Acceleration
-    of stochastic approximation by averaging").
-    """
+    """A running average of the weights and batch normalization statistics, or None if the recipe
+    averages none (Polyak and Juditsky 1992, "Acceleration of stochastic approximation by
+    averaging")."""
     if recipe.ema_decay <= 0:
         return None
     return AveragedModel(module, multi_avg_fn=get_ema_multi_avg_fn(recipe.ema_decay), use_buffers=True)
@@ -283,7 +257,7 @@ def _stage_factors(module: TrainingModule) -> dict[str, float]:
 def learning_rate(recipe: Recipe, progress: float) -> float:
     """The learning rate at ``progress`` (0..1) of all steps.
 
-    The rate rises linearly during `WARM_UP` and then falls linearly to 0: one cycle of Smith 2017,
+    It rises linearly during `WARM_UP` and then falls linearly to 0, one cycle of Smith 2017,
     "Cyclical Learning Rates", arXiv:1506.01186.
     """
     if progress < WARM_UP:
@@ -292,5 +266,5 @@ def learning_rate(recipe: Recipe, progress: float) -> float:
 
 
 def margin(recipe: Recipe, progress: float) -> float:
-    """The margin (radians) at ``progress`` (0..1) of all steps."""
+    """The margin in radians, at ``progress`` (0..1) of all steps."""
     return recipe.margin * min(progress / MARGIN_WARM_UP, 1.0)

@@ -1,4 +1,4 @@
-"""Measure the speed of this machine, which the plan for training within a time limit needs."""
+"""Measure this machine's speed, from which training within a time limit is planned."""
 
 import time
 from collections.abc import Callable
@@ -21,19 +21,13 @@ from evernear.embedding.training_setup import Training, prepare_training
 from evernear.settings import TrainSettings
 
 MEASURED_IMAGES = 16
-"""Number of images in a measured batch."""
 COMPILING_CALLS = 2
-"""Number of calls during which TorchScript compiles a network."""
+"""Calls during which TorchScript compiles a network."""
 
 
 def plan_of_run(record: RunRecord, dataset: Dataset, settings: TrainSettings, report: Callable[[str], None]) -> Plan:
-    """The plan of a run with ``settings.minutes``, which the run's ``record`` keeps.
-
-    A retry follows the plan of the first attempt. ``report`` receives the plan in words.
-
-    Raises:
-        SettingsError, TrainingError: like `plan_training`.
-    """
+    """The plan for ``settings.minutes``, kept in ``record`` so that a retry follows it. ``report``
+    receives it in words."""
     plan = record.find("plan", Plan)
     if plan is None:
         report("measuring the speed of this machine")
@@ -44,22 +38,12 @@ def plan_of_run(record: RunRecord, dataset: Dataset, settings: TrainSettings, re
 
 
 def plan_training(dataset: Dataset, settings: TrainSettings, store: Store | None) -> Plan:
-    """The plan for ``settings.minutes``, which an earlier run may have made.
-
-    See `evernear.embedding.plan.find_plan`.
-
-    Raises:
-        SettingsError: the time is too short.
-        TrainingError: as `evernear.embedding.train.train_network`.
-    """
+    """See `evernear.embedding.plan.find_plan`."""
     return find_plan(dataset, settings, store, partial(measure_speed, dataset))
 
 
 def measure_speed(dataset: Dataset, recipe: Recipe) -> Speed:
-    """The speed of this machine, measured with a few batches of ``dataset``.
-
-    If the backbone is frozen, no training step is measured.
-    """
+    """Measured with a few batches of ``dataset``. With a frozen backbone, no training step is."""
     device = torch.device("cpu") if recipe.keeps_backbone else choose_device(0)
     trained = recipe.model_copy(update={"layers": "all"}) if recipe.keeps_backbone else recipe
     training = prepare_training(dataset, trained, frozenset(), device, start=False)
@@ -99,7 +83,7 @@ def _embed_s(network: nn.Module, pixels: Tensor) -> float:
 
 
 def _fastest_s(function: Callable[[], object]) -> float:
-    """The shorter time of two calls. An unmeasured first call allocates memory."""
+    """The shorter of two calls, after one that allocates memory."""
     times_s: list[float] = []
     for _ in range(3):
         started_s = time.monotonic()

@@ -9,24 +9,21 @@ from torch import nn
 from evernear.embedding.timm_member import Resize, TimmMember
 
 RATE_DECAY = 0.8
-"""Learning rate of a stage, relative to the learning rate of the next stage. Early stages change
-the least (Howard and Ruder 2018, "Universal Language Model Fine-tuning for Text Classification",
-section 3.2, arXiv:1801.06146)."""
+"""Learning rate of a stage relative to the next one's. Early stages change the least (Howard and
+Ruder 2018, "Universal Language Model Fine-tuning for Text Classification", section 3.2,
+arXiv:1801.06146)."""
 FROZEN_SHARE = 1 / 3
-"""Share of the stages that ``train.layers = last`` freezes, counted from the first stage. The first
-stages take most of the training time, because they process the most pixels. The first stages also
-differ least between data sets."""
+"""Share of the stages that ``train.layers = last`` freezes, counted from the first. These take most
+of the training time, because they process the most pixels, and differ least between data sets."""
 
 
 def prepare_epoch(module: nn.Module, size_factor: float, fixed_statistics: bool) -> None:
-    """Prepare ``module``, which is in train mode, for an epoch with images whose side is
-    ``size_factor`` times the input's side.
+    """Prepare ``module``, in train mode, for images of ``size_factor`` times the input's side.
 
-    If ``fixed_statistics`` is set, batch normalization uses the pretraining statistics, to which
-    the head was fitted. The statistics of small batches at other image sizes differ so much from
-    the pretraining statistics that most images would be misclassified before the first step
-    (docs/decisions/0030-pretrained-weights.md). Frozen stages always use the pretraining
-    statistics.
+    With ``fixed_statistics``, batch normalization uses the pretraining statistics, to which the
+    head was fitted. Those of small batches at other image sizes differ so much that most images
+    would be misclassified before the first step (docs/decisions/0030-pretrained-weights.md). Frozen
+    stages always use the pretraining statistics.
     """
     for part in module.modules():
         if isinstance(part, Resize):
@@ -37,14 +34,13 @@ def prepare_epoch(module: nn.Module, size_factor: float, fixed_statistics: bool)
 
 
 def rate_factors(backbone: nn.Module) -> dict[str, float]:
-    """Per-parameter learning rates for a timm model, relative to the last stage's learning rate."""
+    """Learning rate of each parameter of a timm model, relative to the last stage's."""
     stages = _stages(backbone)
     last = max(stages.values(), default=0)
     return {name: RATE_DECAY ** (last - stage) for name, stage in stages.items()}
 
 
 def freeze_first_stages(module: nn.Module) -> None:
-    """Exclude the first third of the stages of each timm model in ``module`` from training."""
     for member in module.modules():
         if isinstance(member, TimmMember):
             _freeze(member.backbone)
@@ -58,8 +54,7 @@ def _freeze(backbone: nn.Module) -> None:
 
 
 def fix_frozen_statistics(network: nn.Module) -> None:
-    """Switch each layer to eval mode if all its parameters are frozen, so that the layer's batch
-    statistics do not change."""
+    """Keep the batch statistics of layers whose parameters are all frozen, by eval mode."""
     for module in network.modules():
         parameters = list(module.parameters(recurse=False))
         if parameters and not any(parameter.requires_grad for parameter in parameters):

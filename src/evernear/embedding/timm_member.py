@@ -20,11 +20,10 @@ class Backbone(Protocol):
 
 
 class TimmMember(nn.Module):
-    """An ensemble member that maps normalized pixels to unit vectors with a timm backbone.
+    """Maps normalized pixels to unit vectors with a timm backbone.
 
     Pooled features are projected to the embedding, as in the compact network. The projection is an
-    affine map if the backbone is frozen, or if training of a pretrained backbone starts from a
-    head.
+    affine map if the backbone is frozen, or if the training of a pretrained one starts from a head.
     """
 
     def __init__(self, architecture: Architecture) -> None:
@@ -42,16 +41,13 @@ class TimmMember(nn.Module):
             self.project, self.standardize = nn.Linear(features, dim, bias=False), nn.BatchNorm1d(dim)
 
     def forward(self, pixels: Tensor) -> Tensor:
-        """Embed normalized pixels (N, C, H, W)."""
         features = self.backbone(self.resize(pixels))
         return F.normalize(self.standardize(self.project(features).to(torch.float32)))
 
 
 class Whitening(nn.Module):
-    """An affine map of features, fitted by `evernear.embedding.backbone.whiten`.
-
-    The map of a trained head includes the head's projection.
-    """
+    """An affine map of features (N, F), fitted by `evernear.embedding.backbone.whiten`. The map of
+    a trained head includes its projection."""
 
     def __init__(self, features: int, dim: int) -> None:
         super().__init__()
@@ -61,15 +57,13 @@ class Whitening(nn.Module):
         self.matrix: Tensor
 
     def forward(self, features: Tensor) -> Tensor:
-        """Whiten features (N, F)."""
         return (features - self.mean) @ self.matrix
 
 
 class Resize(nn.Module):
-    """Crops the center of an image and resizes the crop to the backbone's pretraining size.
+    """Crops the center of normalized pixels (N, C, H, W), and resizes it to the pretraining size.
 
-    In training, images are not cropped, because augmentation crops them. The training size may be
-    smaller than the pretraining size.
+    In training, nothing is cropped, because augmentation crops. The training size may be smaller.
     """
 
     def __init__(self, shape: tuple[int, int, int], size: NetworkInput, fixed: bool) -> None:
@@ -81,15 +75,11 @@ class Resize(nn.Module):
         self.mode = str(size.interpolation)
 
     def set_training_size(self, factor: float) -> None:
-        """Set the size of training images, relative to the input size.
-
-        A network with a fixed input size ignores ``factor``.
-        """
+        """``factor`` is relative to the input size. A fixed input size ignores it."""
         if not self.fixed:
             self.training_size = [min(side, max(32, round(side * factor))) for side in self.size]
 
     def forward(self, pixels: Tensor) -> Tensor:
-        """Resize normalized pixels (N, C, H, W)."""
         if self.training:
             return F.interpolate(pixels, self.training_size, mode=self.mode, align_corners=False, antialias=True)
         center = pixels[:, :, self.top : self.top + self.height, self.left : self.left + self.width]
@@ -97,21 +87,16 @@ class Resize(nn.Module):
 
 
 def whitening_of(network: nn.Module) -> Whitening:
-    """The affine map of a frozen ``network``."""
+    """The affine map of a frozen network."""
     return cast(Whitening, cast(Any, network).members[0].standardize)
 
 
 def feature_dim(backbone: nn.Module) -> int:
-    """Number of pooled features of a timm model."""
+    """Number of pooled features."""
     return cast(Backbone, backbone).head_hidden_size
 
 
 def config_of(name: str) -> PretrainedCfg:
-    """The configuration of a timm model.
-
-    Raises:
-        TrainingError: timm defines no configuration for this model.
-    """
     config = get_pretrained_cfg(name)
     if config is None:
         raise TrainingError(f"timm defines no input size for {name} (train.backbone); choose another backbone.")
@@ -119,7 +104,7 @@ def config_of(name: str) -> PretrainedCfg:
 
 
 def create_backbone(architecture: Architecture, **options: Any) -> nn.Module:
-    """Create the timm model of ``architecture``, without a classifier."""
+    """The timm model, without a classifier."""
     height, width, channels = architecture.shape
     if architecture.input is not None:
         height, width = architecture.input.height_px, architecture.input.width_px

@@ -1,4 +1,4 @@
-"""Helpers for TorchScript, the format in which a network is exported, served and run in batches."""
+"""TorchScript, in which a network is exported, served and run in batches."""
 
 import io
 import warnings
@@ -13,7 +13,6 @@ from evernear.errors import IntegrityError
 
 
 def to_torchscript(network: nn.Module) -> bytes:
-    """Put the network in eval mode, and serialize it as TorchScript."""
     buffer = io.BytesIO()
     with ignore_torchscript_deprecation():
         torch.jit.save(torch.jit.script(network.eval()), buffer)
@@ -21,18 +20,12 @@ def to_torchscript(network: nn.Module) -> bytes:
 
 
 def load_torchscript(file: Path) -> torch.jit.ScriptModule:
-    """Load a TorchScript file on the CPU, with the parameters frozen as constants.
-
-    The caller must have verified the file.
-
-    Raises:
-        IntegrityError: the file is not TorchScript.
-    """
+    """Load a file on the CPU, with constant parameters. The caller must have verified the file."""
     return freeze_parameters(read_torchscript(file))
 
 
 def read_torchscript(file: Path) -> torch.jit.ScriptModule:
-    """Load a TorchScript file on the CPU, and keep the submodules. See `load_torchscript`."""
+    """Like `load_torchscript`, but keeps the submodules."""
     with ignore_torchscript_deprecation():
         try:
             return torch.jit.load(file, map_location="cpu").eval()
@@ -41,7 +34,7 @@ def read_torchscript(file: Path) -> torch.jit.ScriptModule:
 
 
 def freeze_parameters(network: nn.Module) -> torch.jit.ScriptModule:
-    """Put the network in eval mode, script it, and turn its parameters into constants."""
+    """Script the network in eval mode, and turn its parameters into constants."""
     with ignore_torchscript_deprecation():
         scripted = network if isinstance(network, torch.jit.ScriptModule) else torch.jit.script(network.eval())
         return torch.jit.freeze(scripted.eval())
@@ -49,10 +42,7 @@ def freeze_parameters(network: nn.Module) -> torch.jit.ScriptModule:
 
 @contextmanager
 def ignore_torchscript_deprecation() -> Generator[None]:
-    """Ignore the deprecation warnings of ``torch.jit`` (torch 2.13).
-
-    evernear cannot replace TorchScript, because TorchServe loads TorchScript.
-    """
+    """``torch.jit`` is deprecated (torch 2.13), but TorchServe loads only TorchScript."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", r"`torch\.jit\.", DeprecationWarning)
         yield

@@ -1,17 +1,15 @@
-"""Train the embedding network.
-
-The entry is `train_network`, and the functions below it are in call order.
+"""Train the embedding network. The functions are in call order, from `train_network`.
 
 The same seed, data, settings and machine give bit-for-bit the same weights, whether training is
-uninterrupted or killed and resumed. The randomness of an epoch depends on (seed, epoch) alone. The
-number of threads fixes the order of floating-point additions.
+uninterrupted or killed and resumed. The randomness of an epoch depends on (seed, epoch) alone, and
+the number of threads fixes the order of floating-point additions.
 
-Several processes train like a single process. Each step uses the same images with the same
-augmentation, the same batch normalization statistics and the same sample of classes. Only the order
-of additions differs. The losses of the first epochs agree within a relative 1e-5 in float32 (1e-6
-measured on digits, and 2e-2 in bfloat16). Rounding errors grow with the number of steps. The
-exceptions are dropout, excluded labels (the open-set probe), and batches that exceed the memory of
-a process and are normalized in micro-batches (`choose_micro_batches`).
+Several processes train like one. Each step uses the same images, augmentation, batch normalization
+statistics and sample of classes. Only the order of additions differs: the losses of the first
+epochs agree within a relative 1e-5 in float32 (1e-6 measured on digits, and 2e-2 in bfloat16), and
+rounding errors grow with the steps. The exceptions are dropout, excluded labels (the open-set
+probe), and batches that exceed a process's memory and are normalized in micro-batches
+(`choose_micro_batches`).
 """
 
 import itertools
@@ -49,7 +47,7 @@ OnEpoch = Callable[[Epoch], None]
 
 
 class Steps(NamedTuple):
-    """Training steps, counted over all epochs. Early stopping may end training before ``total``."""
+    """Counted over all epochs. Early stopping may end training before ``total``."""
 
     done: int
     total: int
@@ -60,7 +58,7 @@ OnStep = Callable[[Steps], None]
 
 
 def steps_of_head(on_step: OnStep | None) -> Callable[[int, int], None] | None:
-    """A function that calls ``on_step`` after the steps of a head, which has no epochs."""
+    """Counts the steps of a head, which has no epochs."""
     return None if on_step is None else lambda done, total: on_step(Steps(done, total, total))
 
 
@@ -74,24 +72,19 @@ def train_network(
     on_step: OnStep | None = None,
     on_images: OnImages | None = None,
 ) -> TrainingResult:
-    """Train on the train split without ``exclude_labels``.
+    """Train on the train split without ``exclude_labels``, and write the network to ``out_dir``.
 
-    Write the weights, their description and the history to ``out_dir``. The gallery split is the
-    validation set, which decides which epoch's weights are saved and when to stop early. The test
-    split is not read. With a ``store``, checkpoints are saved there. ``on_epoch`` is called after
-    each epoch, once its checkpoint is saved. ``on_step`` is called after each step. A frozen
-    network has no steps. If only the head is trained, the training has no epochs. ``on_images`` is
-    called as features are computed.
+    The gallery split is the validation set, which decides which epoch's weights are saved and when
+    to stop early. With a ``store``, checkpoints are saved there. ``on_epoch`` is called once an
+    epoch's checkpoint is saved, ``on_step`` after each step, and ``on_images`` as features are
+    computed. A frozen network has no steps, and a head no epochs.
 
-    ``recipe.minutes`` limits the time of the loop over epochs. If an epoch exceeds its share of the
-    time, its last steps are skipped. To choose settings that fit in a time limit, see
-    `evernear.embedding.speed.plan_training`.
+    ``recipe.minutes`` limits the loop over epochs: if an epoch exceeds its share of the time, its
+    last steps are skipped. `evernear.embedding.speed.plan_training` chooses settings that fit.
 
     Raises:
-        TrainingError: the dataset has fewer than two labels to train on, the loss is
-            not finite, a checkpoint is unreadable, a training process died, or
-            multi-node training is not finished.
-        StoreError: a checkpoint or a file in ``out_dir`` cannot be written.
+        TrainingError: there are fewer than two labels, the loss is not finite, a checkpoint is
+            unreadable, a process died, or multi-node training is not finished.
     """
     recipe = with_defaults(settings, dataset)
     if recipe.keeps_backbone:
@@ -121,10 +114,7 @@ def train_in_processes(
     exclude_labels: frozenset[str] = frozenset(),
     node: distributed.Node = distributed.ONE_NODE,
 ) -> None:
-    """Run `train_in_this_process` in ``recipe.processes`` processes of this ``node``.
-
-    Rank 0 writes the files.
-    """
+    """Run `train_in_this_process` in ``recipe.processes`` processes. Rank 0 writes the files."""
     function = partial(_train_rank, dataset.manifest, recipe, out_dir, store.uri if store else None, exclude_labels)
     backend = "nccl" if torch.cuda.device_count() >= recipe.processes else "gloo"
     distributed.run_processes(function, recipe.processes, backend, on_message, node)
@@ -146,13 +136,7 @@ def _train_rank(
 def write_result_of_nodes(
     dataset: Dataset, recipe: Recipe, out_dir: Path, store: Store | None, exclude_labels: frozenset[str]
 ) -> TrainingResult:
-    """Write the result of multi-node training from the last checkpoint.
-
-    `evernear.embedding.node` runs the training.
-
-    Raises:
-        TrainingError: the training is not finished.
-    """
+    """Write multi-node training's result (`evernear.embedding.node`) from its last checkpoint."""
     training = prepare_training(dataset, recipe, exclude_labels, torch.device("cpu"), store, start=False)
     load_checkpoint(store, training.key, training.state)
     if not training.state.is_finished(training.recipe.epochs):
@@ -174,11 +158,8 @@ def train_in_this_process(
     on_step: OnStep | None,
     on_images: OnImages | None = None,
 ) -> TrainingResult:
-    """Train in this process, which may be one rank of a process group.
-
-    Every rank returns the result. Only rank 0 writes files and checkpoints, and calls ``on_epoch``
-    and ``on_step``.
-    """
+    """Train in this process, which may be one rank of a process group. Every rank returns the
+    result. Only rank 0 writes files and checkpoints, and calls ``on_epoch`` and ``on_step``."""
     rank, _ = distributed.rank_and_world_size()
     device = choose_device(rank % recipe.processes)
     if device.type == "cuda":
@@ -198,11 +179,7 @@ def train_in_this_process(
 
 
 def train_epoch(training: Training, on_step: OnStep | None) -> Epoch:
-    """Train one epoch, and measure the network on the gallery split.
-
-    Raises:
-        TrainingError: the loss is not a finite number.
-    """
+    """Train one epoch, and measure the network on the gallery split."""
     recipe, steps, images = training.recipe, training.steps_per_epoch, training.images
     epoch, started_s = len(training.state.history), time.monotonic()
     rank, world_size = distributed.rank_and_world_size()
@@ -259,10 +236,7 @@ def train_step(
     flips: tuple[Flip, ...],
     generator: torch.Generator,
 ) -> Tensor:
-    """Update the weights with a batch of ``pixels`` (N, C, H, W) and ``classes`` (N,).
-
-    Return the loss.
-    """
+    """Update the weights with ``pixels`` (N, C, H, W) and ``classes`` (N,), and return the loss."""
     recipe, device, scaler = training.recipe, training.device, training.scaler
     rank, world_size = distributed.rank_and_world_size()
     training.optimizer.zero_grad()
@@ -287,10 +261,7 @@ def train_step(
 
 
 def write_result(training: Training, out_dir: Path, store: Store | None, resumed_after_epoch: int) -> TrainingResult:
-    """Return the result of finished training.
-
-    Rank 0 writes the result to ``out_dir``, and the last checkpoint to the ``store``.
-    """
+    """Rank 0 writes the result to ``out_dir``, and the last checkpoint to ``store``."""
     recipe, state = training.recipe, training.state
     result = TrainingResult(
         key=training.key,

@@ -1,7 +1,4 @@
-"""Prepare a training run: initialize the network, its optimizer and its state.
-
-`evernear.embedding.train` trains.
-"""
+"""Initialize the network of a training run, its optimizer and its state."""
 
 from dataclasses import dataclass
 
@@ -32,8 +29,6 @@ from evernear.embedding.recipe import (
 
 @dataclass(frozen=True)
 class Training:
-    """Everything that a training run in this process needs."""
-
     recipe: Recipe
     dataset_digest: str
     exclude_labels: frozenset[str]
@@ -47,13 +42,13 @@ class Training:
     optimizer: torch.optim.Optimizer
     scaler: torch.GradScaler
     batch_size: int
-    """Number of images per step in this process."""
+    """Images per step in this process."""
     micro_batches: int
     steps_per_epoch: int
     state: TrainingState
-    """The state, with the running average of the weights if weights are averaged."""
+    """Includes the weights' running average if the recipe averages them."""
     key: str
-    """The key of the checkpoint."""
+    """Key of the checkpoint."""
 
 
 def prepare_training(
@@ -65,11 +60,8 @@ def prepare_training(
     on_images: OnImages | None = None,
     start: bool = True,
 ) -> Training:
-    """Initialize the network and its optimizer.
-
-    Without ``start``, the last layer of a pretrained network is random. This suffices if training
-    continues from a checkpoint or is only measured.
-    """
+    """Without ``start``, the last layer of a pretrained network is random, which suffices if
+    training continues from a checkpoint or is only measured."""
     _, world_size = distributed.rank_and_world_size()
     precision = choose_precision(device, recipe.precision)
     images = TrainingImages(dataset, exclude_labels)

@@ -1,7 +1,7 @@
 """Pretrained weights from a file, a store object, a weight package, or the hub.
 
-The file is a safetensors file, or a `torch.save` file without pickled code. Only tensors are read.
-Nothing is downloaded from the hub unless ``train.weights`` is `HUB`.
+The file is a safetensors file, or a `torch.save` file without pickled code. Nothing is downloaded
+from the hub unless ``train.weights`` is `HUB`.
 """
 
 import tempfile
@@ -40,8 +40,6 @@ _FIRST_STAGE = {"bn1": "bn1", "project_conv": "conv_pw", "bn2": "bn2"}
 
 @dataclass(frozen=True)
 class Weights:
-    """Pretrained weights of a backbone. ``sha256`` is the hash of the weights file."""
-
     source: str
     sha256: str
     state: dict[str, Tensor]
@@ -50,13 +48,8 @@ class Weights:
 def read_weights(weights: str, backbone: str, store: Store | None) -> Weights:
     """Read the weights named by ``weights`` (``train.weights``).
 
-    ``backbone`` is the timm model whose weights are downloaded from the hub. A package's file is
-    read from ``store`` if the store contains the file, otherwise from this environment.
-
-    Raises:
-        TrainingError: the file cannot be read or does not contain weights,
-            or the package is not installed.
-        StoreError: the object cannot be fetched.
+    A package's file comes from ``store`` if it is there, otherwise from this environment.
+    ``backbone`` is the timm model to download from the hub.
     """
     source, package = weights, weight_package(weights)
     with tempfile.TemporaryDirectory(prefix="evernear-weights-") as scratch:
@@ -86,10 +79,7 @@ def read_weights(weights: str, backbone: str, store: Store | None) -> Weights:
 
 
 def efficientnet_lite_key(key: str) -> str:
-    """timm's name for a parameter of EfficientNet-Lite0.
-
-    ``key`` is the parameter's name in the original implementation.
-    """
+    """timm's name for ``key``, a parameter of the original EfficientNet-Lite0."""
     module, _, rest = key.removeprefix("_").partition(".")
     if module != "blocks":
         return f"{_OUTER.get(module, module)}.{rest}"

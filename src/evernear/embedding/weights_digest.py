@@ -1,4 +1,4 @@
-"""The hash of pretrained weights, without loading torch if possible, which takes seconds."""
+"""The hash of pretrained weights, if possible without torch, which takes seconds to load."""
 
 from pathlib import Path
 
@@ -9,12 +9,7 @@ from evernear.settings.weight_packages import weight_package
 
 
 def weights_sha256(settings: TrainingChoices, store: Store) -> str | None:
-    """The sha256 of the file that ``train.weights`` names, or None without weights.
-
-    Raises:
-        TrainingError: as `evernear.embedding.weights.read_weights`.
-        StoreError: the weights cannot be fetched.
-    """
+    """The sha256 of the file that ``train.weights`` names, or None without weights."""
     if not settings.weights:
         return None
     if package := weight_package(settings.weights):

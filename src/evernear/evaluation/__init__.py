@@ -1,5 +1,2 @@
-"""Measure the candidate and the champion on the same frozen test split, and decide whether to
-promote the candidate.
-
-Both systems are measured as they are served.
-"""
+"""Measure candidate and champion, as they are served, on the same frozen test split, and decide
+whether to promote the candidate."""

@@ -1,19 +1,17 @@
-"""Compare the live requests to a release with the live requests to the previous release.
+"""Compare the live requests to a release with those to the previous release.
 
-The entry is `Comparison.find_breach`. A rule concerns one share of the requests. A rule
-is broken if its share has risen by more than a margin. The comparison is repeated every
-few seconds, so a fixed significance level per comparison would eventually roll back
-nearly every release. Each rule therefore uses an e-process, a mixture of likelihood
-ratios against the largest share that the rule tolerates (Robbins 1970; Howard, Ramdas,
-McAuliffe and Sekhon, "Time-uniform, nonparametric, nonasymptotic confidence sequences",
-2021). While the share is within the tolerance, the probability that the e-process ever
-exceeds 1 / level is at most the level (Ville 1939), regardless of the number of
-comparisons.
+The entry is `Comparison.find_breach`. A rule is broken if the share of requests that it concerns
+has risen by more than a margin. The comparison is repeated every few seconds, so a fixed
+significance level per comparison would eventually roll back nearly every release. Each rule
+therefore uses an e-process, a mixture of likelihood ratios against the largest share that it
+tolerates (Robbins 1970; Howard, Ramdas, McAuliffe and Sekhon, "Time-uniform, nonparametric,
+nonasymptotic confidence sequences", 2021). While the share is within the tolerance, the probability
+that the e-process ever exceeds 1 / level is at most the level, after any number of comparisons
+(Ville 1939).
 
-Requests come in bursts. Request counts are therefore divided by their dispersion, the
-ratio of the variance between the cells of a window to the variance for independent
-requests (Pearson's chi-squared divided by its degrees of freedom, McCullagh and Nelder
-1989).
+Requests come in bursts. Their counts are therefore divided by their dispersion, the ratio of the
+variance between the cells of a window to that of independent requests (Pearson's chi-squared
+divided by its degrees of freedom, McCullagh and Nelder 1989).
 """
 
 import math
@@ -30,22 +28,21 @@ ERROR_MARGIN = 0.01
 SLOW_MARGIN = 0.01
 UNKNOWN_MARGIN = 0.05
 WITHOUT_REFERENCE = 0.05
-"""Tolerated share of requests with an error if no request of the previous release was counted."""
+"""Tolerated share of errors if no request of the previous release was counted."""
 SLOWER = 1.4
 """A request is slow if it takes longer than this multiple of the previous release's p99 latency."""
 MIN_CELLS = 3
-"""Smallest number of cells. With fewer cells, a rise cannot be distinguished from a burst."""
+"""With fewer cells, a rise cannot be distinguished from a burst."""
 
 
 class Figures(Frozen):
     """Request counts: the counter values of a pod, or their increments.
 
-    The worker counts ``answered`` requests, and ``refused`` requests (with a status of 500 or
-    more). ``failed`` counts all of TorchServe's responses with a status of 500 or more, for example
-    because the queue is full or the worker is dead. The count includes such responses that the
-    worker sent over HTTP. The frontend counts the ``timed`` requests, which got a prediction.
-    ``within`` maps an upper bound in seconds to the number of those whose client waited no longer
-    than the bound, queue included.
+    The worker counts ``answered`` and ``refused`` requests (status 500 or more). ``failed`` counts
+    all of TorchServe's responses with such a status: the worker's, and those because the queue is
+    full or the worker is dead. The frontend counts the ``timed`` requests, which got a prediction.
+    ``within`` maps an upper bound in seconds to the number of those whose client waited no longer,
+    queue included.
     """
 
     answered: int = 0
@@ -60,8 +57,7 @@ class Figures(Frozen):
         return total((self, other))
 
     def since(self, earlier: Self) -> Self | None:
-        """The increments since ``earlier``, or None if a counter value decreased, as after a
-        restart."""
+        """The increments, or None if a counter value decreased, as after a restart."""
         if any(getattr(self, name) < getattr(earlier, name) for name in _COUNTERS):
             return None
         counts = {name: getattr(self, name) - getattr(earlier, name) for name in _COUNTERS}
@@ -70,17 +66,16 @@ class Figures(Frozen):
 
     @property
     def requests(self) -> int:
-        """Number of requests, whatever their outcome."""
         return self.answered + max(0, self.failed - self.refused)
 
     @property
     def errors(self) -> int:
-        """Number of requests for which the client received a status of 500 or more."""
+        """Requests for which the client received a status of 500 or more."""
         return max(self.failed, self.refused)
 
     @property
     def p99_s(self) -> float | None:
-        """The smallest bound within which 99% of the clients got their prediction, or None if no
+        """The smallest bound within which 99% of the clients got their prediction. None if no
         request was timed or no bound is large enough."""
         return next((bound for bound, count in sorted(self.within.items()) if count >= 0.99 * self.timed > 0), None)
 
@@ -91,8 +86,6 @@ Cells = Sequence[Figures]
 
 
 class Share(NamedTuple):
-    """The share of ``events`` in ``total``."""
-
     events: float
     total: float
 
@@ -102,11 +95,9 @@ class Share(NamedTuple):
 
 @dataclass(frozen=True)
 class Rule:
-    """A share of the requests that may rise by at most ``margin``.
-
-    ``events`` completes a sentence that begins with the value of the share. If there are no earlier
-    requests, ``without_reference`` is the largest tolerated share.
-    """
+    """A share of the requests that may rise by at most ``margin``. ``events`` completes a sentence
+    that begins with the share. ``without_reference`` is the largest tolerated share if there are no
+    earlier requests."""
 
     name: str
     events: str
@@ -115,7 +106,6 @@ class Rule:
     without_reference: float = 1.0
 
     def describe(self, reference: Share, now: Share) -> str:
-        """A sentence that states how this rule was broken."""
         sentence = f"Rule {self.name}: {now} of {round(now.total):,} {self.events}"
         if not reference.total:
             return f"{sentence}, and at most {self.without_reference:.0%} are tolerated without a reference."
@@ -123,7 +113,6 @@ class Rule:
 
 
 def total(cells: Cells) -> Figures:
-    """The sum of the cells."""
     counts = {name: sum(getattr(cell, name) for cell in cells) for name in _COUNTERS}
     bounds = {bound for cell in cells for bound in cell.within}
     within = {bound: sum(cell.within.get(bound, 0) for cell in cells) for bound in bounds}
@@ -131,10 +120,8 @@ def total(cells: Cells) -> Figures:
 
 
 class Comparison:
-    """Compares a release with the previous release, which answered the requests in ``before``.
-
-    If ``before`` contains no requests, only errors are compared, with a fixed bound.
-    """
+    """Compares a release with the previous one, which answered the requests in ``before``. If
+    ``before`` contains no requests, only errors are compared, with a fixed bound."""
 
     def __init__(self, before: Cells) -> None:
         reference = total(before)
@@ -143,10 +130,8 @@ class Comparison:
         self._dispersions = [dispersion([rule.share(cell) for cell in before]) for rule in self._rules]
 
     def find_breach(self, seen: Cells) -> str | None:
-        """A sentence about the first rule that is broken by the requests since the rollout.
-
-        Return None while no rule is broken.
-        """
+        """A sentence about the first broken rule, or None. ``seen`` are the requests since the
+        rollout."""
         if len(seen) < MIN_CELLS:
             return None
         level, all_seen = LEVEL / len(self._rules), total(seen)
@@ -166,7 +151,6 @@ class Comparison:
 
 
 def rules_for(before: Figures) -> tuple[Rule, ...]:
-    """The rules for a release whose predecessor answered the requests in ``before``."""
     limit_s = slow_limit_s(before)
 
     def errors(figures: Figures) -> Share:
@@ -188,10 +172,8 @@ def rules_for(before: Figures) -> tuple[Rule, ...]:
 
 
 def slow_limit_s(before: Figures) -> float | None:
-    """The smallest bound in ``within`` that is at least `SLOWER` times the p99 of ``before``.
-
-    Return None if no bound is large enough, or if no request was timed.
-    """
+    """The smallest bound that is at least `SLOWER` times the p99 of ``before``. None if no bound is
+    large enough, or if no request was timed."""
     p99_s = before.p99_s
     if p99_s is None:
         return None
@@ -199,11 +181,8 @@ def slow_limit_s(before: Figures) -> float | None:
 
 
 def dispersion(shares: Sequence[Share]) -> float:
-    """Pearson's chi-squared of the cells divided by its degrees of freedom, or 1 if that is
-    larger.
-
-    Independent requests have a dispersion of about 1.
-    """
+    """Pearson's chi-squared of the cells divided by its degrees of freedom, but at least 1.
+    Independent requests have a dispersion of about 1."""
     shares = [share for share in shares if share.total]
     events, count = (sum(part) for part in zip(*shares, strict=True)) if shares else (0, 0)
     if len(shares) < MIN_CELLS or not 0 < events < count:
@@ -214,10 +193,8 @@ def dispersion(shares: Sequence[Share]) -> float:
 
 
 def upper_bound(share: Share, level: float) -> float:
-    """The upper confidence bound of Clopper and Pearson (1934).
-
-    The true share exceeds the bound with a probability of at most ``level``.
-    """
+    """Upper confidence bound of Clopper and Pearson (1934). The true share exceeds it with a
+    probability of at most ``level``."""
     from scipy.special import betaincinv
 
     if share.events >= share.total:
@@ -226,10 +203,8 @@ def upper_bound(share: Share, level: float) -> float:
 
 
 def log_evidence(share: Share, tolerated: float) -> float:
-    """The logarithm of the e-process for the hypothesis that the share is above ``tolerated``.
-
-    The e-process is a uniform mixture over all shares above ``tolerated``.
-    """
+    """Logarithm of the e-process for the hypothesis that the share is above ``tolerated``: a
+    uniform mixture over all such shares."""
     from scipy.special import betaincc, betaln
 
     if not 0 < tolerated < 1:
@@ -243,5 +218,5 @@ def log_evidence(share: Share, tolerated: float) -> float:
 
 
 def _thinned(share: Share, spread: float) -> Share:
-    """The counts of independent requests that would be as informative as ``share``."""
+    """Counts of independent requests that would be as informative as ``share``."""
     return Share(share.events / spread, share.total / spread)

@@ -1,8 +1,5 @@
-"""Trivial recognizers that are compared with the candidate on its test images.
-
-One baseline predicts the most common class. The other baseline predicts the class of the nearest
-gallery image by pixels.
-"""
+"""Trivial recognizers that are compared with the candidate on its test images. One predicts the
+most common class, the other the class of the nearest gallery image by pixels."""
 
 from collections.abc import Iterable, Iterator
 from itertools import chain
@@ -18,7 +15,7 @@ from evernear.evaluation.measure import BATCH_SIZE, Outcomes
 from evernear.evaluation.statistics import CONFIDENCE, Proportion, p_by_chance, proportion
 
 SIDE_PX = 16
-"""Height and width to which images are reduced, so that a shift by a few pixels has less effect."""
+"""Images are reduced to this height and width, so that a shift by a few pixels has less effect."""
 GALLERY_MAX = 10_000
 QUERIES_MAX = 2_000
 FLAT = 1e-6
@@ -26,31 +23,24 @@ FLAT = 1e-6
 
 
 class Baseline(Frozen):
-    """The results of a baseline and of the candidate on the same queries."""
-
     name: str
     """A noun phrase, such as "the most common class"."""
     accuracy: Proportion
     comparison: PairedCounts
-    """The comparison. Improvements are queries that only the candidate answers correctly."""
+    """Improvements are queries that only the candidate answers correctly."""
     p_perfect: float
     """Probability, if both systems were equally good, of at least as many improvements as a
     recognizer without errors would have."""
     p_worst: float
-    """Probability, if both systems were equally good, of at least as many regressions as a
-    recognizer without correct answers would have."""
+    """The same for the regressions of a recognizer without correct answers."""
     p_by_chance: float
-    """See `evernear.evaluation.statistics.p_by_chance`."""
     ignores_images: bool = False
-    """Whether the baseline predicts without looking at the image. A recognizer must be better than
-    such a baseline."""
+    """A recognizer must be better than a baseline that predicts without looking at the image."""
 
     def is_undecided(self, level: float) -> bool:
-        """Whether the queries are too few to compare any recognizer with the baseline.
-
-        If the baseline makes too few errors to be beaten significantly, it is decisive only if it
-        could be significantly better than a recognizer, and reads the image.
-        """
+        """Whether the queries are too few to compare any recognizer with the baseline. If it makes
+        too few errors to be beaten significantly, it is decisive only if it could be significantly
+        better than a recognizer, and reads the image."""
         return self.p_perfect > level and (self.p_worst > level or self.ignores_images)
 
     @property
@@ -64,11 +54,10 @@ def measure_baselines(outcomes: Outcomes, dataset: Dataset, batch_size: int = BA
     """Measure both baselines against the candidate's ``outcomes`` on the test split.
 
     No recognizer that ignores the image is more accurate than one that always predicts the most
-    common class of the test split. The baseline that finds the nearest gallery image by pixels
-    (`SIDE_PX`, each image standardized) requires no training. The gallery and the queries of this
-    baseline are spread evenly over the splits, with at most `GALLERY_MAX` and `QUERIES_MAX` images.
-    If a class has no image in the gallery split, the baseline uses the same train images as the
-    candidate's index.
+    common class of the test split. The nearest gallery image by pixels (`SIDE_PX`, each image
+    standardized) requires no training. Its gallery and queries are spread evenly over the splits,
+    with at most `GALLERY_MAX` and `QUERIES_MAX` images. For a class without an image in the gallery
+    split, it uses the same train images as the candidate's index.
     """
     most_common = np.full_like(outcomes.labels, np.bincount(outcomes.labels).argmax())
     baselines = [_baseline("the most common class", most_common, outcomes, ignores_images=True)]
@@ -116,11 +105,8 @@ def _nearest(gallery: NDArray[np.float32], queries: NDArray[np.float32]) -> NDAr
 def _pixels(
     blocks: Iterable[Block], count: int, count_max: int
 ) -> tuple[NDArray[np.float32], NDArray[np.int64], NDArray[np.int64]]:
-    """Up to ``count_max`` of ``count`` images, reduced and standardized, as an array of shape (N,
-    D).
-
-    Also return the label indices (N,) and the positions (N,) of these images.
-    """
+    """Up to ``count_max`` of ``count`` images, reduced and standardized (N, D), with their label
+    indices (N,) and positions (N,)."""
     step = max(1, -(-count // count_max))
     pixels: list[NDArray[np.float32]] = []
     labels: list[NDArray[np.int64]] = []
@@ -142,10 +128,8 @@ def _numbered(blocks: Iterable[Block]) -> Iterator[tuple[int, Block]]:
 
 
 def _reduce(images: NDArray[np.uint8]) -> NDArray[np.float32]:
-    """Average the pixels of images (N, H, W, C) over areas, and standardize each image.
-
-    Brightness and contrast say little about a class.
-    """
+    """Average the pixels of images (N, H, W, C) over areas, and standardize each image, because
+    brightness and contrast say little about a class."""
     import torch
     from torch.nn.functional import adaptive_avg_pool2d
 

@@ -1,12 +1,12 @@
 """The variance of the open-set probe's figures, including the spread between classes.
 
-The probe holds out some classes. The figures of the probe are meant to describe classes that nobody
-has seen yet. Classes differ from each other more than images of one class do. The sample therefore
-consists of classes rather than images. Two classes of a thousand images each are two observations.
-The images of one group (``data.group``) also count as a single observation.
+The figures are meant to describe classes that nobody has seen yet, and classes differ from each
+other more than images of one class do. The sample therefore consists of classes: two classes of a
+thousand images each are two observations. The images of one group (``data.group``) also count as
+one observation.
 
-Each function imports SciPy itself. Importing SciPy takes half a second, and is not necessary to
-read an earlier measurement.
+Each function imports SciPy itself, which takes half a second, and reading an earlier measurement
+does not need it.
 """
 
 import math
@@ -19,11 +19,10 @@ from numpy.typing import NDArray
 from evernear.evaluation.statistics import deviations
 
 PRIOR_DEVIATION = 0.8
-"""Prior value for the standard deviation, between classes, of a figure's log-odds. On three sets of
-photographs, the measured deviation was 0.6 to 0.9 for the AUROC
-(docs/decisions/0008-unknown-images.md)."""
+"""Prior for the standard deviation, between classes, of a figure's log-odds. On three sets of
+photographs, it was 0.6 to 0.9 for the AUROC (docs/decisions/0008-unknown-images.md)."""
 PRIOR_DEGREES = 4
-"""Weight given to `PRIOR_DEVIATION`, in degrees of freedom."""
+"""Weight of `PRIOR_DEVIATION`, in degrees of freedom."""
 Clusters = NDArray[np.int32]
 """The class number or group number of each image (N,)."""
 
@@ -42,15 +41,13 @@ class Spread(NamedTuple):
 
 
 def spread_of_mean(values: NDArray[np.floating], clusterings: Sequence[Clusters]) -> Spread:
-    """The spread of the mean of ``values`` (N,), each between 0 and 1. The clusters of the values
-    are a sample.
+    """The spread of the mean of ``values`` (N,), each between 0 and 1, whose clusters are a sample.
 
-    N must be at least 1. The result is computed with the clustering among ``clusterings`` that
-    gives the widest interval. The variance between the means of clusters is moderated (Smyth 2004,
-    Stat Appl Genet Mol Biol 3:3): it is averaged with the variance for `PRIOR_DEVIATION`. The
-    weights are the degrees of freedom. Two clusters contain almost no information about the
-    variance between clusters. Without moderation, the interval for two clusters from Student's t
-    distribution would be nearly 0 to 1.
+    N must be at least 1. The clustering that gives the widest interval is used. The variance
+    between the means of clusters is moderated (Smyth 2004, Stat Appl Genet Mol Biol 3:3): it is
+    averaged with the variance for `PRIOR_DEVIATION`, weighted by the degrees of freedom. Two
+    clusters contain almost no information about the variance between clusters, so their interval
+    from Student's t distribution would otherwise be nearly 0 to 1.
     """
     return max((_moderated(values, clusters) for clusters in clusterings), key=lambda spread: spread.half_width(0.95))
 
@@ -63,11 +60,8 @@ def sum_of_spreads(spreads: Sequence[Spread]) -> Spread:
 
 
 def effective_images(accepted: NDArray[np.bool_], clusterings: Sequence[Clusters], confidence: float) -> float:
-    """The number of independent images that would contain as much information about the share of
-    accepted images as ``accepted`` (N,).
-
-    The result is at most N.
-    """
+    """The number of independent images, at most N, that would contain as much information about the
+    share of accepted images as ``accepted`` (N,)."""
     count, total = int(accepted.sum()), len(accepted)
     share = _inside(count / total, total)
     half = spread_of_mean(accepted.astype(np.float64), clusterings).half_width(confidence)
@@ -89,8 +83,6 @@ def _moderated(values: NDArray[np.floating], clusters: Clusters) -> Spread:
 
 
 def _inside(share: float, total: int) -> float:
-    """Move the share away from 0 and 1, where its log-odds would be infinite.
-
-    The result is the share after half an image of each outcome has been added.
-    """
+    """The share after half an image of each outcome has been added, because the log-odds of 0 and 1
+    are infinite."""
     return (share * total + 0.5) / (total + 1)

@@ -16,12 +16,9 @@ from evernear.evaluation.measure import Outcomes
 
 
 class PairedCounts(Frozen):
-    """Numbers of queries that only one of two systems answers correctly.
-
-    One system is the candidate. The other system is an earlier release or a baseline. Queries that
-    both systems or neither system answers correctly carry no information about which system is
-    better.
-    """
+    """Numbers of queries that only one of two systems answers correctly: the candidate, or the
+    other system, which is an earlier release or a baseline. The remaining queries carry no
+    information about which system is better."""
 
     queries: int = Field(ge=0)
     regressions: int = Field(ge=0)
@@ -31,15 +28,12 @@ class PairedCounts(Frozen):
     groups: int | None = None
     """Number of groups among the queries, or None if the queries are independent."""
     nets: dict[int, int] = {}
-    """Regressions minus improvements for each group, keyed by group number, for groups in which the
-    difference is not 0."""
+    """Regressions minus improvements, keyed by group number, where not 0."""
 
     @property
     def p_worse(self) -> float:
-        """Probability of at least this number of regressions if both systems are equally good.
-
-        See `mcnemar_worse` or, for groups, `evernear.evaluation.grouped.sign_flip_worse`.
-        """
+        """Probability of at least this number of regressions if both systems are equally good. See
+        `mcnemar_worse` or, for groups, `evernear.evaluation.grouped.sign_flip_worse`."""
         if self.groups is None:
             return mcnemar_worse(self.regressions, self.improvements)
         return sign_flip_worse(self.nets.values())
@@ -52,21 +46,15 @@ class PairedCounts(Frozen):
         return sign_flip_worse(-net for net in self.nets.values())
 
     def least_p(self, right_before: int) -> float:
-        """The smallest possible value of `p_worse`, if the other system is right on
-        ``right_before`` queries and the candidate on none.
-
-        Groups in which the other system has no correct answer are not known, so the value may be
-        too small for groups.
-        """
+        """The smallest possible `p_worse` if the other system is right on ``right_before`` queries
+        and the candidate on none. Groups in which the other system has no correct answer are not
+        known, so the value may be too small for groups."""
         return 0.5 ** min(right_before, self.queries if self.groups is None else self.groups)
 
     @property
     def independent(self) -> "PairedCounts":
-        """Counts for independent queries that would contain about as much information as these
-        counts.
-
-        Each group counts as one query. The shares of regressions and improvements do not change.
-        """
+        """Counts for independent queries with about as much information. Each group counts as one
+        query. The shares of regressions and improvements do not change."""
         if not self.groups:
             return self
         share = self.groups / max(1, self.queries)
@@ -78,18 +66,14 @@ class PairedCounts(Frozen):
 
     @property
     def net_losses(self) -> int:
-        """Regressions minus improvements. The difference is negative if there are more improvements
-        than regressions."""
         return self.regressions - self.improvements
 
     def changes(self) -> str:
-        """Both counts in words."""
         improvements = quantity(self.improvements, "improvement")
         return f"{improvements} and {quantity(self.regressions, 'regression')}"
 
     def p_in_words(self, p: float | None = None) -> str:
-        """``p`` (default: `p_worse`) in words. A very small p-value is not printed as
-        0."""
+        """``p`` defaults to `p_worse`. A very small p-value is not printed as 0."""
         p = self.p_worse if p is None else p
         return f"p = {p:.2g}" if p >= 0.001 else "p < 0.001"
 
@@ -120,11 +104,11 @@ class Comparison(Frozen):
 def mcnemar_worse(regressions: int, improvements: int) -> float:
     """p-value of the exact one-sided McNemar test (McNemar 1947, Psychometrika 12:153).
 
-    If two equally good systems differ on a query, either system is correct with probability 1/2.
-    The number of regressions among such queries therefore has the distribution Binomial(n, 1/2),
-    where n is ``regressions + improvements``. The p-value is the probability of at least this
-    number of regressions. Unlike the mid-p test and the chi-squared test, the exact test never
-    exceeds its level, for any number of queries.
+    If two equally good systems differ on a query, either is correct with probability 1/2. The
+    number of regressions among such queries therefore has the distribution Binomial(n, 1/2), where
+    n is ``regressions + improvements``. The p-value is the probability of at least this number.
+    Unlike the mid-p test and the chi-squared test, the exact test never exceeds its level, for any
+    number of queries.
     """
     from scipy.special import bdtrc
 
@@ -139,8 +123,8 @@ def net_loss_budget(errors: int, queries: int, significance: float) -> int:
 
     If two systems err independently and equally often, the net losses exceed the budget with a
     probability of about half of ``significance``. Retrained networks repeat most of each other's
-    errors, so they exceed the budget less often than independent systems do. The error rate is
-    assumed to be (errors + 1) / (queries + 2), because a result without errors may be luck.
+    errors, so they exceed it less often. The error rate is assumed to be (errors + 1) / (queries +
+    2), because a result without errors may be luck.
     """
     from scipy.special import ndtri
 
@@ -149,20 +133,18 @@ def net_loss_budget(errors: int, queries: int, significance: float) -> int:
 
 
 def detectable_loss(pairs: PairedCounts, level: float, power: float = 0.9) -> float:
-    """The smallest loss of accuracy, between 0 and 1, that `mcnemar_worse` detects with probability
-    ``power``.
+    """The smallest loss of accuracy, between 0 and 1, that `mcnemar_worse` at ``level`` detects
+    with probability ``power``, or 1 if there is none.
 
-    The test has the significance level ``level``. The share of improvements is assumed to be
-    (improvements + 1) / (queries + 2), because a result without improvements may be luck. A group
-    counts as one query. If the test cannot detect any loss with probability ``power``, the result
-    is 1.
+    The share of improvements is assumed to be (improvements + 1) / (queries + 2), because a result
+    without improvements may be luck. A group counts as one query.
     """
     from scipy.special import ndtri
 
     pairs = pairs.independent
 
     def critical(differing: float) -> float:
-        # The limit includes the continuity correction of the exact test.
+        # includes the continuity correction of the exact test
         return -float(ndtri(level)) * math.sqrt(pairs.queries * differing) + 1
 
     return _smallest_loss(pairs, critical, power)
@@ -170,22 +152,14 @@ def detectable_loss(pairs: PairedCounts, level: float, power: float = 0.9) -> fl
 
 def loss_beyond_budget(pairs: PairedCounts, budget: int, power: float = 0.9) -> float:
     """The smallest loss of accuracy for which the net losses exceed ``budget`` with probability
-    ``power``.
-
-    The assumptions are the same as in `detectable_loss`. If no loss is large enough, the result is
-    1.
-    """
+    ``power``, or 1 if there is none. The assumptions are the same as in `detectable_loss`."""
     return _smallest_loss(pairs.independent, lambda _: budget + 0.5, power)
 
 
 def _smallest_loss(pairs: PairedCounts, critical: Callable[[float], float], power: float) -> float:
     """The smallest loss of accuracy for which the net losses exceed ``critical`` with probability
-    ``power``.
-
-    ``critical`` is a function of the share of queries on which the systems differ. The net losses
-    are approximately normal (Connor 1987, Biometrics 43:207). If no loss is large enough, the
-    result is 1.
-    """
+    ``power``, or 1 if there is none. ``critical`` is a function of the share of queries on which
+    the systems differ. The net losses are approximately normal (Connor 1987, Biometrics 43:207)."""
     from scipy.optimize import root_scalar
     from scipy.special import ndtr
 
@@ -203,12 +177,7 @@ def _smallest_loss(pairs: PairedCounts, critical: Callable[[float], float], powe
 
 
 def compare(candidate: Outcomes, champion: Outcomes, labels: tuple[str, ...]) -> Comparison:
-    """Compare the outcomes of two systems on the same queries. Label indices refer to
-    ``labels``.
-
-    Raises:
-        IntegrityError: the queries differ.
-    """
+    """Compare two systems on the same queries. Label indices refer to ``labels``."""
     truth, groups = candidate.labels, candidate.groups
     if not np.array_equal(truth, champion.labels):
         raise IntegrityError("Candidate and champion were measured on different queries; run the evaluate step again.")
@@ -223,10 +192,8 @@ def compare(candidate: Outcomes, champion: Outcomes, labels: tuple[str, ...]) ->
 
 
 def paired_counts(candidate: Outcomes, correct: NDArray[np.bool_]) -> PairedCounts:
-    """Compare the candidate with a system on the same queries.
-
-    ``correct`` (N,) states which of the system's N answers are correct. N must be at least 1.
-    """
+    """Compare the candidate with a system on the same N queries, at least 1. ``correct`` (N,)
+    states which of its answers are correct."""
     changes = correct.astype(np.int8) - candidate.correct
     return _paired(changes, np.zeros_like(candidate.labels), candidate.groups)[0]
 
@@ -234,10 +201,8 @@ def paired_counts(candidate: Outcomes, correct: NDArray[np.bool_]) -> PairedCoun
 def _paired(
     changes: NDArray[np.int8], strata: NDArray[np.int32], groups: NDArray[np.int32] | None
 ) -> dict[int, PairedCounts]:
-    """The counts for each stratum that has queries.
-
-    A change is 1 for a regression and -1 for an improvement.
-    """
+    """The counts for each stratum that has queries. A change is 1 for a regression and -1 for an
+    improvement."""
     totals, lost, won = (
         np.bincount(chosen, minlength=1).tolist() for chosen in (strata, strata[changes > 0], strata[changes < 0])
     )
@@ -263,8 +228,7 @@ def _paired(
 def _nets(
     changes: NDArray[np.int8], strata: NDArray[np.int32], groups: NDArray[np.int32]
 ) -> tuple[list[int], dict[int, dict[int, int]]]:
-    """The number of groups in each stratum, and the nonzero net changes of these groups, keyed by
-    stratum."""
+    """The number of groups in each stratum, and their nonzero net changes, keyed by stratum."""
     pairs, rows = np.unique(np.stack([strata, groups]), axis=1, return_inverse=True)
     net = np.bincount(rows.ravel(), weights=changes).astype(np.int64)
     nets: defaultdict[int, dict[int, int]] = defaultdict(dict)

@@ -13,13 +13,7 @@ LIBRARIES = ("numpy", "scikit-learn")
 
 
 def map_positions(embeddings: NDArray[np.float32], store: Store) -> NDArray[np.float32]:
-    """The positions that `project` computes for ``embeddings``.
-
-    They are stored for later runs on the same images with the same network.
-
-    Raises:
-        StoreError: the store fails.
-    """
+    """Like `project`, and stored for later runs on the same images with the same network."""
 
     def compute() -> Computed:
         return Computed("map of embeddings", {"positions": project(embeddings).tolist()})
@@ -31,12 +25,11 @@ def map_positions(embeddings: NDArray[np.float32], store: Store) -> NDArray[np.f
 
 
 def project(embeddings: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Positions in the unit square, an array of shape (N, 2), that t-SNE computes for
-    ``embeddings``, an array of shape (N, D).
+    """Positions (N, 2) in the unit square, from t-SNE of ``embeddings`` (N, D).
 
-    Principal components as the starting positions halve the number of iterations that a map needs
-    (Kobak and Berens 2019, https://doi.org/10.1038/s41467-019-13056-x). If there are fewer than
-    four embeddings, or if all embeddings are equal, all positions are in the middle.
+    Principal components as the starting positions halve the number of iterations (Kobak and Berens
+    2019, https://doi.org/10.1038/s41467-019-13056-x). If there are fewer than four embeddings, or
+    if all are equal, all positions are in the middle.
     """
     from sklearn.manifold import TSNE
 

@@ -1,7 +1,5 @@
-"""The evaluation artifact, which contains all measurements that the gate needs.
-
-All measurements come from a single run on the same frozen test split.
-"""
+"""The evaluation artifact: all measurements that the gate needs, from a single run on the same
+frozen test split."""
 
 import io
 import math
@@ -39,8 +37,8 @@ SYSTEMS = ("candidate", "champion", "anchor")
 
 
 Answered = Callable[[str], Iterable[AnsweredBlock] | None]
-"""A function that returns the answers of one of `SYSTEMS` to the test split, in order, or None if
-the answers have yet to be computed."""
+"""Returns the answers of one of `SYSTEMS` to the test split, in order, or None if they have yet to
+be computed."""
 
 
 def answered_by_nobody(_: str) -> None:
@@ -48,49 +46,42 @@ def answered_by_nobody(_: str) -> None:
 
 
 class ReleasedSystem(NamedTuple):
-    """The champion or the anchor: a release that is measured together with the candidate."""
+    """The champion or the anchor, which is measured together with the candidate."""
 
     recognizer: "Recognizer"
     dataset: Dataset | None = None
     """The snapshot that the release was built from, if the store still contains it."""
     classes: ClassSettings = NO_CHANGES
-    """The classes of the release that were removed or renamed on purpose."""
+    """The release's classes that were removed or renamed on purpose."""
     fault: str | None = None
-    """The reason why the snapshot's manifest cannot be read."""
+    """Why the snapshot's manifest cannot be read."""
 
 
 class UnavailableSystem(NamedTuple):
-    """A release that cannot be measured."""
+    """A release that cannot be measured. ``fault`` states the reason as a sentence."""
 
     name: str
     fault: str
-    """The reason, as a sentence."""
 
 
 class AnchorEvaluation(Frozen):
-    """The measurement of the anchor, a fixed earlier release, on the same queries as the
-    candidate.
-
-    See `evernear.evaluation.gate_anchor`. If the anchor was not measured, ``fault`` or
-    ``difference`` states the reason as a sentence.
-    """
+    """The measurement of the anchor on the same queries as the candidate. See
+    `evernear.evaluation.gate_anchor`. If the anchor was not measured, ``fault`` or ``difference``
+    states the reason as a sentence."""
 
     name: str
     measurement: Measurement | None = None
     comparison: Comparison | None = None
     test_overlap: float | None = None
-    """Proportion of the anchor's test images that are also in the test split, or None if the
-    anchor's test images are unknown."""
+    """Proportion of the anchor's test images that are also in the test split, or None if they are
+    unknown."""
     fault: str = ""
-    """The reason why the anchor cannot be measured, which is a damaged archive, or a damaged or
-    lost snapshot."""
+    """A damaged archive, or a damaged or lost snapshot."""
     difference: str = ""
-    """The reason why the anchor cannot answer these queries, such as a different image shape."""
+    """Why the anchor cannot answer these queries, such as a different image shape."""
 
 
 class Evaluation(Frozen, arbitrary_types_allowed=True):
-    """Measurements of the candidate and, if any, of earlier releases on the same queries."""
-
     remedy = "run the evaluate step again"
 
     candidate: Measurement
@@ -99,45 +90,39 @@ class Evaluation(Frozen, arbitrary_types_allowed=True):
     open_set: OpenSet
     baselines: tuple[Baseline, ...] = ()
     few_groups: FewGroups | None = None
-    """Set if the test split of a first release has too few groups."""
     leakage: dict[str, int]
     """For each split from which the candidate was built, the number of test images in it. See
     `count_leakage`."""
     near_duplicates: NearDuplicates | None = None
     """Test images that are near-duplicates of an image in the train or gallery split."""
     training_warnings: tuple[str, ...] = ()
-    """Signs of problems in the candidate's training."""
     champion_leakage: dict[str, int] | None
-    """For each split from which the champion was built, the number of test images in it. None if
-    there is no champion, or if the champion's dataset is unavailable."""
+    """As ``leakage``. None if there is no champion, or if its dataset is unavailable."""
     champion_test_overlap: float | None = None
-    """Proportion of the champion's test images that are also in the test split, or None under the
-    same conditions as ``champion_leakage``. Images that came from review do not count."""
+    """Proportion of the champion's test images that are also in the test split. None under the same
+    conditions as ``champion_leakage``. Images that came from review do not count."""
     reviewed_left_out: dict[str, int] = {}
     """Number of images that came from review and left a measured split, keyed by split."""
     unreadable: dict[Literal["training", "champion"], str] = {}
-    """The reason why a snapshot cannot be read, either the snapshot on which the candidate's
-    network was trained or the champion's snapshot."""
+    """Why the snapshot cannot be read on which the candidate's network was trained, or the
+    champion's."""
     classes: ClassSettings = NO_CHANGES
-    """Classes of the champion that were removed or renamed on purpose. The champion's measurement
-    uses the current names of these classes."""
+    """The champion's classes that were removed or renamed on purpose. Its measurement uses their
+    current names."""
     anchor: AnchorEvaluation | None = None
-    """The anchor's evaluation. None if the champion is the anchor, or if no champion exists."""
+    """None if the champion is the anchor, or if no champion exists."""
     replay: Replay | None = None
-    """The candidate's and the champion's answers to stored live queries, for the run page. None if
-    no champion exists."""
+    """For the run page only. None if no champion exists."""
     outcomes: dict[str, SkipValidation[Outcomes]] = Field(default={}, exclude=True, repr=False)
-    """Outcomes, keyed by the names in `SYSTEMS` and stored in `OUTCOMES_FILE`."""
+    """Keyed by the names in `SYSTEMS` and stored in `OUTCOMES_FILE`."""
 
     def summary(self) -> str:
-        """The candidate's accuracy, and the number of known images that the candidate calls
-        unknown."""
         tested = classes_tested(self.candidate.coverage)
         accuracy = f"accuracy {self.candidate.accuracy}{f', {tested}' if tested else ''}"
         return f"{accuracy}; {self.candidate.false_rejects} of known images called unknown"
 
     def metrics(self) -> dict[str, float]:
-        """The metrics to chart, except metrics whose value is None or not finite."""
+        """The metrics to chart, except those whose value is None or not finite."""
         metrics: dict[str, float | None] = {
             "accuracy": self.candidate.accuracy.value,
             "accuracy_low": self.candidate.accuracy.low,
@@ -173,7 +158,6 @@ class Evaluation(Frozen, arbitrary_types_allowed=True):
         return {name: float(value) for name, value in metrics.items() if value is not None and math.isfinite(value)}
 
     def write(self, directory: Path) -> None:
-        """Write `EVALUATION_FILE` and `OUTCOMES_FILE`."""
         systems = [self.outcomes[name] for name in SYSTEMS if name in self.outcomes]
         buffer = io.BytesIO()
         columns = {"labels": systems[0].labels, "right": np.stack([system.correct for system in systems])}
@@ -188,8 +172,7 @@ class Evaluation(Frozen, arbitrary_types_allowed=True):
         """Read the files that `write` created, and check the counts against the outcomes.
 
         Raises:
-            IntegrityError: a file is missing or invalid,
-                or the files contradict each other.
+            IntegrityError: a file is missing or invalid, or the files contradict each other.
         """
         try:
             evaluation = Evaluation.load(directory / EVALUATION_FILE)
@@ -208,7 +191,6 @@ class Evaluation(Frozen, arbitrary_types_allowed=True):
         return evaluation
 
     def _is_consistent(self) -> bool:
-        """Whether the stored counts match the outcomes."""
         anchor = self.anchor or AnchorEvaluation(name="")
         measured = [measurement for measurement in (self.candidate, self.champion, anchor.measurement) if measurement]
         counts = [(int(system.correct.sum()), len(system.correct)) for system in self.outcomes.values()]
@@ -245,16 +227,15 @@ def evaluate_systems(
     Also count leaked test images. ``anchor`` is None if the champion is the anchor. An anchor or an
     earlier snapshot that cannot be read is not an error. The gate then holds the candidate.
 
-    If the champion was trained on test images, the champion's accuracy is overstated. The gate
-    reports this fact. Images of a class that was renamed count under the new name. Images of a
-    retired class are left out. ``trained_on`` is the snapshot on which the candidate's network was
-    trained. By default, the snapshot is ``dataset``. ``answered`` returns the answers of each of
-    `SYSTEMS` if the answers are already computed. ``observe`` receives the candidate's results, and
-    ``observe_champion`` receives the champion's results. See `measure`.
+    If the champion was trained on test images, its accuracy is overstated, which the gate reports.
+    Images of a renamed class count under the new name. Those of a retired class are left out.
+    ``trained_on`` is the snapshot on which the candidate's network was trained, by default
+    ``dataset``. ``answered`` returns answers that are already computed. ``observe`` receives the
+    candidate's results, and ``observe_champion`` the champion's. See `measure`.
 
     Raises:
-        DataError: the test split is empty,
-            or its images do not have the input shape of a recognizer.
+        DataError: the test split is empty, or its images do not have the input shape of a
+            recognizer.
     """
     measurements: dict[str, Measurement] = {}
     outcomes: dict[str, Outcomes] = {}
@@ -298,7 +279,7 @@ def _measure_anchor(
     groups: GroupNumbers | None,
     answered: Answered,
 ) -> AnchorEvaluation:
-    """If the anchor can be measured, measure it and add its outcomes to ``outcomes``."""
+    """If the anchor can be measured, add its outcomes to ``outcomes``."""
     if isinstance(anchor, UnavailableSystem):
         return AnchorEvaluation(name=anchor.name, fault=anchor.fault)
     recognizer = anchor.recognizer
@@ -324,8 +305,8 @@ def _measure_anchor(
 
 
 def _measure_leakage(dataset: Dataset, trained_on: Dataset, champion: ReleasedSystem | None) -> _Leakage:
-    """Count leaked test images. If an earlier snapshot cannot be read, the counts for that snapshot
-    are unknown."""
+    """Count leaked test images. The counts for an earlier snapshot that cannot be read are
+    unknown."""
     unreadable: dict[Literal["training", "champion"], str] = {}
     leakage = count_leakage(dataset, dataset)
     if trained_on.digest != dataset.digest:
@@ -347,10 +328,8 @@ def _measure_leakage(dataset: Dataset, trained_on: Dataset, champion: ReleasedSy
 
 def _test_overlap(dataset: Dataset, champion_dataset: Dataset, classes: ClassSettings) -> float:
     """Proportion of the champion's test images that are also in the test split of ``dataset``.
-
     Images of retired classes, and images that left the test split because they came from review, do
-    not count.
-    """
+    not count."""
     common = count_leakage(dataset, champion_dataset, ("test",))["test"]
     counts = champion_dataset.manifest.label_counts("test")
     total = sum(count for label, count in counts.items() if classes.current(label))
@@ -360,8 +339,5 @@ def _test_overlap(dataset: Dataset, champion_dataset: Dataset, classes: ClassSet
 
 
 def _compare(outcomes: dict[str, Outcomes], system: str, labels: tuple[str, ...]) -> Comparison | None:
-    """Compare the candidate with an earlier ``system``.
-
-    Return None if the system was not measured.
-    """
+    """None if ``system`` was not measured."""
     return compare(outcomes["candidate"], outcomes[system], labels) if system in outcomes else None

@@ -1,8 +1,8 @@
 """Whether the test split has enough groups to show that a first release is better than the trivial
 baselines.
 
-A recognizer without errors has the best possible outcome. If even this outcome is not significant,
-no release can be shown to be better. The gate then holds a first release of grouped images, and the
+A recognizer without errors has the best possible outcome. If even this is not significant, no
+release can be shown to be better. The gate then holds a first release of grouped images, and the
 validation reports the problem before the training.
 """
 
@@ -34,21 +34,16 @@ LabelCounts = Mapping[str, Mapping[str, int]]
 
 
 class FewGroups(Frozen):
-    """The test split has too few groups, and what would be enough."""
-
     test_groups: int
     groups: int
     needed: int
-    """Number of test groups that would be enough."""
     dataset: str
     test_fraction: float | None
-    """The value of ``data.test_fraction`` that would be enough, or None if there is no such
-    value."""
+    """The value of ``data.test_fraction`` that would be enough, or None if there is none."""
     is_named_by_source: bool
     """Whether the source specifies the test images, so that no setting changes their number."""
 
     def sentence(self) -> str:
-        """The number of groups, and the remedy."""
         text = (
             f"The test split has {self.test_groups:,} of {quantity(self.groups, 'group')}, and a first release needs "
             f"{self.needed:,} to be compared with trivial baselines"
@@ -81,7 +76,7 @@ def few_groups(
     baselines: Sequence[Baseline], dataset: Dataset, settings: DataSettings, level: float
 ) -> FewGroups | None:
     """The remedy if a baseline is undecided at ``level`` (`Baseline.is_undecided`). Return None if
-    no baseline is undecided, or without groups."""
+    none is, or without groups."""
     undecided = [baseline for baseline in baselines if baseline.is_undecided(level)]
     with group_numbers(dataset) as groups:
         if groups is None or not undecided:
@@ -105,8 +100,6 @@ def few_groups(
 
 
 class _Enough:
-    """Decides whether some test groups would be enough for a significant outcome."""
-
     def __init__(self, members: LabelCounts, fewest: int, wins: int) -> None:
         self.members, self._fewest, self._wins = members, fewest, wins
 
@@ -116,7 +109,6 @@ class _Enough:
         return len(test_groups) >= self._fewest and self._winnable(test_groups) >= self._wins
 
     def expected_groups(self) -> int:
-        """The number of test groups that would be enough if they were like all groups."""
         share = self._winnable([*self.members]) / len(self.members)
         return max(self._fewest, math.ceil(self._wins / share))
 
@@ -131,7 +123,7 @@ class _Enough:
 
 def _sufficient_fraction(enough: _Enough, settings: DataSettings) -> float | None:
     """The smallest share of the test split with which ingest would put enough groups there,
-    whatever the order of the groups."""
+    whatever their order."""
     most = min(MAX_TEST_FRACTION, 1 - STEP - settings.gallery_fraction - settings.query_fraction)
     orders = [random.Random(seed).sample(sorted(enough.members), len(enough.members)) for seed in range(ORDERS)]  # noqa: S311 - not for secrets
     for step in range(math.floor(settings.test_fraction / STEP) + 1, math.floor(most / STEP + 1e-9) + 1):
@@ -143,7 +135,6 @@ def _sufficient_fraction(enough: _Enough, settings: DataSettings) -> float | Non
 
 
 def _test_groups(order: Sequence[str], members: LabelCounts, settings: DataSettings) -> list[str]:
-    """The groups that ingest would put in the test split of a new dataset."""
     fractions = split_fractions(SPLITS, settings)
     counts: defaultdict[str, Counter[Split]] = defaultdict(Counter)
     chosen: list[str] = []

@@ -1,8 +1,5 @@
-"""Collect the `Examples` of an evaluation, in bounded memory.
-
-`ExampleCollector` observes the candidate's measurement (`evernear.evaluation.measure`), so no image
-is embedded twice.
-"""
+"""Collect the `Examples` of an evaluation, in bounded memory. `ExampleCollector` observes the
+candidate's measurement (`evernear.evaluation.measure`), so no image is embedded twice."""
 
 import time
 from collections import Counter
@@ -64,8 +61,6 @@ class _Query:
 
 
 class ExampleCollector:
-    """Collects examples from the blocks of the candidate's measurement, in bounded memory."""
-
     def __init__(self, recognizer: "Recognizer", dataset: Dataset) -> None:
         self._recognizer = recognizer
         self._dataset = dataset
@@ -78,7 +73,6 @@ class ExampleCollector:
     def add(
         self, block: Block, embeddings: NDArray[np.float32], neighbors: "Neighbors", answers: "Classifications"
     ) -> None:
-        """Add a block of queries with their results."""
         correct = answers.labels == block.labels
         for group, selected in enumerate((correct, ~correct)):
             self._histograms[group] += histogram(answers.distances[selected])
@@ -109,11 +103,7 @@ class ExampleCollector:
             )
 
     def finish(self, champion_dataset: Dataset | None = None) -> Examples:
-        """The examples, with sample images.
-
-        If the champion's dataset is available, the examples include images that were added after
-        that dataset was created.
-        """
+        """With the champion's dataset, the examples include images that were added since."""
         tiles = Tiles(self._dataset.shape, TILE_PX)
         mistakes = self._with_neighbors(tiles)
         map_tiles = Tiles(self._dataset.shape, MAP_TILE_PX)
@@ -152,8 +142,7 @@ class ExampleCollector:
         )
 
     def _gallery_images(self, rows: set[int]) -> Iterable[tuple[int, Pixels]]:
-        """The gallery images of the given index ``rows``. The index has the order of the embed
-        step."""
+        """The gallery images of the index ``rows``. The index has the order of the embed step."""
         if not rows:
             return
         numbers, first = self._recognizer.gallery.label_indices, 0
@@ -204,10 +193,8 @@ class ExampleCollector:
 def queries_to_show(
     dataset: Dataset, first: int, labels: NDArray[np.int64], answers: "Classifications"
 ) -> NDArray[np.int64]:
-    """The rows of the queries whose images `ExampleCollector` may need.
-
-    Row 0 is the query at position ``first`` of the test split.
-    """
+    """The rows of the queries whose images `ExampleCollector` may need. Row 0 is the query at
+    position ``first`` of the test split."""
     return np.union1d(_clearest_mistakes(labels, answers), _within(_sampled_queries(dataset), first, len(labels)))
 
 
@@ -224,11 +211,8 @@ def _within(positions: NDArray[np.int64], first: int, count: int) -> NDArray[np.
 
 
 def _clearest_mistakes(labels: NDArray[np.int64], answers: "Classifications") -> NDArray[np.int64]:
-    """The rows of at most `MISTAKES` wrong answers.
-
-    Queries that were called known come before queries that were called unknown. Each of these two
-    groups is sorted by distance.
-    """
+    """The rows of at most `MISTAKES` wrong answers: first queries that were called known, then
+    those called unknown, each sorted by distance."""
     wrong = np.flatnonzero(answers.labels != labels)
     return wrong[np.lexsort((answers.distances[wrong], answers.unknown[wrong]))][:MISTAKES]
 
@@ -241,10 +225,8 @@ def _samples(dataset: Dataset, tiles: Tiles) -> tuple[Sample, ...]:
 
 
 def _new_images(dataset: Dataset, before: Dataset, tiles: Tiles) -> tuple[Sample, ...]:
-    """Images from shards that ``before`` does not contain.
-
-    Each ingest adds shards and does not change existing shards.
-    """
+    """Images from shards that ``before`` does not contain. Each ingest adds shards and changes
+    none."""
     earlier = {shard.sha256 for shard in before.shards("train")}
     added = [shard for shard in dataset.shards("train") if shard.sha256 not in earlier]
     labels = sorted({label for shard in added for label, count in shard.label_counts.items() if count})
@@ -254,11 +236,8 @@ def _new_images(dataset: Dataset, before: Dataset, tiles: Tiles) -> tuple[Sample
 
 
 def _pick(dataset: Dataset, wanted: dict[str, int], shards: set[str], tiles: Tiles) -> tuple[Sample, ...]:
-    """The first images of each class in the train ``shards``. ``wanted`` contains the number of
-    images per class.
-
-    A shard without wanted images is not read.
-    """
+    """The first images of each class in the train ``shards``. ``wanted`` has their number per
+    class. A shard without wanted images is not read."""
     picked: dict[str, list[int]] = {label: [] for label in wanted}
     missing = {dataset.labels.index(label): count for label, count in wanted.items()}
     for shard in dataset.shards("train"):

@@ -1,8 +1,6 @@
 """Images and figures of one evaluation for the run page, bounded in number and bytes.
-
 `evernear.evaluation.example_collector` collects them. They are recorded with the run, so the page
-needs neither the dataset nor the network later.
-"""
+needs neither the dataset nor the network later."""
 
 from typing import TYPE_CHECKING
 
@@ -21,7 +19,7 @@ BINS = 50
 
 
 class NeighborImage(Frozen):
-    """A gallery image near a query. ``tile`` is the image's number in the sheet."""
+    """``tile`` is the image's number in the sheet."""
 
     label: str
     distance: float
@@ -29,8 +27,6 @@ class NeighborImage(Frozen):
 
 
 class Mistake(Frozen):
-    """A query with a wrong prediction."""
-
     label: str
     predicted: str
     unknown: bool
@@ -42,10 +38,8 @@ class Mistake(Frozen):
 
 
 class MapPoint(Frozen):
-    """A query on the map of embeddings.
-
-    The query's image is the tile with the same number in ``map_images``.
-    """
+    """A query on the map of embeddings. Its image is the tile with the same number in
+    ``map_images``."""
 
     x: float
     y: float
@@ -67,7 +61,6 @@ class IndexFigures(Frozen):
     factory: str
     search: str
     reason: str = ""
-    """The reason for the choice of the index type."""
     size: int
     dim: int
     k: int
@@ -88,25 +81,20 @@ class LiveDistances(Frozen):
 
 
 class Examples(Frozen):
-    """The images and figures on the run page.
-
-    Histograms have `BINS` equal bins from 0 to `MAX_DISTANCE`.
-    """
+    """Histograms have `BINS` equal bins from 0 to `MAX_DISTANCE`."""
 
     remedy = "run the evaluate step again"
 
     mistakes: tuple[Mistake, ...]
-    """Wrong predictions. Predictions that were not called unknown precede predictions that were.
-    Each of the two groups is sorted by distance, with the most confident first."""
+    """Wrong predictions: first those that were not called unknown, then the others, each sorted by
+    distance, with the most confident first."""
     map: tuple[MapPoint, ...]
     """A random sample of the test split, placed by t-SNE (van der Maaten and Hinton 2008, JMLR
     9:2579)."""
     distances_right: tuple[int, ...]
     distances_wrong: tuple[int, ...]
     samples: tuple[Sample, ...]
-    """Training images."""
     new_images: tuple[Sample, ...]
-    """Training images that the champion's dataset does not have."""
     images_before: dict[str, int] | None
     """Number of images of each class in the champion's dataset, or None without a champion or if
     the dataset is unavailable."""
@@ -115,10 +103,10 @@ class Examples(Frozen):
     map_images: Sheet
     live: LiveDistances | None = None
     live_accuracy: tuple[LiveAccuracy, ...] = ()
-    """The champion's accuracy on labeled live queries by week, newest first. The tuple is empty
-    without labels."""
+    """The champion's accuracy on labeled live queries by week, newest first. Empty without
+    labels."""
 
 
 def histogram(distances: NDArray[np.float32]) -> NDArray[np.int64]:
-    """Counts (`BINS`,) of distances in the bins of a histogram."""
+    """Counts (`BINS`,) of distances."""
     return np.histogram(distances, bins=BINS, range=(0.0, MAX_DISTANCE))[0]

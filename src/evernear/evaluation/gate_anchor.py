@@ -1,36 +1,34 @@
-"""The gate's rules for the anchor, a fixed earlier release. The rules limit the sum of small
-losses.
+"""The gate's rules for the anchor, a fixed earlier release, which limit the sum of small losses.
 
 Every candidate is compared with the champion. A promoted candidate may have a loss that is too
-small to detect. The next candidate may lose as much again. The anchor does not move with the
-champion, so the losses against the anchor accumulate until a rule fails. The anchor and the
-candidate are measured in the same run on the same images.
+small to detect, and the next one may lose as much again. The anchor does not move with the
+champion, so the losses against it accumulate until a rule fails. It is measured in the same run on
+the same images as the candidate.
 
-The first release that is promoted in a store becomes the anchor. The anchor remains the same until
-a user chooses a different anchor (`evernear registry anchor`), or until the anchor can no longer be
-compared with the candidate. An anchor can no longer be compared if it takes images of a different
-shape, if fewer than `TEST_OVERLAP_FLOOR` of its test images are left, or if none of its classes are
-left. The champion then becomes the anchor, and the reason of the rule states the change. If the
-anchor is damaged or lost, the rule fails instead, because a fault must not weaken the gate.
+The first release that is promoted in a store becomes the anchor. It remains so until a user chooses
+another (`evernear registry anchor`), or until it can no longer be compared with the candidate: it
+takes images of a different shape, fewer than `TEST_OVERLAP_FLOOR` of its test images are left, or
+none of its classes are. The champion then becomes the anchor, and the reason of the rule states the
+change. If the anchor is damaged or lost, the rule fails instead, because a fault must not weaken
+the gate.
 
 Both tests are one rule, `no_worse_than_anchor`.
 
 Paired test
-    The same test as in `no_worse`, on the classes that both the anchor and the
-    candidate know. This test and `no_worse` use the same share of
-    ``gate.significance``. If the champion is the anchor, `no_worse` uses both shares.
+    The same test as in `no_worse`, on the classes that both the anchor and the candidate know, with
+    the same share of ``gate.significance``. If the champion is the anchor, `no_worse` uses both
+    shares.
 
 Budget
-    On a small test split, no test can detect a loss of several percentage points. The
-    regressions minus the improvements must therefore not exceed a budget, which depends
-    only on the size of the test split and the number of the anchor's errors
+    On a small test split, no test can detect a loss of several percentage points. The regressions
+    minus the improvements must therefore not exceed a budget, which depends only on the size of the
+    test split and the number of the anchor's errors
     (`evernear.evaluation.compare.net_loss_budget`).
 
 Sensitivity
-    The smallest loss that at least one comparison detects with a probability of 90%. If
-    this loss is above `MAX_UNDETECTED_LOSS`, the verdict states the loss. With
-    ``gate.on_undetected_loss = hold``, the rule `no_worse` also fails. Runs that the
-    watcher starts use this setting.
+    The smallest loss that at least one comparison detects with a probability of 90%. The verdict
+    states it if it is above `MAX_UNDETECTED_LOSS`. With ``gate.on_undetected_loss = hold``, which
+    the watcher's runs use, the rule `no_worse` then also fails.
 
 The shares, the budget and the bound were chosen by simulation (docs/decisions/0027-the-anchor.md).
 """
@@ -47,8 +45,7 @@ from evernear.settings import GateSettings
 CLASSES_SHARE = 0.2
 """Share of ``gate.significance`` that `class_recall` uses."""
 ANCHOR_SHARE = 0.4
-"""Share of ``gate.significance`` that `no_worse_than_anchor` uses. `no_worse` spends the remaining
-share."""
+"""Share of ``gate.significance`` that `no_worse_than_anchor` uses. `no_worse` spends the rest."""
 POWER = 0.9
 """Probability with which the loss that a verdict states is detected."""
 MAX_UNDETECTED_LOSS = 0.10
@@ -63,8 +60,6 @@ _REMEDY = f" If this accuracy is intended, promote the release and make it the a
 
 @dataclass(frozen=True)
 class Anchor:
-    """The anchor and its comparison with the candidate."""
-
     choice: AnchorChoice
     is_champion: bool
     measurement: Measurement | None
@@ -72,16 +67,13 @@ class Anchor:
     """The comparison on the classes that both releases know. None if ``fault`` is set, or if the
     candidate was not compared with the champion."""
     errors: int = 0
-    """Number of the anchor's errors on the compared queries."""
+    """On the compared queries."""
     fault: str = ""
-    """The reason why the anchor cannot be measured, as a sentence."""
+    """Why the anchor cannot be measured, as a sentence."""
 
 
 def choose_anchor(evaluation: Evaluation, champion: Measurement) -> Anchor:
-    """The anchor of an evaluation.
-
-    Return the measured anchor if it can be compared, and otherwise the champion.
-    """
+    """The measured anchor if it can be compared, and otherwise the champion."""
     measured = evaluation.anchor
     if measured is None:
         return _of_champion(evaluation, champion, AnchorChoice(version=champion.name))
@@ -101,15 +93,14 @@ def choose_anchor(evaluation: Evaluation, champion: Measurement) -> Anchor:
 
 
 def levels(anchor: Anchor, settings: GateSettings) -> tuple[float, float]:
-    """The significance levels of `no_worse` and `no_worse_than_anchor`."""
+    """Of `no_worse` and `no_worse_than_anchor`."""
     both = settings.significance * (1 - CLASSES_SHARE)
     of_anchor = 0.0 if anchor.is_champion else settings.significance * ANCHOR_SHARE
     return both - of_anchor, of_anchor
 
 
 def no_worse_than_anchor_rule(anchor: Anchor, candidate: Measurement, settings: GateSettings) -> Rule | None:
-    """The rule fails if the candidate is significantly worse than the anchor, or if the losses
-    exceed the budget. Return None if nothing can be compared, in which case `no_worse` fails."""
+    """None if nothing can be compared, in which case `no_worse` fails."""
     name, level = "no_worse_than_anchor", levels(anchor, settings)[1]
     if anchor.pairs is None or anchor.measurement is None:
         if anchor.is_champion:
@@ -140,11 +131,7 @@ def no_worse_than_anchor_rule(anchor: Anchor, candidate: Measurement, settings: 
 
 def smallest_detectable_loss(anchor: Anchor, pairs: PairedCounts, settings: GateSettings) -> float:
     """The smallest loss of accuracy that at least one comparison detects with a probability of
-    `POWER`.
-
-    ``pairs`` is the comparison with the champion. The result is 1 if no comparison detects any
-    loss.
-    """
+    `POWER`, or 1 if none does. ``pairs`` is the comparison with the champion."""
     level, anchor_level = levels(anchor, settings)
     losses = [detectable_loss(pairs, level, POWER)]
     if anchor.pairs:
@@ -155,7 +142,6 @@ def smallest_detectable_loss(anchor: Anchor, pairs: PairedCounts, settings: Gate
 
 
 def sensitivity(loss: float) -> str:
-    """A sentence about the smallest loss that the gate can detect."""
     stated = f"A loss of {100 * loss:.1f} points is detected" if loss < 1 else "No loss is detected"
     if loss <= MAX_UNDETECTED_LOSS:
         return f"{stated} with {POWER:.0%} probability."
@@ -172,8 +158,7 @@ def _of_champion(evaluation: Evaluation, champion: Measurement, choice: AnchorCh
 
 
 def _why_incomparable(difference: str, overlap: float | None, pairs: PairedCounts | None) -> str:
-    """The reason why the anchor cannot be compared, as a sentence, or an empty string if the anchor
-    can be compared."""
+    """A sentence, or an empty string if the anchor can be compared."""
     if difference:
         return difference
     if overlap is None or not overlap >= TEST_OVERLAP_FLOOR:

@@ -1,7 +1,5 @@
-"""The gate's rule for a first release, which has no champion to be compared with.
-
-The docstring of `evernear.evaluation.gate` explains it.
-"""
+"""The gate's rule for a first release, which has no champion to be compared with. The docstring of
+`evernear.evaluation.gate` explains it."""
 
 from collections.abc import Sequence
 
@@ -13,8 +11,6 @@ from evernear.settings import GateSettings
 
 
 def beats_baselines_rule(evaluation: Evaluation, settings: GateSettings) -> Rule:
-    """The rule fails if the candidate is not better than the trivial baselines, or if the groups of
-    the test split are too few to tell."""
     name, baselines, level = "beats_baselines", evaluation.baselines, settings.significance
     if not baselines:
         return Rule(name=name, passed=False, reason="The trivial baselines were not measured.")
@@ -26,8 +22,7 @@ def beats_baselines_rule(evaluation: Evaluation, settings: GateSettings) -> Rule
         reason = _undecided(evaluation, undecided, level)
     else:
         reason = _passed(evaluation, level)
-    # The images of a group resemble each other, so few groups are even less evidence than as many
-    # independent images.
+    # a group's images resemble each other: few groups are less evidence than as many images
     is_unproven = bool(missed or (undecided and evaluation.candidate.groups))
     return Rule(
         name=name,
@@ -92,12 +87,11 @@ def _names(baselines: Sequence[Baseline]) -> str:
 
 
 def _diagnosis(evaluation: Evaluation, level: float) -> str:
-    """The likely cause if the predictions are no better than chance.
+    """The likely cause if the predictions are no better than chance. Empty if they are better, or
+    if there are too few images to decide.
 
-    The text is empty if the predictions are better than chance, or if there are too few images to
-    decide. The baseline that finds the nearest image by pixels needs no training and is nearly
-    always better than chance. If this baseline is better than chance, the labels match the images,
-    so the training has failed.
+    The baseline that finds the nearest image by pixels needs no training and is nearly always
+    better than chance. If it is, the labels match the images, so the training has failed.
     """
     candidate = evaluation.candidate
     chance = candidate.most_common_class_proportion

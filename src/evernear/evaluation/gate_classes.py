@@ -1,7 +1,5 @@
-"""The gate's rules for single classes.
-
-The docstring of `evernear.evaluation.gate` explains them.
-"""
+"""The gate's rules for single classes. The docstring of `evernear.evaluation.gate` explains
+them."""
 
 from typing import NamedTuple
 
@@ -15,12 +13,9 @@ from evernear.evaluation.verdict import Rule, floor_setting
 from evernear.settings import ClassSettings, GateSettings
 
 LARGEST_DROP = 0.05
-"""Largest loss of recall in any class, compared with the champion."""
 
 
 class _Finding(NamedTuple):
-    """One of the two parts of `class_recall_rule`."""
-
     passed: bool
     could_fail: bool
     reason: str
@@ -28,8 +23,6 @@ class _Finding(NamedTuple):
 
 
 def class_recall_rule(evaluation: Evaluation, settings: GateSettings) -> Rule:
-    """The rule fails if the recall of a class is significantly below the floor, or fell
-    significantly and by more than `LARGEST_DROP`."""
     candidate, champion = evaluation.candidate, evaluation.champion
     findings = [_above_floor(candidate, settings.class_recall_floor)]
     if champion is not None:
@@ -114,7 +107,6 @@ def _could_drop(pairs: PairedCounts, champion: Measurement, label: str, level: f
 
 
 def classes_kept_rule(candidate: Measurement, champion: Measurement, classes: ClassSettings) -> Rule:
-    """The rule fails if the candidate lacks a class of the champion."""
     known, known_before = set(candidate.known_labels), set(champion.known_labels)
     missing = [label for label in champion.known_labels if label not in known]
     new = [_class_figures(label, candidate) for label in candidate.known_labels if label not in known_before]

@@ -10,11 +10,6 @@ from evernear.settings import GateSettings
 
 
 def false_reject_rule(evaluation: Evaluation, settings: GateSettings) -> Rule:
-    """Hold the candidate if the share of known test images called unknown is significantly above
-    the ceiling.
-
-    The ceiling is ``gate.false_reject_ceiling``.
-    """
     name, ceiling, rejected = "false_rejects", settings.false_reject_ceiling, evaluation.candidate.false_rejects
     if rejected is None:
         reason = "No test image is of a class that the candidate knows, so false rejects were not measured."
@@ -53,8 +48,7 @@ def _different_test_images(candidate: Measurement, rejected: Proportion) -> str:
     an empty string otherwise.
 
     The threshold is calibrated on the query images, which come from the same files as the gallery
-    images. If the query images are near-duplicates of gallery images, images from a different place
-    or time exceed the threshold.
+    images. If they are near-duplicates of these, images from a different place or time exceed it.
     """
     calibrated = candidate.calibration_rejects
     if calibrated is None or rejected.low <= calibrated.high:

@@ -1,4 +1,4 @@
-"""Image sheets for a page. Each sheet combines many images of one size in one picture."""
+"""Image sheets for a page: many images of one size in one picture."""
 
 import base64
 import io
@@ -13,8 +13,8 @@ SHEET_COLUMNS = 20
 TILE_PX = 96
 """Longest side of an image on the page. Larger images are reduced."""
 LOSSLESS_BELOW_PX = 32
-"""If the shorter side of a tile is below this value, the sheet is compressed without loss. Lossy
-WebP would blur small neighboring tiles."""
+"""Shorter side of a tile below which the sheet is compressed without loss, because lossy WebP would
+blur small neighboring tiles."""
 
 
 class Sheet(Frozen):
@@ -24,7 +24,7 @@ class Sheet(Frozen):
     width_px: int
     height_px: int
     webp: str
-    """The sheet as a base64-encoded WebP image."""
+    """Base64."""
 
 
 class Tiles:
@@ -38,13 +38,12 @@ class Tiles:
         self._images: list[Image.Image] = []
 
     def add(self, image: Pixels) -> int:
-        """Add an image of shape (H, W, C) and return its number."""
+        """Add an image (H, W, C) and return its number."""
         picture = Image.fromarray(np.squeeze(image, axis=2) if image.shape[2] == 1 else image).convert("RGB")
         self._images.append(picture.resize((self._width, self._height), Image.Resampling.LANCZOS))
         return len(self._images) - 1
 
     def sheet(self) -> Sheet:
-        """The sheet with all images."""
         rows = -(-len(self._images) // SHEET_COLUMNS) or 1
         whole = Image.new("RGB", (SHEET_COLUMNS * self._width, rows * self._height))
         for number, image in enumerate(self._images):

@@ -1,10 +1,10 @@
 """The answers of candidate, champion and anchor to the test split, in parts
 (`evernear.common.parts`).
 
-A part is a range of whole shards. The result of a part is an object with one row for each query and
-system, and with the images and embeddings of the few queries that the run page may show. The paired
-test needs each query rather than a sum. `stored_answers` therefore reads the rows in the order of
-the split, and `evernear.evaluation.evaluate` measures the same figures as without parts.
+A part is a range of whole shards. Its result is an object with one row for each query and system,
+and with the images and embeddings of the few queries that the run page may show. The paired test
+needs each query rather than a sum. `stored_answers` therefore reads the rows in the order of the
+split, and `evernear.evaluation.evaluate` measures the same figures as without parts.
 
 ::
 
@@ -49,8 +49,6 @@ class EvaluatePart(Part):
 
 
 class Shared(Frozen):
-    """The values that all parts share."""
-
     dataset: str
     digest: str
     network_sha256: str
@@ -62,8 +60,6 @@ class Shared(Frozen):
 
 
 class PartAnswers(Frozen):
-    """The result of a part, which names an object in the store."""
-
     file: str
     sha256: str
 
@@ -97,10 +93,8 @@ def plan_answers(
     batch_size: int,
     part_size_bytes: int,
 ) -> Parts:
-    """Plan the parts in ``folder`` of ``results``.
-
-    If an earlier call planned the same answers, return its parts.
-    """
+    """Plan the parts in ``folder`` of ``results``, or return those that an earlier call planned for
+    the same answers."""
     candidate = systems["candidate"]
     shared = Shared(
         dataset=dataset.manifest.name,
@@ -147,20 +141,15 @@ def run_answers(
     index_dir: Path,
     run: RunParts,
 ) -> Generator[Answered]:
-    """Run the planned ``parts`` with ``run``, and yield the stored answers.
-
-    The candidate's artifacts are in ``network_dir`` and ``index_dir``.
-    """
+    """Run the planned ``parts`` with ``run``, and yield the stored answers. The candidate's
+    artifacts are in ``network_dir`` and ``index_dir``."""
     run(parts, partial(open_here, systems, dataset), inputs_of(parts, network_dir, index_dir))
     with stored_answers(parts) as answered:
         yield answered
 
 
 def open_here(systems: Mapping[str, Recognizer], dataset: Dataset, parts: Parts) -> Worker:
-    """Return a function that answers a part with ``systems``.
-
-    With all arguments except ``parts`` bound, `open_here` is an `OpenWorker`.
-    """
+    """An `OpenWorker` once all arguments except ``parts`` are bound."""
     return partial(_answer_part, systems, dataset, parts)
 
 
@@ -203,10 +192,8 @@ def _joined(blocks: Iterable[Columns], name: str) -> Columns:
 
 
 def _with_shown_queries(blocks: Iterable[AnsweredBlock], dataset: Dataset, first: int) -> Columns:
-    """The candidate's columns, and the labels and digests of the queries.
-
-    The queries that the run page may show also have their images, embeddings and neighbors.
-    """
+    """The candidate's columns, and the labels and digests of the queries. Those that the run page
+    may show also have their images, embeddings and neighbors."""
     answers: list[Columns] = []
     queries: list[Columns] = []
     shown: list[Columns] = []
@@ -227,7 +214,7 @@ def _with_shown_queries(blocks: Iterable[AnsweredBlock], dataset: Dataset, first
         )
         count += len(block)
     columns = _joined(answers, "candidate") | _joined(queries, "query")
-    # The clearest mistakes of the part are among the clearest mistakes of its blocks.
+    # the clearest mistakes of the part are among those of its blocks
     rows = queries_to_show(dataset, first, columns["query/labels"], _answers(columns, "candidate"))
     joined = _joined(shown, "shown")
     selected = np.isin(joined["shown/row"], rows)
@@ -252,11 +239,8 @@ class _ShownRows:
 
 @contextmanager
 def stored_answers(parts: Parts) -> Generator[Answered]:
-    """The answers of each system in the order of the split, one part at a time.
-
-    Only the queries of `queries_to_show` have images, embeddings, and rows and distances of
-    neighbors.
-    """
+    """The answers of each system in the order of the split, one part at a time. Only the queries of
+    `queries_to_show` have images, embeddings, and rows and distances of neighbors."""
     where = f"a result in {parts.store.uri}"
     with tempfile.TemporaryDirectory(prefix="evernear-answers-") as scratch:
         files: list[Path] = []

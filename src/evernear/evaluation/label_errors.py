@@ -1,15 +1,11 @@
-"""Find images whose label looks wrong, by applying confident learning to the neighbors of
-embeddings.
+"""Find images whose label looks wrong, by confident learning (Northcutt, Jiang and Chuang 2021,
+"Confident Learning: Estimating Uncertainty in Dataset Labels", arXiv:1911.00068).
 
-The class shares among an image's nearest neighbors serve as the image's class probabilities. A
-network has fitted the labels, right or wrong, of the images that it was trained on. A network
-embeds each of its training images among other images of the labeled class. For this reason, the
-images are divided into folds. Each fold is embedded by a network that is trained briefly on the
-other folds. Neighbors are searched within the fold. As a result, no embedding and no vote depends
-on the label that is checked.
-
-The method is described in Northcutt, Jiang and Chuang 2021, "Confident Learning: Estimating
-Uncertainty in Dataset Labels", arXiv:1911.00068.
+The class shares among an image's nearest neighbors serve as its class probabilities. A network has
+fitted the labels, right or wrong, of its training images, and embeds each among other images of the
+labeled class. For this reason, the images are divided into folds, and each fold is embedded by a
+network that is trained briefly on the others. Neighbors are searched within the fold. As a result,
+no embedding and no vote depends on the label that is checked.
 """
 
 import io
@@ -54,12 +50,9 @@ class Embedded(NamedTuple):
 
 
 class LabelError(NamedTuple):
-    """A row of the fold whose label looks wrong.
-
-    ``margin`` is the share of votes for the label minus the share of votes for ``suggested``.
-    ``duplicate`` is the row of a near-duplicate with a different label, or -1 if the image was
-    found because the votes contradict its label.
-    """
+    """A row of the fold whose label looks wrong. ``margin`` is the share of votes for the label
+    minus that for ``suggested``. ``duplicate`` is the row of a near-duplicate with a different
+    label, or -1 if the votes contradict the label."""
 
     row: int
     suggested: int
@@ -68,12 +61,11 @@ class LabelError(NamedTuple):
 
 
 def embed_folds(dataset: Dataset, recipe: Recipe) -> Iterator[Embedded]:
-    """Embed the images of all splits, fold by fold, each fold with a network that was not trained
-    on it.
+    """Embed the images of all splits, fold by fold, each with a network that was not trained on it.
 
-    The networks are discarded. ``recipe`` applies to every training run.
-    `evernear.evaluation.probe.probe_recipe` shortens the runs. Only the images of the current fold
-    are in memory. The images of the other folds are in a temporary directory.
+    ``recipe`` applies to every training run. `evernear.evaluation.probe.probe_recipe` shortens it.
+    The networks are discarded. Only the images of the current fold are in memory. The others are in
+    a temporary directory.
     """
     for fold in range(FOLDS):
         with TemporaryDirectory(prefix="evernear-labels-") as scratch:
@@ -90,11 +82,9 @@ def embed_folds(dataset: Dataset, recipe: Recipe) -> Iterator[Embedded]:
 
 
 def find_label_errors(embedded: Embedded) -> list[LabelError]:
-    """The images whose label looks wrong, with the most suspect image first.
-
-    Near-duplicates with different labels come first. Both images of a pair are listed. Images whose
-    neighbors vote against the label follow.
-    """
+    """The images whose label looks wrong, with the most suspect image first. Near-duplicates with
+    different labels come first, both images of each pair. Images whose neighbors vote against the
+    label follow."""
     rows = nearest_others(embedded.vectors, NEIGHBORS)
     duplicates = _near_duplicates(embedded, rows)
     listed = {error.row for error in duplicates}
@@ -102,11 +92,8 @@ def find_label_errors(embedded: Embedded) -> list[LabelError]:
 
 
 def nearest_others(vectors: NDArray[np.float32], neighbors: int) -> NDArray[np.int64]:
-    """For each vector, the rows of the nearest other vectors, nearest first, as an array of shape
-    (N, ``neighbors``).
-
-    Copies of the image are left out, and missing neighbors are -1.
-    """
+    """For each vector, the rows of the nearest other vectors, nearest first (N, ``neighbors``).
+    Copies of the image are left out, and missing neighbors are -1."""
     index = faiss.IndexFlatIP(vectors.shape[1])
     index.add(vectors)
     wanted = min(2 * neighbors + 1, len(vectors))
@@ -127,10 +114,9 @@ def by_votes(labels: NDArray[np.int64], rows: NDArray[np.int64]) -> list[LabelEr
 
     ``rows`` (N, K) contains the neighbors. Votes are stored per neighbor rather than per class, so
     memory use does not grow with the number of classes. The threshold for a class is the mean share
-    of votes that the class receives from the neighbors of images with that label. A class is a
-    candidate for an image only if its share of the image's votes reaches the threshold for the
-    class. The image is listed if the candidate class with the largest share differs from the
-    image's label.
+    of votes that it receives from the neighbors of images with that label. A class is a candidate
+    for an image only if its share of the votes reaches this threshold. The image is listed if the
+    candidate with the largest share differs from its label.
     """
     votes = np.where(rows >= 0, labels[rows], -1)
     own_shares = (votes == labels[:, None]).mean(axis=1)
@@ -151,10 +137,8 @@ def by_votes(labels: NDArray[np.int64], rows: NDArray[np.int64]) -> list[LabelEr
 
 
 def _near_duplicates(embedded: Embedded, rows: NDArray[np.int64]) -> list[LabelError]:
-    """Pairs of neighbors that have different labels and nearly the same pixels.
-
-    Either label in a pair may be wrong.
-    """
+    """Pairs of neighbors with different labels and nearly the same pixels. Either label may be
+    wrong."""
     votes = embedded.labels[rows]
     errors: dict[int, LabelError] = {}
     for row, column in np.argwhere((rows >= 0) & (votes != embedded.labels[:, None])):
@@ -172,7 +156,6 @@ def _correlation(first_image: NDArray[np.uint8], second_image: NDArray[np.uint8]
 
 
 def _without_fold(dataset: Dataset, fold: int, directory: Path) -> Dataset:
-    """Copy the train and gallery splits, without the images in ``fold``, to ``directory``."""
     store = open_store((directory / "store").as_uri())
     shards: list[Shard] = []
     for split in ("train", "gallery"):
@@ -202,8 +185,7 @@ def _blocks(dataset: Dataset, split: Split) -> Iterator[Block]:
 
 
 def _fold_of(block: Block) -> NDArray[np.uint8]:
-    """The fold of each image, derived from the content so that all copies of an image are in the
-    same fold."""
+    """The fold of each image, derived from the content so that all copies are in the same fold."""
     return block.digests[:, -1] % FOLDS
 
 

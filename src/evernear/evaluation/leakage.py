@@ -1,4 +1,4 @@
-"""Count test leakage, which is the number of test images that a release was built from."""
+"""Test leakage: the number of test images that a release was built from."""
 
 from collections.abc import Iterator, Sequence
 
@@ -12,8 +12,8 @@ from evernear.data.shards import Dataset
 SEEN: tuple[Split, ...] = ("train", "gallery", "query")
 """Splits from which the weights, the index and the threshold of a release are built."""
 BLOCK_SIZE = 1_000_000
-"""Maximum number of digests in memory, which corresponds to 32 MB. A larger test split is processed
-in blocks of this size. Each block requires one pass over the images."""
+"""Maximum number of digests in memory, 32 MB. A larger test split is processed in blocks, each with
+one pass over the images."""
 Digests = NDArray[np.bytes_]
 
 
@@ -22,8 +22,8 @@ def count_leakage(dataset: Dataset, training_dataset: Dataset, splits: Sequence[
     split of ``dataset``.
 
     The images are read from the shards, not from the ledger that assigned the splits, unless a
-    shard is lost. Two images are equal if their pixels at source resolution are equal. Two scans of
-    the same digit therefore count as two images.
+    shard is lost. Two images are equal if their pixels at source resolution are, so two scans of
+    the same digit count as two.
     """
     leakage = dict.fromkeys(splits, 0)
     for test in _merge_blocks(_digests(dataset, "test")):
@@ -37,8 +37,7 @@ def count_leakage(dataset: Dataset, training_dataset: Dataset, splits: Sequence[
 
 def _digests(dataset: Dataset, split: Split) -> Iterator[Digests]:
     for digests in split_digests(dataset, split):
-        # NumPy ignores trailing zeros when it compares byte strings, which is harmless if the
-        # lengths are equal.
+        # NumPy's comparison ignores trailing zeros, which is harmless for equal lengths
         yield np.ascontiguousarray(digests).view("S32").ravel()
 
 

@@ -1,17 +1,14 @@
-"""Estimate live accuracy with confidence intervals from labeled live queries, and test for a loss
-of accuracy.
+"""Estimate live accuracy with confidence intervals from labeled live queries, and test for a loss.
 
-The labels for a release are tested in blocks, in the order in which they arrive. Each block is a
-sample of fixed size. The test determines whether the block contains more wrong predictions than the
-accuracy on the test split explains. The number of wrong predictions in a block never decreases, so
-the result is known as soon as the number exceeds the limit. Therefore, each label may be checked on
-arrival, and the test is as powerful as a single check of the complete block (curtailed inspection;
-Girshick, Mosteller and Savage 1946, Ann Math Stat 17:13). A sequential test without a fixed end,
-such as a likelihood ratio test, needs more labels to detect the same loss.
+The labels for a release are tested in blocks of fixed size, in the order in which they arrive: does
+the block contain more wrong predictions than the accuracy on the test split explains? Their number
+never decreases, so the result is known as soon as it exceeds the limit. Therefore, each label may
+be checked on arrival, and the test is as powerful as a single check of the complete block
+(curtailed inspection; Girshick, Mosteller and Savage 1946, Ann Math Stat 17:13). A sequential test
+without a fixed end, such as a likelihood ratio test, needs more labels to detect the same loss.
 
-The limit is a quantile of the beta-binomial distribution. This distribution predicts the number of
-wrong predictions from the results on the test split, and thus accounts for the size of the test
-split.
+The limit is a quantile of the beta-binomial distribution, which predicts the number of wrong
+predictions from the results on the test split, and thus accounts for its size.
 """
 
 from collections import defaultdict
@@ -31,14 +28,14 @@ from evernear.evaluation.statistics import CONFIDENCE, Proportion, deviations, e
 LEVEL = 0.02
 """Probability that the test reports a loss in a given month although the release has no loss."""
 BLOCK = 150
-"""Number of labels in the first block of a month. Each later block in the month has twice the size
-of the previous block."""
+"""Number of labels in the first block of a month. Each later block has twice the size of the
+previous one."""
 _LATER = 1 / 8
-"""Ratio of a later block's level to the level of the previous block. All blocks in a month together
-use up `LEVEL`."""
+"""Ratio of a block's level to that of the previous block. All blocks in a month together use up
+`LEVEL`."""
 _PARTS = ((1.0, 0.8), (1 / 3, 0.15), (0.1, 0.05))
-"""Fractions of a block that have separate limits, with their shares of the block's level. The early
-limits detect a severe loss sooner."""
+"""Fractions of a block that have separate limits, with their shares of its level. The early limits
+detect a severe loss sooner."""
 
 
 class LabeledQuery(Frozen):
@@ -54,14 +51,11 @@ class LabeledQuery(Frozen):
 
     @property
     def correct(self) -> bool:
-        """Whether the predicted class is correct. As on the test split, a correct class also counts
-        if the prediction is unknown."""
+        """As on the test split, a correct class also counts if the prediction is unknown."""
         return self.pred == self.label
 
 
 class LiveAccuracy(Frozen):
-    """The accuracy of a release on the labeled live queries from one week."""
-
     version: str
     week: str
     """The ISO week in which the queries arrived, such as "2026-W07"."""
@@ -73,8 +67,6 @@ class LiveAccuracy(Frozen):
 
 @dataclass(frozen=True)
 class ExpectedAccuracy:
-    """The accuracy of a release on its test split."""
-
     value: float
     images: float
     """Effective number of independent images in the test split."""
@@ -87,18 +79,15 @@ class Assessment:
 
     accuracy: Proportion
     expected: float | None
-    """The accuracy on the test split, or None if the archived release does not contain this
-    accuracy."""
+    """The accuracy on the test split, or None if the archived release does not contain it."""
     lost_at: datetime | None
-    """The arrival time of the label with which the loss became significant, or None if the loss is
-    not significant."""
+    """When the label arrived with which the loss became significant, or None if it is not."""
     can_tell: bool
     """Whether a loss could be significant if all answers were wrong."""
 
     @property
     def loss(self) -> float:
-        """The decrease from the expected accuracy, or 0 if the accuracy did not decrease or no
-        expected accuracy is known."""
+        """The decrease from the expected accuracy, at least 0, and 0 if none is known."""
         return max(0.0, (self.expected or 0.0) - self.accuracy.value)
 
     def __str__(self) -> str:
@@ -133,13 +122,9 @@ def assess(queries: Sequence[LabeledQuery], expected: ExpectedAccuracy | None, n
 
 
 def expected_accuracy(metrics: Mapping[str, float]) -> ExpectedAccuracy | None:
-    """The accuracy on the test split, from a release's metrics. Returns None if the metrics do not
-    contain the confidence interval of this accuracy.
-
-    The number of independent images is computed from the interval with Wilson's formula. The number
-    of independent images can be smaller than the number of images, because images of a group count
-    as fewer images.
-    """
+    """The accuracy on the test split, or None if ``metrics`` do not contain its confidence
+    interval. The number of independent images is computed from the interval with Wilson's formula.
+    It can be smaller than the number of images, because images of a group count as fewer."""
     value, low = metrics.get("accuracy"), metrics.get("accuracy_low")
     if value is None or low is None or not low < value:
         return None
@@ -148,7 +133,7 @@ def expected_accuracy(metrics: Mapping[str, float]) -> ExpectedAccuracy | None:
 
 
 def accuracy_by_week(queries: Iterable[LabeledQuery]) -> list[LiveAccuracy]:
-    """The accuracy of each release in each week, sorted by week in descending order."""
+    """Newest week first."""
     outcomes: defaultdict[tuple[str, str], list[bool]] = defaultdict(list)
     for query in queries:
         outcomes[_week(query.at), query.version].append(query.correct)
@@ -159,12 +144,8 @@ def accuracy_by_week(queries: Iterable[LabeledQuery]) -> list[LiveAccuracy]:
 
 
 def is_loss(correct: NDArray[np.bool_], months: NDArray[np.int_], expected: ExpectedAccuracy) -> NDArray[np.bool_]:
-    """For each label, whether the loss is significant after that label, as an array of shape
-    (N,).
-
-    ``correct`` (N,) and ``months`` (N,) are in the order in which the labels arrived, so ``months``
-    is ascending.
-    """
+    """For each label, whether the loss is significant after it (N,). ``correct`` (N,) and
+    ``months`` (N,) are in order of arrival, so ``months`` is ascending."""
     lost = np.zeros(len(correct), np.bool_)
     for start, end, size, level in _blocks(months):
         wrong = (~correct[start:end]).cumsum()
@@ -176,11 +157,9 @@ def is_loss(correct: NDArray[np.bool_], months: NDArray[np.int_], expected: Expe
 
 
 def _blocks(months: NDArray[np.int_]) -> Iterator[tuple[int, int, int, float]]:
-    """Yield the start, the end, the full size and the level of each block.
-
-    A block ends when it reaches its full size. A block with at least `BLOCK` labels also ends at
-    the end of a month. If labels are rare, a block lasts several months.
-    """
+    """Yield the start, the end, the full size and the level of each block. A block ends when it
+    reaches its full size or, with at least `BLOCK` labels, at the end of a month. If labels are
+    rare, it lasts several months."""
     start, size, level = 0, BLOCK, LEVEL * (1 - _LATER)
     while start < len(months):
         next_month = int(np.searchsorted(months, months[start], side="right"))
@@ -199,14 +178,13 @@ def _limit(expected: ExpectedAccuracy, labels: int, level: float) -> int:
 
     right = expected.value * expected.images
     counts = np.arange(labels + 1)
-    # Jeffreys' prior.
+    # Jeffreys' prior
     probabilities = betabinom.pmf(counts, labels, expected.images - right + 0.5, right + 0.5)
     at_least = probabilities[::-1].cumsum()[::-1]
     return int((at_least > level).sum()) - 1
 
 
 def _month(at: datetime) -> int:
-    """The number of the month of ``at`` in UTC."""
     at = at.astimezone(UTC)
     return 12 * at.year + at.month
 

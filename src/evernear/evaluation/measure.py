@@ -1,5 +1,4 @@
-"""Accuracy, recall and confusions of a recognizer on one split, measured as the recognizer is
-served."""
+"""Accuracy, recall and confusions of a recognizer on one split, measured as it is served."""
 
 import hashlib
 from collections import Counter
@@ -27,15 +26,12 @@ if TYPE_CHECKING:  # reading an evaluation must not import torch or FAISS
 
 RECALL_AT = 5
 BATCH_SIZE = 512
-"""Images per forward pass."""
 NO_CHANGES = ClassSettings()
 OTHER_LABEL = "(a label that the dataset does not have)"
 Observer = Callable[[Block, NDArray[np.float32], "Neighbors", "Classifications"], None]
 
 
 class AnsweredBlock(NamedTuple):
-    """A block of queries together with their results."""
-
     block: Block
     embeddings: NDArray[np.float32]
     neighbors: "Neighbors"
@@ -53,8 +49,6 @@ def answer_queries(
 
 
 def observe_all(*observers: Observer) -> Observer:
-    """An observer that calls each of ``observers`` in turn."""
-
     def observe(
         block: Block, embeddings: NDArray[np.float32], neighbors: "Neighbors", answers: "Classifications"
     ) -> None:
@@ -65,22 +59,17 @@ def observe_all(*observers: Observer) -> Observer:
 
 
 class Measurement(Frozen):
-    """The result of `measure`.
-
-    Unless stated otherwise, proportions refer to all queries of the split.
-    """
+    """Unless stated otherwise, proportions refer to all queries of the split."""
 
     name: str
     network_sha256: str
     index_digest: str
     dataset_digest: str
     queries_sha256: str
-    """Hash of the queries' image digests and labels, in order. Two measurements have the same hash
-    only if both have the same queries."""
+    """Hash of the queries' image digests and labels, in order. It is equal only for the same
+    queries."""
     labels: tuple[str, ...]
-    """Labels of the dataset."""
     known_labels: tuple[str, ...]
-    """Labels that the measured system can predict."""
     threshold: float
     parity_max_abs_difference: float
     """Difference between the outputs of the exported and the eager network, as measured by the
@@ -88,16 +77,15 @@ class Measurement(Frozen):
     accuracy: Proportion
     """Proportion of queries with the correct prediction, including queries called unknown."""
     recall_at_1: Proportion
-    """Proportion of queries whose nearest neighbor has the correct label."""
     recall_at_5: Proportion
     """Proportion of queries whose five nearest neighbors include the correct label."""
     false_rejects: Proportion | None
-    """Proportion of queries called unknown among the queries of classes that the system knows. None
-    if no query is of a known class."""
+    """Proportion called unknown among the queries of classes that the system knows, or None without
+    such queries."""
     calibration_rejects: Proportion | None = None
-    """Proportion of images called unknown in the query split, which was used to calibrate the
-    threshold. The interval is based on groups, and is exact even though the threshold was chosen on
-    these images."""
+    """Proportion of images called unknown in the query split, which calibrated the threshold. The
+    interval is based on groups, and is exact even though the threshold was chosen on these
+    images."""
     index_recall: Proportion
     """Proportion of query-split images for which the index found the nearest vector (recall@1
     against exact search)."""
@@ -108,8 +96,8 @@ class Measurement(Frozen):
     confusions: tuple[tuple[str, str, int], ...]
     """Tuples (label, prediction, count) for the pairs that occur, sorted by label."""
     groups: int | None = None
-    """Number of groups (``data.group``) among the queries. The intervals are based on this number.
-    None if every query is independent."""
+    """Number of groups (``data.group``) among the queries, on which the intervals are based. None
+    if every query is independent."""
 
     @property
     def coverage(self) -> dict[str, float]:
@@ -122,11 +110,8 @@ class Measurement(Frozen):
         return max((recall.total for recall in self.class_recall.values()), default=0) / self.accuracy.total
 
     def confusion_matrix(self, max_labels: int = 50) -> tuple[list[str], list[list[int]]]:
-        """The labels, and a matrix whose rows are labels and whose columns are predictions.
-
-        If there are more than ``max_labels`` labels, the labels with the fewest confusions are
-        merged.
-        """
+        """The labels, and a matrix whose rows are labels and whose columns are predictions. Beyond
+        ``max_labels``, the labels with the fewest confusions are merged."""
         wrong: Counter[str] = Counter()
         for label, answer, count in self.confusions:
             wrong.update({label: count, answer: count} if label != answer else {label: 0, answer: 0})
@@ -143,13 +128,12 @@ class Measurement(Frozen):
 
 @dataclass(frozen=True)
 class Outcomes:
-    """The outcomes of all queries, in the order of the split."""
+    """In the order of the split."""
 
     correct: NDArray[np.bool_]
     labels: NDArray[np.int32]
-    """Label indices of the queries."""
     groups: NDArray[np.int32] | None = None
-    """Group numbers of the queries, or None if the queries are independent."""
+    """None if the queries are independent."""
 
 
 def measure(
@@ -166,14 +150,13 @@ def measure(
     """Measure ``recognizer`` on all images in ``split``.
 
     ``classes`` translates the labels of an earlier release. ``observe`` is called with each block,
-    the embeddings of the block, the neighbors of the embeddings, and the predictions. The intervals
-    are based on ``groups``, or on images if ``groups`` is None. ``answered`` contains the answers
-    to the split in order, if the answers are already computed (`evernear.evaluation.in_parts`).
-    Only the outcomes need memory in proportion to the size of the split, 12 bytes per image.
+    its embeddings, their neighbors, and the predictions. The intervals are based on ``groups``, or
+    on images if ``groups`` is None. ``answered`` contains the answers to the split in order, if
+    they are already computed (`evernear.evaluation.in_parts`). Only the outcomes need memory in
+    proportion to the size of the split, 12 bytes per image.
 
     Raises:
-        DataError: the split is empty, or its images do not have the recognizer's input
-            shape.
+        DataError: the split is empty, or its images do not have the recognizer's input shape.
     """
     dataset.require_shape(recognizer.shape, recognizer.name or "The candidate")
     gallery = recognizer.gallery
@@ -235,16 +218,13 @@ class _Shares:
         return None if self.group_numbers is None else len(np.unique(self.group_numbers))
 
     def overall(self, column: Column) -> Proportion:
-        """The proportion of all queries."""
         return self._by_stratum(column, np.zeros_like(self.labels))[0]
 
     def within(self, labels: tuple[str, ...], column: Column) -> Proportion | None:
-        """The proportion among the queries with ``labels``, or None if there are no such
-        queries."""
+        """None without such queries."""
         return self._by_stratum(column, np.isin(self.names, labels).astype(np.int32)[self.labels]).get(1)
 
     def by_class(self, column: Column) -> dict[str, Proportion]:
-        """The proportion for each label that has queries."""
         return {self.names[label]: share for label, share in self._by_stratum(column, self.labels).items()}
 
     def _by_stratum(self, column: Column, strata: NDArray[np.int32]) -> dict[int, Proportion]:
@@ -261,17 +241,14 @@ class _Shares:
 
 
 class _Tally:
-    """Collects blocks.
-
-    Predictions use the dataset's label indices. The index after the last label stands for any label
-    that the dataset does not have.
-    """
+    """Collects blocks. Predictions use the dataset's label indices. The index after the last label
+    stands for any label that the dataset does not have."""
 
     def __init__(self, labels: tuple[str, ...], answers: tuple[str, ...]) -> None:
         number = {label: position for position, label in enumerate(labels)}
         self._names = (*labels, OTHER_LABEL)
         elsewhere = len(labels)
-        # The last entry is for NO_LABEL (-1).
+        # the last entry is for NO_LABEL (-1)
         self._as_label = np.array([number.get(answer, elsewhere) for answer in answers] + [elsewhere])
         self._pairs: Counter[int] = Counter()
         self._columns: dict[Column, list[NDArray[np.bool_]]] = {column: [] for column in get_args(Column)}
@@ -299,7 +276,7 @@ class _Tally:
         self._pairs.update(dict(zip(pairs.tolist(), counts.tolist(), strict=True)))
         self._labels.append(truth.astype(np.int32))
         self._groups += [] if groups is None else [groups]
-        # Digests and labels alternate, so that the hash does not depend on the block size.
+        # digests and labels alternate, so that the hash does not depend on the block size
         numbers = truth.astype("<i8")[:, None].view(np.uint8)
         self.sha256.update(np.concatenate([block.digests, numbers], axis=1).tobytes())
 

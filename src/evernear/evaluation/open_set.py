@@ -9,23 +9,22 @@ class OpenSet(Frozen):
     """The result of a probe.
 
     If there are too few classes to hold any out, ``held_out`` is empty and all figures are None. At
-    most one of ``threshold`` and ``reject_rate`` is set. The field that is set determines the
-    release's threshold. If the network is reused from an earlier release, only ``threshold`` is
-    set.
+    most one of ``threshold`` and ``reject_rate`` is set, and determines the release's threshold:
+    ``threshold`` if the network is reused from an earlier release, otherwise ``reject_rate``.
     """
 
     held_out: tuple[str, ...]
     """The classes that were held out in at least one draw."""
     draws: int = 0
-    """Number of probed networks. Each network is trained without some classes. No class is left out
-    twice. The number is 0 if there was no probe."""
+    """Number of probed networks, each trained without some classes. No class is left out twice. 0
+    if there was no probe."""
     auroc: Auroc | None = None
     false_accepts_at_95: Interval | None = None
     """Share of test images of held-out classes that are accepted at the threshold that accepts 95%
     of the known images (FPR at 95% TPR)."""
     roc: Roc | None = None
     threshold: float | None = None
-    """Threshold of the release whose network is reused. The threshold is
+    """Threshold of the release whose network is reused, which is
     `evernear.index.description.MAX_DISTANCE` if the distances do not separate unseen classes."""
     reject_rate: float | None = None
     """Share of known images that the release calls unknown: ``required_reject_rate``, but at most
@@ -37,25 +36,20 @@ class OpenSet(Frozen):
     stated_false_reject_rate: float | None = None
     false_accepts: Proportion | None = None
     """Proportion of test images of held-out classes that are accepted at the threshold for
-    ``reject_rate``. If no image is called unknown, all images are accepted. The intervals of all
-    figures include the spread between classes."""
+    ``reject_rate``, or all if no image is called unknown. The intervals of all figures include the
+    spread between classes."""
     false_rejects: Proportion | None = None
-    """Proportion of test images of the other classes that are rejected at the threshold for
-    ``reject_rate``. If no image is called unknown, no image is rejected."""
+    """Proportion of test images of the other classes that are rejected at this threshold, or 0 if
+    no image is called unknown."""
 
     @property
     def separates(self) -> bool:
         """Whether images of the held-out classes are significantly farther from the gallery than
-        known images are.
-
-        This property concerns only the held-out classes. Other classes may be different, as the
-        interval of ``auroc`` shows.
-        """
+        known images are. Other classes may be different, as the interval of ``auroc`` shows."""
         return self.reject_rate is not None
 
     def summary(self) -> str:
-        """A summary of the calibration in one or two sentences, or an empty string if there was no
-        probe."""
+        """Empty if there was no probe."""
         if self.auroc is None or self.false_accepts is None:
             return ""
         if not self.separates:

@@ -1,5 +1,4 @@
-"""The open-set probe, which measures how well distances separate unseen classes from known
-classes."""
+"""The open-set probe, which measures how well distances separate unseen classes from known ones."""
 
 import math
 import time
@@ -44,8 +43,8 @@ FEWEST_KNOWN = 2
 """Minimum number of classes that remain for training. Calibration requires two classes in the
 gallery."""
 FEWEST_HELD_OUT = 2
-"""Number of classes to hold out by default if the dataset has fewer than ten classes. If the
-dataset has more classes, a fifth of them is held out."""
+"""Number of classes to hold out by default with fewer than ten classes. With more, a fifth of
+them."""
 
 
 class Sample(NamedTuple):
@@ -54,21 +53,16 @@ class Sample(NamedTuple):
     distances: Distances
     """Distance of each image (N,) to the nearest gallery vector."""
     clusterings: tuple[Clusters, ...]
-    """The class of each image and, if ``data.group`` is set, the group of each image."""
+    """The class of each image and, with ``data.group``, its group."""
 
     @property
     def independent(self) -> float:
-        """The number of independent images.
-
-        If the images have groups, the number is estimated by `effective_totals`. If the images have
-        no groups, all images are independent.
-        """
+        """The number of independent images, estimated by `effective_totals` if they have groups."""
         if len(self.clusterings) == 1:
             return float(len(self.distances))
         return float(effective_totals(np.zeros_like(self.clusterings[-1]), self.clusterings[-1], 1)[0])
 
     def select(self, mask: NDArray[np.bool_]) -> Self:
-        """The images that ``mask`` (N,) selects."""
         return self._replace(
             distances=self.distances[mask], clusterings=tuple(clusters[mask] for clusters in self.clusterings)
         )
@@ -79,11 +73,8 @@ class Draw(NamedTuple):
     classes."""
 
     known: Sample
-    """Test images of known classes."""
     unknown: Sample
-    """Test images of held-out classes."""
     known_for_calibration: Distances
-    """Query images of known classes."""
     unknown_for_calibration: Distances
     """Query and gallery images of the held-out classes."""
 
@@ -101,23 +92,21 @@ def probe_open_set(
     """Train without some classes, and measure the distances of their images.
 
     The candidate itself cannot be probed, because it was trained on all classes. The probe uses the
-    same recipe as the training, with fewer epochs. ``train_settings.seed`` determines the held-out
-    classes. The held-out classes are excluded from training and from the gallery. A frozen backbone
-    is probed in several draws, because its features are cached. Each draw holds out different
-    classes. The share of known images to reject is determined from the query and gallery images of
-    the held-out classes and the query images of the other classes. The figures are determined from
-    the test split. The networks are discarded, because the result describes the recipe and not a
-    network. If images of unseen classes are not significantly farther from the gallery than known
-    images, the release calls no image unknown.
+    same recipe with fewer epochs, and excludes the held-out classes, which ``train_settings.seed``
+    determines, from training and from the gallery. A frozen backbone is probed in several draws
+    with different held-out classes, because its features are cached. The share of known images to
+    reject is determined from the query and gallery images of the held-out classes and the query
+    images of the others. The figures come from the test split. The networks are discarded, because
+    the result describes the recipe and not a network. If images of unseen classes are not
+    significantly farther from the gallery than known images, the release calls no image unknown.
 
-    ``on_step`` is called after each training step. ``on_draw`` is called after each draw with the
-    number of completed draws and the total number of draws. Features of a frozen backbone are read
-    from ``store``. With the ``plan`` of a run with ``train.minutes``, no draw begins after the
-    planned time.
+    ``on_draw`` is called after each draw with the numbers of completed and of all draws. Features
+    of a frozen backbone are read from ``store``. With the ``plan`` of a run with ``train.minutes``,
+    no draw begins after the planned time.
     """
     manifest = dataset.manifest
     counts = [manifest.label_counts(split) for split in SPLITS]
-    # Every class needs images in each split, whether the class is held out or not.
+    # every class needs images in each split, whether it is held out or not
     eligible = [label for label in manifest.labels if all(count[label] for count in counts)]
     wanted = max(FEWEST_HELD_OUT, len(eligible) // 5)
     recipe = plan.probe if plan else probe_recipe(dataset, train_settings, settings, store)
@@ -141,11 +130,9 @@ def probe_open_set(
 def probe_recipe(
     dataset: Dataset, train_settings: TrainSettings, settings: EvaluationSettings, store: Store | None = None
 ) -> Recipe:
-    """The recipe of the probe: that of ``train_settings`` with other epochs.
-
-    The number of epochs is ``settings.probe_epochs`` or, if that setting is 0, a share of the
-    training's epochs. If ``train.minutes`` is set, the recipe is part of the plan in ``store``.
-    """
+    """The recipe of ``train_settings`` with other epochs: ``settings.probe_epochs`` or, if that is
+    0, a share of the training's. If ``train.minutes`` is set, the recipe is part of the plan in
+    ``store``."""
     if train_settings.minutes:
         return plan_training(dataset, train_settings, store).probe
     recipe = with_defaults(train_settings, dataset)
@@ -155,12 +142,9 @@ def probe_recipe(
 
 
 def assess(draws: Sequence[Draw], settings: IndexSettings) -> OpenSet:
-    """Choose the share of known images to reject, and measure the effect of this share on the test
-    images of ``draws``.
-
-    Each draw has a separate threshold, because the distances of two networks differ. In the result,
-    ``held_out`` is empty.
-    """
+    """Choose the share of known images to reject, and measure its effect on the test images of
+    ``draws``. Each draw has a separate threshold, because the distances of two networks differ. In
+    the result, ``held_out`` is empty."""
     known, unknown = (_concatenate(samples) for samples in zip(*(draw[:2] for draw in draws), strict=True))
     by_draw = [place(draw.known.distances, draw.unknown.distances) for draw in draws]
     placements = Placements(*(np.concatenate(column) for column in zip(*by_draw, strict=True)))
@@ -242,11 +226,9 @@ def _concatenate(samples: Sequence[Sample]) -> Sample:
 
 
 def choose_held_out(labels: Sequence[str], wanted: int, draws: int, seed: int) -> list[frozenset[str]]:
-    """Choose ``wanted`` of ``labels`` for each draw, without choosing a label twice.
-
-    A draw gets fewer labels if fewer than `FEWEST_KNOWN` classes would otherwise be left. If the
-    labels are used up, the result has fewer draws than ``draws``.
-    """
+    """Choose ``wanted`` of ``labels`` for each draw, without choosing a label twice. A draw gets
+    fewer labels if fewer than `FEWEST_KNOWN` classes would otherwise be left. If the labels are
+    used up, the result has fewer draws than ``draws``."""
     wanted = min(wanted, len(labels) - FEWEST_KNOWN)
     if wanted < 1:
         return []
@@ -261,7 +243,7 @@ def _measure_draw(
     held_out: frozenset[str],
     groups: GroupNumbers | None,
 ) -> Draw:
-    """The distances to the gallery of ``recognizer``, which does not contain ``held_out``."""
+    """The gallery of ``recognizer`` does not contain ``held_out``."""
     seen = groups.seen_queries() if groups else frozenset[bytes]()
     known, unknown = _distances(recognizer, dataset, "test", held_out, groups)
     queries, others = _distances(recognizer, dataset, "query", held_out, None, seen)
@@ -277,11 +259,8 @@ def _distances(
     groups: GroupNumbers | None,
     exclude: frozenset[bytes] = frozenset(),
 ) -> tuple[Sample, Sample]:
-    """Nearest-neighbor distances of a split's images: the known classes, then the held-out
-    classes.
-
-    Known images whose digest is in ``exclude`` are left out, unless no known image would be left.
-    """
+    """Nearest-neighbor distances of a split's images: the known classes, then the held-out classes.
+    Known images whose digest is in ``exclude`` are left out, unless none would be left."""
     held_out_indices = [dataset.labels.index(label) for label in held_out]
     gallery = recognizer.gallery
     parts: list[Sample] = []

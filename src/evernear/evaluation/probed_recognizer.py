@@ -1,7 +1,5 @@
-"""The recognizers that are measured by the open-set probe.
-
-Each recognizer lacks some of the classes, and is discarded after the measurement.
-"""
+"""The recognizers that the open-set probe measures. Each lacks some of the classes, and is
+discarded after the measurement."""
 
 from collections.abc import Callable
 from functools import partial
@@ -26,7 +24,7 @@ from evernear.settings import IndexSettings
 
 
 class ProbedRecognizer(NamedTuple):
-    """A network's gallery, and a function that uses the network to embed queries."""
+    """A network's gallery, and a function that embeds queries with the network."""
 
     gallery: Gallery
     embed: Embed
@@ -35,7 +33,7 @@ class ProbedRecognizer(NamedTuple):
 def choose_opener(
     dataset: Dataset, recipe: Recipe, settings: IndexSettings, on_step: OnStep | None, store: Store | None
 ) -> Callable[[frozenset[str]], ProbedRecognizer]:
-    """Return a function that takes a set of labels and makes a recognizer without these labels."""
+    """Return a function that takes a set of labels and makes a recognizer without them."""
     if not recipe.keeps_backbone:
         return partial(_open_trained, dataset, recipe, settings, on_step)
     pretrained = open_pretrained(dataset, recipe, store)
@@ -46,7 +44,7 @@ def choose_opener(
 def _open_trained(
     dataset: Dataset, recipe: Recipe, settings: IndexSettings, on_step: OnStep | None, held_out: frozenset[str]
 ) -> ProbedRecognizer:
-    """Train a network. The files and embeddings of the network are discarded."""
+    """Train a network. Its files and embeddings are discarded."""
     with TemporaryDirectory(prefix="evernear-probe-") as scratch:
         trained, network, embeddings, index = (Path(scratch) / step for step in ("train", "export", "embed", "index"))
         train_network(dataset, recipe, trained, exclude_labels=held_out, on_step=on_step)
@@ -65,10 +63,8 @@ def _open_head(
     pretrained: Pretrained,
     held_out: frozenset[str],
 ) -> ProbedRecognizer:
-    """Fit the last layer of a pretrained network to the dataset.
-
-    The network is not exported, because the export would take longer than the training.
-    """
+    """Fit the last layer of a pretrained network. It is not exported, because that would take
+    longer than the training."""
     from evernear.embedding.features import HeadEmbedder  # timm takes seconds to import
 
     images = TrainingImages(dataset, held_out)

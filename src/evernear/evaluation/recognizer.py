@@ -21,10 +21,8 @@ from evernear.index.search import Gallery
 
 @dataclass(frozen=True)
 class Recognizer:
-    """A release or a candidate.
-
-    ``name`` is the version of the release, or an empty string for a candidate.
-    """
+    """A release or a candidate. ``name`` is the version of the release, or an empty string for a
+    candidate."""
 
     network_dir: Path
     gallery: Gallery
@@ -41,7 +39,7 @@ class Recognizer:
         """Open the outputs of the export step and the index step, which may be in the same
         directory.
 
-        If ``store`` is set, features of a frozen network are cached in ``store``.
+        If ``store`` is set, features of a frozen network are cached in it.
 
         Raises:
             IntegrityError: a file is missing or was changed, or the index belongs to a
@@ -63,8 +61,7 @@ class Recognizer:
 
     @cached_property
     def network(self) -> torch.jit.ScriptModule:
-        """The network, which is loaded now or, with an ``embedder``, when an image must be embedded
-        without the store."""
+        """Loaded now or, with an ``embedder``, when an image must be embedded without the store."""
         return load_network(self.network_dir)
 
     @property
@@ -73,20 +70,19 @@ class Recognizer:
         return self.preprocessing.shape
 
     def embed(self, images: NDArray[np.uint8]) -> NDArray[np.float32]:
-        """Embed images of shape (N, H, W, C) as unit vectors of shape (N, D)."""
+        """Embed images (N, H, W, C) as unit vectors (N, D)."""
         return embed_images(self.network, images)
 
     def embed_split(
         self, dataset: Dataset, split: Split, batch_size: int
     ) -> Iterator[tuple[Block, NDArray[np.float32]]]:
-        """Yield the blocks of ``split`` in order, each with the embeddings (N, D) of its images."""
+        """Yield the blocks of ``split`` in order, each with its embeddings (N, D)."""
         return self.embed_shards(dataset, dataset.shards(split), batch_size)
 
     def embed_shards(
         self, dataset: Dataset, shards: Sequence[Shard], batch_size: int
     ) -> Iterator[tuple[Block, NDArray[np.float32]]]:
-        """Yield the blocks of ``shards`` in order, each with the embeddings (N, D) of its
-        images."""
+        """Yield the blocks of ``shards`` in order, each with its embeddings (N, D)."""
         if self.embedder is None:
             for shard in shards:
                 for block in dataset.shard_blocks(shard, batch_size):

@@ -1,8 +1,5 @@
-"""The champion's and the candidate's answers to the same stored live queries, as information for
-the run page.
-
-A live query has no label, so a changed answer may be better or worse.
-"""
+"""The champion's and the candidate's answers to the same stored live queries, for the run page. A
+live query has no label, so a changed answer may be better or worse."""
 
 from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
@@ -18,23 +15,18 @@ SHOWN = 24
 
 
 class Answer(NamedTuple):
-    """The answer of one system to one query."""
-
     pred: str
     dist: float
     unknown: bool
 
 
 class Replay(Frozen):
-    """Counts of replayed queries."""
-
     queries: int = Field(default=0, ge=0)
     newest: AwareDatetime | None = None
     oldest: AwareDatetime | None = None
     left_out: Mapping[str, int] = {}
-    """Number of stored queries that were not replayed, keyed by reason."""
+    """Keyed by reason."""
     changed: int = Field(default=0, ge=0)
-    """Number of queries with a different answer."""
     new_class: int = Field(default=0, ge=0)
     """Number of changed answers with a class that the champion does not know."""
     retired: int = Field(default=0, ge=0)
@@ -44,7 +36,7 @@ class Replay(Frozen):
 
 
 class ChangedAnswer(Frozen):
-    """A query whose answer has changed. ``tile`` is the query's number in the sheet."""
+    """``tile`` is the query's number in the sheet."""
 
     before: str
     before_unknown: bool
@@ -56,13 +48,11 @@ class ChangedAnswer(Frozen):
 
 
 class ReplayExamples(Frozen):
-    """The changed answers that are shown on the run page."""
-
     remedy = "run the evaluate step again"
 
     answers: tuple[ChangedAnswer, ...]
-    """The changed answers, sorted by the distance that the champion measured. Changes at the
-    smallest distances come first, because they are the least expected changes."""
+    """Sorted by the distance that the champion measured. Changes at the smallest distances are the
+    least expected."""
     images: Sheet
 
 
@@ -82,8 +72,7 @@ class Replayed(NamedTuple):
 
 
 def count_changes(queries: Sequence[Replayed], classes: ClassSettings, known_before: Collection[str]) -> Replay:
-    """Count the changed answers. ``known_before`` contains the current names of the classes that
-    the champion knows."""
+    """``known_before`` contains the current names of the classes that the champion knows."""
     changed = [query for query in queries if query.is_changed(classes)]
     return Replay(
         queries=len(queries),
@@ -96,7 +85,6 @@ def count_changes(queries: Sequence[Replayed], classes: ClassSettings, known_bef
 
 
 def changed_answers(queries: Sequence[Replayed], classes: ClassSettings, shape: tuple[int, int, int]) -> ReplayExamples:
-    """The first `SHOWN` changed answers."""
     changed = [query for query in queries if query.is_changed(classes)]
     changed.sort(key=lambda query: (query.before.unknown, query.before.dist))
     tiles = Tiles(shape, TILE_PX)

@@ -1,8 +1,5 @@
-"""Proportions and areas under the ROC curve, with confidence intervals.
-
-Each function imports SciPy itself. Importing SciPy takes half a second, and is not necessary to
-read an earlier measurement.
-"""
+"""Proportions and areas under the ROC curve, with confidence intervals. Each function imports SciPy
+itself, which takes half a second, and reading an earlier measurement does not need it."""
 
 import math
 from collections import Counter
@@ -18,17 +15,12 @@ from evernear.common.frozen import Frozen
 
 ROC_POINTS = 200
 CONFIDENCE = 0.95
-"""Confidence level of every interval."""
 BOOTSTRAP = 10_000
-"""Number of resamples for each bootstrap interval."""
 
 
 class Proportion(Frozen):
     """``count`` out of ``total``, with an interval that is also valid near 0 and 1 and for small
-    totals.
-
-    The interval is Wilson's (1927), unless the proportion was computed by `exact_proportion`.
-    """
+    totals. The interval is Wilson's (1927), unless `exact_proportion` computed it."""
 
     count: int = Field(ge=0)
     total: int = Field(ge=1)
@@ -39,7 +31,6 @@ class Proportion(Frozen):
 
     @property
     def value(self) -> float:
-        """The proportion, 0 to 1."""
         return self.count / self.total
 
     def __str__(self) -> str:
@@ -47,8 +38,6 @@ class Proportion(Frozen):
 
 
 class Interval(Frozen):
-    """An estimated share with its confidence interval."""
-
     value: float = Field(ge=0, le=1, allow_inf_nan=False)
     low: float = Field(ge=0, le=1, allow_inf_nan=False)
     high: float = Field(ge=0, le=1, allow_inf_nan=False)
@@ -58,8 +47,8 @@ class Interval(Frozen):
 
 
 class Auroc(Interval):
-    """Area under the ROC curve, which is the probability that an unknown image is farther from the
-    gallery than a known image."""
+    """Area under the ROC curve: the probability that an unknown image is farther from the gallery
+    than a known one."""
 
     known: int
     unknown: int
@@ -69,10 +58,8 @@ class Auroc(Interval):
 
 
 class Placements(NamedTuple):
-    """The ranks of known images among unknown images, and of unknown images among known images.
-
-    The mean of each column is the area under the ROC curve.
-    """
+    """The ranks of known images among unknown images, and vice versa. The mean of each column is
+    the area under the ROC curve."""
 
     known_below: NDArray[np.float64]
     """For each known image (N,), the share of unknown images that are farther from the gallery."""
@@ -81,8 +68,7 @@ class Placements(NamedTuple):
 
 
 class Roc(Frozen):
-    """The ROC curve of a distance threshold, with at most `ROC_POINTS` points. All values are
-    finite."""
+    """The ROC curve of a distance threshold, with at most `ROC_POINTS` points, all finite."""
 
     false_accepts: tuple[float, ...]
     """Proportion of unknown images within the threshold, the x-coordinate of the curve (FAR)."""
@@ -94,21 +80,18 @@ class Roc(Frozen):
         """The smallest false-accept rate among thresholds with a false-reject rate of at most
         ``false_reject_rate``."""
         pairs = zip(self.false_accepts, self.true_accepts, strict=True)
-        # The value is rounded, because 1 - 0.95 is slightly more than 0.05.
+        # rounded, because 1 - 0.95 is slightly more than 0.05
         return min(accepted for accepted, true_accepts in pairs if round(1 - true_accepts, 9) <= false_reject_rate)
 
 
 def proportion(count: int, total: int, confidence: float, effective: float | None = None) -> Proportion:
-    """``count`` out of ``total`` (at least 1), with a two-sided interval.
-
-    If images are not independent, ``effective`` is the effective number of independent images
-    (`evernear.evaluation.grouped.effective_totals`).
-    """
+    """``count`` out of ``total`` (at least 1), with a two-sided interval. ``effective`` is the
+    effective number of independent images (`evernear.evaluation.grouped.effective_totals`)."""
     z, share = deviations(confidence), count / total
     n = total if effective is None else effective
     middle = (share + z**2 / (2 * n)) / (1 + z**2 / n)
     half = z * math.sqrt(share * (1 - share) / n + (z / n) ** 2 / 4) / (1 + z**2 / n)
-    # At 0 and 1, rounding errors may move a limit past the value by 1e-17.
+    # at 0 and 1, rounding errors may move a limit past the value by 1e-17
     return Proportion(
         count=count,
         total=total,
@@ -120,12 +103,8 @@ def proportion(count: int, total: int, confidence: float, effective: float | Non
 
 def exact_proportion(count: int, total: int, confidence: float) -> Proportion:
     """``count`` out of ``total`` (at least 1), with the exact two-sided interval of Clopper and
-    Pearson (1934).
-
-    Whatever the true proportion is, the interval contains it with a probability of at least
-    ``confidence``. In comparison, Wilson's interval contains a true proportion of 99% in only 92%
-    of samples of 100 images.
-    """
+    Pearson (1934). It contains any true proportion with a probability of at least ``confidence``.
+    Wilson's interval contains a true proportion of 99% in only 92% of samples of 100 images."""
     from scipy.special import betaincinv
 
     tail = (1 - confidence) / 2
@@ -141,12 +120,11 @@ def auroc(known: NDArray[np.float32], unknown: NDArray[np.float32], confidence: 
     """Area under the ROC curve for the distances of known (N,) and unknown (M,) images.
 
     Neither array may be empty. Ties count half. The interval is the hull of two intervals, because
-    each of them fails where the other is valid. The tests measure both intervals. The first
-    interval (DeLong, DeLong and Clarke-Pearson 1988, Biometrics 44:837), on the log-odds scale,
-    does not assume a distribution. The width of the first interval approaches zero if the distances
-    of known images hardly overlap with the distances of unknown images. The second interval
-    (Newcombe 2006, Statist Med 25:559, method 5) assumes a distribution. The second interval uses
-    the standard error at its limits, so its width does not approach zero.
+    each fails where the other is valid. The tests measure both. The first (DeLong, DeLong and
+    Clarke-Pearson 1988, Biometrics 44:837), on the log-odds scale, does not assume a distribution.
+    Its width approaches zero if the distances of known and unknown images hardly overlap. The
+    second (Newcombe 2006, Statist Med 25:559, method 5) assumes a distribution. It uses the
+    standard error at its limits, so its width does not approach zero.
     """
     placements = place(known, unknown)
     value, low, high = auroc_interval(placements, len(known), len(unknown), confidence)
@@ -154,11 +132,7 @@ def auroc(known: NDArray[np.float32], unknown: NDArray[np.float32], confidence: 
 
 
 def place(known: NDArray[np.float32], unknown: NDArray[np.float32]) -> Placements:
-    """Compare the distance of each known image (N,) with the distance of each unknown image
-    (M,).
-
-    Ties count half.
-    """
+    """Compare the distances of known (N,) and unknown (M,) images. Ties count half."""
     from scipy.stats import rankdata
 
     m, n = len(unknown), len(known)
@@ -169,25 +143,21 @@ def place(known: NDArray[np.float32], unknown: NDArray[np.float32]) -> Placement
 def auroc_interval(
     placements: Placements, known: float, unknown: float, confidence: float
 ) -> tuple[float, float, float]:
-    """The area, followed by the limits of the interval from `auroc`.
-
-    ``known`` and ``unknown`` are the numbers of independent images.
-    """
+    """The area, followed by the limits of the interval from `auroc`. ``known`` and ``unknown`` are
+    the numbers of independent images."""
     value, z = float(placements.beyond_known.mean()), deviations(confidence)
     ends = [*_newcombe(value, unknown, known, z), *_delong(value, placements, known, unknown, z)]
     return value, min(ends), max(ends)
 
 
 def roc(known: NDArray[np.float32], unknown: NDArray[np.float32]) -> Roc:
-    """The ROC curve at thresholds that are evenly spaced over the ranks of all distances.
-
-    The first threshold accepts no image, and the last threshold accepts all images.
-    """
+    """The ROC curve at thresholds that are evenly spaced over the ranks of all distances. The first
+    threshold accepts no image, and the last accepts all."""
     distances = np.unique(np.concatenate([known, unknown]))
     picked = np.unique(np.linspace(0, len(distances) - 1, ROC_POINTS - 1).round().astype(int))
     thresholds = np.concatenate([[0.0], distances[picked]])
     inside = [np.searchsorted(np.sort(group), thresholds, side="right") for group in (known, unknown)]
-    # The first point accepts no image, even if a distance is 0.
+    # the first point accepts no image, even if a distance is 0
     inside[0][0] = inside[1][0] = 0
     return Roc(
         true_accepts=tuple((inside[0] / len(known)).tolist()),
@@ -201,9 +171,8 @@ def p_by_chance(confusions: Iterable[tuple[object, object, int]]) -> float:
     random.
 
     ``confusions`` are (label, prediction, count). The number of correct predictions has the exact
-    mean and variance of a permutation test. The distribution of this number is approximated by a
-    normal distribution with continuity correction. If all predictions are the same, the result is
-    1.
+    mean and variance of a permutation test. Its distribution is approximated by a normal one with
+    continuity correction. If all predictions are the same, the result is 1.
     """
     labels: Counter[object] = Counter()
     predictions: Counter[object] = Counter()
@@ -227,15 +196,14 @@ def p_by_chance(confusions: Iterable[tuple[object, object, int]]) -> float:
 def false_accepts_at(
     known: NDArray[np.float32], unknown: NDArray[np.float32], true_accept_rate: float, confidence: float
 ) -> Interval:
-    """Share of the unknown (M,) distances that a threshold accepts.
+    """Share of the unknown (M,) distances that a threshold accepts: the smallest one that accepts
+    the share ``true_accept_rate`` of the known (N,) distances.
 
-    The threshold is the smallest one that accepts the share ``true_accept_rate`` of the known (N,)
-    distances. The interval is the hull of a bootstrap interval and Wilson's interval. The
-    percentile bootstrap (Efron 1979) includes the random variation of the threshold. In a resample
-    of the known distances, the rank of the threshold has a Beta distribution. The number of
-    accepted unknown distances has a binomial distribution. Therefore, no resample has to be drawn.
-    The bootstrap interval has a width of zero at 0 and 1, where Wilson's interval at the chosen
-    threshold is wider.
+    The interval is the hull of a bootstrap interval and Wilson's interval. The percentile bootstrap
+    (Efron 1979) includes the random variation of the threshold, whose rank has a Beta distribution
+    in a resample of the known distances. The number of accepted unknown distances has a binomial
+    distribution. Therefore, no resample has to be drawn. The bootstrap interval has a width of zero
+    at 0 and 1, where Wilson's interval at the chosen threshold is wider.
     """
     known, unknown = np.sort(known), np.sort(unknown)
     n, m = len(known), len(unknown)
@@ -266,10 +234,8 @@ def _delong(value: float, placements: Placements, known: float, unknown: float, 
 
 
 def _newcombe(value: float, m: float, n: float, z: float) -> tuple[float, float]:
-    """The interval limits below and above ``value``.
-
-    The distance of each limit from ``value`` is ``z`` times the standard error at that limit.
-    """
+    """The interval limits below and above ``value``. The distance of each from ``value`` is ``z``
+    times the standard error at that limit."""
     from scipy.optimize import root_scalar
 
     def beyond(area: float) -> float:
@@ -277,8 +243,7 @@ def _newcombe(value: float, m: float, n: float, z: float) -> tuple[float, float]
         return abs(value - area) - z * math.sqrt(area * (1 - area) * spread / (m * n))
 
     def end(limit: float) -> float:
-        # The function is negative next to ``value``. The function is positive at the limit 0 or 1,
-        # where the standard error is zero.
+        # negative next to ``value``, and positive at 0 or 1, where the standard error is zero
         start = value + (limit - value) * 1e-9
         if start == limit or beyond(start) >= 0:
             return limit

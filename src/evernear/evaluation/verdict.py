@@ -12,10 +12,7 @@ from evernear.errors import IntegrityError
 
 
 class Rule(Frozen):
-    """The result of one rule.
-
-    ``reason`` is a sentence, both for a passed and for a failed rule.
-    """
+    """``reason`` is a sentence, both for a passed and for a failed rule."""
 
     name: str
     passed: bool
@@ -24,23 +21,18 @@ class Rule(Frozen):
     bound: float | None = None
     reason: str
     could_fail: bool = True
-    """Whether the rule could have failed on this data. Otherwise, it says that the data is too
-    little to tell."""
+    """False if this data is too little to tell."""
     setting: str = ""
-    """The setting ``key=value`` with which a failed rule would pass, or an empty string if no
-    setting should make the rule pass."""
+    """The setting ``key=value`` with which a failed rule would pass. Empty if no setting should do
+    that."""
 
     @property
     def result(self) -> str:
-        """The result in words."""
         return ("passed" if self.passed else "failed") if self.could_fail else "too few to tell"
 
 
 class System(Frozen):
-    """The network and the index that were measured.
-
-    A release with the same hashes is the measured system.
-    """
+    """The network and the index that were measured, identified by their hashes."""
 
     name: str
     network_sha256: str
@@ -48,39 +40,35 @@ class System(Frozen):
 
 
 class AnchorChoice(Frozen):
-    """The release with which the candidate is compared in addition to the champion.
-
-    See `evernear.evaluation.gate_anchor`.
-    """
+    """The release with which the candidate is compared in addition to the champion. See
+    `evernear.evaluation.gate_anchor`."""
 
     version: str
     former: str = ""
     """The previous anchor, if it can no longer be compared with the candidate. A promotion of the
     candidate then makes ``version`` the anchor."""
     why: str = ""
-    """The reason why ``former`` cannot be compared, as a sentence."""
+    """Why ``former`` cannot be compared, as a sentence."""
 
 
 class Verdict(Frozen):
-    """Whether the candidate may replace the champion."""
-
     remedy = "run the gate step again"
     promote: bool
     reasons: list[str]
-    """Reasons of the failed rules, or of all rules if no rule failed. The rules that could not fail
-    on this data come first."""
+    """Reasons of the failed rules, or of all rules if none failed. Those that could not fail on
+    this data come first."""
     rules: list[Rule]
     candidate: System
     champion: System | None
     dataset_digest: str
     anchor: AnchorChoice | None = None
-    """The anchor. None if no champion exists."""
+    """None if no champion exists."""
     detectable_loss: float | None = None
     """The smallest loss of accuracy, between 0 and 1, that the gate detects with a probability of
     90%. None if there is no champion, or nothing to compare."""
     caution: str = ""
     """Sentences about the loss that an automatic promotion may leave undetected, or about a first
-    release without evidence, or an empty string if the test split is large enough."""
+    release without evidence. Empty if the test split is large enough."""
     digest: str
     """sha256 of all other fields."""
 
@@ -94,8 +82,7 @@ class Verdict(Frozen):
         detectable_loss: float | None = None,
         caution: str = "",
     ) -> "Verdict":
-        """The verdict for ``rules``. The verdict is to promote the candidate if there is at least
-        one rule and all rules passed."""
+        """The verdict is to promote if there is at least one rule and all rules passed."""
         rules = list(rules)
         promote = _all_passed(rules)
         by_weight = sorted(rules, key=lambda rule: rule.could_fail)
@@ -114,8 +101,6 @@ class Verdict(Frozen):
         return verdict.model_copy(update={"digest": _digest(verdict)})
 
     def summary(self) -> str:
-        """A text with the verdict and the names of the failed rules. `reasons` has their
-        reasons."""
         failed = [rule.name for rule in self.rules if not rule.passed]
         vacuous = [rule.name for rule in self.rules if not rule.could_fail]
         if self.promote and vacuous:
@@ -129,8 +114,8 @@ class Verdict(Frozen):
         """Parse a stored verdict, and check that it is consistent.
 
         Raises:
-            IntegrityError: the verdict is invalid or was changed, or it promotes the
-                candidate although a rule failed.
+            IntegrityError: the verdict is invalid or was changed, or it promotes the candidate
+                although a rule failed.
         """
         verdict = super().from_json(data, source, remedy)
         if verdict.digest != _digest(verdict) or verdict.promote != _all_passed(verdict.rules):
@@ -149,17 +134,11 @@ def _digest(verdict: Verdict) -> str:
 
 def floor_setting(key: str, value: float) -> str:
     """An assignment that sets the floor ``key`` so that ``value`` reaches it, rounded to
-    hundredths.
-
-    If ``value`` is not finite, the result is empty.
-    """
+    hundredths. Empty if ``value`` is not finite."""
     return f"{key}={math.floor(value * 100) / 100:g}" if math.isfinite(value) else ""
 
 
 def ceiling_setting(key: str, value: float) -> str:
     """An assignment that sets the ceiling ``key`` so that ``value`` does not exceed it, rounded to
-    hundredths.
-
-    If ``value`` is not finite, the result is empty.
-    """
+    hundredths. Empty if ``value`` is not finite."""
     return f"{key}={math.ceil(value * 100) / 100:g}" if math.isfinite(value) else ""

@@ -1,2 +1,1 @@
-"""The FAISS index of the gallery. The nearest neighbors of an image in the index determine the
-image's label, or that the image is unknown."""
+"""The FAISS index of the gallery, whose nearest neighbors label an image or call it unknown."""

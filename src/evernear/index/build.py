@@ -1,4 +1,4 @@
-"""Build an index from gallery embeddings, and record the sha256 of the network in the index."""
+"""Build an index from gallery embeddings, and record its network's sha256."""
 
 import math
 from collections.abc import Generator, Sequence
@@ -45,23 +45,14 @@ def build_index(
     owner: str = "",
     groups: GroupNumbers | None = None,
 ) -> IndexDescription:
-    """Index the gallery split, calibrate the threshold on the query split, and write the results to
+    """Index the gallery split, calibrate the threshold on the query split, and write to
     ``out_dir``.
 
-    ``labels`` lists the dataset's labels, ordered by label number. Images of ``exclude_labels`` are
-    ignored. If ``groups`` is set, the calibration excludes queries whose group has images in the
-    train split or the gallery, unless there are no other queries. ``threshold`` and ``reject_rate``
-    come from an `evernear.evaluation.open_set.OpenSet` (see `calibrate`). If the vectors are in a
-    collection, ``owner`` is the store that owns the collection. The description is written last, so
-    a directory without ``index.json`` contains an incomplete index.
-
-    Raises:
-        StoreError: the disk is full, or ``out_dir`` is not writable.
-        DataError: the gallery is empty or has fewer than two classes,
-            or the query split is empty.
-        SettingsError: FAISS does not know the index type or its search parameters, or
-            the index type needs more vectors.
-        IntegrityError: an embedding is not finite.
+    ``labels`` lists the dataset's labels by number. With ``groups``, the calibration excludes
+    queries whose group has images in the train split or the gallery, unless no others exist.
+    ``threshold`` and ``reject_rate`` come from an `evernear.evaluation.open_set.OpenSet` (see
+    `calibrate`). If the vectors are in a collection, ``owner`` is the store that owns it. The
+    description is written last, so a directory without ``index.json`` has an incomplete index.
     """
     if settings.type is None and settings.search:
         needs = "needs an index.type; an automatic index sets its own parameters"
@@ -109,14 +100,11 @@ def build_index(
 
 
 def choose_rule(gallery: Gallery, queries: EmbeddingBlock) -> Rule:
-    """Choose the classification rule. The rule is ``centroid`` if the accuracy of the centroid rule
-    on ``queries`` exceeds the accuracy of the vote by more than one standard error. Otherwise, the
-    rule is ``vote``.
+    """``centroid`` if its accuracy on ``queries`` exceeds the vote's by over one standard error.
 
-    The vote is better than the centroid rule for classes that consist of several clusters. If
-    classes overlap, the nearest vectors are a small and noisy sample, while the centroid averages
-    out the noise. On CIFAR-10, the accuracy of the centroid rule is 1.1 points higher than the
-    accuracy of the vote of five neighbors.
+    The vote is better for classes of several clusters. If classes overlap, the nearest vectors are
+    a small and noisy sample, whose noise the centroid averages out: on CIFAR-10, it is 1.1 points
+    more accurate than the vote of five neighbors.
     """
     neighbors = gallery.search(queries.embeddings, gallery.description.k)
     by_vote = gallery.label(queries.embeddings, neighbors, "vote") == queries.labels
@@ -126,7 +114,6 @@ def choose_rule(gallery: Gallery, queries: EmbeddingBlock) -> Rule:
 
 
 def _create(gallery: GalleryVectors, settings: IndexSettings, queries: EmbeddingBlock, exact: ExactNeighbors) -> Choice:
-    """Create an index of ``gallery`` in the backend that ``settings`` selects."""
     if settings.backend != FAISS:
         with index_backend(settings.backend) as backend:
             chosen = backend.create(gallery, settings, queries, exact)
@@ -145,11 +132,10 @@ def _create(gallery: GalleryVectors, settings: IndexSettings, queries: Embedding
 
 
 def _make(gallery: GalleryVectors, factory: str) -> FaissIndex:
-    """Train an index of type ``factory``, and add the gallery to the index."""
     dim = gallery.embeddings.dim
     try:
-        # For unit vectors, the nearest vector has the largest inner product. Computing inner
-        # products needs only one BLAS call.
+        # For unit vectors, the nearest has the largest inner product, which needs only one BLAS
+        # call.
         index = faiss.index_factory(dim, factory, faiss.METRIC_INNER_PRODUCT)
     except RuntimeError:
         raise SettingsError(
@@ -165,8 +151,7 @@ def _make(gallery: GalleryVectors, factory: str) -> FaissIndex:
 
 @contextmanager
 def _parameter_errors(settings: IndexSettings, embeddings: Embeddings) -> Generator[None]:
-    """Convert an error from training, filling or searching an index to an error that names the
-    setting."""
+    """Convert a FAISS error to one that names the setting."""
     try:
         yield
     except RuntimeError as error:
@@ -179,8 +164,7 @@ def _parameter_errors(settings: IndexSettings, embeddings: Embeddings) -> Genera
 
 
 def _labels(embeddings: Embeddings, known: NDArray[np.bool_]) -> tuple[NDArray[np.int32], NDArray[np.float64]]:
-    """The label number of each gallery vector, as an array of shape (N,), and the sum of each
-    label's vectors, as an array of shape (labels, D)."""
+    """Label numbers of the gallery vectors (N,), and sums of each label's vectors (labels, D)."""
     numbers: list[NDArray[np.int32]] = []
     sums = np.zeros((len(known), embeddings.dim))
     for block in select_labels(embeddings.blocks("gallery"), known):
@@ -192,22 +176,19 @@ def _labels(embeddings: Embeddings, known: NDArray[np.bool_]) -> tuple[NDArray[n
 
 
 def _sample(gallery: GalleryVectors) -> NDArray[np.float32]:
-    """About `TRAINING_VECTORS` gallery vectors, evenly distributed over all shards. If the gallery
-    has fewer vectors, all its vectors are returned."""
+    """About `TRAINING_VECTORS` gallery vectors, evenly spaced, or all if there are fewer."""
     step = max(1.0, gallery.embeddings.count("gallery") / TRAINING_VECTORS)
     blocks = (block.embeddings for block in gallery.blocks())
     return np.concatenate([block[np.arange(0, len(block), step).astype(np.int64)] for block in blocks])
 
 
 def _npy(array: NDArray[Any]) -> bytes:
-    """``array`` in NumPy's file format."""
     buffer = BytesIO()
     np.save(buffer, array, allow_pickle=False)
     return buffer.getvalue()
 
 
 def _unit_rows(sums: NDArray[np.float64]) -> NDArray[np.float32]:
-    """Normalize each row to unit length. Rows of zeros, which belong to labels without vectors, are
-    not changed."""
+    """Rows of zeros, which belong to labels without vectors, do not change."""
     lengths = np.linalg.norm(sums, axis=1, keepdims=True)
     return (sums / np.where(lengths > 0, lengths, 1)).astype(np.float32)

@@ -16,14 +16,12 @@ from evernear.index.vectors import VectorIndex
 from evernear.settings import IndexSettings
 
 ROUNDING = 1e-5
-"""Squared distances of float32 unit vectors count as equal if they differ by less than this value.
-The largest observed difference is 1e-6."""
+"""Squared distances of float32 unit vectors that differ by less are equal (observed: 1e-6)."""
 EQUAL = 1e-6
-"""A float32 threshold cannot separate distances that differ by less than this value."""
+"""A float32 threshold cannot separate distances that differ by less."""
 MARGIN = 2 * DISTANCE_TOLERANCE
-"""Maximum difference between a threshold and one of the two distances that the threshold separates.
-A threshold in the middle of a wide gap would accept unknown images whose distance is larger than
-the distance of any known image."""
+"""Maximum difference between a threshold and one of the two distances that it separates. In the
+middle of a wide gap, it would accept unknown images that are farther than any known image."""
 
 
 def calibrate(
@@ -34,29 +32,23 @@ def calibrate(
     threshold: float | None = None,
     reject_rate: float | None = None,
 ) -> Calibration:
-    """Set the threshold, and measure its effect on ``queries``, which are used for neither training
-    nor testing.
+    """Set the threshold, and measure its effect on ``queries``, neither trained nor tested on.
 
     ``reject_rate`` is the share of known images to reject according to `evernear.evaluation.probe`.
-    If ``reject_rate`` is set, the threshold is the distance that this share of the queries exceeds.
-    The threshold therefore depends on the distances of this network, which was trained longer than
-    the probe's network. If ``threshold`` is set, it is the threshold of a release whose network is
-    reused, and it is not changed.
+    The threshold is then the distance that this share of the queries exceeds, and so depends on
+    this network, which was trained longer than the probe's. ``threshold`` is that of a release
+    whose network is reused, and does not change.
 
-    If there are too few classes for a probe, both parameters are None, and impostors are used
-    instead. Each query then counts as unknown once, at the distance to the nearest gallery vector
-    of a *different* class. The threshold accepts ``settings.false_accept_rate`` of these distances.
-    If this threshold would reject more than ``settings.false_reject_rate`` of the queries, the
-    threshold is raised, because known images take precedence. With impostors, the false-accept rate
-    for unseen classes is underestimated, because a network separates the classes that it was
-    trained on. With a specified rate of 5%, the measured rate was 70% in the draws of digits, and
-    56% and 5% on MNIST.
+    If there are too few classes for a probe, both are None, and impostors replace it: each query
+    counts as unknown once, at the distance to the nearest vector of a *different* class. The
+    threshold accepts ``settings.false_accept_rate`` of these distances. If it would reject more
+    than ``settings.false_reject_rate`` of the queries, it is raised, because known images take
+    precedence. Impostors underestimate the false-accept rate for unseen classes, because a network
+    separates the classes that it was trained on. With a specified rate of 5%, the measured rate was
+    70% in the draws of digits, and 56% and 5% on MNIST.
 
-    Distances to impostors are exact for every index type. An approximate search that starts within
-    a query's own class would not find an impostor, so the threshold would be too large.
-
-    Raises:
-        DataError: the gallery has fewer than two classes.
+    Impostor distances are exact for every index type. An approximate search that starts within a
+    query's own class would find no impostor, so the threshold would be too large.
     """
     impostor_distances = _root(exact.squared_to_others)
     if not np.isfinite(impostor_distances).all():
@@ -84,19 +76,17 @@ def calibrate(
 
 
 def is_nearest(rows: NDArray[np.int64], distances: Floats, exact: ExactNeighbors) -> NDArray[np.bool_]:
-    """For each of N queries, whether an index found the row of the nearest vector or a different
-    row at the same distance. A gallery may contain an image twice."""
+    """For each of N queries, whether an index found the nearest vector or another at the same
+    distance, because a gallery may contain an image twice."""
     return (rows == exact.rows) | (np.abs(distances**2 - exact.squared) <= ROUNDING)
 
 
 def threshold_at(unknown_distances: Floats, false_accept_rate: float) -> float:
-    """A threshold that accepts at most ``false_accept_rate`` of ``unknown_distances`` (N,), N >=
-    1.
+    """A threshold that accepts at most ``false_accept_rate`` of ``unknown_distances`` (N,), N >= 1.
 
-    Within this limit, the threshold accepts as many distances as possible. The threshold is halfway
-    between the last accepted distance and the first rejected distance, but within `MARGIN` of the
-    first rejected distance. Equal distances may reduce the number of accepted distances. If N is
-    less than 1 / ``false_accept_rate``, no distance is accepted.
+    It accepts as many as possible, fewer if distances are equal, and none if N is less than 1 /
+    ``false_accept_rate``. It is halfway between the last accepted and the first rejected distance,
+    but within `MARGIN` of the latter.
     """
     allowed = int(np.floor(false_accept_rate * len(unknown_distances)))
     descending = np.sort(unknown_distances)[allowed::-1]
@@ -107,24 +97,22 @@ def threshold_rejecting(known_distances: Floats, false_reject_rate: float) -> fl
     """A threshold on ``known_distances`` (N,), N >= 1, that rejects at most ``false_reject_rate``
     of *new* images.
 
-    The threshold is based on split conformal prediction (Vovk et al. 2005; Angelopoulos and Bates
-    2021, arXiv:2107.07511). If a new image is exchangeable with the known images, its distance
-    exceeds the known distance of rank ceil((N + 1) (1 - ``false_reject_rate``)) with a probability
-    of at most ``false_reject_rate``. If N is less than 1 / ``false_reject_rate`` - 1, no rank is
-    high enough, and the largest distance is used. The threshold is halfway between the distance of
-    this rank and the next larger distance, but within `MARGIN` of the distance of this rank. If the
-    threshold were equal to the distance of an image, rounding would decide whether the image is
-    unknown.
+    This is split conformal prediction (Vovk et al. 2005; Angelopoulos and Bates 2021,
+    arXiv:2107.07511). If a new image is exchangeable with the known ones, its distance exceeds the
+    known distance of rank ceil((N + 1) (1 - ``false_reject_rate``)) with probability at most
+    ``false_reject_rate``. If N is less than 1 / ``false_reject_rate`` - 1, no rank is high enough,
+    and the largest distance is used. The threshold is halfway to the next larger distance, but
+    within `MARGIN`: at an image's own distance, rounding would decide whether it is unknown.
     """
     count = len(known_distances)
-    # The product is rounded because (1 - 0.05) * 20 is slightly more than 19.
+    # Rounded because (1 - 0.05) * 20 is slightly more than 19.
     rank = min(count, math.ceil(round((count + 1) * (1 - false_reject_rate), 9)))
     return float(np.clip(_beyond_first(np.sort(known_distances)[rank - 1 :]), 0, MAX_DISTANCE))
 
 
 def _beyond_first(ascending: Floats) -> float:
-    """A number that is larger than the first of ``ascending`` (N,), N >= 1, and than all distances
-    that are `EQUAL` to the first one, but smaller than the next distance."""
+    """A number beyond the first of ``ascending`` (N,), N >= 1, and all distances that are `EQUAL`
+    to it, but below the next distance."""
     gaps = np.diff(ascending.astype(np.float64), append=np.inf)
     last = int(np.argmax(gaps > EQUAL))
     return float(ascending[last] + min(gaps[last] / 2, MARGIN))
@@ -135,9 +123,8 @@ def _root(squared: Floats) -> Floats:
 
 
 def calibration_gaps(dataset: Dataset, known_labels: Sequence[str], seen_queries: int) -> str:
-    """The end of a sentence that lists gaps in the calibration on the query images of ``dataset``.
-    The gaps are classes without a query image, and groups that are also in train or gallery.
-    ``seen_queries`` is the number of query images in such groups."""
+    """The end of a sentence that lists classes of ``dataset`` without a query image, and the number
+    of queries whose group is also in train or gallery (``seen_queries``)."""
     counts = dataset.manifest.label_counts("query")
     unqueried = sum(not counts.get(label) for label in known_labels)
     gaps = f"; calibrated without query images of {quantity(unqueried, 'class', 'classes')}" if unqueried else ""

@@ -1,5 +1,4 @@
-"""If ``index.type`` is not set, choose the index type and its search parameter by recall, memory
-and speed."""
+"""If ``index.type`` is not set, choose it and its search parameter by recall, memory and speed."""
 
 import math
 from bisect import bisect_left
@@ -16,35 +15,28 @@ from evernear.settings import IndexSettings
 
 FLAT = "Flat"
 FLAT_BYTES = 8 * 2**20
-"""Size of the largest gallery that is always searched exactly, which is the size of 16,384 vectors
-of 128 dimensions. An exact search in this gallery takes 0.3 ms, which is about as long as decoding
-and embedding an image. An exact search in a larger gallery would dominate the request time."""
+"""Largest gallery that is always searched exactly: 16,384 vectors of 128 dimensions. This takes 0.3
+ms, about as long as decoding and embedding an image. Beyond, it would dominate the request time."""
 COMPRESSED_FROM_BYTES = 64 * 2**20
-"""Size below which a gallery is not compressed further than to fp16. The distances of fp16 vectors
-are more exact than those of `RaBitQ8` vectors, and the search takes half the time."""
+"""Size below which a gallery is not compressed further than to fp16, whose distances are more exact
+than those of `RaBitQ8`, and whose search takes half the time."""
 CODES = ("RaBitQ8", "SQfp16", "Flat")
-"""Encodings of the vectors in an inverted file, from the smallest encoding to the exact
-encoding.
+"""Encodings of the vectors in an inverted file, from the smallest to the exact one.
 
 RaBitQ (Gao et al. 2024, arXiv:2409.09913) with 8 bits scales each vector separately. On a million
-embeddings of deformed digits, 99.4% of 512 nearest vectors were found with RaBitQ, and at most 91%
-with SQ8, which has nearly the same size.
+embeddings of deformed digits, it found 99.4% of 512 nearest vectors, and SQ8, which has nearly the
+same size, at most 91%.
 """
 TRAINING_VECTORS = 163_840
-"""Maximum number of training vectors for an index with a trained part (IVF, PQ). With 128
-dimensions, these vectors take 84 MB."""
+"""Maximum number of vectors to train an index (IVF, PQ): 84 MB at 128 dimensions."""
 VECTORS_PER_LIST = 39
-"""Number of training vectors that k-means needs for each list. FAISS warns if there are fewer."""
+"""Training vectors that k-means needs for each list. FAISS warns if there are fewer."""
 LARGEST_PROBED_SHARE = 1 / 8
-"""Maximum share of the lists to search. If this share is not sufficient for the required recall,
-the next encoding is tried."""
+"""Maximum share of the lists to search. If it misses the recall, the next encoding is tried."""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """An index of the gallery, its factory string and search string, and the reason for the
-    choice."""
-
     index: VectorIndex
     factory: str
     search: str
@@ -59,13 +51,11 @@ def choose_index(
     queries: EmbeddingBlock,
     exact: ExactNeighbors,
 ) -> Choice:
-    """Choose an index for ``size`` vectors of ``dim`` dimensions. ``make`` builds and fills an
-    index from a factory string.
+    """Choose an index for ``size`` vectors. ``make`` builds and fills one from a factory string.
 
-    If `exact_search_reason` returns a reason, the index is Flat. Otherwise, inverted files are
-    tried in the order of `CODES`. For galleries smaller than `COMPRESSED_FROM_BYTES`, the first
-    encoding is skipped. The first index that reaches ``settings.recall`` on ``queries`` is used
-    (see `tune_index`). If no index reaches this recall, the index is Flat.
+    It is Flat if `exact_search_reason` gives a reason. Otherwise, inverted files are tried in the
+    order of `CODES`, without the first for galleries below `COMPRESSED_FROM_BYTES`, until one
+    reaches ``settings.recall`` on ``queries`` (`tune_index`). If none does, it is Flat.
     """
     flat_bytes = _size_bytes(FLAT, size, dim)
     if reason := exact_search_reason(flat_bytes, len(queries.labels), settings.recall):
@@ -87,11 +77,7 @@ def choose_index(
 
 
 def exact_search_reason(flat_bytes: int, queries: int, recall: float) -> str:
-    """Return the reason why no approximate index is tried, or an empty string. The reason is either
-    a small gallery or too few queries.
-
-    ``flat_bytes`` is the size of the vectors as float32.
-    """
+    """Why no approximate index is tried, or empty. ``flat_bytes`` is the vectors' float32 size."""
     if flat_bytes <= FLAT_BYTES:
         return f"exact search of {_mb(flat_bytes)} is fast enough"
     if _lower_bound(queries, queries) < recall:
@@ -101,12 +87,11 @@ def exact_search_reason(flat_bytes: int, queries: int, recall: float) -> str:
 
 @dataclass(frozen=True)
 class Tuned:
-    """The first search parameters that reach the required recall, or the last search parameters if
-    none reach it."""
+    """The first search parameters that reach the required recall, or the last if none does."""
 
     search: str
     hits: int
-    """Number of queries whose nearest vector was found."""
+    """Queries whose nearest vector was found."""
     queries: int
     low: float
     suffices: bool
@@ -115,14 +100,12 @@ class Tuned:
 def tune_index(
     index: VectorIndex, candidates: Sequence[str], target_recall: float, queries: EmbeddingBlock, exact: ExactNeighbors
 ) -> Tuned:
-    """Set the search parameters of ``index`` to the first of ``candidates`` whose recall@1 relative
-    to exact search reaches ``target_recall`` at 95% confidence.
+    """Set ``index`` to the first of ``candidates`` with ``target_recall`` at 95% confidence.
 
     ``candidates`` are search parameters such as ``nprobe=16``, from the fastest to the most exact.
-    The lower end of the confidence interval is compared with ``target_recall``. Otherwise, a
-    candidate could appear sufficient because of sampling error or because it is the best of
-    several. The recall increases in the order of the candidates, so bisection needs to measure only
-    a few of them.
+    Recall@1 is relative to exact search. The lower end of its confidence interval is compared, so
+    that a candidate does not pass by sampling error or as the best of several. It increases in this
+    order, so bisection measures only a few.
     """
     total = len(queries.labels)
     hits: dict[str, int] = {}
@@ -147,15 +130,13 @@ def _lower_bound(count: int, total: int) -> float:
 
 
 def _number_of_lists(size: int) -> int:
-    """The power of 2 nearest to 4 sqrt(size), or a smaller number if there are not enough training
-    vectors."""
+    """The power of 2 nearest to 4 sqrt(size), or fewer if there are not enough training vectors."""
     most = min(size, TRAINING_VECTORS) // VECTORS_PER_LIST
     return max(1, min(2 ** round(math.log2(4 * math.sqrt(size))), most))
 
 
 def _probes(lists: int) -> Iterator[int]:
-    """Numbers of lists to probe: 1, 2, 3, 4, 6, 8, 12 ..., up to `LARGEST_PROBED_SHARE` of
-    ``lists``."""
+    """1, 2, 3, 4, 6, 8, 12 ..., up to `LARGEST_PROBED_SHARE` of ``lists``."""
     power = 1
     while power <= max(1, lists * LARGEST_PROBED_SHARE):
         yield power
@@ -165,8 +146,7 @@ def _probes(lists: int) -> Iterator[int]:
 
 
 def _size_bytes(factory: str, size: int, dim: int) -> int:
-    """Size of a Flat index, or of the codes and 8-byte IDs in an inverted file. The file's
-    centroids add less than 2%."""
+    """Size of Flat vectors, or of an inverted file's codes and 8-byte IDs. Centroids add < 2%."""
     code_bytes = faiss.index_factory(dim, factory, faiss.METRIC_INNER_PRODUCT).sa_code_size()
     return size * (code_bytes if factory == FLAT else code_bytes + 8)
 

@@ -1,5 +1,4 @@
-"""Read and write ``index.json``, which describes the contents of an index, the network that
-computed the vectors, and the classification rule."""
+"""``index.json``, which describes an index, its network and its classification rule."""
 
 import re
 from pathlib import Path
@@ -20,41 +19,37 @@ MAX_DISTANCE = 2.0
 """The largest distance between two unit vectors."""
 DISTANCE_TOLERANCE = 2e-3
 """Maximum difference between two computed distances of the same image. Rounding differs between
-machines and batch sizes. The square root is steep near zero: if the squared distances of equal
-vectors differ by 4e-6 (observed: 1e-6), the distances differ by this value."""
+machines and batch sizes, and the square root is steep near zero: squared distances of equal vectors
+that differ by 4e-6 (observed: 1e-6) give this difference."""
 WIDE = 3
-"""The interval of expected false rejects is wide if its upper end exceeds this multiple of
-``index.false_reject_rate``."""
+"""The interval of false rejects is wide above this multiple of ``index.false_reject_rate``."""
 Rule = Literal["vote", "centroid"]
 """Whether the nearest neighbors or the nearest class centroid determine the label."""
 PARTS = (VECTORS_FILE, LABELS_FILE, CENTROIDS_FILE)
 
 
 def index_parts(collection: "Collection | None") -> tuple[str, ...]:
-    """The files of an index except its description. These are `PARTS`, without `VECTORS_FILE` if
-    the vectors are in ``collection``."""
+    """The files of an index except its description."""
     return tuple(name for name in PARTS if collection is None or name != VECTORS_FILE)
 
 
 class Collection(Frozen):
-    """A collection with the vectors of an index, in a backend such as Milvus."""
+    """Holds the vectors of an index, in a backend such as Milvus."""
 
     backend: str = "milvus"
     """The value of ``index.backend`` (`evernear.common.plugins.index_backend`)."""
     uri: str = Field(max_length=1000)
     """The address of the server, or the absolute path of a file."""
     name: str = Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]{0,99}(_s[0-9a-f]{12})?_[0-9a-f]{32}$")
-    """The name of the collection, which consists of an alias, the store that owns the collection
-    (`owner_of`), and the content hash."""
+    """An alias, the store that owns the collection (`owner_of`), and the content hash."""
 
     @property
     def alias(self) -> str:
-        """The alias of this collection while its release is the champion."""
         return re.sub("(_s[0-9a-f]{12})?_[0-9a-f]{32}$", "", self.name)
 
 
 def collection_owner(name: str) -> str | None:
-    """The store that owns the collection with this name, or None if no store owns it."""
+    """The store in the name of a collection, or None if no store owns it."""
     owned = re.search("_s([0-9a-f]{12})_[0-9a-f]{32}$", name)
     return owned[1] if owned else None
 
@@ -68,26 +63,24 @@ class Calibration(Frozen):
     threshold: float = Field(ge=0.0, le=MAX_DISTANCE, allow_inf_nan=False)
     queries: int = Field(ge=1)
     false_accepts: int
-    """Number of queries whose nearest vector of a different class is within the threshold."""
+    """Queries whose nearest vector of a different class is within the threshold."""
     false_rejects: int
-    """Number of queries whose nearest vector, according to the index, is beyond the threshold."""
+    """Queries whose nearest vector, according to the index, is beyond the threshold."""
     nearest_found: int
-    """Number of queries for which the index found the exact nearest vector. The recall@1 is
-    computed from this number."""
+    """Queries whose exact nearest vector the index found, which gives the recall@1."""
     independent: float | None = Field(default=None, ge=1, allow_inf_nan=False)
     """The number of independent queries (`evernear.data.groups.GroupNumbers.independent`), or None
-    if all are independent."""
+    if all are."""
 
     def expected_false_rejects(self, confidence: float = 0.95) -> tuple[float, float]:
-        """A confidence interval for the share of new images of known classes that will
-        be called unknown. The interval is the Clopper-Pearson interval (1934) for
-        `false_rejects` of `queries`. The interval is also valid for a threshold that
-        was chosen on the same queries. The share beyond the order statistic of rank n -
-        k follows a Beta(k + 1, n - k) distribution, and the share beyond the next order
-        statistic follows a Beta(k, n
-        - k + 1) distribution (Vovk 2012, "Conditional validity of inductive conformal
-        predictors", arXiv:1209.2673). If queries belong to groups, `independent` is
-        used as the number of queries."""
+        """Confidence interval for the share of new images of known classes that will be unknown.
+
+        The Clopper-Pearson interval (1934) for `false_rejects` of `queries`, or of `independent`,
+        is also valid for a threshold that was chosen on the same queries: the share beyond the
+        order statistic of rank n - k follows a Beta(k + 1, n - k) distribution, and beyond the next
+        one a Beta(k, n - k + 1) distribution (Vovk 2012, "Conditional validity of inductive
+        conformal predictors", arXiv:1209.2673).
+        """
         from scipy.special import betaincinv
 
         scale = 1.0 if self.independent is None else self.independent / self.queries
@@ -98,8 +91,7 @@ class Calibration(Frozen):
         return low, high
 
     def describe_false_rejects(self) -> str:
-        """Describe `expected_false_rejects`, with advice if the interval is wide. The text is empty
-        if every image counts as known."""
+        """Empty if every image counts as known. Includes advice if the interval is wide."""
         if self.threshold >= MAX_DISTANCE:
             return ""
         low, high = self.expected_false_rejects()
@@ -112,21 +104,18 @@ class Calibration(Frozen):
         )
 
     def _grouped(self) -> str:
-        """The number of independent images as part of a sentence, or an empty string if all images
-        are independent."""
+        """The number of independent images as part of a sentence, or empty if all are."""
         if self.independent is None:
             return ""
         return f" of groups (data.group), as good as {quantity(round(self.independent), 'independent image')}"
 
 
 def describe_threshold(threshold: float) -> str:
-    """The condition under which an image is unknown, for a summary."""
     return "unknown switched off" if threshold >= MAX_DISTANCE else f"unknown beyond {threshold:.3f}"
 
 
 class IndexDescription(Frozen):
-    """The content of ``index.json``. Distances are L2 between unit vectors, not squared, and range
-    from 0 to 2."""
+    """``index.json``. Distances are L2 between unit vectors, not squared, from 0 to 2."""
 
     remedy = "run the index step again"
 
@@ -136,28 +125,25 @@ class IndexDescription(Frozen):
     factory: str
     search: str
     reason: str = ""
-    """The reason why the index step chose this type and its parameters, or an empty string if the
-    type was set explicitly."""
+    """Why the index step chose this type and its parameters, or empty if the type was set."""
     metric: Literal["inner product", "l2"] = "inner product"
-    """The metric by which FAISS ranks vectors. For unit vectors, both metrics result in the same
-    order."""
+    """The metric by which FAISS ranks vectors. For unit vectors, both give the same order."""
     dim: int = Field(ge=1)
     size: int = Field(ge=1)
     labels: tuple[str, ...]
     counts: tuple[int, ...]
-    """Number of vectors per label in ``labels``. A label without vectors is never predicted."""
+    """Vectors per label in ``labels``. A label without vectors is never predicted."""
     label_by: Rule
     k: int = Field(ge=1)
     calibration: Calibration
     parts: dict[str, str]
     """The sha256 of each file in `index_parts`."""
     collection: Collection | None = None
-    """The collection with the vectors, or None if the vectors are in `VECTORS_FILE`."""
+    """The collection with the vectors, or None if they are in `VECTORS_FILE`."""
 
     @property
     def threshold(self) -> float:
-        """The maximum distance between a known image and its nearest neighbor. `MAX_DISTANCE`
-        accepts every image."""
+        """A known image's maximum distance to its nearest neighbor. `MAX_DISTANCE` accepts all."""
         return self.calibration.threshold
 
     @property
@@ -166,8 +152,7 @@ class IndexDescription(Frozen):
         return tuple(label for label, count in zip(self.labels, self.counts, strict=True) if count)
 
     def summary(self, target_recall: float) -> str:
-        """Size, type and threshold, with a warning if the measured recall@1 is below
-        ``target_recall``."""
+        """Includes a warning if the measured recall@1 is below ``target_recall``."""
         recall = self.calibration.nearest_found / self.calibration.queries
         summary = f"{quantity(self.size, 'vector')}, {self.factory}; {describe_threshold(self.threshold)}"
         if false_rejects := self.calibration.describe_false_rejects():
@@ -181,17 +166,12 @@ class IndexDescription(Frozen):
 
     @property
     def digest(self) -> str:
-        """A sha256 that identifies the index and its settings."""
+        """Identifies the index and its settings."""
         return sha256_bytes(self.model_dump_json(exclude={"reason"}).encode())
 
 
 def describe_index(directory: Path) -> IndexDescription:
-    """Read the description of the index in ``directory``, without reading the other files of the
-    index.
-
-    Raises:
-        IntegrityError: the description is missing, invalid or inconsistent.
-    """
+    """Read only ``index.json``, not the other files."""
     described = IndexDescription.load(directory / DESCRIPTION_FILE)
     if set(described.parts) != set(index_parts(described.collection)) or len(described.counts) != len(described.labels):
         raise IntegrityError(f"{directory / DESCRIPTION_FILE} is inconsistent; {described.remedy}.")
@@ -199,12 +179,7 @@ def describe_index(directory: Path) -> IndexDescription:
 
 
 def check_parts(directory: Path, described: IndexDescription) -> None:
-    """Compare the files of an index with their hashes. Call this function before any of the files
-    is parsed.
-
-    Raises:
-        IntegrityError: a file is missing or was changed.
-    """
+    """Compare the files with their hashes. Call this before any is parsed."""
     for name, sha256 in described.parts.items():
         path = directory / name
         if not path.is_file() or sha256_file(path) != sha256:

@@ -1,4 +1,4 @@
-"""Compute the exact nearest neighbors of a sample of queries in one pass over the gallery."""
+"""Exact nearest neighbors of a sample of queries, in one pass over the gallery."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -10,23 +10,21 @@ from evernear.embedding.embeddings import EmbeddingBlock, Embeddings
 from evernear.errors import DataError
 
 SAMPLE_SIZE = 8192
-"""Maximum number of queries for calibrating an index. At this size, the 95% Wilson interval is 0.8%
-to 1.2% for a share of 1%, and 4.6% to 5.5% for a share of 5%."""
+"""Maximum number of queries for calibrating an index, at which the 95% Wilson interval is 0.8% to
+1.2% for a share of 1%, and 4.6% to 5.5% for 5%."""
 QUERY_BLOCK_SIZE, VECTOR_BLOCK_SIZE = 512, 1024
-"""Dimensions of a block of scores. A block takes 2 MB and fits in the cache of a processor core."""
+"""Size of a block of scores, which takes 2 MB and fits in the cache of a processor core."""
 Floats = NDArray[np.float32]
 
 
 @dataclass(frozen=True)
 class ExactNeighbors:
-    """For each of N queries, the exact squared distance to the nearest vector, and the vector's row
-    in the gallery."""
+    """Exact squared distances of N queries to their nearest vectors, and these vectors' rows."""
 
     squared: Floats
     rows: NDArray[np.int64]
     squared_to_others: Floats
-    """Squared distance to the nearest vector of a different class, or infinity if only one class
-    exists."""
+    """Squared distance to the nearest vector of a different class, or infinity without one."""
 
 
 def sample_queries(
@@ -35,14 +33,8 @@ def sample_queries(
     size: int = SAMPLE_SIZE,
     exclude: frozenset[bytes] = frozenset(),
 ) -> EmbeddingBlock:
-    """At most ``size`` queries from the query split, evenly spaced and sorted by label. Only
-    queries whose label is in the mask ``known`` are included.
-
-    Queries with a digest in ``exclude`` are omitted, unless no query would remain.
-
-    Raises:
-        DataError: no query remains.
-    """
+    """At most ``size`` queries of ``known`` labels, evenly spaced and sorted by label. Digests in
+    ``exclude`` are omitted, unless no query would remain."""
     selected = list(_at(select_labels(embeddings.blocks("query"), known), _positions(embeddings, known, size)))
     if not selected:
         raise DataError("No image of the query split is left to calibrate on; raise data.query_fraction.")
@@ -57,7 +49,7 @@ def sample_queries(
 
 
 def digests_outside(digests: NDArray[np.uint8], exclude: frozenset[bytes]) -> NDArray[np.bool_]:
-    """For each of ``digests`` (N, 32), whether ``exclude`` does not contain the digest."""
+    """For each of ``digests`` (N, 32), whether it is not in ``exclude``."""
     return np.array([digest.tobytes() not in exclude for digest in digests] if exclude else [True] * len(digests), bool)
 
 
@@ -71,16 +63,14 @@ def _at(blocks: Iterable[EmbeddingBlock], positions: NDArray[np.int64]) -> Itera
     for block in blocks:
         here = positions[np.searchsorted(positions, first) : np.searchsorted(positions, first + len(block.labels))]
         if len(here):
-            # Indexing with an array of numbers copies the rows. A view would keep the whole block
-            # in memory.
+            # Indexing with numbers copies the rows. A view would keep the whole block in memory.
             rows = here - first
             yield EmbeddingBlock(block.embeddings[rows], block.labels[rows], block.digests[rows])
         first += len(block.labels)
 
 
 def exact_neighbors(queries: EmbeddingBlock, gallery: Iterable[EmbeddingBlock]) -> ExactNeighbors:
-    """Search ``gallery`` once for all ``queries``, which must be sorted by label as
-    `sample_queries` returns them."""
+    """One pass for all ``queries``, which must be sorted by label, as by `sample_queries`."""
     count, first_row = len(queries.labels), 0
     best = np.full(count, -np.inf, np.float32)
     best_of_others = best.copy()
@@ -104,15 +94,15 @@ def exact_neighbors(queries: EmbeddingBlock, gallery: Iterable[EmbeddingBlock]) 
 
 
 def _exclude_own_class(scores: Floats, query_labels: NDArray[np.int64], labels: NDArray[np.int64]) -> None:
-    """Set the scores of query and gallery vectors of the same class to minus infinity. Both label
-    arrays are sorted, so each class is a block."""
+    """Set the scores of vectors of the query's class to minus infinity. Both label arrays are
+    sorted, so each class is a block."""
     for label in np.intersect1d(query_labels, labels):
         same = (slice(*np.searchsorted(column, [label, label + 1])) for column in (query_labels, labels))
         scores[tuple(same)] = -np.inf
 
 
 def select_labels(blocks: Iterable[EmbeddingBlock], known: NDArray[np.bool_]) -> Iterator[EmbeddingBlock]:
-    """Yield the embeddings whose label index is in ``known``, a mask over label indices."""
+    """Yield the embeddings whose label index is in the mask ``known``."""
     for block in blocks:
         selected = known[block.labels]
         if selected.any():

@@ -1,5 +1,4 @@
-"""Search an index for the neighbors of an embedding, determine the label by vote or centroid, and
-call an image unknown by its distance."""
+"""Find an embedding's neighbors, label it by vote or centroid, and call it unknown by distance."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,17 +22,15 @@ from evernear.index.description import (
 from evernear.index.vectors import VectorIndex
 
 NO_LABEL = -1
-"""Label number that replaces a neighbor that an approximate index did not find."""
+"""Replaces the label number of a neighbor that an approximate index did not find."""
 CENTROID_BLOCK = 4096
 SETTLED_BY = 100
-"""Number of neighbors that `Gallery.is_settled` checks. If all these neighbors could vote, the
-prediction is not settled."""
+"""Number of neighbors that `Gallery.is_settled` checks. If all could vote, nothing is settled."""
 Embedded = NDArray[np.float32]
 
 
 class Neighbor(NamedTuple):
-    """A gallery vector near a query. ``dist`` is the L2 distance (not squared) to the query, and
-    ``row`` is the vector's row in the index."""
+    """``dist`` is the L2 distance (not squared), and ``row`` the row in the index."""
 
     label: str
     dist: float
@@ -41,8 +38,7 @@ class Neighbor(NamedTuple):
 
 
 class Recognition(NamedTuple):
-    """The result for one query. ``dist`` is the L2 distance (0 to 2) from the query to its nearest
-    neighbor."""
+    """``dist`` is the L2 distance (0 to 2) of the query to its nearest neighbor."""
 
     pred: str
     dist: float
@@ -52,11 +48,8 @@ class Recognition(NamedTuple):
 
 @dataclass(frozen=True)
 class Neighbors:
-    """The vectors nearest to N queries, nearest first, as label indices, L2 distances and index
-    rows in arrays of shape (N, k).
-
-    For missing neighbors, the label is `NO_LABEL`, the distance is infinite and the row is -1.
-    """
+    """Label indices, L2 distances and index rows (N, k) of the vectors nearest to N queries,
+    nearest first. Missing ones have label `NO_LABEL`, infinite distance and row -1."""
 
     labels: NDArray[np.int32]
     distances: NDArray[np.float32]
@@ -65,8 +58,7 @@ class Neighbors:
 
 @dataclass(frozen=True)
 class Classifications:
-    """The predictions for N queries, as label indices, nearest-neighbor distances and unknown flags
-    in arrays of shape (N,)."""
+    """Label indices, nearest-neighbor distances and unknown flags (N,) for N queries."""
 
     labels: NDArray[np.int32]
     distances: NDArray[np.float32]
@@ -74,8 +66,6 @@ class Classifications:
 
 
 class Gallery:
-    """An index that is open for search."""
-
     def __init__(
         self, description: IndexDescription, index: VectorIndex, label_indices: NDArray[np.int32], centroids: Embedded
     ) -> None:
@@ -87,16 +77,13 @@ class Gallery:
 
     @staticmethod
     def open(directory: Path, network_sha256: str) -> "Gallery":
-        """Open the index in ``directory`` for queries that were embedded by the network with the
-        hash ``network_sha256``.
+        """Open the index in ``directory`` for queries embedded by the network ``network_sha256``.
 
         Raises:
-            IntegrityError: the vectors belong to a different network, a file is missing
-                or was changed, or the files do not match each other. Hashes are checked
-                before any file is parsed.
-            StoreError: the vectors are in a collection whose server is unreachable or
-                rejects the request.
-            SettingsError: the backend of the collection is unknown or not installed.
+            IntegrityError: the vectors belong to a different network, a file is missing or was
+                changed, or the files do not match each other. Hashes are checked before parsing.
+            StoreError: the collection's server is unreachable or rejects the request.
+            SettingsError: the collection's backend is unknown or not installed.
         """
         described = describe_index(directory)
         if described.network_sha256 != network_sha256:
@@ -123,8 +110,7 @@ class Gallery:
         return self._label_indices
 
     def recognize(self, embeddings: Embedded, k: int | None = None) -> list[Recognition]:
-        """Recognize unit vectors (N, D), and list up to ``k`` neighbors of each vector. If ``k`` is
-        None, only the neighbors that vote are listed."""
+        """Recognize unit vectors (N, D). By default, each lists the ``k`` neighbors that vote."""
         listed = self.description.k if k is None else k
         neighbors = self.search(embeddings, max(listed, self.description.k))
         answers = self.classify(embeddings, neighbors)
@@ -148,12 +134,7 @@ class Gallery:
         ]
 
     def search(self, embeddings: Embedded, k: int) -> Neighbors:
-        """Search for the ``k`` gallery vectors nearest to each of the unit vectors (N, D). If the
-        gallery has fewer vectors, return all of them.
-
-        Raises:
-            IntegrityError: the vectors have a different number of dimensions.
-        """
+        """The ``k`` vectors nearest to each unit vector (N, D), or all if the gallery has fewer."""
         if embeddings.ndim != 2 or embeddings.shape[1] != self.description.dim:
             raise IntegrityError(
                 f"The index compares vectors of {self.description.dim} coordinates; "
@@ -166,9 +147,8 @@ class Gallery:
     def classify(self, embeddings: Embedded, neighbors: Neighbors) -> Classifications:
         """Classify unit vectors (N, D) by the neighbors that `search` found.
 
-        The distance is always the distance to the nearest neighbor, which rejects unknown images
-        better than the distance to a centroid. A query without neighbors is unknown, with the
-        distance `MAX_DISTANCE`.
+        The distance is always to the nearest neighbor, which rejects unknown images better than the
+        distance to a centroid. A query without neighbors is unknown, at `MAX_DISTANCE`.
         """
         labels = self.label(embeddings, neighbors, self.description.label_by)
         no_neighbors = neighbors.labels[:, 0] == NO_LABEL
@@ -178,8 +158,8 @@ class Gallery:
         return Classifications(labels, distances, (distances > self.description.threshold) | no_neighbors)
 
     def is_settled(self, embeddings: Embedded, tolerance: float) -> NDArray[np.bool_]:
-        """For each of the unit vectors (N, D), whether the prediction remains the same if each
-        distance changes by up to ``tolerance``."""
+        """For each unit vector (N, D), whether no change of distances by up to ``tolerance``
+        changes the prediction."""
         neighbors = self.search(embeddings, max(SETTLED_BY, 2 * self.description.k))
         predicted = self.classify(embeddings, neighbors)
         is_clear = np.abs(predicted.distances - self.description.threshold) > tolerance
@@ -194,8 +174,7 @@ class Gallery:
     def _vote_is_settled(
         self, neighbors: Neighbors, predicted: NDArray[np.int32], tolerance: float
     ) -> NDArray[np.bool_]:
-        """For each query, whether the certain votes for the predicted label outnumber the possible
-        votes for every other label."""
+        """Whether certain votes for the predicted label outnumber possible votes for any other."""
         k, distances = self.description.k, neighbors.distances
         size = distances.shape[1]
         is_possible = distances <= distances[:, [min(k, size) - 1]] + 2 * tolerance
@@ -208,11 +187,10 @@ class Gallery:
         return is_complete & ((others == 0) | ((is_certain & is_predicted).sum(axis=1) > others))
 
     def label(self, embeddings: Embedded, neighbors: Neighbors, rule: Rule) -> NDArray[np.int32]:
-        """Label indices of unit vectors (N, D), based on the neighbors that `search` found.
+        """Label indices of unit vectors (N, D) by the neighbors that `search` found.
 
-        The vote rule returns the most common label among the first ``description.k`` neighbors. The
-        nearest neighbor wins a tie. The centroid rule returns the label of the nearest centroid.
-        Queries without neighbors are always labeled by the centroid rule.
+        The vote counts the first ``description.k``. Without neighbors, the nearest centroid labels
+        a query.
         """
         if rule == "centroid":
             return self._nearest_centroid(embeddings)
@@ -239,17 +217,14 @@ def _open_vectors(directory: Path, described: IndexDescription) -> VectorIndex:
 
 
 def _read_array(path: Path) -> NDArray[Any]:
-    """Read an ``.npy`` file. `numpy.load` would also accept an archive or a pickle."""
+    """`numpy.load` would also accept an archive or a pickle."""
     with path.open("rb") as file:
         return np.lib.format.read_array(file, allow_pickle=False)
 
 
 def vote(labels: NDArray[np.int32]) -> NDArray[np.int32]:
-    """The most common label in each row of ``labels`` (N, k), which are ordered from the nearest to
-    the farthest neighbor. The nearest neighbor wins a tie.
-
-    `NO_LABEL` is ignored, unless all labels in the row are `NO_LABEL`.
-    """
+    """The most common label in each row of ``labels`` (N, k), ordered by distance. The nearest
+    neighbor wins a tie. `NO_LABEL` counts only if the row has no other label."""
     order = np.argsort(labels, axis=1, kind="stable")
     ordered = np.take_along_axis(labels, order, axis=1)
     starts = np.ones(ordered.shape, np.bool_)

@@ -18,24 +18,16 @@ class VectorIndex(Protocol):
 
     @property
     def shape(self) -> tuple[int, int]:
-        """The number of vectors, and the number of dimensions."""
+        """The number of vectors, and of dimensions."""
         ...
 
     def search(self, vectors: NDArray[np.float32], k: int) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
-        """The L2 distances and the rows of the ``k`` vectors nearest to each of ``vectors`` (N, D),
-        nearest first, as two arrays of shape (N, k).
-
-        If the index finds fewer than k vectors, the missing rows are -1 and the missing distances
-        are infinite.
-        """
+        """L2 distances and rows (N, k) of the vectors nearest to each of ``vectors`` (N, D),
+        nearest first. If fewer than k are found, rows are -1 and distances infinite."""
         ...
 
     def set_search(self, parameters: str) -> None:
-        """Set the parameters of later searches, such as ``nprobe=16``.
-
-        Raises:
-            RuntimeError: the index has no such parameter.
-        """
+        """Parameters of later searches, such as ``nprobe=16``. Raises RuntimeError if unknown."""
         ...
 
     def save(self, directory: Path) -> Collection | None:
@@ -45,8 +37,7 @@ class VectorIndex(Protocol):
 
 @dataclass(frozen=True)
 class GalleryVectors:
-    """The part of the gallery split to index:
-    the images whose label index is in the mask ``known``."""
+    """The images of the gallery split whose label index is in the mask ``known``."""
 
     embeddings: Embeddings
     labels: tuple[str, ...]
@@ -58,5 +49,5 @@ class GalleryVectors:
     (`evernear.common.store.identity.owner_of`)."""
 
     def blocks(self) -> Iterator[EmbeddingBlock]:
-        """The vectors in the order of their rows."""
+        """The vectors, in the order of their rows."""
         return select_labels(self.embeddings.blocks("gallery"), self.known)

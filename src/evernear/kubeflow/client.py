@@ -26,14 +26,8 @@ UNSET_TIME = datetime(1970, 1, 1, tzinfo=UTC)
 
 
 class KfpRuns:
-    """The runs of one server. The class is thread-safe.
-
-    Every method raises `PipelineServerError` if the server is unreachable or rejects the request.
-
-    Raises:
-        SettingsError: no endpoint is configured, or a secret would be sent to the
-            endpoint unencrypted.
-    """
+    """The runs of one server, thread-safe. Every method raises `PipelineServerError` if the server
+    is unreachable or rejects the request."""
 
     def __init__(self, settings: PipelineSettings, shared: Connection | None = None) -> None:
         self._kfp = shared or Connection(settings)
@@ -45,15 +39,13 @@ class KfpRuns:
 
     @property
     def url(self) -> str:
-        """URL of the API."""
         return self._kfp.url
 
     def parameters(self, pipeline: str) -> Sequence[Parameter]:
-        """The parameters of the pipeline's newest version."""
         return parameters_of(self.newest(pipeline))
 
     def newest(self, pipeline: str) -> Any:
-        """The newest version of ``pipeline``, as an object of the KFP API."""
+        """As an object of the KFP API."""
         by_name = {"name": pipeline, "namespace": self._namespace}
         existing = self._kfp.find("pipeline_service_get_pipeline_by_name", **by_name)
         if existing is None:
@@ -66,12 +58,10 @@ class KfpRuns:
         return page.pipeline_versions[0]
 
     def start(self, pipeline: str, parameters: Mapping[str, Any], key: str, store: Store | None = None) -> Run:
-        """Start the newest version of ``pipeline`` once per ``key``. If a run with this key already
-        exists, return that run.
+        """Start the newest version of ``pipeline``, or return the run with this ``key``.
 
-        The key is part of the run's name, which is looked up before the run is created. With a
-        ``store``, a lock serializes starts with the same key. Without a ``store``, two simultaneous
-        starts can create two runs. `arguments_for` describes ``parameters``.
+        The key is part of the run's name, which is looked up first. With a ``store``, a lock
+        serializes starts. Without one, two simultaneous starts can create two runs.
 
         Raises:
             SettingsError: a parameter is unknown or of the wrong type.
@@ -102,13 +92,13 @@ class KfpRuns:
         return self._run_from(resource).model_copy(update={"steps": self._steps(resource)})
 
     def list(self, pipeline: str | None = None, limit: int = 10) -> Sequence[Run]:
-        """The runs of one pipeline or of all pipelines, newest first and without their steps."""
+        """The runs of one or all pipelines, newest first and without their steps."""
         sorting = {"sort_by": "created_at desc", "namespace": self._namespace}
         runs = map(self._run_from, self._kfp.pages("run_service_list_runs", "runs", **sorting))
         return tuple(islice((run for run in runs if pipeline in (None, run.pipeline)), limit))
 
     def stop(self, run_id: str) -> None:
-        """Terminate a run. Do nothing if the run has ended or is already terminating."""
+        """Terminate a run, unless it has ended or is terminating."""
         if self._is_ending(run_id):
             return
         try:
@@ -118,8 +108,7 @@ class KfpRuns:
                 raise
 
     def experiment_id(self) -> str:
-        """Return the ID of the configured experiment, and create the experiment if it does not
-        exist."""
+        """The configured experiment's ID. It is created if it does not exist."""
         name, namespace = self._experiment, self._namespace
         for _ in range(2):
             arguments = {"field": "experiments", "name": name, "namespace": namespace}
@@ -140,13 +129,10 @@ class KfpRuns:
 
     @contextmanager
     def _lock(self, name: str, store: Store | None) -> Generator[Run | float]:
-        """Lock the start of the run ``name``, and yield the monotonic time in seconds at which the
-        lock was acquired.
+        """Lock the start of the run ``name``. Yield the time of the acquisition, or the run.
 
-        If the run already exists, yield the run instead. If the process dies or gets no response to
-        its request, the lock remains. Other processes take the lock over when its lease expires. By
-        the time the lease expires, the server has either executed the request or will never execute
-        it.
+        If the process dies or gets no response, the lock remains until others take it over at the
+        end of its lease. By then, the server has either executed the request or never will.
         """
         if store is None:
             locked_at_s = time.monotonic()
@@ -184,7 +170,6 @@ class KfpRuns:
                 return None
 
     def _find_run(self, name: str) -> Run | None:
-        """The oldest run with this name."""
         arguments = {"field": "runs", "name": name, "sort_by": "created_at asc", "namespace": self._namespace}
         matches = self._kfp.find_by_name("run_service_list_runs", **arguments)
         return self._run_from(matches[0]) if matches else None
@@ -218,8 +203,7 @@ class KfpRuns:
         )
 
     def _names_of(self, run: Any) -> tuple[str, str]:
-        """Names of the run's pipeline and version. A deleted pipeline or version is represented by
-        its ID."""
+        """The names of the run's pipeline and version, or the IDs of deleted ones."""
         reference = run.pipeline_version_reference
         if reference is None:  # started from a file
             spec = run.pipeline_spec or {}
@@ -240,8 +224,7 @@ class KfpRuns:
         return self._versions[key]
 
     def _steps(self, run: Any) -> tuple[KfpStep, ...]:
-        """The run's tasks. KFP also lists drivers, executors and groups as tasks. The pipeline spec
-        identifies the actual tasks."""
+        """KFP also lists drivers, executors and groups, which are not tasks of the spec."""
         version = self._version(run) if run.pipeline_version_reference else None
         spec = version.pipeline_spec if version else run.pipeline_spec
         names = tasks_of(spec) if spec else None
@@ -261,12 +244,11 @@ class KfpRuns:
 
 
 def parameters_of(version: Any) -> Sequence[Parameter]:
-    """The parameters of a pipeline version."""
     return parameters_in(_root(version.pipeline_spec))
 
 
 def parameters_in(root: Mapping[str, Any]) -> Sequence[Parameter]:
-    """The parameters declared by ``root``, the root component of a compiled pipeline."""
+    """The parameters of ``root``, the root component of a compiled pipeline."""
     parameters = root.get("inputDefinitions", {}).get("parameters", {})
     return tuple(
         Parameter(
@@ -281,11 +263,9 @@ def parameters_in(root: Mapping[str, Any]) -> Sequence[Parameter]:
 
 
 def arguments_for(version: Any, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``values`` as arguments for a run of ``version``, with JSON objects merged into the
-    parameters' defaults.
+    """``values`` as arguments for a run of ``version``, with JSON objects merged into the defaults.
 
-    KFP replaces an entire default value. Without the merge, a run that sends only one key of an
-    object would lose the other keys.
+    KFP replaces a whole default, so a run that sends one key of an object would lose the others.
 
     Raises:
         SettingsError: a parameter is unknown, missing or has the wrong type.
@@ -307,7 +287,7 @@ def arguments_for(version: Any, values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def tasks_of(spec: Mapping[str, Any]) -> set[str]:
-    """Names of all tasks that run a container, including tasks in nested groups."""
+    """Names of all tasks that run a container, also in nested groups."""
     components = spec.get("pipeline_spec", spec)["components"]
     dags = [_root(spec), *components.values()]
     return {
@@ -319,7 +299,7 @@ def tasks_of(spec: Mapping[str, Any]) -> set[str]:
 
 
 def reference_to(version: Any) -> dict[str, str]:
-    """The reference to a pipeline version for runs and schedules."""
+    """A pipeline version's reference in runs and schedules."""
     return {"pipeline_id": version.pipeline_id, "pipeline_version_id": version.pipeline_version_id}
 
 
@@ -349,8 +329,7 @@ def _utc(value: datetime | None) -> datetime | None:
 
 
 def _error(resource: Any) -> str:
-    """The error of a run or task. KFP reports the error in the resource or in the resource's last
-    state, and often omits the error."""
+    """KFP reports a run's or task's error in it or in its last state, and often omits it."""
     last = resource.state_history[-1].error if resource.state_history else None
     error = resource.error or last
     return (error.message or "") if error else ""

@@ -1,5 +1,4 @@
-"""Prepare compiled pipelines for a cluster: set the image and defaults, or convert pipelines to
-Kubernetes manifests."""
+"""Prepare compiled pipelines for a cluster: set image and defaults, or convert to manifests."""
 
 import json
 import re
@@ -23,8 +22,7 @@ from evernear.settings import PipelineSettings
 
 
 def for_cluster(pipeline: str, image: str, settings: PipelineSettings) -> bytes:
-    """The golden file of ``pipeline`` with ``image`` instead of the placeholder, and with the
-    limits, the accelerator and the Secret of ``settings``.
+    """The golden file of ``pipeline`` with ``image`` and the cluster's ``settings``.
 
     Raises:
         SettingsError: ``pipeline`` is unknown, or ``image`` has no digest.
@@ -54,8 +52,7 @@ def for_cluster(pipeline: str, image: str, settings: PipelineSettings) -> bytes:
 def compile_pipelines(
     pipelines: Sequence[str] | None, image: str, defaults: list[str], cluster: PipelineSettings
 ) -> dict[str, bytes]:
-    """The named or all pipelines for a cluster, keyed by name. A default applies to every pipeline
-    that has a parameter with that name."""
+    """All or the named pipelines, by name. A default applies to all that have the parameter."""
     compiled = {name: for_cluster(name, image, cluster) for name in pipelines or NAMES}
     declared = {name: compiled_parameters(content) for name, content in compiled.items()}
     arguments = from_words(defaults, [parameter for parameters in declared.values() for parameter in parameters])
@@ -63,15 +60,14 @@ def compile_pipelines(
 
 
 def words_of_section(words: Iterable[str]) -> tuple[list[str], list[str]]:
-    """The words of the ``pipeline`` section, which describe the server and the cluster, and all
-    others, which are defaults."""
+    """The words of the ``pipeline`` section (server and cluster), and the others: defaults."""
     words = list(words)
     of_section = [word for word in words if word.startswith("pipeline.")]
     return of_section, [word for word in words if word not in of_section]
 
 
 def _set_limits(resources: dict[str, Any], settings: PipelineSettings) -> None:
-    """Set the limits of one task. Only tasks that train have an accelerator."""
+    """Set one task's limits. Only tasks that train have an accelerator."""
     cpu, memory = settings.task_cpu, settings.task_memory
     if accelerator := resources.get("accelerator"):
         cpu, memory = settings.train_cpu, settings.train_memory
@@ -82,11 +78,7 @@ def _set_limits(resources: dict[str, Any], settings: PipelineSettings) -> None:
 
 
 def default_version(version: str | None, settings: PipelineSettings) -> str:
-    """The name of a version that users name ``version``, or by default the git commit.
-
-    Raises:
-        SettingsError: ``version`` is not set, and there is no git checkout.
-    """
+    """The name of a version that users name ``version``, or by default the git commit."""
     if named := version or git_commit():
         return cluster_version(named, settings)
     raise SettingsError(
@@ -95,18 +87,16 @@ def default_version(version: str | None, settings: PipelineSettings) -> str:
 
 
 def cluster_version(version: str, settings: PipelineSettings) -> str:
-    """The name of a version, which differs for clusters with different settings."""
+    """Differs for clusters with different settings."""
     values = json.dumps(settings.cluster, sort_keys=True)
     return f"{version}-{sha256_bytes(values.encode())[:8]}"
 
 
 def compiled_parameters(compiled: bytes) -> Sequence[Parameter]:
-    """The parameters of a compiled pipeline."""
     return parameters_in(next(yaml.load_all(compiled, Loader=yaml.CSafeLoader))["root"])
 
 
 def fill_defaults(compiled: bytes, defaults: Mapping[str, Any]) -> bytes:
-    """Replace parameter defaults in ``compiled`` with ``defaults``."""
     if not defaults:
         return compiled
     documents = list(yaml.load_all(compiled, Loader=yaml.CSafeLoader))
@@ -121,8 +111,7 @@ def _dump(documents: list[Any]) -> bytes:
 
 
 def as_manifests(compiled: bytes, version: str, namespace: str) -> bytes:
-    """Convert ``compiled`` to Pipeline and PipelineVersion manifests for KFP in Kubernetes-native
-    mode."""
+    """Pipeline and PipelineVersion manifests for KFP's Kubernetes-native mode."""
     information = next(yaml.load_all(compiled, Loader=yaml.CSafeLoader))["pipelineInfo"]
     options = KubernetesManifestOptions(
         pipeline_display_name=information.get("displayName"),
@@ -142,6 +131,5 @@ def as_manifests(compiled: bytes, version: str, namespace: str) -> bytes:
 
 
 def version_name(pipeline: str, version: str) -> str:
-    """The name of a pipeline version in KFP. Unlike the display name, the name must be unique in
-    the namespace."""
+    """The name in KFP. Unlike the display name, it must be unique in the namespace."""
     return f"{pipeline}-{version}"

@@ -1,5 +1,4 @@
-"""The connection to the KFP API through ``kfp.Client``: credentials, retries, timeouts and error
-messages."""
+"""The connection to the KFP API through ``kfp.Client``, with its errors as sentences."""
 
 import ipaddress
 import itertools
@@ -27,23 +26,18 @@ TOKEN_VARIABLE = "KFP_TOKEN"  # noqa: S105 - a variable name, not a token
 COOKIES_VARIABLE = "KFP_COOKIES"
 IN_CLUSTER = "http://ml-pipeline.kubeflow.svc.cluster.local:8888"
 TIMEOUT_S = 30.0
-"""Timeout of an API call. A request that starts a run waits for Argo's webhook."""
+"""Of an API call. A request that starts a run waits for Argo's webhook."""
 ATTEMPTS = 4
-"""Attempts of an API call, over 3.5 s: a restarted API server answers again after some seconds, and
-callers that run for long try again themselves."""
+"""Over 3.5 s, in which a restarted API server answers again."""
 BACKOFF_S = 0.5
 BACKOFF_CAP_S = 8.0
 PAGE_SIZE = 100
 MAX_PAGES = 20
-"""Maximum number of pages to read from a list."""
+"""Pages to read from a list."""
 
 
 class Connection:
-    """A thread-safe connection to one KFP API with one identity.
-
-    Raises:
-        SettingsError: no endpoint is configured, or a secret would be sent unencrypted.
-    """
+    """A thread-safe connection to one KFP API with one identity."""
 
     def __init__(self, settings: PipelineSettings, environment: Mapping[str, str] = os.environ) -> None:
         self.settings = settings
@@ -60,22 +54,18 @@ class Connection:
 
     @property
     def ui_url(self) -> str:
-        """URL of the KFP UI, or an empty string if only the API's cluster-internal address is
-        known."""
+        """The KFP UI, or an empty string if only the API's cluster-internal address is known."""
         internal = _is_inside_cluster(urlsplit(self.url).hostname or "")
         return (self.settings.ui_url or ("" if internal else self.url)).rstrip("/")
 
     def call(self, operation: str, **arguments: Any) -> Any:
-        """Call the operation named ``operation`` in KFP's Swagger file. Empty arguments are
-        omitted.
+        """Call the operation named ``operation`` in KFP's Swagger file, without empty arguments.
 
-        Failed requests are retried. A request to create a resource is retried only if the request
-        was never sent.
+        Failed requests are retried, those that create a resource only if they were never sent.
 
         Raises:
-            PipelineServerError: the API rejects the request, with its ``status``, or
-                is unreachable or fails, with the status 0. In the latter case, it may or
-                may not have executed the request.
+            PipelineServerError: the API rejects the request, with its ``status``, or fails, with
+                the status 0. It may then have executed the request.
         """
         nonempty = {key: value for key, value in arguments.items() if value not in ("", None)}
         creates = "create" in operation or "upload" in operation
@@ -115,10 +105,9 @@ class Connection:
                 return
 
     def find_by_name(self, operation: str, field: str, name: str, **arguments: Any) -> list[Any]:
-        """The listed resources whose display name is exactly ``name``. The API's own filter ignores
-        case."""
+        """Those with exactly this display name. The API's own filter ignores case."""
         predicate = {"operation": "EQUALS", "key": "display_name", "string_value": name}
-        # The API URL-decodes a filter twice. Without quoting, a + in a name would become a space.
+        # The API URL-decodes a filter twice. Unquoted, a + in a name would become a space.
         encoded = quote(json.dumps({"predicates": [predicate]}))
         matches = self.pages(operation, field, filter=encoded, **arguments)
         return [resource for resource in matches if resource.display_name == name]
@@ -130,8 +119,8 @@ class Connection:
             response, _, headers = method(**arguments, _request_timeout=(TIMEOUT_S, TIMEOUT_S))
         except OSError as error:  # reading the mounted token failed, which happens for each request
             raise PipelineServerError(f"Cannot read the token for {self.url}: {error}.") from None
-        # An authenticating proxy returns its login page with status 200. kfp would parse the page
-        # as an empty list.
+        # An authenticating proxy returns its login page with status 200, which kfp would parse as
+        # an empty list.
         if not headers.get("Content-Type", "").startswith("application/json"):
             raise PipelineServerError(
                 f"{self.url} returned a web page, probably a login page, instead of JSON: "
@@ -199,16 +188,16 @@ def _client(settings: PipelineSettings, url: str, environment: Mapping[str, str]
         warnings.simplefilter("ignore", FutureWarning)  # "only works with Kubeflow Pipeline v2.0.0-beta.2 and later"
         client = kfp.Client(
             host=url,
-            # Without a namespace, the kfp.Client constructor makes up to 5 attempts, 5 s apart, to
-            # request the server's mode. Each call sends the configured namespace instead.
+            # Without a namespace, kfp.Client's constructor asks for the server's mode in up to 5
+            # attempts, 5 s apart. Each call sends the configured namespace instead.
             namespace=settings.namespace or "-",
             existing_token=token,
             cookies=cookies,
             credentials=ServiceAccountTokenVolumeCredentials(str(mounted)) if mounted else None,
             ssl_ca_cert=str(settings.ca_file) if settings.ca_file else None,
         )
-    # kfp.Client supports neither timeouts nor response headers. The generated API client inside
-    # kfp.Client supports both features.
+    # The generated API client inside kfp.Client supports timeouts and response headers, unlike
+    # kfp.Client itself.
     api_client = client._run_api.api_client  # pyright: ignore[reportPrivateUsage]
     api_client.rest_client.pool_manager.connection_pool_kw["retries"] = urllib3.Retry(
         total=None, connect=0, read=0, other=0, redirect=5
@@ -217,8 +206,7 @@ def _client(settings: PipelineSettings, url: str, environment: Mapping[str, str]
 
 
 def _mounted_token(environment: Mapping[str, str]) -> Path | None:
-    """The pod's service account token file, or None if it does not exist or the environment
-    contains other credentials."""
+    """The pod's service account token file, or None without it or if other credentials are set."""
     mounted = Path(environment.get(KF_PIPELINES_SA_TOKEN_ENV, KF_PIPELINES_SA_TOKEN_PATH))
     overridden = environment.get(TOKEN_VARIABLE) or environment.get(COOKIES_VARIABLE)
     return mounted if not overridden and mounted.exists() else None
@@ -241,8 +229,7 @@ def _never_sent(error: urllib3.exceptions.HTTPError) -> bool:
 
 
 def _message(error: ApiException) -> str:
-    """The error message in the API's JSON response. Uploads and other operations use different
-    error formats."""
+    """The message in the API's JSON response, in which uploads differ from other operations."""
     try:
         body = json.loads(error.body or "")
         message = body.get("message") or body["error_message"]

@@ -1,5 +1,4 @@
-"""Manage the life cycle of a TrainJob or Job: create or adopt the object, and delete it at the end
-and on SIGTERM."""
+"""The life of a TrainJob or Job: create or adopt it, and delete it at the end and on SIGTERM."""
 
 import os
 import signal
@@ -19,24 +18,18 @@ Tree = dict[str, Any]
 
 NAMESPACE_FILE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 START_GRACE_S = 600
-"""Seconds after a job's deadline within which the controller must report that the job has ended."""
+"""Seconds after a job's deadline for the controller to report its end."""
 CREATION_TIMEOUT_S = 60
-"""Seconds within which the controllers must create a job's pods."""
+"""Seconds for the controllers to create a job's pods."""
 MAX_EVENTS = 3
 
 
 @contextmanager
 def owned(cluster: Cluster, manifest: Tree, is_stale: Callable[[Tree], bool], poll_s: float) -> Generator[str]:
-    """Create the object ``manifest``, yield the object's name, and delete the object when the
-    context exits.
+    """Create the object ``manifest``, yield its name, and delete it when the context exits.
 
-    An object from an earlier attempt is adopted if ``is_stale`` returns false. A stale object is
-    replaced.
-
-    Raises:
-        ClusterError: the cluster is unreachable or rejects the object.
-        SystemExit: on SIGTERM, which Kubeflow Pipelines sends when someone stops the
-            run.
+    One from an earlier attempt is replaced if ``is_stale``, and adopted otherwise. SIGTERM, which
+    Kubeflow Pipelines sends when someone stops the run, raises `SystemExit`.
     """
     kind, name = manifest["kind"], manifest["metadata"]["name"]
     handler = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
@@ -66,14 +59,13 @@ def _create(cluster: Cluster, manifest: Tree, is_stale: Callable[[Tree], bool], 
 
 
 def condition(resource: Tree, kind: str) -> Tree | None:
-    """The resource's condition of type ``kind``, or None if the condition is not true."""
+    """The condition of type ``kind``, or None if it is not true."""
     conditions: list[Tree] = resource.get("status", {}).get("conditions") or []
     return next((item for item in conditions if item["type"] == kind and item["status"] == "True"), None)
 
 
 def reasons_for_no_pods(cluster: Cluster, resource: Tree) -> str:
-    """Explain in one line why a job has no pods, from the job's conditions and the newest warnings
-    about the job's objects."""
+    """Why a job has no pods, in one line, from its conditions and the newest warnings."""
     conditions: list[Tree] = resource.get("status", {}).get("conditions") or []
     reasons = [f"condition {item['type']}: {_text(item)}" for item in conditions if item["status"] == "True"]
     reasons += newest_warnings(cluster, resource)
@@ -94,21 +86,17 @@ def newest_warnings(cluster: Cluster, resource: Tree) -> list[str]:
 
 
 def _is_about(subject: str, name: str) -> bool:
-    """Whether ``subject`` is the name of the job, its JobSet, or one of its Jobs or pods."""
+    """Whether ``subject`` is the job, its JobSet, or one of its Jobs or pods."""
     return subject == name or subject.startswith(f"{name}-")
 
 
 def _text(item: Tree) -> str:
-    """The reason and message of a condition or event, on one line."""
+    """A condition's or event's reason and message, on one line."""
     return " ".join(f"{item.get('reason')}: {item.get('message', '')}".split()).rstrip(".: ")
 
 
 def image_of(configured: str, setting: str) -> str:
-    """The image of the nodes. The configured image takes precedence over the pipeline's image.
-
-    Raises:
-        SettingsError: neither image is known.
-    """
+    """The nodes' image: the configured one, or the pipeline's."""
     image = configured or os.environ.get(IMAGE_VARIABLE, PLACEHOLDER_IMAGE)
     if image == PLACEHOLDER_IMAGE:
         raise SettingsError(f"The image of the nodes is unknown outside of a cluster's pipeline; set {setting}.")
@@ -116,12 +104,7 @@ def image_of(configured: str, setting: str) -> str:
 
 
 def namespace_of(configured: str, setting: str, kind: str) -> str:
-    """The namespace of the job. The configured namespace takes precedence over this pod's
-    namespace.
-
-    Raises:
-        SettingsError: neither namespace is known.
-    """
+    """The job's namespace: the configured one, or this pod's."""
     if configured:
         return configured
     if not NAMESPACE_FILE.is_file():

@@ -1,10 +1,9 @@
 """Run a compiled pipeline on this machine, with each step in a separate process.
 
-``evernear run`` starts this module as a process and writes one line of JSON to the process's
-standard input: ``{"pipeline": ..., "pipeline_root": ..., "arguments": {...}}``. ``evernear run``
-keeps the pipe open. When the parent process ends, the pipe closes, and the run ends too.
-``pipeline`` is the name of a golden file without the suffix, or the path of another compiled
-pipeline.
+``evernear run`` starts this module as a process, writes one line of JSON to its standard input
+(``{"pipeline": ..., "pipeline_root": ..., "arguments": {...}}``), and keeps the pipe open. When the
+parent ends, the pipe closes, and the run ends too. ``pipeline`` is a golden file's name without
+suffix, or the path of another one.
 """
 
 import json
@@ -36,13 +35,12 @@ LAST_OUTPUT_BYTES = 8192
 
 
 def main() -> int:
-    """Run one pipeline. The exit code is 0 if every step succeeded."""
+    """The exit code is 0 if every step succeeded."""
     mask_streams()
     order = json.loads(sys.stdin.readline())
     os.environ[RUNNER_VARIABLE] = str(os.getpid())
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    # kfp guesses from the image's name whether the image contains Python. A local run uses no
-    # image.
+    # kfp guesses from the image's name whether it contains Python. A local run uses none.
     warnings.filterwarnings("ignore", message="You may be attemping", category=RuntimeWarning)
     # kfp's own function discards the exit status and fails if the output is not UTF-8.
     subprocess_task_handler.run_local_subprocess = _run_step
@@ -60,11 +58,8 @@ def main() -> int:
 
 
 def _run_step(full_command: list[str], env_vars: dict[str, str] | None = None) -> int:
-    """Run a step's process, print the process's output, and return the exit status.
-
-    A step records its own errors. If the process ended without recording an error, for example
-    because it was killed, this function records how the process ended.
-    """
+    """Run a step's process, print its output, and return the exit status. Steps record their own
+    errors. If one ended without, for example killed, this records how."""
     oom_kills_before = oom_kills()
     last_output = b""
     with subprocess.Popen(
@@ -105,12 +100,11 @@ def _record(step: str, full_command: list[str], message: str) -> None:
 
 
 def _for_this_machine(compiled: str) -> str:
-    """Return the compiled pipeline without retries, which would only delay the error message on
-    this machine."""
+    """The pipeline without retries, which would only delay the error message here."""
     documents = list(yaml.load_all(compiled, yaml.CSafeLoader))
     spec = documents[0]
-    # Without the suffix ``-local``, kfp would mistake a component with the pipeline's name, as in
-    # rollback, for the pipeline.
+    # Without the suffix, kfp would mistake a component with the pipeline's name, as in rollback,
+    # for the pipeline.
     spec["pipelineInfo"]["name"] += "-local"
     for component in (spec["root"], *spec["components"].values()):
         for task in component.get("dag", {}).get("tasks", {}).values():

@@ -1,4 +1,4 @@
-"""Run a pipeline on this machine: start the process, follow the events, and read the outcome."""
+"""Run a pipeline on this machine: start the process, follow its events, and read the outcome."""
 
 import json
 import os
@@ -35,30 +35,25 @@ from evernear.settings.sources import flat
 
 POLL_S = 0.1
 PAGE_FILE = "run.html"
-"""File name of the run page in a run's directory."""
 LAST_OUTPUT_BYTES = 8192
 LOG_TIMEOUT_S = 10.0
-"""Maximum number of seconds to wait for the complete log after all steps have ended. A leftover
-process may keep the log open."""
+"""Seconds to wait for the complete log after all steps. A leftover process may keep it open."""
 CLEAN_UP_S = 10.0
 """Seconds that interrupted steps have to clean up before they are killed."""
 EVENTS_MIN_FREE_BYTES = 64 * 1024
-"""Minimum free disk space. With less free space, a failed step may be unable to write its error to
-the event file."""
+"""With less free disk space, a failed step may be unable to write its error to the event file."""
 STARTED_BY_VARIABLE = "_EVERNEAR_STARTED_BY"
-"""Environment variable with the user for whom another process, such as the console, starts a run.
-The default is the user of this process."""
+"""Variable with the user for whom another process, such as the console, starts a run."""
 Pipeline = Literal["continuous_training", "reindex"]
 
 
 class RunResult(Frozen):
-    """The result of a run, as ``evernear run --json`` prints it."""
+    """A run's result, as ``evernear run --json`` prints it."""
 
     release: str | None
     promoted: bool
     state: str
     summary: str
-    """The outcome on one line."""
     reasons: tuple[str, ...]
     metrics: dict[str, float]
     paths: dict[str, str]
@@ -79,17 +74,14 @@ def run_pipeline(
     pipeline: Pipeline = "continuous_training",
     command: RunCommand | None = None,
 ) -> RunResult:
-    """Run ``pipeline`` with ``settings``, and call ``show`` with each event as it happens.
+    """Run ``pipeline``, and call ``show`` with each event as it happens.
 
-    ``command`` is the ``evernear`` command. The run page uses ``command`` to show the next steps.
+    The run page uses ``command``, the ``evernear`` command, for its next steps. After Ctrl-C, the
+    next run resumes from this one's checkpoints.
 
     Raises:
         BusyError: another run uses the working directory.
         EvernearError: a step failed, with its exit code.
-        SettingsError: a path cannot be passed to the steps because it is not UTF-8.
-        StoreError: the temporary directory cannot be created.
-        UserInterruptError: Ctrl-C was pressed.
-            The next run resumes from the checkpoints of this run.
     """
     require_utf8(settings)
     with _lock(settings.workdir), scratch(_temporary_directory(settings.workdir)) as temporary:
@@ -111,11 +103,7 @@ def run_pipeline(
 
 
 def require_utf8(settings: Settings) -> None:
-    """Require that all settings can be passed to the steps as JSON.
-
-    Raises:
-        SettingsError: a setting, such as the name of a folder, is not UTF-8.
-    """
+    """Require that JSON can pass all settings, such as the name of a folder, to the steps."""
     values = {"workdir": str(settings.workdir.resolve()), **flat(pipeline_arguments(settings))}
     for name, value in values.items():
         try:
@@ -128,8 +116,7 @@ def require_utf8(settings: Settings) -> None:
 
 
 def _temporary_directory(workdir: Path) -> Path:
-    """The TMPDIR of the steps. The directory is deleted after the run, because kfp and killed steps
-    leave files there."""
+    """The steps' TMPDIR, deleted after the run because kfp and killed steps leave files there."""
     return Path(tempfile.gettempdir()) / scratch_name(workdir.resolve())
 
 
@@ -164,12 +151,8 @@ def _follow(
     show: Callable[[Event], None],
     command: RunCommand,
 ) -> tuple[list[Event], dict[str, float]]:
-    """Run the pipeline process to completion. Return the events of failed steps, and the duration
-    of each step.
-
-    Raises:
-        UserInterruptError: Ctrl-C was pressed. All processes of the run have ended.
-    """
+    """Run the pipeline process. Return the events of failed steps, and each step's duration. On
+    Ctrl-C, all processes of the run end before the error is raised."""
     events_path = directory / "events.jsonl"
     failures: list[Event] = []
     steps_s: dict[str, float] = {}
@@ -232,8 +215,7 @@ def _pipeline_process(
     show: Callable[[Event], None],
     command: RunCommand,
 ) -> Generator[subprocess.Popen[bytes]]:
-    # The process runs in an empty directory, so that no step depends on files that are missing from
-    # the image.
+    # In an empty directory, so that no step depends on files that the image lacks.
     empty = temporary / "empty"
     with disk_errors(empty):
         empty.mkdir()
@@ -284,7 +266,7 @@ def _interrupt(process: "subprocess.Popen[bytes]") -> None:
 
 
 def _end(process: "subprocess.Popen[bytes]") -> None:
-    """Kill all processes that are still running after the run ended or was interrupted."""
+    """Kill all processes that remain after the run ended or was interrupted."""
     steps = _descendants(process)
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
@@ -295,7 +277,7 @@ def _end(process: "subprocess.Popen[bytes]") -> None:
 
 
 def _descendants(process: "subprocess.Popen[bytes]") -> list[psutil.Process]:
-    """All steps and their child processes, including processes in other sessions."""
+    """All steps and their children, also in other sessions."""
     try:
         return psutil.Process(process.pid).children(recursive=True)
     except psutil.NoSuchProcess:
@@ -309,7 +291,7 @@ def _kill(processes: Sequence[psutil.Process]) -> None:
 
 
 def pipeline_arguments(settings: Settings) -> dict[str, object]:
-    """Convert ``settings`` to arguments for a pipeline. KFP accepts no None."""
+    """KFP accepts no None."""
     sections = set(RunSettings.model_fields) - {"store", "target"}
     return {
         "store": settings.store_uri,
@@ -321,7 +303,7 @@ def pipeline_arguments(settings: Settings) -> dict[str, object]:
 
 
 def last_outcome(workdir: Path) -> RunOutcome | None:
-    """The outcome of the last run in ``workdir`` that ended, or None before the first one."""
+    """The outcome of the last run in ``workdir`` that ended, or None before the first."""
     directories = run_directories(workdir) if (workdir / "runs").is_dir() else []
     outcomes = (path for directory in reversed(directories) for path in directory.glob("*/notify/outcome*"))
     newest = next(outcomes, None)

@@ -1,9 +1,8 @@
-"""Build the parameters of a run from a user's ``key=value`` words, this process's settings, and the
-caller.
+"""Build a run's parameters from ``key=value`` words, this process's settings, and the caller.
 
-Keys are setting names of the form ``section.key``. A setting that is a pipeline parameter
-(`evernear.settings.PARAMETERS`) can also be set by the parameter's name. Only parameters that are
-set are sent. The other parameters use the pipeline's defaults, which may have been set at upload.
+Keys are setting names, as in ``section.key``. A setting that is a pipeline parameter
+(`evernear.settings.PARAMETERS`) also has the parameter's name. Only those that are set are sent.
+The others keep the pipeline's defaults, which may have been set at upload.
 """
 
 import difflib
@@ -21,7 +20,7 @@ from evernear.settings.sources import known_keys, require_no_secret
 
 _BY_KEY = {key: name for name, key in PARAMETERS.items()}
 _QUOTES = str.maketrans({"\u201c": '"', "\u201d": '"', "\u2018": "'", "\u2019": "'"})
-"""Maps the typographic quotes that Slack's clients insert to straight quotes."""
+"""Typographic quotes, which Slack's clients insert."""
 _TYPES = {
     "STRING": "text",
     "NUMBER_INTEGER": "a whole number",
@@ -33,11 +32,10 @@ _TYPES = {
 
 
 def from_settings(settings: Settings, known: Sequence[Parameter]) -> dict[str, Any]:
-    """The run arguments that ``settings`` sets, limited to the pipeline's parameters
-    (``known``).
+    """The run arguments that ``settings`` sets, limited to the pipeline's parameters (``known``).
 
-    The store is always sent, because the caller reads the outcome from the store. The ``local``
-    target is not sent, because ``local`` refers to this machine, not the cluster.
+    The store is always sent, because the caller reads the outcome from it. The ``local`` target is
+    not, because it means this machine, not the cluster.
     """
     sections = set(RunSettings.model_fields) - {"workdir", "store", "target"}
     tree: dict[str, Any] = settings.model_dump(mode="json", include=sections, exclude_unset=True, exclude_none=True) | {
@@ -65,8 +63,8 @@ def from_words(
     """Convert ``key=value`` words to run arguments.
 
     Raises:
-        SettingsError: a key is unknown or not among ``allowed``, or a value has the
-            wrong type or contains a secret.
+        SettingsError: a key is unknown or not among ``allowed``, or a value has the wrong type or
+            contains a secret.
     """
     by_name = {parameter.name: parameter for parameter in known}
     arguments: dict[str, Any] = {}
@@ -91,7 +89,7 @@ def from_words(
 
 
 def for_pipeline(arguments: Mapping[str, Any], known: Sequence[Parameter]) -> dict[str, Any]:
-    """The ``arguments`` for several pipelines that one pipeline takes."""
+    """The ``arguments`` for several pipelines that one of them takes."""
     names = {parameter.name for parameter in known}
     own = {name: value for name, value in arguments.items() if name in names}
     for name in filter(arguments.get, PARAMETERS):
@@ -102,8 +100,8 @@ def for_pipeline(arguments: Mapping[str, Any], known: Sequence[Parameter]) -> di
 
 
 def _is_setting(name: str, names: Container[str]) -> bool:
-    """Whether a pipeline with the parameters ``names`` takes the value of a parameter of other
-    pipelines as a setting, as promote and rollback take the serving image."""
+    """Whether a pipeline with the parameters ``names`` takes another's parameter as a setting, as
+    promote and rollback take the serving image."""
     return name == "serving_image" and name not in names and "target" in names
 
 
@@ -120,8 +118,7 @@ def split_words(text: str) -> list[str]:
 
 
 def combine(*arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Merge ``arguments``. Later arguments override earlier arguments. JSON objects are merged key
-    by key."""
+    """Merge ``arguments``, JSON objects key by key. Later ones override earlier ones."""
     combined: dict[str, Any] = {}
     for mapping in arguments:
         merge(combined, mapping)
@@ -129,7 +126,7 @@ def combine(*arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def caller() -> str:
-    """The caller of this process: a GitHub Actions workflow and its actor, or a user and host."""
+    """A GitHub Actions workflow and its actor, or a user and host."""
     if os.environ.get("GITHUB_ACTIONS") == "true":
         environment = {name: os.environ.get(f"GITHUB_{name}", "") for name in ("EVENT_NAME", "SHA", "ACTOR", "RUN_ID")}
         return (
@@ -140,12 +137,8 @@ def caller() -> str:
 
 
 def _validate_settings(arguments: Mapping[str, Any], by_name: Mapping[str, Parameter]) -> dict[str, Any]:
-    """Validate the ``settings`` argument, if present, and convert the values to the settings'
-    types.
-
-    All settings are validated together with the pipeline's defaults, because the validity of one
-    setting may depend on other settings.
-    """
+    """Validate the ``settings`` argument, if present, and convert its values to their types. They
+    are validated with the pipeline's defaults, because one may depend on others."""
     defaults = {name: by_name[name].default for name in ("preset", "settings") if name in by_name}
     combined = combine(defaults, arguments)
     settings = of_run(combined.get("settings") or {}, preset=combined.get("preset") or "")
@@ -159,7 +152,7 @@ def _validate_settings(arguments: Mapping[str, Any], by_name: Mapping[str, Param
 
 
 def _selected(settings: Mapping[str, Any], keys: Mapping[str, Any]) -> dict[str, Any]:
-    """The part of ``settings`` with the sections and keys that occur in ``keys``."""
+    """The part of ``settings`` with the sections and keys of ``keys``."""
     return {
         name: {key: settings[name][key] for key in value} if isinstance(value, Mapping) else settings[name]
         for name, value in keys.items()

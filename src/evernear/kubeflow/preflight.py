@@ -1,5 +1,4 @@
-"""Check at the start of a run what its later steps need, because an error here saves hours of
-training."""
+"""Check at the start of a run what its later steps need, which can save hours of training."""
 
 from evernear.common.plugins import FAISS, index_backend
 from evernear.common.store import open_store
@@ -12,12 +11,7 @@ from evernear.settings.weight_packages import PREFIX
 
 
 def require_runnable(chosen: RunSettings) -> None:
-    """Check the pretrained weights, the source, the deployment target, the nodes and the index
-    backend.
-
-    Raises:
-        EvernearError: a later step of a run with these settings would fail.
-    """
+    """Check the weights, the source, the deployment target, the nodes and the index backend."""
     if chosen.train.frozen and not chosen.train.weights:
         raise SettingsError(
             "A frozen network (train.frozen, as in --preset frozen) requires train.weights; set it to a file, or to "

@@ -25,35 +25,29 @@ UNIX_FIELDS = 5
 
 
 class Uploaded(Frozen):
-    """A pipeline version on the server."""
-
     pipeline: str
     version: str
     pipeline_version_id: str
     new: bool
-    """Whether the upload created this version."""
 
 
 class Schedule(Frozen):
-    """The schedule of a pipeline, which KFP calls a recurring run."""
+    """KFP's recurring run."""
 
     id: str
     pipeline: str
     pipeline_version_id: str
     cron: str
-    """The cron expression in KFP's format, with the seconds first."""
+    """In KFP's format, with the seconds first."""
     state: Literal["enabled", "disabled"]
     created: datetime
     next_run: datetime | None
-    """The next start, assuming that the server's time zone is UTC. The value is None if the
-    schedule is disabled, or if another client wrote it in another form."""
+    """In UTC, taken for the server's time zone. None if disabled, or in another client's form."""
 
 
 class Publisher:
-    """Uploads and schedules pipelines on one server.
-
-    Every method raises `PipelineServerError` if the server is unreachable or rejects the request.
-    """
+    """Uploads and schedules pipelines on one server. Every method raises `PipelineServerError` if
+    the server is unreachable or rejects the request."""
 
     def __init__(self, settings: PipelineSettings) -> None:
         self._kfp = Connection(settings)
@@ -61,13 +55,7 @@ class Publisher:
         self.runs = KfpRuns(settings, self._kfp)
 
     def upload(self, compiled: bytes, version: str) -> Uploaded:
-        """Upload ``compiled`` as ``version`` of its pipeline, unless the same version already
-        exists.
-
-        Raises:
-            PipelineServerError:
-                a version with this name exists and has different content.
-        """
+        """Upload ``compiled`` as ``version``. An existing one must have the same content."""
         spec, platform = _documents(compiled)
         information = spec["pipelineInfo"]
         pipeline, name = information["name"], version_name(information["name"], version)
@@ -91,17 +79,14 @@ class Publisher:
         return _uploaded(pipeline, existing, new=False)
 
     def schedule(self, pipeline: str, cron: str, parameters: Mapping[str, Any]) -> Schedule:
-        """Schedule the newest version of ``pipeline`` with ``cron``, and replace any previous
-        schedule.
+        """Schedule the newest version of ``pipeline``, instead of any previous schedule.
 
-        KFP cannot update a recurring run, so a new recurring run is created. The old recurring run
-        is disabled before the new recurring run is created, so that a start due in between is
-        skipped rather than duplicated. If KFP rejects the new recurring run, the old recurring run
-        is enabled again.
+        KFP cannot update a recurring run. The old one is disabled before a new one is created, so
+        that a start due in between is skipped rather than duplicated. If KFP rejects the new one,
+        the old one is enabled again.
 
         Raises:
-            SettingsError: the schedule is not valid,
-                or a parameter is unknown or of the wrong type.
+            SettingsError: the schedule is invalid, or a parameter is unknown or of the wrong type.
         """
         kfp_cron = _with_seconds(cron)
         version = self.runs.newest(pipeline)
@@ -136,14 +121,13 @@ class Publisher:
         return _schedule(created)
 
     def unschedule(self, pipeline: str) -> int:
-        """Delete the schedules of ``pipeline``, and return the number of deleted schedules. Active
-        runs continue."""
+        """Delete the schedules of ``pipeline``, and return how many. Active runs continue."""
         existing = self._recurring_runs(pipeline)
         self._delete(existing)
         return len(existing)
 
     def schedules(self) -> list[Schedule]:
-        """All cron schedules on the server, including schedules that other clients created."""
+        """All cron schedules on the server, also those of other clients."""
         recurring_runs = self._kfp.pages(
             "recurring_run_service_list_recurring_runs", "recurring_runs", namespace=self._namespace
         )
@@ -181,8 +165,7 @@ class Publisher:
 
     def _delete(self, recurring_runs: list[Any]) -> None:
         for recurring in recurring_runs:
-            # Without ORPHAN, Kubernetes would also delete the workflows of the schedule's runs,
-            # including active runs.
+            # Without ORPHAN, Kubernetes would also delete its runs' workflows, even active ones.
             self._update(recurring, "recurring_run_service_delete_recurring_run", propagation_policy="ORPHAN")
 
     def _update(self, recurring: Any, operation: str, **arguments: str) -> None:
@@ -211,11 +194,10 @@ def _schedule(recurring: Any) -> Schedule:
 
 
 def _with_seconds(cron: str) -> str:
-    """The schedule for KFP, which reads the seconds first. Without them, it would run ``0 3 * * *``
-    at minute 3 of every hour.
+    """Prepend the seconds, without which KFP would run ``0 3 * * *`` at minute 3 of every hour.
 
     Raises:
-        SettingsError: it does not have five valid fields.
+        SettingsError: ``cron`` does not have five valid fields.
     """
     reason = "it does not have five fields"
     if len(cron.split()) == UNIX_FIELDS:
@@ -245,8 +227,7 @@ def _documents(compiled: bytes) -> tuple[dict[str, Any], dict[str, Any] | None]:
 
 
 def _normalize(spec: Mapping[str, Any], platform: Mapping[str, Any] | None) -> tuple[Any, Any]:
-    """Convert the specs to protocol buffers for comparison, because the server reformats numbers
-    and removes empty fields."""
+    """As protocol buffers, because the server reformats numbers and drops empty fields."""
     return (
         json_format.ParseDict(dict(spec), PipelineSpec()),
         json_format.ParseDict(dict(platform or {}), PlatformSpec()),

@@ -1,5 +1,3 @@
-"""Data classes for the runs of a Kubeflow Pipelines server."""
-
 from enum import StrEnum
 from typing import Any
 
@@ -15,11 +13,11 @@ KINDS: dict[str, tuple[type, ...]] = {
     "LIST": (list, tuple),
     "STRUCT": (dict,),
 }
-"""The Python types of parameter values, keyed by KFP type."""
+"""The Python types of parameter values, by KFP type."""
 
 
 class State(StrEnum):
-    """State of a run or step. The values are KFP's runtime states in lower case."""
+    """KFP's runtime states, in lower case."""
 
     PENDING = "pending"
     RUNNING = "running"
@@ -32,13 +30,10 @@ class State(StrEnum):
 
     @property
     def is_final(self) -> bool:
-        """Whether the state will not change again."""
         return self in (State.SUCCEEDED, State.SKIPPED, State.FAILED, State.CANCELED)
 
 
 class KfpStep(Frozen):
-    """One task of a run."""
-
     name: str
     state: State
     started: AwareDatetime | None = None
@@ -47,11 +42,8 @@ class KfpStep(Frozen):
 
 
 class Run(Frozen):
-    """One run of a pipeline."""
-
     id: str
-    """KFP's run ID, which is also the name of the run's record in the store (see
-    `evernear.common.run_record`)."""
+    """KFP's run ID, also the name of its `evernear.common.run_record.RunRecord`."""
     name: str
     pipeline: str
     pipeline_version: str
@@ -63,22 +55,18 @@ class Run(Frozen):
     """The idempotency key with which the run was started."""
     error: str = ""
     url: str = ""
-    """The URL of the run's page in the KFP UI, or an empty string if the UI's URL is unknown."""
+    """The run's page in the KFP UI, or an empty string if the UI's URL is unknown."""
     steps: tuple[KfpStep, ...] = ()
-    """Steps in start order. Only `evernear.kubeflow.client.KfpRuns.show` sets the steps."""
+    """In start order. Only `evernear.kubeflow.client.KfpRuns.show` sets them."""
 
 
 class Parameter(Frozen):
-    """An input of a pipeline."""
-
     name: str
     type: str
-    """KFP's type name: STRING, NUMBER_INTEGER, NUMBER_DOUBLE, BOOLEAN, STRUCT or LIST."""
+    """STRING, NUMBER_INTEGER, NUMBER_DOUBLE, BOOLEAN, STRUCT or LIST."""
     default: Any = None
     description: str = ""
     required: bool = False
-    """Whether each run must set the parameter because the parameter has no default."""
 
     def accepts(self, value: object) -> bool:
-        """Whether ``value`` has the type of the parameter."""
         return isinstance(value, KINDS.get(self.type, ())) and (self.type == "BOOLEAN" or not isinstance(value, bool))

@@ -1,9 +1,8 @@
 """Train on several nodes by creating, following and deleting a Kubeflow Trainer TrainJob.
 
-The TrainJob refers to a TrainingRuntime (``deploy/components/multi-node-training``), which defines
-the pods except for the image and command. Input, progress and result pass through the object store
-(`evernear.embedding.node`), so this process needs no access to pods. This process needs permission
-only to create, read and delete TrainJobs and to list events.
+It refers to a TrainingRuntime (``deploy/components/multi-node-training``), which defines the pods
+except for image and command. Input, progress and result pass through the object store
+(`evernear.embedding.node`), so this process only needs TrainJobs and a list of events.
 """
 
 import time
@@ -37,7 +36,6 @@ Tree = dict[str, Any]
 
 POLL_S = 10.0
 RUNTIME = "evernear"
-"""The TrainingRuntime in ``deploy/components/multi-node-training``."""
 TIMEOUT_S = 24 * 3600
 """``activeDeadlineSeconds`` of the TrainJob: the time limit of the train step."""
 CONTROLLERS = "the Deployments kubeflow-trainer-controller-manager and jobset-controller-manager (kubeflow-system)"
@@ -51,18 +49,14 @@ def run_train_job(
     on_epoch: Callable[[Epoch], None],
     report: Callable[[str], None],
 ) -> None:
-    """Train by ``recipe`` on ``recipe.nodes`` nodes. The result is the last checkpoint in the
-    store.
+    """Train on ``recipe.nodes`` nodes. The result is the last checkpoint in the store.
 
-    A TrainJob from an earlier attempt of the same ``run`` is replaced if it failed, and adopted
-    otherwise. ``report`` is called with the state of the nodes. ``on_epoch`` is called with each
-    finished epoch.
+    A TrainJob from an earlier attempt of ``run`` is replaced if it failed, and adopted otherwise.
+    ``report`` receives the nodes' state, and ``on_epoch`` each finished epoch.
 
     Raises:
-        TrainingError: the TrainJob failed, disappeared or exceeded its deadline, or
-            its resources cannot be created.
-        ClusterError: the cluster is unreachable or rejects the TrainJob.
-        SettingsError: the namespace or the image is unknown.
+        TrainingError: the TrainJob failed, disappeared or exceeded its deadline, or its resources
+            cannot be created.
     """
     record = RunRecord(open_store(chosen.store_uri), run)
     task = NodeTask(dataset=dataset.manifest.name, digest=dataset.digest, recipe=recipe)
@@ -83,14 +77,7 @@ def run_train_job(
 
 
 def train_job(run: str, recipe: TrainingChoices, chosen: RunSettings) -> Tree:
-    """The TrainJob manifest for the run ``run``.
-
-    The name is an RFC 1035 label of at most 63 characters, as the CustomResourceDefinition
-    requires. The name is short enough to leave room for the suffixes of the pod names.
-
-    Raises:
-        SettingsError: the image is unknown.
-    """
+    """The TrainJob. Its name is an RFC 1035 label, short enough for the pod names' suffixes."""
     trainer: Tree = {
         "image": image_of(chosen.train_job.image, "train_job.image"),
         "numNodes": recipe.nodes,
@@ -164,15 +151,14 @@ def _follow(
 
 
 def _has_jobs(resource: Tree) -> bool:
-    """Whether at least one Job has pods, has ended, or is suspended, for example by a queue."""
+    """Whether a Job has pods, has ended, or is suspended, for example by a queue."""
     counts = ("ready", "succeeded", "failed", "active", "suspended")
     suspended = condition(resource, "Suspended") is not None
     return suspended or any(job.get(count) for job in _jobs(resource) for count in counts)
 
 
 def _nodes_ready(resource: Tree, nodes: int) -> str:
-    """Describe how many nodes are ready. ``jobsStatus`` counts Jobs. A Job is ready when all nodes
-    of the Job are ready."""
+    """``jobsStatus`` counts Jobs, which are ready when all their nodes are."""
     jobs = _jobs(resource)
     is_ready = bool(jobs) and all(job["ready"] or job["succeeded"] for job in jobs)
     return f"{nodes} of {nodes} nodes ready" if is_ready else f"waiting until all {nodes} nodes are ready"
@@ -183,7 +169,7 @@ def _jobs(resource: Tree) -> list[Tree]:
 
 
 def _nothing_created(cluster: Cluster, resource: Tree) -> str:
-    """Explain why a TrainJob has no pods, and suggest where to look further."""
+    """Why a TrainJob has no pods, and where to look further."""
     name, runtime = resource["metadata"]["name"], resource["spec"]["runtimeRef"]["name"]
     return (
         f"The pods of the TrainJob {name} were not created within {CREATION_TIMEOUT_S} s: "

@@ -1,5 +1,5 @@
-"""Pack the network, index, preprocessing and verdict into a release, which is an archive that
-TorchServe can load."""
+"""Pack the network, index, preprocessing and verdict into a release, an archive that TorchServe can
+load."""
 
 import os
 import subprocess
@@ -72,11 +72,9 @@ except OSError as error:
 
 @dataclass(frozen=True)
 class Candidate:
-    """The artifacts from which a release is packed.
-
-    ``metrics`` are the results of the measurement on which the verdict is based. ``parent`` is the
-    version of the champion in that measurement, or None if there was no champion.
-    """
+    """The artifacts from which a release is packed. ``metrics`` are the results on which the
+    verdict is based. ``parent`` is the version of the champion in that measurement, or None without
+    a champion."""
 
     dataset: Dataset
     network_dir: Path
@@ -88,11 +86,7 @@ class Candidate:
     @staticmethod
     def open(dataset: Path, parts: Mapping[str, Path]) -> "Candidate":
         """Open the artifacts of a run. ``parts`` maps ``network``, ``index`` and ``evaluation`` to
-        directories, and ``verdict`` to a file.
-
-        Raises:
-            IntegrityError: the dataset or the evaluation is unreadable.
-        """
+        directories, and ``verdict`` to a file."""
         measured = Evaluation.open(parts["evaluation"])
         return Candidate(
             dataset=Dataset.open(dataset),
@@ -106,18 +100,15 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Release:
-    """An archived release, which consists of the ``.mar`` file and ``manifest.json`` next to it.
-
-    ``smoke_settled`` is false if rounding errors could change the prediction for every candidate
-    query image. If ``smoke_settled`` is false, the smoke test compares only distances.
-    """
+    """An archived release: the ``.mar`` file and ``manifest.json`` next to it. ``smoke_settled`` is
+    false if rounding errors could change the prediction for every candidate query image. The smoke
+    test then compares only distances."""
 
     manifest: ReleaseManifest
     archive: Path
     smoke_settled: bool
 
     def summary(self) -> str:
-        """A summary of the version, the size, and whether the smoke test is limited."""
         summary = f"release {self.manifest.version}, {self.archive.stat().st_size / 1e6:.1f} MB"
         if self.smoke_settled:
             return summary
@@ -135,15 +126,11 @@ def make_archive(
     """Pack a release into ``out_dir``.
 
     ``handler`` is the module that TorchServe runs (`evernear.serving.HANDLER`). ``created``
-    defaults to now. If ``store`` has cached embeddings of query images, the cached embeddings are
-    used.
+    defaults to now. Embeddings of query images that ``store`` has cached are used.
 
     Raises:
-        IntegrityError: the network, index and dataset do not match, or a file has
-            changed.
+        IntegrityError: the network, index and dataset do not match, or a file has changed.
         DataError: the query split is empty, so there are no smoke queries.
-        EvernearError: torch-model-archiver fails.
-        StoreError: ``out_dir`` is not writable.
     """
     created = created or datetime.now(UTC)
     dataset, network_dir = candidate.dataset, candidate.network_dir
@@ -247,7 +234,6 @@ def _joined(dataset: Dataset, gallery: Gallery) -> dict[str, int]:
 
 
 def _embedded(dataset: Dataset, split: Split, embedder: ExportedEmbedder) -> EmbeddedBlocks:
-    """The blocks of a split, each with its embeddings."""
     shards = ((dataset.shard_blocks(shard, SMOKE_BLOCK), shard.count) for shard in dataset.shards(split))
     return embedder.embed(shards)
 
@@ -284,8 +270,8 @@ def _write_smoke_queries(
 def _drift_baseline(
     dataset: Dataset, embedder: ExportedEmbedder, gallery: Gallery
 ) -> tuple[DriftBaseline, float | None]:
-    """The predictions of the release for images that were not used to build it, and the
-    `_group_distance` of these images."""
+    """The release's predictions for images that it was not built from, and their
+    `_group_distance`."""
     queries = _embed_evenly(dataset, "query", SIZE, embedder)
     tests = _embed_evenly(dataset, "test", max(0, SIZE - dataset.count("query")), embedder)
     images = np.concatenate([*queries, *tests])
@@ -303,8 +289,8 @@ def _drift_baseline(
 
 
 def _group_distance(vectors: NDArray[np.float32], labels: NDArray[np.str_]) -> float | None:
-    """The midpoint between the median distance within a class and the median distance between
-    classes, or None if either median is undefined."""
+    """The midpoint between the median distances within a class and between classes, or None if
+    either is undefined."""
     rows, columns = np.triu_indices(len(vectors), 1)
     distances = np.sqrt(np.maximum(2 - 2 * vectors @ vectors.T, 0))[rows, columns]
     same = labels[rows] == labels[columns]
@@ -316,7 +302,6 @@ def _group_distance(vectors: NDArray[np.float32], labels: NDArray[np.str_]) -> f
 def _embed_evenly(
     dataset: Dataset, split: Split, size: int, embedder: ExportedEmbedder
 ) -> Iterator[NDArray[np.float32]]:
-    """Yield the embeddings of at most ``size`` images, which are evenly spaced in a split."""
     positions = deque(evenly(dataset.count(split), size))
     before = 0
     for block, vectors in _embedded(dataset, split, embedder) if positions else ():
@@ -340,18 +325,15 @@ def _clearest(labels: NDArray[np.int64], answers: list[Recognition], names: tupl
 
 
 def _png(image: NDArray[np.uint8]) -> bytes:
-    """Encode a uint8 array of shape (H, W, C) as a PNG file."""
     buffer = BytesIO()
     Image.fromarray(image[:, :, 0] if image.shape[2] == 1 else image).save(buffer, format="PNG")
     return buffer.getvalue()
 
 
 def _pack(directory: Path, version: str) -> None:
-    """Run torch-model-archiver on ``directory``/parts.
-
-    The archiver stages its files in ``TMPDIR/<model name>``, and deletes this directory first. With
-    a shared ``TMPDIR``, two concurrent runs would delete each other's files.
-    """
+    """Run torch-model-archiver on ``directory``/parts. The archiver stages its files in
+    ``TMPDIR/<model name>``, and deletes this directory first. With a shared ``TMPDIR``, two
+    concurrent runs would delete each other's files."""
     staging = directory / "staging"
     staging.mkdir()
     options = {

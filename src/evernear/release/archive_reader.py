@@ -1,8 +1,5 @@
-"""Open an untrusted archive. Each part is checked against the manifest before it is parsed.
-
-This module only handles names, sizes and hashes. This module never unpickles, loads or runs any
-content.
-"""
+"""Open an untrusted archive. Each part is checked against the manifest before it is parsed. This
+module only handles names, sizes and hashes. It never unpickles, loads or runs any content."""
 
 import hashlib
 import json
@@ -71,23 +68,17 @@ class ReleaseParts:
     directory: Path
 
     def smoke_queries(self) -> list[tuple[bytes, SmokeQuery]]:
-        """The PNG images for the smoke test and their expected predictions."""
         queries = _SMOKE.validate_json((self.directory / SMOKE_FILE).read_bytes())
         return [(self.read(query.file), query) for query in queries]
 
     def read(self, name: str) -> bytes:
-        """The content of a part.
-
-        Raises:
-            IntegrityError: the release has no such part.
-        """
+        """Raises `IntegrityError` if the release has no such part."""
         if name not in self.manifest.parts:
             raise IntegrityError(f"Release {self.manifest.version} has no part {name!r}.")
         return (self.directory / name).read_bytes()
 
 
 def smoke_file(queries: tuple[SmokeQuery, ...]) -> bytes:
-    """The content of `SMOKE_FILE`."""
     return _SMOKE.dump_json(queries, indent=2)
 
 
@@ -95,8 +86,7 @@ def open_parts(directory: Path) -> ReleaseParts:
     """Open an unpacked release and check every part.
 
     Raises:
-        IntegrityError: ``directory`` is not a release, or a part is missing or
-            modified.
+        IntegrityError: ``directory`` is not a release, or a part is missing or modified.
     """
     path = directory / MANIFEST_FILE
     if not path.is_file() or path.stat().st_size > MAX_MANIFEST_BYTES:
@@ -111,14 +101,12 @@ def open_parts(directory: Path) -> ReleaseParts:
 
 def open_release(archive: Path, out_dir: Path, max_size_bytes: int = MAX_RELEASE_BYTES) -> ReleaseParts:
     """Unpack a ``.mar`` file into ``out_dir``, which must be an empty or new directory. On failure,
-    ``out_dir`` is deleted.
+    it is deleted.
 
     Raises:
-        IntegrityError: the archive is not a release or is larger than
-            ``max_size_bytes``, a member is unknown, duplicate or compressed, a size or
-            a hash does not match, or TorchServe's manifest specifies a different
-            version or handler.
-        StoreError: ``out_dir`` is not writable.
+        IntegrityError: the archive is not a release or is larger than ``max_size_bytes``, a
+            member is unknown, duplicate or compressed, a size or a hash does not match, or
+            TorchServe's manifest specifies a different version or handler.
     """
     with disk_errors(out_dir):
         out_dir.mkdir(parents=True, exist_ok=True)
@@ -135,11 +123,11 @@ def open_release(archive: Path, out_dir: Path, max_size_bytes: int = MAX_RELEASE
 
 
 def read_release(archive: Path) -> tuple[ReleaseManifest, dict[str, bytes]]:
-    """The manifest of a ``.mar`` file, and the file's JSON parts, keyed by name. All parts are
-    hashed. Nothing is written to disk.
+    """The manifest of a ``.mar`` file and its JSON parts, keyed by name. All parts are hashed.
+    Nothing is written to disk.
 
     Raises:
-        IntegrityError: for the same reasons as in `open_release`.
+        IntegrityError: as for `open_release`.
     """
     with _checked(archive, MAX_RELEASE_BYTES) as (members, manifest):
         texts: dict[str, bytes] = {}
@@ -154,11 +142,11 @@ def read_release(archive: Path) -> tuple[ReleaseManifest, dict[str, bytes]]:
 
 
 def read_part(archive: Path, name: str) -> bytes | None:
-    """Read one small part of a ``.mar`` file, and check the part's hash. Return None if the release
-    has no such part.
+    """Read one small part of a ``.mar`` file, and check its hash. Return None if the release has no
+    such part.
 
     Raises:
-        IntegrityError: for the same reasons as in `open_release`.
+        IntegrityError: as for `open_release`.
     """
     with _checked(archive, MAX_RELEASE_BYTES) as (members, manifest):
         return b"".join(_content(members, name, manifest, archive)) if name in manifest.parts else None
@@ -176,8 +164,8 @@ def read_release_manifest(archive: Path) -> ReleaseManifest:
 
 @contextmanager
 def _checked(archive: Path, max_size_bytes: int) -> Generator[tuple[zipfile.ZipFile, ReleaseManifest]]:
-    """Open an archive, and check the names and sizes of its members against its manifest. The
-    contents are not checked."""
+    """Open an archive, and check the names and sizes of its members, but not their contents,
+    against its manifest."""
     with _zip(archive) as members:
         manifest = _read_manifest(members, archive)
         _check_members(members, manifest, archive, max_size_bytes)
@@ -185,8 +173,8 @@ def _checked(archive: Path, max_size_bytes: int) -> Generator[tuple[zipfile.ZipF
 
 
 class _BoundedReader(BufferedReader):
-    """A file reader that limits the size of each read. `zipfile` reads the whole list of members at
-    once, and needs 20 times the size of this list in memory."""
+    """Limits the size of each read. `zipfile` reads the whole list of members at once, and needs 20
+    times its size in memory."""
 
     def read(self, size: int | None = -1, /) -> bytes:
         if size is not None and size > MAX_READ_BYTES:
@@ -246,8 +234,8 @@ def _check_layout(members: zipfile.ZipFile, archive: Path) -> None:
     `zipfile` writes.
 
     `zipfile` finds members through the list at the end of the file. TorchServe uses Java's
-    ``ZipInputStream``, which reads members in sequence through their local headers. An unlisted
-    member would therefore also be unpacked.
+    ``ZipInputStream``, which reads them in sequence through their local headers. An unlisted member
+    would therefore also be unpacked.
     """
     scattered = IntegrityError(f"{archive} must consist of its listed members only, one after another.")
     end = 0
@@ -270,8 +258,7 @@ def _require_plain(info: zipfile.ZipInfo, archive: Path) -> None:
     name = printable(info.filename, QUOTED_MAX)
     if stat.S_IFMT(info.external_attr >> 16) not in (0, stat.S_IFREG):
         raise IntegrityError(f"{name} in {archive} is not a plain file.")
-    # An uncompressed member cannot be larger than the archive, so decompression bombs are
-    # impossible.
+    # no decompression bombs: an uncompressed member cannot be larger than the archive
     if info.compress_type != zipfile.ZIP_STORED or info.flag_bits & ~_UTF8_NAME:
         raise IntegrityError(f"{name} in {archive} is compressed or encrypted.")
 
@@ -296,8 +283,8 @@ def _check_torchserve_manifest(data: bytes, manifest: ReleaseManifest, archive: 
 
 
 def _content(members: zipfile.ZipFile, name: str, manifest: ReleaseManifest, archive: Path) -> Iterator[bytes]:
-    """The chunks of a part. After the last chunk, raise an error if the hash differs from the hash
-    in the manifest."""
+    """The chunks of a part. After the last one, raise an error if the hash differs from the
+    manifest's."""
     part = manifest.parts[name]
     digest = hashlib.sha256()
     left = part.size_bytes

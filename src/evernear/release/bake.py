@@ -1,4 +1,4 @@
-"""The stored state of a bake, and the stored records of releases that a bake rolled back.
+"""The stored state of a bake, and the records of releases that a bake rolled back.
 
 ::
 
@@ -7,8 +7,8 @@
 
 A release that broke a rule is never deployed again without a manual promotion.
 
-One watcher writes the state with compare-and-swap. The state includes the pods' counters, so that a
-new watcher can continue after the previous watcher was killed.
+One watcher writes the state with compare-and-swap. It includes the pods' counters, so that a new
+watcher can continue after the previous one was killed.
 """
 
 from datetime import datetime, timedelta
@@ -28,16 +28,13 @@ STATE = "triggers/bake.json"
 BREACHES = "triggers/breaches/"
 CELL = timedelta(minutes=1)
 REFERENCE = timedelta(hours=1)
-"""Length of the time window in which the previous release is observed. The window is short, because
-the mix of images changes during the day."""
+"""Time window in which the previous release is observed. It is short, because the mix of images
+changes during the day."""
 MAX_CELLS = 240
-"""Maximum number of cells in a bake. If a bake would have more than `MAX_CELLS` cells, adjacent
-cells are merged in pairs."""
+"""Maximum number of cells in a bake. Beyond it, adjacent cells are merged in pairs."""
 
 
 class PodCounters(Frozen):
-    """The counter values of a pod at the last poll."""
-
     version: str
     figures: Figures
 
@@ -55,19 +52,16 @@ class Bake(Frozen):
 
     version: Version
     number: int
-    """The sequence number of the promotion."""
+    """The promotion's."""
     previous: Version
     ends: AwareDatetime
     before: tuple[Figures, ...]
-    """The requests that the previous release answered, for each minute."""
     seen: tuple[Figures, ...] = ()
     """The requests since the rollout, for each poll."""
     breach: str = ""
-    """A sentence that describes the broken rule. If this field is not empty, the rollback is in
-    progress."""
+    """A sentence about the broken rule. If it is not empty, the rollback is in progress."""
 
     def add(self, figures: Figures) -> Self:
-        """Return a copy of the bake that includes the requests from one more poll."""
         if not figures.requests:
             return self
         seen = (*self.seen, figures)
@@ -78,25 +72,21 @@ class Bake(Frozen):
 
 class BakeState(Frozen):
     """The object at `STATE`. ``number`` is the newest promotion that the watcher has noticed, and
-    ``version`` is the champion of this promotion."""
+    ``version`` its champion."""
 
     remedy: ClassVar[str] = "remove it to start over"
 
     version: Version
     number: int
     pods: dict[str, PodCounters] = {}
-    """The counter values of each pod, keyed by the pod's address."""
+    """Keyed by address."""
     recent: tuple[Cell, ...] = ()
     bake: Bake | None = None
     last: str = ""
-    """The outcome of the last bake."""
 
     def observe(self, pods: dict[str, PodCounters], now: datetime) -> Self:
-        """The state after a poll of the pods.
-
-        Only increments count. The first counter values of a new or restarted pod are ignored,
-        because they include start-up queries.
-        """
+        """The state after a poll of the pods. Only increments count. The first counter values of a
+        new or restarted pod are ignored, because they include start-up queries."""
         increments = self._increments(pods)
         bake = self.bake and self.bake.add(increments.get(self.bake.version, Figures()))
         recent = self.recent
@@ -110,7 +100,7 @@ class BakeState(Frozen):
         return self.model_copy(update={"pods": known | pods, "recent": recent, "bake": bake})
 
     def _increments(self, pods: dict[str, PodCounters]) -> dict[str, Figures]:
-        """The requests since the last poll, grouped by release."""
+        """By release."""
         increments: dict[str, Figures] = {}
         for address, pod in pods.items():
             earlier = self.pods.get(address)
@@ -126,8 +116,6 @@ class BakeState(Frozen):
 
 
 class BakeStore:
-    """The state in one store. Every method may raise `StoreError` or `IntegrityError`."""
-
     def __init__(self, store: Store) -> None:
         self._store = store
 
@@ -139,7 +127,7 @@ class BakeStore:
         return BakeState.from_json(stored[0], f"{self._store.uri}/{STATE}"), stored[1]
 
     def save(self, state: BakeState, etag: str | None) -> str:
-        """Replace the state if it still has the etag ``etag``, and return the new etag.
+        """Replace the state if it still has the etag ``etag``, and return the new one.
 
         Raises:
             ConflictError: a different watcher wrote the state.
@@ -149,7 +137,7 @@ class BakeStore:
 
 class Breach(Frozen):
     """The record of a release that broke a rule after its rollout. ``parts`` contains the hashes of
-    the parts that determine the release's predictions."""
+    the parts that determine its predictions."""
 
     remedy: ClassVar[str] = "a person who removes it allows the release again"
 
@@ -158,39 +146,33 @@ class Breach(Frozen):
     at: AwareDatetime
     parts: dict[str, str]
     overruled_by: str = ""
-    """The person who promoted the release despite the breach."""
 
     @classmethod
     def of(cls, manifest: ReleaseManifest, rule: str, at: datetime) -> Self:
-        """Create the breach record of a release."""
         return cls(version=manifest.version, rule=rule, at=at, parts=deciding_parts(manifest))
 
 
 class Breaches:
-    """The breaches in one store. Every method may raise `StoreError` or `IntegrityError`."""
-
     def __init__(self, store: Store) -> None:
         self._store = store
 
     def add(self, breach: Breach) -> None:
-        """Record a breach. An existing breach record for the release is not changed."""
+        """An existing record for the release is not changed."""
         try:
             self._store.put_if(_key(breach.version), breach.to_json(), None)
         except ConflictError:
             return
 
     def find(self, version: str) -> Breach | None:
-        """The breach record of a release, even if the breach was overruled."""
+        """Even if it was overruled."""
         stored = self._store.find(_key(version))
         return Breach.from_json(stored[0], f"{self._store.uri}/{_key(version)}") if stored else None
 
     def require_none(self, manifest: ReleaseManifest) -> None:
-        """Check that no bake rolled back this release or a release with the same network and
-        index.
+        """Check that no bake rolled back this release or one with the same network and index.
 
         Raises:
-            ConflictError: a bake rolled back such a release, and the release has not
-                been promoted manually since.
+            ConflictError: a bake did, and the release has not been promoted manually since.
         """
         for info in list(self._store.list(BREACHES)):
             breach = self.find(info.key.removeprefix(BREACHES).removesuffix(".json"))
@@ -203,8 +185,8 @@ class Breaches:
             )
 
     def overrule(self, version: str, cause: Cause | None) -> None:
-        """Allow the deployment of a release that a bake rolled back, because the release is being
-        promoted manually."""
+        """Allow the deployment of a release that a bake rolled back, because it is being promoted
+        manually."""
         breach = self.find(version)
         if breach is not None:
             by = (cause or Cause.of_this_process()).by
@@ -212,15 +194,15 @@ class Breaches:
 
 
 def deciding_parts(manifest: ReleaseManifest) -> dict[str, str]:
-    """The SHA-256 hash of each part that determines a release's predictions, and the name of the
-    release's collection."""
+    """The SHA-256 hash of each part that determines a release's predictions, and the name of its
+    collection."""
     names = (NETWORK_FILE, DESCRIPTION_FILE, PREPROCESSING_FILE, *PARTS)
     parts = {name: manifest.parts[name].sha256 for name in names if name in manifest.parts}
     return parts | ({"collection": manifest.collection.name} if manifest.collection else {})
 
 
 def _add(cells: tuple[Cell, ...], new: Cell) -> tuple[Cell, ...]:
-    """Append a cell, or merge it into the last cell if both have the same release and minute."""
+    """Append a cell, or merge it into the last one if both have the same release and minute."""
     last = cells[-1] if cells else None
     if last is None or last.version != new.version or not last.at <= new.at < last.at + CELL:
         return (*cells, new)

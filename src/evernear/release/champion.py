@@ -21,15 +21,13 @@ if TYPE_CHECKING:
 
 @contextmanager
 def open_champion(store: Store, classes: ClassSettings = NO_CHANGES) -> Generator[ReleasedSystem | None]:
-    """Open the champion of a store, if a champion exists, and apply the removed and renamed
-    ``classes``.
+    """Open the champion of a store, if any, and apply the removed and renamed ``classes``.
 
-    The recognizer is named after the champion's version. The champion's files are in a temporary
-    directory, which is deleted on exit.
+    The recognizer is named after the champion's version. Its files are in a temporary directory,
+    which is deleted on exit.
 
     Raises:
         IntegrityError: the champion's archive is damaged.
-        StoreError: the store is unreachable.
     """
     champion = Registry(store).champion()
     if champion is None:
@@ -47,16 +45,14 @@ def open_champion(store: Store, classes: ClassSettings = NO_CHANGES) -> Generato
 
 
 def champion_labels(store: Store, dataset: Dataset) -> tuple[str, ...]:
-    """The labels that the champion knows, or an empty tuple if there is no champion.
+    """The labels that the champion knows, or an empty tuple without a champion.
 
     The image format is checked here, because the evaluation would check it only after hours of
     training.
 
     Raises:
-        DataError: the champion expects images with a different shape or bit depth than
-            the images in ``dataset``.
-        IntegrityError: the champion's manifest is damaged.
-        StoreError: the store cannot be reached.
+        DataError: the champion expects images with a different shape or bit depth than those in
+            ``dataset``.
     """
     registry = Registry(store)
     champion = registry.champion()
@@ -69,13 +65,8 @@ def champion_labels(store: Store, dataset: Dataset) -> tuple[str, ...]:
 
 
 def live_classes(store: Store, classes: ClassSettings) -> tuple[str, ...]:
-    """The current names of the champion's classes, without retired classes. Empty if there is no
-    champion.
-
-    Raises:
-        IntegrityError: the champion's manifest is damaged.
-        StoreError: the store cannot be reached.
-    """
+    """The current names of the champion's classes, without retired ones. Empty without a
+    champion."""
     registry = Registry(store)
     champion = registry.champion()
     return classes.current_labels(registry.get(champion.version).manifest.labels) if champion else ()
@@ -85,12 +76,8 @@ def live_classes(store: Store, classes: ClassSettings) -> tuple[str, ...]:
 def open_anchor(
     store: Store, classes: ClassSettings = NO_CHANGES
 ) -> Generator[ReleasedSystem | UnavailableSystem | None]:
-    """Open the anchor of a store, as `open_champion` opens the champion. Yield None if the anchor
-    is the champion.
-
-    Raises:
-        TransientStoreError: the store is unreachable.
-    """
+    """As `open_champion`, or None if the anchor is the champion. One that cannot be read is an
+    `UnavailableSystem`, unless the store is unreachable (`TransientStoreError`)."""
     champion = Registry(store).champion()
     if champion is None or champion.anchor == champion.version:
         yield None
@@ -106,7 +93,6 @@ def open_anchor(
 
 
 def _open_system(store: Store, version: str, classes: ClassSettings, scratch: Path) -> ReleasedSystem:
-    """Open a release with its snapshot. The release is unpacked in ``scratch``."""
     manifest = Registry(store).get(version).manifest
     recognizer = open_released(store, version, scratch)
     try:
@@ -121,7 +107,6 @@ def open_released(store: Store, version: str, scratch: Path) -> "Recognizer":
 
     Raises:
         IntegrityError: the archive is damaged.
-        StoreError: the release does not exist, or the store is unreachable.
     """
     from evernear.evaluation.recognizer import Recognizer  # torch takes seconds to import
 

@@ -27,8 +27,6 @@ class Value(Frozen):
 
 
 class Signature(Frozen):
-    """Inputs and outputs of a release."""
-
     inputs: tuple[Value, ...]
     outputs: tuple[Value, ...]
 
@@ -49,8 +47,6 @@ class Index(Frozen):
 
 
 class Lineage(Frozen):
-    """The origin of a release: dataset, network, time and source code."""
-
     created: datetime
     parent: str | None
     source: str | None
@@ -76,26 +72,24 @@ class Description(Frozen):
     preprocessing: Preprocessing
     index: Index
     labels: tuple[str, ...]
-    """The labels that the release can predict."""
     training: dict[str, JsonValue]
     """The ``train.*`` settings, or an empty mapping if the release does not record them."""
     verdict: Decision
     metrics: dict[str, float]
     lineage: Lineage
     parts: dict[str, int]
-    """Size of each file in bytes."""
+    """Size in bytes."""
 
 
 def describe(archive: Path, handler: Path) -> Description:
-    """Describe an untrusted ``.mar``. ``handler`` is this installation's handler, which is compared
-    with the archived handler.
+    """Describe an untrusted ``.mar``. The archived handler is compared with this installation's
+    ``handler``.
 
-    All members are hashed before any member is parsed. Only JSON files are parsed, so the network
-    and the index are never parsed.
+    All members are hashed before any is parsed. Only JSON files are parsed, never the network or
+    the index.
 
     Raises:
-        IntegrityError: the archive is not a valid release, or its parts contradict each
-            other.
+        IntegrityError: the archive is not a valid release, or its parts contradict each other.
     """
     manifest, texts = read_release(archive)
     index = IndexDescription.from_json(texts[DESCRIPTION_FILE], f"{DESCRIPTION_FILE} in {archive}")

@@ -1,14 +1,13 @@
-"""The drift reference of a release. The reference contains predictions for images that the release
-was not built from. These predictions were made when the release was archived.
+"""The drift reference of a release: predictions for images that it was not built from, made when it
+was archived.
 
-The images come from the query split. If the query split has fewer than `SIZE` images, images from
-the test split are added. Test images are in neither the training split nor the gallery. Gallery
-images cannot be used, because some gallery images are also training images.
+The images come from the query split and, if it has fewer than `SIZE`, from the test split, which is
+in neither the training split nor the gallery. Gallery images cannot be used, because some are also
+training images.
 
-Embeddings are stored as 16 random projections. Random projections preserve distances well enough to
-detect a shift (Johnson and Lindenstrauss), but images cannot be reconstructed from them. The
-projection is part of the release, so that the server and the watcher use the same projection with
-any NumPy version.
+Embeddings are stored as 16 random projections, which preserve distances well enough to detect a
+shift (Johnson and Lindenstrauss), but images cannot be reconstructed from them. The projection is
+part of the release, so that the server and the watcher use the same one with any NumPy version.
 """
 
 import io
@@ -22,8 +21,8 @@ from numpy.typing import NDArray
 from evernear.errors import IntegrityError
 
 SIZE = 1000
-"""Maximum number of images in a baseline. The images are evenly spaced in each split. A baseline of
-this size takes 80 kB without the predicted classes."""
+"""Maximum number of images in a baseline, evenly spaced in each split. It then takes 80 kB without
+the predicted classes."""
 PROJECTED_DIM = 16
 _SEED = 0
 _NAMES = ("projection", "coordinates", "distances", "unknown", "labels")
@@ -33,9 +32,8 @@ Floats = NDArray[np.float32]
 
 @dataclass(frozen=True)
 class DriftBaseline:
-    """A random projection, and the projected embeddings, distances, unknown flags and predicted
-    classes of N images. ``projection`` has the shape (D, 16), and ``coordinates`` has the shape (N,
-    16)."""
+    """A random projection (D, 16), and the projected embeddings (N, 16), distances, unknown flags
+    and predicted classes of N images."""
 
     projection: Floats
     coordinates: Floats
@@ -44,16 +42,14 @@ class DriftBaseline:
     labels: NDArray[np.str_]
 
     def to_bytes(self) -> bytes:
-        """Serialize the baseline in the format that releases use, which is ``.npz`` without
-        pickle."""
+        """``.npz`` without pickle."""
         buffer = io.BytesIO()
         np.savez(buffer, **{name: getattr(self, name) for name in _NAMES})
         return buffer.getvalue()
 
     @staticmethod
     def parse(data: bytes, source: str) -> "DriftBaseline":
-        """Parse the output of `to_bytes`. ``source`` is the origin of ``data`` for error
-        messages.
+        """Parse the output of `to_bytes`. Error messages name ``source``.
 
         Raises:
             IntegrityError: ``data`` is not a drift baseline.
@@ -74,8 +70,7 @@ class DriftBaseline:
 
 
 def random_projection(dim: int) -> Floats:
-    """A random projection from ``dim`` to 16 dimensions. On average, the projection preserves
-    distances."""
+    """From ``dim`` to 16 dimensions. On average, the projection preserves distances."""
     drawn = np.random.default_rng(_SEED).standard_normal((dim, PROJECTED_DIM))
     return (drawn / np.sqrt(PROJECTED_DIM)).astype(np.float32)
 

@@ -14,11 +14,6 @@ from evernear.release.champion import open_released
 
 
 def open_worker(parts: Parts) -> Worker:
-    """Open the candidate from the parts folder, and the releases from the registry.
-
-    Raises:
-        IntegrityError: the snapshot no longer exists, or an object is damaged.
-    """
     shared = Shared.model_validate(parts.plan.shared)
     dataset = Dataset.find(parts.store, shared.dataset, shared.digest)
     if dataset is None:

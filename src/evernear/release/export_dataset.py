@@ -22,15 +22,14 @@ _SHOWN = 5
 
 def select_snapshot(store: Store, dataset: str, snapshot: str | None, release: str | None) -> Manifest:
     """The snapshot whose digest begins with ``snapshot``, otherwise the snapshot of ``release``,
-    otherwise the newest snapshot of ``dataset``.
+    otherwise the newest one of ``dataset``.
 
-    If ``dataset`` is empty, the newest snapshot comes from the store's only dataset.
+    If ``dataset`` is empty, it comes from the store's only dataset.
 
     Raises:
         DataError: the store has no matching snapshot or more than one.
-        SettingsError: ``snapshot`` is not the beginning of a digest, or ``dataset`` is
-            empty and the store has several datasets.
-        StoreError: the release or its snapshot does not exist.
+        SettingsError: ``snapshot`` is not the beginning of a digest, or ``dataset`` is empty
+            and the store has several datasets.
     """
     released = Registry(store).get(release).manifest if release else None
     if snapshot is None and released is not None:
@@ -88,7 +87,6 @@ def export_snapshot(
         ConflictError: ``out`` has other contents than this export.
         DataError: the release takes images of another size than the snapshot.
         SettingsError: a label cannot be the name of a folder.
-        StoreError: the store, the release or ``out`` cannot be used.
     """
     dataset = Dataset(manifest, store)
     if form == "folder":
@@ -101,8 +99,8 @@ def export_snapshot(
 
 @contextmanager
 def _embedding(dataset: Dataset, version: str | None) -> Generator[Embed]:
-    """Add the embeddings of a release to the images, if it is named. Cached embeddings are used
-    where available."""
+    """Add the embeddings of a release to the images, if it is named. Cached ones are used where
+    available."""
     if version is None:
         yield without_embeddings
         return

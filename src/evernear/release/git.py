@@ -5,8 +5,8 @@ from pathlib import Path
 
 
 def git_commit() -> str:
-    """The Git commit of the source tree, with the suffix ``-dirty`` if the tree has uncommitted
-    changes. For an installed package, the result is an empty string."""
+    """With the suffix ``-dirty`` if the source tree has uncommitted changes. Empty for an installed
+    package."""
     module = Path(__file__)
 
     def git(*words: str) -> str:

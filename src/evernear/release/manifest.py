@@ -40,15 +40,13 @@ PARTS = frozenset(
         DRIFT_BASELINE_FILE,
     }
 )
-"""The parts of a release whose archive contains the index vectors. The images that `SMOKE_FILE`
-lists are not included."""
+"""The parts of a release whose archive contains the index vectors, without the images that
+`SMOKE_FILE` lists."""
 
 PartName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")]
 
 
 class Part(Frozen):
-    """One file of a release."""
-
     sha256: Sha256
     size_bytes: int = Field(ge=0)
 
@@ -56,17 +54,16 @@ class Part(Frozen):
 class ReleaseManifest(Frozen):
     """The description of a release. It is immutable after archiving.
 
-    ``network_sha256`` is the hash of the TorchScript file with which the index vectors were
-    computed. ``threshold`` is the L2 distance beyond which an image is unknown. ``parent`` is the
-    champion that was measured together with this release. ``metrics`` contains the results of this
-    release. ``source`` is the ``data.source`` setting of the dataset, and ``training`` contains the
-    ``train.*`` settings of the network. ``pretrained_sha256`` is the hash of the weights file that
-    initialized the backbone. ``network_identity`` is the key of the network's cached embeddings.
-    ``collection`` is the collection that contains the index vectors, or None if the vectors are in
-    the archive. For each class, ``joined_gallery`` contains the number of train images that follow
-    the gallery split in the index. ``group_distance`` is the midpoint between the median L2
-    distance within a class and the median L2 distance between classes. ``group_distance`` is None
-    if either median is undefined.
+    ``network_sha256`` is the hash of the TorchScript file that computed the index vectors.
+    ``threshold`` is the L2 distance beyond which an image is unknown. ``parent`` is the champion
+    that was measured together with this release, and ``metrics`` has the results of the latter.
+    ``source`` is the dataset's ``data.source``, and ``training`` the network's ``train.*``
+    settings. ``pretrained_sha256`` is the hash of the weights file that initialized the backbone.
+    ``network_identity`` is the key of the network's cached embeddings. ``collection`` contains the
+    index vectors, or is None if they are in the archive. For each class, ``joined_gallery`` is the
+    number of train images that follow the gallery split in the index. ``group_distance`` is the
+    midpoint between the median L2 distances within a class and between classes, or None if either
+    is undefined.
     """
 
     format: Literal[2] = 2
@@ -109,20 +106,15 @@ class ReleaseManifest(Frozen):
 
 
 def new_version(created: datetime, content_sha256: str) -> str:
-    """Create a version such as ``20261120.140501.1a2b3c4d``. Versions sort by time, differ if the
-    content differs, and are valid in URLs.
-
-    The time in a version is ``created`` in UTC. The last part of a version consists of the first
-    digits of ``content_sha256``.
-    """
+    """Create a version such as ``20261120.140501.1a2b3c4d``: ``created`` in UTC, and the first
+    digits of ``content_sha256``. Versions sort by time, differ if the content differs, and are
+    valid in URLs."""
     return f"{created.astimezone(UTC):%Y%m%d.%H%M%S}.{content_sha256[:8]}"
 
 
 def version_time(version: str) -> datetime:
-    """The time in a version."""
     return datetime.strptime(version[: -len(".1a2b3c4d")], "%Y%m%d.%H%M%S").replace(tzinfo=UTC)
 
 
 def is_version(text: str) -> bool:
-    """Whether ``text`` has the form of a version."""
     return re.fullmatch(VERSION_PATTERN.strip("^$"), text) is not None

@@ -36,8 +36,7 @@ _log = logging.getLogger(__name__)
 
 
 class Cause(Frozen):
-    """The cause of a champion change: who or what decided on the change, the reason, and the
-    pipeline run that made the change."""
+    """Who or what decided on a champion change, the reason, and the pipeline run that made it."""
 
     by: str
     why: str = ""
@@ -46,18 +45,17 @@ class Cause(Frozen):
 
     @classmethod
     def of_this_process(cls, why: str = "") -> "Cause":
-        """The user and host of this process. See `whoami`."""
+        """See `whoami`."""
         return cls(by=whoami(), why=why)
 
     @classmethod
     def of_run(cls, run: str, started_by: str, why: str = "") -> "Cause":
-        """A pipeline run, which ``started_by`` started, or an unknown user of KFP."""
+        """``started_by`` may be an unknown user of KFP."""
         return cls(by=started_by or "the Kubeflow Pipelines UI or API", why=why, run=run)
 
 
 class Promotion(Frozen):
-    """A state of the champion pointer, and the cause of this state. ``previous`` is the target of a
-    rollback."""
+    """``previous`` is the target of a rollback."""
 
     remedy = "`evernear registry promote VERSION` makes a release the champion without it"
 
@@ -65,13 +63,13 @@ class Promotion(Frozen):
     previous: Version | None
     since: AwareDatetime
     number: int = Field(default=1, ge=1)
-    """The sequence number of the promotion, starting at 1."""
+    """Starts at 1."""
     undo_to: int | None = None
-    """The number of the promotion that a rollback restores, or None if no promotion precedes the
-    current one."""
+    """The number of the promotion that a rollback restores, or None if no promotion precedes this
+    one."""
     anchor: Version | None = None
-    """The release with which the gate compares candidates in addition to the champion. If this
-    field is None, as after the first promotion, the anchor is ``version``."""
+    """The release with which the gate also compares candidates. None means ``version``, as after
+    the first promotion."""
     how: How = "deploy"
     by: str = ""
     why: str = ""
@@ -83,61 +81,51 @@ class Pointer(Promotion):
     """The object at `CHAMPION`: the last promotion, and the releases that are being pruned.
 
     Before a prune removes anything, it adds the affected releases to this object. The
-    compare-and-swap of a process that read the pointer earlier then fails, so this process cannot
-    promote a release that is about to be removed. If a prune is killed, the next prune completes
-    it. ``prunes`` is the number of prunes so far, so that the object never returns to earlier
-    content with the same etag.
+    compare-and-swap of a process that read the pointer earlier then fails, so it cannot promote a
+    release that is about to be removed. If a prune is killed, the next one completes it. ``prunes``
+    is the number of prunes so far, so that the object never returns to earlier content with the
+    same etag.
     """
 
     remedy = "run `evernear registry restore`"
 
     pruning: dict[Version, Sha256] = {}
-    """The releases whose records and archives are being removed, each with the hash of its
-    archive."""
+    """The releases whose records and archives are being removed, each with its archive's hash."""
     prunes: int = 0
 
 
 @dataclass(frozen=True)
 class Champion:
-    """The champion. ``etag`` identifies the pointer state that the next update replaces."""
+    """``etag`` identifies the pointer state that the next update replaces."""
 
     pointer: Pointer
     etag: str
 
     @property
     def version(self) -> str:
-        """The version of the champion."""
         return self.pointer.version
 
     @property
     def previous(self) -> str | None:
-        """The version that a rollback restores, or None."""
         return self.pointer.previous
 
     def rollback_target(self) -> str:
-        """The version that a rollback restores.
-
-        Raises:
-            StoreError: no previous champion exists.
-        """
+        """As `previous`. Raises `StoreError` if there is none."""
         if self.previous is None:
             raise StoreError(f"There is nothing to roll back to: {self.version} has no previous champion.")
         return self.previous
 
     @property
     def anchor(self) -> str:
-        """The version of the anchor, the release with which the gate compares candidates in
-        addition to the champion."""
         return self.pointer.anchor or self.version
 
     @property
     def promotion(self) -> Promotion:
-        """The promotion that made this release the champion."""
         return Promotion.model_validate(self.pointer.model_dump(include=set(Promotion.model_fields)))
 
 
 def whoami() -> str:
-    """The user and host of this process as ``user@host``, for the promotion history."""
+    """``user@host`` of this process, for the promotion history."""
     try:
         user = getpass.getuser()
     except (OSError, KeyError):  # a container user without an entry in passwd
@@ -146,7 +134,7 @@ def whoami() -> str:
 
 
 class ChampionPointer:
-    """Reads and moves the champion pointer of one store. Every method may raise `StoreError`."""
+    """Reads and moves the champion pointer of one store."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -170,11 +158,8 @@ class ChampionPointer:
         return Champion(Pointer.from_json(entry[0], f"{CHAMPION} in {self._store.uri}"), entry[1])
 
     def etag_if_damaged(self) -> str | None:
-        """The etag of the damaged pointer, or None if the pointer is lost.
-
-        Raises:
-            StoreError: the pointer is intact.
-        """
+        """The etag of the damaged pointer, or None if it is lost. Raises `StoreError` if it is
+        intact."""
         stored = self._store.find(CHAMPION)
         if stored is None:
             return None
@@ -187,8 +172,8 @@ class ChampionPointer:
         """Write the lost or damaged pointer again.
 
         Raises:
-            ConflictError: a different process wrote the pointer in the meantime.
-                Nothing was changed.
+            ConflictError: a different process wrote the pointer in the meantime. Nothing was
+                changed.
         """
         pointer = Pointer.model_validate(promotion.model_dump())
         etag = self._store.put_if(CHAMPION, pointer.to_json(), damaged_etag)
@@ -207,17 +192,15 @@ class ChampionPointer:
         if expected is not None:
             if promotion.version in expected.pointer.pruning:
                 raise StoreError(f"Release {promotion.version} is being pruned from {self._store.uri}.")
-            # Add the current state to the history before the pointer moves, so that a killed
-            # process leaves no gap.
+            # before the pointer moves, so that a killed process leaves no gap
             self._record_in_history(expected.promotion)
             prune_state = {"pruning": expected.pointer.pruning, "prunes": expected.pointer.prunes}
             pointer = pointer.model_copy(update=prune_state)
         try:
             moved = self.replace(pointer, expected)
         except ConflictError:
-            # An earlier attempt may have moved the pointer although its response was lost. If a
-            # different process has moved the pointer since then, that process has added this
-            # promotion to the history.
+            # An earlier attempt whose response was lost may have moved the pointer. A process that
+            # moved it since has added this promotion to the history.
             champion = self.find()
             if champion is not None and champion.promotion == promotion:
                 return champion
@@ -246,8 +229,7 @@ class ChampionPointer:
         return Champion(pointer, etag)
 
     def history(self) -> Iterator[Promotion]:
-        """All readable promotions and rollbacks, oldest first. The last entry is the current
-        state."""
+        """All readable promotions and rollbacks, oldest first. The last is the current state."""
         champion = self.find()
         if champion is None:
             return
@@ -258,7 +240,7 @@ class ChampionPointer:
         yield champion.promotion
 
     def find_in_history(self, number: int) -> Promotion | None:
-        """The promotion with this number, or None if its entry is missing or damaged."""
+        """None if the promotion's entry is missing or damaged."""
         key = history_key(number)
         with suppress(IntegrityError):
             stored = self._store.find(key)
@@ -292,5 +274,4 @@ def _report_delay(error: Exception, pause_s: float) -> None:
 
 
 def history_key(number: int) -> str:
-    """The key of a promotion in the history."""
     return f"{HISTORY}{number:08d}.json"

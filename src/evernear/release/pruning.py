@@ -1,10 +1,6 @@
-"""Remove old releases from a registry.
-
-A prune first writes the versions into the champion pointer, then removes the releases, and finally
-removes the versions from the pointer. The compare-and-swap of a process that read the pointer
-earlier fails, so this process cannot promote a release that is being removed. If a prune is killed,
-the next prune completes it.
-"""
+"""Remove old releases from a registry. A prune first writes the versions into the champion pointer,
+then removes the releases, and finally removes the versions from the pointer (see
+`evernear.release.promotions.Pointer`)."""
 
 import gzip
 import logging
@@ -25,8 +21,8 @@ _log = logging.getLogger(__name__)
 def prune_releases(registry: Registry, keep: int) -> tuple[str, ...]:
     """Remove the releases that `surplus_releases` lists, and return their versions.
 
-    The records of removed releases remain available to `Registry.get` with ``include_pruned``.
-    Milvus collections that no remaining release uses are deleted.
+    Their records remain available to `Registry.get` with ``include_pruned``. Milvus collections
+    that no remaining release uses are deleted.
 
     Raises:
         ConflictError: the champion changed in the meantime. Nothing was removed.
@@ -37,12 +33,9 @@ def prune_releases(registry: Registry, keep: int) -> tuple[str, ...]:
 
 
 def surplus_releases(registry: Registry, keep: int) -> tuple[str, ...]:
-    """The versions that `prune_releases` would remove, which are all but the newest ``keep``
-    releases.
-
-    The champion, its parent, its rollback target, the anchor, and releases with damaged records are
-    never removed. If there is no champion, no release is removed.
-    """
+    """The versions that `prune_releases` would remove: all but the newest ``keep`` releases. The
+    champion, its parent, its rollback target, the anchor, and releases with damaged records are
+    never removed. Without a champion, no release is."""
     champion = registry.champion()
     if champion is None:
         return ()
@@ -56,10 +49,9 @@ def remove_releases(registry: Registry, versions: Collection[str]) -> tuple[str,
     If one of the releases is the anchor, the champion becomes the anchor.
 
     Raises:
-        ConflictError: the champion is one of the releases, or changed in the meantime.
-            Nothing was removed.
-        StoreError: the store has no champion, or the store or Milvus fails. Repeat the
-            call.
+        ConflictError: the champion is one of the releases, or changed in the meantime. Nothing
+            was removed.
+        StoreError: the store has no champion, or the store or Milvus fails. Repeat the call.
     """
     champion = registry.champion()
     if not versions:
@@ -96,8 +88,7 @@ def _prune(registry: Registry, versions: Collection[str], champion: Champion) ->
         if not faults:  # a release whose record is damaged may use the same collection
             _drop_collection(registry, version, remaining)
         _remove(registry.store, version, archive_sha256 if archive_sha256 not in archives else None)
-    # The `prunes` counter prevents the pointer from returning to earlier content, and therefore to
-    # an earlier etag.
+    # `prunes` keeps the pointer from returning to earlier content, and so to an earlier etag
     changes: dict[str, object] = {"pruning": {}, "prunes": champion.pointer.prunes + 1}
     with suppress(ConflictError):  # a concurrent promotion copied the list; the next prune then removes nothing
         registry.pointer.replace(champion.pointer.model_copy(update=changes), champion)
@@ -113,8 +104,8 @@ def _drop_collection(registry: Registry, version: str, remaining: Collection[Rec
 
 
 def _drop(registry: Registry, collection: VectorCollection) -> None:
-    """Delete a collection, unless the collection may belong to a different store from which this
-    store was copied or moved."""
+    """Delete a collection, unless it may belong to the store from which this one was copied or
+    moved."""
     if registry.owns(collection.name):
         with index_backend(collection.backend) as backend:
             backend.drop(collection)
@@ -128,12 +119,11 @@ def _drop(registry: Registry, collection: VectorCollection) -> None:
 
 
 def _remove(store: Store, version: str, archive_sha256: str | None) -> None:
-    """Remove a release. If ``archive_sha256`` is not None, also remove the release's archive. If a
-    removal is killed, it can be repeated."""
+    """Remove a release and, if ``archive_sha256`` is not None, its archive. If killed, the removal
+    can be repeated."""
     entry = store.find(record_key(MANIFESTS, version))
     if entry is not None:
-        # Compress the record, because every pruned release leaves a record, which consists mostly
-        # of names and settings.
+        # compressed, because every pruned release leaves a record
         store.put(record_key(PRUNED, version), gzip.compress(entry[0], mtime=0))
     store.delete(record_key(MANIFESTS, version))
     if archive_sha256 is not None:

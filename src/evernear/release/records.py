@@ -17,19 +17,14 @@ MANIFESTS = f"{RELEASES}manifests/"
 ARCHIVES = f"{RELEASES}archives/"
 PRUNED = f"{RELEASES}pruned/"
 _GZIP = b"\x1f\x8b"
-"""The first bytes of gzip."""
 
 
 class Decision(Frozen):
-    """Summary of the verdict. The archive contains the full verdict."""
-
     promote: bool
     reasons: tuple[str, ...]
 
 
 class Record(Frozen):
-    """One published release."""
-
     remedy = "run `evernear store check --repair`"
 
     manifest: ReleaseManifest
@@ -39,7 +34,6 @@ class Record(Frozen):
 
     @property
     def archive_key(self) -> str:
-        """The key of the archive in the store."""
         return f"{ARCHIVES}{self.archive_sha256}.mar"
 
     @classmethod
@@ -52,7 +46,6 @@ class Record(Frozen):
 
 
 def record_key(folder: str, version: str) -> str:
-    """The key of a release's record in `MANIFESTS` or `PRUNED`."""
     return f"{folder}{version}.json"
 
 

@@ -37,11 +37,11 @@ class Registry:
         self.pointer = ChampionPointer(store)
 
     def publish(self, archive: Path) -> Record:
-        """Add a release. Publishing a release again changes nothing.
+        """Add a release. Publishing it again changes nothing.
 
         Raises:
-            ConflictError: a different archive with this version is already published,
-                or a release with this version was pruned.
+            ConflictError: a different archive with this version is already published, or a
+                release with this version was pruned.
             IntegrityError: the archive is not a valid release.
         """
         record = describe_archive(archive)
@@ -49,8 +49,7 @@ class Registry:
         key = record_key(MANIFESTS, manifest.version)
         if self.store.find(record_key(PRUNED, manifest.version)):
             raise ConflictError(f"Release {manifest.version} was pruned, and a version is never reused.")
-        # The archive's name is its hash, and the record is written last. A killed process therefore
-        # leaves no incomplete release.
+        # the record is written last, so a killed process leaves no incomplete release
         self.store.put(record.archive_key, archive)
         try:
             self.store.put_if(key, record.to_json(), None)
@@ -60,24 +59,19 @@ class Registry:
         return record
 
     def list(self, *, include_pruned: bool = False) -> Iterator[str]:
-        """All versions, oldest first. If ``include_pruned`` is set, the versions of pruned releases
-        are included.
-
-        A version with a date after tomorrow sorts first, because the clock of its machine must have
-        been set back after the release was created.
-        """
+        """All versions, oldest first. A version with a date after tomorrow sorts first, because the
+        clock of its machine must have been set back after the release was created."""
         folders = (MANIFESTS, PRUNED) if include_pruned else (MANIFESTS,)
         names = {PurePosixPath(entry.key).stem for folder in folders for entry in self.store.list(folder)}
         tomorrow = f"{datetime.now(UTC) + timedelta(days=1):%Y%m%d.%H%M%S}"  # other machines' clocks may be ahead
         yield from sorted(filter(is_version, names), key=lambda version: (version < tomorrow, version))
 
     def get(self, version: str, *, include_pruned: bool = False) -> Record:
-        """The record of a release. If ``include_pruned`` is set, the record of a pruned release is
-        also returned.
+        """The record of a release.
 
         Raises:
             StoreError: the release does not exist, or was pruned.
-            IntegrityError: the release's record is damaged.
+            IntegrityError: its record is damaged.
         """
         record = self._record(MANIFESTS, version)
         if record is not None:
@@ -92,8 +86,7 @@ class Registry:
         raise StoreError(f"Release {version} {fault}.")
 
     def find(self, version: str) -> Record | None:
-        """The record of a release, or None if the store has no record. The release may be
-        pruned.
+        """The record of a release, which may be pruned, or None if the store has none.
 
         Raises:
             IntegrityError: the record is damaged.
@@ -101,8 +94,8 @@ class Registry:
         return self._record(MANIFESTS, version) or self._record(PRUNED, version)
 
     def records(self, *, include_pruned: bool = False) -> tuple[dict[str, Record], dict[str, str]]:
-        """The records of all releases, and the error message for each damaged record. Both mappings
-        are keyed by version, in the order of `list`."""
+        """The records of all releases, and the error message for each damaged record, keyed by
+        version in the order of `list`."""
         records: dict[str, Record] = {}
         faults: dict[str, str] = {}
         for version in self.list(include_pruned=include_pruned):
@@ -132,11 +125,10 @@ class Registry:
         raise IntegrityError(f"No archive in {self.store.uri} is intact and of the version {version}.")
 
     def owns(self, collection: str) -> bool:
-        """Whether the collection with this name belongs to this store."""
         return collection_owner(collection) == owner_of(self.store)
 
     def is_published(self, version: str) -> bool:
-        """Whether the release can be promoted, which means that it exists and was not pruned."""
+        """Whether the release can be promoted: it exists and was not pruned."""
         return self.store.find(record_key(MANIFESTS, version)) is not None
 
     def contains(self, archive: Path) -> bool:
@@ -154,14 +146,13 @@ class Registry:
 
         Raises:
             StoreError: the release does not exist, or was pruned.
-            IntegrityError: the archive differs from the published archive.
+            IntegrityError: the archive differs from the published one.
         """
         record = self.get(version)
         self.store.fetch(record.archive_key, path, sha256=record.archive_sha256)
         return record
 
     def explain_no_champion(self) -> str:
-        """A message that the store has no champion, with the command that promotes a release."""
         versions = [*self.list()]
         if not versions:
             return f"No release has been promoted in {self.uri} yet; run `evernear run` first."
@@ -174,7 +165,7 @@ class Registry:
         )
 
     def require_champion(self) -> Champion:
-        """The champion.
+        """The champion, which must exist.
 
         Raises:
             StoreError: no release has been promoted yet.
@@ -196,14 +187,14 @@ class Registry:
     def restore(self, version: str | None = None, cause: Cause | None = None) -> Champion:
         """Rewrite the lost or damaged champion pointer as a new promotion of ``version``.
 
-        ``version`` defaults to the release of the newest promotion in the history. With the default
-        version, the rollback target stays the same.
+        ``version`` defaults to the release of the newest promotion in the history. The rollback
+        target then stays the same.
 
         Raises:
-            StoreError: the pointer is intact, the history contains no release, or the
-                release does not exist.
-            ConflictError: a different process wrote the pointer in the meantime.
-                Nothing was changed.
+            StoreError: the pointer is intact, the history contains no release, or the release
+                does not exist.
+            ConflictError: a different process wrote the pointer in the meantime. Nothing was
+                changed.
         """
         damaged_etag = self.pointer.etag_if_damaged()
         highest, newest = self.pointer.newest_in_history()
@@ -243,8 +234,8 @@ class Registry:
         """If the champion is still ``expected``, make a published release the champion. ``anchor``
         replaces the anchor.
 
-        ``cause`` is recorded in the promotion history. By default, the cause is the user and host
-        of this process. If the store is unreachable, the request is retried for up to 5 minutes.
+        ``cause`` defaults to the user and host of this process. If the store is unreachable, the
+        request is retried for up to 5 minutes.
 
         Raises:
             ConflictError: the pointer moved in the meantime. Nothing was changed.
@@ -264,12 +255,11 @@ class Registry:
         return self._promote(promotion, expected)
 
     def record_settings(self, expected: Champion, cause: Cause | None = None) -> Champion:
-        """If the champion is still ``expected``, record that the champion's settings changed.
-        Rollbacks skip this entry.
+        """If the champion is still ``expected``, record that its settings changed. Rollbacks skip
+        this entry.
 
         Raises:
-            ConflictError, TransientStoreError, StoreError: for the same reasons as in
-                `set_champion`.
+            ConflictError, TransientStoreError, StoreError: as for `set_champion`.
         """
         return self._record_again(expected, "apply", expected.anchor, cause)
 
@@ -278,10 +268,8 @@ class Registry:
         skip this entry.
 
         Raises:
-            StoreError: the release does not exist, is being pruned, or is already the
-                anchor.
-            ConflictError, TransientStoreError: for the same reasons as in
-                `set_champion`.
+            StoreError: the release does not exist, is being pruned, or is already the anchor.
+            ConflictError, TransientStoreError: as for `set_champion`.
         """
         self.get(version)
         if version == expected.anchor:
@@ -304,21 +292,17 @@ class Registry:
         return self._promote(promotion, expected)
 
     def roll_back(self, expected: Champion, cause: Cause | None = None) -> Champion:
-        """If the champion is still ``expected``, restore the champion that preceded
-        ``expected``.
+        """If the champion is still ``expected``, restore its predecessor.
 
-        A rollback undoes the last promotion, and a second rollback undoes the preceding promotion.
-        A rollback never restores a release that the previous rollback replaced. If the history
-        entry of a promotion is lost, the promotion has no predecessor. If the store is unreachable,
-        the request is retried for up to 5 minutes. The anchor does not change, unless the replaced
-        release is the anchor. If the replaced release is the anchor, the previous anchor is
-        restored.
+        A second rollback undoes the preceding promotion, and never restores a release that the
+        previous rollback replaced. If the history entry of a promotion is lost, the promotion has
+        no predecessor. If the store is unreachable, the request is retried for up to 5 minutes. The
+        anchor changes only if it is the replaced release. The previous anchor is then restored.
 
         Raises:
             ConflictError: the pointer moved in the meantime. Nothing was changed.
             TransientStoreError: the store is unreachable. The pointer may have moved.
-            StoreError: no previous champion exists, or the previous champion was
-                pruned.
+            StoreError: no previous champion exists, or it was pruned.
         """
         undo_to = expected.pointer.undo_to
         restored = self.pointer.find_in_history(undo_to) if undo_to is not None else None
@@ -341,8 +325,7 @@ class Registry:
         return anchor if anchor and self.is_published(anchor) else None
 
     def history(self) -> Iterator[Promotion]:
-        """All readable promotions and rollbacks, oldest first. The last entry is the current
-        state."""
+        """As `ChampionPointer.history`."""
         return self.pointer.history()
 
     def _promote(self, promotion: Promotion, expected: Champion | None) -> Champion:

@@ -20,16 +20,13 @@ def reuse_network(store: Store, dataset: Dataset, network_dir: Path) -> tuple[Re
     `evernear.embedding.export.export_network`.
 
     Return the champion's manifest and its open-set threshold. A threshold that was measured on
-    unseen classes is a property of the network. The network does not change, so this threshold is
-    reused. A threshold that was calibrated on impostors (`evernear.index.calibrate.calibrate`) is a
-    property of the gallery. Instead of a threshold that depends on the gallery, None is returned,
-    and the caller calibrates again.
+    unseen classes is a property of the network, so it is reused. One that was calibrated on
+    impostors (`evernear.index.calibrate.calibrate`) is a property of the gallery. None is then
+    returned, and the caller calibrates again.
 
     Raises:
-        StoreError: no champion exists, or the store is unreachable.
-        DataError: the champion was built from a different dataset, so the training
-            images of its network are unknown.
-        IntegrityError: the champion's archive is damaged.
+        DataError: the champion was built from a different dataset, so the training images of
+            its network are unknown.
     """
     registry = Registry(store)
     champion = registry.champion()

@@ -9,12 +9,9 @@ GIB_BYTES = 2**30
 
 
 def cost(step: StepRecord, prices: CostSettings) -> float | None:
-    """The cost of ``step`` in the currency of ``prices``, or None if the cost is unknown.
-
-    A container with limits is charged for all CPUs and memory up to these limits for the duration
-    of the step. Without a CPU limit, the CPU time is charged. Without a memory limit, the peak
-    memory is charged for the duration of the step.
-    """
+    """In the currency of ``prices``, or None if the cost is unknown. A container with limits is
+    charged for all CPUs and memory up to them for the duration of the step. Without a CPU limit,
+    the CPU time is charged, and without a memory limit, the peak memory for this duration."""
     if step.ended is None or not step.cpu_s or (step.gpus and not prices.gpu_hour):
         return None
     hours = (step.ended - step.started).total_seconds() / HOUR_S
@@ -24,8 +21,7 @@ def cost(step: StepRecord, prices: CostSettings) -> float | None:
 
 
 def cost_of_nodes(ran: PartsRecord, prices: CostSettings) -> float | None:
-    """The cost of the pods that ran parts, for the duration of the parts, or None if a pod has no
-    limits."""
+    """The cost of the pods that ran parts, for their duration, or None if a pod has no limits."""
     if ran.cpus is None or ran.memory_bytes is None:
         return None
     per_hour = ran.cpus * prices.cpu_hour + ran.memory_bytes / GIB_BYTES * prices.memory_gib_hour

@@ -22,8 +22,8 @@ Record = Callable[[StepProgress], None]
 
 
 def whole_run(running: Step, started: datetime, probe_s: Callable[[float], float]) -> Record:
-    """A callback for the progress of the training. It says once how long the whole run takes, which
-    began at ``started``. ``probe_s`` estimates the time of the probe from that of the training."""
+    """A callback for the progress of the training, which says once how long the whole run takes.
+    ``probe_s`` estimates the time of the probe from that of the training."""
     begun, is_said = datetime.now(UTC), False
 
     def record(progress: StepProgress) -> None:
@@ -41,7 +41,6 @@ def whole_run(running: Step, started: datetime, probe_s: Callable[[float], float
 
 
 def training(running: Step, record: Record | None = None) -> "Callable[[Steps], None]":
-    """A training callback that reports the progress within an epoch and the time left."""
     countdown = Countdown(running.report, record or running.progressed)
 
     def report(steps: "Steps") -> None:
@@ -53,8 +52,6 @@ def training(running: Step, record: Record | None = None) -> "Callable[[Steps], 
 
 
 def epochs(running: Step, count: int) -> "Callable[[Epoch], None]":
-    """A training callback that reports the metrics after each of ``count`` epochs."""
-
     def report(epoch: "Epoch") -> None:
         accuracy = f"gallery accuracy {epoch.gallery_accuracy:.2%}"
         running.report(f"epoch {epoch.epoch}/{count}, loss {epoch.train_loss:.3f}, {accuracy}")
@@ -63,14 +60,12 @@ def epochs(running: Step, count: int) -> "Callable[[Epoch], None]":
 
 
 def draws(running: Step) -> Callable[[int, int], None]:
-    """A callback that reports the number of finished draws of the probe."""
     countdown = Countdown(running.report)
     return lambda done, total: countdown(done, total, f"{done} of {quantity(total, 'draw')}")
 
 
 def images(running: Step, total: int, record: Record | None = None) -> Callable[[int], None]:
-    """A callback that receives the number of images that were finished since its last call, and
-    reports the progress."""
+    """A callback that receives the number of images that were finished since its last call."""
     countdown, done = Countdown(running.report, record or running.progressed), 0
 
     def report(count: int) -> None:
@@ -82,7 +77,6 @@ def images(running: Step, total: int, record: Record | None = None) -> Callable[
 
 
 def tests(running: Step, total: int) -> "Observer":
-    """An observer that reports the progress of a measurement."""
     on_images = images(running, total)
 
     def observe(block: "Block", *_: object) -> None:

@@ -1,8 +1,5 @@
-"""The outcome of a run: promoted, held, rolled back, predicted, stopped or failed.
-
-The exit step derives the outcome of a run from the run's record in the store (see
-`evernear.common.run_record`).
-"""
+"""The outcome of a run: promoted, held, rolled back, predicted, stopped or failed. The exit step
+derives it from the run's record in the store (`evernear.common.run_record`)."""
 
 import os
 import shlex
@@ -17,55 +14,45 @@ from evernear.evaluation.verdict import Rule
 from evernear.release.promotions import CHAMPION_ALONE
 
 SUCCEEDED = ("SUCCEEDED", "COMPLETE")
-"""The state of a task group in which all tasks succeeded. The first value is from kfp's local
-runner, and the second value is from the KFP server."""
+"""The state of a task group in which all tasks succeeded, from kfp's local runner and from the KFP
+server."""
 EXIT_STEP = "notify"
-"""The exit step. When this step derives the outcome, its own record still has the state
-"running"."""
+"""When this step derives the outcome, its own record still has the state "running"."""
 
 
 CONFUSION_MATRIX = "confusion.png"
-"""The name of the image in a run's record that shows the candidate's confusion matrix in Slack."""
+"""The image in a run's record that shows the candidate's confusion matrix in Slack."""
 SHARED_OPTIONS = ("--workdir", "--config", "--set")
-"""Options of a run that are repeated in suggested commands. ``--set`` is repeated only for
-`_SHARED_SETTINGS`."""
+"""Options of a run that suggested commands repeat, ``--set`` only for `_SHARED_SETTINGS`."""
 _SHARED_SETTINGS = ("store", "target", "index.uri", "serving.", "prep.", "kubernetes.")
 """Settings that locate releases and servers."""
 
 
 class NextStep(NamedTuple):
-    """A suggested action after a run: its purpose and a command."""
-
     purpose: str
     command: str
 
 
 class RunOutcome(Frozen):
-    """The outcome of a run."""
-
     run: str
     pipeline: str = ""
     state: Literal["promoted", "held", "rolled back", "predicted", "stopped", "failed"]
     release: str | None = None
-    """The release that the run deployed, or None if no release was deployed."""
+    """The release that the run deployed, if any."""
     url: str | None = None
-    """The URL where the release is live, or None if the run's target is only the registry."""
+    """Where the release is live, or None if the run's target is only the registry."""
     candidate: str | None = None
-    """The release that the run archived, whether deployed or held, or None if no release was
-    archived."""
+    """The release that the run archived, whether deployed or held, if any."""
     step: str = ""
-    """The step that failed."""
     reasons: tuple[str, ...] = ()
     caution: str = ""
-    """A warning about what the gate could not determine before it promoted the candidate. See
-    `Verdict.caution`."""
+    """See `Verdict.caution`."""
     metrics: dict[str, float] = {}
     gate_settings: tuple[str, ...] = ()
-    """``key=value`` settings with which the gate would have promoted a held candidate. The tuple is
-    empty if no settings would have this effect."""
+    """``key=value`` settings with which the gate would have promoted a held candidate, if any."""
     command: tuple[str, ...] = ()
-    """The arguments of an ``evernear`` command that repeats the run on this machine, or an empty
-    tuple for a run on KFP."""
+    """The arguments of an ``evernear`` command that repeats the run on this machine. Empty for a
+    run on KFP."""
     served_here: bool = False
     """Whether the release is live in the TorchServe process of the run's machine and working
     directory."""
@@ -75,7 +62,6 @@ class RunOutcome(Frozen):
         return f"held: release {self.candidate} is not promoted" if self.state == "held" else self.summary()
 
     def summary(self) -> str:
-        """The outcome on one line."""
         reasons = " ".join(self.reasons)
         match self.state:
             case "promoted":
@@ -94,8 +80,8 @@ class RunOutcome(Frozen):
                 return f"failed{where}: {reasons}" + self._live_despite_failure()
 
     def next_steps(self) -> tuple[NextStep, ...]:
-        """Suggested actions after the run, most likely first. The tuple is empty if there is
-        nothing to suggest, for example if the run only moved the champion."""
+        """Suggested actions after the run, most likely first. Empty if there is nothing to suggest,
+        for example if the run only moved the champion."""
         if self.state == "held" and self.candidate:
             return self._next_steps_after_hold(self.candidate)
         if self.state == "promoted" and self.candidate:
@@ -125,11 +111,10 @@ class RunOutcome(Frozen):
         return tuple(steps)
 
     def _same_command(self, *options: str) -> str:
-        """The command that started the run, with ``options`` appended."""
         return shlex.join(["evernear", *(self.command or ("pipeline", "run", self.pipeline)), *options])
 
     def _command(self, *words: str) -> str:
-        """A command that uses the run's store, with the run's options that locate the store."""
+        """A command that uses the run's store, with the run's options that locate it."""
         shared: list[str] = []
         for word, following in zip(self.command, (*self.command[1:], ""), strict=False):
             option, equals, value = word.partition("=")
@@ -148,20 +133,18 @@ class RunOutcome(Frozen):
 
 
 def load_outcome(store: Store, run: str) -> RunOutcome | None:
-    """The outcome of ``run``, or None before `finalize` is called for this run."""
+    """None before `finalize` is called for this run."""
     return RunRecord(store, run).find(OUTCOME, RunOutcome)
 
 
 def load_rules(store: Store, run: str) -> tuple[Rule, ...]:
-    """The rules in the run's verdict, or an empty tuple if the gate has not decided yet."""
+    """The rules in the run's verdict. Empty if the gate has not decided yet."""
     return tuple(Rule.model_validate(rule) for rule in RunRecord(store, run).load("verdict").get("rules", ()))
 
 
 def command_to_repeat(record: RunRecord) -> tuple[str, ...]:
-    """The arguments of the ``evernear`` command that repeats this run.
-
-    After the validate step, the working directory remembers the settings of the run.
-    """
+    """The arguments of the ``evernear`` command that repeats this run. After the validate step, the
+    working directory remembers the settings of the run."""
     command = RunCommand.of_environment()
     is_validated = any(each.step == "validate" and each.state == "finished" for each in record.steps())
     return command.later if is_validated else command.typed
@@ -170,12 +153,12 @@ def command_to_repeat(record: RunRecord) -> tuple[str, ...]:
 def finalize(
     record: RunRecord, pipeline: str, state: str, error_message: str, command: tuple[str, ...] = ()
 ) -> RunOutcome:
-    """Derive the outcome of a run, and store the outcome in the run's record.
+    """Derive the outcome of a run, and store it in the run's record.
 
-    ``state`` is the run's state according to KFP (COMPLETE, FAILED, RUNNING ...). ``error_message``
-    is KFP's error message for the run, which is usually empty. The KFP server does not count the
-    skipped deployment of a held run. For such a run, the server reports RUNNING, or FAILED if a
-    step was retried. Therefore the records of the steps determine whether a run was held.
+    ``state`` is the run's state according to KFP (COMPLETE, FAILED, RUNNING ...).
+    ``error_message``, also KFP's, is usually empty. The KFP server does not count the skipped
+    deployment of a held run: it reports RUNNING, or FAILED if a step was retried. Therefore the
+    records of the steps determine whether a run was held.
     """
     verdict = record.load("verdict")
     rollback, promotion, deployment = (record.load(name) for name in ("rollback", "promotion", "deployment"))
@@ -225,14 +208,13 @@ def _reasons(move: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _settings_of(rules: Iterable[dict[str, Any]]) -> tuple[str, ...]:
-    """The settings with which the failed rules would pass, or an empty tuple if a failed rule has
-    no such setting."""
+    """The settings with which the failed rules would pass, or an empty tuple if one of them has
+    none."""
     settings = tuple(str(rule.get("setting", "")) for rule in rules if not rule["passed"])
     return settings if all(settings) else ()
 
 
 def _failure(record: RunRecord, state: str, error_message: str) -> dict[str, object]:
-    """The outcome fields of a run that failed or was stopped."""
     if stop := record.find("stop", StopRecord):
         return {"state": "stopped", "reasons": (f"by {stop.by}.",)}
     unfinished = [step for step in record.steps() if step.step != EXIT_STEP and step.state != "finished"]

@@ -1,8 +1,8 @@
 """The run page, a self-contained HTML file with everything that a run recorded.
 
-The page depends only on the run's record in the store (`evernear.common.run_record`), so it can
-also be rendered later and on a different machine. The templates escape every value. The page has
-neither scripts nor external resources.
+It depends only on the run's record in the store (`evernear.common.run_record`), so it can also be
+rendered later and on a different machine. The templates escape every value. The page has neither
+scripts nor external resources.
 """
 
 from functools import cache
@@ -25,28 +25,18 @@ FALSE_REJECT_RATES = (0.01, 0.02, 0.05, 0.10, 0.20)
 """False-reject rates for which the page lists the false-accept rate of the probe."""
 CLASSES_MAX = 50
 REASONS_MAX = 4
-"""Largest number of reasons to show. With this number, the suggested command is visible without
-scrolling in the Kubeflow Pipelines UI, whose frame is about 430 x 600 px."""
+"""With this number of reasons, the suggested command is visible without scrolling in the Kubeflow
+Pipelines UI, whose frame is about 430 x 600 px."""
 
 
 def run_page(record: RunRecord) -> str:
-    """The page of a run that has ended.
-
-    Raises:
-        StoreError: as `RunReport.load`.
-        IntegrityError: the record is damaged.
-    """
+    """The page of a run that has ended. Raises the errors of `RunReport.load`."""
     report = RunReport.load(record)
     return _render("run.html.j2", report=report, charts=_charts(report), colors=_colors(report.examples))
 
 
 def compare_page(first: RunRecord, second: RunRecord) -> str:
-    """A page that compares two ended runs.
-
-    Raises:
-        StoreError: as `RunReport.load`.
-        IntegrityError: a record is damaged.
-    """
+    """A page that compares two ended runs. Raises the errors of `RunReport.load`."""
     runs = RunReport.load(first), RunReport.load(second)
     keys = sorted({*runs[0].settings, *runs[1].settings})
     settings = [(key, [report.settings.get(key) for report in runs]) for key in keys]
@@ -65,7 +55,7 @@ def compare_page(first: RunRecord, second: RunRecord) -> str:
 
 
 def page(title: str, *parts: Markup) -> str:
-    """A self-contained page with the HTML elements ``parts``. The text ``title`` is escaped."""
+    """A self-contained page with the HTML elements ``parts``. ``title`` is escaped."""
     return _render("plain.html.j2", title=title, parts=parts)
 
 
@@ -88,10 +78,8 @@ def _charts(report: RunReport) -> dict[str, Markup]:
 
 
 def _colors(examples: Examples | None) -> dict[str, str]:
-    """The color of each class on the map."""
     labels = sorted({point.label for point in examples.map}) if examples else []
-    # Lightness alternates because the hues of neighboring classes are hard to distinguish if there
-    # are many classes.
+    # lightness alternates, because the hues of many neighboring classes are hard to distinguish
     return {
         label: f"hsl({360 * index / len(labels):.0f} 70% calc(var(--lightness) + {(0, 12)[index % 2]}%))"
         for index, label in enumerate(labels)
@@ -137,7 +125,7 @@ def _render(template: str, **values: Any) -> str:
 
 
 def _finalize(value: object) -> object:
-    """Convert ``value`` to text on one line without control characters. Jinja escapes the text
+    """Convert ``value`` to text on one line without control characters. Jinja escapes it
     afterwards."""
     return value if isinstance(value, Markup) else printable(str(value))
 
@@ -155,10 +143,8 @@ def _money(value: float | None) -> str:
 
 
 def _tile(sheet: Sheet, number: int) -> str:
-    """The CSS background position of a tile in the sheet, in percent.
-
-    CSS percentages refer to the size of the sheet minus the size of the tile.
-    """
+    """The CSS background position of a tile in the sheet, in percent of the sheet's size minus the
+    tile's."""
     row, column = divmod(number, SHEET_COLUMNS)
     rows = -(-sheet.count // SHEET_COLUMNS)
     return f"{100 * column / (SHEET_COLUMNS - 1):.3f}% {100 * row / max(1, rows - 1):.3f}%"

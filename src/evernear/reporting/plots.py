@@ -19,8 +19,7 @@ from evernear.evaluation.open_set import OpenSet
 from evernear.evaluation.statistics import Roc
 from evernear.index.description import MAX_DISTANCE
 
-# Text elements are smaller than paths, and are also searchable and accessible. A fixed salt makes
-# the SVG reproducible.
+# Text is smaller than paths, searchable and accessible. A fixed salt makes the SVG reproducible.
 mpl.rcParams["svg.fonttype"] = "none"
 mpl.rcParams["svg.hashsalt"] = "evernear"
 # A `$` in a class name must not start a formula.
@@ -31,7 +30,7 @@ INK, GRID, FIRST, SECOND, LIMIT = "#0a0b01", "#0a0b02", "#0a0b03", "#0a0b04", "#
 CSS_VARIABLES = {INK: "--ink", GRID: "--line", FIRST: "--first", SECOND: "--second", LIMIT: "--limit"}
 SIZE_IN = (4.4, 2.7)
 LEGEND_ROOM = 1.5
-"""Height of a histogram with its legend, relative to the height without the legend."""
+"""Height of a histogram with its legend, relative to the height without it."""
 DET_LIMITS = (0.005, 0.995)
 DET_TICKS = (0.01, 0.05, 0.2, 0.5, 0.8, 0.95)
 MAX_LABEL_CHARACTERS = 30
@@ -39,7 +38,7 @@ MAX_LABEL_CHARACTERS = 30
 
 
 def training_curves(history: Sequence[Mapping[str, float]]) -> Markup:
-    """Charts of the loss, the accuracy and the learning rate by epoch. ``history`` contains
+    """Loss, accuracy and learning rate by epoch. ``history`` contains
     `evernear.embedding.artifact.Epoch` objects as JSON."""
     epochs = [point["epoch"] for point in history]
     charts: list[Markup] = []
@@ -60,14 +59,13 @@ def training_curves(history: Sequence[Mapping[str, float]]) -> Markup:
 
 
 def distances(correct: Sequence[int], incorrect: Sequence[int], threshold: float) -> Markup:
-    """Histograms of the candidate's distances for correct and incorrect predictions."""
     series = {"right predictions": correct, "wrong predictions": incorrect}
     return _histogram("Test images: distance to the nearest gallery image", series, threshold)
 
 
 def probe_distances(probe: OpenSet, curve: Roc) -> Markup:
-    """Histograms of the open-set probe's distances, from its ROC curve, with the threshold if the
-    probe has one."""
+    """Histograms of the open-set probe's distances, from its ROC curve, with its threshold if
+    any."""
     edges = np.linspace(0, MAX_DISTANCE, BINS + 1)
     thresholds, known, unknown = (
         np.array(column) for column in (curve.thresholds, curve.true_accepts, curve.false_accepts)
@@ -83,7 +81,6 @@ def probe_distances(probe: OpenSet, curve: Roc) -> Markup:
 
 
 def plot_live_distances(live: LiveDistances) -> Markup:
-    """A histogram of the distances for the champion's live queries."""
     return _histogram("Live queries of the champion", {"live queries": live.histogram}, live.threshold)
 
 
@@ -156,8 +153,7 @@ def svg(figure: Figure, description: str) -> Markup:
     figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
     text = buffer.getvalue()
     text = re.sub(r"<metadata>.*?</metadata>\s*", "", text[text.index("<svg") :], flags=re.S)
-    # On a page with several charts, group IDs would not be unique. Clip paths and markers retain
-    # their IDs.
+    # group IDs would not be unique on a page; clip paths and markers retain theirs
     text = re.sub(r' id="[a-z0-9]+[_-][^"]*"', "", text)
     text = re.sub(r"font: ([0-9.]+px) [^;\"]*", r"font-size: \1", text)
     text = re.sub(r' width="[0-9.]+pt" height="[0-9.]+pt"| height="[0-9.]+pt"| width="[0-9.]+pt"', "", text, count=2)
@@ -168,16 +164,14 @@ def svg(figure: Figure, description: str) -> Markup:
 
 
 def confusion_png(evaluation: Evaluation) -> bytes:
-    """The candidate's confusion matrix as PNG, for clients that do not show HTML."""
+    """The candidate's confusion matrix, for clients that do not show HTML."""
     labels, rows = evaluation.candidate.confusion_matrix()
     names = [shorten(label) for label in labels]
-    # The size in inches is 0.5 per cell plus 1/12 per character of the labels, limited to the size
-    # of a screen.
+    # inches: 0.5 per cell plus 1/12 per character of the labels, at most a screen
     side = min(12.0, max(4.0, 0.5 * len(labels) + 1.5 + max(map(len, names)) / 12))
     figure = Figure(figsize=(side, side), layout="constrained")
     axes = figure.subplots()
-    # Only mistakes are colored, so that a single mistake among thousands of correct answers is
-    # visible.
+    # only mistakes are colored: a single one among thousands of answers is visible
     mistakes = [[0 if i == j else count for j, count in enumerate(row)] for i, row in enumerate(rows)]
     highest = max(1, *(max(row) for row in mistakes))
     axes.imshow(mistakes, cmap="Reds", vmin=0, vmax=highest)
@@ -197,7 +191,7 @@ def confusion_png(evaluation: Evaluation) -> bytes:
 
 
 def shorten(label: str) -> str:
-    """Replace the middle of ``label`` with an ellipsis if the label is too long."""
+    """Replace the middle of a too long ``label`` with an ellipsis."""
     label = printable(label)
     return (
         label

@@ -32,8 +32,8 @@ KEY_RULES = ("no_worse", "beats_baselines", "no_worse_than_anchor", "accuracy_fl
 
 
 class Figure(NamedTuple):
-    """A proportion that was measured for the candidate, the champion and the anchor, or for the
-    candidates of two runs."""
+    """A proportion of the candidate, the champion and the anchor, or of the candidates of two
+    runs."""
 
     name: str
     candidate: Proportion | None
@@ -41,8 +41,7 @@ class Figure(NamedTuple):
     anchor: Proportion | None = None
 
     def position(self, value: float) -> float:
-        """The position of ``value`` in percent, between the lowest and the highest end of all
-        intervals."""
+        """In percent, between the lowest and the highest end of all intervals."""
         shares = [share for share in (self.candidate, self.champion, self.anchor) if share]
         low, high = min(share.low for share in shares), max(share.high for share in shares)
         return 100 * (value - low) / max(high - low, 1e-9)
@@ -63,7 +62,7 @@ class ClassRow(NamedTuple):
 
 @dataclass(frozen=True)
 class RunReport:
-    """All records of a run. If the run did not reach a step, the record of this step is None."""
+    """All records of a run. The record of a step that it did not reach is None."""
 
     outcome: RunOutcome
     steps: tuple[StepRecord, ...]
@@ -76,7 +75,7 @@ class RunReport:
     settings: Mapping[str, Any]
     lineage: Mapping[str, str]
     nodes: Mapping[str, PartsRecord]
-    """The records of the steps that ran in parts on several nodes, keyed by step."""
+    """Keyed by step."""
 
     @staticmethod
     def load(record: RunRecord) -> "RunReport":
@@ -111,7 +110,6 @@ class RunReport:
 
     @property
     def title(self) -> str:
-        """The state of the run in a few words, for the title of the page."""
         outcome = self.outcome
         match outcome.state:
             case "promoted":  # the page outlives the promotion
@@ -125,8 +123,8 @@ class RunReport:
 
     @property
     def reasons(self) -> list[str]:
-        """The most important reasons. For a promoted candidate, these are the reasons from the
-        rules in `KEY_RULES`."""
+        """The most important reasons: for a promoted candidate, those of the rules in
+        `KEY_RULES`."""
         if self.outcome.state == "promoted" and self.verdict:
             by_rule = {rule.name: rule.reason for rule in self.verdict.rules}
             reasons = [by_rule[name] for name in KEY_RULES if name in by_rule]
@@ -135,7 +133,6 @@ class RunReport:
 
     @property
     def figures(self) -> list[Figure]:
-        """The proportions to compare."""
         if self.evaluation is None:
             return []
         candidate, champion = self.evaluation.candidate, self.evaluation.champion
@@ -155,43 +152,37 @@ class RunReport:
 
     @property
     def prices(self) -> CostSettings:
-        """The prices in the run's settings, or the default prices if the run recorded none."""
         names = CostSettings.model_fields
         recorded = {name: self.settings[f"cost.{name}"] for name in names if f"cost.{name}" in self.settings}
         return CostSettings(**recorded)
 
     @property
     def costs(self) -> list[float | None]:
-        """For each step, the cost including the nodes that ran parts of the step, or None if the
-        cost is unknown."""
+        """For each step, its cost including the nodes that ran its parts, or None if unknown."""
         nodes = self.settings.get("train.nodes", 1)  # a TrainJob's pods are not the step's
         own = [None if step.step == "train" and nodes > 1 else cost(step, self.prices) for step in self.steps]
         parts = [self.cost_of_nodes(step.step) if step.step in self.nodes else 0.0 for step in self.steps]
         return [None if a is None or b is None else a + b for a, b in zip(own, parts, strict=True)]
 
     def cost_of_nodes(self, step: str) -> float | None:
-        """The cost of the nodes that ran the parts of a step, or None if the cost is unknown."""
         return cost_of_nodes(self.nodes[step], self.prices)
 
     @property
     def total_cost(self) -> float | None:
-        """The cost of all steps, or None if the cost of a step is unknown."""
+        """None if the cost of a step is unknown."""
         known = [each for each in self.costs if each is not None]
         return sum(known) if len(known) == len(self.steps) else None
 
     @property
     def started(self) -> datetime:
-        """The start of the first step."""
         return self.steps[0].started
 
     @property
     def ended(self) -> datetime | None:
-        """The end of the last step."""
         return max((step.ended for step in self.steps if step.ended), default=None)
 
     @property
     def duration(self) -> str:
-        """The time from the start of the first step to the end of the last step."""
         return duration((self.ended - self.started).total_seconds()) if self.ended else ""
 
     def classes(self) -> list[ClassRow]:
@@ -223,7 +214,7 @@ class RunReport:
         return self.evaluation.candidate.confusion_matrix(CONFUSION_LABELS_MAX)
 
     def changed_settings(self) -> list[tuple[str, Any, bool]]:
-        """All settings, and whether each setting differs from its default."""
+        """Whether each setting differs from its default."""
         defaults = flat(RunSettings().model_dump(mode="json"))
         return [(key, value, value != defaults.get(key)) for key, value in self.settings.items()]
 
@@ -244,7 +235,6 @@ def find_run(store: Store, name: str) -> RunRecord:
 
 
 def _lineage(store: Store, outcome: RunOutcome, evaluation: Evaluation | None) -> dict[str, str]:
-    """The lineage of the candidate: digests, code version and champion."""
     lineage = {"run": outcome.run, "pipeline": outcome.pipeline, "store": store.uri}
     if evaluation:
         candidate = evaluation.candidate

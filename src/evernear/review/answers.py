@@ -10,10 +10,10 @@ In the source:
 - ``<class>/review-<first 16 of sha256>.png`` is the image, as .jpg or .webp if its file has that
   format. With split folders, the class folder is below ``train/``.
 
-Only the last answer about an image is effective. Each answer is appended with a compare-and-swap.
-If two people answer at the same time, the second answer is rejected. Changes to the source are
-idempotent. `Answers.recover` completes changes that a killed process began. An answer that the
-source rejects is undone. Later answers are still processed.
+Only the last answer about an image is effective. Each is appended with a compare-and-swap: if two
+people answer at the same time, the second answer is rejected. Changes to the source are idempotent.
+`Answers.recover` completes those that a killed process began. An answer that the source rejects is
+undone, and later ones are still processed.
 """
 
 from collections.abc import Iterator
@@ -36,12 +36,9 @@ _ATTEMPTS = 5
 
 
 class Answer(Frozen):
-    """A user's decision about an image.
-
-    ``label`` is set only for the ``label`` action. ``files`` contains the names that the image's
-    files had in the source before the answer. For a live query, ``files`` is empty. The ``keep``
-    action confirms the label of an image in the source.
-    """
+    """A user's decision about an image. ``label`` is set only for the ``label`` action. ``files``
+    are the names of the image's files in the source before the answer, none for a live query. The
+    ``keep`` action confirms the label of an image in the source."""
 
     image: str = Field(pattern=r"^[0-9a-f]{64}$")
     action: Literal["label", "skip", "keep", "undo"]
@@ -50,17 +47,14 @@ class Answer(Frozen):
     new_folder: bool = False
     """Whether the answer created the folder for its class."""
     suffix: Literal[".png", ".jpg", ".webp"] = ".png"
-    """The file suffix of a live query's image."""
+    """Of a live query's image file."""
     who: str
     at: AwareDatetime
 
 
 class Answers:
-    """Records answers and applies them to the source.
-
-    ``set_aside`` maps images to error messages. An image has an entry if an earlier process left a
-    change incomplete and `recover` could not complete the change.
-    """
+    """Records answers and applies them to the source. ``set_aside`` has the error message of each
+    image whose change an earlier process left incomplete and `recover` could not complete."""
 
     def __init__(self, store: Store, target: LabelTarget) -> None:
         self._store = store
@@ -69,8 +63,7 @@ class Answers:
         self._parsed: tuple[str, list[Answer]] = ("", [])
 
     def latest(self) -> dict[str, Answer]:
-        """The effective answer for each image, with the oldest answer first. Undone answers are not
-        included.
+        """The effective answer for each image, oldest first, without undone ones.
 
         Raises:
             IntegrityError: the audit log is damaged.
@@ -79,13 +72,13 @@ class Answers:
 
     def label(self, image: bytes, answer: Answer) -> None:
         """Record ``answer``. For the action ``label``, add ``image`` to the source or, if the
-        answer has ``files``, move these files to the folder of the class.
+        answer has ``files``, move them to the folder of the class.
 
         Raises:
             SettingsError: the label is not usable as a folder name.
             ConflictError: the image already has an answer.
-            DataError: the source rejects the label, or a file to be moved no
-                longer exists. The answer is undone.
+            DataError: the source rejects the label, or a file to be moved no longer exists. The
+                answer is undone.
         """
         self.recover()
         if answer.action != "label":
@@ -116,11 +109,8 @@ class Answers:
         self._settle(undo.image)
 
     def recover(self) -> None:
-        """Complete source changes that a killed process may have left incomplete.
-
-        A change that cannot be completed is undone and added to ``set_aside``. The remaining
-        changes are completed.
-        """
+        """Complete source changes that a killed process may have left incomplete. One that cannot
+        be completed is undone and added to ``set_aside``."""
         for info in list(self._store.list(PENDING)):
             image = info.key.removeprefix(PENDING)
             self.set_aside.pop(image, None)
@@ -134,9 +124,9 @@ class Answers:
         effect.
 
         Raises:
-            DataError: the answer was undone because the source rejects it, or
-                the source cannot be restored. A later attempt restores the source,
-                unless a different image has the name of a file to be restored.
+            DataError: the answer was undone because the source rejects it, or the source cannot
+                be restored. A later attempt restores it, unless a different image has the name of a
+                file to be restored.
         """
         history = [answer for answer in self._read()[0] if answer.image == image]
         labeled = [answer for answer in history if answer.action == "label"]
@@ -155,7 +145,6 @@ class Answers:
             raise _refused(labeled[-1], refusal) from refusal
 
     def _refusal(self, answer: Answer, image: bytes) -> EvernearError | None:
-        """Apply ``answer`` to the source. Return the error if the source rejects the answer."""
         try:
             for old, new in _moves(answer, self._target.layout):
                 if answer.files:
@@ -170,9 +159,8 @@ class Answers:
         """Undo the ``labeled`` answers about one image, newest first.
 
         Raises:
-            DataError: a file cannot be restored. If a different image has the
-                file's name, a user must decide what to do, so the pending record is
-                removed. Otherwise, the record remains.
+            DataError: a file cannot be restored. If a different image has its name, a user must
+                decide what to do, so the pending record is removed. Otherwise, it remains.
         """
         folders = {each.label for each in self._read()[0] if each.new_folder}
         failure: EvernearError | None = None
@@ -196,7 +184,7 @@ class Answers:
             self._target.remove(new, prune)
 
     def _move(self, old: str, new: str, prune: bool) -> None:
-        """Move a file within the source. A repeated move has no effect."""
+        """A repeated move has no effect."""
         image, present = self._target.read(old), self._target.read(new)
         if image is None and present is None:
             raise DataError(f"{old} is no longer in the source; run `evernear labels check` again.")
@@ -232,11 +220,10 @@ class Answers:
 
 
 def labels_given(store: Store) -> dict[str, frozenset[str]]:
-    """All labels that people gave to each image, including labels that were undone.
+    """All labels that people gave to each image, including those that were undone.
 
     Raises:
         IntegrityError: the audit log is damaged.
-        StoreError: the store is unavailable.
     """
     labels: dict[str, frozenset[str]] = {}
     stored = store.find(ANSWERS)
@@ -267,8 +254,6 @@ def _fold(answers: list[Answer]) -> dict[str, Answer]:
 
 
 def named_files(answer: Answer, layout: Layout) -> list[str]:
-    """The names in the source that ``answer``, which has a label, gives to the files of its
-    image."""
     return [new for _, new in _moves(answer, layout)]
 
 

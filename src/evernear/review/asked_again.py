@@ -13,8 +13,7 @@ from evernear.settings.section import MAX_PIXELS
 
 
 class AnswerOfOthers(NamedTuple):
-    """The label that the other gallery images give to an image, and whether the image is
-    unknown."""
+    """The label that the other gallery images give to an image, and whether it is unknown."""
 
     label: str
     unknown: bool
@@ -31,7 +30,7 @@ def answer_of_others(
 
     Raises:
         DataError: the image is broken.
-        IntegrityError, StoreError: the release's gallery cannot be read.
+        IntegrityError: the release's gallery is damaged.
     """
     nearest = prediction.neighbors[0].dist if prediction.neighbors else 0.0
     itself = decode_inspected(inspect(image, MAX_PIXELS), release.preprocessing.bit_depth).digest().hex()

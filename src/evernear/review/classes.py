@@ -1,5 +1,4 @@
-"""The classes that answers name: which are new, which are mistyped, and which wait for more
-images."""
+"""The classes that answers name: which are new, mistyped, or waiting for more images."""
 
 import re
 from collections import Counter
@@ -16,14 +15,13 @@ _MAX_MEANT = 3
 
 
 def images_by_class(answers: Iterable[Answer]) -> Counter[str]:
-    """The number of images to which ``answers`` give each class."""
     return Counter(class_name(answer.label) for answer in answers if answer.action == "label")
 
 
 def waiting_classes(answers: Iterable[Answer], used: Collection[str], minimum: int) -> dict[str, int]:
     """The number of images of each class that a run leaves out, because ``answers`` give it fewer
-    than ``minimum`` images and it is not in ``used``: it has no image of the source itself, and the
-    live release does not have it."""
+    than ``minimum`` images and it is not in ``used``: neither the source itself nor the live
+    release has it."""
     images = images_by_class(answers).items()
     return {label: count for label, count in sorted(images) if label not in used and count < minimum}
 

@@ -1,14 +1,13 @@
 """Groups of similar images in the review queue, so that a user can label all images of a group at
 once.
 
-Images are compared by the recognizer's embeddings. Embeddings of different networks cannot be
-compared, so each network has separate groups. An item without an embedding is grouped by its
-pixels.
+Images are compared by the recognizer's embeddings, separately for each network. An item without an
+embedding is grouped by its pixels.
 
 The groups come from agglomerative clustering with average linkage. Two groups are merged if the
 mean distance between their images is at most the release's ``group_distance``. A class that the
-network was not trained on has a larger spread than trained classes, so its images may be in several
-groups. See docs/decisions/0031-the-console.md.
+network was not trained on has a larger spread, so its images may be in several groups. See
+docs/decisions/0031-the-console.md.
 """
 
 from collections import defaultdict
@@ -29,21 +28,20 @@ from evernear.review.queue import Item
 from evernear.settings.section import MAX_PIXELS
 
 MAX_ITEMS = 2000
-"""Maximum number of items to group. Time and memory grow with the square of this number. Grouping
-2000 items takes 0.3 s and 35 MB."""
+"""Maximum number of items to group. Time and memory grow with its square. Grouping 2000 items takes
+0.3 s and 35 MB."""
 DEFAULT_DISTANCE = 1.0
 """``group_distance`` for releases that have none or were pruned, as an L2 distance between unit
 vectors (0 to 2)."""
 PIXEL_DISTANCE = 0.9
-"""``group_distance`` for the vectors from `_gray`. This value corresponds to a correlation of 0.6
-between two images."""
+"""``group_distance`` for the vectors from `_gray`. It corresponds to a correlation of 0.6 between
+two images."""
 _SIDE_PX = 12
 Vector = NDArray[np.float32]
 
 
 class Group(NamedTuple):
-    """Similar items, in the order in which they were given. A group may consist of a single
-    item."""
+    """Similar items, at least one, in the given order."""
 
     items: tuple[Item, ...]
 
@@ -53,7 +51,7 @@ class Grouping(NamedTuple):
 
     groups: tuple[Group, ...]
     left_out: int
-    """Number of items that are not grouped, because they are beyond the first `MAX_ITEMS`."""
+    """Number of items beyond the first `MAX_ITEMS`, which are not grouped."""
 
 
 class _Space(NamedTuple):
@@ -72,11 +70,8 @@ class _Release(NamedTuple):
 
 
 def group_items(items: Sequence[Item], find: Callable[[str], Record | None], limit: int = MAX_ITEMS) -> Grouping:
-    """Group the first ``limit`` items, which are the newest items if ``items`` come from the
-    queue.
-
-    ``find`` is a function such as `evernear.release.registry.Registry.find`, with the same errors.
-    """
+    """Group the first ``limit`` items, the newest ones if they come from the queue. ``find`` is a
+    function such as `evernear.release.registry.Registry.find`, with the same errors."""
     grouped = items[:limit]
     releases = {version: _release(version, find) for version in {item.version for item in grouped}}
     spaces: defaultdict[_Space, list[tuple[Item, Vector]]] = defaultdict(list)
@@ -101,8 +96,6 @@ def _release(version: str, find: Callable[[str], Record | None]) -> _Release:
 
 
 def _compared(item: Item, release: _Release) -> tuple[_Space, Vector]:
-    """The space of an item, and the vector by which the item is compared with others in this
-    space."""
     if item.embedding is not None:
         vector = item.embedding / np.float32(np.linalg.norm(item.embedding))
         return _Space("embedding", release.network, len(vector), release.group_distance), vector
@@ -124,8 +117,8 @@ def _cluster(members: Sequence[tuple[Item, Vector]], distance: float) -> list[Gr
 
 
 def _gray(image: bytes) -> Vector:
-    """The gray values of an image at `_SIDE_PX` x `_SIDE_PX` pixels, minus their mean, as a vector
-    of unit length. For an image of uniform brightness, all values are zero."""
+    """The gray values of an image at `_SIDE_PX` x `_SIDE_PX` pixels, minus their mean, as a unit
+    vector. All are zero for an image of uniform brightness."""
     picture = decode_inspected(inspect(image, MAX_PIXELS), 16).image
     gray = picture.convert("L").resize((_SIDE_PX, _SIDE_PX), Image.Resampling.BOX)
     vector = np.asarray(gray, np.float32).ravel()

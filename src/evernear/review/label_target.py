@@ -18,10 +18,10 @@ _MISSING = (errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG)
 
 
 class LabelTarget(Protocol):
-    """The source to which labeled images are written. All names are file names in the source."""
+    """The source to which labeled images are written. All names are file names in it."""
 
     labels: list[str]
-    """The classes that have an image of the source itself. The other classes consist of answers."""
+    """The classes that have an image of the source itself. The others consist of answers."""
     layout: Layout
 
     def has_folder(self, name: str) -> bool:
@@ -33,24 +33,21 @@ class LabelTarget(Protocol):
         ...
 
     def remove(self, name: str, prune: bool) -> None:
-        """Remove an image. With ``prune``, also remove folders that become empty. If the image does
-        not exist, do nothing."""
+        """With ``prune``, also remove folders that become empty. Do nothing if the image does not
+        exist."""
         ...
 
     def read(self, name: str) -> bytes | None:
-        """The content of a file, or None if the file does not exist."""
+        """The content of a file, or None if it does not exist."""
         ...
 
 
 class FolderTarget:
-    """A directory of class folders."""
-
     def __init__(self, directory: Path, settings: DataSettings) -> None:
         self.labels, self.layout = _layout(Folder(directory, settings))
         self._directory = directory
 
     def has_folder(self, name: str) -> bool:
-        """Whether the directory exists."""
         folder = (self._directory / name).parent
         with disk_errors(folder):
             return folder.is_dir()
@@ -59,10 +56,8 @@ class FolderTarget:
         """Write the file atomically.
 
         Raises:
-            DataError: the source no longer exists, or the file system does not
-                support a name of this length.
-            StoreError: writing failed,
-                for example because permission is denied or the disk is full.
+            DataError: the source no longer exists, or the file system does not support a name
+                of this length.
         """
         if not self._directory.is_dir():  # creating the directory could hide an empty mount point
             raise DataError(f"The image directory {self._directory} does not exist.")
@@ -78,7 +73,6 @@ class FolderTarget:
             raise
 
     def remove(self, name: str, prune: bool) -> None:
-        """Remove the file."""
         path = self._directory / name
         with disk_errors(path):
             if _exists(path):  # a read-only file system does not report a missing file
@@ -89,14 +83,13 @@ class FolderTarget:
                 folder = folder.parent
 
     def read(self, name: str) -> bytes | None:
-        """Read the file."""
         path = self._directory / name
         with disk_errors(path):
             return path.read_bytes() if _exists(path) else None
 
 
 class BucketTarget:
-    """A bucket prefix. A folder in a bucket exists only while the folder contains an object."""
+    """A bucket prefix. A folder in a bucket exists only while it contains an object."""
 
     def __init__(self, uri: str, settings: DataSettings) -> None:
         self.labels, self.layout = _layout(Bucket(uri, settings))
@@ -107,23 +100,20 @@ class BucketTarget:
         return True
 
     def add(self, name: str, image: bytes) -> None:
-        """Put the object."""
         self._store.put(name, image)
 
     def remove(self, name: str, prune: bool) -> None:
-        """Delete the object."""
         if self.read(name) is not None:  # needs no permission to delete an object that was never written
             self._store.delete(name)
 
     def read(self, name: str) -> bytes | None:
-        """Get the object."""
         stored = self._store.find(name)
         return stored[0] if stored else None
 
 
 def open_label_target(source: str, settings: DataSettings = DEFAULTS) -> LabelTarget:
     """Open ``source`` for writing, and list its files once to find the classes. ``settings``
-    determine the meaning of the source's folders.
+    determine the meaning of its folders.
 
     Raises:
         SettingsError: the source is neither a folder nor a bucket.

@@ -10,8 +10,6 @@ RECENT_S = 2.0
 
 
 class Listing:
-    """The objects below a prefix, keyed by object key."""
-
     def __init__(self, store: Store, prefix: str) -> None:
         self._store = store
         self._prefix = prefix
@@ -19,11 +17,6 @@ class Listing:
         self._listed: tuple[float, dict[str, ObjectInfo]] = (float("-inf"), {})
 
     def now(self) -> dict[str, ObjectInfo]:
-        """List the objects.
-
-        Raises:
-            StoreError: the store is unavailable.
-        """
         found = {info.key: info for info in self._store.list(self._prefix)}
         self._listed = (time.monotonic(), found)
         return found

@@ -32,8 +32,8 @@ _COLUMNS = ("id", "label")
 _TIME = "%Y%m%dT%H%M%S%fZ"
 _REMEDY = "delete it and import its labels again"
 _CLOCK_TOLERANCE = timedelta(days=1)
-"""Largest expected difference between the clocks of the machines that create releases and the
-machines that import labels."""
+"""Largest expected difference between the clocks of the machines that create releases and those
+that import labels."""
 
 
 _Text: TypeAlias = Annotated[str, StringConstraints(strip_whitespace=True, min_length=1, max_length=1000)]
@@ -42,24 +42,20 @@ Labels: TypeAlias = dict[_Text, _Text]
 
 
 class ImportedLabels(Frozen):
-    """The result of `import_labels`."""
-
     stored: int
     """Number of labels that are in the store, including equal ones from before."""
     missing: tuple[str, ...]
     """IDs that are neither in the query log nor labeled before, because the query was not sampled,
     was deleted, or has not been shipped yet."""
     unknown_classes: tuple[str, ...] = ()
-    """Labels that are not a class of the release that answered. The answer to such a query counts
-    as wrong."""
+    """Labels that are not a class of the release that answered. Its answer then counts as wrong."""
 
 
 class LabelFile(NamedTuple):
-    """The rows of a file of labels. A file may be a growing log, in which a later row for an id
-    corrects an earlier one."""
+    """The rows of a file of labels, which may be a growing log. A later row for an id corrects an
+    earlier one."""
 
     labels: dict[str, str]
-    """The last label of each query, keyed by query ID."""
     corrected: tuple[str, ...]
     """IDs with rows of different labels."""
     without_label: int
@@ -95,15 +91,14 @@ def import_labels(store: Store, labels: Mapping[str, str], now: datetime) -> Imp
     """Store the labels of logged queries, keyed by query ID.
 
     A label that differs from an earlier one replaces it, even if the query is no longer in the log.
-    An equal one counts as stored and changes nothing, so a file that grows can be imported again
-    and again.
+    An equal one counts as stored and changes nothing, so a growing file can be imported repeatedly.
 
     Raises:
         StoreError: the store fails. Nothing is stored.
     """
     labels = {query: class_name(label) for query, label in labels.items()}
     logged = _logged(store, labels, now)
-    # A label is imported after its query was answered.
+    # a label is imported after its query was answered
     since = min((query.at for query in logged), default=now) - _CLOCK_TOLERANCE
     earlier = labeled_queries(store, since if len(logged) == len(labels) else None).queries
     labeled = {query.id: query for query in earlier if query.id in labels}
@@ -121,7 +116,6 @@ def import_labels(store: Store, labels: Mapping[str, str], now: datetime) -> Imp
 
 
 def _logged(store: Store, labels: Mapping[str, str], now: datetime) -> list[LabeledQuery]:
-    """The queries in the query log whose ids have a label."""
     missing = dict(labels)
     found: list[LabeledQuery] = []
     keys = [info.key for info in store.list(QUERIES) if closed_at(info.key) and info.size_bytes <= MAX_FILE_BYTES]
@@ -150,8 +144,8 @@ def _logged(store: Store, labels: Mapping[str, str], now: datetime) -> list[Labe
 
 
 def _unknown_classes(store: Store, queries: Sequence[LabeledQuery]) -> list[str]:
-    """Labels that are not a class of the release that answered the query. If the record of the
-    release cannot be read, its labels are not checked."""
+    """Labels that are not a class of the release that answered the query. Without a readable record
+    of this release, they are not checked."""
     classes: dict[str, tuple[str, ...]] = {}
     for version in {query.version for query in queries}:
         with suppress(StoreError, IntegrityError):
@@ -165,19 +159,13 @@ class LabeledQueries(NamedTuple):
 
     queries: list[LabeledQuery]
     damaged: dict[str, str]
-    """An error message for each damaged file, keyed by object key."""
+    """Error messages, keyed by object key."""
 
     def of(self, version: str) -> list[LabeledQuery]:
-        """The queries that the release ``version`` answered."""
         return [query for query in self.queries if query.version == version]
 
 
 def labeled_queries(store: Store, since: datetime | None = None) -> LabeledQueries:
-    """Read all labels, or only the labels that were imported after ``since``.
-
-    Raises:
-        StoreError: the store fails.
-    """
     newest: dict[str, LabeledQuery] = {}
     damaged: dict[str, str] = {}
     first = LIVE_LABELS if since is None else f"{LIVE_LABELS}{since.astimezone(UTC):{_TIME}}"
@@ -195,18 +183,11 @@ def labeled_queries(store: Store, since: datetime | None = None) -> LabeledQueri
 
 
 def labels_of_release(store: Store, version: str) -> LabeledQueries:
-    """The labeled queries that the release ``version`` answered. The errors are the same as for
-    `labeled_queries`."""
     labels = labeled_queries(store, version_time(version) - _CLOCK_TOLERANCE)
     return labels._replace(queries=labels.of(version))
 
 
 def with_live_figures(examples: Examples, store: Store, champion: Measurement | None) -> Examples:
-    """``examples`` with the distances and the weekly accuracy of the champion's live queries.
-
-    Raises:
-        StoreError: the store fails.
-    """
     if champion is None:
         return examples
     weeks, _ = live_accuracy(store, champion.name)  # the watcher reports damaged files
@@ -215,10 +196,6 @@ def with_live_figures(examples: Examples, store: Store, champion: Measurement | 
 
 def live_accuracy(store: Store, version: str) -> tuple[tuple[LiveAccuracy, ...], tuple[str, ...]]:
     """The weekly accuracy of a release, newest week first, and an error message for each damaged
-    file.
-
-    Raises:
-        StoreError: the store fails.
-    """
+    file."""
     labels = labels_of_release(store, version)
     return tuple(accuracy_by_week(labels.queries)), tuple(labels.damaged.values())

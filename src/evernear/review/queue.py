@@ -1,5 +1,5 @@
-"""The review queue, which consists of uncertain live queries that the servers logged with their
-images. Queries that people have already answered are not in the queue."""
+"""The review queue: uncertain live queries that the servers logged with their images, without those
+that people have already answered."""
 
 import base64
 import threading
@@ -24,17 +24,13 @@ skipped."""
 CACHED_BYTES = 32 * 2**20
 """Maximum total size of logged images that are cached in memory."""
 MAX_PIXELS = 2**20
-"""Maximum number of pixels in a logged image. Logged images have the size of the network's
-input."""
+"""Maximum number of pixels in a logged image, which has the size of the network's input."""
 
 
 class Item(NamedTuple):
     """An image to label. ``id`` is the sha256 of the image file, so two logged queries with the
-    same image are one item.
-
-    ``image`` is the PNG file of the network's input, or a thumbnail of an image that a user
-    submitted.
-    """
+    same image are one item. ``image`` is the PNG file of the network's input, or a thumbnail of an
+    image that a user submitted."""
 
     id: str
     image: bytes
@@ -43,16 +39,16 @@ class Item(NamedTuple):
     dist: float
     candidates: tuple[str, ...]
     version: str = ""
-    """The release that answered the query, or an empty string if the release is unknown."""
+    """The release that answered the query, or an empty string if it is unknown."""
     embedding: NDArray[np.float32] | None = None
-    """The release's embedding (D,) of the image, or None if the log has no embedding."""
+    """The release's embedding (D,) of the image, or None if the log has none."""
 
 
 class _LogFile(NamedTuple):
-    """The items in a log file. ``items`` is None if the items are not cached."""
+    """``items`` is None if they are not cached."""
 
     written: tuple[AwareDatetime, int]
-    """The time of the last change and the size in bytes, by which a change of the file is detected.
+    """The time of the last change and the size in bytes, which detect a change of the file.
     `evernear forget` rewrites log files."""
     ids: frozenset[str]
     items: tuple[Item, ...] | None
@@ -63,10 +59,8 @@ class _LogFile(NamedTuple):
 
 
 class Queue:
-    """The queue of a store. It is thread-safe.
-
-    Items from the newest log files are cached in memory, up to `CACHED_BYTES` of images.
-    """
+    """The queue of a store. It is thread-safe. Items from the newest log files are cached in
+    memory, up to `CACHED_BYTES` of images."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -76,11 +70,7 @@ class Queue:
 
     def pending(self, answered: Collection[str], limit: int) -> list[Item]:
         """The newest ``limit`` items that are not in ``answered``, newest first. Damaged files and
-        images are skipped.
-
-        Raises:
-            StoreError: the store is unavailable.
-        """
+        images are skipped."""
         items: dict[str, Item] = {}
         answered = frozenset(answered)
         for info in self._infos(self._listing.now()):
@@ -94,7 +84,7 @@ class Queue:
         return list(items.values())
 
     def find(self, image: str) -> Item | None:
-        """The item with the ID ``image``, or None if the log no longer contains this item."""
+        """The item with the ID ``image``, or None if the log no longer contains it."""
         for info in self._infos(self._listing.recent()):
             if image in self._ids(info, frozenset([image])):
                 for item in self._read(info):
@@ -126,7 +116,6 @@ class Queue:
         return items
 
     def _drop_oldest(self) -> None:
-        """Drop cached images beyond `CACHED_BYTES`."""
         total_bytes = sum(file.size_bytes for file in self._files.values())
         for key in sorted(self._files):  # oldest first
             if total_bytes <= CACHED_BYTES:
@@ -140,7 +129,7 @@ def _written(info: ObjectInfo) -> tuple[AwareDatetime, int]:
 
 
 def _queries(store: Store, key: str) -> list[tuple[str, LoggedQuery]]:
-    """The queries in a log file, each with the release that answered it."""
+    """Each with the release that answered it."""
     try:
         stored = store.find(key)  # the watcher may have removed the file
         if stored is None:

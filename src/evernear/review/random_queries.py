@@ -1,9 +1,9 @@
 """Select `WEEKLY` random live queries per week for people to label. The labels measure the accuracy
-of the release that answered the queries.
+of the release that answered.
 
 The queries come from the uniform sample of image files in the query log
 (`evernear.serving.query_log`), regardless of the release's answers. `evernear.review.live_labels`
-stores the labels. These labels never enter a dataset.
+stores the labels, which never enter a dataset.
 """
 
 import math
@@ -20,12 +20,12 @@ from evernear.serving.query_log_files import MAX_FILE_BYTES, QUERIES, closed_at,
 
 WEEKLY = 12
 MAX_FILES = 50
-"""Maximum number of log files to read per week. The files are chosen at random. Files larger than
+"""Maximum number of log files to read per week, chosen at random. Files larger than
 `MAX_FILE_BYTES` are skipped."""
 
 
 class RandomQuery(NamedTuple):
-    """A query to label, without the release's answer, because the answer would suggest a label."""
+    """A query to label, without the release's answer, which would suggest a label."""
 
     id: str
     image: bytes
@@ -36,24 +36,24 @@ class Week(NamedTuple):
     """The random queries of the current week, which begins on Monday (UTC)."""
 
     labels: dict[str, str]
-    """The labels of labeled queries, keyed by query ID."""
+    """Keyed by query ID."""
     pending: list[RandomQuery]
     """The queries to label next. There are at most `WEEKLY` labeled and pending queries."""
 
 
 class _Drawn(NamedTuple):
     arrival: float
-    """An exponentially distributed arrival time, whose rate is the number of queries that this
-    query represents. The queries with the earliest arrival times are a weighted sample without
-    replacement (Efraimidis and Spirakis 2006, doi:10.1016/j.ipl.2005.11.003). The arrival time is
-    derived from the query ID, so that all users see the same queries."""
+    """An exponentially distributed arrival time, whose rate is the number of queries that this one
+    represents. The earliest arrivals are a weighted sample without replacement (Efraimidis and
+    Spirakis 2006, doi:10.1016/j.ipl.2005.11.003). The time is derived from the query ID, so that
+    all users see the same queries."""
     id: str
     log: ObjectInfo
 
 
 class RandomQueries:
-    """The random queries of a store. The queries from a log file are cached until the file changes,
-    for example because `evernear forget` deletes an image."""
+    """The random queries of a store. Those from a log file are cached until the file changes, for
+    example because `evernear forget` deletes an image."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -62,11 +62,7 @@ class RandomQueries:
 
     def this_week(self, version: str, now: datetime) -> Week:
         """The queries of this week that the release ``version`` answered. Damaged files and images
-        are skipped.
-
-        Raises:
-            StoreError: the store is unavailable.
-        """
+        are skipped."""
         monday = _monday(now)
         drawn = {each.id: each for each in sorted(self._of_release(version, monday))}
         known = {query.id: query.label for query in labeled_queries(self._store, monday).queries}
@@ -93,8 +89,8 @@ class RandomQueries:
                 yield from drawn
 
     def _draw(self, log: ObjectInfo) -> tuple[str, list[_Drawn]]:
-        """The release that answered the queries in a log file, and the queries whose image file was
-        logged, with arrival times."""
+        """The release that answered the queries in a log file, and those queries whose image file
+        was logged, with arrival times."""
         stored = self._store.find(log.key)  # the file may have been removed since
         try:
             period, rows = parse_file(stored[0] if stored else b"", log.key)

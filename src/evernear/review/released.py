@@ -17,7 +17,7 @@ from evernear.review.answers import Answer, named_files
 
 class ReleasedAnswers:
     """Looks answers up in the snapshot from which a release was built. For each release, the ledger
-    of its snapshot, about 100 bytes per image of the dataset, is read once."""
+    of its snapshot, about 100 bytes per image, is read once."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -27,11 +27,7 @@ class ReleasedAnswers:
     def missing(self, answers: Iterable[Answer], layout: Layout, release: ReleaseManifest) -> list[Answer]:
         """The answers whose images are not in ``release`` under the label that they give. If the
         store no longer has the release's snapshot, answers that are younger than the release count
-        as missing.
-
-        Raises:
-            StoreError, IntegrityError: the snapshot cannot be read.
-        """
+        as missing."""
         labeled = [answer for answer in answers if answer.action == "label"]
         manifest = find_manifest(self._store, release.dataset_name, release.dataset_digest) if labeled else None
         if manifest is None:

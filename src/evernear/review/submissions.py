@@ -1,5 +1,4 @@
-"""Images that users sent from the console to review. The images appear in the queue immediately.
-The original files of the images are stored.
+"""Images that users sent from the console to review. They appear in the queue immediately.
 
 ::
 
@@ -33,14 +32,10 @@ from evernear.settings.section import MAX_PIXELS
 SUBMITTED = "review/submitted/"
 ORIGINALS = "review/originals/"
 MAX_ITEMS = 1000
-"""Maximum number of submissions to read, newest first."""
 MAX_FILE_BYTES = 16 * 2**20
-"""Maximum size of a stored file."""
 
 
 class Submission(Frozen, allow_inf_nan=False):
-    """The release's answer to an image, with a thumbnail of the image."""
-
     at: AwareDatetime
     who: str
     dist: float
@@ -48,13 +43,13 @@ class Submission(Frozen, allow_inf_nan=False):
     candidates: tuple[str, ...]
     version: str
     embedding: str = Field(default="", max_length=MAX_CHARACTERS)
-    """The embedding that the release `version` computed (`evernear.serving.embedding_codec`), or an
-    empty string if the answer contained no embedding."""
+    """The embedding from the release `version` (`evernear.serving.embedding_codec`), or an empty
+    string if the answer contained none."""
     picture: str = Field(repr=False)
     """A `thumbnail` of the image file, in base64."""
 
     def item(self, image: str) -> Item:
-        """Convert this submission, whose file has the SHA-256 digest ``image``, to a queue item."""
+        """As a queue item. ``image`` is the SHA-256 digest of the file."""
         return Item(
             id=image,
             image=base64.b64decode(self.picture),
@@ -77,12 +72,11 @@ class Submissions:
         self._items: dict[str, Item] = {}
 
     def add(self, image: bytes, prediction: Prediction, who: str, now: datetime) -> str:
-        """Store an image for review, and return the image's ID. If the image is already stored,
-        only the answer is replaced.
+        """Store an image for review, and return its ID. If it is already stored, only the answer is
+        replaced.
 
         Raises:
             DataError: the file is larger than `MAX_FILE_BYTES` or is not an image.
-            StoreError: the store is unavailable.
         """
         if len(image) > MAX_FILE_BYTES:
             raise DataError(f"The image has {len(image):,} bytes; at most {MAX_FILE_BYTES:,} can be sent to review.")
@@ -106,11 +100,7 @@ class Submissions:
 
     def pending(self, answered: Collection[str], limit: int) -> list[Item]:
         """The newest ``limit`` items that are not in ``answered``, newest first. Damaged
-        submissions are skipped.
-
-        Raises:
-            StoreError: the store is unavailable.
-        """
+        submissions are skipped."""
         listed = self._listing.now()
         infos = sorted(listed.values(), key=lambda info: info.modified, reverse=True)[:MAX_ITEMS]
         images = [info.key.removeprefix(SUBMITTED).removesuffix(".json") for info in infos]
@@ -119,12 +109,11 @@ class Submissions:
         return list(islice((item for item in found if item is not None), limit))
 
     def find(self, image: str) -> Item | None:
-        """The item with the ID ``image``, or None if there is no submission for this image or the
-        submission is damaged."""
+        """The item with the ID ``image``, or None if its submission does not exist or is
+        damaged."""
         return self._read(image) if _key(image) in self._listing.recent() else None
 
     def original(self, image: str) -> bytes | None:
-        """The original file, or None if the store does not have it."""
         stored = self._store.find(original_key(image))
         return stored[0] if stored else None
 
@@ -141,12 +130,7 @@ class Submissions:
 
 
 def remove_submissions(store: Store, before: datetime) -> int:
-    """Remove all images that were sent before the time ``before``, and return the number of removed
-    images.
-
-    Raises:
-        StoreError: the store rejects the request.
-    """
+    """Remove all images that were sent before the time ``before``, and return their number."""
     sent = {PurePosixPath(info.key).stem: info.modified < before for info in store.list(SUBMITTED)}
     for info in store.list(ORIGINALS):
         if sent.get(PurePosixPath(info.key).name, info.modified < before):
@@ -158,7 +142,6 @@ def remove_submissions(store: Store, before: datetime) -> int:
 
 
 def original_key(image: str) -> str:
-    """The object key of the original file whose SHA-256 digest is ``image``."""
     return f"{ORIGINALS}{image}"
 
 

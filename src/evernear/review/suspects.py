@@ -1,5 +1,5 @@
-"""Find source images whose label looks wrong, so that a user can change or confirm the label. The
-images are listed in ``review/suspects.json``."""
+"""Find source images whose label looks wrong, so that a user can change or confirm it. They are
+listed in ``review/suspects.json``."""
 
 from collections.abc import Callable
 from io import BytesIO
@@ -30,9 +30,9 @@ class Suspect(Frozen):
     """An image whose label looks wrong.
 
     ``image`` is the sha256 of the image's pixels, and ``files`` are the names of its files in the
-    source. ``margin`` is the share of neighbors with the image's label minus the share of neighbors
-    with the label ``suggested``. ``duplicate`` is a file with nearly the same pixels and the label
-    ``suggested``, or an empty string if only the neighbors contradict the label.
+    source. ``margin`` is the share of neighbors with the image's label minus that with the label
+    ``suggested``. ``duplicate`` is a file with nearly the same pixels and the label ``suggested``,
+    or an empty string if only the neighbors contradict the label.
     """
 
     image: str = Field(pattern=r"^[0-9a-f]{64}$")
@@ -44,8 +44,8 @@ class Suspect(Frozen):
 
 
 class Suspects(Frozen):
-    """The result of a check, with the most suspect images first. ``found`` also counts images
-    beyond `MAX_SUSPECTS`."""
+    """The result of a check, most suspect first. ``found`` also counts images beyond
+    `MAX_SUSPECTS`."""
 
     remedy = "run `evernear labels check` again"
 
@@ -58,8 +58,7 @@ class Suspects(Frozen):
 
 
 def load_suspects(store: Store, source: str) -> tuple[Suspect, ...]:
-    """The suspects from the last check, or an empty tuple if the last check was of a source other
-    than ``source``.
+    """The suspects from the last check, or an empty tuple if it was of another source.
 
     Raises:
         IntegrityError: the stored result is damaged.
@@ -83,8 +82,7 @@ def newest_dataset(store: Store, settings: Settings) -> Dataset:
 
 
 def check_labels(store: Store, settings: Settings, now: AwareDatetime) -> Suspects:
-    """Look for wrong labels in the newest snapshot of the source, and save the result in the
-    store.
+    """Look for wrong labels in the newest snapshot of the source, and save the result in the store.
 
     Raises:
         DataError: the source has not been ingested, or has too few images to train on.
@@ -133,7 +131,7 @@ def check_labels(store: Store, settings: Settings, now: AwareDatetime) -> Suspec
 
 
 def picture(read: Callable[[str], bytes | None], name: str) -> bytes | None:
-    """A small PNG version of the image file ``name`` in the source, or None if the file is missing,
+    """A small PNG version of the image file ``name`` in the source, or None if it is missing,
     unreadable or broken."""
     try:
         data = read(name)

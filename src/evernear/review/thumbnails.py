@@ -10,7 +10,7 @@ SIDE_PX = 192
 
 
 def thumbnail(image: bytes) -> bytes:
-    """Convert an image file to a PNG file of at most `SIDE_PX` x `SIDE_PX` pixels.
+    """A PNG file of at most `SIDE_PX` x `SIDE_PX` pixels.
 
     Raises:
         DataError: the image file is broken.

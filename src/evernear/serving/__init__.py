@@ -1,9 +1,9 @@
 """Model servers for releases, and clients for these servers.
 
-`core.Predictor` recognizes images with one release. `handler` wraps the predictor for TorchServe,
-and `kserve` wraps the predictor for InferenceServices. `release_source` provides the release.
-`request_parsing`, `decoding` and `http_limits` handle untrusted input. `responses` defines the
-response bodies of all servers. `prep` is a preprocessing server in front of TorchServe.
+`core.Predictor` recognizes images with one release. `handler` wraps it for TorchServe, and `kserve`
+for InferenceServices. `release_source` provides the release. `request_parsing`, `decoding` and
+`http_limits` handle untrusted input. `responses` defines the response bodies of all servers. `prep`
+is a preprocessing server in front of TorchServe.
 
 The modules for TorchServe are `torchserve` (lifecycle), `java`, `configuration`, `endpoints`,
 `management`, `metrics` and `frontend`. `pod` implements the commands that run in a serving pod.
@@ -12,4 +12,4 @@ The modules for TorchServe are `torchserve` (lifecycle), `java`, `configuration`
 from pathlib import Path
 
 HANDLER = Path(__file__).with_name("archived_handler.py")
-"""The module that TorchServe runs. The archive step copies this module into every release."""
+"""The module that TorchServe runs. The archive step copies it into every release."""

@@ -1,8 +1,7 @@
-"""The handler in every archive. The module only imports the installed handler, so archives remain
-valid when the package changes."""
+"""The handler in every archive imports the installed one, so that old archives stay valid."""
 
 from evernear.serving.handler import EmbeddingHandler
 
 
 class Handler(EmbeddingHandler):
-    """The handler class, which TorchServe finds because the module defines no other class."""
+    """TorchServe finds this class because the module defines no other."""

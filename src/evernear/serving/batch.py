@@ -1,10 +1,8 @@
-"""Batch prediction without a server: use a release to recognize all images of a source, and write
-the predictions to Parquet files.
+"""Batch prediction without a server: write predictions for all images of a source to Parquet files.
 
-The source is listed once and divided into parts (`evernear.common.parts`). Each part
-produces one Parquet file next to the plan folder. Parquet readers ignore the plan
-folder and the marker (`evernear.common.outputs`), because their names begin with an
-underscore::
+The source is listed once and divided into parts (`evernear.common.parts`). Each becomes one Parquet
+file next to the plan folder. Parquet readers ignore that folder and the marker
+(`evernear.common.outputs`), because their names begin with an underscore::
 
     <out>/part-000000.parquet
     <out>/_evernear/plan.json, ...
@@ -38,17 +36,14 @@ from evernear.serving.responses import Prediction, Rejection
 
 KIND = "predict"
 FOLDER = OWN_FOLDER
-"""Name of the plan folder in the output directory."""
+"""The plan folder in the output directory."""
 PART_IMAGES = 5000
-"""Default number of images per part. Recognizing this many images takes from one second to a few
-minutes, depending on the size of the network."""
+"""Images per part: one second to a few minutes of work, depending on the size of the network."""
 PART_BYTES = 2**31
-"""Maximum total size of the files in a part, in bytes."""
 BATCH_IMAGES = 64
 BATCH_BYTES = 2**26
-"""Maximum total size of the files in a batch, in bytes. Two batches are in memory."""
+"""Two batches are in memory."""
 READERS = 16
-"""Number of image files to read concurrently."""
 _SHOWN = 10
 _SERVER_ERROR = 500
 T = TypeVar("T")
@@ -64,21 +59,18 @@ SCHEMA = pa.schema(
         pa.field("error", pa.string()),
     ]
 )
-"""Schema of the Parquet files. ``digest`` is the SHA-256 hash of the image file.
-
-For an image without a prediction, ``error`` is set and the prediction columns are null.
-"""
+"""``digest`` is the SHA-256 hash of the image file. For an image without a prediction, ``error`` is
+set and the prediction columns are null."""
 
 
 class PredictPart(Part):
-    """A part of the source: the name and the size in bytes of each file."""
+    """``files`` holds the name and the size in bytes of each file."""
 
     files: tuple[tuple[str, int], ...]
 
 
 class PredictResult(Frozen):
-    """The result of a part. ``failed`` contains the names of up to 10 images without a
-    prediction."""
+    """``failed`` contains the names of up to 10 images without a prediction."""
 
     images: int = Field(ge=0)
     errors: int = Field(ge=0)
@@ -86,8 +78,6 @@ class PredictResult(Frozen):
 
 
 class Shared(Frozen):
-    """The data that all parts share."""
-
     source: str
     store_uri: str
     version: str
@@ -95,20 +85,17 @@ class Shared(Frozen):
 
 
 class BatchSummary(Frozen):
-    """The result of a batch prediction."""
-
     images: int
     errors: int
     failed: tuple[str, ...]
     """The names of the first images without a prediction."""
 
     def predicted(self) -> str:
-        """The number of predictions as text, such as "4,998 predictions"."""
+        """Text such as "4,998 predictions"."""
         return quantity(self.images - self.errors, "prediction")
 
     def left_out(self) -> str:
-        """The number of images without a prediction and the names of the first such images, or an
-        empty string if every image has a prediction."""
+        """The number and first names of the images without a prediction, or "" without any."""
         if not self.errors:
             return ""
         more = " and more" if self.errors > len(self.failed) else ""
@@ -116,23 +103,16 @@ class BatchSummary(Frozen):
         return f"{count}; see the column error: {', '.join(self.failed)}{more}"
 
     def require_predictions(self, source: str) -> None:
-        """Check that at least one image of ``source`` has a prediction.
-
-        Raises:
-            DataError: no image has a prediction.
-        """
         if self.errors == self.images:
             raise DataError(f"No image of {source} has a prediction; the column error says why.")
 
 
 def plan_predictions(shared: Shared, out: Store) -> Parts:
-    """Return the plan in ``out``. If ``out`` has no plan, list the source and create a plan.
+    """Return the plan in ``out``. If it has none, list the source and create one.
 
     Raises:
-        ConflictError: ``out`` contains other files, or predictions for a different
-            source or release.
-        DataError: the source has no images or does not exist.
-        SettingsError: ``out`` is in the source.
+        ConflictError: ``out`` contains other files, or predictions for a different source or
+            release.
     """
     require_outside(out, shared.source)
     contents = f"predictions of {shared.source} by release {shared.version}"
@@ -149,7 +129,6 @@ def plan_predictions(shared: Shared, out: Store) -> Parts:
 
 
 def summarize(parts: Parts) -> BatchSummary:
-    """Combine the results of all parts."""
     images = errors = 0
     failed: list[str] = []
     for stored in parts.results():
@@ -160,9 +139,8 @@ def summarize(parts: Parts) -> BatchSummary:
 
 
 def open_worker(parts: Parts, on_images: Callable[[int], None] = lambda _: None) -> Worker:
-    """Load the release, and return a function that recognizes the images of a part and writes their
-    predictions to a Parquet file. After each batch, ``on_images`` is called with the number of
-    images in the batch."""
+    """Load the release, and return a function that writes a part's predictions to a Parquet file.
+    After each batch, it calls ``on_images`` with the number of images in the batch."""
     shared = Shared.model_validate(parts.plan.shared)
     tree = open_tree(shared.source)
     with ReleaseSource(shared.store_uri, shared.version).unpacked() as release:
@@ -191,8 +169,7 @@ Row = dict[str, Any]
 
 
 def _predict(predictor: Predictor, tree: ImageTree, part: PredictPart) -> Iterator[list[Row]]:
-    """Yield the Parquet rows of each batch in a part. While one batch is being recognized, the
-    files of the next batch are read."""
+    """Yield the rows of each batch. The next batch's files are read while one is recognized."""
     max_pixels, version = predictor.manifest.max_pixels, predictor.manifest.version
     files = [ImageFile(*file) for file in part.files]
 
@@ -229,8 +206,7 @@ def _row(file: ImageFile, image: bytes | Rejection, answer: Prediction | Rejecti
 def _ahead(
     batches: Iterable[list[ImageFile]], start: Callable[[list[ImageFile]], T]
 ) -> Iterator[tuple[list[ImageFile], T]]:
-    """Yield each batch with its result from ``start``. Before a batch is yielded, ``start`` is
-    called for the next batch."""
+    """Yield each batch with its result from ``start``, which is called one batch ahead."""
     waiting: tuple[list[ImageFile], T] | None = None
     for batch in batches:
         current, waiting = waiting, (batch, start(batch))
@@ -241,11 +217,7 @@ def _ahead(
 
 
 def _bounded(files: Iterable[ImageFile], max_files: int, max_bytes: int) -> Iterator[list[ImageFile]]:
-    """Split ``files``, in order, into groups of at most ``max_files`` files and ``max_bytes``
-    bytes.
-
-    A file larger than ``max_bytes`` forms its own group.
-    """
+    """Split ``files``, in order, into groups within the limits. A larger file is its own group."""
     group: list[ImageFile] = []
     size_bytes = 0
     for file in files:
@@ -259,11 +231,6 @@ def _bounded(files: Iterable[ImageFile], max_files: int, max_bytes: int) -> Iter
 
 
 def _parts(tree: ImageTree, shared: Shared) -> Iterator[PredictPart]:
-    """The parts of a listing.
-
-    Raises:
-        DataError: the listing is empty.
-    """
     empty = True
     for group in _bounded(tree.files(), shared.part_images, PART_BYTES):
         empty = False

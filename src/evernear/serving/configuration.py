@@ -1,5 +1,4 @@
-"""Write TorchServe's configuration files, which are derived from the settings, to the server's home
-directory."""
+"""TorchServe's configuration files, derived from the settings."""
 
 import json
 import os
@@ -27,7 +26,7 @@ QUERY_LOG_SIZE_BYTES = 64 * 2**20  # log files buffered on this machine; the old
 
 
 class QueryLogConfiguration(Frozen):
-    """Query log settings for the workers, which do not read evernear's settings."""
+    """The workers do not read evernear's settings."""
 
     directory: Path
     images: bool
@@ -37,8 +36,7 @@ class QueryLogConfiguration(Frozen):
 
 
 def write_configuration(settings: ServingSettings, home: Path, *, tokens: bool = True, model_api: bool = True) -> None:
-    """Write ``config.properties``, ``metrics.yaml``, ``log4j2.xml`` and the query log's
-    configuration to ``home``.
+    """Write the configuration of TorchServe and of the query log to ``home``.
 
     Batching is configured in each archive (`evernear.release.archive`). Unless ``tokens`` is set,
     the APIs require no token. Unless ``model_api`` is set, no model can be registered, and the
@@ -60,7 +58,7 @@ def write_configuration(settings: ServingSettings, home: Path, *, tokens: bool =
 
 
 def logged_queries(home: Path) -> Path:
-    """The directory for query log files that have not been uploaded yet."""
+    """Query log files that have not been uploaded yet."""
     return home / "queries"
 
 
@@ -70,11 +68,10 @@ def model_store(home: Path) -> Path:
 
 
 def temporary_directory(home: Path) -> Path:
-    """The directory for unpacked archives and for the workers' sockets. Socket paths must be
-    short.
+    """Unpacked archives and the workers' sockets, whose paths must be short. Create it with
+    `make_private`.
 
-    The path does not depend on ``TMPDIR``, so every process derives the same path. `make_private`
-    must create the directory.
+    The path does not depend on ``TMPDIR``, so every process derives the same one.
     """
     inside = home / "tmp"
     if len(os.fsencode(inside / ".ts.sock.99999")) <= UNIX_SOCKET_PATH_BYTES:
@@ -84,11 +81,11 @@ def temporary_directory(home: Path) -> Path:
 
 def _properties(settings: ServingSettings, home: Path, tokens: bool, model_api: bool) -> dict[str, object]:
     # TorchServe cannot parse IPv6 addresses in these properties. Our frontend therefore binds to
-    # the address in the system property `evernear.host`.
+    # the system property `evernear.host`.
     host = LOOPBACK if ":" in settings.host else settings.host
     return {
         "inference_address": f"http://{host}:{settings.inference_port}",
-        # The management API can load code, so other machines must not be able to reach it.
+        # The management API can load code, so other machines must not reach it.
         "management_address": f"http://{LOOPBACK}:{settings.management_port}",
         "metrics_address": f"http://{host}:{settings.metrics_port}",
         "grpc_inference_address": settings.host,
@@ -98,8 +95,7 @@ def _properties(settings: ServingSettings, home: Path, tokens: bool, model_api: 
         "grpc_management_port": settings.grpc_management_port,
         "model_store": model_store(home),
         "load_models": "" if model_api else "all",
-        # TorchServe splits `allowed_urls` at commas. In the pattern, each comma is replaced with a
-        # dot, which matches any character.
+        # TorchServe splits `allowed_urls` at commas. A dot matches any character.
         "allowed_urls": "file://" + re.escape(str(model_store(home))).replace(",", ".") + "/.*",
         "enable_model_api": str(model_api).lower(),
         "enable_envvars_config": "false",
@@ -117,9 +113,7 @@ def _properties(settings: ServingSettings, home: Path, tokens: bool, model_api: 
 
 
 def _as_properties(properties: Mapping[str, object]) -> str:
-    r"""Encode ``properties`` in the format of ``java.util.Properties``, with ``\uXXXX``
-    escapes and doubled backslashes.
-    """
+    r"""Encode as ``java.util.Properties``, with ``\uXXXX`` escapes and doubled backslashes."""
     lines: list[str] = []
     for key, value in properties.items():
         text = str(value).replace("\\", "\\\\").replace("\n", "\\n")

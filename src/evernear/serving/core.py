@@ -1,5 +1,3 @@
-"""The predictor, which recognizes image files with one release."""
-
 import logging
 import math
 import time
@@ -36,8 +34,7 @@ _log = logging.getLogger(__name__)
 class BatchResult:
     """The responses to a batch, in request order, and the duration of each stage.
 
-    ``images``, of shape (N, H, W, C), and ``embeddings``, of shape (N, D), have one row for each of
-    the N decoded images.
+    ``images`` (N, H, W, C) and ``embeddings`` (N, D) have one row for each decoded image.
     """
 
     responses: list[Prediction | Rejection]
@@ -49,7 +46,7 @@ class BatchResult:
 
 
 class Predictor:
-    """A loaded release. For each batch, the network runs once and the gallery is searched once."""
+    """A loaded release. Each batch runs the network once and searches the gallery once."""
 
     def __init__(self, network: torch.nn.Module, gallery: Gallery, manifest: ReleaseManifest) -> None:
         self._network = network
@@ -58,12 +55,7 @@ class Predictor:
 
     @staticmethod
     def open(release: ReleaseParts) -> "Predictor":
-        """Load an unpacked, verified release, and warm up the network. The release files are not
-        needed after loading.
-
-        Raises:
-            IntegrityError: the index was built with a different network.
-        """
+        """Load a verified release, and warm up the network. Its files are not needed afterwards."""
         gallery = Gallery.open(release.directory, release.manifest.network_sha256)
         predictor = Predictor(load_torchscript(release.directory / NETWORK_FILE), gallery, release.manifest)
         shape = release.manifest.preprocessing
@@ -72,18 +64,15 @@ class Predictor:
         return predictor
 
     def predict(self, images: Sequence[bytes | Rejection]) -> list[Prediction | Rejection]:
-        """Recognize PNG, JPEG or WebP files.
-
-        Returns a `Prediction` for each valid file, and a `Rejection` for each invalid file. For a
-        request without a usable image, pass a `Rejection`, which is returned at the same position.
-        """
+        """Recognize PNG, JPEG or WebP files. An invalid file gets a `Rejection`. One passed in
+        place of a file is returned at the same position."""
         return self.predict_batch(images).responses
 
     def predict_batch(self, images: Sequence[bytes | Rejection], decode_timeout_s: float = math.inf) -> BatchResult:
-        """Recognize images as `predict` does, and measure the duration of each stage.
+        """Like `predict`, with the duration of each stage.
 
-        Small images are decoded first. If the decoding of an image has not started within
-        ``decode_timeout_s``, the image gets a `Rejection` with code 503.
+        Small images are decoded first. An image whose decoding has not started within
+        ``decode_timeout_s`` gets a `Rejection` with code 503.
         """
         start_s = time.perf_counter()
         pixels_or_rejections = self._decode_all(images, start_s + decode_timeout_s)
@@ -108,11 +97,8 @@ class Predictor:
         )
 
     def predict_pixels(self, images: NDArray[np.uint8]) -> list[Prediction]:
-        """Recognize ``images``, a uint8 array of shape (N, H, W, C).
-
-        The images must already have the size and channels that the release's preprocessing
-        specifies.
-        """
+        """Recognize a uint8 array of shape (N, H, W, C) with the size and channels that the
+        release's preprocessing specifies."""
         return self._search(embed_images(self._network, images))
 
     def _try_search(self, embeddings: NDArray[np.float32]) -> Sequence[Prediction | Rejection]:

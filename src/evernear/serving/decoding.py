@@ -1,5 +1,5 @@
-"""Image decoding in servers. Decoding a malicious file raises no error other than `DataError`.
-Large images do not delay small images."""
+"""Image decoding in servers. A malicious file raises no error other than `DataError`. Large images
+do not delay small ones."""
 
 import asyncio
 import logging
@@ -21,7 +21,7 @@ SMALL_PIXELS = 1_000_000
 """Number of pixels above which an image counts as large."""
 SMALL_THREADS = 2
 MAX_WAITING_LARGE = 16
-"""Maximum number of large images that may wait for a decoding thread."""
+"""Maximum number of large images that wait for a decoding thread."""
 
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
@@ -41,22 +41,12 @@ class OverloadedError(ServingError):
 
 
 def inspect_image(data: bytes, max_pixels: int) -> EncodedImage:
-    """Call `inspect` on a client's file.
-
-    Raises:
-        DataError: the file is unusable.
-    """
     with _only_data_errors(len(data)):
         return inspect(data, max_pixels, setting="serving.max_pixels")
 
 
 def decode_image(file: EncodedImage, shape: Preprocessing) -> Pixels:
-    """Decode an inspected file to a uint8 array of shape (H, W, C), as the release's preprocessing
-    specifies.
-
-    Raises:
-        DataError: the file is broken.
-    """
+    """Decode to a uint8 array of shape (H, W, C), as the release's preprocessing specifies."""
     with _only_data_errors(len(file.data)):
         picture = decode_inspected(file, shape.bit_depth)
         if picture.span is not None:
@@ -67,8 +57,7 @@ def decode_image(file: EncodedImage, shape: Preprocessing) -> Pixels:
 
 @contextmanager
 def _only_data_errors(size_bytes: int) -> Generator[None]:
-    """Convert every decoder exception other than `DataError` to a `DataError`, so that the rest of
-    the batch is still answered."""
+    """Turn every exception into a `DataError`, so that the rest of the batch is answered."""
     try:
         yield
     except DataError:
@@ -79,11 +68,7 @@ def _only_data_errors(size_bytes: int) -> Generator[None]:
 
 
 def encode_png(pixels: Pixels) -> bytes:
-    """Encode a uint8 array of shape (H, W, C) as a PNG file. Encoding is optimized for speed, not
-    for file size.
-
-    PNG is lossless, so decoding the file returns ``pixels``.
-    """
+    """Encode a uint8 array of shape (H, W, C) as PNG (lossless), fast rather than small."""
     buffer = BytesIO()
     image = Image.fromarray(pixels[:, :, 0] if pixels.shape[2] == 1 else pixels)
     image.save(buffer, format="PNG", compress_level=1)
@@ -92,10 +77,9 @@ def encode_png(pixels: Pixels) -> bytes:
 
 class DecodePool:
     """The decoding threads of an asyncio server: ``large`` threads for large images, and
-    `SMALL_THREADS` threads for small images.
+    `SMALL_THREADS` for small ones.
 
-    A large image delays only other large images. Decoding takes at most `pool_size_bytes` of
-    memory.
+    A large image delays only others. Decoding takes at most `pool_size_bytes` of memory.
     """
 
     def __init__(self, large: int) -> None:
@@ -106,14 +90,13 @@ class DecodePool:
     async def run(
         self, function: Callable[Parameters, Result], *args: Parameters.args, **kwargs: Parameters.kwargs
     ) -> Result:
-        """Run ``function`` in a thread for small images, and await the result."""
+        """Run ``function`` in a thread for small images."""
         return await asyncio.wrap_future(self._small.submit(function, *args, **kwargs))
 
     async def run_sized(
         self, pixels: int, function: Callable[Parameters, Result], *args: Parameters.args, **kwargs: Parameters.kwargs
     ) -> Result:
-        """Run ``function``, which decodes images with ``pixels`` pixels in total, in a thread for
-        images of this size. Await the result.
+        """Run ``function``, which decodes ``pixels`` pixels in total, in a thread for this size.
 
         Raises:
             OverloadedError: too many large images are waiting.
@@ -123,17 +106,17 @@ class DecodePool:
         if not self._places.acquire(blocking=False):
             raise OverloadedError("Too many large images are waiting to be decoded; try again in a second.")
         future = self._large.submit(function, *args, **kwargs)
-        # A running thread cannot be cancelled. Even if the caller is cancelled, the slot therefore
-        # stays occupied until decoding ends.
+        # A running thread cannot be cancelled. Even if the caller is, the slot therefore stays
+        # occupied until decoding ends.
         future.add_done_callback(lambda _: self._places.release())
         return await asyncio.wrap_future(future)
 
     def close(self) -> None:
-        """Cancel all calls that have not started yet."""
+        """Cancel the calls that have not started."""
         self._small.shutdown(wait=False, cancel_futures=True)
         self._large.shutdown(wait=False, cancel_futures=True)
 
 
 def pool_size_bytes(large: int, max_pixels: int) -> int:
-    """Maximum amount of memory, in bytes, that a `DecodePool` uses for decoding."""
+    """The most memory, in bytes, that a `DecodePool` uses for decoding."""
     return large * decode_size_bytes(max_pixels) + SMALL_THREADS * decode_size_bytes(SMALL_PIXELS)

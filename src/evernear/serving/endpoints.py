@@ -1,8 +1,7 @@
 """Addresses and API keys of the TorchServe server in a working directory.
 
 `evernear.serving.torchserve` writes ``server.json`` when it starts a server. TorchServe writes
-``key_file.json`` (mode 0600) to its working directory. A process that can read both files can use
-the server.
+``key_file.json`` (mode 0600) to its working directory. Reading both suffices to use the server.
 """
 
 import errno
@@ -23,20 +22,16 @@ OWNER_FILE = "owner.pid"
 
 
 def home_of(workdir: Path) -> Path:
-    """The TorchServe home directory in ``workdir``, which contains the configuration, keys, logs
-    and model store."""
+    """The TorchServe home directory: its configuration, keys, logs and model store."""
     return workdir.resolve() / "torchserve"
 
 
 def start_hint(home: Path) -> str:
-    """A hint that says how to start the TorchServe server in ``home``."""
     bare = home == home_of(default_workdir())
     return "start it with `evernear serve`" + ("" if bare else f" and --workdir {shlex.quote(str(home.parent))}")
 
 
 class Endpoints(Frozen):
-    """The addresses of one server."""
-
     host: str
     inference_port: int
     management_port: int
@@ -46,7 +41,6 @@ class Endpoints(Frozen):
 
     @staticmethod
     def of(settings: ServingSettings) -> "Endpoints":
-        """The addresses in ``settings``."""
         return Endpoints.model_validate(settings.model_dump(include=set(Endpoints.model_fields)))
 
     @property
@@ -56,19 +50,15 @@ class Endpoints(Frozen):
 
     @property
     def inference_url(self) -> str:
-        """The base URL at which a client on this machine reaches the inference API."""
         return f"http://{host_and_port(self.inference_host, self.inference_port)}"
 
     @property
     def management_url(self) -> str:
-        """The base URL of the management API. The management API can load code and therefore
-        listens only on the loopback interface."""
+        """The management API can load code, so it listens only on the loopback interface."""
         return f"http://127.0.0.1:{self.management_port}"
 
 
 class ServerState(Frozen):
-    """The record of a started server."""
-
     remedy: ClassVar[str] = "delete it and run `evernear serve`"
 
     pid: int
@@ -76,15 +66,7 @@ class ServerState(Frozen):
 
 
 def read_state(home: Path) -> ServerState | None:
-    """Read the record of the server that was started in ``home`` and has not been stopped, or
-    return None if there is no such server.
-
-    The server may have crashed since it was started.
-
-    Raises:
-        ServingError: the record belongs to a different user.
-        IntegrityError: the record is damaged.
-    """
+    """The server that was started in ``home`` and not stopped. It may have crashed since."""
     try:
         data = (home / STATE_FILE).read_bytes()
     except FileNotFoundError:
@@ -99,7 +81,6 @@ def read_key(home: Path, api: Literal["inference", "management"]) -> str:
 
     Raises:
         ServerUnreachableError: no server is running in ``home``.
-        ServingError: the key file belongs to a different user or is damaged.
     """
     try:
         return str(json.loads((home / KEY_FILE).read_bytes())[api]["key"])
@@ -112,7 +93,7 @@ def read_key(home: Path, api: Literal["inference", "management"]) -> str:
 
 
 def endpoints(home: Path) -> Endpoints:
-    """Read the addresses of the server in ``home``.
+    """Read the server's addresses.
 
     Raises:
         ServerUnreachableError: no server was started in ``home``.
@@ -129,24 +110,14 @@ def host_and_port(host: str, port: int) -> str:
 
 
 def create_listener(host: str, port: int) -> socket.socket:
-    """Create a listening socket. Port 0 selects any free port. The host ``::`` binds to all
-    addresses, including IPv4 addresses.
-
-    Raises:
-        OSError: the address cannot be bound.
-    """
+    """Port 0 selects any free port. The host ``::`` binds to all addresses, including IPv4 ones."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     both = host == "::" and socket.has_dualstack_ipv6()
     return socket.create_server((host, port), family=family, dualstack_ipv6=both)
 
 
 def listening_socket(host: str, port: int, setting: str) -> socket.socket:
-    """Call `create_listener`, and convert an `OSError` with `bind_error`. ``setting`` is the name
-    of the port's setting.
-
-    Raises:
-        ServingError: the address cannot be bound.
-    """
+    """Call `create_listener`, and convert an `OSError` with `bind_error`."""
     try:
         return create_listener(host, port)
     except OSError as error:
@@ -154,8 +125,7 @@ def listening_socket(host: str, port: int, setting: str) -> socket.socket:
 
 
 def bind_error(error: OSError, host: str, port: int, setting: str) -> ServingError:
-    """The error to raise if ``host:port`` cannot be bound. ``setting`` is the name of the port's
-    setting."""
+    """The error for an address that cannot be bound. ``setting`` names the port's setting."""
     if error.errno == errno.EADDRINUSE:
         return ServingError(
             f"Port {port} on {host} is in use by another program; stop that, or choose a free port with "

@@ -1,11 +1,9 @@
-"""Look up the gallery images for the row numbers in a prediction. This module imports neither torch
-nor FAISS.
+"""Look up the gallery images for the row numbers in a prediction, without torch and FAISS.
 
-An index does not contain hashes of its images. The rows of an index are in the same order as the
-images in the snapshot from which the release was built (`evernear.data.gallery`). A row number
-therefore identifies a shard and a row in this shard. Each call checks that the store still has the
-shard, even if the shard is cached, because `evernear forget` deletes the shards of forgotten
-images.
+An index contains no hashes of its images. Its rows are in the order of the images in the snapshot
+from which the release was built (`evernear.data.gallery`), so a row number identifies a shard and a
+row in it. Each call checks that the store still has the shard, even if it is cached, because
+`evernear forget` deletes the shards of forgotten images.
 """
 
 import tempfile
@@ -26,8 +24,7 @@ from evernear.release.registry import Registry
 from evernear.serving.decoding import encode_png
 
 OPEN_SNAPSHOTS = 4
-"""Maximum number of open snapshots. The manifest and the hashes of verified shards are in memory
-for each open snapshot."""
+"""Each open snapshot has its manifest and the hashes of its verified shards in memory."""
 
 
 class GalleryImage(NamedTuple):
@@ -40,12 +37,11 @@ class GalleryImage(NamedTuple):
     pixels: Pixels
 
     def png(self) -> bytes:
-        """The image as a PNG file."""
         return encode_png(self.pixels)
 
 
 class GalleryImages:
-    """Access to the gallery images of all releases in a store. Thread-safe."""
+    """The gallery images of all releases in a store. Thread-safe."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -54,14 +50,10 @@ class GalleryImages:
         self._open: dict[str, tuple[ReleaseManifest, Dataset]] = {}
 
     def find(self, version: str, row: int) -> GalleryImage | None:
-        """The image at ``row`` in the release's gallery, or None if the store no longer has the
-        image.
-
-        Forgotten images and images in pruned snapshots are no longer in the store.
+        """The image at ``row`` in the gallery, or None if it was forgotten or its snapshot pruned.
 
         Raises:
             IntegrityError: the gallery has no such row, or a shard is damaged.
-            StoreError: the store cannot be reached.
         """
         with self._lock:
             opened = self._opened(version)
@@ -77,23 +69,19 @@ class GalleryImages:
         return GalleryImage(dataset.labels[block.labels[0]], block.digests[0].tobytes().hex(), block.images[0])
 
     def names(self, version: str, digest: str) -> tuple[str, ...]:
-        """The names of the source files for the image with the hash ``digest``. The result is empty
-        if the store no longer has the snapshot.
+        """The names of an image's source files. Empty if the store no longer has the snapshot.
 
-        Each call downloads the snapshot's ledger, which takes about 100 bytes per image in the
-        dataset.
+        Each call downloads the snapshot's ledger: about 100 bytes per image in the dataset.
 
         Raises:
             IntegrityError: the ledger is damaged.
-            StoreError: the store cannot be reached.
         """
         with self._lock:
             opened = self._opened(version)
         if opened is None:
             return ()
         release, dataset = opened
-        # Read the current manifest, because `evernear forget` may have rewritten the snapshot's
-        # ledger.
+        # `evernear forget` may have rewritten the snapshot's ledger, so read the current manifest.
         manifest = find_manifest(self._store, release.dataset_name, release.dataset_digest)
         if manifest is None:
             return ()

@@ -12,29 +12,21 @@ from evernear.serving.endpoints import host_and_port
 
 RESOLUTION_PERIOD_S = 1.0
 RECONNECT_BACKOFF_MS = 1000
-"""Maximum duration of a connection attempt, and maximum interval between two attempts.
-
-The gRPC defaults are 20 s for an attempt and two minutes between attempts.
-"""
+"""Longest connection attempt and pause before the next. gRPC's defaults: 20 s and two minutes."""
 DEAD_CONNECTION_MS = 2000
-"""Time without a TCP acknowledgment after which a connection counts as dead, for example after a
-node failure."""
+"""Time without a TCP acknowledgment after which a connection counts as dead."""
 KEEPALIVE_MS = 600_000
-"""Interval of pings. Netty accepts at most one ping every five minutes. This also enables
-`DEAD_CONNECTION_MS`."""
+"""Also enables `DEAD_CONNECTION_MS`. Netty accepts at most one ping every five minutes."""
 RETRY_TOKENS = 200
-"""Number of retry tokens. A failed attempt removes a retry token, and a successful attempt adds a
-retry token.
-
-While at most half of the retry tokens remain, calls are not retried.
-"""
+"""A failed attempt removes a token, and a successful one adds a token. While at most half remain,
+calls are not retried."""
 
 
 class Addresses:
-    """The gRPC target for a host name. A thread resolves the host name every second.
+    """The gRPC target for a host name, which a thread resolves every second.
 
-    gRPC itself resolves a name at most every 30 s, and waits up to two minutes if a name has no
-    address. As long as its connections are alive, gRPC does not look for new pods. A new channel
+    gRPC itself resolves a name at most every 30 s, and waits up to two minutes if it has no
+    address. As long as its connections are alive, it does not look for new pods. A new channel
     reuses existing connections, so an address change is cheap. If the name cannot be resolved, the
     previous target remains in use.
     """
@@ -47,7 +39,6 @@ class Addresses:
             threading.Thread(target=self._follow, name=f"addresses of {host}", daemon=True).start()
 
     def close(self) -> None:
-        """Stop resolving the host."""
         self._closed.set()
 
     def _follow(self) -> None:
@@ -58,14 +49,12 @@ class Addresses:
 
 
 def channel_options(authority: str, attempts: int) -> Sequence[tuple[str, Any]]:
-    """Options for a channel to a target from `Addresses`. ``authority`` is the server name for
-    HTTP/2 and TLS.
+    """Options for a channel to `Addresses`. ``authority`` is the server name for HTTP/2 and TLS.
 
-    If the server is unavailable, a call is attempted up to ``attempts`` times, as long as enough
-    `RETRY_TOKENS` remain. During a long outage, calls therefore fail without retries. The call must
-    be idempotent.
+    If the server is unavailable, a call, which must be idempotent, is attempted up to ``attempts``
+    times while enough `RETRY_TOKENS` remain. In a long outage, calls fail without retries.
     """
-    # Use all pods in turn. By default, gRPC sends all calls to one pod.
+    # Use all pods in turn. By default, gRPC sends all calls to one.
     config: dict[str, Any] = {"loadBalancingConfig": [{"round_robin": {}}]}
     if attempts > 1:
         policy = {
@@ -98,11 +87,7 @@ def _resolve(host: str, port: int) -> str:
 
 
 def _as_ipv6(text: str) -> str:
-    """Convert an address to IPv6, because all addresses of a gRPC target must have the same address
-    family.
-
-    For an IPv4-mapped IPv6 address, the kernel uses IPv4.
-    """
+    """A gRPC target needs addresses of one family. For an IPv4-mapped one, the kernel uses IPv4."""
     return f"::ffff:{text}" if isinstance(ip_address(text), IPv4Address) else text
 
 

@@ -1,20 +1,18 @@
-"""TorchServe's entry point to `Predictor`. The handler in every archive (`archived_handler`)
-imports this module.
+"""TorchServe's entry point to `Predictor`. The handler in every archive imports it.
 
-The handler accepts PNG, JPEG and WebP images of any size. The format is detected from the file
-content. Images with a palette, transparency, CMYK colors or 16-bit channels are decoded as in
-ingest (`evernear.data.reduction`).
+It accepts PNG, JPEG and WebP images of any size, and detects the format from the content. Images
+with a palette, transparency, CMYK colors or 16-bit channels are decoded as in ingest
+(`evernear.data.reduction`).
 
-The handler rejects an invalid request with status 400 and a message, without affecting the rest of
-the batch. A request is invalid if it has no image, contains invalid JSON or base64, or is a form
-without a ``data``, ``image`` or ``file`` field. An image is invalid if it is empty, truncated,
-broken or animated, has a different format, has more pixels than `serving.max_pixels`, or has a
-structure that makes decoding slow (`evernear.data.image_file`). The frontend itself rejects
-requests larger than `serving.max_request_size_bytes` (413) and malformed forms (400).
+An invalid request is rejected with status 400 and a message, without affecting the rest of the
+batch. It has no image, contains invalid JSON or base64, or is a form without a ``data``, ``image``
+or ``file`` field. An image is invalid if it is empty, truncated, broken or animated, has a
+different format, has more pixels than `serving.max_pixels`, or has a structure that makes decoding
+slow (`evernear.data.image_file`). The frontend itself rejects requests larger than
+`serving.max_request_size_bytes` (413) and malformed forms (400).
 
 All requests in a batch are answered at the same time. Decoding therefore stops after half of the
-response timeout. Small images are decoded first. Images that are not decoded in time get status
-503.
+response timeout. Small images go first. Those that are not decoded in time get status 503.
 """
 
 import logging
@@ -40,10 +38,8 @@ from evernear.serving.responses import EMBEDDING_FIELD, Prediction, Rejection
 from evernear.serving.tracing import TRACE_FIELD, record_prediction, tracer
 
 DECODE_SHARE = 0.5
-"""Share of the response timeout that decoding may take.
-
-If the response timeout expires, TorchServe replaces the worker, and the whole batch fails.
-"""
+"""Share of the response timeout that decoding may take. If the timeout expires, TorchServe replaces
+the worker, and the whole batch fails."""
 PROBE_HEADER = "evernear-probe"
 _METRICS_LOGGER = "ts.metrics.caching_metric"
 
@@ -52,14 +48,13 @@ class EmbeddingHandler:
     """TorchServe calls ``initialize`` once and ``handle`` for each batch."""
 
     def initialize(self, context: Any) -> None:
-        """Verify every part of the unpacked release against the release manifest, and load the
-        release."""
+        """Verify every part of the unpacked release against its manifest, and load it."""
         mask_streams()
         parts = open_parts(Path(context.system_properties["model_dir"]))
         self._predictor = Predictor.open(parts)
         self._decode_timeout_s = DECODE_SHARE * float(context.model_yaml_config["responseTimeout"])
-        # At the INFO level, TorchServe logs a line for each batch. Each line passes through a pipe
-        # and two regular expressions.
+        # At the INFO level, TorchServe logs a line for each batch, which passes through a pipe and
+        # two regular expressions.
         logging.getLogger().setLevel(logging.WARNING)
         logging.getLogger(_METRICS_LOGGER).setLevel(logging.INFO)
         self._meter = _meter(parts)
@@ -71,7 +66,7 @@ class EmbeddingHandler:
             self._query_log.start()
 
     def handle(self, data: list[dict[str, bytes]], context: Any) -> list[bytes]:
-        """Answer a batch of requests. Each response has its own status."""
+        """Each response has its own status."""
         started_ns = time.time_ns()
         images = [image_from_fields(fields) for fields in data]
         result = self._predictor.predict_batch(images, self._decode_timeout_s)
@@ -120,7 +115,7 @@ class EmbeddingHandler:
             )
 
     def _record(self, result: BatchResult, probes: Sequence[bool]) -> None:
-        """Count client requests. Readiness probes are not counted."""
+        """Count client requests, but not readiness probes."""
         responses = [response for response, probe in zip(result.responses, probes, strict=True) if not probe]
         predictions = [response for response in responses if isinstance(response, Prediction)]
         if not responses:
@@ -135,8 +130,7 @@ class EmbeddingHandler:
 
 
 def _body(response: Prediction | Rejection, id_: str) -> bytes:
-    """The body of a response. The id is TorchServe's request id, which HTTP responses also contain
-    in the ``x-request-id`` header."""
+    """The id is TorchServe's request id, as in the ``x-request-id`` header of HTTP responses."""
     if isinstance(response, Prediction):
         response = response.model_copy(update={"id": id_})
     return response.model_dump_json().encode()
@@ -158,10 +152,7 @@ def _with_embeddings(result: BatchResult, wanted: Sequence[bool]) -> Iterator[Pr
 
 
 def _is_probe(context: Any, position: int) -> bool:
-    """Whether the frontend marked the request as a readiness probe.
-
-    The frontend removes the probe header from all requests that are not readiness probes.
-    """
+    """The frontend removes the probe header from all requests that are not readiness probes."""
     return bool(context.get_request_header(position, PROBE_HEADER))
 
 
@@ -192,10 +183,7 @@ def _meter(parts: ReleaseParts) -> Meter:
 
 
 def _torchserve_emit() -> Emit:
-    """Return a function that writes metrics to the worker's output, which TorchServe parses.
-
-    TorchServe drops metrics that are not in its configuration.
-    """
+    """TorchServe parses the worker's output, and drops metrics that are not configured."""
     from ts.metrics.caching_metric import CachingMetric
     from ts.metrics.metric_type_enum import MetricTypes
 

@@ -1,5 +1,4 @@
-"""Limits for HTTP clients, because uvicorn itself limits neither the size of request bodies nor the
-upload time."""
+"""Limits for HTTP clients: uvicorn limits neither size nor upload time of request bodies."""
 
 import asyncio
 from contextlib import suppress
@@ -13,24 +12,20 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 HEAD_TIMEOUT_S = 10.0
 """Maximum time to receive the request line and the headers."""
 MAX_DISCARDED_BYTES = 64 * 2**20
-"""Maximum number of bytes to discard from a rejected body. Discarding the rest of the body lets the
-client receive the response."""
+"""Most bytes of a rejected body to discard, which lets the client receive the response."""
 DISCARD_PAUSE_S = 2.0
-"""Maximum pause while a rejected body is received. After a longer pause, the connection is closed.
-Apache uses the same time."""
+"""A longer pause while a rejected body arrives closes the connection. Apache uses the same time."""
 
 
 class BodyLimits:
     """ASGI middleware that limits the size and the upload time of each request body, and the total
     size of all in-flight bodies.
 
-    ``max_size_bytes`` applies to one body, ``max_total_size_bytes`` to the bodies of all in-flight
-    requests, and ``timeout_s`` to the upload of one body. If a body exceeds a limit, the
-    application's next ``receive`` call raises an `HTTPException` with status 413, 503 or 408. After
-    the response, the middleware discards the rest of the body, within the limits ``timeout_s``,
-    `DISCARD_PAUSE_S` and `MAX_DISCARDED_BYTES`. If a connection is closed with unread data, the
-    kernel resets the connection. A client that sends its whole body before it reads would then lose
-    the response.
+    If a body exceeds a limit, the application's next ``receive`` call raises an `HTTPException`
+    with status 413 (``max_size_bytes``), 503 (``max_total_size_bytes``) or 408 (``timeout_s``).
+    After the response, the middleware discards the rest of the body, within the limits
+    ``timeout_s``, `DISCARD_PAUSE_S` and `MAX_DISCARDED_BYTES`. Closing a connection with unread
+    data resets it, and a client that sends its whole body before it reads would lose the response.
     """
 
     def __init__(self, app: ASGIApp, max_size_bytes: int, max_total_size_bytes: int, timeout_s: float) -> None:
@@ -41,7 +36,6 @@ class BodyLimits:
         self.total_size_bytes = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Call the application with a ``receive`` callable that enforces the limits."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -62,8 +56,6 @@ class BodyLimits:
 
 
 class _LimitedBody:
-    """The body of one request."""
-
     def __init__(self, limits: BodyLimits, headers: Headers, receive: Receive) -> None:
         self._limits = limits
         self._receive = receive
@@ -75,11 +67,6 @@ class _LimitedBody:
         self.rejected = False
 
     async def receive(self) -> Message:
-        """Receive the next part of the body.
-
-        Raises:
-            HTTPException: a limit is exceeded.
-        """
         if self._complete:  # the application awaits the client's disconnect
             return await self._receive()
         try:
@@ -90,7 +77,6 @@ class _LimitedBody:
             raise
 
     async def discard(self) -> None:
-        """Read and discard the rest of the body, within the limits."""
         loop = asyncio.get_running_loop()
         discarded_bytes = 0
         with suppress(TimeoutError):
@@ -101,7 +87,7 @@ class _LimitedBody:
                 discarded_bytes += len(self._note(message).get("body", b""))
 
     def release(self) -> None:
-        """Subtract the size of this body from the total size of in-flight bodies."""
+        """Subtract this body from the total size of in-flight bodies."""
         self._limits.total_size_bytes -= self._size_bytes
         self._size_bytes = 0
 
@@ -148,12 +134,11 @@ class HeadTimer:
         self._timer: asyncio.TimerHandle | None = None
 
     def start(self, transport: asyncio.Transport) -> None:
-        """Start the timer unless it is already running."""
+        """Does nothing if it is already running."""
         if self._timer is None:
             self._timer = self._loop.call_later(HEAD_TIMEOUT_S, transport.close)
 
     def stop(self) -> None:
-        """Stop the timer."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -162,8 +147,8 @@ class HeadTimer:
 class HeadTimeoutProtocol(H11Protocol):
     """uvicorn's h11 protocol with a timeout for request heads.
 
-    h11 rejects request heads larger than 64 KiB, whereas uvicorn's httptools protocol reads heads
-    and trailers of any size.
+    h11 rejects heads larger than 64 KiB, whereas uvicorn's httptools protocol reads heads and
+    trailers of any size.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -171,13 +156,11 @@ class HeadTimeoutProtocol(H11Protocol):
         self._head_timer = HeadTimer(self.loop)
 
     def connection_made(self, transport: Any) -> None:
-        """Start the timer for the first request."""
         super().connection_made(transport)
         self._head_timer.start(transport)
 
     def data_received(self, data: bytes) -> None:
-        """When the head is complete, stop the timer. When the first byte of the next head arrives,
-        start the timer again."""
+        """A complete head stops the timer, and the first byte of the next one starts it again."""
         super().data_received(data)
         if self.cycle is not None and not self.cycle.response_complete:  # pyright: ignore[reportUnnecessaryComparison]
             self._head_timer.stop()
@@ -185,6 +168,5 @@ class HeadTimeoutProtocol(H11Protocol):
             self._head_timer.start(self.transport)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Stop the timer."""
         self._head_timer.stop()
         super().connection_lost(exc)

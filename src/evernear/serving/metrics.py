@@ -1,10 +1,8 @@
-"""Prometheus metrics in each worker. Each worker passes the increments of its metrics to TorchServe
-once a second.
+"""Prometheus metrics in each worker, which passes their increments to TorchServe once a second.
 
-TorchServe's histograms have fixed buckets with bounds up to 10. Each observed value takes a
-separate line of worker output. In evernear, histograms are exported as counters with an upper-bound
-label (``le``). To Prometheus, these counters look like a normal histogram. These histograms have
-suitable bounds, and do not slow down a batch.
+TorchServe's histograms have fixed buckets with bounds up to 10, and each observed value takes a
+line of worker output. Here, histograms are exported as counters with an upper-bound label (``le``),
+which look like a normal histogram to Prometheus. They have suitable bounds and cost little.
 """
 
 import threading
@@ -16,17 +14,16 @@ BATCH_SIZE_BOUNDS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 # The L2 distance between unit vectors is 2 sin(angle / 2). A distance of 0.1 corresponds to 6
 # degrees, 1.4 to nearly a right angle, and 2 to opposite directions.
 DISTANCE_BOUNDS = (*(round(0.1 * tenth, 1) for tenth in range(1, 15)), 2.0)
-# The bounds of evernear_request_seconds, which the frontend observes, because only the frontend
-# sees how long a request waits for a worker. They range from 5 ms to 40 s. Each bound is 1.5 times
-# the previous bound. This resolution is sufficient to compare 99th percentiles.
+# The bounds of evernear_request_seconds, which the frontend observes, because only it sees how long
+# a request waits for a worker. They range from 5 ms to 40 s, each 1.5 times the previous one, which
+# suffices to compare 99th percentiles.
 SECONDS_BOUNDS = tuple(float(f"{0.005 * 1.5**step:.2g}") for step in range(23))
 FLUSH_EVERY_S = 1.0
 
 Kind = Literal["counter", "gauge"]
 Labels = tuple[str, ...]
 Emit = Callable[[str, float, Labels], None]
-"""Increments a counter or sets a gauge. The arguments are the metric name, the value, and the label
-values."""
+"""Increments a counter or sets a gauge: metric name, value, and label values."""
 
 
 class Metric(NamedTuple):
@@ -75,8 +72,7 @@ _TORCHSERVE_METRICS: Mapping[str, Metric] = {
 
 
 def metrics_file() -> dict[str, Any]:
-    """The content of ``metrics.yaml``: TorchServe's metrics (``ts_metrics``) and evernear's metrics
-    (``model_metrics``)."""
+    """TorchServe's metrics (``ts_metrics``) and evernear's (``model_metrics``)."""
     return {"ts_metrics": _by_kind(_TORCHSERVE_METRICS), "model_metrics": _by_kind(METRICS)}
 
 
@@ -92,14 +88,12 @@ def _by_kind(metrics: Mapping[str, Metric]) -> dict[str, list[dict[str, Any]]]:
 
 
 class Meter:
-    """Records metrics for the batches of one release. `flush` passes the increments of all metrics
-    to ``emit``.
+    """Records metrics for one release's batches. `flush` passes their increments to ``emit``.
 
     ``created_s`` is the Unix time at which the release was created. ``threshold`` is the distance
-    beyond which an image is unknown. For comparison with live queries, two optional arguments are
-    also emitted: ``test_accuracy``, the release's accuracy on the test split, and ``reference``,
-    the distances in the release's drift baseline. ``reference`` is emitted as a cumulative
-    distribution at the `DISTANCE_BOUNDS`.
+    beyond which an image is unknown. Two optional arguments are also emitted, for comparison with
+    live queries: ``test_accuracy``, the accuracy on the test split, and ``reference``, the
+    distances in the drift baseline, as a cumulative distribution at the `DISTANCE_BOUNDS`.
     """
 
     def __init__(
@@ -151,13 +145,9 @@ class Meter:
         stages_s: Mapping[str, float],
         neighbors: Sequence[bool] = (),
     ) -> None:
-        """Record a batch.
-
-        ``outcomes`` has an entry for each request. ``distances`` contains the distance of each
-        image with a prediction, and ``unknown`` is the number of unknown images. ``stages_s``
-        contains the duration of each stage. For each neighbor of a known image, ``neighbors`` says
-        whether the neighbor's label equals the predicted label.
-        """
+        """``outcomes`` has an entry for each request, and ``distances`` one for each image with a
+        prediction. ``stages_s`` contains the duration of each stage. For each neighbor of a known
+        image, ``neighbors`` says whether its label equals the predicted one."""
         self._batch_size.observe(len(outcomes))
         for outcome in outcomes:
             self._requests.labels(self._version, outcome).inc()

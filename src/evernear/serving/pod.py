@@ -1,5 +1,4 @@
-"""The containers, probes and preStop hook of a serving pod, in the order in which the
-kubelet runs them.
+"""The containers, probes and preStop hook of a serving pod, in the order in which they run.
 
 ::
 
@@ -11,10 +10,9 @@ kubelet runs them.
     preStop          exec sleep                                           serves while the endpoint is removed
     SIGTERM          drains (decision 9)
 
-In all containers, ``EVERNEAR_WORKDIR`` is the path of an emptyDir, which is the only
-writable directory besides ``/tmp``. Only the init container has ``EVERNEAR_STORE`` and
-the credentials for the object store. In all other containers, ``EVERNEAR_TOKEN_FILE``
-is the path of a file from the Secret.
+In all containers, ``EVERNEAR_WORKDIR`` is the path of an emptyDir, the only writable directory
+besides ``/tmp``. Only the init container has ``EVERNEAR_STORE`` and the credentials for the object
+store. In the others, ``EVERNEAR_TOKEN_FILE`` is the path of a file from the Secret.
 
 ::
 
@@ -48,31 +46,28 @@ from evernear.settings.sources import TOKEN_FILE_VARIABLE
 
 ANYWHERE = "0.0.0.0"  # noqa: S104 - of the pod, to which a NetworkPolicy restricts access
 ENDPOINT_REMOVAL_S = 10
-"""Delay of the preStop hook, while Kubernetes removes the pod from its endpoints and clients
-notice."""
+"""Delay of the preStop hook, while Kubernetes removes the endpoint and clients notice."""
 JAVA_EXIT_S = 5  # after the drain
 GRACE_PERIOD_S = ENDPOINT_REMOVAL_S + DRAIN_TIMEOUT_S + JAVA_EXIT_S
-"""The ``terminationGracePeriodSeconds`` of a pod: the time for the preStop hook, the drain and the
-exit of Java."""
+"""``terminationGracePeriodSeconds``: time for the preStop hook, the drain and Java's exit."""
 TOKEN = re.compile(r"[A-Za-z0-9._~+/-]{16,4096}=*")
-"""Pattern for a b64token (RFC 6750, section 2.1) of at least 96 bits."""
+"""A b64token (RFC 6750, section 2.1) of at least 96 bits."""
 _STAGING = ".fetch-"
 # These sizes were measured with the digits network and index (benchmarks/hostile_traffic.py).
 WORKER_SIZE_BYTES = 480 * 2**20
-"""Memory usage of a worker before its first large image."""
+"""A worker's memory before its first large image."""
 JAVA_SIZE_BYTES = 200 * 2**20
-"""Memory usage of TorchServe's frontend in addition to the Java heap."""
+"""Memory of TorchServe's frontend in addition to the Java heap."""
 MEMORY_STEP_BYTES = 256 * 2**20  # so that small differences between releases do not change the pod
 _UNITS = {"Mi": 2**20, "Gi": 2**30}
 
 
 def memory_size_bytes(settings: ServingSettings, index_size_bytes: int, worker_parts_size_bytes: int) -> int:
-    """The memory that a pod needs if every worker processes a full batch of the largest
-    requests.
+    """The memory that a pod needs if every worker processes a full batch of the largest requests.
 
-    All workers share one memory-mapped copy of the index (``index_size_bytes``). Each worker loads
-    its own copy of the network, labels and centroids (``worker_parts_size_bytes``). Each request
-    body is in memory twice: as received, and after it is rewritten without metadata.
+    All workers share one memory-mapped copy of the index (``index_size_bytes``). Each loads its own
+    copy of the network, labels and centroids (``worker_parts_size_bytes``). Each request body is in
+    memory twice: as received, and after it is rewritten without metadata.
     """
     batch = 2 * settings.batch_size * settings.max_request_size_bytes
     worker = WORKER_SIZE_BYTES + worker_parts_size_bytes + decode_size_bytes(settings.max_pixels) + batch
@@ -80,14 +75,11 @@ def memory_size_bytes(settings: ServingSettings, index_size_bytes: int, worker_p
 
 
 def pod_memory(settings: RunSettings, index_size_bytes: int = 0, worker_parts_size_bytes: int = 0) -> str:
-    """Memory request and limit of a pod, as a Kubernetes quantity. The size parameters are the same
-    as for `memory_size_bytes`.
-
-    If both sizes are 0, the result is the minimum amount of memory that any release needs.
+    """Memory request and limit of a pod, as a Kubernetes quantity. If both sizes are 0, the minimum
+    that any release needs.
 
     Raises:
-        SettingsError: ``kubernetes.memory`` is less than the value that ``auto`` would
-            select.
+        SettingsError: ``kubernetes.memory`` is less than the value that ``auto`` would select.
     """
     serving, chosen = settings.serving, settings.kubernetes.memory
     needed = memory_size_bytes(serving, index_size_bytes, worker_parts_size_bytes)
@@ -107,17 +99,10 @@ def pod_memory(settings: RunSettings, index_size_bytes: int = 0, worker_parts_si
 
 
 def fetch_release(version: str, sha256: str, settings: Settings) -> ReleaseManifest:
-    """Download a release for `serve_pod` from the store in ``settings``.
+    """Download a release for `serve_pod`.
 
-    ``sha256`` is the archive hash that the deployer specified. The registry's record and the
-    archive must match this hash. The store is only read. The call can safely be repeated, even if
-    an earlier call was killed.
-
-    Raises:
-        IntegrityError: the deployer, the registry and the archive do not describe the
-            same release, or the release is damaged.
-        StoreError: the release does not exist, the store is unreachable,
-            or the disk is full.
+    The registry's record and the archive must match ``sha256``, the deployer's hash of the archive.
+    The store is only read. The call can be repeated, even if an earlier one was killed.
     """
     home, archive = home_of(settings.workdir), _archive(settings)
     if _is_alone(archive) and sha256_file(archive) == sha256:  # written last, so the release directory is complete
@@ -148,15 +133,9 @@ def fetch_release(version: str, sha256: str, settings: Settings) -> ReleaseManif
 def serve_pod(settings: Settings, *, without_token: bool = False) -> NoReturn:
     """Replace this process with TorchServe, which serves the fetched release.
 
-    The inference and metrics APIs listen on all addresses, whereas the management API listens only
-    on loopback. No model can be registered. Unless ``without_token`` is set, the inference API
-    requires the token in the file that ``EVERNEAR_TOKEN_FILE`` specifies.
-
-    Raises:
-        SettingsError: the token is missing or invalid, or a token file is set together
-            with ``without_token``.
-        ServingError: no release was fetched, or Java or TorchServe is not installed.
-        ServingError: a port is in use.
+    The inference and metrics APIs listen on all addresses, and the management API only on loopback.
+    No model can be registered. Unless ``without_token`` is set, the inference API requires the
+    token in the file that ``EVERNEAR_TOKEN_FILE`` specifies.
     """
     if not _is_alone(_archive(settings)):
         raise ServingError(
@@ -179,12 +158,7 @@ def serve_pod(settings: Settings, *, without_token: bool = False) -> NoReturn:
 
 
 def release(settings: Settings) -> ReleaseParts:
-    """The fetched release, of which only the manifest, the preprocessing and the stored queries
-    remain.
-
-    Raises:
-        ServingError: no release was fetched.
-    """
+    """The fetched release: only its manifest, preprocessing and stored queries remain."""
     manifest = _release_dir(settings) / MANIFEST_FILE
     if not manifest.is_file():
         raise ServingError(f"{settings.workdir} has no release; run `evernear pod fetch` first.")
@@ -205,8 +179,7 @@ def _release_dir(settings: Settings) -> Path:
 
 
 def _is_alone(archive: Path) -> bool:
-    """Whether the archive is the only file in the model store. The server loads every file in the
-    model store."""
+    """The server loads every file in the model store, so the archive must be the only one."""
     return archive.is_file() and list(archive.parent.iterdir()) == [archive]
 
 
@@ -220,8 +193,7 @@ def _remove_leftovers(home: Path) -> None:
 
 
 def _remove_all_but_probe_files(parts: ReleaseParts) -> None:
-    """Remove all release files except the files that probes and people read. TorchServe unpacks the
-    archive itself."""
+    """Keep the release files that probes and people read. TorchServe unpacks the archive itself."""
     needed = {MANIFEST_FILE, PREPROCESSING_FILE, SMOKE_FILE, *(query.file for _, query in parts.smoke_queries())}
     for file in parts.directory.iterdir():
         if file.name not in needed:

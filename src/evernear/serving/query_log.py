@@ -1,21 +1,19 @@
-"""The log of sampled live queries, which the watcher uses to detect drift.
+"""The log of sampled live queries, from which the watcher detects drift.
 
-The log files are written on the server's machine and then shipped to the store.
+Its files are written on the server's machine and then shipped to the store.
 
 ::
 
     TORCHSERVE_HOME/queries/<time>-<version>-<host>-<process>-<random>.jsonl    finished files on this machine
     queries/<day>/<same name>                                                   in the store
 
-Each worker samples the queries of a period uniformly in memory. At the end of each
-period, the worker writes a log file. The first line of a log file contains the total
-number of queries, and each other line contains a sampled query. If
-``serving.query_log`` is ``images``, uncertain queries also contain the preprocessed
-image and its embedding. Queries in a smaller uniform sample (`SampledFiles`) also
-contain the file that the client sent. Log files are written atomically, and have a
-limited number of rows and bytes. File names are unique, so any number of workers and
-pods may write log files. Logging never makes a prediction fail or wait for a disk. A
-separate thread writes the files. Queries that cannot be written are dropped.
+Each worker samples the queries of a period uniformly in memory, and writes a log file at its end.
+The first line contains the total number of queries, and each other line a sampled query. If
+``serving.query_log`` is ``images``, uncertain queries also contain the preprocessed image and its
+embedding, and those in a smaller uniform sample (`SampledFiles`) the file that the client sent. Log
+files are written atomically, and have a limited number of rows and bytes. Their names are unique,
+so any number of workers and pods may write them. Logging never makes a prediction fail or wait for
+a disk. A separate thread writes the files, and queries that cannot be written are dropped.
 """  # noqa: W505
 
 import base64
@@ -53,8 +51,8 @@ SHIP_EVERY_S = 60.0
 _IMAGE_BYTES = 3 * 2**20  # largest total size of the images in a file, before base64 adds a third
 _SENT_BYTES = 3 * 2**19  # largest total size of the clients' files in a file, before base64 adds a third
 SENT_MAX_BYTES = 2**19
-"""Size above which the log contains the preprocessed image instead of the client's file. Without
-this limit, three large files would fill the sample."""
+"""Above this size, the preprocessed image replaces the client's file. Otherwise, three large files
+would fill the sample."""
 SENT_MAX_FILES = 20
 UNCERTAIN_SHARE = 0.9
 _log = logging.getLogger(__name__)
@@ -85,11 +83,10 @@ _NO_FILE = _File(b"", preprocessed=False)
 
 
 class SampledFiles:
-    """A uniform sample of files. The number of files and their total size are limited.
+    """A uniform sample of files, limited in number and total size.
 
-    The sample consists of the files with the smallest random priorities. Only the priority decides
-    whether a file is dropped. A small file is therefore no more likely to remain in the sample than
-    a large file.
+    It consists of the files with the smallest random priorities. Only the priority decides whether
+    a file is dropped, so a small file is no more likely to remain than a large one.
     """
 
     def __init__(self) -> None:
@@ -102,10 +99,7 @@ class SampledFiles:
         return priority < self._limit
 
     def add(self, priority: float, file: _File) -> None:
-        """Add a file whose priority the sample `admits`.
-
-        If the sample exceeds its bounds, drop the files with the largest priorities.
-        """
+        """Add a file whose priority the sample `admits`, and drop those beyond the bounds."""
         heapq.heappush(self._files, (-priority, file))
         self._bytes += len(file.data)
         while self._bytes > _SENT_BYTES or len(self._files) > SENT_MAX_FILES:
@@ -114,12 +108,11 @@ class SampledFiles:
             self._limit = -negative
 
     def by_priority(self) -> dict[float, _File]:
-        """The sampled files by priority."""
         return {-negative: file for negative, file in self._files}
 
 
 class QueryLog:
-    """The query log of one worker. A worker serves one release."""
+    """The query log of one worker, which serves one release."""
 
     def __init__(self, configuration: QueryLogConfiguration, release: ReleaseParts) -> None:
         self._configuration = configuration
@@ -132,10 +125,7 @@ class QueryLog:
 
     @staticmethod
     def from_environment(release: ReleaseParts) -> "QueryLog | None":
-        """Open the query log that the server's configuration specifies.
-
-        Return None if the log is off or its configuration is unreadable.
-        """
+        """None if the log is off or its configuration is unreadable."""
         path = os.environ.get(QUERY_LOG_VARIABLE)
         if not path or not Path(path).is_file():
             return None
@@ -156,8 +146,7 @@ class QueryLog:
         images: Pixels | None,
         requests: Sequence[Request] = (),
     ) -> None:
-        """Count the queries in a batch, and sample the queries with the smallest random
-        priorities.
+        """Count a batch's queries, and sample those with the smallest random priorities.
 
         ``embeddings`` and ``images`` have one row for each prediction. ``requests`` is empty, or
         has one entry for each prediction.
@@ -179,10 +168,7 @@ class QueryLog:
                     self._files.add(priority, _stored_file(request.file, images, row))
 
     def write_file(self) -> Path | None:
-        """Write the queries that were sampled since the last file, and return the path of the new
-        file.
-
-        Return None if no query was recorded.
+        """Write the queries sampled since the last file, and return its path, None without any.
 
         Raises:
             StoreError: the directory is not writable. The queries are lost.
@@ -208,7 +194,7 @@ class QueryLog:
         self, prediction: Prediction, row: int, embeddings: NDArray[np.float32] | None, images: Pixels | None, id_: str
     ) -> _Sample:
         coordinates = None if embeddings is None else embeddings[row] @ self._projection
-        # Copy the row, because a view would keep the whole batch in memory.
+        # A view would keep the whole batch in memory.
         wanted = self._configuration.images and is_uncertain(prediction, self._threshold)
         pixels = images[row].copy() if images is not None and wanted else None
         embedding = "" if embeddings is None or pixels is None else encode_embedding(embeddings[row])
@@ -232,26 +218,17 @@ class QueryLog:
 
 
 def is_uncertain(prediction: Prediction, threshold: float) -> bool:
-    """Whether a query needs manual review.
+    """Whether a query needs manual review: it is unknown, or near the threshold or another class.
 
-    A query needs review if it is unknown, near the threshold, or near the boundary between two
-    classes. "Near" means that the distance to the nearest neighbor exceeds the share
-    `UNCERTAIN_SHARE` of the threshold, or of the distance to the nearest neighbor with a different
-    label.
+    "Near" means that the distance to the nearest neighbor exceeds the share `UNCERTAIN_SHARE` of
+    the threshold, or of the distance to the nearest neighbor with a different label.
     """
     others = [neighbor.dist for neighbor in prediction.neighbors if neighbor.label != prediction.pred]
     return prediction.unknown or prediction.dist > UNCERTAIN_SHARE * min([threshold, *others])
 
 
 def ship_query_log(directory: Path, store: Store) -> int:
-    """Move the files in ``directory`` to the store, and return the number of moved files.
-
-    If a call is killed, it can safely be repeated.
-
-    Raises:
-        StoreError: the store or the disk fails. The next call ships the remaining
-            files.
-    """
+    """Move the files to the store, and return how many. A killed call can be repeated."""
     count = 0
     for path in sorted(directory.glob("*.jsonl")):
         try:
@@ -265,10 +242,7 @@ def ship_query_log(directory: Path, store: Store) -> int:
 
 
 def ship_until(ended: threading.Event, directory: Path, store: Store) -> None:
-    """Call `ship_query_log` once a minute until ``ended`` is set, and then once more.
-
-    Failures are logged and retried.
-    """
+    """Call `ship_query_log` every minute, and once after ``ended``. Failures are only logged."""
     while True:
         at_end = ended.wait(SHIP_EVERY_S)
         try:
@@ -284,7 +258,7 @@ def _projection(release: ReleaseParts) -> NDArray[np.float32]:
 
 
 def _lines(period: Period, samples: list[tuple[float, int, _Sample]], files: dict[float, _File]) -> Generator[str]:
-    """Yield the lines of a log file. The queries are in order of arrival."""
+    """Yield the lines of a log file, with the queries in order of arrival."""
     yield period.model_dump_json()
     image_bytes = 0
     for negative_priority, _, sample in sorted(samples, key=lambda entry: entry[1]):
@@ -317,10 +291,9 @@ def _labels(prediction: Prediction) -> tuple[str, ...]:
 
 
 def _remove_oldest(directory: Path, size_bytes: int) -> None:
-    """Remove the oldest files until the remaining files take at most ``size_bytes``.
+    """Remove the oldest files until the rest take at most ``size_bytes``.
 
-    A file with a future date was written before the clock was set back, so such a file counts as
-    older than the other files.
+    A file with a future date was written before the clock was set back, so it counts as the oldest.
     """
     files: list[tuple[bool, str, Path, int]] = []
     now = f"{datetime.now(UTC):{TIME_FORMAT}}"

@@ -1,7 +1,6 @@
-"""The format of the query log files, and functions to read these files.
+"""The format of the query log files, and functions to read them.
 
-Files in the store are untrusted, because anyone with write access to the store may have changed
-them.
+Those in the store are untrusted, because anyone with write access may have changed them.
 """
 
 import base64
@@ -33,8 +32,6 @@ class Period(Frozen, allow_inf_nan=False):
 
 
 class LoggedQuery(Frozen, allow_inf_nan=False):
-    """A sampled query."""
-
     at: AwareDatetime
     pred: str
     dist: float
@@ -42,8 +39,7 @@ class LoggedQuery(Frozen, allow_inf_nan=False):
     coordinates: tuple[float, ...] = Field(default=(), max_length=PROJECTED_DIM)
     """The projected embedding (`evernear.release.drift_baseline`). Empty if it is unknown."""
     image: str = ""
-    """The preprocessed image as a base64-encoded PNG file, if the query `is_uncertain` and
-    ``serving.query_log`` is ``images``."""
+    """The preprocessed image in base64, for uncertain queries (``serving.query_log: images``)."""
     embedding: str = Field(default="", max_length=MAX_CHARACTERS)
     """The embedding of ``image`` (`evernear.serving.embedding_codec`)."""
     candidates: tuple[str, ...] = ()
@@ -51,14 +47,10 @@ class LoggedQuery(Frozen, allow_inf_nan=False):
     id: str = Field(default="", max_length=128)
     """The request's id, which is also the ``id`` of its response. Empty without TorchServe."""
     file: str = ""
-    """The base64-encoded file that the client sent, if the query is in the uniform sample of
-    files."""
+    """The client's file in base64, if the query is in the uniform sample of files."""
     preprocessed: bool = False
-    """Whether ``file`` is the preprocessed image instead of the file that the client sent.
-
-    The preprocessed image replaces a client's file that is larger than
-    `evernear.serving.query_log.SENT_MAX_BYTES`.
-    """
+    """Whether ``file`` is the preprocessed image, because the client's file is larger than
+    `evernear.serving.query_log.SENT_MAX_BYTES`."""
 
 
 class SampledQuery(NamedTuple):
@@ -75,10 +67,10 @@ class SampledQuery(NamedTuple):
 
 
 def parse_file(data: bytes, source: str) -> tuple[Period, list[LoggedQuery]]:
-    """Parse an untrusted log file.
+    """Parse an untrusted log file from ``source``.
 
     Raises:
-        IntegrityError: ``data``, which came from ``source``, is invalid.
+        IntegrityError: ``data`` is invalid.
     """
     try:
         first, *rest = data[: MAX_FILE_BYTES + 1].splitlines()
@@ -88,10 +80,10 @@ def parse_file(data: bytes, source: str) -> tuple[Period, list[LoggedQuery]]:
 
 
 def sampled_queries(data: bytes, source: str) -> list[SampledQuery]:
-    """Parse an untrusted log file, and return the queries that contain a sampled file.
+    """The queries of an untrusted log file that contain a sampled file.
 
     Raises:
-        IntegrityError: ``data``, which came from ``source``, is invalid.
+        IntegrityError: ``data`` is invalid.
     """
     period, rows = parse_file(data, source)
     try:
@@ -114,7 +106,7 @@ def sampled_queries(data: bytes, source: str) -> list[SampledQuery]:
 
 
 def closed_at(key: str) -> datetime | None:
-    """The time at which the log file ``key`` was closed, or None if ``key`` is not a log file."""
+    """When the log file ``key`` was closed, or None if it is not a log file."""
     try:
         return datetime.strptime(PurePosixPath(key).name[:16], TIME_FORMAT).replace(tzinfo=UTC)
     except ValueError:

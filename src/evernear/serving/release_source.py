@@ -1,5 +1,3 @@
-"""The source of a server's release: a ``.mar`` file on disk, or a registry."""
-
 import tempfile
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -15,18 +13,15 @@ from evernear.release.registry import Registry
 
 @dataclass(frozen=True)
 class ReleaseSource:
-    """The release ``version`` in the registry of ``store_uri``, or the archive at ``path``.
-
-    If ``version`` is empty, the release is the champion. ``path`` is a ``.mar`` file, or a
-    directory with one ``.mar`` file. If ``store_uri`` is set, ``path`` is ignored.
-    """
+    """The release ``version`` (default: the champion) in the registry of ``store_uri``. Without
+    ``store_uri``, the archive at ``path``: a ``.mar`` file, or a directory with one."""
 
     store_uri: str = ""
     version: str = ""
     path: Path = Path()
 
     def manifest(self) -> ReleaseManifest:
-        """Read only the manifest. Raises the errors of `unpacked`."""
+        """Read only the manifest."""
         if self.store_uri:
             registry = self._registry()
             return registry.get(self._version(registry)).manifest
@@ -34,14 +29,7 @@ class ReleaseSource:
 
     @contextmanager
     def unpacked(self) -> Generator[ReleaseParts]:
-        """Unpack and verify the release in a temporary directory, which is removed when the context
-        ends.
-
-        Raises:
-            IntegrityError: the archive is damaged, or ``path`` does not contain exactly
-                one archive.
-            StoreError: the store is unreachable, or has no such release.
-        """
+        """Unpack and verify the release in a temporary directory for the body."""
         with tempfile.TemporaryDirectory(prefix="evernear-") as directory:
             if self.store_uri:
                 archive, registry = Path(directory) / ARCHIVE_FILE, self._registry()

@@ -1,11 +1,9 @@
-"""Replay stored live queries. Without a server, the candidate answers each query as it would in
-production.
+"""Replay stored live queries: the candidate answers each as it would in production.
 
-The candidate uses the files that the archive step packs: the exported network with its
-preprocessing, the index and its labels. The queries are a uniform sample
-(`evernear.serving.query_log_files.sampled_queries`). The query files are decoded as in a server. If
-the champion answered a query live, the logged answer is used. Otherwise, the champion's answer is
-computed in the same way as the candidate's answer.
+It uses the files that the archive step packs: the exported network with its preprocessing, the
+index and its labels. The queries are a uniform sample
+(`evernear.serving.query_log_files.sampled_queries`), decoded as in a server. If the champion
+answered a query live, its logged answer is used. Otherwise, it is computed like the candidate's.
 """
 
 from collections import Counter
@@ -32,8 +30,7 @@ MAX_FILES = 400
 BATCH = 64
 THUMBNAIL_PX = 16
 DUPLICATE_CORRELATION = 0.98
-"""Minimum correlation between the thumbnails of two near-duplicates, such as frames of one
-scene."""
+"""Minimum correlation between the thumbnails of near-duplicates, such as frames of a scene."""
 NEAR_DUPLICATE = "near-duplicates of newer queries"
 UNREADABLE = "with a file that cannot be decoded"
 
@@ -49,13 +46,8 @@ class _Decoded(NamedTuple):
 def replay(
     candidate: Recognizer, champion: ReleasedSystem, store: Store, max_pixels: int
 ) -> tuple[Replay, ReplayExamples]:
-    """Replay the `stored_queries`, and count and show the changed answers.
-
-    Near-duplicates and queries whose file cannot be decoded are left out.
-
-    Raises:
-        StoreError: the store is unavailable.
-    """
+    """Replay the `stored_queries`, and count and show the changed answers. Near-duplicates and
+    queries whose file cannot be decoded are left out."""
     left_out: Counter[str] = Counter()
     decoded = _decode(candidate, champion.recognizer, stored_queries(store), max_pixels, left_out)
     after = _recognize(candidate, [each.for_candidate for each in decoded])
@@ -72,12 +64,7 @@ def replay(
 
 
 def stored_queries(store: Store, limit: int = QUERIES_MAX) -> list[SampledQuery]:
-    """The newest ``limit`` queries in the log's uniform sample, newest first. Damaged log files are
-    skipped.
-
-    Raises:
-        StoreError: the store is unavailable.
-    """
+    """The newest queries in the log's uniform sample, newest first. Skips damaged files."""
     logs = [info for info in store.list(QUERIES) if closed_at(info.key) and info.size_bytes <= MAX_FILE_BYTES]
     found: list[SampledQuery] = []
     for info in sorted(logs, key=lambda info: info.key, reverse=True)[:MAX_FILES]:
@@ -118,8 +105,7 @@ def _decode(
 
 
 def _answers_before(champion: Recognizer, decoded: list[_Decoded]) -> list[Answer]:
-    """The champion's answer to each query: the logged answer, or a computed answer if a different
-    release answered the query."""
+    """The champion's logged answers, computed where a different release answered."""
     missing = [row for row, each in enumerate(decoded) if each.query.version != champion.name]
     computed = dict(zip(missing, _recognize(champion, [decoded[row].for_champion for row in missing]), strict=True))
     return [
@@ -137,11 +123,7 @@ def _recognize(recognizer: Recognizer, images: list[Pixels]) -> list[Answer]:
 
 
 def _thumbnail(image: Pixels) -> NDArray[np.float32]:
-    """A square grayscale thumbnail of `THUMBNAIL_PX` pixels per side, as a vector with mean 0 and
-    length 1.
-
-    The vector is zero if all pixels have the same value.
-    """
+    """A grayscale thumbnail as a vector with mean 0 and length 1, or zero if it is uniform."""
     picture = Image.fromarray(np.squeeze(image, axis=2) if image.shape[2] == 1 else image).convert("L")
     gray = np.asarray(picture.resize((THUMBNAIL_PX, THUMBNAIL_PX), Image.Resampling.BOX), np.float32).ravel()
     centered = gray - gray.mean()

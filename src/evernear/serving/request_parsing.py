@@ -1,11 +1,9 @@
-"""Extract images from requests. An image can be the body itself, a multipart field, or base64 in
-JSON.
+"""Extract images from requests: the body itself, a multipart field, or base64 in JSON.
 
 The base64 text may be wrapped, URL-safe, unpadded, or part of a ``data:`` URI.
 
-JSON is decoded with a schema, so that only the base64 text is created in memory. The `json` module
-would also create all other values in the body, which can take 25 times as much memory as the body
-itself.
+JSON is decoded with a schema, which creates only the base64 text. The `json` module would also
+create all other values, which can take 25 times as much memory as the body itself.
 """
 
 import base64
@@ -23,7 +21,7 @@ FIELDS = ("body", "data", "image", "file")
 EXAMPLE_IMAGE = "iVBORw0KGgoAAAANSUhEUgAAAAgAAAAICAAAAADhZOFXAAAADElEQVR4AWNgoA4AAABIAAE8O4AtAAAAAElFTkSuQmCC"
 _MAX_REASON_LENGTH = 200
 _COMPRESSED = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "Zstandard"}
-"""Signatures of compressed bodies. Deflate and Brotli data have no signature."""
+"""Signatures of compressed bodies. Deflate and Brotli data have none."""
 _TO_STANDARD_ALPHABET = str.maketrans("-_", "+/", " \t\r\n")
 
 
@@ -53,18 +51,12 @@ _LENIENT = msgspec.json.Decoder(_LenientImageRequest)
 
 
 def image_request_schema() -> dict[str, Any]:
-    """The JSON Schema of `ImageRequest`."""
     (_, components) = msgspec.json.schema_components([ImageRequest])
     return components["ImageRequest"]
 
 
 def decode_base64(text: str) -> bytes:
-    """Decode base64 or a ``data:`` URI. Line breaks, URL-safe characters and missing padding are
-    accepted.
-
-    Raises:
-        ValueError: the text is not base64.
-    """
+    """Decode base64 or a ``data:`` URI, also wrapped, URL-safe or unpadded."""
     if text[:5].lower() == "data:":
         header, comma, text = text.partition(",")
         if not (comma and header.lower().endswith(";base64")):
@@ -74,18 +66,13 @@ def decode_base64(text: str) -> bytes:
 
 
 def compression(body: bytes) -> str | None:
-    """The error message for a compressed body, or None if the body is not compressed."""
+    """The error message for a compressed body, otherwise None."""
     kind = next((kind for signature, kind in _COMPRESSED.items() if body.startswith(signature)), None)
     return kind and f"The request's body is compressed with {kind}; send it uncompressed."
 
 
 def image_from_json(body: bytes) -> bytes:
-    """Extract the image file from an `ImageRequest`.
-
-    Raises:
-        RequestError: the body is not the expected JSON.
-        DataError: the text in the JSON is not base64.
-    """
+    """Extract the image file from an `ImageRequest`."""
     if compressed := compression(body):
         raise RequestError(compressed)
     try:
@@ -100,11 +87,10 @@ def image_from_json(body: bytes) -> bytes:
 
 
 def image_from_fields(fields: Mapping[str, bytes]) -> bytes | Rejection:
-    """Extract the image file from the fields of a TorchServe request. The field for a plain body is
-    ``body``.
+    """Extract the image file from the fields of a TorchServe request. A plain body is ``body``.
 
-    JSON is detected by its first byte. No image file begins with the first byte of a JSON object,
-    so a wrong content type is harmless. Unknown JSON fields are ignored.
+    JSON is detected by its first byte, with which no image file begins, so a wrong content type is
+    harmless. Unknown JSON fields are ignored.
     """
     data = next((bytes(fields[name]) for name in FIELDS if name in fields), None)
     if data is None:

@@ -1,5 +1,4 @@
-"""The bodies of all responses. This module does not import torch, FAISS or NumPy, because clients
-use it to parse responses."""
+"""The bodies of all responses. Clients can import this module without torch, FAISS or NumPy."""
 
 from datetime import datetime
 from operator import not_
@@ -14,7 +13,7 @@ if TYPE_CHECKING:
 
 
 EMBEDDING_FIELD = "evernear-embedding"
-"""Name of the HTTP header or gRPC input that requests the embedding of the image."""
+"""The HTTP header or gRPC input that requests the embedding of the image."""
 
 
 class Neighbor(Frozen, extra="ignore"):
@@ -43,11 +42,9 @@ class Prediction(Frozen, extra="ignore"):
     neighbors: tuple[Neighbor, ...]
     version: str
     id: str = Field(default="", exclude_if=not_)
-    """The request's id in the query log, with which the true label can be imported later. Absent
-    without TorchServe."""
+    """The request's id in the query log, to import the true label. Only from TorchServe."""
     embedding: str = Field(default="", exclude_if=not_)
-    """The embedding of the image (`evernear.serving.embedding_codec`), if the request asks for
-    it."""
+    """The embedding of the image (`evernear.serving.embedding_codec`) if requested."""
 
 
 class Rejection(Frozen, extra="ignore"):
@@ -81,6 +78,6 @@ class Metadata(Frozen, extra="ignore"):
 
     @staticmethod
     def of(manifest: "ReleaseManifest", model: str) -> "Metadata":
-        """Select the public fields of a manifest. ``model`` is the model name that clients use."""
+        """``model`` is the model name that clients use."""
         fields = manifest.preprocessing.model_dump() | manifest.model_dump() | {"model": model}
         return Metadata.model_validate(fields)

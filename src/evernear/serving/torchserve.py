@@ -1,8 +1,8 @@
 """Lifecycle of a TorchServe server: start, readiness and stop.
 
-All files of a server are in its home directory (``WORKDIR/torchserve``, mode 0700): configuration,
-keys, logs and model store. Java is started directly, because the ``torchserve`` script supports
-only one process per machine. This module has been tested with TorchServe 0.12.0 on Java 17 and 25.
+All its files are in its home directory (``WORKDIR/torchserve``, mode 0700): configuration, keys,
+logs and model store. Java is started directly, because the ``torchserve`` script supports only one
+process per machine. Tested with TorchServe 0.12.0 on Java 17 and 25.
 """
 
 import contextlib
@@ -47,20 +47,12 @@ KILL_TIMEOUT_S = 15.0
 
 
 def start_server(settings: ServingSettings, home: Path, *, model_api: bool = True) -> Endpoints:
-    """Start TorchServe in ``home`` unless it is already running, and wait until its management API
-    responds.
+    """Start TorchServe in ``home`` unless it is already running, and wait for its management API.
 
-    The server outlives this process and inherits no pipes from it. ``model_api`` is passed to
-    `write_configuration`.
+    The server outlives this process and inherits no pipes from it.
 
     Raises:
-        ServingError: a different program uses a port.
-        ServingError: Java or TorchServe is not installed, the server is already running
-            on different ports, or the server does not start within
-            `STARTUP_TIMEOUT_S`.
-        StoreError: ``home``, or the server's directory in /tmp, cannot be created.
-        BusyError: a different process is starting or stopping this server, and does not
-            finish in time.
+        BusyError: a different process is starting or stopping it, and does not finish in time.
     """
     _make_home(home)
     requested = Endpoints.of(settings)
@@ -83,17 +75,8 @@ def start_server(settings: ServingSettings, home: Path, *, model_api: bool = Tru
 
 
 def exec_torchserve(settings: ServingSettings, home: Path, frontend: Mapping[str, object], *, tokens: bool) -> NoReturn:
-    """Replace this process with a TorchServe server in ``home``.
-
-    TorchServe then receives this process's signals and writes to its console. The server loads all
-    archives in its model store. ``frontend`` is passed to `java_command`, and ``tokens`` to
-    `write_configuration`.
-
-    Raises:
-        ServingError: a different program uses a port.
-        ServingError: Java or TorchServe is not installed.
-        StoreError: ``home``, or the server's directory in /tmp, cannot be created.
-    """
+    """Replace this process with a TorchServe server, which loads all archives in its model store.
+    It receives this process's signals and writes to its console."""
     _make_home(home)
     _require_free_ports(Endpoints.of(settings))
     _remove_leftovers(home)
@@ -106,12 +89,7 @@ def exec_torchserve(settings: ServingSettings, home: Path, frontend: Mapping[str
 
 
 def require_startable(settings: ServingSettings, home: Path) -> None:
-    """Check that `start_server` can succeed, so that a run does not fail after hours of
-    training.
-
-    Raises:
-        ServingError: for the same reasons as in `start_server`.
-    """
+    """Check that `start_server` can succeed, before hours of training."""
     requested = Endpoints.of(settings)
     if is_running(home):
         _require_same_endpoints(home, requested)
@@ -123,13 +101,10 @@ def require_startable(settings: ServingSettings, home: Path) -> None:
 def stop_server(home: Path) -> bool:
     """Stop the server in ``home`` and its workers, and return whether it was running.
 
-    The server drains: it rejects new connections and finishes in-flight requests. The time limit is
-    `DRAIN_TIMEOUT_S`.
+    For up to `DRAIN_TIMEOUT_S`, it rejects new connections and finishes in-flight requests.
 
     Raises:
-        ServingError: a process does not exit.
-        BusyError: a different process is starting or stopping this server, and does not
-            finish in time.
+        BusyError: a different process is starting or stopping it, and does not finish in time.
     """
     if not home.is_dir():
         return False
@@ -140,14 +115,8 @@ def stop_server(home: Path) -> bool:
 
 
 def adopt(home: Path) -> None:
-    """Bind the lifetime of the server in ``home`` to this process. Call this function before or
-    after the server starts.
-
-    When this process exits or is killed, the server drains and exits.
-
-    Raises:
-        StoreError: ``home`` is not writable.
-    """
+    """Bind the lifetime of the server in ``home``, started before or after, to this process. When
+    it exits or is killed, the server drains and exits."""
     _make_home(home)
     write_atomically(home / OWNER_FILE, str(os.getpid()))
 
@@ -159,13 +128,10 @@ def is_running(home: Path) -> bool:
 
 
 def await_ready(settings: ServingSettings, home: Path, version: str) -> None:
-    """Wait until all workers of ``version`` are READY.
-
-    ``/ping`` is not suitable for this check, because it returns 200 even if no worker is running or
-    a worker crashes repeatedly.
+    """Wait until all workers of ``version`` are READY. ``/ping`` is no check: it returns 200 even
+    if no worker is running or one crashes repeatedly.
 
     Raises:
-        ServingError: the workers are not READY within `STARTUP_TIMEOUT_S`.
         ServerUnreachableError: the server died.
     """
     management = Management(home)
@@ -178,12 +144,8 @@ def await_ready(settings: ServingSettings, home: Path, version: str) -> None:
 
 
 def is_ready(home: Path, model: str) -> bool:
-    """Whether the server in ``home`` accepts connections and the server's default version has a
-    READY worker.
-
-    A draining server is not ready. A server whose workers are loading or crashing is not ready
-    either.
-    """
+    """Whether the server accepts connections and its default version has a READY worker. It is not
+    ready while it drains, or while its workers are loading or crashing."""
     state = read_state(home)
     if state is None:
         return False
@@ -195,8 +157,7 @@ def is_ready(home: Path, model: str) -> bool:
 
 
 def processes(home: Path) -> list[psutil.Process]:
-    """The Java process and the workers of the server in ``home``, including workers that outlived
-    the Java process."""
+    """The server's Java process and workers, including those that outlived it."""
     matching: list[psutil.Process] = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
@@ -207,12 +168,10 @@ def processes(home: Path) -> list[psutil.Process]:
 
 @contextlib.contextmanager
 def exclusive_lock(path: Path, busy: str) -> Generator[None]:
-    """Lock the file ``path``. The operating system releases the lock when this process exits.
+    """Lock a file. The operating system releases the lock when this process exits.
 
     Raises:
-        BusyError: a different process does not release the lock within
-            `LOCK_TIMEOUT_S`. ``busy`` is the message.
-        StoreError: ``path`` is not writable.
+        BusyError: with the message ``busy``, the lock is not released within `LOCK_TIMEOUT_S`.
     """
     lock = FileLock(path, timeout=LOCK_TIMEOUT_S)
     with disk_errors(path):
@@ -280,8 +239,7 @@ def _require_free_ports(requested: Endpoints) -> None:
 
 
 def _home_of_server_on(port: int) -> Path | None:
-    """The home directory of the running TorchServe server that uses ``port``, or None if no server
-    that this user may inspect uses ``port``."""
+    """The home directory of the TorchServe server on ``port`` if this user may inspect it."""
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, ServingError, IntegrityError):
             if MAIN_CLASS in process.cmdline():
@@ -294,8 +252,7 @@ def _home_of_server_on(port: int) -> Path | None:
 
 def _spawn_detached(command: list[str], settings: ServingSettings, home: Path) -> int:
     make_private(temporary_directory(home))
-    # The shell exits immediately. The Java process therefore has no parent that waits for it or
-    # terminates it.
+    # The shell exits immediately, so Java has no parent that waits for it or terminates it.
     script = 'umask 077; "$@" </dev/null >logs/console.log 2>&1 & echo $!'
     shell = subprocess.run(
         ["/bin/sh", "-c", script, "sh", *command],
@@ -354,8 +311,7 @@ def _owner(home: Path) -> int | None:
 
 
 def _is_java_of(home: Path, pid: int) -> bool:
-    """Whether ``pid`` is the Java process of the server in ``home``, and not a different process
-    with a reused process ID."""
+    """False for a different process with a reused process ID."""
     try:
         process = psutil.Process(pid)
         return process.status() != psutil.STATUS_ZOMBIE and _belongs_to(process.cmdline(), home)
@@ -364,12 +320,7 @@ def _is_java_of(home: Path, pid: int) -> bool:
 
 
 def _end_processes(home: Path) -> bool:
-    """Terminate Java, which drains first. Then kill the remaining processes. Returns whether any
-    process was running.
-
-    Raises:
-        ServingError: a process does not exit.
-    """
+    """Terminate Java, which drains first, and kill the remaining processes. False without any."""
     running = processes(home)
     state = read_state(home)
     if state is not None:

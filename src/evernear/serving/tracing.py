@@ -2,8 +2,7 @@
 KServe's containers.
 
 This module needs only OpenTelemetry's API. Unless an integration exports spans
-(`evernear.integrations.tracing`), no span is created. Without an exporter, the client's trace is
-only logged and passed on.
+(`evernear.integrations.tracing`), none is created, and the client's trace is logged and passed on.
 """
 
 from collections.abc import Mapping
@@ -28,22 +27,18 @@ from evernear import __version__
 from evernear.common.plugins import tracer_provider
 
 TRACE_FIELD = "traceparent"
-"""Name of the HTTP header, or of the input in a TorchServe gRPC request, that carries the W3C Trace
-Context.
-
-gRPC requests carry the context as an input, because TorchServe's handlers receive no gRPC metadata.
-"""
+"""The HTTP header, or the input in a TorchServe gRPC request, that carries the W3C Trace Context.
+It is an input because TorchServe's handlers receive no gRPC metadata."""
 
 
 @cache
 def tracer(service: str) -> Tracer:
-    """The tracer of a server. The tracer does nothing unless an integration exports traces."""
+    """Does nothing unless an integration exports traces."""
     return (tracer_provider(service) or NoOpTracerProvider()).get_tracer("evernear", __version__)
 
 
 def request_span(tracer: Tracer, parent: str, name: str = "request", **attributes: str) -> AbstractContextManager[Span]:
-    """A span around a request. The span is a child of the client's span if ``parent`` is a valid
-    `TRACE_FIELD`."""
+    """A span around a request: a child of the client's if ``parent`` is a valid trace field."""
     if isinstance(tracer, NoOpTracer) and not parent:
         # Even a no-op span takes as much CPU time as a small prediction.
         return nullcontext(INVALID_SPAN)
@@ -51,8 +46,7 @@ def request_span(tracer: Tracer, parent: str, name: str = "request", **attribute
 
 
 def describe_response(span: Span, method: str, route: str, status: int, release: str) -> None:
-    """Name a request's span after the route, and add the attributes from OpenTelemetry's semantic
-    conventions."""
+    """Name a request's span after the route, and add the attributes of the semantic conventions."""
     span.update_name(f"{method} {route}")
     span.set_attributes({"http.request.method": method, "http.route": route, "http.response.status_code": status})
     if release:
@@ -67,14 +61,13 @@ def span(tracer: Tracer, name: str) -> AbstractContextManager[object]:
 
 
 def trace_id(span: Span) -> str:
-    """The trace id of ``span`` in hexadecimal digits, for the log. Empty without a trace."""
+    """The trace id in hexadecimal digits, for the log. Empty without a trace."""
     context = span.get_span_context()
     return f"{context.trace_id:032x}" if context.is_valid else ""
 
 
 def trace_fields() -> dict[str, bytes]:
-    """The `TRACE_FIELD` of the current span, for a request to the next server. Empty without a
-    span."""
+    """The current span's `TRACE_FIELD`, for a request to the next server. Empty without a span."""
     fields: dict[str, str] = {}
     TraceContextTextMapPropagator().inject(fields)
     return {name: value.encode() for name, value in fields.items() if name == TRACE_FIELD}
@@ -83,11 +76,9 @@ def trace_fields() -> dict[str, bytes]:
 def record_prediction(
     tracer: Tracer, parent: str, started_ns: int, stages_s: Mapping[str, float], **attributes: str | int
 ) -> None:
-    """Record the prediction for one request in a batch as a child span of ``parent``, with a span
-    for each stage.
+    """Record one request's prediction as a child span of ``parent``, with a span for each stage.
 
-    ``stages_s`` maps the stages of the batch, in order, to their durations. ``started_ns`` is Unix
-    time.
+    ``stages_s`` maps the batch's stages, in order, to durations. ``started_ns`` is Unix time.
     """
     whole = tracer.start_span("predict", _context(parent), SpanKind.SERVER, attributes, start_time=started_ns)
     span_context, now_ns = set_span_in_context(whole), started_ns
@@ -99,6 +90,5 @@ def record_prediction(
 
 
 def _context(parent: str) -> Context:
-    """The context of a `TRACE_FIELD`, or a context without a span if the field is empty or
-    invalid."""
+    """The context of a `TRACE_FIELD`, without a span if the field is empty or invalid."""
     return TraceContextTextMapPropagator().extract({TRACE_FIELD: parent}, Context())

@@ -1,6 +1,6 @@
 """All settings of evernear: frozen pydantic models, one per section.
 
-The settings come from these sources. Each source overrides the sources before it:
+Each source overrides those before it:
 
 1. the defaults
 2. ``--preset``
@@ -9,9 +9,9 @@ The settings come from these sources. Each source overrides the sources before i
 5. the environment (``EVERNEAR_TRAIN__EPOCHS=3``)
 6. ``--set train.epochs=3``
 
-An unknown key is an error, and the message suggests the most similar known key. Secrets are not
-settings. S3 credentials come from ``AWS_ACCESS_KEY_ID`` and ``AWS_SECRET_ACCESS_KEY``. The token of
-a remote server comes from ``EVERNEAR_TOKEN`` or from the file that ``EVERNEAR_TOKEN_FILE`` names.
+The error for an unknown key suggests the most similar known one. Secrets are not settings: S3
+credentials come from ``AWS_ACCESS_KEY_ID`` and ``AWS_SECRET_ACCESS_KEY``, a remote server's token
+from ``EVERNEAR_TOKEN`` or the file ``EVERNEAR_TOKEN_FILE``.
 """
 
 import os
@@ -48,7 +48,7 @@ from evernear.settings.watch import WatchSettings
 PRETRAINED_SIZE_PX = 224
 """Largest automatic image size for a pretrained backbone, as in most pretraining."""
 PARAMETERS = {"source": "data.source", "serving_image": "kubernetes.image", "target": "target", "store": "store"}
-"""The settings that are separate pipeline parameters, keyed by parameter name."""
+"""The settings that are separate pipeline parameters, keyed by parameter."""
 
 
 class RunSettings(Section):
@@ -105,7 +105,7 @@ class RunSettings(Section):
 
     @property
     def store_uri(self) -> str:
-        """The absolute URI of the object store."""
+        """As an absolute URI."""
         return self.store or (self.workdir.resolve() / "store").as_uri()
 
     @property
@@ -143,11 +143,9 @@ def load(
     overrides: Iterable[str] = (),
     remembered: bool = True,
 ) -> Settings:
-    """Read the settings from all sources, in the order listed in the module's docstring.
+    """Read the settings from all sources, the working directory's file only if ``remembered``.
 
     ``overrides`` are ``section.key=value`` strings.
-
-    If ``remembered`` is false, the working directory's ``evernear.toml`` is ignored.
 
     Raises:
         SettingsError: a key is unknown, a value is invalid, or a file cannot be read.
@@ -165,25 +163,17 @@ def load_layers(
     overrides: Iterable[str] = (),
     remembered: bool = True,
 ) -> Layers[Settings]:
-    """Like `load`, but return the settings of each source separately.
-
-    Raises:
-        SettingsError: a file cannot be read, or a string of ``overrides`` has no ``=``.
-    """
+    """Like `load`, but keep the sources separate."""
     assigned = sources.assignments(Settings, overrides) | ({} if preset is None else {PRESET: preset})
     variables = os.environ if environment is None else environment
     return read_layers(Settings, config, variables, assigned, remembered=remembered)
 
 
 def of_run(overrides: Mapping[str, Any], *, preset: str = "", **parameters: str) -> RunSettings:
-    """The settings of a pipeline run: the defaults, then ``preset``, then ``overrides``, then
-    ``parameters``.
+    """The settings of a pipeline run: the defaults, ``preset``, ``overrides``, ``parameters``.
 
     ``overrides`` is a tree such as ``{"train": {"epochs": 3}}``. ``parameters`` are keyed by
-    `PARAMETERS`. An empty preset or parameter is ignored.
-
-    Raises:
-        SettingsError: as for `load`, or a parameter contradicts ``overrides``.
+    `PARAMETERS`. An empty one is ignored, one that contradicts ``overrides`` a `SettingsError`.
     """
     tree = sources.preset(RunSettings, preset) if preset else {}
     merge(tree, overrides)
@@ -202,9 +192,5 @@ def of_run(overrides: Mapping[str, Any], *, preset: str = "", **parameters: str)
 
 
 def overrides_from(words: Iterable[str]) -> Tree:
-    """Parse ``section.key=value`` strings into a tree for `of_run`.
-
-    Raises:
-        SettingsError: a string has no ``=``.
-    """
+    """Parse ``section.key=value`` strings into a tree for `of_run`."""
     return sources.assignments(RunSettings, words)

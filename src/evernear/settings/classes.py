@@ -1,5 +1,3 @@
-"""The settings of the ``classes`` section."""
-
 from collections.abc import Iterable
 from typing import Annotated, Self
 
@@ -23,8 +21,7 @@ class ClassSettings(Section):
     @field_validator("renamed")
     @classmethod
     def _without_spellings(cls, renamed: dict[str, str]) -> dict[str, str]:
-        """Drop entries whose old and new names are spellings of one class name
-        (`evernear.common.class_names`)."""
+        """Drop entries whose names are spellings of one class (`evernear.common.class_names`)."""
         return {old: new for old, new in renamed.items() if old != new}
 
     @model_validator(mode="after")
@@ -36,16 +33,14 @@ class ClassSettings(Section):
         return self
 
     def current(self, label: str) -> str | None:
-        """The current name of a champion class in any spelling, or None if the class was
-        retired."""
+        """The current name of a champion class in any spelling, or None if it was retired."""
         name = class_name(label)
         return None if name in self.retired else self.renamed.get(name, name)
 
     def current_labels(self, labels: Iterable[str]) -> tuple[str, ...]:
-        """The current names of ``labels``, without retired classes and without duplicates."""
+        """Without retired classes and duplicates."""
         return tuple(dict.fromkeys(name for name in map(self.current, labels) if name is not None))
 
     @property
     def former_names(self) -> tuple[str, ...]:
-        """Class names that images may no longer have."""
         return (*self.retired, *self.renamed)

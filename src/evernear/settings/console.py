@@ -1,5 +1,3 @@
-"""The settings of the ``console`` section."""
-
 from ipaddress import ip_network
 from typing import Annotated, Self
 

@@ -1,5 +1,3 @@
-"""The settings of the ``data`` section."""
-
 import re
 from pathlib import Path
 from typing import Literal, Self
@@ -11,13 +9,13 @@ from evernear.settings.parts_job import Nodes
 from evernear.settings.section import Fraction, PixelLimit, Section, absolute
 
 BUILT_IN_SOURCES = ("digits", "mnist")
-"""Sources that are specified by a name instead of a location."""
+"""Sources named by a word instead of a location."""
 PATH_KINDS = ("folder", "huggingface", "mnist", "table", "webdataset")
-"""Source kinds whose location is a path. Some of these kinds also accept the URI of an object."""
+"""Kinds whose location is a path. Some also accept the URI of an object."""
 MAX_SIZE_PX = 128
 """Largest automatic size, because the compact network divides larger images into patches."""
 TABLE_PATH = re.compile(r"(?:(?!\w+:)|s3://).+\.(?:csv|tsv|parquet|pq)", re.IGNORECASE)
-"""Matches the location of a table that needs no ``table:`` prefix."""
+"""The location of a table that needs no ``table:`` prefix."""
 
 
 class DataSettings(Section):
@@ -100,8 +98,7 @@ class DataSettings(Section):
     @field_validator("source", "moved_from")
     @classmethod
     def _absolute(cls, source: str) -> str:
-        """Make the path of a directory absolute and expand ``~``, because the steps of a run have a
-        different working directory."""
+        """Make a path absolute, because a run's steps have a different working directory."""
         if source and source not in BUILT_IN_SOURCES and Path(source).is_dir():
             raise ValueError(f"{source!r} is a directory; use folder:{source} for the images in it")
         if TABLE_PATH.fullmatch(source):
@@ -110,7 +107,7 @@ class DataSettings(Section):
         return f"{kind}:{absolute(path)}" if kind in PATH_KINDS and path and not path.startswith("s3://") else source
 
     def location(self) -> str:
-        """The path or URI of the source without its kind, or the name of a built-in source."""
+        """The path or URI without its kind, or the name of a built-in source."""
         kind, _, path = self.source.partition(":")
         return path if path.startswith("s3://") or (kind in PATH_KINDS and path) else self.source
 

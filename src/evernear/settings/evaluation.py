@@ -1,5 +1,3 @@
-"""The settings of the ``evaluation`` section."""
-
 from pydantic import Field
 
 from evernear.settings.parts_job import Nodes

@@ -1,17 +1,13 @@
-"""Check ``data.group``."""
-
 import re
 
 COLUMN = "column"
-"""The grouping that the source itself provides: the column ``group`` of a table or a Parquet file,
-or the field ``group`` of a WebDataset's ``.json``."""
+"""The source's own grouping: the column or the ``.json`` field ``group``."""
 GROUP_FORMS = ("folder", "stem", COLUMN)
 """Values of ``data.group`` that are not regular expressions."""
 
 
 def check_group(setting: str) -> str:
-    """Check that ``setting`` is empty, one of `GROUP_FORMS`, or a regular expression with a group
-    in parentheses.
+    """Accept "", one of `GROUP_FORMS`, or a regular expression with a group in parentheses.
 
     Raises:
         ValueError: ``setting`` is none of these.

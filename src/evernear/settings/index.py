@@ -1,5 +1,3 @@
-"""The settings of the ``index`` section."""
-
 from typing import Literal
 
 from pydantic import Field, field_validator
@@ -77,13 +75,12 @@ class IndexSettings(Section):
     @field_validator("uri")
     @classmethod
     def _absolute(cls, uri: str) -> str:
-        """Make a relative path absolute, because the steps of a run have a different working
-        directory."""
+        """Make a path absolute, because a run's steps have a different working directory."""
         return uri if not uri or "://" in uri else str(absolute(uri))
 
     @property
     def temporary(self) -> "IndexSettings":
-        """Settings for a FAISS index that only one process uses."""
+        """For a FAISS index that only one process uses."""
         if self.backend == plugins.FAISS:
             return self
         return self.model_copy(update={"backend": plugins.FAISS, "type": None, "search": ""})

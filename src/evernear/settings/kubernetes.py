@@ -1,5 +1,3 @@
-"""The settings of the ``kubernetes`` section."""
-
 from typing import Self
 
 from pydantic import Field, model_validator

@@ -1,9 +1,7 @@
-"""The settings of one command by source, and the file that stores a working directory's
-settings.
+"""The settings of one command by source, and the file that stores a working directory's.
 
-The first run in a working directory writes the settings on its command line (``--source``,
-``--preset``, ``--config``, ``--set``) to ``WORKDIR/evernear.toml``. All later commands read this
-file. Decision 3 in ``docs/decisions`` states the reasons.
+A working directory's first run saves its command line's settings (``--source``, ``--preset``,
+``--config``, ``--set``) in ``WORKDIR/evernear.toml`` for all later commands (decision 3).
 """
 
 import json
@@ -28,9 +26,8 @@ from evernear.settings.sources import Tree, merge, parse
 FILE = "evernear.toml"
 DEFAULT_WORKDIR = Path("evernear-work")
 PRESET = "preset"
-"""The key of the preset. Every other source may override the preset's settings."""
+"""The key of the preset, whose settings every other source may override."""
 ABOUT_ONE_RUN = ("classes.retired", "classes.renamed", "data.reread")
-"""Settings that are never saved."""
 HEADER = """\
 # Settings of this working directory, from the command line of its first run. Every command with this --workdir
 # reads them; --config, the environment and --set override them. Edit them here, or pass other ones to a run with
@@ -42,25 +39,20 @@ Model = TypeVar("Model", bound=BaseModel)
 
 @dataclass(frozen=True)
 class Layers(Generic[Model]):
-    """The settings of one command by source. Later sources override earlier sources."""
+    """The settings of one command by source. Later sources override earlier ones."""
 
     model: type[Model]
     workdir: Path
     remembered: Tree | None
-    """The content of ``WORKDIR/evernear.toml``, or None if the file does not exist."""
+    """The content of ``WORKDIR/evernear.toml``, or None without one."""
     config_file: Path | None
     config: Tree
     environment: Tree
     assigned: Tree
-    """The values of ``--preset``, ``--set`` and the options that set a single setting."""
+    """``--preset``, ``--set`` and the options that set a single setting."""
 
     def settings(self) -> Model:
-        """The combined settings of all sources.
-
-        Raises:
-            SettingsError: a key is unknown or a value is invalid. If the error is in a
-                file, the message names this file.
-        """
+        """The combined settings. If the error is in a file, the `SettingsError` names it."""
         try:
             return self._parsed(self.remembered or {}, self.config, self.environment, self.assigned)
         except SettingsError as error:
@@ -71,16 +63,10 @@ class Layers(Generic[Model]):
 
     @property
     def file(self) -> Path:
-        """The working directory's settings file."""
         return self.workdir / FILE
 
     def changes(self) -> Iterator[str]:
-        """Yield a line for each command-line setting that differs from the remembered value.
-
-        Raises:
-            SettingsError: the remembered settings are invalid without the settings of
-                the command line.
-        """
+        """Yield a line for each command-line setting that differs from the remembered value."""
         before = self._before()
         for name, value in self._explicit().items():
             if before[name] != value:
@@ -92,11 +78,8 @@ class Layers(Generic[Model]):
                     yield f"{name}: stays {shown(value)}; preset {preset} has {shown(chosen[name])}"
 
     def later_words(self, *, keep: bool) -> list[str]:
-        """The options that give a later command the settings of this command.
-
-        The options specify the working directory and each value that its settings file does not
-        contain. With ``keep``, only values that are never saved are included.
-        """
+        """The options that give a later command these settings: the working directory and each
+        value that its file does not contain or, with ``keep``, each that is never saved."""
         words = _workdir_words(self.workdir, _workdir_of(self.environment))
         before = self._before()
         for name, value in self._explicit().items():
@@ -106,12 +89,8 @@ class Layers(Generic[Model]):
         return words
 
     def keep(self, *, replace: bool) -> list[str]:
-        """Write the command-line settings to the working directory's settings file, and return
-        lines that list the saved settings.
-
-        An existing file is changed only if ``replace`` is set. Other settings and comments in the
-        file are preserved.
-        """
+        """Save the command line's settings in the working directory's file, and return lines that
+        list them. An existing file changes only with ``replace``, and keeps everything else."""
         if self.file.exists() and not replace:
             return []
         explicit = self._explicit()
@@ -129,8 +108,7 @@ class Layers(Generic[Model]):
         return lines
 
     def _explicit(self) -> dict[str, Any]:
-        """The command-line values, keyed by names such as ``train.epochs``. The values are
-        validated and combined with the remembered values."""
+        """The command-line values by name, validated and combined with the remembered ones."""
         command_line = _merged(*(_anchored(tree, Path.cwd()) for tree in (self.config, self.assigned)))
         names = _leaves(self.model, command_line).keys() - {"workdir"}
         values = self._values(self.remembered or {}, command_line)
@@ -147,8 +125,7 @@ class Layers(Generic[Model]):
         return self.assigned.get(PRESET, self.config.get(PRESET))
 
     def _values(self, *trees: Tree) -> dict[str, Any]:
-        """The values of all settings, keyed by name, and the name of the preset. Values from the
-        environment have the lowest priority."""
+        """The values of all settings, and the preset. All else overrides the environment."""
         trees = (self.environment, *trees)
         values = self._parsed(*trees).model_dump(mode="json")
         return {PRESET: _merged(*trees).get(PRESET, "")} | _leaves(self.model, values)
@@ -161,7 +138,7 @@ class Layers(Generic[Model]):
         return parse(self.model, tree | {"workdir": self.workdir})
 
     def _fault(self, tree: Tree) -> str:
-        """The error message for a single source, or an empty string if the source is valid."""
+        """The error message for a single source, or an empty string."""
         try:
             self._parsed(tree)
         except SettingsError as error:
@@ -172,13 +149,7 @@ class Layers(Generic[Model]):
 def read_layers(
     model: type[Model], config: Path | None, environment: Mapping[str, str], assigned: Tree, *, remembered: bool = True
 ) -> Layers[Model]:
-    """Read all sources. If ``remembered`` is false, ignore the working directory's settings
-    file.
-
-    Raises:
-        SettingsError: a file cannot be read or is not TOML, or an environment variable
-            is invalid.
-    """
+    """Read all sources, without the working directory's file unless ``remembered``."""
     file = {} if config is None else sources.toml_file(model, config)
     variables = sources.environment(model, environment)
     workdir = _workdir_of(file, variables, assigned)
@@ -187,13 +158,7 @@ def read_layers(
 
 
 def read_file(model: type[BaseModel], workdir: Path) -> Tree | None:
-    """The content of ``WORKDIR/evernear.toml`` with relative paths resolved against ``WORKDIR``, or
-    None if the file does not exist.
-
-    Raises:
-        SettingsError: the file cannot be read, is not TOML,
-            or names another working directory.
-    """
+    """The content of ``WORKDIR/evernear.toml`` with absolute paths, or None without one."""
     path = workdir / FILE
     if not os.path.lexists(path):
         return None
@@ -211,22 +176,19 @@ def read_file(model: type[BaseModel], workdir: Path) -> Tree | None:
 
 
 def default_workdir() -> Path:
-    """The working directory of a command without options."""
     return _expanded(os.environ.get(f"{sources.ENV_PREFIX}WORKDIR") or str(DEFAULT_WORKDIR))
 
 
 def command_for(workdir: Path, *words: str) -> str:
-    """The command ``evernear WORDS`` with the option for ``workdir``, for messages."""
+    """``evernear WORDS`` with the option for ``workdir``, for messages."""
     return shlex.join(["evernear", *words, *_workdir_words(workdir, default_workdir())])
 
 
 def has_secret(value: Any) -> bool:
-    """Whether a value contains a secret from the environment."""
     return mask(_text(value)) != _text(value)
 
 
 def shown(value: Any) -> str:
-    """Format a value for a message."""
     return mask(_text(value)) or "empty"
 
 
@@ -251,11 +213,7 @@ def _workdir_of(*trees: Tree) -> Path:
 
 
 def _expanded(path: str) -> Path:
-    """Expand ``~`` in ``path`` to the home directory.
-
-    Raises:
-        SettingsError: no user has the name that follows ``~``.
-    """
+    """Expand ``~``. If no user has the name that follows it, raise `SettingsError`."""
     try:
         return expanded(Path(path))
     except ValueError as error:
@@ -263,14 +221,12 @@ def _expanded(path: str) -> Path:
 
 
 def _workdir_words(workdir: Path, bare: Path) -> list[str]:
-    """The option for ``workdir``. The list is empty if ``workdir`` equals ``bare``, which commands
-    use without the option."""
+    """The option for ``workdir``, unless it equals ``bare``, the default."""
     return [] if workdir == bare else ["--workdir", str(workdir)]
 
 
 def _leaves(model: type[BaseModel], tree: Tree) -> dict[str, Any]:
-    """Flatten ``{"train": {"epochs": 3}}`` to ``{"train.epochs": 3}``. A setting whose value is a
-    table is not flattened."""
+    """``{"train": {"epochs": 3}}`` to ``{"train.epochs": 3}``, but no setting that is a table."""
     leaves: dict[str, Any] = {}
     for name, value in tree.items():
         if _is_section(model, name):
@@ -295,7 +251,6 @@ def _is_section(model: type[BaseModel], name: str) -> bool:
 
 
 def _anchored(tree: Tree, directory: Path) -> Tree:
-    """A copy of ``tree`` with relative paths resolved against ``directory``."""
     anchored = _merged(tree)
     for name, pattern in (
         (
@@ -315,11 +270,7 @@ def _anchored(tree: Tree, directory: Path) -> Tree:
 
 
 def _write(path: Path, values: Mapping[str, Any]) -> None:
-    """Set ``values`` in the settings file ``path``, and preserve the file's other content.
-
-    Raises:
-        StoreError: the file is not writable.
-    """
+    """Set ``values`` in the settings file ``path``, and preserve its other content."""
     import tomlkit  # only runs need it
 
     header, text = HEADER, ""

@@ -1,5 +1,3 @@
-"""The settings of the ``parts_job`` section."""
-
 from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
@@ -16,8 +14,7 @@ def _check_nodes(value: object) -> object:
 
 
 Nodes = Annotated[int | Literal["auto"], BeforeValidator(_check_nodes)]
-"""Number of pods of the Indexed Job that runs the parts of a step. With 1, the process of the step
-runs the parts."""
+"""Pods of the Indexed Job that runs a step's parts. With 1, the step's process runs them."""
 
 
 class PartsJobSettings(Section):

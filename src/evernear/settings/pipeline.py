@@ -1,5 +1,3 @@
-"""The settings of the ``pipeline`` section."""
-
 from pydantic import Field
 
 from evernear.settings.section import LocalPath, Section
@@ -45,5 +43,5 @@ class PipelineSettings(Section):
 
     @property
     def cluster(self) -> dict[str, str]:
-        """The settings that `pipeline upload` writes into the compiled pipelines."""
+        """What `pipeline upload` writes into the compiled pipelines."""
         return self.model_dump(include={name for name in type(self).model_fields if name.startswith(CLUSTER)})

@@ -1,5 +1,3 @@
-"""The settings of the ``prep`` section."""
-
 from pydantic import Field
 
 from evernear.settings.section import Host, Port, Section

@@ -12,13 +12,12 @@ MAX_PIXELS = 89_478_485
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 PixelLimit = Annotated[int, Field(ge=64, le=MAX_PIXELS, description="Largest width times height of an image.")]
 Host = Annotated[str, AfterValidator(lambda host: host.removeprefix("[").removesuffix("]"))]
-"""A host name or an IP address. Brackets around an IPv6 address are optional."""
+"""A host name or IP address. Brackets around IPv6 are optional."""
 Port = Annotated[int, Field(ge=1, le=65535)]
 
 
 def expanded(path: Path) -> Path:
-    """Expand ``~`` in ``path`` to the home directory. A shell expands ``~`` only at the start of a
-    word.
+    """Expand ``~``, which a shell expands only at the start of a word.
 
     Raises:
         ValueError: no user has the name that follows ``~``.

@@ -1,5 +1,3 @@
-"""The settings of the ``slack`` section."""
-
 from typing import Literal
 
 from pydantic import Field

@@ -20,8 +20,7 @@ from evernear.errors import SettingsError
 
 ENV_PREFIX = "EVERNEAR_"
 TESTS_PREFIX = "EVERNEAR_TEST_"
-"""Prefix of the environment variables that enable optional tests. Every process of a test inherits
-these variables."""
+"""Prefix of variables that enable optional tests, which all processes of a test inherit."""
 TOKEN_VARIABLE = "EVERNEAR_TOKEN"  # noqa: S105 - a name, not a token
 TOKEN_FILE_VARIABLE = "EVERNEAR_TOKEN_FILE"  # noqa: S105
 MILVUS_URI_VARIABLE = "EVERNEAR_MILVUS_URI"
@@ -38,8 +37,7 @@ _SERVICE_LINK = re.compile(
     r"EVERNEAR(_[A-Z0-9_]+)?_"
     r"(SERVICE_HOST|SERVICE_PORT(_[A-Z0-9_]+)?|PORT(_[0-9]+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)?)"
 )
-"""Matches the variables that Kubernetes sets in every pod of a namespace for a Service ``evernear``
-or ``evernear-*``."""
+"""Variables that Kubernetes sets in every pod for a Service ``evernear`` or ``evernear-*``."""
 Model = TypeVar("Model", bound=BaseModel)
 Tree = dict[str, Any]
 _FORMS = {
@@ -47,12 +45,11 @@ _FORMS = {
     "dict_type": 'it is a table, as in {"key": "value"}',
     "model_type": "it is a section; write its settings as section.key=value",
 }
-"""Messages that show how to write a value. pydantic's own messages name only the type."""
+"""How to write a value. pydantic's own messages name only the type."""
 
 
 class _TextSource(EnvSettingsSource):
-    """A source of settings with text values, which come from environment variables or ``--set``.
-    Names have the form ``train__epochs``."""
+    """Settings as text, from variables or ``--set``, with names like ``train__epochs``."""
 
     def __init__(self, model: type[BaseModel], values: Mapping[str, str]) -> None:
         self._values = values
@@ -62,8 +59,7 @@ class _TextSource(EnvSettingsSource):
         return dict(self._values)
 
     def decode_complex_value(self, field_name: str, field: FieldInfo, value: Any) -> Any:
-        """Parse ``value`` as JSON, or return it unchanged if it is not JSON. Validation then
-        reports the value with the setting's full name."""
+        """Parse JSON. Validation reports anything else with the setting's full name."""
         try:
             return super().decode_complex_value(field_name, field, value)
         except ValueError:
@@ -79,19 +75,13 @@ class _TextSource(EnvSettingsSource):
 
 
 def _with_none(value: Any) -> Any:
-    """``value`` with None for the text ``null``, which clears a setting that a lower source has
-    set."""
+    """``value`` with None for ``null``, which clears a setting of a lower source."""
     if isinstance(value, dict):
         return {key: _with_none(inner) for key, inner in value.items()}
     return None if value == "null" else value
 
 
 def preset(model: type[BaseModel], name: str) -> Tree:
-    """The settings of a preset.
-
-    Raises:
-        SettingsError: no preset has this name.
-    """
     if name not in presets():
         raise SettingsError(f"No preset {name!r}; known: {', '.join(presets())}.")
     with resources.as_file(resources.files("evernear.settings") / "presets" / f"{name}.toml") as path:
@@ -99,16 +89,10 @@ def preset(model: type[BaseModel], name: str) -> Tree:
 
 
 def presets() -> list[str]:
-    """The names of the built-in presets."""
     return sorted(p.name.removesuffix(".toml") for p in (resources.files("evernear.settings") / "presets").iterdir())
 
 
 def toml_file(model: type[BaseModel], path: Path) -> Tree:
-    """The settings in a TOML file.
-
-    Raises:
-        SettingsError: the file cannot be read or is not TOML.
-    """
     try:
         return tomllib.loads(text_of(path.expanduser().read_bytes()))
     except OSError as error:
@@ -118,14 +102,12 @@ def toml_file(model: type[BaseModel], path: Path) -> Tree:
 
 
 def text_of(data: bytes) -> str:
-    """Decode text in UTF-8, or in UTF-16 with a byte order mark. Editors on Windows write a byte
-    order mark, and PowerShell writes UTF-16."""
+    """Decode UTF-8, or UTF-16 with a byte order mark, which PowerShell writes."""
     return data.decode("utf-16" if data.startswith((BOM_UTF16_LE, BOM_UTF16_BE)) else "utf-8-sig")
 
 
 def environment(model: type[BaseModel], variables: Mapping[str, str] = os.environ) -> Tree:
-    """The settings in variables such as ``EVERNEAR_TRAIN__EPOCHS``. Variables that Kubernetes sets
-    are ignored."""
+    """The settings in variables such as ``EVERNEAR_TRAIN__EPOCHS``, without Kubernetes' own."""
     values = {
         name.removeprefix(ENV_PREFIX).lower(): value
         for name, value in variables.items()
@@ -136,9 +118,8 @@ def environment(model: type[BaseModel], variables: Mapping[str, str] = os.enviro
 
 
 def _is_service_link(model: type[BaseModel], name: str, value: str) -> bool:
-    """Whether Kubernetes set a variable. If the name could be a misspelled setting, the variable
-    counts as set by Kubernetes only if its value contains ``://``. ``EVERNEAR_PREP_PORT=8090`` is
-    therefore an error."""
+    """Whether Kubernetes set a variable. One that could be a misspelled setting counts as set by it
+    only if the value contains ``://``, so ``EVERNEAR_PREP_PORT=8090`` is an error."""
     if "__" in name or not _SERVICE_LINK.fullmatch(name):
         return False
     key = name.removeprefix(ENV_PREFIX).lower()
@@ -146,11 +127,7 @@ def _is_service_link(model: type[BaseModel], name: str, value: str) -> bool:
 
 
 def assignments(model: type[BaseModel], words: Iterable[str]) -> Tree:
-    """Parse words such as ``train.epochs=3``. The last assignment to a setting wins.
-
-    Raises:
-        SettingsError: a word has no ``=``.
-    """
+    """Parse words such as ``train.epochs=3``. The last assignment to a setting wins."""
     tree: Tree = {}
     for word in words:
         key, equals, value = word.partition("=")
@@ -161,8 +138,7 @@ def assignments(model: type[BaseModel], words: Iterable[str]) -> Tree:
 
 
 def merge(into: Tree, tree: Mapping[str, Any]) -> None:
-    """Merge ``tree`` into ``into``, key by key. A nested mapping retains keys that ``tree`` does
-    not contain."""
+    """Merge ``tree`` into ``into``, key by key, also in nested mappings."""
     for key, value in tree.items():
         if isinstance(value, Mapping):
             current = into.get(key)
@@ -181,11 +157,7 @@ def flat(tree: Mapping[str, Any], prefix: str = "") -> Tree:
 
 
 def parse(model: type[Model], tree: Mapping[str, Any]) -> Model:
-    """Validate ``tree`` as a ``model``.
-
-    Raises:
-        SettingsError: a key is unknown, or a value is invalid or contains a secret.
-    """
+    """Validate ``tree``. Unknown keys, invalid values and secrets raise `SettingsError`."""
     require_no_secret(tree)
     try:
         return model.model_validate(tree)
@@ -194,12 +166,7 @@ def parse(model: type[Model], tree: Mapping[str, Any]) -> Model:
 
 
 def require_no_secret(tree: Mapping[str, Any]) -> None:
-    """Reject a setting that contains a secret. Settings are visible in Kubeflow Pipelines and in
-    the records of runs and releases.
-
-    Raises:
-        SettingsError: a value has the form of a secret.
-    """
+    """Reject secrets, because settings are visible in Kubeflow Pipelines and in records."""
     for name, value in flat(tree).items():
         text = str(value)
         if has_form_of_secret(text):
@@ -211,8 +178,7 @@ def require_no_secret(tree: Mapping[str, Any]) -> None:
 
 
 def known_keys(model: type[BaseModel], prefix: str = "") -> list[str]:
-    """The names of all settings of ``model``. A setting in a section has the name
-    ``section.key``."""
+    """The names of all settings of ``model``, as in ``section.key``."""
     keys: list[str] = []
     for name, field in model.model_fields.items():
         keys.append(prefix + name)

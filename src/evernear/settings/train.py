@@ -1,5 +1,3 @@
-"""The settings of the ``train`` section."""
-
 import math
 from typing import Literal, Self
 
@@ -9,7 +7,7 @@ from evernear.settings.section import Section, absolute
 from evernear.settings.weight_packages import PREFIX, weight_package
 
 Layers = Literal["head", "last", "all"]
-"""The layers that training changes. See `TrainSettings.layers`."""
+"""The layers that training changes (`TrainSettings.layers`)."""
 Augment = Literal["none", "shift", "affine", "elastic", "photograph"]
 
 
@@ -84,20 +82,17 @@ class TrainingChoices(Section):
 
     @property
     def trained_layers(self) -> Layers:
-        """The layers to train if ``minutes`` is not set."""
         return self.layers or ("head" if self.weights else "all")
 
     @property
     def keeps_backbone(self) -> bool:
-        """Whether the backbone retains its pretrained weights, so that its features can be
-        cached."""
+        """Whether the backbone keeps its pretrained weights, so that its features can be cached."""
         return self.frozen or self.trained_layers == "head"
 
     @field_validator("weights")
     @classmethod
     def _absolute(cls, weights: str) -> str:
-        """Make a relative path absolute, because the steps of a run have a different working
-        directory."""
+        """Make a path absolute, because a run's steps have a different working directory."""
         if weight_package(weights):
             return weights
         return weights if weights in ("", "hub") or "://" in weights else str(absolute(weights))

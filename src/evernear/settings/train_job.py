@@ -1,5 +1,3 @@
-"""The settings of the ``train_job`` section."""
-
 from pydantic import Field
 
 from evernear.settings.section import Section

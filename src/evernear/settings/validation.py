@@ -14,8 +14,7 @@ Severity = Literal["error", "warn", "info", "off"]
 
 class Rule(NamedTuple):
     severity: Severity
-    """The default. An error stops the run. A warning reports a problem without stopping the run.
-    Info reports what is no problem."""
+    """The default. An error stops the run, a warning reports a problem, info anything else."""
     description: str
 
 
@@ -128,7 +127,6 @@ class ValidationSettings(Section):
         return self
 
     def severities(self) -> dict[str, Severity]:
-        """The severity of every rule."""
         severities: dict[str, Severity] = {name: rule.severity for name, rule in RULES.items()}
         for severity, rules in self._lists().items():
             severities.update((rule, severity) for rule in rules)

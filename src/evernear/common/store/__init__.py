@@ -1,9 +1,7 @@
-"""Stores objects under keys, in a directory (``file:///path``) or in S3
-(``s3://bucket/prefix``).
+"""Objects under keys, in a directory (``file:///path``) or in S3 (``s3://bucket/prefix``).
 
-Writes are atomic. `Store.put_if` is a compare-and-swap. The compare-and-swap moves pointers, such
-as a dataset's head or the champion pointer, so that exactly one of two concurrent writers succeeds.
-A key consists of segments separated by ``/``, as in S3.
+Writes are atomic. `Store.put_if` is a compare-and-swap, which moves pointers such as a dataset's
+head or the champion, so that exactly one of two concurrent writers succeeds.
 """
 
 from pathlib import Path
@@ -19,15 +17,13 @@ __all__ = ["FileStore", "ObjectInfo", "Store", "open_store"]
 def open_store(uri: str) -> Store:
     """Open the store at ``file:///absolute/path`` or ``s3://bucket/prefix``.
 
-    S3 is configured by the usual environment variables: ``AWS_ENDPOINT_URL`` (AWS by default; set
-    it for MinIO, SeaweedFS and so on), ``AWS_ACCESS_KEY_ID``, ``AWS_SECRET_ACCESS_KEY``,
-    ``AWS_SESSION_TOKEN``, ``AWS_REGION`` (us-east-1 by default), ``AWS_CA_BUNDLE`` for a private
-    certificate authority, ``HTTP_PROXY``, ``HTTPS_PROXY`` and ``NO_PROXY``. Without keys, requests
-    are anonymous.
+    S3 is configured by the usual environment variables: ``AWS_ENDPOINT_URL`` (AWS by default),
+    ``AWS_ACCESS_KEY_ID``, ``AWS_SECRET_ACCESS_KEY``, ``AWS_SESSION_TOKEN``, ``AWS_REGION``
+    (us-east-1 by default), ``AWS_CA_BUNDLE`` for a private certificate authority, ``HTTP_PROXY``,
+    ``HTTPS_PROXY`` and ``NO_PROXY``. Without keys, requests are anonymous.
 
     Raises:
-        SettingsError: the URI has a different form,
-            or the environment has an invalid endpoint, key or proxy.
+        SettingsError: the URI has another form, or an endpoint, key or proxy is invalid.
     """
     parts = urlsplit(uri)
     if parts.scheme == "file" and not parts.netloc and parts.path.startswith("/"):

@@ -1,15 +1,14 @@
-"""Compare-and-swap in S3, implemented with conditional writes.
+"""Compare-and-swap in S3, by conditional writes.
 
-AWS, MinIO and newer SeaweedFS support ``If-None-Match`` and ``If-Match``. Other servers reject
-these headers (OpenStack Swift) or ignore them (SeaweedFS before 3.97). On some servers, the check
-and the write are two steps, so several concurrent writers succeed (SeaweedFS 4.16, Swift). Before
-the first conditional write, evernear tests the server with a race between several writers. evernear
-rejects the server unless exactly one writer wins. See docs/decisions/0011-object-store.md.
+AWS, MinIO and newer SeaweedFS support ``If-None-Match`` and ``If-Match``. Others reject these
+headers (OpenStack Swift), ignore them (SeaweedFS before 3.97), or check and write in two steps, so
+several concurrent writers succeed (SeaweedFS 4.16, Swift). Before the first conditional write,
+evernear races several writers, and rejects the server unless exactly one wins
+(docs/decisions/0011-object-store.md).
 
-If a connection breaks before the response arrives, the outcome can still be determined. Each write
-has an id. Reading the object back shows whether the write succeeded. MinIO breaks such connections
-routinely. MinIO rejects the loser of a race before it has read the request body, and then resets
-the connection.
+If a connection breaks before the response arrives, reading the object back shows by the write's id
+whether it succeeded. MinIO breaks connections routinely: it rejects the loser of a race before it
+has read the body, and resets the connection.
 """
 
 import time
@@ -43,23 +42,18 @@ _WRITE_ID = "x-amz-meta-write-id"
 
 
 class ConditionalWriter:
-    """Writes objects conditionally in a bucket, under ``prefix``. The prefix is empty or ends with
-    a slash."""
+    """Writes objects conditionally under ``prefix``, which is empty or ends with a slash."""
 
     def __init__(self, connection: S3Connection, bucket: str, prefix: str) -> None:
         self._connection, self._bucket, self._prefix = connection, bucket, prefix
         self._uri = f"s3://{bucket}/{prefix}".rstrip("/")
 
     def put_if(self, key: str, data: bytes, etag: str | None, headers: dict[str, str]) -> str:
-        """Write only if the object has ``etag`` or, if ``etag`` is None, does not exist. Return the
-        new etag.
+        """Write if the object has ``etag`` or, without one, does not exist. Return the new etag.
 
         Raises:
-            ConflictError: a different writer was first and this call changed nothing,
-                or the response was lost and a different writer has written since.
-            TransientStoreError: the server is unreachable.
-            StoreError: the server rejects the request, or does not support atomic
-                conditional writes.
+            ConflictError: another writer was first and this call changed nothing, or the response
+                was lost and another writer has written since.
         """
         if self.race_winners != (1, 1):
             raise StoreError(self._explain_unsupported(*self.race_winners))
@@ -70,12 +64,10 @@ class ConditionalWriter:
 
     @cached_property
     def race_winners(self) -> tuple[int, int]:
-        """How many of eight concurrent writers succeed in creating an object, and how many succeed
-        in replacing it.
+        """How many of eight concurrent writers create an object, and how many replace it.
 
-        If compare-and-swap works, both numbers are 1. If the server rejects the condition, both
-        numbers are 0. If the server ignores the condition, or checks it in a separate step before
-        the write, at least one of the numbers is above 1.
+        Both are 1 if compare-and-swap works, and 0 if the server rejects the condition. If it
+        ignores the condition, or checks it before the write, at least one is above 1.
         """
         name = f"{self._prefix}{OWN_PREFIX}probe-{uuid4().hex}"
         created = self._race(name, None)
@@ -96,20 +88,18 @@ class ConditionalWriter:
         )
 
     def _race(self, name: str, etag: str | None) -> list[str]:
-        """The etags of the writers that succeeded."""
-        # Each writer writes different content. If a writer wrote the current content again, the
-        # etag would stay the same, and the condition of the next writer would also hold.
+        # The content differs, because rewriting the current content would keep the etag, and the
+        # next writer's condition would also hold.
         entries = [uuid4().bytes for _ in range(_RACERS)]
         with ThreadPoolExecutor(_RACERS) as racers:
             etags = racers.map(lambda data: self._put(name, data, etag, {}), entries)
             return [etag for etag in etags if etag is not None]
 
     def _put(self, name: str, data: bytes, etag: str | None, headers: dict[str, str]) -> str | None:
-        """Write conditionally. Return the new etag, or None if the condition failed or is not
-        supported.
+        """Return the new etag, or None if the condition failed or is not supported.
 
-        If the response is lost, the object is read back. If the object is unchanged, the write is
-        sent again. The condition allows at most one of the two writes to succeed.
+        If the response is lost and the object is unchanged, the write is sent again. The condition
+        lets at most one of the two succeed.
         """
         write_id = uuid4().hex
         conditional = {
@@ -134,8 +124,7 @@ class ConditionalWriter:
 
     def _send(self, name: str, data: bytes, headers: dict[str, str]) -> tuple[str | None, bool]:
         """Send one conditional PUT. Return the new etag, or None if the condition failed or is not
-        supported, and whether the server answered. If it did not, it may have executed the write,
-        or may still execute it."""
+        supported, and whether the server answered. If not, it may still execute the write."""
         with self._connection.errors("s3:PutObject", self._bucket, name):
             try:
                 response = self._connection.put(self._bucket, name, data, headers)
@@ -151,7 +140,6 @@ class ConditionalWriter:
                 raise
 
     def _read_back(self, name: str) -> tuple[str | None, str | None]:
-        """The result of `_stat` after a lost response."""
         try:
             return self._stat(name)
         except StoreError as error:
@@ -161,8 +149,7 @@ class ConditionalWriter:
             ) from error
 
     def _stat(self, name: str) -> tuple[str | None, str | None]:
-        """The etag of an object and the id of its write, or two Nones if the object does not
-        exist."""
+        """The etag of an object and the id of its write, or two Nones."""
         with self._connection.errors("s3:GetObject", self._bucket, name):
             try:
                 info = self._connection.client.stat_object(self._bucket, name)

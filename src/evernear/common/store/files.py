@@ -1,5 +1,3 @@
-"""A store in a directory."""
-
 import hashlib
 import time
 from collections.abc import Callable, Iterator
@@ -26,17 +24,14 @@ class FileStore(Store):
         self._staging = root / ".staging"
 
     def path(self, key: str) -> Path:
-        """The path of an object. The object may be read in place."""
+        """The path of an object, which may be read in place."""
         check_key(key)
         return self.root.joinpath(*key.split("/"))
 
     def put(self, key: str, data: bytes | Path) -> str:
-        """Write ``data`` atomically and return the etag."""
         return self._write(key, data, lambda _: None)
 
     def put_if(self, key: str, data: bytes, etag: str | None) -> str:
-        """Write only if the object still has ``etag`` or, if ``etag`` is None, does not exist."""
-
         def check(path: Path) -> None:
             current = sha256_file(path) if path.exists() else None
             if current != etag:
@@ -45,7 +40,6 @@ class FileStore(Store):
         return self._write(key, data, check)
 
     def find(self, key: str) -> tuple[bytes, str] | None:
-        """Read an object and its etag. Returns None if the object does not exist."""
         path = self.path(key)
         with disk_errors(path):
             try:
@@ -56,7 +50,6 @@ class FileStore(Store):
         return data, sha256_bytes(data)
 
     def fetch(self, key: str, path: Path, sha256: str | None = None) -> Path:
-        """Copy an object to ``path`` atomically."""
         with disk_errors(self.path(key)):
             try:
                 source = open_regular(self.path(key))
@@ -67,20 +60,17 @@ class FileStore(Store):
         return path
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
-        """Yield the objects whose keys start with ``prefix``, sorted. No object is read."""
         with disk_errors(self.root):
             yield from self._walk(self.root, "", prefix)
 
     def children(self, folder: str) -> Iterator[str]:
-        """Yield the names in a folder. Names of folders end with a slash."""
         directory = self.path(folder) if folder else self.root
         with disk_errors(directory):
             if directory.is_dir():
                 yield from (p.name + "/" * p.is_dir() for p in directory.iterdir() if p.name[0] != ".")
 
     def delete(self, key: str) -> None:
-        """Delete an object, and the folders that its removal leaves empty. Deleting a missing
-        object is not an error."""
+        """Also delete the folders that become empty."""
         path = self.path(key)
         with disk_errors(path), self._lock():
             path.unlink(missing_ok=True)
@@ -132,8 +122,7 @@ class FileStore(Store):
         return FileLock(self._staging / "lock")
 
     def _delete_stale_files(self) -> None:
-        """Delete temporary files that writers left behind when they were killed at least a day
-        ago."""
+        """Delete temporary files of writers that were killed at least a day ago."""
         for path in self._staging.glob(".*"):
             with suppress(FileNotFoundError):
                 if time.time() - path.stat().st_mtime > _STALE_AFTER_S:
@@ -141,7 +130,7 @@ class FileStore(Store):
 
 
 def _copy(data: bytes | Path, file: BinaryIO) -> str:
-    """Copy ``data`` to ``file`` and return the sha256 of the data."""
+    """Copy ``data`` to ``file`` and return its sha256."""
     if isinstance(data, bytes):
         file.write(data)
         return sha256_bytes(data)

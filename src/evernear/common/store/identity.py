@@ -1,5 +1,4 @@
-"""An identifier for a store. Objects outside the store that belong to the store, such as Milvus
-collections, are marked with the identifier."""
+"""An identifier that marks a store's objects elsewhere, such as Milvus collections."""
 
 import secrets
 from contextlib import suppress
@@ -16,8 +15,6 @@ _OWNER_DIGITS = 12
 
 
 class StoreIdentity(Frozen):
-    """The object at `IDENTITY`, which is created once."""
-
     remedy = "delete it, so that the store gets another one"
 
     id: str = Field(pattern=r"^[0-9a-f]{32}$")
@@ -26,12 +23,8 @@ class StoreIdentity(Frozen):
 def owner_of(store: Store) -> str:
     """12 hexadecimal digits for this store at this location.
 
-    A copied store has the same id as the original store, but must not delete objects that the
-    original store needs. A copied store cannot be distinguished from a moved store, so the digits
-    also depend on the location of the store.
-
-    Raises:
-        IntegrityError: the id is damaged.
+    A copied store has the original's id, but must not delete what the original needs. A copy cannot
+    be distinguished from a moved store, so the digits also depend on the location.
     """
     stored = store.find(IDENTITY)
     if stored is None:

@@ -1,14 +1,11 @@
-"""A lease for the process that deletes unneeded objects. While a process holds the lease, the steps
-of runs wait.
+"""A lease for the process that deletes unneeded objects, on which the steps of runs wait.
 
-A step first records that it is running. After that, the step waits until the lease is released. A
-process that deletes objects first acquires the lease. After that, the process looks for running
-steps. Therefore, at least one of the two processes always sees the other.
+A step first records that it is running, then waits until the lease is released. A process that
+deletes first acquires the lease, then looks for running steps, so one always sees the other.
 
-The object `KEY` contains the name of the process that holds the lease. A thread of this process
-rewrites the object every `RENEW_S` seconds. If the object does not change for `EXPIRES_S` seconds,
-the process that holds the lease was killed. A waiting process then takes over the lease. Each
-process uses only its local clock, so the clocks of the machines may differ.
+The object `KEY` names the holder, which rewrites it every `RENEW_S` seconds in a thread. If it does
+not change for `EXPIRES_S` seconds, the holder was killed, and a waiting process takes over. Each
+process uses only its own clock, so the machines' clocks may differ.
 """
 
 import threading
@@ -28,13 +25,9 @@ _POLL_S = 0.5
 
 
 class _Holder(Frozen):
-    """The object at `KEY`."""
-
     by: str = ""
-    """The process that holds the lease. Empty if no process does."""
     token: str
-    """A value that is different each time the object is written, so that an earlier etag never
-    recurs."""
+    """Differs in each write, so that an earlier etag never recurs."""
 
     @classmethod
     def now(cls, by: str) -> "_Holder":
@@ -42,11 +35,7 @@ class _Holder(Frozen):
 
 
 class Lease:
-    """The lease, as a context manager.
-
-    ``by`` is a command, such as "evernear store prune", and its process. Waiting processes show
-    ``by`` in messages.
-    """
+    """``by`` is a command, such as "evernear store prune", and its process, for messages."""
 
     def __init__(self, store: Store, by: str) -> None:
         self._store, self._by = store, by
@@ -56,10 +45,10 @@ class Lease:
         self._thread = threading.Thread(target=self._renew_until_released, name="lease", daemon=True)
 
     def __enter__(self) -> "Lease":
-        """Acquire the lease. If the holder was killed, wait until the lease expires.
+        """Acquire the lease. If the holder was killed, wait until it expires.
 
         Raises:
-            BusyError: a different process holds the lease.
+            BusyError: another process holds the lease.
         """
         _wait(self._store, lambda holder, changed: _refuse(holder) if changed else None)
         stored = self._store.find(KEY)
@@ -69,7 +58,6 @@ class Lease:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Release the lease, unless a different process took it over."""
         self._released.set()
         self._thread.join()
         with suppress(EvernearError):  # it expires
@@ -79,9 +67,7 @@ class Lease:
         """Check that this process still holds the lease. Call this before each deletion.
 
         Raises:
-            ConflictError: this process was suspended so long that a different process
-                may have taken over the lease.
-            StoreError: the store fails.
+            ConflictError: this process was suspended so long that another may have taken over.
         """
         with self._lock:
             if time.monotonic() - self._renewed_s > 2 * RENEW_S:
@@ -104,11 +90,7 @@ class Lease:
 
 
 def wait_for_release(store: Store, report: Callable[[str], None]) -> None:
-    """Wait until no process deletes objects. ``report`` is called once if a wait is necessary.
-
-    Raises:
-        StoreError: the store fails.
-    """
+    """Wait until no process deletes objects. ``report`` is called once if it has to wait."""
     reported: list[str] = []
 
     def report_once(holder: str, changed: bool) -> None:
@@ -120,10 +102,7 @@ def wait_for_release(store: Store, report: Callable[[str], None]) -> None:
 
 
 def _wait(store: Store, while_held: Callable[[str, bool], None]) -> None:
-    """Call ``while_held`` repeatedly until the lease is released.
-
-    The arguments are the name of the holder, and whether the holder has renewed the lease.
-    """
+    """Call ``while_held(holder, renewed)`` until the lease is released."""
     seen, since_s = "", time.monotonic()
     while stored := store.find(KEY):
         data, etag = stored

@@ -27,8 +27,7 @@ from evernear.common.store.s3_connection import BACKOFF_S, MAX_ATTEMPTS, MISSING
 from evernear.common.store.s3_reader import SHA256, object_reader
 from evernear.errors import IntegrityError, SettingsError
 
-# A multipart ETag is not a hash of the content, so the metadata of each object contains the sha256
-# of the content.
+# A multipart ETag is not a hash of the content, so the metadata has its sha256.
 _SHA256 = f"x-amz-meta-{SHA256}"
 _BROKEN_OFF = (urllib3.exceptions.ProtocolError, urllib3.exceptions.ReadTimeoutError)
 
@@ -36,8 +35,6 @@ _T = TypeVar("_T")
 
 
 class S3Store(Store):
-    """A store in S3, or in a server with the same API."""
-
     def __init__(self, bucket: str, prefix: str) -> None:
         try:
             check_bucket_name(bucket)
@@ -51,7 +48,6 @@ class S3Store(Store):
         self._conditional_writer = ConditionalWriter(self._connection, bucket, self._prefix)
 
     def put(self, key: str, data: bytes | Path) -> str:
-        """Write ``data`` atomically and return the etag."""
         check_key(key)
         if isinstance(data, bytes):
             return self._put(key, BytesIO(data), len(data), sha256_bytes(data))
@@ -59,13 +55,10 @@ class S3Store(Store):
             return self._put(key, file, data.stat().st_size, sha256_file(data))
 
     def put_if(self, key: str, data: bytes, etag: str | None) -> str:
-        """Write only if the object still has ``etag`` or, if ``etag`` is None, does not exist."""
         check_key(key)
         return self._conditional_writer.put_if(key, data, etag, {_SHA256: sha256_bytes(data)})
 
     def find(self, key: str) -> tuple[bytes, str] | None:
-        """Read an object and its etag. Returns None if the object does not exist."""
-
         def read(response: urllib3.BaseHTTPResponse) -> tuple[bytes, str]:
             data = response.read()
             check_sha256(sha256_bytes(data), response.headers.get(_SHA256), f"{self.uri}/{key}")
@@ -74,8 +67,7 @@ class S3Store(Store):
         return self._get(key, read)
 
     def reader(self) -> Callable[[str], bytes]:
-        """Return a function that reads many small objects faster than `get`, in any number of
-        threads."""
+        """A function that reads many small objects faster than `get`, in any number of threads."""
         read = object_reader(self._connection, self.bucket)
 
         def get(key: str) -> bytes:
@@ -85,8 +77,6 @@ class S3Store(Store):
         return get
 
     def fetch(self, key: str, path: Path, sha256: str | None = None) -> Path:
-        """Copy an object to ``path`` atomically."""
-
         def save(response: urllib3.BaseHTTPResponse) -> Path:
             expected = sha256 or response.headers.get(_SHA256)
             write_chunks(response.stream(CHUNK_BYTES), path, expected, f"{self.uri}/{key}")
@@ -97,12 +87,7 @@ class S3Store(Store):
         return path
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
-        """Yield the objects whose keys start with ``prefix``, in pages of 1,000. Each folder is
-        sorted.
-
-        S3 sorts whole keys. SeaweedFS lists objects folder by folder, so ``a/b`` comes before
-        ``a.b``.
-        """
+        """S3 sorts whole keys. SeaweedFS lists folder by folder: ``a/b`` comes before ``a.b``."""
         with self._connection.errors("s3:ListBucket", self.bucket, self._prefix + prefix):
             for listed in self._connection.list(self.bucket, self._prefix + prefix):
                 key = listed.name.removeprefix(self._prefix)
@@ -111,7 +96,6 @@ class S3Store(Store):
                     yield ObjectInfo(key, listed.size_bytes, modified, partial(str, listed.etag))
 
     def children(self, folder: str) -> Iterator[str]:
-        """Yield the names in a folder, in pages of 1,000. Names of folders end with a slash."""
         prefix = f"{self._prefix}{folder}/" if folder else self._prefix
         with self._connection.errors("s3:ListBucket", self.bucket, prefix):
             for info in self._client.list_objects(self.bucket, prefix):
@@ -120,7 +104,6 @@ class S3Store(Store):
                     yield name
 
     def delete(self, key: str) -> None:
-        """Delete an object. Deleting a missing object is not an error."""
         with self._connection.errors("s3:DeleteObject", self.bucket, self._prefix + key):
             self._client.remove_object(self.bucket, self._prefix + key)
 
@@ -132,10 +115,7 @@ class S3Store(Store):
             return required_etag(written.etag, self._connection.endpoint)
 
     def _get(self, key: str, read: Callable[[urllib3.BaseHTTPResponse], _T]) -> _T | None:
-        """The result of ``read``, or None if the object does not exist.
-
-        If a transfer breaks, ``read`` is called again.
-        """
+        """The result of ``read``, called again if a transfer breaks, or None without the object."""
         with self._connection.errors("s3:GetObject", self.bucket, self._prefix + key):
             pauses_s = (BACKOFF_S * number for number in range(MAX_ATTEMPTS - 1))
             try:
@@ -146,8 +126,7 @@ class S3Store(Store):
                 raise
 
     def _get_intact(self, key: str, read: Callable[[urllib3.BaseHTTPResponse], _T]) -> _T:
-        # Content with a wrong hash is read once more, because a transfer may corrupt the content,
-        # but rarely corrupts it twice.
+        # A transfer may corrupt content, but rarely twice, so a wrong hash is read once more.
         return retry(lambda: self._get_once(key, read), on=IntegrityError, pauses_s=[0.0])
 
     def _get_once(self, key: str, read: Callable[[urllib3.BaseHTTPResponse], _T]) -> _T:

@@ -55,17 +55,15 @@ _OTHER_REGION = frozenset({"AuthorizationHeaderMalformed", "PermanentRedirect", 
 
 
 class ListedObject(NamedTuple):
-    """An object in a listing."""
-
     name: str
     size_bytes: int
     etag: str
     modified: str
-    """The modification time in ISO 8601 format."""
+    """In ISO 8601 format."""
 
 
 class _Page(NamedTuple):
-    """A page of a listing. ``next_token`` is empty on the last page."""
+    """``next_token`` is empty on the last page."""
 
     objects: list[ListedObject]
     folders: list[str]
@@ -74,27 +72,18 @@ class _Page(NamedTuple):
 
 @dataclass(frozen=True)
 class S3Connection:
-    """A client for the S3 endpoint that the environment specifies."""
-
     endpoint: str
     region: str
     http: urllib3.PoolManager
     client: Minio
     writer: Minio
-    """The client for conditional writes. This client retries only requests that were certainly not
-    executed."""
+    """For conditional writes: retries only requests that were certainly not executed."""
     credentials: EnvAWSProvider | None
     certificates: Path
 
     @classmethod
     def from_environment(cls) -> "S3Connection":
-        """Read ``AWS_ENDPOINT_URL``, ``AWS_ACCESS_KEY_ID`` and the other variables of
-        `evernear.common.store.open_store`.
-
-        Raises:
-            SettingsError: the endpoint is not a URL, a key has no secret,
-                or a certificate file is missing.
-        """
+        """Read the variables that `evernear.common.store.open_store` lists."""
         endpoint = os.environ.get("AWS_ENDPOINT_URL") or "https://s3.amazonaws.com"
         parts = urlsplit(endpoint)
         if parts.scheme not in ("http", "https") or not parts.netloc or parts.path.strip("/") or _has_space(endpoint):
@@ -115,22 +104,16 @@ class S3Connection:
         return cls(endpoint.rstrip("/"), region, http, client, writer, credentials, certificates)
 
     def put(self, bucket: str, name: str, data: bytes, headers: dict[str, str]) -> urllib3.BaseHTTPResponse:
-        """Send a PUT request with ``headers``, because `Minio.put_object` does not support
-        conditional headers.
-
-        The request is retried only if it was certainly not executed. After any other failure, the
-        caller must read the object back.
-        """
+        """Send a PUT with conditional headers, which `Minio.put_object` does not support. Retried
+        only if it was certainly not executed. After other failures, read the object back."""
         copied: DictType = {**headers}  # minio adds headers to this dict
         return self.writer._execute("PUT", bucket, name, body=data, headers=copied)  # pyright: ignore[reportPrivateUsage]
 
     def list(self, bucket: str, prefix: str) -> Iterator[ListedObject]:
-        """Yield the objects whose names start with ``prefix``. The server determines the order of
-        the objects in a folder.
+        """Yield objects by prefix, in the server's order within a folder.
 
-        If the listing has more than one page, several folders are listed concurrently, and the next
-        pages are kept in memory. If there are more than 1,000 folders, pages are listed
-        sequentially.
+        If there is more than one page, several folders are listed concurrently, and their next
+        pages are kept in memory. More than 1,000 folders are listed sequentially.
         """
         first = _parse_page(self._page(bucket, prefix))
         top = _parse_page(self._page(bucket, prefix, delimiter="/")) if first.next_token else first
@@ -143,8 +126,8 @@ class S3Connection:
                 while waiting and len(listings) < _FOLDERS_AT_ONCE:
                     listings.append((waiting[0], pool.submit(self._pages, bucket, waiting.popleft())))
                 name, future = listings.popleft()
-                # Pages are parsed in this thread. Other threads would hold the interpreter lock,
-                # and slow down the consumer of the objects.
+                # Pages are parsed in this thread, because others would hold the interpreter lock
+                # and slow down the consumer.
                 *earlier, last = future.result()
                 last_page = _parse_page(last)
                 if last_page.next_token:
@@ -154,8 +137,7 @@ class S3Connection:
                 yield from last_page.objects
 
     def _pages(self, bucket: str, prefix: str, token: str = "") -> Sequence[bytes]:
-        """Up to `_PAGES_AT_ONCE` consecutive pages. Each page is requested as soon as its
-        continuation token is known."""
+        """Up to `_PAGES_AT_ONCE` consecutive pages, each requested once its token is known."""
         pages = [self._page(bucket, prefix, token)]
         while len(pages) < _PAGES_AT_ONCE and b"<IsTruncated>true<" in pages[-1]:
             match = _NEXT_TOKEN.search(pages[-1])
@@ -165,7 +147,7 @@ class S3Connection:
         return pages
 
     def _page(self, bucket: str, prefix: str, token: str = "", delimiter: str = "") -> bytes:
-        """A page of a listing: XML with at most 1,000 objects."""
+        """XML with at most 1,000 objects."""
         query: DictType = {"list-type": "2", "encoding-type": "url", "delimiter": delimiter, "prefix": prefix}
         query["max-keys"] = str(_PAGE_OBJECTS)
         if token:
@@ -175,14 +157,8 @@ class S3Connection:
 
     @contextmanager
     def errors(self, permission: str, bucket: str, name: str = "") -> Generator[None]:
-        """Convert client errors to `StoreError`. ``permission`` is the S3 action that the requests
-        in the context's body need.
-
-        Raises:
-            TransientStoreError: the server is unreachable or overloaded,
-                or the connection broke.
-            StoreError: the server rejected the request.
-        """
+        """Convert client errors to `StoreError`, or `TransientStoreError` if the server is
+        unreachable or overloaded. ``permission`` is the S3 action that the body needs."""
         location = f"s3://{bucket}/{name}".rstrip("/")
         try:
             yield
@@ -191,8 +167,7 @@ class S3Connection:
             kind = TransientStoreError if transient else StoreError
             raise kind(self._explain(error, permission, bucket, location)) from error
         except InvalidResponseError as error:
-            # The error is transient, because an ingress sends such responses while its backend is
-            # down.
+            # Transient, because an ingress sends such responses while its backend is down.
             text = " ".join(_MARKUP.sub(" ", str(error)).split())[:160]
             raise TransientStoreError(
                 f"{self.endpoint} does not behave like S3 ({text}); check AWS_ENDPOINT_URL."
@@ -243,8 +218,7 @@ class S3Connection:
         if status in _OVERLOADED:
             fault = f"is overloaded or broken ({status} {code}) after {MAX_ATTEMPTS} attempts"
             return f"{self.endpoint} {fault}; run again later."
-        # An archived object (S3 Glacier) also causes a 403 response. The server's message explains
-        # it.
+        # An archived object (S3 Glacier) is also a 403, which the server's message explains.
         if code == "AccessDenied" or (status == 403 and code != "InvalidObjectState"):
             credentials = self._credentials_hint(permission)
             return f"{permission} on {location} is not permitted {credentials}; see docs/object-store.md."
@@ -259,19 +233,17 @@ class S3Connection:
 
 
 def _has_space(url: str) -> bool:
-    """Whether ``url`` contains a space or a line break, which `urlsplit` would silently remove."""
+    """Spaces and line breaks, which `urlsplit` would silently remove."""
     return any(character.isspace() or not character.isprintable() for character in url)
 
 
 def _parse_page(data: bytes) -> _Page:
-    """Parse a listing page with at most 1,000 objects.
-
-    `Minio.list_objects` takes 60 ms of CPU time for a page. This function takes 8 ms.
+    """Parse a listing page in 8 ms of CPU time, where `Minio.list_objects` takes 60 ms.
 
     Raises:
         ParseError: ``data`` is not XML.
-        ValueError: ``data`` is not a listing, has invalid sizes, or lacks the token for
-            the next page.
+        ValueError: ``data`` is not a listing, has invalid sizes, or lacks the token for the next
+            page.
     """
     page = ElementTree.fromstring(data)  # noqa: S314 - as minio does; expat limits expansion
     if not page.tag.endswith("ListBucketResult"):
@@ -313,16 +285,12 @@ def _clock_skew(error: S3Error, endpoint: str) -> str:
 
 
 def _reason(error: Exception | None) -> str:
-    """The error message from urllib3, without the object representation that precedes the
-    message."""
+    """urllib3's message without the object representation that precedes it."""
     return str(error).rpartition(": ")[2].rstrip(".") or type(error).__name__
 
 
 def _retries(only_unexecuted: bool = False) -> urllib3.Retry:
-    """The retry policy for idempotent requests to S3.
-
-    If ``only_unexecuted`` is set, only requests that were not executed are retried.
-    """
+    """The retry policy for idempotent requests, or with ``only_unexecuted`` for all others."""
     return urllib3.Retry(
         MAX_ATTEMPTS - 1,
         read=False if only_unexecuted else None,
@@ -331,14 +299,12 @@ def _retries(only_unexecuted: bool = False) -> urllib3.Retry:
         allowed_methods=None,
         backoff_factor=BACKOFF_S,
         raise_on_status=False,
-        # Retry-After may be hours. Instead of waiting, a pipeline step should fail and be run
-        # again.
+        # Retry-After may be hours, for which a step should rather fail and be run again.
         respect_retry_after_header=False,
     )
 
 
 def _certificates() -> Path:
-    """The file with the certificates of trusted certificate authorities."""
     path = Path(os.environ.get("AWS_CA_BUNDLE") or os.environ.get("SSL_CERT_FILE") or certifi.where())
     if not path.exists():
         raise SettingsError(f"The certificate file {path} (AWS_CA_BUNDLE, SSL_CERT_FILE) does not exist.")
@@ -346,16 +312,11 @@ def _certificates() -> Path:
 
 
 def status_of(error: S3Error | InvalidResponseError) -> int:
-    """The HTTP status of an error response."""
     return error.response.status if isinstance(error, S3Error) else error._code  # pyright: ignore[reportPrivateUsage]
 
 
 def required_etag(etag: str | None, endpoint: str) -> str:
-    """The etag of an object that was read or written, without quotes.
-
-    Raises:
-        StoreError: the response has no etag.
-    """
+    """The etag without quotes, or `StoreError` if the response has none."""
     if not etag:
         raise not_s3(endpoint, "success but no etag")
     return etag.strip('"')

@@ -15,11 +15,11 @@ CONNECT_TIMEOUT_S = 10.0
 # Timeout between two packets, not for the whole transfer.
 READ_TIMEOUT_S = 60.0
 _OTHER_CONTENT = ("text/html", "application/xhtml", "application/json", "text/plain")
-"""Content types that S3 returns only for objects. A response with an object also has an etag."""
+"""Content types that S3 returns only for objects, which also have an etag."""
 
 
 def not_s3(endpoint: str, content: str) -> StoreError:
-    """The error for a response with ``content`` that reports success but was not sent by S3."""
+    """The error for a response that reports success but was not sent by S3."""
     return StoreError(
         f"{endpoint} does not behave like S3: it answers with {content}; check AWS_ENDPOINT_URL, which may name a "
         "console or a login page."
@@ -27,8 +27,7 @@ def not_s3(endpoint: str, content: str) -> StoreError:
 
 
 class _OnlyS3:
-    """A connection pool that does not accept a response of another server as an object, a listing
-    or a successful write."""
+    """Accepts no response of another server as an object, a listing or a successful write."""
 
     def urlopen(self, method: str, url: str, *args: Any, **kwargs: Any) -> urllib3.BaseHTTPResponse:
         response: urllib3.BaseHTTPResponse = super().urlopen(method, url, *args, **kwargs)  # pyright: ignore
@@ -50,7 +49,6 @@ class _ProxyManager(_OnlyS3, urllib3.ProxyManager):
 
 
 def pool(endpoint: str, certificates: Path, retries: urllib3.Retry) -> urllib3.PoolManager:
-    """A connection pool for ``endpoint``, which uses the proxy in the environment."""
     proxy = proxy_of(endpoint)
     manager: Callable[..., urllib3.PoolManager] = _proxied(proxy) if proxy else _PoolManager
     return manager(

@@ -1,9 +1,7 @@
 """Read many small objects from S3 with little CPU time per object.
 
-A GET with the MinIO client takes 0.6 ms of CPU time, mostly while holding Python's global
-interpreter lock. This module uses a compiled client, which takes 0.15 ms of CPU time
-(`benchmarks.scale.ingest`). The compiled client only reads. The MinIO client makes all other
-requests.
+A GET takes 0.6 ms of CPU time with the MinIO client, mostly under the interpreter lock, and 0.15 ms
+with this compiled client (`benchmarks.scale.ingest`). It only reads.
 """
 
 from collections.abc import Callable
@@ -22,11 +20,8 @@ _AWS = "https://s3.amazonaws.com"
 
 
 def object_reader(connection: S3Connection, bucket: str) -> Callable[[str], bytes | None]:
-    """Return a function that reads an object by name and returns None if the read fails.
-
-    The function makes one attempt. The caller repeats a failed read with the MinIO client, because
-    that client explains errors.
-    """
+    """Return a function that reads an object by name, or returns None after one failed attempt. The
+    caller repeats that with the MinIO client, which explains errors."""
     import obstore
     from obstore.exceptions import BaseError
     from obstore.store import S3Store

@@ -1,8 +1,8 @@
-"""Deploy to Kubernetes: roll out and verify a release, or restore the previous release.
+"""Deploy to Kubernetes: roll out and verify a release, or restore the previous one.
 
 Read `KubernetesTarget.rollout` first. `objects` builds the objects to apply, and `cluster` is the
-client of the API server. The registry's champion is authoritative. If a deployment is killed, the
-next deployment makes the cluster serve the champion again.
+client of the API server. The registry's champion is authoritative: after a killed deployment, the
+next one makes the cluster serve it again.
 """
 
 import contextlib
@@ -52,48 +52,28 @@ class KubernetesTarget:
         return LeaseLock(self.cluster, self._kubernetes.name, LEASE_S)
 
     def require_deployable(self) -> None:
-        """Check permissions, then validate the objects with a dry run. Without the permission
-        check, the error for a rejected apply would list only one missing permission.
-
-        Raises:
-            SettingsError: a required setting, such as the image, is missing.
-            ClusterError: a permission is missing, or the API server would reject the
-                objects.
-        """
+        """Check all permissions (a dry run names only one), then validate with a dry run."""
         preflight = ServedRelease("preflight", archive_sha256=64 * "0", manifest_sha256=64 * "0")
         objects = serving_objects(self._settings, preflight)
         check_permissions(self.cluster, objects, self._settings)
         apply_revision(self.cluster, objects, force=self._kubernetes.force_conflicts, dry_run=True)
 
     def exclusive(self) -> LeaseLock:
-        """The Lease of the Deployment.
-
-        Raises:
-            BusyError: a different deployment holds the Lease.
-                The message names its holder.
-        """
+        """The Lease of the Deployment. A `BusyError` names its holder."""
         return self._lease
 
     def fetch(self, version: str, directory: Path) -> Path:
-        """Download the archive."""
         self._registry.fetch(version, directory / ARCHIVE_FILE)
         return directory / ARCHIVE_FILE
 
     @contextlib.contextmanager
     def rollout(self, archive: Path, parts: ReleaseParts) -> Generator[VerifiedRollout]:
-        """Roll out a release, and verify the release through its Service. After the body completes,
-        save the revision as the last known good revision.
+        """Roll out a release, and verify it through its Service. After the body completes, save it
+        as the last known good revision.
 
-        The previous pods serve requests until the new pods are ready. If the rollout or the body
-        fails, the previous revision is restored. The error message reports this.
-
-        Raises:
-            ClusterError: the API server is unavailable or refuses a request, or the
-                rollout does not complete.
-            ServingError: the Service's predictions differ from the archived
-                predictions.
-            TransientStoreError: the body raised it. The release stays live.
-            BusyError: the Lease was lost.
+        The previous pods serve requests until the new ones are ready. If the rollout or the body
+        fails, the previous revision is restored, and the error message says so. A
+        `TransientStoreError` of the body leaves the release live.
         """
         revision = self._revision(parts.manifest.version)
         self._apply(revision, dry_run=True)
@@ -117,13 +97,7 @@ class KubernetesTarget:
             save_last_known_good(self.cluster, self._kubernetes, revision)
 
     def render(self, version: str | None) -> list[Tree]:
-        """The objects to apply when a published release is deployed. If ``version`` is None, use
-        the champion.
-
-        Raises:
-            StoreError: the release does not exist, or no release has been promoted yet.
-            SettingsError: a required setting is missing.
-        """
+        """The objects to apply when a published release (default: the champion) is deployed."""
         if version is None:
             champion = self._registry.champion()
             if champion is None:
@@ -163,8 +137,8 @@ class KubernetesTarget:
         apply_revision(self.cluster, revision.objects, force=self._kubernetes.force_conflicts, dry_run=dry_run)
 
     def _restore_previous(self, failed: Revision) -> str:
-        """Restore the previous revision. If the failed release was the first release, remove its
-        objects. Returns a sentence that describes the action."""
+        """Restore the previous revision, or remove the objects of a failed first release. Returns a
+        sentence that says which."""
         try:
             self._lease.require()
             previous = self._previous()
@@ -178,8 +152,7 @@ class KubernetesTarget:
         return f"Release {previous.version} was restored and is live."
 
     def _previous(self) -> Revision | None:
-        """The last known good revision if it contains the champion, otherwise a revision of the
-        champion with the current settings."""
+        """The last known good revision if it is the champion's, else one with current settings."""
         saved = load_last_known_good(self.cluster, self._kubernetes)
         champion = self._registry.champion()
         if champion is None or (saved is not None and saved.version == champion.version):

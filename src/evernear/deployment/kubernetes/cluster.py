@@ -1,8 +1,7 @@
-"""A client for one namespace of a Kubernetes API server, with credentials, retries and error
-messages.
+"""A client for one namespace of a Kubernetes API server.
 
-Objects are plain dicts, as in a manifest. The `kubernetes` client sends the requests. The client's
-generated models are not used, because they drop unknown fields.
+Objects are plain dicts, as in a manifest. The `kubernetes` client sends the requests, but its
+generated models would drop unknown fields.
 """
 
 import builtins
@@ -48,8 +47,7 @@ RESOURCES = {
 }
 """The API version and the plural resource name of each kind in use."""
 _MISSING_PERMISSION = re.compile(r'is forbidden: User ".*" cannot ')
-"""Matches the message of a 403 response from the authorizer. Admission control (webhooks, quotas,
-Pod Security) also returns 403."""
+"""A 403 response from the authorizer, and not from admission control (webhooks, quotas)."""
 
 
 class Cluster:
@@ -64,14 +62,8 @@ class Cluster:
 
     @classmethod
     def of(cls, settings: KubernetesSettings) -> "Cluster":
-        """Connect with the pod's service account or with a kubeconfig.
-
-        If ``KUBECONFIG`` or ``kubernetes.context`` is set, the kubeconfig takes precedence over the
-        service account.
-
-        Raises:
-            ClusterError: no credentials are available.
-        """
+        """Connect with the pod's service account or with a kubeconfig, which takes precedence if
+        ``KUBECONFIG`` or ``kubernetes.context`` is set."""
         configuration: Any = Configuration()
         has_kubeconfig = bool(settings.context or os.environ.get("KUBECONFIG"))
         inside = "KUBERNETES_SERVICE_HOST" in os.environ and not has_kubeconfig
@@ -94,11 +86,9 @@ class Cluster:
 
     @property
     def host(self) -> str:
-        """URL of the API server."""
         return str(self._client.configuration.host)
 
     def get(self, kind: str, name: str) -> Tree | None:
-        """The object, or None if it does not exist."""
         try:
             return self._call("GET", self._path(kind, name))
         except ClusterError as error:
@@ -107,16 +97,12 @@ class Cluster:
             raise
 
     def list(self, kind: str, **query: str) -> builtins.list[Tree]:
-        """The objects of a kind, optionally filtered by ``labelSelector`` or ``fieldSelector``."""
+        """``query`` is a ``labelSelector`` or ``fieldSelector``."""
         return self._call("GET", self._path(kind), query=query)["items"]
 
     def apply(self, manifest: Tree, *, force: bool = False, dry_run: bool = False) -> Tree:
-        """Apply an object with server-side apply and the field manager ``evernear``.
-
-        Raises:
-            ClusterError: with status 409, ``force`` is not set, and a different manager
-                owns a field and has set it to a different value.
-        """
+        """Server-side apply with the field manager ``evernear``. Without ``force``, a
+        `ClusterError` with status 409 means that a different manager set a field differently."""
         query = {"fieldManager": FIELD_MANAGER, "force": str(force).lower()}
         if dry_run:
             query["dryRun"] = "All"
@@ -129,23 +115,15 @@ class Cluster:
             raise
 
     def create(self, manifest: Tree) -> Tree:
-        """Create an object.
-
-        Raises:
-            ClusterError: with status 409, the object already exists.
-        """
+        """A `ClusterError` with status 409 means that the object already exists."""
         return self._call("POST", self._path(manifest["kind"]), manifest)
 
     def replace(self, manifest: Tree) -> Tree:
-        """Overwrite an object that was read earlier.
-
-        Raises:
-            ClusterError: with status 409, the object has changed since it was read.
-        """
+        """A `ClusterError` with status 409 means that the object has changed since it was read."""
         return self._call("PUT", self._path(manifest["kind"], manifest["metadata"]["name"]), manifest)
 
     def delete(self, kind: str, name: str) -> None:
-        """Delete an object and its dependents. A missing object is not an error."""
+        """Delete an object and its dependents. A missing one is not an error."""
         try:
             self._call("DELETE", self._path(kind, name), query={"propagationPolicy": "Background"})
         except ClusterError as error:
@@ -153,11 +131,10 @@ class Cluster:
                 raise
 
     def changes(self, manifest: Tree, timeout_s: int) -> Iterator[Tree]:
-        """Watch an object for at most ``timeout_s``. ``manifest`` is the object as it was last
-        read.
+        """Watch an object, last read as ``manifest``, for at most ``timeout_s``.
 
         The iterator ends early if the watch is interrupted, the ``resourceVersion`` has expired, or
-        the object is deleted. If the iterator ends early, the caller must read the object again.
+        the object is deleted. The caller must then read the object again.
         """
         metadata = manifest["metadata"]
         events = self._watch.stream(
@@ -177,7 +154,7 @@ class Cluster:
             return
 
     def log(self, pod: str, container: str, *, previous: bool, lines: int) -> builtins.list[str]:
-        """The last lines of a container's log, or an empty list if the log is unavailable."""
+        """The last lines of a container's log, or an empty list if it is unavailable."""
         query = {"container": container, "previous": str(previous).lower(), "tailLines": str(lines)}
         try:
             with self._errors():
@@ -188,8 +165,7 @@ class Cluster:
         return [line.strip() for line in text.splitlines() if line.strip()]
 
     def is_allowed(self, verb: str, kind: str, name: str) -> bool:
-        """Whether the credentials permit ``verb`` on an object or on a subresource such as
-        ``Pod/log``."""
+        """Whether ``verb`` is permitted on an object or on a subresource such as ``Pod/log``."""
         kind, _, subresource = kind.partition("/")
         version, plural = RESOURCES[kind]
         attributes = {
@@ -209,12 +185,7 @@ class Cluster:
         return bool(self._call("POST", path, review)["status"]["allowed"])
 
     def post_to_service(self, service: str, port: str, path: str, body: bytes, timeout_s: float) -> tuple[int, Any]:
-        """Send ``body`` to a Service in a POST request through the API server's proxy, and return
-        the status and content of the response.
-
-        Raises:
-            ClusterError: the API server cannot reach the Service.
-        """
+        """POST to a Service through the API server's proxy. Return the status and the content."""
         resource = f"{self._path('Service')}/{service}:{port}/proxy{path}"
         with self._errors():
             try:
@@ -245,8 +216,7 @@ class Cluster:
         timeout_s: float = TIMEOUT_S[1],
         stream: bool = False,
     ) -> Any:
-        """Send a request with retries. Return the parsed content, or the unread response if
-        ``stream`` is set."""
+        """Send a request with retries. Return the parsed content, or the unread ``stream``."""
         content_type = "application/apply-patch+yaml" if method == "PATCH" else "application/json"
         if isinstance(body, bytes):
             content_type = "application/octet-stream"
@@ -264,7 +234,7 @@ class Cluster:
         )
 
     def _watched(self, kind: str, **query: Any) -> Any:
-        """The list function for `Watch`, which uses the parameter names of the generated client."""
+        """The list function for `Watch`, with the parameter names of the generated client."""
         timeout_s = query["timeout_seconds"]
         parameters = {
             "watch": "true",
@@ -312,8 +282,7 @@ class Cluster:
 
 
 def _status(error: ApiException) -> Tree | None:
-    """The ``Status`` object of an error response, or None if the response did not come from the API
-    server."""
+    """The ``Status`` object of an error response, None if not from the API server."""
     try:
         body: Any = json.loads(error.body or b"")
     except ValueError:
@@ -322,8 +291,7 @@ def _status(error: ApiException) -> Tree | None:
 
 
 def _conflict(status: Tree, message: str) -> str:
-    """The message for a 409 response. For an apply, the message lists the conflicting field
-    managers and their fields."""
+    """The message for a 409 response. After an apply, it lists the conflicting fields."""
     details: Tree = status.get("details") or {}
     fields_of: dict[str, list[str]] = {}
     for cause in details.get("causes") or []:
@@ -336,8 +304,7 @@ def _conflict(status: Tree, message: str) -> str:
 
 
 def _kubeconfig() -> str:
-    """The path that kubectl uses. The `kubernetes` client would determine its default path only
-    once, at import."""
+    """The path that kubectl uses. The `kubernetes` client determines it only at import."""
     return os.environ.get("KUBECONFIG") or str(Path("~/.kube/config").expanduser())
 
 

@@ -8,11 +8,11 @@ MANIFEST_SHA256 = f"{PREFIX}/manifest-sha256"
 ARCHIVE_SHA256 = f"{PREFIX}/archive-sha256"
 SETTINGS_SHA256 = f"{PREFIX}/settings-sha256"
 REVISION = f"{PREFIX}/revision"
-"""A pod label with a hash of the pod template. This label selects the pods of one rollout."""
+"""A pod label with a hash of the pod template, which selects the pods of one rollout."""
 VERSION = "app.kubernetes.io/version"
 COMMON_LABELS = {"app.kubernetes.io/part-of": "evernear", "app.kubernetes.io/managed-by": "evernear"}
 WATCHER = {"app.kubernetes.io/name": "evernear", "app.kubernetes.io/component": "watch"}
-"""The labels of the watcher's pod. The watcher compares releases after a rollout."""
+"""The watcher's pod, which compares releases after a rollout."""
 
 
 def selector(kubernetes: KubernetesSettings) -> dict[str, str]:

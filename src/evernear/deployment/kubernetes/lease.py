@@ -1,11 +1,9 @@
 """A Lease that limits a namespace to one deployment at a time.
 
-The holder renews the Lease. If a process observes the Lease for its whole duration without a
-renewal, the holder is considered dead. A different process may then take over the Lease. As in
-client-go's leader election, the clocks of two machines are never compared. A holder that was
-disconnected detects at its next renewal that it was replaced, and makes no further changes.
-Requests that a replaced holder sends before it detects the replacement do no lasting harm, because
-the champion pointer is moved with compare-and-swap.
+The holder renews it. A process that observes the Lease for its whole duration without a renewal may
+take it over. As in client-go's leader election, the clocks of two machines are never compared. A
+holder that was disconnected detects at its next renewal that it was replaced, and changes nothing
+more. Its earlier requests do no lasting harm, because compare-and-swap moves the champion pointer.
 """
 
 import threading
@@ -45,13 +43,7 @@ class LeaseLock:
         self.release()
 
     def acquire(self) -> None:
-        """Take the Lease, and renew it in the background.
-
-        Raises:
-            BusyError: a different deployment holds the Lease. The message states the
-                holder and the time at which the Lease was acquired.
-            ClusterError: the Lease cannot be read or written.
-        """
+        """Take the Lease and renew it in the background, or raise a `BusyError` with its holder."""
         self._manifest = self._take_when_free()
         self._renewed_s = time.monotonic()
         self._thread = threading.Thread(target=self._renew_periodically, name="lease", daemon=True)
@@ -61,8 +53,7 @@ class LeaseLock:
         """Check that the Lease is still held.
 
         Raises:
-            BusyError: the Lease was lost to a different deployment,
-                or its renewal failed.
+            BusyError: it was lost to a different deployment, or its renewal failed.
         """
         if self._lost is None and time.monotonic() - self._renewed_s > self._duration_s:
             self._lost = "it could not be renewed in time"
@@ -70,7 +61,7 @@ class LeaseLock:
             raise BusyError(f"This deployment lost the Lease {self._name} ({self._lost}), so it changes nothing more.")
 
     def release(self) -> None:
-        """Release the Lease, so that the next deployment does not have to wait until it expires."""
+        """The next deployment then does not have to wait until the Lease expires."""
         self._released.set()
         self._thread.join()
         if self._lost is None:

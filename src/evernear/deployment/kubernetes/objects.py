@@ -1,8 +1,6 @@
-"""The Kubernetes objects for a release, as plain dicts. ``evernear deployment render`` prints these
-objects.
+"""A release's Kubernetes objects, as plain dicts. ``evernear deployment render`` prints them.
 
-Start at `serving_objects`. The pods are in `pod_template`. The containers' commands are implemented
-in `evernear.serving.pod`.
+Start at `serving_objects`. `pod_template` has the pods, `evernear.serving.pod` their commands.
 """
 
 from typing import Any
@@ -29,12 +27,7 @@ start, and the remaining 30% answer what arrives meanwhile."""
 
 
 def serving_objects(settings: RunSettings, release: ServedRelease) -> list[Tree]:
-    """All Kubernetes objects for ``release``, in the order in which they are applied.
-
-    Raises:
-        SettingsError: no image is set, pods cannot reach the store, or the memory of
-            the pods is insufficient.
-    """
+    """All Kubernetes objects for ``release``, in the order in which they are applied."""
     _require_usable(settings)
     kubernetes = settings.kubernetes
     labels = selector(kubernetes) | COMMON_LABELS | {VERSION: release.version}
@@ -87,7 +80,7 @@ def _require_usable(settings: RunSettings) -> None:
 
 
 def _deployment(kubernetes: KubernetesSettings, template: Tree) -> Tree:
-    """The Deployment spec without the ``replicas`` field, which the autoscaler owns."""
+    """Without the ``replicas`` field, which the autoscaler owns."""
     return {
         "selector": {"matchLabels": selector(kubernetes)},
         "strategy": {"type": "RollingUpdate", "rollingUpdate": {"maxUnavailable": 0, "maxSurge": 1}},
@@ -123,8 +116,7 @@ def _service(kubernetes: KubernetesSettings, serving: ServingSettings) -> Tree:
 
 
 def _disruption_budget(kubernetes: KubernetesSettings) -> Tree:
-    """The disruption budget, which permits the eviction of one pod at a time. A single replica may
-    also be evicted, because otherwise its node could never be drained."""
+    """Permits the eviction of one pod at a time, even of the only one, so nodes can be drained."""
     return {
         "maxUnavailable": 1,
         "selector": {"matchLabels": selector(kubernetes)},
@@ -133,9 +125,8 @@ def _disruption_budget(kubernetes: KubernetesSettings) -> Tree:
 
 
 def _network_policy(kubernetes: KubernetesSettings, serving: ServingSettings) -> Tree:
-    """The network policy. Pods in this namespace and in the client namespaces can access the
-    inference ports. The watcher and the monitoring namespaces can access the metrics port. The
-    management API is inaccessible."""
+    """This namespace and the client namespaces can access the inference ports. The watcher and the
+    monitoring namespaces can access the metrics port. Nobody can access the management API."""
 
     def namespace(name: str) -> Tree:
         return {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": name}}}
@@ -147,8 +138,8 @@ def _network_policy(kubernetes: KubernetesSettings, serving: ServingSettings) ->
     ingress = [{"from": clients, "ports": ports(serving.inference_port, serving.grpc_inference_port)}]
     readers = [{"podSelector": {"matchLabels": WATCHER}}, *map(namespace, kubernetes.metrics_namespaces)]
     ingress.append({"from": readers, "ports": ports(serving.metrics_port)})
-    # Init containers need DNS and the object store, and servers may need Milvus. If the store is on
-    # a PersistentVolumeClaim and Milvus is not used, no egress is needed.
+    # Init containers need DNS and the object store, and servers may need Milvus. With a
+    # PersistentVolumeClaim as the store and without Milvus, no egress is needed.
     is_local = kubernetes.store_claim and not kubernetes.milvus_secret
     servers = [] if is_local else [*ports(53, protocol="UDP"), *ports(53, *kubernetes.egress_ports)]
     return {

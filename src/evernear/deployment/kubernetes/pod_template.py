@@ -24,7 +24,7 @@ USER = 65532  # the user in Dockerfile.serve and Dockerfile.train
 POD_SECURITY: Tree = {
     "runAsNonRoot": True,
     # Controllers and service meshes add containers whose image may run as root. The kubelet does
-    # not start such a container if only runAsNonRoot is set.
+    # not start these if only runAsNonRoot is set.
     "runAsUser": USER,
     "runAsGroup": USER,
     "seccompProfile": {"type": "RuntimeDefault"},
@@ -41,7 +41,7 @@ START_PROBE_TIMEOUT_S = 30  # Python starts and sends all stored queries
 
 @dataclass(frozen=True)
 class ServedRelease:
-    """Facts about a release that are part of its Kubernetes objects."""
+    """The facts about a release that its Kubernetes objects contain."""
 
     version: str
     archive_sha256: str
@@ -52,7 +52,6 @@ class ServedRelease:
 
     @staticmethod
     def of(record: Record) -> "ServedRelease":
-        """The facts about a published release."""
         manifest = record.manifest
         sizes_bytes = {name: part.size_bytes for name, part in manifest.parts.items()}
         return ServedRelease(
@@ -64,13 +63,12 @@ class ServedRelease:
         )
 
     def memory(self, settings: RunSettings) -> str:
-        """Memory request and limit of a pod. Raises the same errors as `pod_memory`."""
+        """Memory request and limit of a pod. Raises the errors of `pod_memory`."""
         return pod_memory(settings, self.index_size_bytes, self.worker_parts_size_bytes)
 
 
 def settings_file(settings: RunSettings) -> str:
-    """The settings file for pods. Default values are omitted, because the image may contain a
-    different evernear version."""
+    """Default values are omitted, because the image may contain a different evernear version."""
     serving = settings.serving.model_dump(mode="json", exclude_defaults=True) | {"threads": _threads(settings)}
     # A JSON scalar is valid TOML.
     lines = (f"{name} = {json.dumps(value)}" for name, value in sorted(serving.items()))
@@ -78,11 +76,9 @@ def settings_file(settings: RunSettings) -> str:
 
 
 def _threads(settings: RunSettings) -> int:
-    """Number of threads per worker (``OMP_NUM_THREADS``). The default is the CPU limit minus one
-    CPU for Java, divided by the number of workers.
-
-    Oversubscribed threads wait for each other. See benchmarks/results/serving.md.
-    """
+    """Threads per worker (``OMP_NUM_THREADS``). Default: the CPU limit minus one CPU for Java,
+    divided by the number of workers. Oversubscribed threads wait for each other
+    (benchmarks/results/serving.md)."""
     if settings.serving.threads:
         return settings.serving.threads
     return max(1, (int(parse_quantity(settings.kubernetes.cpu)) - 1) // settings.serving.workers)
@@ -91,10 +87,7 @@ def _threads(settings: RunSettings) -> int:
 def pod_template(
     settings: RunSettings, release: ServedRelease, labels: dict[str, str], annotations: dict[str, str], config: str
 ) -> Tree:
-    """The pod template of ``release``. ``config`` is the text of the `settings_file`.
-
-    If the settings file changes, the pod template also changes, so the pods are replaced.
-    """
+    """``config`` is the text of the `settings_file`. If it changes, the pods are replaced."""
     annotations = annotations | {SETTINGS_SHA256: sha256_bytes(config.encode())}
     spec = _pod(settings, release)
     revision = sha256_bytes(json.dumps([labels, annotations, spec], sort_keys=True).encode())[:12]
@@ -127,8 +120,8 @@ def _pod(settings: RunSettings, release: ServedRelease) -> Tree:
 
 
 def _init_container(settings: RunSettings, release: ServedRelease) -> Tree:
-    """The container that downloads the archive. Only this container has the object store
-    credentials from ``kubernetes.s3_secret``."""
+    """Downloads the archive. Only this container has the object store credentials from
+    ``kubernetes.s3_secret``."""
     kubernetes = settings.kubernetes
     command = ["fetch", "--release", release.version, "--sha256", release.archive_sha256]
     container = _any_container(settings, release, "fetch", command)
@@ -143,8 +136,7 @@ def _init_container(settings: RunSettings, release: ServedRelease) -> Tree:
 
 
 def _shippers(settings: RunSettings, release: ServedRelease) -> list[Tree]:
-    """The sidecar that uploads logged queries with separate credentials. A sidecar ends after
-    TorchServe."""
+    """The sidecar uploads logged queries with its own credentials, and ends after TorchServe."""
     secret = settings.kubernetes.query_secret
     if not secret or settings.serving.query_log == "off":
         return []
@@ -165,8 +157,7 @@ def _shippers(settings: RunSettings, release: ServedRelease) -> list[Tree]:
 
 
 def _container(settings: RunSettings, release: ServedRelease) -> Tree:
-    """The TorchServe container. TorchServe's management API is bound to loopback, and cannot be
-    reached from outside the pod."""
+    """The management API is bound to loopback, and cannot be reached from outside the pod."""
     serving, kubernetes = settings.serving, settings.kubernetes
     command = ["serve"] if kubernetes.token_secret else ["serve", "--without-token"]
     container = _any_container(settings, release, CONTAINER, command)
@@ -194,8 +185,7 @@ def _container(settings: RunSettings, release: ServedRelease) -> Tree:
             "failureThreshold": starts,
         },
         "readinessProbe": alive | {"timeoutSeconds": PROBE_TIMEOUT_S, "failureThreshold": 2},
-        # TorchServe restarts dead workers. The container is restarted only if TorchServe cannot
-        # restart a dead worker.
+        # TorchServe restarts dead workers. The container is restarted only if TorchServe cannot.
         "livenessProbe": alive | {"timeoutSeconds": RESPONSE_TIMEOUT_S, "failureThreshold": starts},
         "lifecycle": {"preStop": {"exec": {"command": ["sleep", str(ENDPOINT_REMOVAL_S)]}}},
     }

@@ -1,9 +1,8 @@
-"""Before a deployment, check the permissions that it needs. The Role in
-``deploy/base/deployer.yaml`` grants these permissions.
+"""Before a deployment, check the permissions that it needs and the Role in
+``deploy/base/deployer.yaml`` grants.
 
-A dry run detects only some missing permissions. The remaining permissions are used later in a
-deployment: to hold the Lease, to follow and diagnose the rollout, and to restore the previous
-revision.
+A dry run detects only some missing permissions. The others are used later: to hold the Lease, to
+follow and diagnose the rollout, and to restore the previous revision.
 """
 
 from collections.abc import Iterable, Iterator
@@ -14,17 +13,11 @@ from evernear.errors import ClusterError
 from evernear.settings import RunSettings
 
 Permission = tuple[tuple[str, ...], str, str]
-"""Verbs, a kind (``Pod``, or ``Pod/log`` for a subresource), and the name of an object. An empty
-name means all objects."""
+"""Verbs, a kind (``Pod``, or ``Pod/log`` for a subresource), and a name, or "" for all."""
 
 
 def check_permissions(cluster: Cluster, objects: Iterable[Tree], settings: RunSettings) -> None:
-    """Ask the API server about every permission that a deployment of ``objects`` needs.
-
-    Raises:
-        ClusterError: the API server is unavailable, or permissions are missing. The
-            message lists all missing permissions.
-    """
+    """Ask the API server about every permission. The error lists all that are missing."""
     missing: list[str] = []
     for verbs, kind, name in _needed(cluster, objects, settings):
         denied = [verb for verb in verbs if not cluster.is_allowed(verb, kind, name)]
@@ -49,8 +42,7 @@ def _needed(cluster: Cluster, objects: Iterable[Tree], settings: RunSettings) ->
     yield ("list",), "Event", ""
     yield ("get",), "Pod/log", ""
     if not (cluster.inside or settings.kubernetes.service_url or settings.kubernetes.token_secret):
-        # Without a direct connection to the Service, `service_client` connects through the API
-        # server.
+        # Without a direct connection, `service_client` connects through the API server.
         yield ("create",), "Service/proxy", f"{name}:http"
 
 

@@ -1,9 +1,8 @@
-"""A revision: the objects that serve one release. A revision is applied as a whole, and is saved
-after it has been verified.
+"""A revision: the objects that serve one release, applied as a whole and saved once verified.
 
-The registry records which release is the champion, but not the image and the settings with which
-this release was live. The image and the settings are stored in the last known good revision. This
-revision is a ConfigMap in the cluster, and is restored if a deployment fails.
+The registry records which release is the champion, but not the image and the settings with which it
+was live. These are stored in the last known good revision, a ConfigMap in the cluster, which is
+restored if a deployment fails.
 """
 
 import json
@@ -26,34 +25,19 @@ class Revision:
 
 def apply_revision(cluster: Cluster, objects: Iterable[Tree], *, force: bool = False, dry_run: bool = False) -> None:
     """Apply objects in order. The call is idempotent. If ``dry_run`` is set, the API server only
-    validates the objects.
-
-    Raises:
-        ClusterError: with status 409, a different field manager owns a field and has set it to a
-            different value.
-        ClusterError: an object is refused (missing permission, exceeded quota, unknown
-            field), or the API server is unavailable.
-    """
+    validates the objects. Conflicts are as in `Cluster.apply`."""
     for manifest in objects:
         cluster.apply(manifest, force=force, dry_run=dry_run)
 
 
 def remove(cluster: Cluster, objects: Iterable[Tree]) -> None:
-    """Delete objects in reverse order.
-
-    Raises:
-        ClusterError: an object cannot be deleted, or the API server is unavailable.
-    """
+    """Delete objects in reverse order."""
     for manifest in reversed(list(objects)):
         cluster.delete(manifest["kind"], manifest["metadata"]["name"])
 
 
 def load_last_known_good(cluster: Cluster, settings: KubernetesSettings) -> Revision | None:
-    """The revision that was verified last, or None if it is missing or unreadable.
-
-    Raises:
-        ClusterError: the API server is unavailable.
-    """
+    """The revision that was verified last, or None if it is missing or unreadable."""
     stored = cluster.get("ConfigMap", last_known_good_name(settings))
     try:
         data: dict[str, str] = (stored or {})["data"]
@@ -64,11 +48,6 @@ def load_last_known_good(cluster: Cluster, settings: KubernetesSettings) -> Revi
 
 
 def save_last_known_good(cluster: Cluster, settings: KubernetesSettings, revision: Revision) -> None:
-    """Replace the last known good revision.
-
-    Raises:
-        ClusterError: the ConfigMap cannot be written.
-    """
     metadata = {
         "name": last_known_good_name(settings),
         "namespace": settings.namespace,
@@ -80,6 +59,5 @@ def save_last_known_good(cluster: Cluster, settings: KubernetesSettings, revisio
 
 
 def last_known_good_name(settings: KubernetesSettings) -> str:
-    """The name of the ConfigMap that contains the last known good revision.
-    ``deploy/base/deployer.yaml`` grants access to the ConfigMap with this name."""
+    """The ConfigMap's name, to which ``deploy/base/deployer.yaml`` grants access."""
     return f"{settings.name}-proven"

@@ -1,5 +1,3 @@
-"""Follow a rollout until it completes or fails."""
-
 import time
 
 from evernear.deployment.kubernetes.cluster import Cluster, Tree
@@ -8,8 +6,7 @@ from evernear.errors import ClusterError
 from evernear.settings import KubernetesSettings
 
 DIAGNOSIS_INTERVAL_S = 2
-"""Interval between diagnoses of the pods, in seconds. Between two diagnoses, the Deployment is
-watched."""
+"""Interval between diagnoses of the pods. In between, the Deployment is watched."""
 FAILURE_GRACE_S = 60
 """Time before an error that rarely resolves itself (image pull, crash loop) ends a rollout.
 Kubernetes has then tried three times."""
@@ -17,16 +14,11 @@ PAUSE_S = 0.2
 
 
 def await_rollout(cluster: Cluster, settings: KubernetesSettings) -> None:
-    """Wait until every pod has the newest revision and is ready, and older pods are deleted or
-    terminating.
+    """Wait until all pods of the newest revision are ready, and older ones deleted or terminating.
 
     A persistent failure, such as an image that cannot be pulled, ends the rollout after
-    `FAILURE_GRACE_S` instead of ``rollout_timeout_s``. ``ProgressDeadlineExceeded`` is ignored
-    because the previous rollout may have set it.
-
-    Raises:
-        ClusterError: the rollout fails, or the API server is unavailable for too long.
-            The message states the reason.
+    `FAILURE_GRACE_S` instead of ``rollout_timeout_s``, and the error states the reason.
+    ``ProgressDeadlineExceeded`` is ignored because the previous rollout may have set it.
     """
     started_s = healthy_s = time.monotonic()
     while True:
@@ -55,8 +47,7 @@ def await_rollout(cluster: Cluster, settings: KubernetesSettings) -> None:
 
 
 def is_complete(deployment: Tree) -> bool:
-    """Whether the rollout is complete, which means that only the newest revision is live. The
-    criterion is the same as in ``kubectl rollout status``."""
+    """Only the newest revision is live, as in ``kubectl rollout status``."""
     status: Tree = deployment.get("status") or {}
     replicas = deployment["spec"].get("replicas", 1)
     updated = status.get("updatedReplicas", 0)

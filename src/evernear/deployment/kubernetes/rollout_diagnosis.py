@@ -1,5 +1,4 @@
-"""Diagnose a rollout from its pods' status, events and logs. The diagnosis is one sentence that
-quotes messages from Kubernetes."""
+"""Diagnose a rollout from its pods' status, events and logs, in a sentence that quotes them."""
 
 from dataclasses import dataclass
 
@@ -16,16 +15,14 @@ CREATE_ERRORS = frozenset({"CreateContainerConfigError", "CreateContainerError",
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """The reason why pods are missing or not ready. ``persistent`` is set if the problem rarely
-    resolves itself."""
+    """Why pods are missing or not ready. ``persistent`` is set if this rarely resolves itself."""
 
     reason: str
     persistent: bool = False
 
 
 def diagnose(cluster: Cluster, settings: KubernetesSettings, deployment: Tree) -> Diagnosis | None:
-    """The fault that prevents the newest revision of ``deployment`` from starting, or None if no
-    fault is visible."""
+    """The fault that prevents the newest revision from starting, or None if none is visible."""
     refused = _condition(deployment, "ReplicaFailure", "True")
     if refused is not None:
         return Diagnosis(f"no pod can be created: {_reason(refused)}")
@@ -56,13 +53,12 @@ def _of_pod(cluster: Cluster, pod: Tree) -> Diagnosis | None:
 
 
 def _has_failed(pod: Tree) -> bool:
-    """Whether a pod was evicted or rejected by its node. Failed pods remain in the pod list, and
-    may be older than this rollout."""
+    """Evicted or rejected by its node. Such pods stay listed, perhaps since before this rollout."""
     return (pod.get("status") or {}).get("phase") == "Failed"
 
 
 def _of_container(cluster: Cluster, pod: str, container: Tree, role: str) -> Diagnosis | None:
-    """Diagnose a container whose image, configuration or command is faulty."""
+    """A container whose image, configuration or command is faulty."""
     state: Tree = container.get("state") or {}
     waiting: Tree = state.get("waiting") or {}
     reason, name = waiting.get("reason", ""), f"{role} {container['name']} of pod {pod}"
@@ -71,8 +67,7 @@ def _of_container(cluster: Cluster, pod: str, container: Tree, role: str) -> Dia
     if reason in CREATE_ERRORS:
         return Diagnosis(f"{name} cannot be created: {_reason(waiting)}", persistent=True)
     ended: Tree = state.get("terminated") or (container.get("lastState") or {}).get("terminated") or {}
-    # After its second restart, a running container counts as crashed until it is ready, because it
-    # may crash again.
+    # After its second restart, a running container counts as crashed until it is ready.
     restarts = container.get("restartCount", 0)
     down = "running" not in state or (restarts > 1 and not container.get("ready"))
     if reason != "CrashLoopBackOff" and not (ended.get("exitCode") and down):
@@ -86,7 +81,7 @@ def _of_container(cluster: Cluster, pod: str, container: Tree, role: str) -> Dia
 
 
 def _of_probe(cluster: Cluster, pod: str, container: Tree) -> Diagnosis | None:
-    """Diagnose a running container whose startup or readiness probe fails."""
+    """A running container whose startup or readiness probe fails."""
     if container.get("ready") or "running" not in (container.get("state") or {}):
         return None
     probe = "readiness" if container.get("started") else "startup"
@@ -95,8 +90,7 @@ def _of_probe(cluster: Cluster, pod: str, container: Tree) -> Diagnosis | None:
 
 
 def _log_end(cluster: Cluster, pod: str, container: str, ended: Tree, *, previous: bool) -> str:
-    """The last lines of the container's log, or of the termination message that the kubelet
-    saved."""
+    """The last lines of the container's log, or of its termination message."""
     lines = cluster.log(pod, container, previous=previous, lines=LOG_LINES)
     lines = lines or [line.strip() for line in str(ended.get("message") or "").splitlines() if line.strip()]
     return f"; its log ends with {' / '.join(lines[-LOG_LINES:])!r}" if lines else ""
@@ -109,7 +103,7 @@ def _newest_warning(cluster: Cluster, pod: str, reason: str | None = None) -> st
 
 
 def event_time(event: Tree) -> str:
-    """The time at which an event last occurred, as sortable text."""
+    """When an event last occurred, as sortable text."""
     return str(event.get("lastTimestamp") or event.get("eventTime") or event["metadata"].get("creationTimestamp"))
 
 

@@ -22,15 +22,11 @@ names at most every 30 s."""
 
 
 def verify(client: PredictionClient, settings: KubernetesSettings, parts: ReleaseParts) -> int:
-    """Send the stored queries to the Service, and return the number of answered queries.
+    """Send the stored queries to the Service, and return the number of answered ones.
 
-    Endpoints are updated with a delay after a rollout. For up to `CONVERGENCE_TIMEOUT_S`, the
-    Service may therefore answer with a different release. The smoke test starts once this release
-    has given as many consecutive answers as there are stored queries.
-
-    Raises:
-        ServingError: a prediction differs from the archived prediction or comes from a
-            different release, or the Service does not respond.
+    Endpoints are updated with a delay after a rollout, so a different release may answer for up to
+    `CONVERGENCE_TIMEOUT_S`. The smoke test starts once this release has given as many consecutive
+    answers as there are stored queries.
     """
     _await_release(client, settings, parts)
     return smoke(client, parts)
@@ -42,14 +38,8 @@ def service_url(settings: RunSettings) -> str:
 
 
 def service_client(cluster: Cluster, settings: RunSettings) -> PredictionClient:
-    """A client of the Service. If ``kubernetes.service_url`` is set, the client connects to this
-    URL. Otherwise, the client uses the Service's DNS name inside the cluster, and the API server's
-    proxy outside the cluster.
-
-    Raises:
-        SettingsError: a token is required, but the API server would not forward the
-            token.
-    """
+    """A client of ``kubernetes.service_url`` if it is set, otherwise of the Service's DNS name
+    inside the cluster, and of the API server's proxy outside."""
     url = urlsplit(settings.kubernetes.service_url)
     if url.hostname:
         port = url.port or (443 if url.scheme == "https" else 80)
@@ -105,8 +95,7 @@ def _await_release(client: PredictionClient, settings: KubernetesSettings, parts
 
 
 class _ApiServerProxyClient:
-    """The ``proxy`` subresource of a Service. The proxy can be reached from wherever the API server
-    can be reached, but does not forward tokens."""
+    """A Service's ``proxy`` subresource, reachable like the API server. It forwards no tokens."""
 
     def __init__(self, cluster: Cluster, settings: RunSettings) -> None:
         self._cluster = cluster
@@ -115,7 +104,6 @@ class _ApiServerProxyClient:
         self._timeout_s = RESPONSE_TIMEOUT_S
 
     def predict(self, image: bytes, version: str | None = None) -> Prediction:
-        """Like `evernear.serving.client.Client.predict`."""
         path = f"{self._path}/{version}" if version else self._path
         status, content = self._cluster.post_to_service(self._service, "http", path, image, self._timeout_s)
         if status != 200:

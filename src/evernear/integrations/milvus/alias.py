@@ -8,12 +8,8 @@ from evernear.release.registry import Registry
 
 
 def follow_alias(registry: Registry, before: Champion | None) -> list[str]:
-    """After the champion moved from ``before``, point the alias at the new champion's
-    collection.
-
-    evernear itself does not use the alias, so a failure is only reported as a warning. Repeating
-    the call changes nothing.
-    """
+    """After the champion moved from ``before``, point the alias at the new collection. Idempotent.
+    evernear itself does not use the alias, so a failure is only a warning."""
     try:
         point_alias(registry, before)
     except EvernearError as error:
@@ -22,16 +18,13 @@ def follow_alias(registry: Registry, before: Champion | None) -> list[str]:
 
 
 def point_alias(registry: Registry, before: Champion | None = None) -> Collection | None:
-    """Point the alias at the champion's collection, and return the collection. Return None if the
-    champion's vectors are in its archive.
+    """Point the alias at the champion's collection, and return it, or None without one.
 
-    If the collection of ``before`` has a different alias, that alias is removed. An alias that
-    points at a different store's collection is not changed, because this store may be a copy.
+    If the collection of ``before`` has a different alias, that one is removed. One that points at
+    another store's collection is not changed, because this store may be a copy.
 
     Raises:
-        StoreError: the alias belongs to a different store, or the registry or Milvus is
-            unreachable or rejects the request.
-        SettingsError: pymilvus is not installed, or the token is unusable.
+        StoreError: the alias is another store's, or the registry or Milvus fails.
     """
     while True:
         champion = registry.champion()
@@ -62,8 +55,7 @@ def _require_own_alias(registry: Registry, collection: Collection) -> None:
 
 
 def _collection(registry: Registry, champion: Champion | None) -> Collection | None:
-    """The collection of a champion, or None if the champion has no collection or the release record
-    is lost."""
+    """A champion's collection, or None if it has none or the release record is lost."""
     if champion is None:
         return None
     try:

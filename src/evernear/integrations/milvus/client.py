@@ -20,16 +20,14 @@ Client = Any
 CONNECT_TIMEOUT_S = 30.0
 TIMEOUT_S = 60.0
 GRPC_OPTIONS = {"grpc.keepalive_permit_without_calls": False}
-"""These options disable pings on idle connections, because Milvus Lite closes a connection on which
-pymilvus sends a ping every 10 s."""
+"""No pings on idle connections: Milvus Lite closes one on which pymilvus pings every 10 s."""
 UNCONNECTED = 2
-"""The pymilvus error code for a failed connection to the server."""
+"""pymilvus' error code for a failed connection."""
 MAX_MESSAGE = 300
 
 
 def connect(uri: str) -> Client:
-    """Create a client for the Milvus server. An address in the environment takes precedence over
-    ``uri``."""
+    """An address in the environment takes precedence over ``uri``."""
     os.environ.setdefault("PYTHON_DOTENV_DISABLED", "1")  # pymilvus would read .env files into the environment
     from pymilvus import MilvusClient
 
@@ -51,27 +49,22 @@ def uri_of(settings: IndexSettings) -> str:
 
 
 def require_reachable(settings: IndexSettings) -> None:
-    """Before a run starts, check that Milvus is reachable, so that the gallery can be written.
+    """Before a run starts, check that the gallery can be written.
 
     Raises:
         SettingsError: ``index.uri`` is missing, or the token is unusable.
-        TransientStoreError: Milvus is unreachable.
-        StoreError: Milvus rejects the connection.
     """
     connect(uri_of(settings))
 
 
 def address(uri: str) -> str:
-    """The Milvus address in the environment, or ``uri`` if the environment contains no address."""
+    """The Milvus address in the environment, or ``uri``."""
     return os.environ.get(MILVUS_URI_VARIABLE) or uri
 
 
 def _token() -> str:
-    """The token from the environment, or an empty string.
-
-    The token is sent only to the address in the environment, because a release could contain the
-    address of someone else's server.
-    """
+    """The token from the environment, or an empty string. It is sent only to the address in the
+    environment, because a release could name someone else's server."""
     token, file = usable(MILVUS_TOKEN_VARIABLE), os.environ.get(MILVUS_TOKEN_FILE_VARIABLE)
     if file and not token:
         try:
@@ -119,13 +112,8 @@ def sentence(error: Exception) -> str:
 
 
 def point_alias(collection: Collection) -> None:
-    """Point the alias ``collection.alias`` at ``collection``. Repeating the call changes
-    nothing.
-
-    Raises:
-        TransientStoreError: Milvus is unreachable.
-        StoreError: Milvus rejects the request, or the collection does not exist.
-    """
+    """Idempotent. Like `drop_alias` and `drop`, raises `StoreError` if Milvus rejects the request,
+    or `TransientStoreError` if it is unreachable."""
     client = connect(collection.uri)
     with milvus_errors(collection.uri):
         if alias_target(client, collection) is None:
@@ -135,11 +123,6 @@ def point_alias(collection: Collection) -> None:
 
 
 def drop_alias(collection: Collection) -> None:
-    """Remove the alias of ``collection``, if the alias exists.
-
-    Raises:
-        TransientStoreError, StoreError: for the same reasons as in `point_alias`.
-    """
     client = connect(collection.uri)
     with milvus_errors(collection.uri):
         if alias_target(client, collection) is not None:
@@ -147,19 +130,13 @@ def drop_alias(collection: Collection) -> None:
 
 
 def drop(collection: Collection) -> None:
-    """If the collection exists, delete the collection and its vectors.
-
-    Raises:
-        TransientStoreError, StoreError: for the same reasons as in `point_alias`.
-    """
     client = connect(collection.uri)
     with milvus_errors(collection.uri):
         client.drop_collection(collection.name, timeout=TIMEOUT_S)
 
 
 def alias_target(client: Client, collection: Collection) -> str | None:
-    """The name of the collection at which the alias of ``collection`` points, or None if the alias
-    does not exist."""
+    """The collection at which the alias of ``collection`` points, or None."""
     for name in client.list_collections(timeout=TIMEOUT_S):
         is_ours = name.startswith(f"{collection.alias}_")
         if is_ours and collection.alias in client.list_aliases(name, timeout=TIMEOUT_S)["aliases"]:

@@ -1,9 +1,8 @@
-"""Galleries in Milvus: one collection per index, and an alias for the champion's collection.
+"""Galleries in Milvus: one collection per index, and an alias for the champion's.
 
-The same code works with a Milvus cluster, a standalone server, and Milvus Lite, which stores its
-data in a local file. Each collection name contains an identifier of the store and a hash of the
-collection's content. A collection is never changed after it is filled. A release that contains a
-collection name therefore also identifies the vectors.
+The same code works with a cluster, a standalone server, and Milvus Lite in a local file. A
+collection's name contains an identifier of the store and a hash of the content, which never changes
+once filled, so a release that names it also identifies the vectors.
 """
 
 import json
@@ -39,11 +38,9 @@ from evernear.integrations.milvus.client import (
 from evernear.settings import IndexSettings
 
 ROW, LABEL, IMAGE, EMBEDDING = "row", "label", "image", "embedding"
-"""The fields of a collection. ``label`` and ``image`` (the SHA-256 hash of the image) are intended
-for other programs that read the collection through its alias."""
+"""Other programs read ``label`` and ``image`` (its SHA-256) through the alias."""
 ROW_BLOCK_SIZE = 1000
-"""Number of rows per insert. With 4096 dimensions, an insert takes 16 MB. A Milvus server accepts
-messages of up to 64 MB."""
+"""Rows per insert: 16 MB with 4096 dimensions. Milvus accepts messages of up to 64 MB."""
 QUERY_BLOCK_SIZE = 1024
 SEARCH_TIMEOUT_S = 10.0
 INDEX_TIMEOUT_S = 4 * 3600.0
@@ -51,47 +48,38 @@ POLL_S = 0.2
 MAX_LABEL_BYTES = 65_535
 INDEX_TYPES = ("FLAT", "IVF_FLAT", "IVF_SQ8", "IVF_PQ", "HNSW", "SCANN", "DISKANN", "AUTOINDEX")
 EXACT, GRAPH = "FLAT", "HNSW,M=32,efConstruction=360"
-"""The index types from which the index step chooses if ``index.type`` is not set."""
+"""The types from which the index step chooses if ``index.type`` is not set."""
 BEAMS = tuple(f"ef={ef}" for ef in (16, 32, 64, 128, 256, 512, 1024))
 """Search parameters for `GRAPH`, from fastest to most accurate."""
 
 
 class MilvusBackend:
-    """The index backend for ``index.backend = milvus``. It implements
-    `evernear.common.plugins.IndexBackend`."""
+    """``index.backend = milvus``, an `evernear.common.plugins.IndexBackend`."""
 
     def check(self, settings: IndexSettings) -> None:
-        """Connect to Milvus. See `require_reachable`."""
         require_reachable(settings)
 
     def create(
         self, gallery: GalleryVectors, settings: IndexSettings, queries: EmbeddingBlock, exact: ExactNeighbors
     ) -> Choice:
-        """Fill a collection. See `choose` and `fill`."""
         if settings.type is None:
             return choose(gallery, settings, queries, exact)
         return Choice(fill(gallery, settings, settings.type), settings.type, settings.search, "")
 
     def open(self, collection: Collection, shape: tuple[int, int], search: str) -> "MilvusIndex":
-        """Open a collection. See `MilvusIndex.open`."""
         return MilvusIndex.open(collection, shape, search)
 
     def drop(self, collection: Collection) -> None:
-        """Delete a collection. See `evernear.integrations.milvus.client.drop`."""
         drop(collection)
 
 
 class MilvusIndex:
-    """A collection that is open for search. It implements `evernear.index.vectors.VectorIndex`."""
+    """A collection open for search, an `evernear.index.vectors.VectorIndex`."""
 
     def __init__(
         self, collection: Collection, shape: tuple[int, int], search: str = "", *, strongly_consistent: bool = False
     ) -> None:
-        """Connect to an existing collection.
-
-        If ``strongly_consistent`` is set, every search waits for all earlier writes. On a cluster,
-        waiting for earlier writes takes up to 0.2 s.
-        """
+        """``strongly_consistent`` searches wait for earlier writes: up to 0.2 s on a cluster."""
         self.collection = collection
         self.shape = shape
         self._client = connect(collection.uri)
@@ -100,14 +88,10 @@ class MilvusIndex:
 
     @staticmethod
     def open(collection: Collection, shape: tuple[int, int], search: str) -> "MilvusIndex":
-        """Open the collection of a release for search. ``shape`` contains the number of vectors and
-        the number of dimensions.
+        """Open a release's collection. ``shape`` is the number of vectors and of dimensions.
 
         Raises:
             IntegrityError: the collection is missing, or has a different shape.
-            TransientStoreError: Milvus is unreachable.
-            StoreError: Milvus rejects the request.
-            SettingsError: pymilvus is not installed, or the token is unusable.
         """
         index = MilvusIndex(collection, shape, search)
         with milvus_errors(collection.uri):
@@ -122,13 +106,10 @@ class MilvusIndex:
         return index
 
     def search(self, vectors: NDArray[np.float32], k: int) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
-        """The L2 distances and the row numbers of the nearest vectors, both of shape (N, k). See
-        `VectorIndex`.
+        """L2 distances and row numbers of the nearest vectors, both (N, k), as in `VectorIndex`.
 
         Raises:
-            TransientStoreError: Milvus is unreachable, or does not respond within
-                `SEARCH_TIMEOUT_S`.
-            StoreError: Milvus rejects the request.
+            TransientStoreError: Milvus does not respond within `SEARCH_TIMEOUT_S`.
         """
         scores = np.full((len(vectors), k), -np.inf, np.float32)
         rows = np.full((len(vectors), k), -1, np.int64)
@@ -140,10 +121,10 @@ class MilvusIndex:
         return np.where(rows >= 0, np.sqrt(np.maximum(squared, 0)), np.float32(np.inf)), rows
 
     def set_search(self, parameters: str) -> None:
-        """Set the parameters for subsequent searches, such as ``ef=64``.
+        """Set the parameters for later searches, such as ``ef=64``.
 
         Raises:
-            RuntimeError: the parameters do not have the form ``name=number``.
+            RuntimeError: they do not have the form ``name=number``.
         """
         self._parameters = _numbers(parameters.split(",") if parameters else [])
 
@@ -172,24 +153,18 @@ class MilvusIndex:
             except Exception as error:
                 if is_transient(error):
                     raise
-            # Load the collection again, because Milvus Lite forgets after a restart which
-            # collections were loaded.
+            # Load it again, because Milvus Lite forgets after a restart what was loaded.
             self._client.load_collection(self.collection.name, timeout=SEARCH_TIMEOUT_S)
             return search()
 
 
 def fill(gallery: GalleryVectors, settings: IndexSettings, factory: str) -> MilvusIndex:
-    """Fill a collection with ``gallery``. ``factory`` is the type of the collection's index, such
-    as ``HNSW,M=32``.
+    """Fill a collection with ``gallery`` under an index of type ``factory``, such as ``HNSW,M=32``.
 
-    If a collection with the same store and content exists, it is reused. If a killed run left the
-    collection unfinished, the collection is completed.
+    An existing collection of the same store and content is reused, and completed if need be.
 
     Raises:
-        SettingsError: ``index.uri`` is missing, the index type does not work, or
-            pymilvus is not installed.
-        TransientStoreError: Milvus is unreachable.
-        StoreError: Milvus rejects the request.
+        SettingsError: ``index.uri`` is missing, or the index type does not work.
     """
     owner = f"_s{gallery.owner}" if gallery.owner else ""
     name = f"{settings.collection}{owner}_{_digest(gallery, factory)}"
@@ -211,13 +186,7 @@ def fill(gallery: GalleryVectors, settings: IndexSettings, factory: str) -> Milv
 
 
 def choose(gallery: GalleryVectors, settings: IndexSettings, queries: EmbeddingBlock, exact: ExactNeighbors) -> Choice:
-    """Fill a collection if ``index.type`` is not set, and use ``queries`` to choose its search
-    parameters.
-
-    Raises:
-        SettingsError, TransientStoreError, StoreError: for the same reasons as in
-            `fill`.
-    """
+    """Without ``index.type``, fill a collection and choose its search parameters on ``queries``."""
     size_bytes = gallery.size * gallery.embeddings.dim * 4
     if reason := exact_search_reason(size_bytes, len(queries.labels), settings.recall):
         return Choice(fill(gallery, settings, EXACT), EXACT, "", reason)
@@ -265,7 +234,7 @@ def _create_collection(client: Client, collection: Collection, gallery: GalleryV
 
 
 def _rows(gallery: GalleryVectors) -> Iterator[list[dict[str, Any]]]:
-    """Yield the rows of the collection, `ROW_BLOCK_SIZE` at a time."""
+    """Yield the collection's rows, `ROW_BLOCK_SIZE` at a time."""
     first = 0
     for block in gallery.blocks():
         for start in range(0, len(block.labels), ROW_BLOCK_SIZE):
@@ -279,7 +248,7 @@ def _rows(gallery: GalleryVectors) -> Iterator[list[dict[str, Any]]]:
 
 
 def _digest(gallery: GalleryVectors, factory: str) -> str:
-    """A hash of the collection's content and of its index type."""
+    """A hash of the collection's content and index type."""
     description = gallery.embeddings.description
     content = {
         "network": description.network_sha256,
@@ -302,8 +271,7 @@ def _dim(client: Client, name: str) -> int:
 
 
 def _await_index(client: Client, name: str) -> None:
-    """Wait until Milvus has indexed every vector. Milvus uses exact search for vectors that are not
-    indexed yet, so the measured recall would be too high."""
+    """Until then, Milvus searches exactly, and the measured recall would be too high."""
     deadline_s = time.monotonic() + INDEX_TIMEOUT_S
     while client.describe_index(name, EMBEDDING, timeout=TIMEOUT_S)["pending_index_rows"]:
         if time.monotonic() > deadline_s:

@@ -1,5 +1,4 @@
-"""Log runs to MLflow. The run record in the store remains authoritative, so a failure to log to
-MLflow is only a warning."""
+"""Log runs to MLflow. The record in the store is authoritative, so a failure is only a warning."""
 
 import os
 import re
@@ -14,11 +13,11 @@ from evernear.reporting.run_report import RunReport
 
 TIMEOUT_S = 10
 EXPERIMENT = "evernear"
-"""Name of the MLflow experiment, unless ``MLFLOW_EXPERIMENT_NAME`` is set."""
+"""The MLflow experiment, unless ``MLFLOW_EXPERIMENT_NAME`` is set."""
 STATES = {"failed": "FAILED", "stopped": "KILLED"}
-"""The MLflow status of failed and stopped runs. All other runs are FINISHED."""
+"""All other runs are FINISHED."""
 PARAMETERS_MAX, METRICS_MAX = 100, 1000
-"""Maximum numbers of parameters and metrics in one request to MLflow."""
+"""Limits of one request to MLflow."""
 PARAMETER_MAX_CHARACTERS = 6000
 _MLFLOW_DEFAULTS = {
     "MLFLOW_DISABLE_TELEMETRY": "true",
@@ -29,11 +28,7 @@ _MLFLOW_DEFAULTS = {
 
 
 def track(record: RunRecord, page: str) -> list[str]:
-    """Log a run that has ended. A run without settings is not logged. If logging fails, return a
-    warning.
-
-    ``page`` is the HTML of the run page.
-    """
+    """Log an ended run that has settings, with its page's HTML. A failure is a warning."""
     report = RunReport.load(record)
     if not report.settings:
         return []
@@ -47,8 +42,7 @@ def track(record: RunRecord, page: str) -> list[str]:
 
 
 def _log_to_mlflow(report: RunReport, page: str) -> None:
-    """Log parameters, metrics and the run page. If a step is retried, it logs to the same MLflow
-    run."""
+    """Log parameters, metrics and the run page. A retried step logs to the same MLflow run."""
     for variable, value in _MLFLOW_DEFAULTS.items():
         os.environ.setdefault(variable, value)
     from mlflow import MlflowClient
@@ -75,12 +69,8 @@ def _log_to_mlflow(report: RunReport, page: str) -> None:
 
 
 def _artifact_location() -> str | None:
-    """The URI of the ``mlruns`` directory next to a SQLite database, or None for other tracking
-    servers.
-
-    By default, MLflow uses ``mlruns`` in the current directory, which is a temporary directory in a
-    pipeline step.
-    """
+    """The URI of ``mlruns`` next to a SQLite database, or None for other servers. MLflow's default
+    is the current directory, which is temporary in a pipeline step."""
     database = re.fullmatch(r"sqlite(?:\+\w+)?:///([^:?][^?]*).*", os.environ[ADDRESS])
     return (Path(database[1]).absolute().parent / "mlruns").as_uri() if database else None
 

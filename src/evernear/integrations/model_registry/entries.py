@@ -1,8 +1,6 @@
-"""Releases in Kubeflow's model registry: an entry for each release, and a mark on the champion's
-entry.
+"""Releases in Kubeflow's model registry: an entry for each, and a mark on the champion's.
 
-The store remains authoritative, so a failure in the model registry is only a warning. The next
-registration or promotion repairs the entries.
+The store is authoritative, so a failure is only a warning, which the next call makes good.
 """
 
 import os
@@ -34,12 +32,10 @@ _ERRORS = (EvernearError, httpx.HTTPError, httpx.InvalidURL, OSError, ValueError
 
 
 def register(record: RunRecord) -> list[str]:
-    """Register the release that a run created, and mark the champion. If the registration fails,
-    return a warning.
+    """Register the release that a run created, and mark the champion. A failure is a warning.
 
     If the deployment failed, the release was not published and gets no entry. A run without a
-    release may have been a rollback or the promotion of an earlier release, so the champion is
-    always marked.
+    release may have been a rollback or promotion, so the champion is always marked.
     """
     report = RunReport.load(record)
     if version := report.outcome.candidate:
@@ -51,7 +47,6 @@ def register(record: RunRecord) -> list[str]:
 
 
 def follow_champion(registry: Registry) -> list[str]:
-    """Mark the champion as promoted. If marking fails, return a warning."""
     try:
         _mark_champion(registry)
     except _ERRORS as error:
@@ -83,11 +78,10 @@ def _model_registry() -> httpx.Client:
 
 
 def _mark_champion(registry: Registry) -> None:
-    """Set the `PROMOTED` property of the champion's entry, and clear it on other entries.
+    """Set the `PROMOTED` property of the champion's entry, and clear it on others.
 
-    Only entries for the datasets of the champion and its predecessor are updated. Each entry is
-    compared with the champion and not with the last promotion, so that a later call makes up for a
-    missed call.
+    Only entries for the datasets of the champion and its predecessor are updated. They are compared
+    with the champion, not with the last promotion, so that a later call makes up for a missed one.
     """
     promotions = deque(registry.history(), maxlen=2)
     releases = [registry.get(promotion.version, include_pruned=True) for promotion in promotions]
@@ -104,8 +98,7 @@ def _mark_champion(registry: Registry) -> None:
 
 
 def _versions(client: httpx.Client, name: str) -> list[dict[str, Any]]:
-    """All versions of the registered model ``name``, or an empty list if the model does not
-    exist."""
+    """All versions of the registered model ``name``, or none if it does not exist."""
     response = client.get("/registered_model", params={"name": name})
     if response.status_code == HTTPStatus.NOT_FOUND.value:
         return []
@@ -132,7 +125,7 @@ def _artifact(store: Store, release: Record) -> dict[str, Any]:
 
 
 def _properties(texts: dict[str, str], numbers: dict[str, float]) -> dict[str, dict[str, Any]]:
-    """Convert properties to the custom properties of the model registry."""
+    """As custom properties of the model registry."""
     properties: dict[str, dict[str, Any]] = {
         key: {"metadataType": "MetadataStringValue", "string_value": value} for key, value in texts.items()
     }
@@ -142,8 +135,7 @@ def _properties(texts: dict[str, str], numbers: dict[str, float]) -> dict[str, d
 
 
 def _find_or_create(client: httpx.Client, kind: str, body: dict[str, Any], **parent: str) -> dict[str, Any]:
-    """Find the resource with this name below ``parent``, or create it. A retried step therefore
-    changes nothing."""
+    """Find or create the resource below ``parent``, so that a retried step changes nothing."""
     response = client.get(f"/{kind}", params={"name": body["name"], **parent})
     if response.status_code != HTTPStatus.NOT_FOUND.value:
         return response.raise_for_status().json()

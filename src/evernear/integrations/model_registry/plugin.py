@@ -1,9 +1,4 @@
-"""The plugin for Kubeflow's model registry: an entry for each release, and a mark on the champion's
-entry.
-
-The plugin is active if ``MODEL_REGISTRY_BASE_URL`` is set. KServe's storage initializer for the
-model registry uses the same variable.
-"""
+"""Kubeflow's model registry, if ``MODEL_REGISTRY_BASE_URL`` (also KServe's variable) is set."""
 
 import os
 from typing import TYPE_CHECKING

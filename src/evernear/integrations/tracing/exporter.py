@@ -1,8 +1,7 @@
 """A tracer provider whose spans are exported over OTLP by a separate thread.
 
-The other variables of the OpenTelemetry SDK also apply, such as ``OTEL_TRACES_SAMPLER`` and
-``OTEL_EXPORTER_OTLP_HEADERS``. If the collector is down, spans are dropped, and predictions
-continue.
+The OpenTelemetry SDK's other variables also apply, such as ``OTEL_TRACES_SAMPLER``. If the
+collector is down, spans are dropped, and predictions continue.
 """
 
 import os
@@ -16,8 +15,7 @@ from evernear import __version__
 
 
 def exporting_provider(service: str) -> TracerProvider:
-    """The tracer provider of a server. The provider's service name is ``service``, unless
-    ``OTEL_SERVICE_NAME`` is set."""
+    """``service`` is the traces' service name unless ``OTEL_SERVICE_NAME`` is set."""
     name = os.environ.get("OTEL_SERVICE_NAME", service)
     provider = TracerProvider(resource=Resource.create({"service.name": name, "service.version": __version__}))
     provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))

@@ -1,2 +1,1 @@
-"""Tune settings with trials, on one machine with Optuna or in a cluster with Katib
-(``pipelines/tune.py``)."""
+"""Tune settings: on one machine with Optuna, or in a cluster with Katib (``pipelines/tune.py``)."""

@@ -1,5 +1,3 @@
-"""``evernear tune`` and ``evernear trial``."""
-
 import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -66,8 +64,7 @@ def trial(settings: Settings) -> None:
 
 
 def _ingest_source(settings: Settings, directory: Path) -> "Dataset":
-    """Ingest the source, and return the dataset. The dataset's manifest is written to
-    ``directory``."""
+    """Ingest the source. The dataset's manifest is written to ``directory``."""
     from evernear.common.store import open_store
     from evernear.data.ingest import ingest_source
     from evernear.data.manifest import save_manifest

@@ -1,5 +1,3 @@
-"""The tuning plugin: two commands."""
-
 from evernear.common.plugins import Command, Plugin
 
 

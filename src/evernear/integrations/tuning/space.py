@@ -12,14 +12,12 @@ from evernear.errors import SettingsError
 from evernear.settings import load
 
 SECTIONS = ("train", "index")
-"""Sections that may be tuned. Other sections determine what is measured, or how the result is
-judged."""
+"""Sections that may be tuned. Others determine what is measured, or how it is judged."""
 BUILT_IN = Path(__file__).parent / "space.toml"
 
 
 class Range(Frozen):
-    """Numbers between ``low`` and ``high``. If both bounds are integers, only integers are
-    sampled."""
+    """Numbers between ``low`` and ``high``, or only integers if both bounds are."""
 
     low: int | float
     high: int | float
@@ -36,13 +34,10 @@ class Range(Frozen):
 
     @property
     def is_whole(self) -> bool:
-        """Whether the values are integers."""
         return isinstance(self.low, int) and isinstance(self.high, int)
 
 
 class Choices(Frozen):
-    """A choice between several values."""
-
     choices: tuple[int | float | str, ...] = Field(min_length=2)
 
 
@@ -50,21 +45,14 @@ Parameter = Range | Choices
 
 
 class SearchSpace(Frozen):
-    """The parameters to tune, keyed by the setting's name, such as ``train.learning_rate``."""
+    """The parameters to tune, by setting, such as ``train.learning_rate``."""
 
     parameters: dict[str, Parameter] = Field(min_length=1)
 
 
 def load_space(path: Path = BUILT_IN) -> SearchSpace:
-    """Read a TOML file with one table per setting.
-
-    A table such as ``[train.learning_rate]`` contains either ``low``, ``high`` and optionally
-    ``log = true``, or a list named ``choices``.
-
-    Raises:
-        SettingsError: the file is unreadable,
-            a setting is unknown or may not be tuned, or a value is invalid.
-    """
+    """Read a TOML file with one table per setting. A table such as ``[train.learning_rate]``
+    contains ``low``, ``high`` and optionally ``log = true``, or a list named ``choices``."""
     try:
         tree = tomllib.loads(path.read_text())
         space = SearchSpace(parameters=dict(_settings(tree)))

@@ -1,8 +1,6 @@
-"""A study on one machine, in which Optuna chooses the settings of each trial from the results of
-earlier trials.
+"""A study on one machine, in which Optuna chooses each trial's settings from earlier results.
 
-The study is stored as a journal file in the study directory. If a study is killed and started
-again, it continues with the next trial.
+It is a journal file in the study directory. A killed study continues with its next trial.
 """
 
 from collections.abc import Callable
@@ -30,32 +28,23 @@ Report = Callable[[str], None]
 
 
 class StudyResult(Frozen):
-    """The best trial of a study, compared with the unchanged settings."""
-
     trials: int
-    """Number of trials with a result. The trial with the unchanged settings is not counted."""
+    """Trials with a result, except that with the unchanged settings."""
     failed: int
-    """Number of trials in which training failed."""
+    """Trials in which training failed."""
     baseline: Proportion
     """Accuracy with the unchanged settings on the query split."""
     best: Proportion
     settings: dict[str, int | float | str]
-    """The best trial's settings, keyed by name. The mapping is empty if no trial was better than
-    the unchanged settings."""
+    """The best trial's, by name. Empty if none was better than the unchanged settings."""
 
 
 def run_study(
     dataset: Dataset, settings: RunSettings, space: SearchSpace, trials: int, directory: Path, report: Report
 ) -> StudyResult:
-    """Run trials until ``directory`` contains ``trials`` trials, and write the best settings to
-    `BEST_FILE`.
+    """Run trials until ``directory`` contains ``trials``, and write the best to `BEST_FILE`.
 
-    The unchanged settings are measured first, as trial 0.
-
-    Raises:
-        SettingsError: ``directory`` contains a study with different images,
-            settings or parameters.
-        TrainingError: training fails with the unchanged settings.
+    The unchanged settings are trial 0. A ``directory`` with another study is a `SettingsError`.
     """
     directory.mkdir(parents=True, exist_ok=True)
     optuna.logging.set_verbosity(optuna.logging.WARNING)
@@ -93,7 +82,6 @@ def _run_trial(
 
 
 def suggest(trial: Trial, space: SearchSpace) -> dict[str, int | float | str]:
-    """Sample settings for ``trial`` from ``space``, keyed by name."""
     return {name: _suggest(trial, name, parameter) for name, parameter in space.parameters.items()}
 
 
@@ -106,7 +94,7 @@ def _suggest(trial: Trial, name: str, parameter: Parameter) -> int | float | str
 
 
 def with_changes(settings: RunSettings, changes: dict[str, int | float | str]) -> RunSettings:
-    """A copy of ``settings`` with the values in ``changes``, such as ``{"train.margin": 0.2}``."""
+    """``changes`` are keyed by name, as in ``{"train.margin": 0.2}``."""
     tree: dict[str, Any] = settings.model_dump(mode="json", include=set(RunSettings.model_fields))
     for name, value in changes.items():
         section, key = name.split(".")
@@ -135,12 +123,12 @@ def _require_same(study: optuna.Study, expected: str, directory: Path) -> None:
 
 
 def _finished(study: optuna.Study) -> list[FrozenTrial]:
-    """Trials with an outcome. A killed process leaves trials without an outcome."""
+    """Trials with an outcome. A killed process leaves some without."""
     return study.get_trials(deepcopy=False, states=(TrialState.COMPLETE, TrialState.FAIL))
 
 
 def _baseline(study: optuna.Study) -> FrozenTrial | None:
-    """The trial with the unchanged settings, or None if that trial has no result."""
+    """The trial with the unchanged settings, or None if it has no result."""
     complete = study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
     return next((trial for trial in complete if not trial.params), None)
 

@@ -1,5 +1,4 @@
-"""One trial: train with the given settings, and measure the recognizer in the form in which it
-would be served."""
+"""One trial: train with the given settings, and measure the recognizer as it would be served."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -22,12 +21,10 @@ from evernear.settings import RunSettings
 def measure_trial(
     dataset: Dataset, settings: RunSettings, directory: Path, report: Callable[[str], None]
 ) -> Proportion:
-    """Measure the accuracy on the query split, from which neither the network nor the index was
-    built.
+    """Measure the accuracy on the query split, from which neither network nor index was built.
 
-    The test split is not measured, so that the gate can judge the chosen settings on images that
-    were not used to choose them. If the backbone is not trained, its features for all splits are
-    cached in the store of ``dataset``.
+    Not on the test split, so that the gate can judge the chosen settings on images that did not
+    choose them. The features of a backbone that is not trained are cached in the dataset's store.
 
     Raises:
         TrainingError: training fails with these settings.

@@ -1,5 +1,4 @@
-"""Blocking (`Client`) and asyncio (`AsyncClient`) clients for a model server. Neither imports torch
-or FAISS."""
+"""Blocking and asyncio clients for a model server, which need neither torch nor FAISS."""
 
 import weakref
 from pathlib import Path
@@ -25,7 +24,7 @@ class Client:
 
     def __init__(self, target: Target) -> None:
         self._target = target
-        # To start the command line faster, import only the transport for the selected protocol.
+        # To start the command line faster, import only the selected transport.
         if target.format == "grpc":
             from evernear.serving.client.grpc import GrpcTransport as Transport
         else:
@@ -35,7 +34,7 @@ class Client:
 
     @staticmethod
     def of(settings: RunSettings, format: Format = "rest") -> "Client":
-        """Create a client for the server of a working directory.
+        """A client for the server of a working directory.
 
         Raises:
             ServerUnreachableError: no server is running.
@@ -43,10 +42,8 @@ class Client:
         return Client(Target.local(settings, format))
 
     def predict(self, image: bytes, version: str | None = None, *, embedding: bool = False) -> Prediction:
-        """Recognize ``image``, the content of a PNG, JPEG or WebP file. If ``version`` is None, the
-        server uses the default version.
-
-        If ``embedding`` is set, TorchServe also returns the embedding of the image.
+        """Recognize ``image``, the content of a PNG, JPEG or WebP file. By default, the server
+        chooses the version. With ``embedding``, TorchServe adds the embedding.
 
         Raises:
             ServerUnreachableError: no server responds.
@@ -71,9 +68,7 @@ class Client:
         return self.predict(image, version).model_dump(mode="json")
 
     def metadata(self) -> Metadata:
-        """Request the model's metadata from the preprocessing server.
-
-        This method can also raise any error that `predict` raises.
+        """Ask the preprocessing server for the model's metadata. Raises the errors of `predict`.
 
         Raises:
             SettingsError: the target is not a preprocessing server.
@@ -89,8 +84,7 @@ class Client:
 
 
 class AsyncClient:
-    """An asyncio version of `Client`. Use an instance only in the event loop in which it was
-    created."""
+    """`Client` on asyncio. Use an instance only in the event loop in which it was created."""
 
     def __init__(self, target: Target) -> None:
         self._target = target
@@ -102,21 +96,17 @@ class AsyncClient:
 
     @staticmethod
     def of(settings: RunSettings, format: Format = "rest") -> "AsyncClient":
-        """The same as `Client.of`."""
         return AsyncClient(Target.local(settings, format))
 
     async def predict(self, image: bytes, version: str | None = None, *, embedding: bool = False) -> Prediction:
-        """The same as `Client.predict`."""
         _require_bounded(image, self._target)
         return await self._transport.predict(image, version, embedding=embedding)
 
     async def metadata(self) -> Metadata:
-        """The same as `Client.metadata`."""
         _require_prep(self._target)
         return await self._transport.metadata()
 
     async def close(self) -> None:
-        """Close the connections."""
         await self._transport.close()
 
     async def __aenter__(self) -> "AsyncClient":
@@ -127,7 +117,7 @@ class AsyncClient:
 
 
 def _require_bounded(image: bytes, target: Target) -> None:
-    """Before sending an image, check that it is within the server's size limit."""
+    """Check the server's size limit before sending."""
     limit = target.max_size_bytes - (GRPC_FRAME_BYTES if target.format == "grpc" else 0)
     if len(image) > limit:
         raise PredictionRejectedError(f"The image has {len(image)} bytes; the server's limit is {limit}.")

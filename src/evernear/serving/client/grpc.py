@@ -1,10 +1,9 @@
 """gRPC transport: TorchServe's gRPC API.
 
 TorchServe 0.12 returns the gRPC status OK even if the handler rejects a request with the HTTP
-status 400 or 503. The response to a rejected request contains a `Rejection`. For an unknown model
-or version, TorchServe returns the status INTERNAL with a Java exception in the second line of the
-details. If a message is larger than ``max_request_size``, TorchServe ends the stream with the
-status CANCELLED.
+status 400 or 503. The response then contains a `Rejection`. For an unknown model or version, it
+returns INTERNAL with a Java exception in the second line of the details. If a message is larger
+than ``max_request_size``, it ends the stream with CANCELLED.
 """
 
 from collections.abc import Generator
@@ -40,7 +39,7 @@ _REJECTED_BY_JAVA = ("ModelNotFoundException", "ModelVersionNotFoundException", 
 
 
 class _Channel:
-    """A channel to the current addresses of the target. ``api`` is `grpc` or `grpc.aio`."""
+    """A channel to the target's current addresses. ``api`` is `grpc` or `grpc.aio`."""
 
     def __init__(self, target: Target, api: Any) -> None:
         self._target = target
@@ -49,18 +48,15 @@ class _Channel:
         self._opened = self._open(self._addresses.target)
 
     def channel(self) -> tuple[Any, Any]:
-        """The channel to the target's current addresses, and the callable for predictions.
-
-        An earlier channel is closed when its last call completes, because only this call still
-        references the channel.
-        """
+        """The channel, and the callable for predictions. Only calls in flight still reference an
+        earlier channel, which closes when the last of them completes."""
         address, channel, call = self._opened
         if address != self._addresses.target:
             self._opened = _, channel, call = self._open(self._addresses.target)
         return channel, call
 
     def close(self) -> Any:
-        """Close the channel. With `grpc.aio`, this method returns a coroutine."""
+        """With `grpc.aio`, this returns a coroutine."""
         self._addresses.close()
         _, channel, _ = self._opened
         return channel.close()
@@ -78,13 +74,10 @@ class _Channel:
 
 
 class GrpcTransport(_Channel):
-    """Blocking calls."""
-
     def __init__(self, target: Target) -> None:
         super().__init__(target, grpc)
 
     def predict(self, image: bytes, version: str | None, *, embedding: bool = False) -> Prediction:
-        """Request the prediction for an image file."""
         _channel, call = self.channel()
         with _errors(self._target):
             response = call(**_request(self._target, image, version, embedding))
@@ -92,13 +85,10 @@ class GrpcTransport(_Channel):
 
 
 class AsyncGrpcTransport(_Channel):
-    """Calls on asyncio."""
-
     def __init__(self, target: Target) -> None:
         super().__init__(target, grpc.aio)
 
     async def predict(self, image: bytes, version: str | None, *, embedding: bool = False) -> Prediction:
-        """Request the prediction for an image file."""
         _channel, call = self.channel()
         with _errors(self._target):
             response = await call(**_request(self._target, image, version, embedding))

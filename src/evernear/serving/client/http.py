@@ -25,42 +25,34 @@ Document = TypeVar("Document", bound=Frozen)
 
 
 class HttpTransport:
-    """Blocking requests."""
-
     def __init__(self, target: Target) -> None:
         self._target = target
         self._client = httpx.Client(**_options(target))
         self.close = self._client.close
 
     def predict(self, image: bytes, version: str | None, *, embedding: bool = False) -> Prediction:
-        """Request the prediction for an image file."""
         with _errors(self._target):
             response = self._client.post(**_request(self._target, image, version, embedding))
         return _parse(Prediction, self._target, response)
 
     def metadata(self) -> Metadata:
-        """Request the metadata of the model behind a preprocessing server."""
         with _errors(self._target):
             response = self._client.get("/metadata")
         return _parse(Metadata, self._target, response)
 
 
 class AsyncHttpTransport:
-    """Requests on asyncio."""
-
     def __init__(self, target: Target) -> None:
         self._target = target
         self._client = httpx.AsyncClient(**_options(target))
         self.close = self._client.aclose
 
     async def predict(self, image: bytes, version: str | None, *, embedding: bool = False) -> Prediction:
-        """Request the prediction for an image file."""
         with _errors(self._target):
             response = await self._client.post(**_request(self._target, image, version, embedding))
         return _parse(Prediction, self._target, response)
 
     async def metadata(self) -> Metadata:
-        """Request the metadata of the model behind a preprocessing server."""
         with _errors(self._target):
             response = await self._client.get("/metadata")
         return _parse(Metadata, self._target, response)

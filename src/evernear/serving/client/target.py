@@ -1,5 +1,3 @@
-"""The server that a client calls, and the protocol to use."""
-
 import json
 import os
 import ssl
@@ -26,11 +24,11 @@ Format = Literal["rest", "grpc", "prep"]
 class Target:
     """A model on a server.
 
-    ``format`` selects TorchServe's REST API, TorchServe's gRPC API, or the preprocessing server.
-    ``token`` is called before each request, because TorchServe creates a new token each time it
-    starts. ``timeout_s`` applies to one prediction. ``attempts`` is the maximum number of attempts
-    for a gRPC call. A call is retried only if the server is unreachable. ``hint`` is the suggested
-    fix in the error message for an unreachable server.
+    ``format`` selects TorchServe's REST API, its gRPC API, or the preprocessing server. ``token``
+    is called before each request, because TorchServe creates a new token each time it starts.
+    ``timeout_s`` applies to one prediction. A gRPC call is attempted at most ``attempts`` times,
+    and only while the server is unreachable. ``hint`` is the suggested fix in the error for an
+    unreachable server.
     """
 
     host: str
@@ -46,12 +44,10 @@ class Target:
 
     @staticmethod
     def local(settings: RunSettings, format: Format = "rest") -> "Target":
-        """The preprocessing server in ``settings`` if ``format`` is ``prep``, otherwise the
-        TorchServe server of the working directory.
+        """The preprocessing server (``prep``) or the working directory's TorchServe.
 
         Raises:
-            ServerUnreachableError: no TorchServe server was started in the working
-                directory.
+            ServerUnreachableError: no TorchServe server was started in the working directory.
         """
         if format == "prep":
             return replace(
@@ -71,8 +67,7 @@ class Target:
 
     @staticmethod
     def remote(settings: RunSettings, host: str, format: Format = "rest", *, tls: bool = False) -> "Target":
-        """A server on ``host``, with the ports from ``settings`` and the token from the
-        environment."""
+        """A server on ``host``, with the ports of ``settings`` and the token of the environment."""
         serving, prep = settings.serving, settings.prep
         port = {"rest": serving.inference_port, "grpc": serving.grpc_inference_port, "prep": prep.port}[format]
         limit = prep.max_request_size_bytes * 3 // 4 if format == "prep" else serving.max_request_size_bytes
@@ -89,24 +84,16 @@ class Target:
 
     @property
     def address(self) -> str:
-        """``host:port``."""
         return host_and_port(self.host, self.port)
 
     @property
     def url(self) -> str:
-        """The server's base URL."""
         return f"{'https' if self.tls else 'http'}://{self.address}"
 
 
 def token_of_environment() -> str | None:
-    """The token of a remote server, from ``EVERNEAR_TOKEN`` or from the file that
-    ``EVERNEAR_TOKEN_FILE`` specifies.
-
-    The file contains only the token, or is a TorchServe ``key_file.json``.
-
-    Raises:
-        SettingsError: the file cannot be read.
-    """
+    """A remote server's token, from ``EVERNEAR_TOKEN`` or the file that ``EVERNEAR_TOKEN_FILE``
+    specifies: only the token, or a TorchServe ``key_file.json``."""
     if token := usable(TOKEN_VARIABLE):
         return token
     file = os.environ.get(TOKEN_FILE_VARIABLE)
@@ -122,17 +109,11 @@ def token_of_environment() -> str | None:
 
 
 def authorities_file() -> str:
-    """The path of the CA file: the value of ``SSL_CERT_FILE``, or by default, certifi's list of
-    public CAs."""
+    """The CA file: ``SSL_CERT_FILE``, or by default, certifi's list of public CAs."""
     return os.environ.get("SSL_CERT_FILE") or certifi.where()
 
 
 def tls_context() -> ssl.SSLContext:
-    """A TLS context with `authorities_file`.
-
-    Raises:
-        SettingsError: the file cannot be read.
-    """
     try:
         return ssl.create_default_context(cafile=authorities_file())
     except OSError as error:

@@ -1,2 +1,1 @@
-"""evernear's extension of TorchServe's frontend: the Java sources, and the jar that `build` creates
-from these sources."""
+"""evernear's extension of TorchServe's frontend: Java sources, and the jar that `build` makes."""

@@ -1,8 +1,7 @@
-"""Compile the frontend with ``python -m evernear.serving.frontend.build``. This needs a JDK
-(``javac``).
+"""Compile the frontend with ``python -m evernear.serving.frontend.build``. This needs ``javac``.
 
-The jar is committed to the repository, because users may have a Java runtime but no compiler. The
-jar contains a hash of its sources. A test compares this hash with the source files.
+The jar is committed, because users may have a Java runtime but no compiler. It contains a hash of
+its sources, which a test compares with the files.
 """
 
 import hashlib
@@ -20,7 +19,6 @@ EPOCH = (1980, 1, 1, 0, 0, 0)  # a fixed time makes the archive reproducible
 
 
 def source_sha256() -> str:
-    """The SHA-256 hash of all source files together."""
     return hashlib.sha256(b"".join(path.read_bytes() for path in SOURCES)).hexdigest()
 
 

@@ -1,10 +1,8 @@
-"""Batch images across requests, because recognizing a batch takes hardly longer than recognizing
-one image.
+"""Batch images across requests: recognizing a batch takes hardly longer than recognizing one image.
 
-BentoML and MLServer use a timer to wait for more requests. BentoML adapts the timer to the recent
-load, but MLServer does not. In evernear, no timer is needed: while the threads are busy with
-earlier batches, new requests form the next batch. A single request therefore starts immediately,
-and batches grow with the load.
+BentoML and MLServer wait for more requests with a timer, which BentoML adapts to the recent load.
+No timer is needed here: while the threads are busy with earlier batches, new requests form the next
+one. A single request therefore starts immediately, and batches grow with the load.
 """
 
 import asyncio
@@ -28,13 +26,11 @@ class _Waiting(Generic[Request, Result]):
 
 
 class Batcher(Generic[Request, Result]):
-    """Passes concurrent requests to ``function`` in batches. Up to ``threads`` threads call
-    ``function``.
+    """Passes concurrent requests to ``function`` in batches, on up to ``threads`` threads.
 
-    For each request in a batch, ``function`` returns a result or an exception. An exception affects
-    only the request for which it was returned. The total size of the requests in a batch is at most
-    ``batch_size``, unless the batch contains a single request. The total size of the waiting
-    requests is at most ``max_waiting``, unless only one request waits.
+    For each request in a batch, ``function`` returns a result or an exception, which affects only
+    this request. The total size of a batch is at most ``batch_size``, and that of the waiting
+    requests at most ``max_waiting``, except for a single larger request.
     """
 
     def __init__(
@@ -55,8 +51,7 @@ class Batcher(Generic[Request, Result]):
         """Total size of the requests in the queue."""
 
     async def run(self, request: Request, size: int) -> Result:
-        """Await the result for ``request``. If the caller is cancelled, ``request`` is removed from
-        the queue.
+        """If the caller is cancelled, ``request`` is removed from the queue.
 
         Raises:
             OverloadedError: too many requests are waiting.

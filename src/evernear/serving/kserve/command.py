@@ -17,13 +17,11 @@ from evernear.settings.prep import LARGE_DECODES, MAX_BODIES_SIZE_BYTES, UPLOAD_
 from evernear.settings.serving import MODEL_NAME, QUEUE_SIZE, RESPONSE_TIMEOUT_S
 
 MAX_IMAGES = 1024
-"""Maximum number of images in one request. This limit is necessary because a tiny file can decode
-to a large array."""
+"""Maximum number of images in one request, because a tiny file can decode to a large array."""
 
 
 def arguments(description: str) -> argparse.ArgumentParser:
-    """Build a parser for KServe's own arguments, and for arguments that specify the release and the
-    limits."""
+    """KServe's own arguments, and those that specify the release and the limits."""
     parser = argparse.ArgumentParser(
         parents=[model_server.parser],
         description=description,
@@ -54,8 +52,7 @@ def arguments(description: str) -> argparse.ArgumentParser:
 
 
 def run_command(main: Callable[[argparse.Namespace], None], parser: argparse.ArgumentParser) -> None:
-    """Run a program. An `EvernearError` is printed to stderr as one sentence, and the program exits
-    with the error's exit code."""
+    """Run a program. An `EvernearError` is printed to stderr, and sets the exit code."""
     mask_streams()
     try:
         main(parser.parse_args())
@@ -65,7 +62,6 @@ def run_command(main: Callable[[argparse.Namespace], None], parser: argparse.Arg
 
 
 def release_source(args: argparse.Namespace) -> ReleaseSource:
-    """The release to serve."""
     return ReleaseSource(args.store, args.release, Path(args.model_dir))
 
 

@@ -1,7 +1,7 @@
 """The HTTP protocol of the KServe servers: uvicorn's httptools protocol with additional limits.
 
-uvicorn's other protocol, h11, limits the size of request heads and discards trailers. However,
-h11's Python parser takes more CPU time per request than the rest of this server.
+uvicorn's other protocol, h11, limits request heads and discards trailers, but its Python parser
+takes more CPU time per request than the rest of this server.
 """
 
 from typing import Any
@@ -12,19 +12,15 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from evernear.serving.http_limits import HeadTimeoutProtocol, HeadTimer
 
 MAX_HEAD_BYTES = 64 * 1024
-"""Maximum size of a sequence of bytes without body data, such as a head, trailers or chunk
-extensions. The limit is the same as in h11."""
+"""Longest sequence of bytes without body data, such as a head or chunk extensions, as in h11."""
 MAX_PIPELINED = 16
-"""Maximum number of pipelined requests that may wait on one connection until earlier requests are
-answered."""
+"""Maximum number of pipelined requests that wait on one connection for earlier ones."""
 ON_DISCONNECT = "evernear.on_disconnect"
-"""ASGI scope key of a callback, which is called if the client disconnects before it receives the
-response."""
+"""ASGI scope key of a callback for a client that disconnects before it receives the response."""
 
 
 class LimitedHttpProtocol(HttpToolsProtocol):
-    """uvicorn's httptools protocol with a timeout for request heads, and with limits for heads,
-    trailers and pipelining."""
+    """uvicorn's httptools protocol with limits for heads, their time, trailers and pipelining."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -33,13 +29,11 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self._bodiless_bytes = 0
 
     def connection_made(self, transport: Any) -> None:
-        """Start the timer for the first request."""
         super().connection_made(transport)
         self._head_timer.start(transport)
 
     def data_received(self, data: bytes) -> None:
-        """When the head is complete, stop the timer. When the first byte of the next head arrives,
-        start the timer again."""
+        """A complete head stops the timer, and the first byte of the next one starts it again."""
         self._unset_keepalive_if_required()
         self._bodiless_bytes += len(data)
         try:
@@ -68,17 +62,16 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         return self.cycle is not None and not self.cycle.response_complete  # pyright: ignore[reportUnnecessaryComparison]
 
     def on_message_begin(self) -> None:
-        """Start to parse a head."""
         self._in_head = True
         super().on_message_begin()
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Add a field to the head. Fields after the body (trailers) are dropped."""
+        """Fields after the body (trailers) are dropped."""
         if self._in_head:
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        """Start the request, unless it must wait for an earlier request."""
+        """Start the request, unless it must wait for an earlier one."""
         self._in_head = False
         self._bodiless_bytes = 0
         super().on_headers_complete()
@@ -86,21 +79,17 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             raise httptools.HttpParserError("too many pipelined requests")
 
     def on_body(self, body: bytes) -> None:
-        """Append to the body. The application limits its size."""
+        """The application limits the body's size."""
         self._bodiless_bytes = 0
         super().on_body(body)
 
     def _should_upgrade(self) -> bool:
-        """Return True, so that `_continue_with_h11` handles every upgrade request."""
+        """`_continue_with_h11` handles every upgrade request."""
         return True
 
     def _continue_with_h11(self, rest: bytes) -> None:
         """Parse the last head and ``rest`` again with h11, because httptools drops the body of an
-        upgrade request.
-
-        By default, Java's ``HttpClient`` sends upgrade requests, which h11 treats as normal
-        requests.
-        """
+        upgrade request. Java's ``HttpClient`` sends these by default. h11 ignores the upgrade."""
         if self._is_busy:
             self.send_400_response("A pipelined request cannot ask for an upgrade.")
             return

@@ -29,7 +29,7 @@ from evernear.serving.responses import Prediction, Rejection
 from evernear.serving.tracing import TRACE_FIELD, request_span, span, tracer
 
 MAX_LARGEST_IMAGES = 4
-"""Maximum number of pixels in one request, as a multiple of the pixel limit for one image."""
+"""Maximum number of pixels in one request, as a multiple of the limit for one image."""
 SMALL_BATCH_BYTES = 256 * 1024
 """Maximum total size of the image files that one thread decodes together."""
 _IMAGES = Counter("evernear_images", "Images answered, by outcome.", ["model_name", "outcome"])
@@ -42,11 +42,10 @@ Result = TypeVar("Result")
 
 
 class ReleaseModel(Model):
-    """A model with the steps that KServe calls and measures for each request:
-    `preprocess`, `predict` and `postprocess`.
+    """A model with the steps that KServe calls and measures for each request: `preprocess`,
+    `predict` and `postprocess`.
 
-    Errors are raised as `grpc_interceptor` exceptions, which are converted to status codes in REST
-    and gRPC.
+    Errors are raised as `grpc_interceptor` exceptions, which REST and gRPC convert to status codes.
     """
 
     service: str
@@ -60,7 +59,7 @@ class ReleaseModel(Model):
         self.manifest = manifest
         self.shape = manifest.preprocessing
         self._max_images: int = args.max_images
-        # The number of pixels is limited by the release and by this server's memory.
+        # The release and this server's memory limit the number of pixels.
         self._max_pixels = min(manifest.max_pixels, args.max_pixels)
         self._decoding = DecodePool(args.large_decodes)
         # The limit on in-flight request bodies also limits this queue.
@@ -85,7 +84,7 @@ class ReleaseModel(Model):
         """Recognize prepared images. ``headers`` are the request headers."""
 
     async def can_predict(self) -> bool:
-        """Whether the model can currently answer requests, for readiness probes."""
+        """For readiness probes."""
         return self.ready
 
     async def decode(self, images: list[bytes | Rejection]) -> list[Pixels | Rejection]:
@@ -106,8 +105,7 @@ class ReleaseModel(Model):
         return decoded
 
     def _decode_those_small(self, requests: list[list[bytes | Rejection]]) -> list[Decoded | Exception]:
-        """Call `_decode_if_small` for each request. An exception affects only the request that
-        raised it."""
+        """An exception affects only the request that raised it."""
 
         def decode(images: list[bytes | Rejection]) -> Decoded | Exception:
             try:
@@ -118,11 +116,8 @@ class ReleaseModel(Model):
         return [decode(images) for images in requests]
 
     def _decode_if_small(self, images: list[bytes | Rejection]) -> Decoded:
-        """Inspect images. If the images have at most `SMALL_PIXELS` pixels in total, decode the
-        images in this thread. Otherwise return the inspected files.
-
-        Passing a request to another thread takes longer than decoding a small image.
-        """
+        """Decode images with at most `SMALL_PIXELS` pixels in total in this thread, because passing
+        a request to another takes longer. Otherwise return the inspected files."""
         files = _each(inspect_image, images, self._max_pixels)
         pixels, limit = sum(map(_pixel_count, files)), MAX_LARGEST_IMAGES * self._max_pixels
         if pixels > limit:
@@ -137,8 +132,7 @@ class ReleaseModel(Model):
         with request_span(self._tracer, parent, self.spans[0], **attributes):
             if verb != InferenceVerb.PREDICT or self.enable_latency_logging:
                 return await super().__call__(body, headers, verb)
-            # KServe's implementation performs the same steps, but also inspects the model's methods
-            # for each request.
+            # KServe's implementation also inspects the model's methods for each request.
             preprocess_s, predict_s, postprocess_s = self._stages_s
             with preprocess_s.time():
                 prepared = await self.preprocess(body, headers)
@@ -148,7 +142,6 @@ class ReleaseModel(Model):
                 return await self.postprocess(results, headers), {}
 
     async def preprocess(self, payload: Any, headers: dict[str, str] | None = None) -> Any:
-        """Parse a request and prepare its images."""
         request = parse_request(payload, self.shape, self._max_images)
         with span(self._tracer, self.spans[1]):
             return request, await self.prepare(request.images)
@@ -156,7 +149,6 @@ class ReleaseModel(Model):
     async def predict(
         self, payload: Any, headers: dict[str, str] | None = None, response_headers: dict[str, str] | None = None
     ) -> Any:
-        """Recognize the prepared images."""
         request, prepared = payload
         with span(self._tracer, self.spans[2]):
             return request, await self.recognize(prepared, headers)
@@ -176,19 +168,16 @@ class ReleaseModel(Model):
         return payload
 
     def get_input_types(self) -> Tensors:
-        """The input tensors, for the model metadata in the Open Inference Protocol."""
         return input_types(self.shape)
 
     def get_output_types(self) -> Tensors:
-        """The output tensors, for the model metadata in the Open Inference Protocol."""
         return output_types()
 
 
 def _each(
     function: Callable[[Source, Parameter], Result], sources: list[Source | Rejection], parameter: Parameter
 ) -> list[Result | Rejection]:
-    """Apply ``function`` to each source. A source that raises a `DataError` is replaced with a
-    `Rejection`. A source that is already a `Rejection` is returned unchanged."""
+    """Apply ``function`` to each source. A `Rejection` stays, and a `DataError` becomes one."""
 
     def apply(source: Source | Rejection) -> Result | Rejection:
         if isinstance(source, Rejection):
@@ -206,8 +195,7 @@ def _pixel_count(file: EncodedImage | Rejection) -> int:
 
 
 def _groups(files: list[EncodedImage | Rejection]) -> Iterator[list[EncodedImage | Rejection]]:
-    """Group files in order. Each group contains small files with at most `SMALL_PIXELS` pixels in
-    total, or a single large file."""
+    """Group files in order: small ones of up to `SMALL_PIXELS` pixels in total, or a large one."""
     group: list[EncodedImage | Rejection] = []
     pixels = 0
     for file in files:

@@ -25,12 +25,10 @@ _BINARY_HEADER = "inference-header-content-length"
 
 
 class Predictions:
-    """An ASGI application that answers prediction requests and passes every other request to
-    KServe's application.
+    """Answers prediction requests and passes all others to KServe's ASGI application.
 
-    In KServe's application, middleware, routing and parameter handling take more CPU time than a
-    prediction. For a request with 6 MB of errors, KServe's v2 endpoint needs 3 GB of memory. Error
-    responses are the same as in KServe's application.
+    There, middleware, routing and parameter handling take more CPU time than a prediction, and its
+    v2 endpoint needs 3 GB of memory for a request with 6 MB of errors.
     """
 
     def __init__(self, app: Starlette, dataplane: DataPlane, repository: ModelRepositoryExtension) -> None:
@@ -39,8 +37,7 @@ class Predictions:
         self._v1 = V1Endpoints(dataplane, repository)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a request. When the client disconnects, the request is cancelled, as in
-        `grpc.aio`."""
+        """When the client disconnects, the request is cancelled, as in `grpc.aio`."""
         path = _PATH.fullmatch(scope["path"]) if scope["type"] == "http" and scope["method"] == "POST" else None
         if path is None:
             await self._app(scope, receive, send)
@@ -85,8 +82,6 @@ class Predictions:
 
 
 class _Client:
-    """The client of a request, and whether it is still connected."""
-
     def __init__(self, cancel: Callable[[], object]) -> None:
         self._cancel = cancel
         self.present = True

@@ -1,5 +1,5 @@
-"""The predictor of an InferenceService serves one release over KServe's v1 protocol
-(REST) and v2 protocol (REST and gRPC).
+"""The predictor of an InferenceService serves one release over KServe's v1 protocol (REST) and v2
+protocol (REST and gRPC).
 
 ::
 
@@ -26,7 +26,6 @@ from evernear.serving.metrics import BATCH_SIZE_BOUNDS
 from evernear.serving.responses import Prediction, Rejection
 
 Prepared = list[Pixels | Rejection] | Pixels
-"""The images of one request."""
 _BATCH_IMAGES = Histogram(
     "evernear_batch_images", "Images recognized together.", ["model_name"], buckets=BATCH_SIZE_BOUNDS
 )
@@ -42,7 +41,7 @@ class PredictorModel(ReleaseModel):
     def __init__(self, predictor: Predictor, args: argparse.Namespace) -> None:
         super().__init__(predictor.manifest, args)
         self._predictor = predictor
-        # Only one batch runs at a time, and uses all cores. The event loop stays free for probes.
+        # One batch at a time runs on all cores. The event loop stays free for probes.
         self._recognizer = Batcher(self._recognize, batch_size=args.batch_size, max_waiting=args.queue_size)
         self._batch_images = _BATCH_IMAGES.labels(self.name)
 
@@ -51,14 +50,13 @@ class PredictorModel(ReleaseModel):
         return await self.decode(images) if isinstance(images, list) else images
 
     async def recognize(self, prepared: Prepared, headers: dict[str, str] | None) -> list[Prediction | Rejection]:
-        """Recognize the decoded images in a batch with images from concurrent requests."""
+        """Recognize the images in a batch with those of concurrent requests."""
         try:
             return await self._recognizer.run(prepared, len(prepared))
         except OverloadedError as error:
             raise Unavailable(str(error)) from None
 
     def _recognize(self, batch: list[Prepared]) -> list[list[Prediction | Rejection]]:
-        """Recognize the images of several requests."""
         pixels = [image for prepared in batch for image in prepared if not isinstance(image, Rejection)]
         self._batch_images.observe(len(pixels))
         try:
@@ -72,7 +70,6 @@ class PredictorModel(ReleaseModel):
 
 
 def main(args: argparse.Namespace) -> None:
-    """Load the release, then listen."""
     with release_source(args).unpacked() as release:
         predictor = Predictor.open(release)
     serve_kserve(PredictorModel(predictor, args), args)

@@ -1,14 +1,14 @@
 """Requests and responses in KServe's two protocols.
 
-v1 carries base64 in JSON. Each entry in the response is a prediction or an error, so an
-invalid image does not affect the other images::
+v1 carries base64 in JSON. Each entry in the response is a prediction or an error, so an invalid
+image does not affect the others::
 
     {"instances": [{"data": "<base64>"}, ...]}  ->  {"predictions": [<Prediction or Rejection>, ...]}
 
-v2, the Open Inference Protocol, carries one tensor over REST or gRPC. The tensor is
-either ``images`` (BYTES, shape (N,)) or ``pixels`` (UINT8, shape (N, H, W, C),
-preprocessed as the release specifies). The v2 response consists of tensors, which
-cannot represent errors. An invalid image therefore fails the whole request.
+v2, the Open Inference Protocol, carries one tensor over REST or gRPC: ``images`` (BYTES, shape
+(N,)) or ``pixels`` (UINT8, shape (N, H, W, C), preprocessed as the release specifies). Its response
+consists of tensors, which cannot represent errors. An invalid image therefore fails the whole
+request.
 """  # noqa: W505
 
 import base64
@@ -31,8 +31,7 @@ from evernear.serving.request_parsing import compression, decode_base64
 from evernear.serving.responses import Neighbor, Prediction, Rejection
 
 Images = list[bytes | Rejection] | Pixels
-"""Image files, with a `Rejection` in place of each unreadable file, or a uint8 array of shape (N,
-H, W, C)."""
+"""Image files, or a `Rejection` for unreadable ones, or a uint8 array of shape (N, H, W, C)."""
 Tensors = list[dict[str, Any]]
 IMAGES, PIXELS = "images", "pixels"
 OUTPUTS = (
@@ -44,14 +43,12 @@ OUTPUTS = (
     ("version", "BYTES", 1),
     ("neighbor_rows", "INT64", 2),
 )
-"""Name, datatype and rank of each output tensor. Add new tensors at the end, because some clients
-access the tensors by position."""
+"""Name, datatype and rank of each output tensor. Add new ones at the end, because some clients
+access them by position."""
 MAX_TENSORS = 64
-"""Maximum number of inputs, and maximum number of outputs, in a v2 request. A valid request has one
-input, and requests at most seven outputs."""
+"""Limit for the inputs and the outputs of a v2 request. A valid one has one input."""
 _PADDING = Neighbor(label="", dist=-1.0, row=-1)
-"""Padding in the ``neighbor_labels``, ``neighbor_dists`` and ``neighbor_rows`` tensors, used if an
-approximate index returns fewer neighbors for one image than for another."""
+"""Fills the neighbor tensors if an approximate index returns fewer neighbors for one image."""
 
 
 class _Input(msgspec.Struct):
@@ -68,8 +65,7 @@ class _Output(msgspec.Struct):
 
 
 class _Infer(msgspec.Struct):
-    """A v2 request over REST. Decoding stops at the first error, whereas KServe's pydantic model
-    collects all errors."""
+    """A v2 request over REST. Decoding stops at the first error, unlike KServe's pydantic model."""
 
     inputs: list[_Input]
     id: str | None = None
@@ -82,7 +78,7 @@ _INFER = msgspec.json.Decoder(_Infer)
 
 @dataclass(frozen=True)
 class PredictRequest:
-    """A parsed request. ``infer`` is the v2 request, or None for a v1 request."""
+    """``infer`` is the v2 request, or None for a v1 request."""
 
     images: Images
     infer: InferRequest | None
@@ -128,21 +124,12 @@ def parse_infer_request(body: bytes, model_name: str) -> InferRequest:
 
 
 def require_uncompressed(body: bytes) -> None:
-    """Check that a body is not compressed.
-
-    Raises:
-        InvalidArgument: the body is compressed.
-    """
     if compressed := compression(body):
         raise InvalidArgument(compressed)
 
 
 def require_few_tensors(inputs: int, outputs: int) -> None:
-    """Check the number of tensors in a v2 request before tensor objects are created.
-
-    Raises:
-        InvalidArgument: the request lists more than `MAX_TENSORS` inputs or outputs.
-    """
+    """Check a v2 request before tensor objects are created."""
     if max(inputs, outputs) > MAX_TENSORS:
         raise InvalidArgument(f"The request names more than {MAX_TENSORS} inputs or outputs.")
 
@@ -198,24 +185,19 @@ def parse_response(response: InferResponse) -> list[Prediction]:
 
 
 def v1_request(images: Sequence[bytes]) -> dict[str, Any]:
-    """Build a v1 request for image files."""
     return {"instances": [{"data": base64.b64encode(image).decode()} for image in images]}
 
 
 def v2_request(pixels: Pixels, model_name: str, binary: bool) -> InferRequest:
-    """Build a v2 request for ``pixels`` of shape (N, H, W, C).
-
-    ``binary`` is for gRPC. Over REST, KServe's client sends contradictory content types for binary
-    data.
-    """
+    """Build a v2 request for ``pixels`` of shape (N, H, W, C). ``binary`` is for gRPC: over REST,
+    KServe's client sends contradictory content types for binary data."""
     tensor = InferInput(PIXELS, list(pixels.shape), "UINT8")
     tensor.set_data_from_numpy(pixels, binary_data=binary)
     return InferRequest(model_name=model_name, infer_inputs=[tensor])
 
 
 def input_types(shape: Preprocessing) -> Tensors:
-    """The alternative input tensors of a predictor, for the model metadata in the Open Inference
-    Protocol."""
+    """A predictor's alternative input tensors, for the Open Inference Protocol's model metadata."""
     pixels = [-1, shape.height_px, shape.width_px, shape.channels]
     return [
         {"name": IMAGES, "datatype": "BYTES", "shape": [-1]},
@@ -224,7 +206,6 @@ def input_types(shape: Preprocessing) -> Tensors:
 
 
 def output_types() -> Tensors:
-    """The output tensors, for the model metadata in the Open Inference Protocol."""
     return [{"name": name, "datatype": datatype, "shape": [-1] * rank} for name, datatype, rank in OUTPUTS]
 
 
@@ -271,8 +252,7 @@ def _tensor_images(request: InferRequest, shape: Preprocessing, max_images: int)
 
 
 def _pixels(tensor: InferInput) -> Pixels:
-    """Return the tensor's data. JSON may contain values that a cast to uint8 would wrap or
-    truncate."""
+    """JSON may contain values that a cast to uint8 would wrap or truncate."""
     if not tensor.data:
         return tensor.as_numpy()
     values = np.asarray(tensor.data)
@@ -282,8 +262,7 @@ def _pixels(tensor: InferInput) -> Pixels:
 
 
 def _file(image: Any) -> bytes | Rejection:
-    """Return an image file. JSON contains an image as base64 text, and gRPC contains the bytes of
-    the image file."""
+    """JSON contains an image as base64 text, and gRPC contains the bytes of its file."""
     if isinstance(image, str):
         return _from_base64(image)
     if not isinstance(image, bytes):
@@ -313,7 +292,7 @@ def _column(response: InferResponse, name: str) -> list[Any]:
 
 
 def _decoded(values: NDArray[Any]) -> NDArray[Any]:
-    """Decode text values, which gRPC transmits as bytes."""
+    """gRPC transmits text values as bytes."""
     if values.dtype != np.object_:
         return values
     texts = [value.decode() if isinstance(value, bytes) else value for value in values.ravel().tolist()]

@@ -1,8 +1,7 @@
 """A hardened KServe model server.
 
 By default, KServe 0.21 listens on all addresses, accepts bodies of any size, and lets anyone unload
-the model through ``/v2/repository``. For a malformed request, KServe returns status 500 and logs a
-traceback.
+the model through ``/v2/repository``. A malformed request gets status 500 and logs a traceback.
 """
 
 import argparse
@@ -41,7 +40,7 @@ from evernear.serving.kserve.predictions import Predictions
 from evernear.serving.kserve.protocols import require_few_tensors, require_uncompressed
 
 MAX_RPCS = 64
-"""Maximum number of concurrent gRPC calls. Each call may carry a message of the maximum size."""
+"""Maximum number of concurrent gRPC calls, each with a message of up to the maximum size."""
 _HTTP_STATUS = {
     grpc.StatusCode.INVALID_ARGUMENT: 400,
     grpc.StatusCode.PERMISSION_DENIED: 403,
@@ -52,12 +51,7 @@ _HTTP_STATUS = {
 
 
 def serve_kserve(model: ReleaseModel, args: argparse.Namespace) -> None:
-    """Serve a loaded model until SIGTERM or SIGINT, then finish in-flight requests.
-
-    Raises:
-        ServingError: a port is in use.
-        SettingsError: several workers are requested.
-    """
+    """Serve a loaded model until SIGTERM or SIGINT, then finish in-flight requests."""
     if args.workers != 1:
         raise SettingsError("--workers must be 1: a release is loaded once, and KServe scales by replicas.")
     _Server(args).start([model])
@@ -83,8 +77,7 @@ class _Server(ModelServer):
         self.model_repository_extension = _SealedRepository(self.registered_models)
 
     def start(self, models: list[Any]) -> None:
-        """Start the server on the configured address, for which `ModelServer.start` has no
-        parameter."""
+        """`ModelServer.start` has no parameter for the address."""
         self._register_and_check_atleast_one_model_is_ready(models)
         app = model_server.app
         app.add_exception_handler(GrpcException, _grpc_error_response)
@@ -127,8 +120,6 @@ class _Server(ModelServer):
 
 
 class _RestServer(RESTServer):
-    """`RESTServer` on one address."""
-
     listener: socket.socket
     timed = False
 
@@ -142,8 +133,6 @@ class _RestServer(RESTServer):
 
 
 class _GrpcServer(GRPCServer):
-    """`GRPCServer` on one address."""
-
     async def start(self, max_workers: int) -> None:
         self._server = grpc.aio.server(
             ThreadPoolExecutor(max_workers),
@@ -163,7 +152,7 @@ class _GrpcServer(GRPCServer):
 
 
 class _Servicer(InferenceServicer):
-    """An `InferenceServicer` that limits the number of tensors before it creates tensor objects."""
+    """Limits the number of tensors before it creates their objects."""
 
     @classmethod
     def validate_grpc_request(cls, request: ModelInferRequest) -> None:
@@ -172,8 +161,7 @@ class _Servicer(InferenceServicer):
 
 
 class _DataPlane(DataPlane):
-    """A `DataPlane` that rejects requests that it cannot decode. The data plane is ready only if
-    its model can answer requests."""
+    """Rejects requests that it cannot decode, and is ready only if its model can answer."""
 
     def decode(self, body: Any, headers: Any, *args: Any, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
         if isinstance(body, bytes):
@@ -193,14 +181,12 @@ class _DataPlane(DataPlane):
 
     async def model_ready(self, model_name: str, disable_predictor_health_check: bool = False) -> bool:
         model = cast(ReleaseModel, self.get_model_from_registry(model_name))
-        # KServe also calls this method before each request. No check is necessary before a request,
-        # because the request itself shows whether the model works.
+        # KServe also calls this before each request, which itself shows whether the model works.
         return model.ready if disable_predictor_health_check else await model.can_predict()
 
 
 class _SealedRepository(ModelRepositoryExtension):
-    """A repository in which requests can neither load nor unload a model. To change the model,
-    deploy a new release."""
+    """Requests can neither load nor unload a model. To change it, deploy a new release."""
 
     async def load(self, model_name: str) -> None:
         raise PermissionDenied("Models cannot be loaded by request; deploy another release.")

@@ -1,14 +1,12 @@
-"""The transformer of an InferenceService decodes and resizes images as the release
-specifies. The transformer does not need torch.
+"""An InferenceService's transformer decodes and resizes images for the predictor, without torch.
 
 ::
 
     python -m evernear.serving.kserve.transformer --model_dir DIRECTORY --http_port 8180 --grpc_port 8181 \\
         --predictor_host 127.0.0.1:8081 --predictor_protocol grpc-v2
 
-The transformer rejects unreadable images, so the predictor receives only prepared
-images. Predictions name their release. The transformer never returns predictions from a
-different release.
+It rejects unreadable images, so the predictor receives only prepared ones. Predictions name their
+release. The transformer never returns those of a different one.
 """  # noqa: W505
 
 import argparse
@@ -42,7 +40,7 @@ from evernear.serving.responses import Prediction, Rejection
 from evernear.serving.tracing import TRACE_FIELD, trace_fields
 
 CONNECT_TIMEOUT_S = 1.0
-"""Timeout for each REST connection attempt. A failed attempt is retried."""
+"""Timeout for each REST connection attempt. A failed one is retried."""
 # KServe 0.21 does not forward trace headers to the predictor.
 kserve_model._FORWARDABLE_HEADERS |= {TRACE_FIELD}  # pyright: ignore[reportPrivateUsage]
 _PREDICTIONS = TypeAdapter(list[Prediction])
@@ -50,8 +48,7 @@ _log = logging.getLogger("kserve")
 
 
 class TransformerModel(ReleaseModel):
-    """A KServe model that preprocesses images and forwards them to a predictor with the same
-    release."""
+    """Preprocesses images and forwards them to a predictor with the same release."""
 
     service = "evernear-transformer"
     spans = ("transform", "prepare", "call predictor")
@@ -88,13 +85,12 @@ class TransformerModel(ReleaseModel):
         return [image if isinstance(image, Rejection) else next(predictions) for image in prepared]
 
     def get_input_types(self) -> Tensors:
-        """The inputs of a transformer, which accepts only image files."""
+        """A transformer accepts only image files."""
         return super().get_input_types()[:1]
 
     @property
     def _http_client(self) -> InferenceRESTClient:
-        """KServe's REST client, which ignores the environment's proxy because this proxy leads out
-        of the cluster."""
+        """KServe's REST client without the environment's proxy, which leads out of the cluster."""
         if self._rest_client is None:
             authorities = os.environ.get("REQUESTS_CA_BUNDLE") or os.environ.get("CURL_CA_BUNDLE")
             verify = ssl.create_default_context(cafile=authorities) if authorities else True
@@ -112,8 +108,8 @@ class TransformerModel(ReleaseModel):
 
     @property
     def _grpc_client(self) -> InferenceGRPCClient:
-        """KServe's gRPC client for the predictor's current addresses. An earlier client is closed
-        when its last call completes, because only this call still references the client."""
+        """KServe's gRPC client for the predictor's current addresses. Only calls in flight still
+        reference an earlier client, which closes when the last of them completes."""
         address, client = self._client
         if client is None or address != self._addresses.target:
             address, config = self._addresses.target, self._predictor
@@ -139,8 +135,8 @@ class TransformerModel(ReleaseModel):
             ResourceExhausted: the request is too large for the predictor.
         """
         protocol = self._predictor.predictor_protocol
-        # v1 has no tensors. PNG is lossless. The predictor's preprocessing does not change images
-        # that are already prepared.
+        # v1 has no tensors. PNG is lossless, and the predictor's preprocessing does not change
+        # images that are already prepared.
         request = (
             v1_request([encode_png(image) for image in pixels])
             if protocol == "v1"
@@ -192,15 +188,13 @@ def _trace_headers() -> dict[str, str]:
 
 
 def _host_and_port(predictor: PredictorConfig) -> tuple[str, int]:
-    """The host and the port of ``--predictor_host``. If ``--predictor_host`` has no port, the
-    default port of HTTP or HTTPS is used."""
+    """Without a port in ``--predictor_host``, the default port of HTTP or HTTPS."""
     url = urlsplit(f"//{predictor.predictor_host}")
     return url.hostname or "", url.port or (443 if predictor.predictor_use_ssl else 80)
 
 
 def _rejected(too_large: bool, reason: str) -> GrpcException:
-    """A rejection by the predictor. The client's images are not the cause, because the transformer
-    prepared the rejected images."""
+    """The predictor rejected prepared images, so the client's images are not to blame."""
     if too_large:
         return ResourceExhausted("The prepared images are too large for the predictor; send fewer per request.")
     return Unavailable(f"The predictor rejects prepared images ({reason}).")

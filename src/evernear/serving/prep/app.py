@@ -68,7 +68,7 @@ class Health(BaseModel):
 
 
 def create_app(settings: Settings) -> FastAPI:
-    """Create the application, which creates its `PrepService` at startup."""
+    """The application creates its `PrepService` at startup."""
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncGenerator[None]:
@@ -170,12 +170,12 @@ async def metrics(service: CurrentService) -> Response:
 
 
 async def _body(request: Request) -> bytes:
-    """Read the body. `Request.body` would keep the body in memory until the response is sent."""
+    """`Request.body` would keep the body in memory until the response is sent."""
     return b"".join([part async for part in request.stream()])
 
 
 def _record_release(request: Request, prediction: Prediction) -> Prediction:
-    """Record the release that made a prediction, so that the request log contains the release."""
+    """Record the release that made a prediction for the request log."""
     request.state.release = prediction.version
     return prediction
 
@@ -210,19 +210,16 @@ async def _error_response(_: Request, error: Exception) -> JSONResponse:
 
 
 class RequestLog:
-    """ASGI middleware that counts requests by route and status, and logs predictions with their
-    request ids.
+    """ASGI middleware that counts requests by route and status, and logs predictions.
 
-    The id is the client's ``X-Request-Id`` if this header is short and printable, or otherwise a
-    new id. The response repeats the id.
+    The id is the client's ``X-Request-Id`` if it is short and printable, otherwise a new one. The
+    response repeats it.
     """
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Call the application and count the response."""
-
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -234,8 +231,8 @@ class RequestLog:
         async def counting_send(message: Message) -> None:
             if message["type"] == "http.response.start":
                 MutableHeaders(scope=message)["X-Request-Id"] = request_id
-                # The metric label is the route and not the path. If the label were the path,
-                # clients could create an unlimited number of time series.
+                # The metric label is the route: with the path, clients could create an unlimited
+                # number of time series.
                 path = scope["route"].path if "route" in scope else "other"
                 service: PrepService = scope["app"].state.service
                 service.metrics.requests.labels(path, message["status"]).inc()

@@ -1,4 +1,4 @@
-"""The releases of a registry. Each release is read only once."""
+"""The releases of a registry, each read only once."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -17,13 +17,12 @@ Value = TypeVar("Value")
 
 
 class Releases:
-    """The releases of a store. All methods can raise `StoreError` and `IntegrityError`."""
+    """All methods can raise `StoreError` and `IntegrityError`."""
 
     def __init__(self, store_uri: str) -> None:
         self._store_uri = store_uri
         self._registry = Registry(open_store(store_uri))
         self.manifest = _cached(lambda version: self._registry.get(version).manifest)
-        """The manifest of a version."""
         self.test_query = _cached(self._read_test_query)
         """An image that is stored in a release, and its expected prediction. The first call for a
         version downloads the whole archive."""
@@ -48,8 +47,7 @@ class Releases:
 
 
 def _cached(read: Callable[[str], Value]) -> Callable[[str], Awaitable[Value]]:
-    """Return a function that runs ``read`` in a thread, once per version, even if several requests
-    need the same version at the same time."""
+    """Run ``read`` in a thread, once per version, even if requests need it concurrently."""
     lock, cached = asyncio.Lock(), lru_cache(CACHE_SIZE)(read)
 
     async def get(version: str) -> Value:

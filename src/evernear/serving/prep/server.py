@@ -1,5 +1,3 @@
-"""The process of the preprocessing server."""
-
 import uvicorn
 
 from evernear.serving.decoding import pool_size_bytes
@@ -12,25 +10,18 @@ from evernear.settings.prep import LARGE_DECODES, MAX_BODIES_SIZE_BYTES
 
 SHUTDOWN_TIMEOUT_S = 30
 PROCESS_SIZE_BYTES = 128 * 2**20
-"""Memory usage of the process before its first request. The measured value of 97 MiB is rounded up
-(``benchmarks/hostile_traffic.py``)."""
+"""Memory before the first request: 97 MiB (``benchmarks/hostile_traffic.py``), rounded up."""
 
 
 def serve_prep(settings: Settings) -> None:
-    """Serve until SIGTERM or Ctrl-C, then finish in-flight requests.
-
-    Raises:
-        ServingError: ``prep.host`` and ``prep.port`` cannot be bound.
-        ServerUnreachableError: the predictor is the server of the working directory,
-            but no server was started there.
-    """
+    """Serve until SIGTERM or Ctrl-C, then finish in-flight requests."""
     targets_of(settings)
     with listening_socket(settings.prep.host, settings.prep.port, "prep.port") as listener:
         create_server(settings).run(sockets=[listener])
 
 
 def create_server(settings: Settings) -> uvicorn.Server:
-    """Create the server. The caller runs the server with listening sockets."""
+    """The caller runs the server with listening sockets."""
     config = uvicorn.Config(
         create_app(settings),
         http=HeadTimeoutProtocol,
@@ -44,10 +35,7 @@ def create_server(settings: Settings) -> uvicorn.Server:
 
 
 def prep_memory_size_bytes(settings: Settings) -> int:
-    """Maximum amount of memory that the server uses. The memory limit of the server's pod must not
-    be lower than this maximum.
-
-    Each request body is in memory twice: as received, and after base64 decoding.
-    """
+    """The most memory that the server uses: its pod's memory limit must not be lower. Each request
+    body is in memory twice: as received, and after base64 decoding."""
     decoding = pool_size_bytes(LARGE_DECODES, settings.serving.max_pixels)
     return PROCESS_SIZE_BYTES + decoding + 2 * MAX_BODIES_SIZE_BYTES

@@ -39,8 +39,6 @@ Result = TypeVar("Result")
 
 
 class Metrics:
-    """Prometheus metrics of one server."""
-
     def __init__(self) -> None:
         self.registry = registry = CollectorRegistry()
         self.requests = Counter(
@@ -65,11 +63,11 @@ class Metrics:
 class PrepService:
     """Recognizes images with the predictor of ``settings``.
 
-    The service is bound to the event loop in which it is created. Each prediction contains the
-    version of the release that made it. The prediction is valid only if the image was prepared as
-    this release specifies. If the preprocessing differs, for example after a rollout, the image is
-    prepared and sent again. The service therefore never returns a prediction for an image with the
-    wrong preprocessing. A rollout that does not change the preprocessing causes no extra work.
+    The service is bound to the event loop in which it is created. Each prediction names the release
+    that made it, and is valid only if the image was prepared as this release specifies. If the
+    preprocessing differs, for example after a rollout, the image is prepared and sent again. The
+    service therefore never returns a prediction for an image with the wrong preprocessing, and a
+    rollout that does not change it causes no extra work.
     """
 
     def __init__(self, settings: Settings, *, embeddings: bool = False) -> None:
@@ -92,8 +90,8 @@ class PrepService:
             RequestError, DataError: the request or its image is invalid.
             ServerTimeoutError: the prediction takes longer than `TIMEOUT_S`.
             OverloadedError: too many large images are waiting.
-            ServingError: the predictor is unreachable or fails, or the preprocessing of
-                the predictor's release is unavailable.
+            ServingError: the predictor is unreachable or fails, or the preprocessing of its release
+                is unavailable.
             StoreError: the registry is unreachable.
         """
 
@@ -103,7 +101,7 @@ class PrepService:
         return await self._in_time(self._predict(inspect_body, body))
 
     async def predict_image(self, image: bytes) -> Prediction:
-        """Recognize an image file. Raises the same errors as `predict`, except `RequestError`."""
+        """Raises the errors of `predict`, except `RequestError`."""
         return await self._in_time(self._predict(inspect_image, image))
 
     async def test(self) -> Prediction:
@@ -116,11 +114,7 @@ class PrepService:
         return await self._in_time(predict_stored())
 
     async def live_release(self) -> ReleaseManifest:
-        """Recognize a blank image to test this server and the predictor. Returns the manifest of
-        the release that recognized the image.
-
-        Raises the errors of `predict`.
-        """
+        """Test this server and the predictor with a blank image. Raises the errors of `predict`."""
         return await self._in_time(self._live_release())
 
     async def metadata(self) -> Metadata:
@@ -128,7 +122,6 @@ class PrepService:
         return Metadata.of(await self.live_release(), MODEL_NAME)
 
     async def close(self) -> None:
-        """Close the connections to the predictor, and stop the threads."""
         self._decoding.close()
         for predictor in self._predictors:
             await predictor.close()
@@ -146,7 +139,7 @@ class PrepService:
 
     async def _predict(self, inspect: Callable[[bytes, int], EncodedImage], data: bytes) -> Prediction:
         expected = await self._expected_release()
-        # The number of pixels is limited by the release and by this server's memory.
+        # The release and this server's memory limit the number of pixels.
         file = await self._decoding.run(inspect, data, min(expected.max_pixels, self._max_pixels))
         for _ in range(MATCHING_ATTEMPTS):
             with self.metrics.prepare_s.time(), span(self.tracer, "prepare"):
@@ -159,8 +152,7 @@ class PrepService:
         raise ServingError("The predictor's release changes faster than an image can be prepared; try again.")
 
     async def _expected_release(self) -> ReleaseManifest:
-        """The release that made the latest prediction, or the champion if no prediction has been
-        made yet."""
+        """The release that made the latest prediction, or the champion before the first."""
         if self._latest is None:
             self._latest = await self._releases.champion()
         return self._latest
@@ -201,13 +193,10 @@ class PrepService:
 
 
 def prepare(file: EncodedImage, manifest: ReleaseManifest) -> bytes:
-    """Prepare an inspected file as the release specifies, and return the result as a PNG file.
+    """Prepare an inspected file as the release specifies, and encode it as PNG.
 
-    The predictor accepts PNG files from any client. PNG is lossless. The predictor does not change
-    the pixels of an image that already has the release's size and channels.
-
-    Raises:
-        DataError: the image is broken.
+    The predictor accepts PNG files from any client. PNG is lossless, and the predictor does not
+    change an image that already has the release's size and channels.
     """
     return encode_png(decode_image(file, manifest.preprocessing))
 
@@ -219,13 +208,7 @@ def blank(manifest: ReleaseManifest) -> bytes:
 
 
 def targets_of(settings: Settings) -> list[Target]:
-    """The predictors of a preprocessing server. Each predictor is called only if all earlier
-    predictors are unreachable.
-
-    Raises:
-        ServerUnreachableError: the predictor is the server of the working directory,
-            but no server was started there.
-    """
+    """The predictors to call, in order, each if those before it are unreachable."""
     prep = settings.prep
     hosts = [host for host in (prep.predictor_host, prep.predictor_fallback_host) if host]
     targets = [Target.remote(settings, host, "grpc", tls=prep.predictor_tls) for host in hosts]
