@@ -236,8 +236,8 @@ def test_registry_output_is_escaped(
         return completed.output
 
     invoke("promote", release.version, "--why", name)
-    assert read in invoke("history")
-    assert invoke("history", "--json").isascii()
+    assert read in invoke("list", "--history")
+    assert invoke("list", "--history", "--json").isascii()
     labels = (name, *release.manifest.labels[1:])
     get = Registry.get
 

@@ -208,7 +208,7 @@ def test_out_of_range_labels_are_rejected(copied):
         (None, "run the index step again"),
         ("", "run the index step again"),
         ("{}", "run the index step again"),
-        ('{"format": 2}', "another version of evernear"),
+        ('{"format": 1}', "another version of evernear"),
     ],
 )
 def test_invalid_description_is_rejected(copied, content, sentence):
