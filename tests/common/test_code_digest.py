@@ -53,7 +53,7 @@ def test_changed_code_changes_the_digest(edit: Edit, name: str, old: str, new: s
 @pytest.mark.parametrize(
     ("name", "old", "new"),
     [
-        ("evernear.embedding.recipe", '"""Fraction of all steps', '"""A fraction of all steps'),
+        ("evernear.embedding.recipe", '"""Momentum of Muon', '"""The momentum of Muon'),
         ("evernear.embedding.recipe", "WARM_UP = 0.2", "# A comment.\nWARM_UP =   0.2"),
         ("evernear.common.store.files", "24 * 3600", "48 * 3600"),
         ("evernear.release.promotions", "300.0", "400.0"),
