@@ -32,8 +32,8 @@ def test_total_is_said_once_and_counts_what_has_passed_and_what_follows(tmp_path
     record(StepProgress(at=at, message="", left_s=190.0))
     record(StepProgress(at=at + timedelta(seconds=10), message="", left_s=180.0))
     left_s = 190 + 0.5 * (10 + 190) + REST_S
-    assert (left_s, len(notes)) == (330, 1), "training, probe and the other steps"
-    assert notes[0].startswith("The run takes about 6 min 0 s in all; about 5 min 30 s are left.")
+    assert (left_s, len(notes)) == (315, 1), "training, probe and the other steps"
+    assert notes[0].startswith("The run takes about 5 min 45 s in all; about 5 min 15 s are left.")
 
 
 @pytest.mark.parametrize(

@@ -30,6 +30,8 @@ from evernear.common.store.lease import wait_for_release
 from evernear.errors import EvernearError, StoreError, disk_full_message
 
 REPORT_INTERVAL_S = 5.0
+FIRST_RECORD_S = 1.0
+"""Early, so that a short run also says how long it takes."""
 REPORTS = 50
 """Maximum number of reports of the remaining time in a long step, each a line in its log."""
 EVENTS_VARIABLE = "_EVERNEAR_EVENTS"
@@ -255,17 +257,18 @@ class Countdown:
         now_s = self._clock()
         if self._first is None:
             self._first = (completed, now_s)
-            self._next_report_s = self._next_record_s = now_s + REPORT_INTERVAL_S
+            self._next_report_s, self._next_record_s = now_s + REPORT_INTERVAL_S, now_s + FIRST_RECORD_S
         first, started_s = self._first
-        if now_s < self._next_record_s or completed <= first:
+        if now_s < min(self._next_record_s, self._next_report_s) or completed <= first:
             return
         left_s = (now_s - started_s) / (completed - first) * (total - completed)
         if now_s >= self._next_report_s:
             self._next_report_s = now_s + max(REPORT_INTERVAL_S, (now_s - started_s + left_s) / REPORTS)
             self._report(f"{message}, about {duration(left_s)} left")
-        self._next_record_s = now_s + REPORT_INTERVAL_S
-        at = datetime.now(UTC)
-        self._record(StepProgress(at=at, message=message, done=completed, total=total, left_s=left_s))
+        if now_s >= self._next_record_s:
+            self._next_record_s = now_s + REPORT_INTERVAL_S
+            at = datetime.now(UTC)
+            self._record(StepProgress(at=at, message=message, done=completed, total=total, left_s=left_s))
 
 
 class RunCommand(Frozen):

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from evernear.evaluation.measure import Observer
 
 
-REST_S = 40.0
+REST_S = 25.0
 """Seconds that a run takes beside training and probe, mostly to start the processes of its
 steps."""
 Record = Callable[[StepProgress], None]
