@@ -9,6 +9,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import httpx
+import uvicorn
 
 from evernear.common.store import open_store
 from evernear.data.preprocess import Preprocessing
@@ -23,17 +24,24 @@ from evernear.settings import PrepSettings, ServingSettings, Settings
 @contextmanager
 def prep_client(settings: Settings) -> Iterator[httpx.Client]:
     """A client of a preprocessing server with ``settings``, on a free port."""
-    server = create_server(settings)
-    with listening_socket("127.0.0.1", 0, "prep.port") as listener:
+    with (
+        running(create_server(settings)) as port,
+        httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=30, trust_env=False) as client,
+    ):
+        yield client
+
+
+@contextmanager
+def running(server: uvicorn.Server) -> Iterator[int]:
+    """Run a server in a thread, and yield its port."""
+    with listening_socket("127.0.0.1", 0, "port") as listener:
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
         thread.start()
         try:
             while not server.started:
                 assert thread.is_alive()
                 time.sleep(0.01)
-            url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-            with httpx.Client(base_url=url, timeout=30, trust_env=False) as client:
-                yield client
+            yield listener.getsockname()[1]
         finally:
             server.should_exit = True
             thread.join(30)

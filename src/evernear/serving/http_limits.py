@@ -1,13 +1,19 @@
-"""Limits for HTTP clients: uvicorn limits neither size nor upload time of request bodies."""
+"""Limits for HTTP clients: uvicorn limits neither size nor upload time of request bodies.
+
+`limited_server` enforces them for the preprocessing server, the console and Slack's endpoint.
+"""
 
 import asyncio
 from contextlib import suppress
 from typing import Any
 
+import uvicorn
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from evernear.settings.prep import MAX_BODIES_SIZE_BYTES
 
 HEAD_TIMEOUT_S = 10.0
 """Maximum time to receive the request line and the headers."""
@@ -15,6 +21,31 @@ MAX_DISCARDED_BYTES = 64 * 2**20
 """Most bytes of a rejected body to discard, which lets the client receive the response."""
 DISCARD_PAUSE_S = 2.0
 """A longer pause while a rejected body arrives closes the connection. Apache uses the same time."""
+
+
+def limited_server(
+    app: ASGIApp,
+    *,
+    max_size_bytes: int,
+    upload_timeout_s: float,
+    shutdown_timeout_s: int,
+    max_total_size_bytes: int = MAX_BODIES_SIZE_BYTES,
+    **options: Any,
+) -> uvicorn.Server:
+    """A server for ``app`` with limits for heads and bodies. The caller runs it with listening
+    sockets. At shutdown, it finishes in-flight requests for up to ``shutdown_timeout_s``."""
+    config = uvicorn.Config(
+        BodyLimits(app, max_size_bytes, max_total_size_bytes, upload_timeout_s),
+        http=H11WithHeadTimeout,
+        ws="none",
+        log_level="warning",
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        timeout_graceful_shutdown=shutdown_timeout_s,
+        **options,
+    )
+    return uvicorn.Server(config)
 
 
 class BodyLimits:
@@ -126,47 +157,45 @@ def _rejection(status: int, message: str, retry_after_s: int | None = None) -> H
     return HTTPException(status, message, headers)
 
 
-class HeadTimer:
-    """Closes a connection if a request head does not arrive within `HEAD_TIMEOUT_S`."""
+class HeadTimeout(asyncio.Protocol):
+    """Base class for uvicorn's protocols: closes a connection if a request head does not arrive
+    within `HEAD_TIMEOUT_S`."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._loop = loop
-        self._timer: asyncio.TimerHandle | None = None
+    loop: asyncio.AbstractEventLoop
+    transport: Any
+    cycle: Any
+    _timer: asyncio.TimerHandle | None = None
 
-    def start(self, transport: asyncio.Transport) -> None:
-        """Does nothing if it is already running."""
-        if self._timer is None:
-            self._timer = self._loop.call_later(HEAD_TIMEOUT_S, transport.close)
+    @property
+    def is_busy(self) -> bool:
+        """Whether a request is being answered."""
+        return self.cycle is not None and not self.cycle.response_complete
 
-    def stop(self) -> None:
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        self.await_head()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self.await_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.stop_timer()
+        super().connection_lost(exc)
+
+    def await_head(self) -> None:
+        """A complete head stops the timer, and the first byte of the next one starts it again."""
+        if self.is_busy:
+            self.stop_timer()
+        elif self._timer is None:
+            self._timer = self.loop.call_later(HEAD_TIMEOUT_S, self.transport.close)
+
+    def stop_timer(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
 
 
-class HeadTimeoutProtocol(H11Protocol):
-    """uvicorn's h11 protocol with a timeout for request heads.
-
-    h11 rejects heads larger than 64 KiB, whereas uvicorn's httptools protocol reads heads and
-    trailers of any size.
-    """
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._head_timer = HeadTimer(self.loop)
-
-    def connection_made(self, transport: Any) -> None:
-        super().connection_made(transport)
-        self._head_timer.start(transport)
-
-    def data_received(self, data: bytes) -> None:
-        """A complete head stops the timer, and the first byte of the next one starts it again."""
-        super().data_received(data)
-        if self.cycle is not None and not self.cycle.response_complete:  # pyright: ignore[reportUnnecessaryComparison]
-            self._head_timer.stop()
-        else:
-            self._head_timer.start(self.transport)
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._head_timer.stop()
-        super().connection_lost(exc)
+class H11WithHeadTimeout(HeadTimeout, H11Protocol):
+    """h11 rejects heads larger than 64 KiB, whereas uvicorn's httptools protocol reads heads and
+    trailers of any size."""

@@ -11,9 +11,8 @@ import pytest
 import uvicorn
 from starlette.types import Receive, Scope, Send
 
-from evernear.serving import http_limits
-from evernear.serving.endpoints import create_listener
 from evernear.serving.kserve.http_protocol import MAX_PIPELINED, ON_DISCONNECT, LimitedHttpProtocol
+from tests.prep_server import running
 from tests.serving.raw import Raw, request
 
 CHUNKED = b"Transfer-Encoding: chunked\r\n"
@@ -60,16 +59,9 @@ def app() -> Iterator[Echo]:
 @pytest.fixture
 def port(app: Echo) -> Iterator[int]:
     config = uvicorn.Config(app, http=LimitedHttpProtocol, loop="asyncio", ws="none", lifespan="off", log_config=None)
-    server = uvicorn.Server(config)
-    with create_listener("127.0.0.1", 0) as listener:
-        thread = threading.Thread(target=server.run, args=([listener],))
-        thread.start()
-        try:
-            yield listener.getsockname()[1]
-        finally:
-            app.gate.set()
-            server.should_exit = True
-            thread.join()
+    with running(uvicorn.Server(config)) as port:
+        yield port
+        app.gate.set()
 
 
 def status_of_rejection(port: int, data: bytes) -> int:
@@ -124,24 +116,6 @@ def test_endless_pipelining_is_rejected(port: int, app: Echo) -> None:
     assert status_of_rejection(port, request(b"GET /wait") + request(b"GET /") * 1_000) == 400
     app.gate.set()
     assert app.calls <= 2
-
-
-@pytest.mark.parametrize("sent", [b"", b"POST / HTTP/1.1\r\nHost:", request(b"GET /") + b"GET / HTTP/1.1\r\n"])
-def test_connection_without_a_head_is_closed(port: int, sent: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_limits, "HEAD_TIMEOUT_S", 0.5)
-    with Raw.to(port) as client:
-        client.send(sent)
-        assert [answer.status for answer in client.all_answers()] == [200] * sent.count(b"\r\n\r\n")
-
-
-def test_slow_response_outlives_the_head_timeout(port: int, app: Echo, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_limits, "HEAD_TIMEOUT_S", 0.5)
-    with Raw.to(port) as client, Raw.to(port) as silent:
-        client.send(request(b"GET /wait"))
-        app.waiting.wait()
-        assert silent.socket.recv(1) == b"", "the head timeout has expired"
-        app.gate.set()
-        assert client.answer().status == 200
 
 
 def test_application_learns_that_its_client_is_gone(port: int, app: Echo) -> None:

@@ -4,12 +4,10 @@ uvicorn's other protocol, h11, limits request heads and discards trailers, but i
 takes more CPU time per request than the rest of this server.
 """
 
-from typing import Any
-
 import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from evernear.serving.http_limits import HeadTimeoutProtocol, HeadTimer
+from evernear.serving.http_limits import H11WithHeadTimeout, HeadTimeout
 
 MAX_HEAD_BYTES = 64 * 1024
 """Longest sequence of bytes without body data, such as a head or chunk extensions, as in h11."""
@@ -19,21 +17,13 @@ ON_DISCONNECT = "evernear.on_disconnect"
 """ASGI scope key of a callback for a client that disconnects before it receives the response."""
 
 
-class LimitedHttpProtocol(HttpToolsProtocol):
+class LimitedHttpProtocol(HeadTimeout, HttpToolsProtocol):
     """uvicorn's httptools protocol with limits for heads, their time, trailers and pipelining."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._head_timer = HeadTimer(self.loop)
-        self._in_head = False
-        self._bodiless_bytes = 0
-
-    def connection_made(self, transport: Any) -> None:
-        super().connection_made(transport)
-        self._head_timer.start(transport)
+    _in_head = False
+    _bodiless_bytes = 0
 
     def data_received(self, data: bytes) -> None:
-        """A complete head stops the timer, and the first byte of the next one starts it again."""
         self._unset_keepalive_if_required()
         self._bodiless_bytes += len(data)
         try:
@@ -45,21 +35,14 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         else:
             if self._bodiless_bytes > MAX_HEAD_BYTES:
                 self.send_400_response("The head, the trailers or the chunks of the request are too large.")
-            elif self._is_busy:
-                self._head_timer.stop()
             else:
-                self._head_timer.start(self.transport)
+                self.await_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Stop the timer, and notify the application if its response is not complete."""
-        self._head_timer.stop()
+        """Notify the application if its response is not complete."""
         super().connection_lost(exc)
-        if self._is_busy and (leave := self.cycle.scope.get(ON_DISCONNECT)):
+        if self.is_busy and (leave := self.cycle.scope.get(ON_DISCONNECT)):
             leave()
-
-    @property
-    def _is_busy(self) -> bool:
-        return self.cycle is not None and not self.cycle.response_complete  # pyright: ignore[reportUnnecessaryComparison]
 
     def on_message_begin(self) -> None:
         self._in_head = True
@@ -90,14 +73,14 @@ class LimitedHttpProtocol(HttpToolsProtocol):
     def _continue_with_h11(self, rest: bytes) -> None:
         """Parse the last head and ``rest`` again with h11, because httptools drops the body of an
         upgrade request. Java's ``HttpClient`` sends these by default. h11 ignores the upgrade."""
-        if self._is_busy:
+        if self.is_busy:
             self.send_400_response("A pipelined request cannot ask for an upgrade.")
             return
-        self._head_timer.stop()
+        self.stop_timer()
         self.connections.discard(self)
         line = f"{self.scope['method']} {self.url.decode('ascii')} HTTP/{self.scope['http_version']}"
         fields = [b"%s: %s" % field for field in self.headers]
-        protocol = HeadTimeoutProtocol(self.config, self.server_state, self.app_state)
+        protocol = H11WithHeadTimeout(self.config, self.server_state, self.app_state)
         protocol.connection_made(self.transport)
         self.transport.set_protocol(protocol)
         protocol.data_received(b"\r\n".join([line.encode("ascii"), *fields, b"", rest]))

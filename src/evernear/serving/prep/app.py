@@ -1,4 +1,4 @@
-"""HTTP API of the preprocessing server: routes, errors, limits and metrics."""
+"""HTTP API of the preprocessing server: routes, errors and metrics."""
 
 import logging
 import re
@@ -22,13 +22,11 @@ from evernear import __version__
 from evernear.common.output import log_fields
 from evernear.errors import DataError, EvernearError, ServerTimeoutError, ServerUnreachableError
 from evernear.serving.decoding import OverloadedError
-from evernear.serving.http_limits import BodyLimits
 from evernear.serving.prep.service import PrepService
 from evernear.serving.request_parsing import RequestError, image_request_schema
 from evernear.serving.responses import Metadata, Prediction, Rejection
 from evernear.serving.tracing import TRACE_FIELD, describe_response, request_span, trace_id
 from evernear.settings import Settings
-from evernear.settings.prep import MAX_BODIES_SIZE_BYTES, UPLOAD_TIMEOUT_S
 
 REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _log = logging.getLogger(__name__)
@@ -87,12 +85,6 @@ def create_app(settings: Settings) -> FastAPI:
         redoc_url=None,
     )
     app.add_middleware(RequestLog)
-    app.add_middleware(
-        BodyLimits,
-        max_size_bytes=settings.prep.max_request_size_bytes,
-        max_total_size_bytes=MAX_BODIES_SIZE_BYTES,
-        timeout_s=UPLOAD_TIMEOUT_S,
-    )
     for error in (EvernearError, HTTPException):
         app.add_exception_handler(error, _error_response)
     app.include_router(router)

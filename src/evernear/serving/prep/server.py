@@ -2,11 +2,11 @@ import uvicorn
 
 from evernear.serving.decoding import pool_size_bytes
 from evernear.serving.endpoints import listening_socket
-from evernear.serving.http_limits import HeadTimeoutProtocol
+from evernear.serving.http_limits import limited_server
 from evernear.serving.prep.app import create_app
 from evernear.serving.prep.service import targets_of
 from evernear.settings import Settings
-from evernear.settings.prep import LARGE_DECODES, MAX_BODIES_SIZE_BYTES
+from evernear.settings.prep import LARGE_DECODES, MAX_BODIES_SIZE_BYTES, UPLOAD_TIMEOUT_S
 
 SHUTDOWN_TIMEOUT_S = 30
 PROCESS_SIZE_BYTES = 128 * 2**20
@@ -22,16 +22,12 @@ def serve_prep(settings: Settings) -> None:
 
 def create_server(settings: Settings) -> uvicorn.Server:
     """The caller runs the server with listening sockets."""
-    config = uvicorn.Config(
+    return limited_server(
         create_app(settings),
-        http=HeadTimeoutProtocol,
-        ws="none",
-        log_level="warning",
-        access_log=False,
-        server_header=False,
-        timeout_graceful_shutdown=SHUTDOWN_TIMEOUT_S,
+        max_size_bytes=settings.prep.max_request_size_bytes,
+        upload_timeout_s=UPLOAD_TIMEOUT_S,
+        shutdown_timeout_s=SHUTDOWN_TIMEOUT_S,
     )
-    return uvicorn.Server(config)
 
 
 def prep_memory_size_bytes(settings: Settings) -> int:

@@ -1,4 +1,4 @@
-"""Assemble the ASGI application from pages, access control and request limits."""
+"""Assemble the ASGI application from pages and access control."""
 
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
@@ -13,7 +13,6 @@ from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
 from evernear.errors import EvernearError
-from evernear.serving.http_limits import BodyLimits
 from evernear.triggers.console.access import Access, Guard
 from evernear.triggers.console.pages.data import DataPage
 from evernear.triggers.console.pages.live import LivePart
@@ -26,9 +25,6 @@ from evernear.triggers.console.services import Services
 from evernear.triggers.console.warm_up import WarmUp
 from evernear.triggers.console.web import error_response
 
-MAX_REQUEST_SIZE_BYTES = 10 * 2**20  # the largest image file; larger ones get 413
-MAX_BODIES_SIZE_BYTES = 64 * 2**20  # of all images in flight; further requests get 503
-UPLOAD_TIMEOUT_S = 30.0  # for an image: 10 MiB at 3 Mbit/s
 PAGES = (TryPage, ReviewPage, ReindexPart, LivePart, DataPage, ReleasesPage)
 
 
@@ -52,15 +48,7 @@ def create_console_app(services: Services, access: Access) -> Starlette:
             *(route for page in PAGES for route in page(services).routes()),
             Mount("/static", StaticFiles(directory=str(resources.files("evernear.triggers.console") / "static"))),
         ],
-        middleware=[
-            Middleware(Guard, access=access),
-            Middleware(
-                BodyLimits,
-                max_size_bytes=MAX_REQUEST_SIZE_BYTES,
-                max_total_size_bytes=MAX_BODIES_SIZE_BYTES,
-                timeout_s=UPLOAD_TIMEOUT_S,
-            ),
-        ],
+        middleware=[Middleware(Guard, access=access)],
         exception_handlers={EvernearError: error_response, HTTPException: error_response},
         lifespan=lifespan,
     )

@@ -9,10 +9,12 @@ from starlette.applications import Starlette
 
 from evernear.errors import SettingsError
 from evernear.serving.endpoints import host_and_port, listening_socket
-from evernear.serving.http_limits import HeadTimeoutProtocol
+from evernear.serving.http_limits import limited_server
 from evernear.settings.console import ConsoleSettings
 
 SHUTDOWN_TIMEOUT_S = 5
+MAX_REQUEST_SIZE_BYTES = 10 * 2**20  # the largest image file; larger ones get 413
+UPLOAD_TIMEOUT_S = 30.0  # for an image: 10 MiB at 3 Mbit/s
 
 
 def require_private(settings: ConsoleSettings) -> None:
@@ -63,26 +65,28 @@ def serve_console(app: Starlette, settings: ConsoleSettings, on_bound: Callable[
     """
     require_private(settings)
     _require_usable(settings.certificate, settings.private_key)
-    config = uvicorn.Config(
+    server = create_server(app, settings)
+    with listening_socket(settings.host, settings.port, "console.port") as listener:
+        address, port = listener.getsockname()[:2]
+        on_bound(f"{'https' if settings.certificate else 'http'}://{host_and_port(address, port)}")
+        server.run(sockets=[listener])
+
+
+def create_server(app: Starlette, settings: ConsoleSettings) -> uvicorn.Server:
+    """The caller runs the server with listening sockets."""
+    server = limited_server(
         app,
-        http=HeadTimeoutProtocol,
-        ws="none",
-        log_level="warning",
-        access_log=False,
-        server_header=False,
-        proxy_headers=False,
-        timeout_graceful_shutdown=SHUTDOWN_TIMEOUT_S,
+        max_size_bytes=MAX_REQUEST_SIZE_BYTES,
+        upload_timeout_s=UPLOAD_TIMEOUT_S,
+        shutdown_timeout_s=SHUTDOWN_TIMEOUT_S,
         ssl_certfile=settings.certificate,
         ssl_keyfile=settings.private_key,
     )
     try:
-        config.load()
+        server.config.load()
     except OSError as error:  # ssl.SSLError is an OSError
         raise SettingsError(
             f"console.certificate and console.private_key cannot be used ({error}); they are PEM files of a "
             "certificate and of the key to it."
         ) from None
-    with listening_socket(settings.host, settings.port, "console.port") as listener:
-        address, port = listener.getsockname()[:2]
-        on_bound(f"{'https' if settings.certificate else 'http'}://{host_and_port(address, port)}")
-        uvicorn.Server(config).run(sockets=[listener])
+    return server

@@ -37,11 +37,9 @@ def action(handle: Callable[[Request, Form], Response]) -> Callable[[Request], A
     """Create an endpoint for a form. ``handle`` is called with the form in a worker thread."""
 
     async def endpoint(request: Request) -> Response:
-        body = bytearray()
-        async for chunk in request.stream():
-            body += chunk
-            if len(body) > MAX_FORM_BYTES:
-                raise HTTPException(413, "The form is too large.")
+        body = await request.body()
+        if len(body) > MAX_FORM_BYTES:
+            raise HTTPException(413, "The form is too large.")
         fields = parse_qs(body.decode(errors="replace"))
         return await run_in_threadpool(handle, request, fields)
 

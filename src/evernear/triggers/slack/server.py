@@ -30,6 +30,7 @@ from evernear.common.masking import remember
 from evernear.common.store import open_store
 from evernear.errors import SettingsError, SlackError
 from evernear.serving.endpoints import listening_socket
+from evernear.serving.http_limits import limited_server
 from evernear.settings import Settings, SlackSettings
 from evernear.triggers.slack import heartbeat
 from evernear.triggers.slack.access import Access
@@ -54,7 +55,8 @@ DISCONNECTED_MAX_S = 600.0
 """Time without a connection after which the heartbeat stops, so that the orchestrator restarts the
 process."""
 MAX_REQUEST_SIZE_BYTES = 2**20  # Slack sends tens of kilobytes; larger requests get 413
-SHUTDOWN_S = 25.0
+UPLOAD_TIMEOUT_S = 10.0
+SHUTDOWN_S = 25
 """Time to finish at shutdown. The timeout is less than the 30 s that Kubernetes gives a pod to shut
 down."""
 _T = TypeVar("_T")
@@ -260,8 +262,7 @@ def _http_mode(app: App, settings: SlackSettings) -> Generator[Callable[[], bool
 
     Yields a function that returns whether the server is up.
     """
-    config = uvicorn.Config(http_app(app), log_level="warning", access_log=False, server_header=False)
-    server = uvicorn.Server(config)
+    server = create_server(app)
     with listening_socket(settings.host, settings.port, "slack.port") as listener:
         _log.info("Listening for Slack at http://%s:%d%s.", *listener.getsockname()[:2], EVENTS_PATH)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
@@ -273,21 +274,17 @@ def _http_mode(app: App, settings: SlackSettings) -> Generator[Callable[[], bool
             thread.join(SHUTDOWN_S)
 
 
-def http_app(app: App) -> Starlette:
+def create_server(app: App) -> uvicorn.Server:
     """Serve ``app`` over HTTP. Bolt checks that each request is signed and at most five minutes
     old."""
 
     async def events(request: Request) -> Response:
-        body = bytearray()
-        async for chunk in request.stream():
-            body += chunk
-            if len(body) > MAX_REQUEST_SIZE_BYTES:
-                return PlainTextResponse("Too large.", status_code=413)
+        body = await request.body()
         timestamp = request.headers.get("x-slack-request-timestamp", "")
         if not timestamp.isdecimal() or len(timestamp) > 20:  # Bolt parses the timestamp before it checks the signature
             return PlainTextResponse("Not signed.", status_code=401)
         try:
-            bolt_request = to_bolt_request(request, bytes(body))
+            bolt_request = to_bolt_request(request, body)
         except ValueError:
             return PlainTextResponse("Not text.", status_code=400)
         return to_starlette_response(await run_in_threadpool(app.dispatch, bolt_request))
@@ -295,4 +292,9 @@ def http_app(app: App) -> Starlette:
     async def health(_: Request) -> Response:
         return PlainTextResponse("ok")
 
-    return Starlette(routes=[Route(EVENTS_PATH, events, methods=["POST"]), Route("/health", health)])
+    return limited_server(
+        Starlette(routes=[Route(EVENTS_PATH, events, methods=["POST"]), Route("/health", health)]),
+        max_size_bytes=MAX_REQUEST_SIZE_BYTES,
+        upload_timeout_s=UPLOAD_TIMEOUT_S,
+        shutdown_timeout_s=SHUTDOWN_S,
+    )
