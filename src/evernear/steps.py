@@ -76,7 +76,7 @@ def validate(run: str, settings: Tree, dataset: str, report: str) -> None:
         from evernear.data.near_duplicates import find_near_duplicates
         from evernear.data.shards import Dataset
         from evernear.data.validate import require_valid, validate_dataset
-        from evernear.evaluation.evidence import find_few_groups
+        from evernear.evaluation.baselines import find_few_groups
         from evernear.release.champion import champion_labels
 
         data = Dataset.open(Path(dataset))
@@ -193,7 +193,7 @@ def reuse(run: str, settings: Tree, dataset: str, network: str, open_set: str) -
     """Extract the champion's network and threshold, and return the metadata."""
     with _step("reuse", run, settings) as (running, _, record):
         from evernear.data.shards import Dataset
-        from evernear.release.reuse import reuse_network
+        from evernear.release.champion import reuse_network
 
         release, threshold = reuse_network(record.store, Dataset.open(Path(dataset)), Path(network))
         threshold.save(Path(open_set))
@@ -288,8 +288,8 @@ def evaluate(
         from evernear.data.shards import Dataset
         from evernear.data.validate import Report, near_duplicates_found
         from evernear.embedding.export import describe_network, training_dataset
+        from evernear.evaluation.baselines import few_groups
         from evernear.evaluation.evaluate import answered_by_nobody, evaluate_systems
-        from evernear.evaluation.evidence import few_groups
         from evernear.evaluation.example_collector import ExampleCollector
         from evernear.evaluation.in_parts import plan_answers, run_answers, systems_to_measure
         from evernear.evaluation.measure import BATCH_SIZE, observe_all

@@ -98,7 +98,7 @@ def test_show_prints_signature_and_lineage(packed: PackedRelease, system: System
 
 def test_show_imports_neither_torch_nor_faiss_and_leaves_no_files(packed: PackedRelease, tmp_path: Path) -> None:
     script = (
-        "import sys; from evernear.release.describe import describe; from pathlib import Path;"
+        "import sys; from evernear.release.records import describe; from pathlib import Path;"
         "from evernear.serving import HANDLER;"
         f"describe(Path({str(packed.archive)!r}), HANDLER); print({{'torch', 'faiss', 'scipy'}} & set(sys.modules))"
     )

@@ -9,8 +9,8 @@ from scipy.stats import binom
 
 from evernear.errors import IntegrityError
 from evernear.evaluation.compare import PairedCounts, compare, detectable_loss, mcnemar_worse
-from evernear.evaluation.grouped import sign_flip_worse
 from evernear.evaluation.measure import Outcomes
+from evernear.evaluation.statistics import sign_flip_worse
 
 COUNTS = st.integers(0, 150)
 

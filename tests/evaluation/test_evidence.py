@@ -11,9 +11,8 @@ from benchmarks import gate as simulation
 from evernear.common.store import open_store
 from evernear.data.ingest import ingest_source
 from evernear.data.shards import Dataset
-from evernear.evaluation.baselines import measure_baselines
+from evernear.evaluation.baselines import FewGroups, few_groups, find_few_groups, measure_baselines
 from evernear.evaluation.evaluate import Evaluation
-from evernear.evaluation.evidence import FewGroups, few_groups, find_few_groups
 from evernear.evaluation.gate import decide
 from evernear.evaluation.measure import Outcomes
 from evernear.evaluation.verdict import Rule

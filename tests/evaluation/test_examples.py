@@ -14,11 +14,15 @@ from evernear.data.shards import Dataset
 from evernear.embedding.embed import embed_dataset
 from evernear.embedding.embeddings import Embeddings
 from evernear.evaluation import embedding_map
-from evernear.evaluation.embedding_map import map_positions, project
 from evernear.evaluation.evaluate import Evaluation, evaluate_systems
-from evernear.evaluation.example_collector import MAP_POINTS, SAMPLES_PER_CLASS, ExampleCollector
-from evernear.evaluation.examples import BINS, Examples
-from evernear.evaluation.image_sheet import SHEET_COLUMNS, Sheet
+from evernear.evaluation.example_collector import (
+    MAP_POINTS,
+    SAMPLES_PER_CLASS,
+    ExampleCollector,
+    map_positions,
+    project,
+)
+from evernear.evaluation.examples import BINS, SHEET_COLUMNS, Examples, Sheet
 from evernear.evaluation.open_set import OpenSet
 from evernear.evaluation.recognizer import Recognizer
 from evernear.index.build import build_index

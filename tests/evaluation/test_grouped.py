@@ -2,8 +2,7 @@ import numpy as np
 import pytest
 from scipy.stats import binom
 
-from evernear.evaluation.grouped import effective_totals
-from evernear.evaluation.statistics import proportion
+from evernear.evaluation.statistics import effective_totals, proportion
 
 
 def test_images_without_siblings_count_one_each():

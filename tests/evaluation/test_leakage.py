@@ -4,7 +4,7 @@ import pytest
 from evernear.common.store import open_store
 from evernear.data.shards import Dataset
 from evernear.evaluation import leakage
-from evernear.evaluation.leakage import count_leakage
+from evernear.evaluation.evaluate import count_leakage
 from tests.releases import System
 
 

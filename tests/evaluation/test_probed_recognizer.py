@@ -16,8 +16,7 @@ from evernear.embedding.export import export_network
 from evernear.embedding.recipe import Recipe, with_defaults
 from evernear.embedding.train import train_network
 from evernear.evaluation import probed_recognizer
-from evernear.evaluation.probe import probe_open_set
-from evernear.evaluation.probed_recognizer import choose_opener
+from evernear.evaluation.probe import choose_opener, probe_open_set
 from evernear.index.build import build_index
 from evernear.index.search import Gallery
 from evernear.settings import EvaluationSettings, IndexSettings, TrainSettings

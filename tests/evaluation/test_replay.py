@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from evernear.evaluation.replay import SHOWN, Answer, Replayed, changed_answers, count_changes
+from evernear.evaluation.examples import SHOWN, Answer, Replayed, changed_answers, count_changes
 from evernear.settings import ClassSettings
 
 IMAGE = np.zeros((8, 8, 1), np.uint8)

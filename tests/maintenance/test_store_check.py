@@ -15,7 +15,7 @@ from evernear.data.shards import Dataset
 from evernear.data.snapshots import Snapshots
 from evernear.data.writer import shard_key
 from evernear.errors import IntegrityError
-from evernear.evaluation.leakage import count_leakage
+from evernear.evaluation.evaluate import count_leakage
 from evernear.maintenance.check import Damage, check_store, explained, repair
 from evernear.release.promotions import CHAMPION
 from evernear.release.registry import Registry

@@ -14,8 +14,8 @@ from evernear.embedding.embeddings import Embeddings
 from evernear.embedding.export import describe_network, load_network, training_dataset
 from evernear.errors import DataError, IntegrityError, StoreError
 from evernear.index.build import build_index
+from evernear.release.champion import reuse_network
 from evernear.release.registry import Registry
-from evernear.release.reuse import reuse_network
 from evernear.settings import IndexSettings
 from tests.releases import MakeRelease, System, release_maker
 

@@ -10,10 +10,9 @@ import pytest
 from evernear.common.run_parts import PartsRecord
 from evernear.common.run_record import RunRecord, StepRecord
 from evernear.common.store import open_store
-from evernear.reporting.cost import cost
 from evernear.reporting.notify import finalize
 from evernear.reporting.page import compare_page, run_page
-from evernear.reporting.run_report import RunReport
+from evernear.reporting.run_report import RunReport, cost
 from evernear.settings import CostSettings, RunSettings, TrainSettings
 
 STARTED = datetime(2026, 1, 2, tzinfo=UTC)

@@ -19,9 +19,8 @@ from evernear.data.validate import validate_dataset
 from evernear.errors import StoreError
 from evernear.evaluation.evaluate import Evaluation, ReleasedSystem, evaluate_systems
 from evernear.evaluation.example_collector import ExampleCollector
-from evernear.evaluation.examples import BINS, Examples, LiveDistances, Sample
+from evernear.evaluation.examples import BINS, TILE_PX, Examples, LiveDistances, Sample, Tiles
 from evernear.evaluation.gate import decide
-from evernear.evaluation.image_sheet import TILE_PX, Tiles
 from evernear.evaluation.live_accuracy import LiveAccuracy
 from evernear.evaluation.open_set import OpenSet
 from evernear.evaluation.probe import assess

@@ -6,14 +6,14 @@ from typing import TYPE_CHECKING
 from evernear.common.output import print_json, print_line, printable, quantity
 
 if TYPE_CHECKING:
-    from evernear.release.describe import Description, Signature
+    from evernear.release.records import Description, Signature
 
 SHOWN_LABELS = 50
 
 
 def show_archive(archive: Path, as_json: bool) -> None:
     """Print the signature, preprocessing, index, labels, metrics and lineage of a ``.mar``."""
-    from evernear.release.describe import describe
+    from evernear.release.records import describe
     from evernear.serving import HANDLER
 
     description = describe(archive, HANDLER)

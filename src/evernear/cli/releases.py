@@ -10,7 +10,7 @@ from evernear.cli.archives import show_archive
 from evernear.cli.options import ConfigOption, JsonOption, SetOption, WorkdirOption, local_settings, options_of
 from evernear.common.output import print_json, print_line, print_table
 from evernear.errors import IntegrityError, SettingsError
-from evernear.evaluation.coverage import classes_tested
+from evernear.evaluation.verdict import classes_tested
 from evernear.settings import Settings
 
 if TYPE_CHECKING:

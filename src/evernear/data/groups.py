@@ -99,7 +99,7 @@ class GroupNumbers:
         """Estimate the number of independent images among N images, where N is at least 1 (Kish
         1965, section 8.2).
 
-        See `evernear.evaluation.grouped.effective_totals`.
+        See `evernear.evaluation.statistics.effective_totals`.
         """
         sizes = np.unique(self.of(digests), return_counts=True)[1]
         return float(sizes.sum() ** 2 / (sizes**2).sum())

@@ -11,8 +11,8 @@ from pydantic import Field
 from evernear.common.frozen import Frozen
 from evernear.common.output import quantity
 from evernear.errors import IntegrityError
-from evernear.evaluation.grouped import sign_flip_worse
 from evernear.evaluation.measure import Outcomes
+from evernear.evaluation.statistics import sign_flip_worse
 
 
 class PairedCounts(Frozen):
@@ -33,7 +33,7 @@ class PairedCounts(Frozen):
     @property
     def p_worse(self) -> float:
         """Probability of at least this number of regressions if both systems are equally good. See
-        `mcnemar_worse` or, for groups, `evernear.evaluation.grouped.sign_flip_worse`."""
+        `mcnemar_worse` or, for groups, `evernear.evaluation.statistics.sign_flip_worse`."""
         if self.groups is None:
             return mcnemar_worse(self.regressions, self.improvements)
         return sign_flip_worse(self.nets.values())

@@ -3,28 +3,29 @@ frozen test split."""
 
 import io
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple
 from zipfile import BadZipFile
 
 import numpy as np
+from numpy.typing import NDArray
 from pydantic import Field, SkipValidation
 
 from evernear.common.disk import write_atomically
 from evernear.common.frozen import Frozen
 from evernear.data.groups import GroupNumbers, group_numbers
+from evernear.data.manifest import Split
 from evernear.data.near_duplicates import NearDuplicates
+from evernear.data.rebuild import split_digests
 from evernear.data.shards import Dataset
 from evernear.errors import IntegrityError
-from evernear.evaluation.baselines import Baseline, measure_baselines
+from evernear.evaluation.baselines import Baseline, FewGroups, measure_baselines
 from evernear.evaluation.compare import Comparison, compare
-from evernear.evaluation.coverage import classes_tested
-from evernear.evaluation.evidence import FewGroups
-from evernear.evaluation.leakage import count_leakage
+from evernear.evaluation.examples import Replay
 from evernear.evaluation.measure import BATCH_SIZE, NO_CHANGES, AnsweredBlock, Measurement, Observer, Outcomes, measure
 from evernear.evaluation.open_set import OpenSet
-from evernear.evaluation.replay import Replay
+from evernear.evaluation.verdict import classes_tested
 from evernear.settings import ClassSettings
 
 if TYPE_CHECKING:  # reading an evaluation must not import torch or FAISS
@@ -341,3 +342,46 @@ def _test_overlap(dataset: Dataset, champion_dataset: Dataset, classes: ClassSet
 def _compare(outcomes: dict[str, Outcomes], system: str, labels: tuple[str, ...]) -> Comparison | None:
     """None if ``system`` was not measured."""
     return compare(outcomes["candidate"], outcomes[system], labels) if system in outcomes else None
+
+
+SEEN: tuple[Split, ...] = ("train", "gallery", "query")
+"""Splits from which the weights, the index and the threshold of a release are built."""
+BLOCK_SIZE = 1_000_000
+"""Maximum number of digests in memory, 32 MB. A larger test split is processed in blocks, each with
+one pass over the images."""
+Digests = NDArray[np.bytes_]
+
+
+def count_leakage(dataset: Dataset, training_dataset: Dataset, splits: Sequence[Split] = SEEN) -> dict[str, int]:
+    """For each of ``splits`` of ``training_dataset``, count the images that are also in the test
+    split of ``dataset``.
+
+    The images are read from the shards, not from the ledger that assigned the splits, unless a
+    shard is lost. Two images are equal if their pixels at source resolution are, so two scans of
+    the same digit count as two.
+    """
+    leakage = dict.fromkeys(splits, 0)
+    for test in _merge_blocks(_digests(dataset, "test")):
+        test.sort()
+        for split in splits:
+            for seen in _digests(training_dataset, split):
+                positions = np.minimum(np.searchsorted(test, seen), len(test) - 1)
+                leakage[split] += int((test[positions] == seen).sum())
+    return {str(split): count for split, count in leakage.items()}
+
+
+def _digests(dataset: Dataset, split: Split) -> Iterator[Digests]:
+    for digests in split_digests(dataset, split):
+        # NumPy's comparison ignores trailing zeros, which is harmless for equal lengths
+        yield np.ascontiguousarray(digests).view("S32").ravel()
+
+
+def _merge_blocks(blocks: Iterator[Digests]) -> Iterator[Digests]:
+    pending: list[Digests] = []
+    for block in blocks:
+        pending.append(block)
+        if sum(map(len, pending)) >= BLOCK_SIZE:
+            yield np.concatenate(pending)
+            pending = []
+    if pending:
+        yield np.concatenate(pending)

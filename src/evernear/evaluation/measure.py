@@ -14,8 +14,7 @@ from evernear.data.groups import GroupNumbers
 from evernear.data.manifest import Shard, Split
 from evernear.data.shards import Block, Dataset
 from evernear.errors import DataError
-from evernear.evaluation.grouped import effective_totals
-from evernear.evaluation.statistics import CONFIDENCE, Proportion, proportion
+from evernear.evaluation.statistics import CONFIDENCE, Proportion, effective_totals, proportion
 from evernear.index.description import Calibration
 from evernear.settings import ClassSettings
 

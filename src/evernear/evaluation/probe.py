@@ -3,39 +3,52 @@
 import math
 import time
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import NamedTuple, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
 from evernear.common.store import Store
+from evernear.data.gallery import joining_gallery
 from evernear.data.groups import GroupNumbers, group_numbers
 from evernear.data.manifest import SPLITS, Split
 from evernear.data.shards import Dataset
+from evernear.embedding.data_loader import TrainingImages
+from evernear.embedding.embed import Embed, ExportedEmbedder, embed_dataset, write_embeddings
+from evernear.embedding.embeddings import Embeddings
+from evernear.embedding.export import centered_head, export_network
+from evernear.embedding.freeze import Pretrained, fit_last_layer, open_pretrained
 from evernear.embedding.plan import PROBE_DRAWS, PROBE_SHARE, PROBE_SHARE_WITH_MUON, Plan
 from evernear.embedding.recipe import Recipe, with_defaults
 from evernear.embedding.speed import plan_training
-from evernear.embedding.train import OnStep
-from evernear.evaluation.class_spread import Clusters, effective_images, spread_of_mean, sum_of_spreads
-from evernear.evaluation.grouped import effective_totals
+from evernear.embedding.train import OnStep, steps_of_head, train_network
 from evernear.evaluation.measure import BATCH_SIZE
 from evernear.evaluation.open_set import OpenSet
-from evernear.evaluation.probed_recognizer import ProbedRecognizer, choose_opener
 from evernear.evaluation.statistics import (
     CONFIDENCE,
     Auroc,
+    Clusters,
     Interval,
     Placements,
     Proportion,
     auroc_interval,
+    effective_images,
+    effective_totals,
     false_accepts_at,
     place,
     proportion,
     roc,
+    spread_of_mean,
+    sum_of_spreads,
 )
+from evernear.index.build import build_index
 from evernear.index.calibrate import threshold_at, threshold_rejecting
 from evernear.index.description import MAX_DISTANCE
 from evernear.index.exact import digests_outside
+from evernear.index.search import Gallery
 from evernear.settings import EvaluationSettings, IndexSettings, TrainSettings
 
 Distances = NDArray[np.float32]
@@ -77,6 +90,13 @@ class Draw(NamedTuple):
     known_for_calibration: Distances
     unknown_for_calibration: Distances
     """Query and gallery images of the held-out classes."""
+
+
+class ProbedRecognizer(NamedTuple):
+    """A network's gallery, and a function that embeds queries with the network."""
+
+    gallery: Gallery
+    embed: Embed
 
 
 def probe_open_set(
@@ -275,3 +295,65 @@ def _distances(
     is_unknown = np.isin(images.clusterings[0], held_out_indices)
     is_known = ~is_unknown & np.concatenate(included)
     return images.select(is_known if is_known.any() else ~is_unknown), images.select(is_unknown)
+
+
+def choose_opener(
+    dataset: Dataset, recipe: Recipe, settings: IndexSettings, on_step: OnStep | None, store: Store | None
+) -> Callable[[frozenset[str]], ProbedRecognizer]:
+    """Return a function that takes a set of labels and makes a recognizer without them."""
+    if not recipe.keeps_backbone:
+        return partial(_open_trained, dataset, recipe, settings, on_step)
+    pretrained = open_pretrained(dataset, recipe, store)
+    pretrained.features.compute(dataset, SPLITS)
+    return partial(_open_head, dataset, recipe, settings, on_step, pretrained)
+
+
+def _open_trained(
+    dataset: Dataset, recipe: Recipe, settings: IndexSettings, on_step: OnStep | None, held_out: frozenset[str]
+) -> ProbedRecognizer:
+    """Train a network. Its files and embeddings are discarded."""
+    with TemporaryDirectory(prefix="evernear-probe-") as scratch:
+        trained, network, embeddings, index = (Path(scratch) / step for step in ("train", "export", "embed", "index"))
+        train_network(dataset, recipe, trained, exclude_labels=held_out, on_step=on_step)
+        sha256 = export_network(trained, dataset, network).sha256
+        embed_dataset(network, dataset, embeddings)
+        embedder = ExportedEmbedder(network)
+        embedder.load()
+        return ProbedRecognizer(_index(embeddings, dataset, settings, index, held_out, sha256), embedder.embed)
+
+
+def _open_head(
+    dataset: Dataset,
+    recipe: Recipe,
+    settings: IndexSettings,
+    on_step: OnStep | None,
+    pretrained: Pretrained,
+    held_out: frozenset[str],
+) -> ProbedRecognizer:
+    """Fit the last layer of a pretrained network. It is not exported, because that would take
+    longer than the training."""
+    from evernear.embedding.features import HeadEmbedder  # timm takes seconds to import
+
+    images = TrainingImages(dataset, held_out)
+    fit_last_layer(pretrained, dataset, images, recipe, steps_of_head(on_step))
+    head = centered_head(pretrained.network, pretrained.features, dataset, held_out)
+    embed, dim = HeadEmbedder(pretrained.features, head).embed, head.standardize.matrix.shape[1]
+    joining = joining_gallery(dataset.manifest, frozenset(dataset.labels))
+    with TemporaryDirectory(prefix="evernear-probe-") as scratch:
+        embeddings, index = (Path(scratch) / step for step in ("embed", "index"))
+        write_embeddings(embed, dim, dataset, embeddings, joining, pretrained.features.identity)
+        return ProbedRecognizer(
+            _index(embeddings, dataset, settings, index, held_out, pretrained.features.identity), embed
+        )
+
+
+def _index(
+    embeddings: Path,
+    dataset: Dataset,
+    settings: IndexSettings,
+    out_dir: Path,
+    held_out: frozenset[str],
+    network_sha256: str,
+) -> Gallery:
+    build_index(Embeddings.open(embeddings), dataset.labels, settings.temporary, out_dir, held_out)
+    return Gallery.open(out_dir, network_sha256)

@@ -1,7 +1,7 @@
 """The gate's verdict. Neither torch nor FAISS is imported to read a verdict."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Self
 
@@ -142,3 +142,11 @@ def ceiling_setting(key: str, value: float) -> str:
     """An assignment that sets the ceiling ``key`` so that ``value`` does not exceed it, rounded to
     hundredths. Empty if ``value`` is not finite."""
     return f"{key}={math.ceil(value * 100) / 100:g}" if math.isfinite(value) else ""
+
+
+def classes_tested(metrics: Mapping[str, float]) -> str:
+    """For example "8 of 10 classes tested". Empty if every class was tested, or without such
+    counts."""
+    classes = int(metrics.get("classes", 0))
+    tested = int(metrics.get("tested_classes", classes))
+    return f"{tested:,} of {classes:,} classes tested" if tested < classes else ""

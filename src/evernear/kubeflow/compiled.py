@@ -17,7 +17,7 @@ from evernear.kubeflow import GOLDEN, NAMES, PLACEHOLDER_IMAGE
 from evernear.kubeflow.client import parameters_in
 from evernear.kubeflow.parameters import for_pipeline, from_words
 from evernear.kubeflow.runs import Parameter
-from evernear.release.git import git_commit
+from evernear.release.manifest import git_commit
 from evernear.settings import PipelineSettings
 
 

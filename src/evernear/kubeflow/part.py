@@ -33,7 +33,7 @@ def worker_of(kind: str) -> OpenWorker:
 
         return open_worker
     if kind == "evaluate":
-        from evernear.release.evaluate_part import open_worker
+        from evernear.release.champion import open_worker
 
         return open_worker
     if kind == "predict":

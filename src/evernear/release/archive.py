@@ -31,7 +31,6 @@ from evernear.index.description import DISTANCE_TOLERANCE
 from evernear.index.search import Gallery, Recognition
 from evernear.release.archive_reader import ARCHIVE_FILE, MANIFEST_FILE, SmokeQuery, smoke_file
 from evernear.release.drift_baseline import SIZE, DriftBaseline, evenly, random_projection
-from evernear.release.git import git_commit
 from evernear.release.manifest import (
     DRIFT_BASELINE_FILE,
     HANDLER_FILE,
@@ -41,6 +40,7 @@ from evernear.release.manifest import (
     VERDICT_FILE,
     Part,
     ReleaseManifest,
+    git_commit,
     new_version,
 )
 from evernear.settings import ServingSettings

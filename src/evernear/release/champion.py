@@ -1,17 +1,25 @@
-"""Open the live release and the anchor, to measure them together with a candidate."""
+"""Open the live release and the anchor, to measure them together with a candidate or to reuse the
+network."""
 
+import shutil
 import tempfile
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from evernear.common.disk import disk_errors
+from evernear.common.parts import Parts, Worker
 from evernear.common.store import Store
+from evernear.common.store.folder import fetch_folder
 from evernear.data.shards import Dataset
-from evernear.errors import IntegrityError, StoreError, TransientStoreError
+from evernear.errors import DataError, IntegrityError, StoreError, TransientStoreError
 from evernear.evaluation.evaluate import ReleasedSystem, UnavailableSystem
 from evernear.evaluation.measure import NO_CHANGES
+from evernear.evaluation.open_set import OpenSet
+from evernear.index.description import describe_index
 from evernear.release.archive_reader import open_release
+from evernear.release.manifest import NETWORK_DESCRIPTION_FILE, NETWORK_FILE, ReleaseManifest
 from evernear.release.registry import Registry
 from evernear.settings import ClassSettings
 
@@ -114,3 +122,57 @@ def open_released(store: Store, version: str, scratch: Path) -> "Recognizer":
     Registry(store).fetch(version, archive)
     parts = open_release(archive, scratch / "release")
     return Recognizer.open(parts.directory, parts.directory, version, store)
+
+
+def reuse_network(store: Store, dataset: Dataset, network_dir: Path) -> tuple[ReleaseManifest, OpenSet]:
+    """Copy the champion's network to ``network_dir``, in the format of
+    `evernear.embedding.export.export_network`.
+
+    Return the champion's manifest and its open-set threshold. A threshold that was measured on
+    unseen classes is a property of the network, so it is reused. One that was calibrated on
+    impostors (`evernear.index.calibrate.calibrate`) is a property of the gallery. None is then
+    returned, and the caller calibrates again.
+
+    Raises:
+        DataError: the champion was built from a different dataset, so the training images of
+            its network are unknown.
+    """
+    registry = Registry(store)
+    champion = registry.champion()
+    if champion is None:
+        raise StoreError(f"A reindex needs the network of a champion. {registry.explain_no_champion()}")
+    with tempfile.TemporaryDirectory(prefix="evernear-champion-") as temporary:
+        archive = Path(temporary) / "champion.mar"
+        manifest = registry.fetch(champion.version, archive).manifest
+        if manifest.dataset_name != dataset.manifest.name:
+            raise DataError(
+                f"Release {manifest.version} was built from the dataset {manifest.dataset_name!r}, and its network "
+                f"cannot be used for {dataset.manifest.name!r}; run the whole pipeline."
+            )
+        parts = open_release(archive, Path(temporary) / "release")
+        with disk_errors(network_dir):
+            network_dir.mkdir(parents=True, exist_ok=True)
+            for name in (NETWORK_FILE, NETWORK_DESCRIPTION_FILE):
+                shutil.copyfile(parts.directory / name, network_dir / name)
+        calibration = describe_index(parts.directory).calibration
+    threshold = calibration.threshold if calibration.found_by == "unseen classes" else None
+    return manifest, OpenSet(held_out=(), threshold=threshold)
+
+
+def open_worker(parts: Parts) -> Worker:
+    """A worker that recognizes the images in one part of the test split."""
+    from evernear.evaluation.in_parts import Shared, candidate_folder, open_here  # torch takes seconds to import
+    from evernear.evaluation.recognizer import Recognizer
+
+    shared = Shared.model_validate(parts.plan.shared)
+    dataset = Dataset.find(parts.store, shared.dataset, shared.digest)
+    if dataset is None:
+        raise IntegrityError(f"{parts.store.uri} no longer has the snapshot {shared.digest[:12]} of {shared.dataset}.")
+    scratch = Path(tempfile.mkdtemp(prefix="evernear-systems-"))  # the process ends with the part
+    network, index = scratch / "network", scratch / "index"
+    fetch_folder(parts.store, candidate_folder(parts, "network"), network)
+    fetch_folder(parts.store, candidate_folder(parts, "index"), index)
+    systems = {"candidate": Recognizer.open(network, index, store=parts.store)}
+    for name, version in shared.released.items():
+        systems[name] = open_released(parts.store, version, scratch / name)
+    return open_here(systems, dataset, parts)

@@ -1,7 +1,9 @@
 """The manifest of a release: ``manifest.json`` in the archive and in the registry."""
 
 import re
+import subprocess
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Annotated, Literal, Self
 
 from pydantic import AwareDatetime, Field, JsonValue, model_validator
@@ -118,3 +120,19 @@ def version_time(version: str) -> datetime:
 
 def is_version(text: str) -> bool:
     return re.fullmatch(VERSION_PATTERN.strip("^$"), text) is not None
+
+
+def git_commit() -> str:
+    """With the suffix ``-dirty`` if the source tree has uncommitted changes. Empty for an installed
+    package."""
+    module = Path(__file__)
+
+    def git(*words: str) -> str:
+        completed = subprocess.run(["git", "-C", module.parent, *words], capture_output=True, text=True, check=True)
+        return completed.stdout.strip()
+
+    try:
+        git("ls-files", "--error-unmatch", module.name)  # an installed copy may be inside an unrelated tree
+        return git("describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
+    except (OSError, subprocess.CalledProcessError):
+        return ""

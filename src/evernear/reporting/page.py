@@ -14,9 +14,8 @@ from markupsafe import Markup
 from evernear.common.output import printable
 from evernear.common.progress import duration
 from evernear.common.run_record import RunRecord
-from evernear.evaluation.coverage import classes_tested
-from evernear.evaluation.examples import Examples
-from evernear.evaluation.image_sheet import SHEET_COLUMNS, Sheet
+from evernear.evaluation.examples import SHEET_COLUMNS, Examples, Sheet
+from evernear.evaluation.verdict import classes_tested
 from evernear.index.description import describe_threshold
 from evernear.reporting import plots
 from evernear.reporting.run_report import ClassRow, Figure, RunReport

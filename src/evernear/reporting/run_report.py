@@ -14,14 +14,12 @@ from evernear.common.store import Store
 from evernear.data.validate import Report
 from evernear.errors import StoreError
 from evernear.evaluation.evaluate import Evaluation
-from evernear.evaluation.examples import Examples
-from evernear.evaluation.replay import ReplayExamples
+from evernear.evaluation.examples import Examples, ReplayExamples
 from evernear.evaluation.statistics import Proportion
 from evernear.evaluation.verdict import Verdict
 from evernear.release.manifest import is_version
 from evernear.release.records import Record
 from evernear.release.registry import Registry
-from evernear.reporting.cost import cost, cost_of_nodes
 from evernear.reporting.notify import EXIT_STEP, RunOutcome
 from evernear.settings import CostSettings, RunSettings
 from evernear.settings.sources import flat
@@ -273,3 +271,27 @@ def _class_counts(validation: Report | None) -> dict[str, int]:
         for label, count in counts.items():
             totals[label] = totals.get(label, 0) + count
     return {label: total for label, total in totals.items() if total}
+
+
+HOUR_S = 3600
+GIB_BYTES = 2**30
+
+
+def cost(step: StepRecord, prices: CostSettings) -> float | None:
+    """In the currency of ``prices``, or None if the cost is unknown. A container with limits is
+    charged for all CPUs and memory up to them for the duration of the step. Without a CPU limit,
+    the CPU time is charged, and without a memory limit, the peak memory for this duration."""
+    if step.ended is None or not step.cpu_s or (step.gpus and not prices.gpu_hour):
+        return None
+    hours = (step.ended - step.started).total_seconds() / HOUR_S
+    cpu_hours = step.cpu_s / HOUR_S if step.cpu_limit is None else step.cpu_limit * hours
+    memory_gib = (step.memory_limit_bytes or step.peak_memory_bytes) / GIB_BYTES
+    return cpu_hours * prices.cpu_hour + hours * (memory_gib * prices.memory_gib_hour + step.gpus * prices.gpu_hour)
+
+
+def cost_of_nodes(ran: PartsRecord, prices: CostSettings) -> float | None:
+    """The cost of the pods that ran parts, for their duration, or None if a pod has no limits."""
+    if ran.cpus is None or ran.memory_bytes is None:
+        return None
+    per_hour = ran.cpus * prices.cpu_hour + ran.memory_bytes / GIB_BYTES * prices.memory_gib_hour
+    return ran.parts_s / HOUR_S * per_hour

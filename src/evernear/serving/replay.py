@@ -19,8 +19,8 @@ from evernear.common.store import Store
 from evernear.data.preprocess import Pixels
 from evernear.errors import DataError, IntegrityError
 from evernear.evaluation.evaluate import ReleasedSystem
+from evernear.evaluation.examples import Answer, Replay, Replayed, ReplayExamples, changed_answers, count_changes
 from evernear.evaluation.recognizer import Recognizer
-from evernear.evaluation.replay import Answer, Replay, Replayed, ReplayExamples, changed_answers, count_changes
 from evernear.serving.decoding import decode_image, inspect_image
 from evernear.serving.query_log_files import MAX_FILE_BYTES, QUERIES, SampledQuery, closed_at, sampled_queries
 

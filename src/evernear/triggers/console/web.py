@@ -15,7 +15,7 @@ from starlette.responses import HTMLResponse, Response
 
 from evernear.common.output import printable
 from evernear.errors import BusyError, ConflictError, DataError, EvernearError, SettingsError
-from evernear.evaluation.coverage import classes_tested
+from evernear.evaluation.verdict import classes_tested
 from evernear.serving.decoding import OverloadedError
 from evernear.triggers.console.warm_up import WarmUp
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from datetime import datetime
 
 from evernear.errors import StoreError
-from evernear.evaluation.coverage import classes_tested
+from evernear.evaluation.verdict import classes_tested
 from evernear.kubeflow.runs import Run
 from evernear.release.promotions import Champion
 from evernear.release.records import Record

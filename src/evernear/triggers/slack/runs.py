@@ -7,8 +7,7 @@ from datetime import datetime, timedelta
 from evernear.common.output import printable, quantity
 from evernear.common.run_record import RunRecord
 from evernear.errors import SettingsError
-from evernear.evaluation.coverage import classes_tested
-from evernear.evaluation.verdict import Rule
+from evernear.evaluation.verdict import Rule, classes_tested
 from evernear.kubeflow.parameters import combine, from_settings
 from evernear.kubeflow.runs import KfpStep, Run, State
 from evernear.release.promotions import Champion
