@@ -13,7 +13,7 @@ from evernear.data.ingest import ingest_source
 from evernear.data.shards import Dataset
 from evernear.embedding.embed import embed_dataset
 from evernear.embedding.embeddings import Embeddings
-from evernear.evaluation import embedding_map
+from evernear.evaluation import example_collector
 from evernear.evaluation.evaluate import Evaluation, evaluate_systems
 from evernear.evaluation.example_collector import (
     MAP_POINTS,
@@ -149,7 +149,7 @@ def test_map_of_the_same_embeddings_is_computed_once(tmp_path: Path, monkeypatch
     first = map_positions(embeddings, store)
     np.testing.assert_array_equal(first, project(embeddings))
     computed: list[int] = []
-    monkeypatch.setattr(embedding_map, "project", lambda rows: computed.append(len(rows)) or project(rows))
+    monkeypatch.setattr(example_collector, "project", lambda rows: computed.append(len(rows)) or project(rows))
     np.testing.assert_array_equal(map_positions(embeddings, store), first)
     assert computed == []
     assert map_positions(embeddings[:39], store).shape == (39, 2)

@@ -3,7 +3,7 @@ import pytest
 
 from evernear.common.store import open_store
 from evernear.data.shards import Dataset
-from evernear.evaluation import leakage
+from evernear.evaluation import evaluate
 from evernear.evaluation.evaluate import count_leakage
 from tests.releases import System
 
@@ -22,7 +22,7 @@ def test_ingested_dataset_has_no_leakage(system: System):
 @pytest.mark.parametrize("split", ["train", "gallery", "query"])
 @pytest.mark.parametrize("block_size", [1_000_000, 50])
 def test_injected_test_images_are_detected(system: System, monkeypatch, split, block_size):
-    monkeypatch.setattr(leakage, "BLOCK_SIZE", block_size)
+    monkeypatch.setattr(evaluate, "BLOCK_SIZE", block_size)
     counts = count_leakage(system.dataset, with_test_images_in(system.dataset, split))
     assert counts == {"train": 0, "gallery": 0, "query": 0} | {split: system.dataset.count("test")}
 

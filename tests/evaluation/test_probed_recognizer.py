@@ -15,7 +15,7 @@ from evernear.embedding.embeddings import Embeddings
 from evernear.embedding.export import export_network
 from evernear.embedding.recipe import Recipe, with_defaults
 from evernear.embedding.train import train_network
-from evernear.evaluation import probed_recognizer
+from evernear.evaluation import probe
 from evernear.evaluation.probe import choose_opener, probe_open_set
 from evernear.index.build import build_index
 from evernear.index.search import Gallery
@@ -73,7 +73,7 @@ def test_no_draw_of_a_kept_backbone_is_exported(
     def fail(*_: object, **__: object) -> None:
         raise AssertionError("exported")
 
-    monkeypatch.setattr(probed_recognizer, "export_network", fail)
+    monkeypatch.setattr(probe, "export_network", fail)
     store = open_store((tmp_path / "store").as_uri())
     measured = probe_open_set(system.dataset, pretrained, EvaluationSettings(), IndexSettings(k=1), store=store)
     assert measured.draws == 5
