@@ -29,7 +29,7 @@ AXE_SHA256 := e6b0ce02b84d892e2e33e403485e7f3d6c29e2be6df65daf44d89ba564139745
 # tests/conftest.py starts the longest tests first.
 PYTEST_OPTIONS := --numprocesses 3 --dist loadfile --no-loadscope-reorder
 PYTEST := $(BIN)/pytest $(PYTEST_OPTIONS)
-INTEGRATION_TESTS := tests/integrations tests/serving/kserve tests/triggers/console/browser
+INTEGRATION_TESTS := tests/integrations tests/serving/kserve tests/console/browser
 COMPILE := $(UV) pip compile --quiet --universal --generate-hashes --python-version 3.11 --no-header
 
 .PHONY: help demo test test-core test-integrations test-slow check docs notebook audit figures format lock golden frontend clean

@@ -27,7 +27,17 @@ hypothesis.settings.load_profile("no deadline")
 _bucket_numbers = itertools.count(time.time_ns())
 
 
-LONGEST_FIRST = ("scenarios", "deployment", "notebooks", "kserve", "serving", "embedding", "data", "triggers")
+LONGEST_FIRST = (
+    "scenarios",
+    "deployment",
+    "notebooks",
+    "kserve",
+    "serving",
+    "embedding",
+    "data",
+    "console",
+    "triggers",
+)
 """Directories whose tests take longest: if started last, they would run alone at the end, on one of
 two cores."""
 SLOW_TIMEOUT_S = 1800

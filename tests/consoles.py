@@ -3,11 +3,11 @@
 from starlette.testclient import TestClient
 
 from evernear.common.store import Store
+from evernear.console.access import SignIn
+from evernear.console.app import create_console_app
+from evernear.console.backend import Backend
+from evernear.console.runs import Runner
 from evernear.settings import Settings
-from evernear.triggers.console.access import Access
-from evernear.triggers.console.app import create_console_app
-from evernear.triggers.console.runs import Runner
-from evernear.triggers.console.services import Services
 
 TOKEN = "secret"
 
@@ -16,8 +16,8 @@ def console_client(
     settings: Settings, store: Store, runner: Runner, *, address: str = "127.0.0.1", **headers: str
 ) -> TestClient:
     """A client at ``address`` of a console whose token is `TOKEN`."""
-    services = Services.open(settings, store, runner)
-    app = create_console_app(services, Access(settings, TOKEN, "ann"))
+    backend = Backend.open(settings, store, runner)
+    app = create_console_app(backend, SignIn(settings, TOKEN, "ann"))
     return TestClient(app, base_url="http://console", client=(address, 1), headers=headers)
 
 

@@ -4,7 +4,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from evernear.common.store import Store, open_store
-from evernear.review.live_labels import labeled_queries
+from evernear.console.live_labels import labeled_queries
 from evernear.serving.query_log_files import LoggedQuery, Period
 from tests.command_line import evernear
 

@@ -246,8 +246,8 @@ def test_number_of_nested_folders_does_not_matter(make_tree, run_ingest) -> None
 
 
 def test_watcher_and_review_follow_the_layout(make_tree, run_ingest, make_image) -> None:
+    from evernear.console.label_target import open_label_target
     from evernear.data.source_diff import diff_source
-    from evernear.review.label_target import open_label_target
 
     root = make_tree(in_each(["train", "eval"]))
     uri = f"folder:{root}"
@@ -267,8 +267,8 @@ def test_review_of_splits_in_class_folders(make_tree, make_image, tmp_path: Path
     import hashlib
     from datetime import UTC, datetime
 
-    from evernear.review.answers import Answer, Answers
-    from evernear.review.label_target import open_label_target
+    from evernear.console.answers import Answer, Answers
+    from evernear.console.label_target import open_label_target
 
     root = make_tree(["cat/train", "cat/test", "dog/train"], count=1)
     target = open_label_target(f"folder:{root}")

@@ -8,6 +8,7 @@ import pytest
 from PIL import Image
 
 from evernear.common.store import Store, open_store
+from evernear.console.suspects import newest_dataset
 from evernear.data.ingest import ingest_source
 from evernear.data.manifest import Manifest
 from evernear.data.shards import Dataset
@@ -15,7 +16,6 @@ from evernear.data.snapshots import Snapshots
 from evernear.data.source_diff import diff_source, fetch_ledger
 from evernear.errors import DataError
 from evernear.maintenance.forget import find
-from evernear.review.suspects import newest_dataset
 from evernear.settings import DataSettings, Settings
 
 

@@ -11,13 +11,13 @@ import pyarrow.parquet as pq
 import pytest
 
 from evernear.common.store import open_store
+from evernear.console.label_target import open_label_target
 from evernear.data.ingest import ingest_source
 from evernear.data.manifest import Manifest
 from evernear.data.source_diff import Newest, diff_source, fetch_ledger
 from evernear.data.sources import open_source
 from evernear.data.sources.packed import PackedFiles, split_word
 from evernear.errors import DataError, SettingsError
-from evernear.review.label_target import open_label_target
 from evernear.settings import DataSettings
 
 Sample = tuple[str, bytes]

@@ -9,11 +9,11 @@ import pyarrow.parquet as pq
 import pytest
 
 from evernear.common.store import open_store
+from evernear.console.label_target import open_label_target
 from evernear.data.manifest import Manifest
 from evernear.data.source_diff import diff_source
 from evernear.data.sources.table import Table
 from evernear.errors import DataError, SettingsError
-from evernear.review.label_target import open_label_target
 from evernear.settings import DataSettings
 
 Rows = list[dict[str, str]]

@@ -20,6 +20,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from evernear.common.store import open_store
+from evernear.console.server import create_server as create_console_server
 from evernear.release.archive_reader import ReleaseParts
 from evernear.serving import http_limits
 from evernear.serving.http_limits import H11WithHeadTimeout, limited_server
@@ -27,7 +28,6 @@ from evernear.serving.kserve.http_protocol import LimitedHttpProtocol
 from evernear.serving.prep.server import create_server as create_prep_server
 from evernear.settings import Settings
 from evernear.settings.console import ConsoleSettings
-from evernear.triggers.console.server import create_server as create_console_server
 from evernear.triggers.slack.server import EVENTS_PATH
 from evernear.triggers.slack.server import create_server as create_slack_server
 from tests.consoles import TOKEN, console_client

@@ -55,11 +55,11 @@ def console(layers: Layers[Settings]) -> None:
     from evernear.release.promotions import whoami
 
     try:
-        from evernear.triggers.console.access import Access
-        from evernear.triggers.console.app import create_console_app
-        from evernear.triggers.console.runs import LocalRuns, PipelineRuns
-        from evernear.triggers.console.server import require_private, serve_console
-        from evernear.triggers.console.services import Services
+        from evernear.console.access import SignIn
+        from evernear.console.app import create_console_app
+        from evernear.console.backend import Backend
+        from evernear.console.runs import LocalRuns, PipelineRuns
+        from evernear.console.server import require_private, serve_console
     except ModuleNotFoundError as error:
         raise ServingError(f"{error.name} is not installed; run `pip install 'evernear[console]'`.") from None
 
@@ -68,17 +68,17 @@ def console(layers: Layers[Settings]) -> None:
     store = open_store(settings.store_uri)
     in_cluster = bool(settings.pipeline.endpoint) or "KUBERNETES_SERVICE_HOST" in os.environ
     runner = PipelineRuns(settings, store) if in_cluster else LocalRuns(settings, layers.later_words(keep=False))
-    services = Services.open(settings, store, runner)
-    for sentence in services.answers.set_aside.values() if services.answers else ():
+    backend = Backend.open(settings, store, runner)
+    for sentence in backend.answers.set_aside.values() if backend.answers else ():
         print_line(sentence)
     token = secrets.token_urlsafe(24)
-    access = Access(settings, token, whoami())
+    sign_in = SignIn(settings, token, whoami())
 
     def announce(url: str) -> None:
-        query = f"?token={token}" if access.by_token else ""
+        query = f"?token={token}" if sign_in.by_token else ""
         print_secret(f"Open {url}/{query}")
         print_secret(f"Name unknown images and correct labels on {url}/review{query}")
 
     again = command_for(settings.workdir, "console")
     with message_on_interrupt(f"Interrupted. Every answer is stored; `{again}` continues. Runs in progress go on."):
-        serve_console(create_console_app(services, access), settings.console, announce)
+        serve_console(create_console_app(backend, sign_in), settings.console, announce)

@@ -37,7 +37,7 @@ def check(
     labels of those images.
     """
     from evernear.common.store import open_store
-    from evernear.review.suspects import check_labels
+    from evernear.console.suspects import check_labels
 
     result = check_labels(open_store(settings.store_uri), settings, datetime.now(UTC))
     if as_json:
@@ -71,8 +71,8 @@ def import_(
     accuracy and do not enter the dataset.
     """
     from evernear.common.store import open_store
+    from evernear.console.live_labels import import_labels, labeled_queries, read_labels
     from evernear.evaluation.live_accuracy import accuracy_by_week
-    from evernear.review.live_labels import import_labels, labeled_queries, read_labels
 
     opened = open_store(settings.store_uri)
     read = read_labels(file)

@@ -24,7 +24,6 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AwareDatetime, Field
 
-from evernear.common.disk import sha256_bytes
 from evernear.common.frozen import Frozen
 from evernear.common.store import Store
 from evernear.errors import ConflictError, IntegrityError
@@ -243,12 +242,6 @@ class RequestStore:
         data, etag = entry
         self._cache[key] = etag, Request.from_json(data, f"{self._store.uri}/{key}")
         return self._cache[key]
-
-
-def request_id(kind: str, *subject: object) -> str:
-    """The id for a request of the kind ``kind`` about ``subject``. Equal arguments give equal
-    ids."""
-    return f"{kind}-{sha256_bytes(repr(subject).encode())[:20]}"
 
 
 def _key(request_id: str) -> str:

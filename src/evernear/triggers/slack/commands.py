@@ -4,12 +4,13 @@ message."""
 from collections.abc import Sequence
 from datetime import datetime
 
+from evernear.common.audit import request_id
 from evernear.errors import StoreError
 from evernear.evaluation.verdict import classes_tested
 from evernear.kubeflow.runs import Run
 from evernear.release.promotions import Champion
 from evernear.release.records import Record
-from evernear.triggers.requests import TRAINING, request_id
+from evernear.triggers.requests import TRAINING
 from evernear.triggers.slack.access import RequestRefusedError
 from evernear.triggers.slack.blocks import (
     EMOJI,

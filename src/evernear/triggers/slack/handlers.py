@@ -13,8 +13,8 @@ from typing import Any
 from slack_bolt import Ack, App, BoltContext, BoltResponse, Respond
 from slack_sdk.web import WebClient
 
+from evernear.common.audit import request_id
 from evernear.errors import EvernearError
-from evernear.triggers.requests import request_id
 from evernear.triggers.slack import routes
 from evernear.triggers.slack.access import Caller, RequestRefusedError
 from evernear.triggers.slack.blocks import error_text, line

@@ -9,10 +9,11 @@ from typing import Annotated, Literal
 
 from pydantic import Field, ValidationError
 
+from evernear.common.audit import request_id
 from evernear.common.frozen import Frozen
 from evernear.errors import EvernearError
 from evernear.release.promotions import Cause, Champion, Promotion
-from evernear.triggers.requests import Request, request_id
+from evernear.triggers.requests import Request
 from evernear.triggers.slack.access import RequestRefusedError
 from evernear.triggers.slack.blocks import danger_button, escape, mention, section
 from evernear.triggers.slack.client import Block, Message

@@ -4,13 +4,14 @@ from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
+from evernear.common.audit import request_id
 from evernear.errors import ConflictError, SettingsError, SlackError
 from evernear.kubeflow.parameters import combine, from_settings, from_words, split_words
 from evernear.kubeflow.runs import Run
 from evernear.kubeflow.runs import State as RunState
 from evernear.settings import DataSettings
 from evernear.settings.sources import flat
-from evernear.triggers.requests import TEXT_MAX_CHARACTERS, TRAINING, Request, State, request_id
+from evernear.triggers.requests import TEXT_MAX_CHARACTERS, TRAINING, Request, State
 from evernear.triggers.slack.access import RequestRefusedError
 from evernear.triggers.slack.blocks import (
     actions,

@@ -10,11 +10,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from evernear.common import audit
+from evernear.common.audit import AuditEvent, request_id
 from evernear.errors import ConflictError
 from evernear.settings.permissions import Right
-from evernear.triggers import audit
-from evernear.triggers.audit import AuditEvent
-from evernear.triggers.requests import Kind, Request, request_id
+from evernear.triggers.requests import Kind, Request
 from evernear.triggers.slack.access import Caller, RequestRefusedError
 from evernear.triggers.slack.client import Message
 from evernear.triggers.slack.services import Services

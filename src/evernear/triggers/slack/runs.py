@@ -4,6 +4,7 @@ stop runs."""
 from collections.abc import Mapping, Sequence
 from datetime import datetime, timedelta
 
+from evernear.common.audit import request_id
 from evernear.common.output import printable, quantity
 from evernear.common.run_record import RunRecord
 from evernear.errors import SettingsError
@@ -12,7 +13,7 @@ from evernear.kubeflow.parameters import combine, from_settings
 from evernear.kubeflow.runs import KfpStep, Run, State
 from evernear.release.promotions import Champion
 from evernear.reporting.notify import CONFUSION_MATRIX, RunOutcome, load_outcome, load_rules
-from evernear.triggers.requests import Request, request_id
+from evernear.triggers.requests import Request
 from evernear.triggers.slack.blocks import (
     EMOJI,
     LINK,

@@ -5,11 +5,11 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, Literal
 
+from evernear.common import audit
+from evernear.common.audit import AuditEvent
 from evernear.common.store import Store
 from evernear.release.registry import Registry
 from evernear.settings import Settings
-from evernear.triggers import audit
-from evernear.triggers.audit import AuditEvent
 from evernear.triggers.requests import Request, RequestStore
 from evernear.triggers.slack.access import Access
 from evernear.triggers.slack.blocks import line

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING
 
+from evernear.common.audit import request_id
 from evernear.common.output import quantity
 from evernear.common.store import Store
 from evernear.errors import ConflictError
@@ -22,7 +23,7 @@ from evernear.release.bake import Bake, BakeState, BakeStore, Breach, Breaches, 
 from evernear.release.promotions import Cause, Champion, Promotion
 from evernear.release.registry import Registry
 from evernear.settings import Settings
-from evernear.triggers.requests import POLICY, WATCHER, Request, RequestStore, request_id
+from evernear.triggers.requests import POLICY, WATCHER, Request, RequestStore
 
 if TYPE_CHECKING:
     from evernear.kubeflow.client import KfpRuns

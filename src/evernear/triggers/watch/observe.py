@@ -20,6 +20,7 @@ from typing import TypeVar
 
 from evernear.common.class_names import class_name
 from evernear.common.store import Store
+from evernear.console.live_labels import labels_of_release
 from evernear.data.drift import Measure, Queries, Shift, measure_drift
 from evernear.data.manifest import Manifest, find_manifest, manifest_key
 from evernear.data.query_blocks import independent_queries
@@ -32,7 +33,6 @@ from evernear.release.archive_reader import ARCHIVE_FILE, read_part
 from evernear.release.drift_baseline import DriftBaseline
 from evernear.release.manifest import DRIFT_BASELINE_FILE, ReleaseManifest
 from evernear.release.registry import Registry
-from evernear.review.live_labels import labels_of_release
 from evernear.serving.live_queries import live_queries, reference_queries
 from evernear.settings import DataSettings, Settings
 

@@ -1,0 +1,282 @@
+"""Users' answers: an audit log in the store, and labeled images in the source.
+
+In the store:
+
+- ``review/answers.jsonl`` has one `Answer` per line, oldest first. Lines are never rewritten.
+- ``review/pending/<image>`` names an answer that may not be in the source yet.
+
+In the source:
+
+- ``<class>/review-<first 16 of sha256>.png`` is the image, as .jpg or .webp if its file has that
+  format. With split folders, the class folder is below ``train/``.
+
+Only the last answer about an image is effective. Each is appended with a compare-and-swap: if two
+people answer at the same time, the second answer is rejected. Changes to the source are idempotent.
+`Answers.recover` completes those that a killed process began. An answer that the source rejects is
+undone, and later ones are still processed.
+"""
+
+from collections.abc import Iterator
+from pathlib import PurePosixPath
+from typing import Literal
+
+from pydantic import AwareDatetime, Field
+
+from evernear.common.frozen import Frozen
+from evernear.common.store import Store
+from evernear.console.label_target import LabelTarget
+from evernear.data.image_file import suffix_of
+from evernear.data.sources.layout import SPLIT_WORDS, Layout
+from evernear.data.sources.names import reviewed_stem
+from evernear.errors import ConflictError, DataError, EvernearError, IntegrityError, SettingsError, StoreError
+
+ANSWERS = "review/answers.jsonl"
+PENDING = "review/pending/"
+_ATTEMPTS = 5
+
+
+class Answer(Frozen):
+    """A user's decision about an image. ``label`` is set only for the ``label`` action. ``files``
+    are the names of the image's files in the source before the answer, none for a live query. The
+    ``keep`` action confirms the label of an image in the source."""
+
+    image: str = Field(pattern=r"^[0-9a-f]{64}$")
+    action: Literal["label", "skip", "keep", "undo"]
+    label: str = ""
+    files: tuple[str, ...] = ()
+    new_folder: bool = False
+    """Whether the answer created the folder for its class."""
+    suffix: Literal[".png", ".jpg", ".webp"] = ".png"
+    """Of a live query's image file."""
+    who: str
+    at: AwareDatetime
+
+
+class Answers:
+    """Records answers and applies them to the source. ``set_aside`` has the error message of each
+    image whose change an earlier process left incomplete and `recover` could not complete."""
+
+    def __init__(self, store: Store, target: LabelTarget) -> None:
+        self._store = store
+        self._target = target
+        self.set_aside: dict[str, str] = {}
+        self._parsed: tuple[str, list[Answer]] = ("", [])
+
+    def latest(self) -> dict[str, Answer]:
+        """The effective answer for each image, oldest first, without undone ones.
+
+        Raises:
+            IntegrityError: the audit log is damaged.
+        """
+        return _fold(self._read()[0])
+
+    def label(self, image: bytes, answer: Answer) -> None:
+        """Record ``answer``. For the action ``label``, add ``image`` to the source or, if the
+        answer has ``files``, move them to the folder of the class.
+
+        Raises:
+            SettingsError: the label is not usable as a folder name.
+            ConflictError: the image already has an answer.
+            DataError: the source rejects the label, or a file to be moved no longer exists. The
+                answer is undone.
+        """
+        self.recover()
+        if answer.action != "label":
+            self._append(answer, expects_answer=False)
+            return
+        if not answer.files:
+            answer = answer.model_copy(update={"suffix": suffix_of(image)})
+        names = dict(_moves(answer, self._target.layout))
+        try:
+            new_folder = not all(map(self._target.has_folder, names.values()))
+        except StoreError as error:
+            raise _refused(answer, error) from error
+        answer = answer.model_copy(update={"new_folder": new_folder})
+        self._store.put(PENDING + answer.image, b"" if answer.files else image)
+        self._append(answer, expects_answer=False)
+        self._settle(answer.image)
+
+    def undo(self, undo: Answer) -> None:
+        """Record ``undo``, and restore the source. The image returns to the queue.
+
+        Raises:
+            ConflictError: the image has no answer.
+            DataError: the source cannot be restored.
+        """
+        self.recover()
+        self._store.put(PENDING + undo.image, b"")
+        self._append(undo, expects_answer=True)
+        self._settle(undo.image)
+
+    def recover(self) -> None:
+        """Complete source changes that a killed process may have left incomplete. One that cannot
+        be completed is undone and added to ``set_aside``."""
+        for info in list(self._store.list(PENDING)):
+            image = info.key.removeprefix(PENDING)
+            self.set_aside.pop(image, None)
+            try:
+                self._settle(image)
+            except DataError as error:
+                self.set_aside[image] = str(error)
+
+    def _settle(self, image: str) -> None:
+        """Make the source agree with the last answer about ``image``. A repeated call has no
+        effect.
+
+        Raises:
+            DataError: the answer was undone because the source rejects it, or the source cannot
+                be restored. A later attempt restores it, unless a different image has the name of a
+                file to be restored.
+        """
+        history = [answer for answer in self._read()[0] if answer.image == image]
+        labeled = [answer for answer in history if answer.action == "label"]
+        refusal: EvernearError | None = None
+        if labeled and labeled[-1] is history[-1]:
+            content = self._store.get(PENDING + image)
+            if content or labeled[-1].files:  # if both are missing, the entry is an unrecorded undo
+                refusal = self._refusal(labeled[-1], content)
+        if refusal:
+            history.append(labeled[-1].model_copy(update={"action": "undo", "label": ""}))
+            self._append(history[-1], expects_answer=True)
+        if labeled and history[-1].action == "undo":
+            self._revert(labeled)
+        self._store.delete(PENDING + image)
+        if refusal:
+            raise _refused(labeled[-1], refusal) from refusal
+
+    def _refusal(self, answer: Answer, image: bytes) -> EvernearError | None:
+        try:
+            for old, new in _moves(answer, self._target.layout):
+                if answer.files:
+                    self._move(old, new, prune=False)
+                else:
+                    self._target.add(new, image)
+        except EvernearError as error:
+            return error
+        return None
+
+    def _revert(self, labeled: list[Answer]) -> None:
+        """Undo the ``labeled`` answers about one image, newest first.
+
+        Raises:
+            DataError: a file cannot be restored. If a different image has its name, a user must
+                decide what to do, so the pending record is removed. Otherwise, it remains.
+        """
+        folders = {each.label for each in self._read()[0] if each.new_folder}
+        failure: EvernearError | None = None
+        for answer in reversed(labeled):
+            try:
+                for old, new in _moves(answer, self._target.layout):
+                    self._restore(answer, old, new, prune=answer.label in folders)
+            except EvernearError as error:
+                failure = failure or error
+        if isinstance(failure, DataError | SettingsError):
+            self._store.delete(PENDING + labeled[-1].image)
+        if failure:
+            raise DataError(
+                f"The answer about {_subject(labeled[-1])} is undone, but its files are not where they were: {failure}"
+            ) from failure
+
+    def _restore(self, answer: Answer, old: str, new: str, prune: bool) -> None:
+        if answer.files and self._target.read(new) is not None:
+            self._move(new, old, prune)
+        elif prune or not answer.files:
+            self._target.remove(new, prune)
+
+    def _move(self, old: str, new: str, prune: bool) -> None:
+        """A repeated move has no effect."""
+        image, present = self._target.read(old), self._target.read(new)
+        if image is None and present is None:
+            raise DataError(f"{old} is no longer in the source; run `evernear labels check` again.")
+        if image is None:
+            return
+        if present not in (None, image):
+            raise DataError(f"{old} cannot be moved to {new}, because another image has that name.")
+        if present is None:
+            self._target.add(new, image)
+        self._target.remove(old, prune)
+
+    def _read(self) -> tuple[list[Answer], bytes, str | None]:
+        stored = self._store.find(ANSWERS)
+        if stored is None:
+            return [], b"", None
+        data, etag = stored
+        if self._parsed[0] != etag:
+            self._parsed = (etag, _parse(data, self._store))
+        return self._parsed[1], data, etag
+
+    def _append(self, answer: Answer, expects_answer: bool) -> None:
+        for attempt in range(_ATTEMPTS):
+            answers, data, etag = self._read()
+            if (answer.image in _fold(answers)) != expects_answer:
+                state = "has no answer to undo" if expects_answer else "was answered in the meantime"
+                raise ConflictError(f"The image {state}; reload the page.")
+            try:
+                self._store.put_if(ANSWERS, data + _line(answer), etag)
+                return
+            except ConflictError:
+                if attempt == _ATTEMPTS - 1:
+                    raise
+
+
+def labels_given(store: Store) -> dict[str, frozenset[str]]:
+    """All labels that people gave to each image, including those that were undone.
+
+    Raises:
+        IntegrityError: the audit log is damaged.
+    """
+    labels: dict[str, frozenset[str]] = {}
+    stored = store.find(ANSWERS)
+    for answer in _parse(stored[0], store) if stored else ():
+        if answer.label:
+            labels[answer.image] = labels.get(answer.image, frozenset()) | {answer.label}
+    return labels
+
+
+def _parse(data: bytes, store: Store) -> list[Answer]:
+    try:
+        return [Answer.model_validate_json(line) for line in data.splitlines()]
+    except ValueError:
+        raise IntegrityError(f"{store.uri}/{ANSWERS} is not a valid audit log of answers.") from None
+
+
+def _line(answer: Answer) -> bytes:
+    return answer.model_dump_json().encode() + b"\n"
+
+
+def _fold(answers: list[Answer]) -> dict[str, Answer]:
+    latest: dict[str, Answer] = {}
+    for answer in answers:
+        latest.pop(answer.image, None)
+        if answer.action != "undo":
+            latest[answer.image] = answer
+    return latest
+
+
+def named_files(answer: Answer, layout: Layout) -> list[str]:
+    return [new for _, new in _moves(answer, layout)]
+
+
+def _moves(answer: Answer, layout: Layout) -> Iterator[tuple[str, str]]:
+    """The current and the new name of each file that an answer with a label affects."""
+    label = answer.label
+    unusable = not label or len(label.encode()) > 200 or label != label.strip() or label.startswith(".")
+    if unusable or not label.isprintable() or "/" in label or "\\" in label or label.lower() in SPLIT_WORDS:
+        raise SettingsError(f"{label!r} cannot be the name of a class; use a plain name without slashes.")
+    mark = reviewed_stem(answer.image)
+    if not answer.files:
+        yield "", f"{layout.class_folder(label)}/{mark}{answer.suffix}"
+    for number, file in enumerate(answer.files):
+        path = PurePosixPath(file)
+        if path.is_absolute() or ".." in path.parts:
+            raise SettingsError(f"{file!r} is not the name of a file in the source.")
+        folder = layout.class_folder(label, file)
+        yield file, f"{folder}/{path.stem}-{mark}{f'-{number}' if number else ''}{path.suffix}"
+
+
+def _refused(answer: Answer, reason: EvernearError) -> DataError:
+    return DataError(f"The answer about {_subject(answer)} cannot be carried out and is undone: {reason}")
+
+
+def _subject(answer: Answer) -> str:
+    return answer.files[0] if answer.files else f"query {answer.image[:8]}"

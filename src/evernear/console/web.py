@@ -1,0 +1,114 @@
+"""Helpers for the console's endpoints: templates, forms, images and errors."""
+
+from collections.abc import Awaitable, Callable, Mapping
+from functools import cache, lru_cache
+from http import HTTPStatus
+from typing import Any
+from urllib.parse import parse_qs
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
+from starlette.concurrency import run_in_threadpool
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, Response
+
+from evernear.common.output import printable
+from evernear.console.warm_up import WarmUp
+from evernear.errors import BusyError, ConflictError, DataError, EvernearError, SettingsError
+from evernear.evaluation.verdict import classes_tested
+from evernear.serving.decoding import OverloadedError
+
+MAX_FORM_BYTES = 256 * 2**10
+Form = Mapping[str, list[str]]
+
+
+def page(request: Request, template: str, **values: Any) -> HTMLResponse:
+    """Render a page or a part of a page. Templates escape every value."""
+    return HTMLResponse(render(template, request=request, **values))
+
+
+def render(template: str, **values: Any) -> str:
+    """Render a template as text."""
+    return _environment().get_template(template).render(**values)
+
+
+def action(handle: Callable[[Request, Form], Response]) -> Callable[[Request], Awaitable[Response]]:
+    """Create an endpoint for a form. ``handle`` is called with the form in a worker thread."""
+
+    async def endpoint(request: Request) -> Response:
+        body = await request.body()
+        if len(body) > MAX_FORM_BYTES:
+            raise HTTPException(413, "The form is too large.")
+        fields = parse_qs(body.decode(errors="replace"))
+        return await run_in_threadpool(handle, request, fields)
+
+    return endpoint
+
+
+def after_warm_up(show: Callable[[Request], Response]) -> Callable[[Request], Response]:
+    """Create an endpoint that shows progress until the application's `WarmUp` has ended, and then
+    calls ``show``."""
+
+    def endpoint(request: Request) -> Response:
+        warm_up: WarmUp = request.app.state.warm_up
+        if warm_up.wait():
+            return show(request)
+        response = page(request, "reading.html.j2", progress=warm_up.progress)
+        response.headers["Refresh"] = "1"
+        return response
+
+    return endpoint
+
+
+def field(form: Form, name: str) -> str:
+    """The last value of a form field, stripped of surrounding whitespace, or an empty string if the
+    field is missing."""
+    return (form.get(name) or [""])[-1].strip()
+
+
+def png(image: bytes) -> Response:
+    """A PNG response that browsers may cache, because the URL identifies the content."""
+    return Response(image, media_type="image/png", headers={"Cache-Control": "private, max-age=604800, immutable"})
+
+
+async def error_response(request: Request, error: Exception) -> Response:
+    """Render an error as one sentence: plain text for scripts, a page for browsers."""
+    match error:
+        case HTTPException():
+            status, sentence = error.status_code, str(error.detail)
+        case ConflictError() | BusyError():
+            status, sentence = 409, str(error)
+        case OverloadedError():
+            status, sentence = 503, str(error)
+        case DataError() | SettingsError():
+            status, sentence = 400, str(error)
+        case EvernearError():
+            status, sentence = 503, str(error)
+        case _:
+            raise error
+    headers = dict(error.headers or {}) if isinstance(error, HTTPException) else {}
+    if request.method != "GET" or "hx-request" in request.headers:
+        return Response(printable(sentence), status, headers, "text/plain")
+    title = HTTPStatus(status).phrase
+    content = render("error.html.j2", request=request, title=title, sentence=sentence)
+    return HTMLResponse(content, status, headers)
+
+
+_printable = lru_cache(10_000)(printable)
+"""Caches printable values, because most of a page's thousands of values were also on the previous
+page."""
+
+
+@cache
+def _environment() -> Environment:
+    environment = Environment(
+        loader=PackageLoader("evernear.console"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        finalize=lambda value: value if isinstance(value, Markup | int | float) else _printable(str(value)),
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters.update(tested=classes_tested, time=lambda at: f"{at:%Y-%m-%d %H:%M} UTC")
+    return environment

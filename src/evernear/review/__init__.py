@@ -1,1 +1,0 @@
-"""Label live queries about which the release was uncertain."""

@@ -1,8 +1,0 @@
-"""The console, a web application for recognizing images, naming classes, viewing the data and
-promoting releases.
-
-The console has no state. It reads from the store and the servers. It makes changes through the
-interfaces that the commands also use: `evernear.review`, `evernear.deployment`, local runs and
-Kubeflow Pipelines. It imports neither torch nor FAISS. `app` assembles the pages from `pages`.
-`access` decides what each user may do.
-"""

@@ -1,0 +1,70 @@
+"""An image of the gallery is recognized by the other images, not by itself."""
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+
+from evernear.common.store import open_store
+from evernear.console.asked_again import answer_of_others
+from evernear.embedding.image_vectors import embed_images
+from evernear.embedding.torchscript import load_torchscript
+from evernear.release.archive_reader import open_release
+from evernear.release.registry import Registry
+from evernear.serving.core import Predictor
+from evernear.serving.decoding import encode_png
+from evernear.serving.gallery_images import GalleryImages
+from evernear.serving.responses import Neighbor, Prediction
+from tests.releases import MakeRelease, System
+
+ASKED = 60
+
+
+def gallery_of(system: System) -> tuple[np.ndarray, np.ndarray]:
+    """The images and labels in the gallery split of the system."""
+    blocks = list(system.dataset.blocks("gallery"))
+    return np.concatenate([block.images for block in blocks]), np.concatenate([block.labels for block in blocks])
+
+
+def left_out(vectors: np.ndarray, labels: np.ndarray, row: int, k: int) -> tuple[int, float]:
+    """The vote of the nearest other images, and the distance of the nearest one."""
+    distances = np.linalg.norm(vectors - vectors[row], axis=1)
+    nearest = [other for other in np.argsort(distances, kind="stable").tolist() if other != row][: k - 1]
+    votes = [int(labels[other]) for other in nearest]
+    return max(votes, key=votes.count), float(distances[nearest[0]])
+
+
+def test_gallery_images_are_asked_without_themselves(system: System, make_release: MakeRelease, tmp_path: Path) -> None:
+    shutil.copytree(Path(system.dataset.manifest.store_uri.removeprefix("file://")), tmp_path / "store")
+    store = open_store((tmp_path / "store").as_uri())
+    packed = make_release()
+    Registry(store).publish(packed.archive)
+    predictor = Predictor.open(open_release(packed.archive, tmp_path / "release"))
+    gallery, release = GalleryImages(store), packed.manifest
+    images, labels = gallery_of(system)
+    vectors = embed_images(load_torchscript(system.network_dir / "network.pt"), images)
+    changed = 0
+    for row in range(ASKED):
+        file = encode_png(images[row])
+        (prediction,) = predictor.predict([file])
+        assert isinstance(prediction, Prediction)
+        assert prediction.dist < 0.01, "the image is its own nearest neighbor"
+        answer = answer_of_others(prediction, file, gallery, release)
+        assert answer is not None
+        label, distance = left_out(vectors, labels, row, len(prediction.neighbors))
+        assert answer.label == system.dataset.labels[label]
+        if abs(distance - release.threshold) > 1e-4:
+            assert answer.unknown == (distance > release.threshold)
+        changed += (answer.label, answer.unknown) != (prediction.pred, prediction.unknown)
+    assert changed, "some images are recognized by themselves alone"
+
+
+def test_image_that_is_not_in_the_gallery_keeps_its_answer(system: System, make_release: MakeRelease) -> None:
+    release, store = make_release().manifest, open_store(system.dataset.manifest.store_uri)
+    image = encode_png(np.full((8, 8, 1), 7, np.uint8))
+    near = (Neighbor(label="1", dist=0.4, row=0), Neighbor(label="1", dist=0.5, row=1))
+    prediction = Prediction(pred="1", dist=0.4, unknown=True, neighbors=near, version=release.version)
+    answer = answer_of_others(prediction, image, GalleryImages(store), release)
+    assert answer == ("1", release.threshold < 0.4)
+    alone = prediction.model_copy(update={"neighbors": ()})
+    assert answer_of_others(alone, image, GalleryImages(store), release) is None

@@ -1,0 +1,136 @@
+"""Groups of images that look alike."""
+
+import base64
+import subprocess
+import sys
+from collections.abc import Sequence
+from datetime import timedelta
+
+import numpy as np
+import pytest
+
+from evernear.common.store import Store
+from evernear.console.groups import group_items
+from evernear.console.queue import Item, Queue
+from evernear.release.registry import Registry
+from evernear.serving.embedding_codec import encode_embedding
+from evernear.serving.query_log_files import LoggedQuery, Period
+from tests.gallery_vectors import blobs
+from tests.releases import MakeRelease
+from tests.review_queue import NOW, png
+
+
+def item(number: int, version: str = "v", **fields: object) -> Item:
+    made = Item(f"{number:064x}", png(number % 256), NOW - timedelta(seconds=number), True, 0.9, ("a",), version)
+    return made._replace(**fields)
+
+
+def numbers(groups: Sequence[object]) -> list[list[int]]:
+    return [[int(each.id, 16) for each in group.items] for group in groups]  # pyright: ignore
+
+
+def test_images_of_one_class_are_a_group(store: Store) -> None:
+    vectors, labels = blobs(0, 60, classes=3, spread=0.1)
+    items = [item(number, embedding=vector) for number, vector in enumerate(vectors)]
+    grouping = group_items(items, Registry(store).find)
+    assert grouping.left_out == 0
+    assert sorted(map(sorted, numbers(grouping.groups))) == sorted(
+        np.flatnonzero(labels == label).tolist() for label in range(3)
+    )
+    sizes = [len(group.items) for group in grouping.groups]
+    assert sizes == sorted(sizes, reverse=True)
+    assert all(group == sorted(group) for group in numbers(grouping.groups)), "in the given order"
+
+
+def test_image_like_no_other_is_a_group_of_one(store: Store) -> None:
+    vectors = np.eye(16, dtype=np.float32)
+    items = [item(0, embedding=vectors[0]), item(1, embedding=vectors[1]), item(2, embedding=vectors[0])]
+    assert numbers(group_items(items, Registry(store).find).groups) == [[0, 2], [1]]
+
+
+def test_only_the_first_items_are_grouped(store: Store) -> None:
+    items = [item(number, embedding=np.ones(4, np.float32)) for number in range(10)]
+    grouping = group_items(items, Registry(store).find, limit=7)
+    assert numbers(grouping.groups) == [list(range(7))]
+    assert grouping.left_out == 3
+    assert group_items([], Registry(store).find) == ((), 0)
+
+
+def test_embeddings_of_two_networks_are_not_compared(store: Store) -> None:
+    vector = np.ones(4, np.float32)
+    items = [item(0, "old", embedding=vector), item(1, "new", embedding=vector), item(2, "old", embedding=vector)]
+    assert numbers(group_items(items, Registry(store).find).groups) == [[0, 2], [1]]
+
+
+def test_embeddings_of_one_network_are_compared_across_releases(store: Store, make_release: MakeRelease) -> None:
+    """A reindex makes a release with the same network."""
+    releases = [make_release(), make_release()]
+    for release in releases:
+        Registry(store).publish(release.archive)
+    vector = np.ones(4, np.float32)
+    items = [item(number, release.version, embedding=vector) for number, release in enumerate(releases)]
+    assert numbers(group_items(items, Registry(store).find).groups) == [[0, 1]]
+
+
+def test_release_says_how_close_images_of_one_group_are(store: Store, make_release: MakeRelease) -> None:
+    release = make_release()
+    Registry(store).publish(release.archive)
+    bound = release.manifest.group_distance
+    assert bound is not None
+    assert 0.2 < bound < 1.4
+    for factor, expected in ((0.98, [[0, 1]]), (1.02, [[0], [1]])):
+        cosine = 1 - (factor * bound) ** 2 / 2
+        pair = np.array([[1, 0], [cosine, np.sqrt(1 - cosine**2)]], np.float32)
+        items = [item(number, release.version, embedding=vector) for number, vector in enumerate(pair)]
+        assert numbers(group_items(items, Registry(store).find).groups) == expected
+
+
+def test_images_alone_are_grouped_by_their_pixels(store: Store) -> None:
+    from io import BytesIO
+
+    from PIL import Image
+
+    rng = np.random.default_rng(0)
+    shapes = rng.integers(0, 200, (2, 16, 16))
+
+    def noisy(shape: np.ndarray, mode: str, suffix: str) -> bytes:
+        buffer = BytesIO()
+        picture = Image.fromarray((shape + rng.integers(0, 40, shape.shape)).astype(np.uint8)).convert(mode)
+        picture.save(buffer, format=suffix)
+        return buffer.getvalue()
+
+    images = [noisy(shapes[number % 2], *(("L", "PNG") if number < 4 else ("RGB", "JPEG"))) for number in range(8)]
+    items = [item(number, image=image) for number, image in enumerate(images)]
+    assert numbers(group_items(items, Registry(store).find).groups) == [[0, 2, 4, 6], [1, 3, 5, 7]]
+
+
+def test_images_of_one_brightness_do_not_stop_the_others(store: Store) -> None:
+    groups = group_items([item(number) for number in range(3)], Registry(store).find).groups
+    assert sum(len(group.items) for group in groups) == 3
+
+
+@pytest.mark.parametrize("embedding", ["", "AAAA", "?"])
+def test_queue_reads_what_the_log_has(store: Store, embedding: str) -> None:
+    period = Period(version="20260101.000000.00000000", since=NOW, until=NOW, queries=2, unknown=2)
+    common = {"at": NOW, "pred": "a", "dist": 0.9, "unknown": True, "coordinates": (0.5,) * 16}
+    vector = np.full(4, 0.5, np.float32)
+    rows = [
+        LoggedQuery(image=base64.b64encode(png(1)).decode(), embedding=encode_embedding(vector), **common),
+        LoggedQuery(image=base64.b64encode(png(2)).decode(), embedding=embedding, **common),
+    ]
+    lines = "".join(row.model_dump_json() + "\n" for row in [period, *rows])
+    store.put(f"queries/{NOW:%Y%m%d}/{NOW:%Y%m%dT%H%M%SZ}-v-host-1-0.jsonl", lines.encode())
+    first, second = Queue(store).pending((), 10)
+    assert first.version == second.version == period.version
+    assert first.embedding is not None
+    np.testing.assert_array_equal(first.embedding, vector)
+    assert second.embedding is None
+
+
+def test_grouping_imports_neither_torch_nor_faiss() -> None:
+    code = (
+        "import sys, scipy.cluster.hierarchy, evernear.console.groups, evernear.console.submissions;"
+        "print({'torch', 'faiss', 'sklearn'} & set(sys.modules))"
+    )
+    printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert printed == "set()\n"
