@@ -99,7 +99,7 @@ golden: .venv/.installed ## Compile the pipelines again after a change
 
 # Rebuild the frontend after changes to its Java code. Requires a JDK.
 frontend: .venv/.installed ## Rebuild TorchServe's frontend after changes to its Java code (requires a JDK)
-	$(BIN)/python -m evernear.serving.frontend.build
+	$(BIN)/python -m evernear.serving.build_frontend
 
 lock: $(UV) ## Upgrade the lock files
 	$(COMPILE) --upgrade --excludes requirements/torch.in pyproject.toml $(EXTRAS) --group dev --group integrations -o requirements/main.lock

@@ -17,7 +17,7 @@ from evernear.release.manifest import ReleaseManifest
 from evernear.release.promotions import CHAMPION, Promotion
 from evernear.release.records import MANIFESTS, Decision, Record
 from evernear.serving.endpoints import listening_socket
-from evernear.serving.prep.server import create_server
+from evernear.serving.prep.app import create_server
 from evernear.settings import PrepSettings, ServingSettings, Settings
 
 

@@ -11,8 +11,7 @@ from evernear.release.manifest import ReleaseManifest
 from evernear.serving import torchserve
 from evernear.serving.client import Client
 from evernear.serving.configuration import model_store
-from evernear.serving.endpoints import home_of
-from evernear.serving.management import Management
+from evernear.serving.endpoints import Management, home_of
 from evernear.settings import Settings
 from tests.releases import PackedRelease, settings_on_free_ports
 

@@ -10,7 +10,7 @@ import pytest
 from evernear.common.locations import with_absolute_locations
 from evernear.errors import EvernearError
 from evernear.kubeflow import local_run
-from evernear.serving import java
+from evernear.serving import configuration
 from evernear.settings import load
 
 BASE = Path("/here/and there")
@@ -93,8 +93,8 @@ def test_torchserve_gets_absolute_locations(tmp_path: Path, monkeypatch: pytest.
     chosen.parent.mkdir(parents=True)
     chosen.write_text("#!/bin/sh\necho 'openjdk version \"21.0.1\"' >&2\n")
     chosen.chmod(0o755)
-    assert java.find_java() == chosen
-    environment = java.java_environment(load(environment={}).serving, tmp_path / "home")
+    assert configuration.find_java() == chosen
+    environment = configuration.java_environment(load(environment={}).serving, tmp_path / "home")
     assert environment["EVERNEAR_MILVUS_URI"] == str(tmp_path / "milvus.db")
 
 

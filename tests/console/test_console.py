@@ -33,7 +33,7 @@ from evernear.data.sources import open_source
 from evernear.errors import SettingsError
 from evernear.release.records import MANIFESTS, record_key
 from evernear.release.registry import Registry
-from evernear.serving.embedding_codec import encode_embedding
+from evernear.serving.query_log_files import encode_embedding
 from evernear.serving.responses import Neighbor, Prediction
 from evernear.settings import load
 from tests.consoles import TOKEN, console_client, with_csrf

@@ -13,8 +13,7 @@ from evernear.common.store import Store
 from evernear.console.groups import group_items
 from evernear.console.queue import Item, Queue
 from evernear.release.registry import Registry
-from evernear.serving.embedding_codec import encode_embedding
-from evernear.serving.query_log_files import LoggedQuery, Period
+from evernear.serving.query_log_files import LoggedQuery, Period, encode_embedding
 from tests.gallery_vectors import blobs
 from tests.releases import MakeRelease
 from tests.review_queue import NOW, png

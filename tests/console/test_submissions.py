@@ -13,7 +13,7 @@ from evernear.common.store import FileStore, Store
 from evernear.console import listing, submissions
 from evernear.console.submissions import ORIGINALS, SUBMITTED, Submissions, original_key, remove_submissions
 from evernear.errors import DataError
-from evernear.serving.embedding_codec import encode_embedding
+from evernear.serving.query_log_files import encode_embedding
 from evernear.serving.responses import Neighbor, Prediction
 from tests.review_queue import NOW, png
 

@@ -10,7 +10,7 @@ from evernear.data.preprocess import decode_size_bytes
 from evernear.serving.decoding import pool_size_bytes
 from evernear.serving.pod import memory_size_bytes as torchserve_size_bytes
 from evernear.serving.pod import pod_memory
-from evernear.serving.prep.server import prep_memory_size_bytes
+from evernear.serving.prep.app import prep_memory_size_bytes
 from evernear.settings import ServingSettings, Settings
 from evernear.settings.prep import LARGE_DECODES, MAX_BODIES_SIZE_BYTES
 from tests.deploy.rendered import PARTS, Object, containers, named, objects, pod_specs

@@ -36,8 +36,7 @@ from evernear.release.registry import Registry
 from evernear.serving import torchserve
 from evernear.serving.client import Client
 from evernear.serving.configuration import model_store
-from evernear.serving.endpoints import home_of, read_state
-from evernear.serving.management import Management
+from evernear.serving.endpoints import Management, home_of, read_state
 from evernear.settings import Settings
 from tests.releases import MakeRelease, PackedRelease, forge, settings_on_free_ports
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from evernear.deployment.smoke import smoke
+from evernear.deployment.target import smoke
 from evernear.embedding.embeddings import Embeddings
 from evernear.embedding.export import load_network
 from evernear.embedding.image_vectors import embed_images

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from evernear.common.store import open_store
-from evernear.deployment import foreground
-from evernear.deployment.foreground import await_champion
+from evernear.deployment import follow as foreground
+from evernear.deployment.follow import await_champion
 from evernear.errors import TransientStoreError
 from evernear.release.registry import Registry
 from evernear.settings import Settings

@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from evernear.serving.java import MAIN_CLASS
+from evernear.serving.configuration import MAIN_CLASS
 from tests.scenarios.workspace import COMMAND_TIMEOUT_S, EVERNEAR, Workspace, write_digits
 
 STEPS = (

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 import grpc
 
 from evernear.serving.client.grpc import PREDICTIONS
-from evernear.serving.torchserve_proto.inference_pb2 import PredictionResponse, PredictionsRequest
+from evernear.serving.client.inference_pb2 import PredictionResponse, PredictionsRequest
 
 NEAR = [{"label": "7", "dist": 0.5, "row": 0}]
 ANSWER = {"pred": "7", "dist": 0.5, "unknown": False, "neighbors": NEAR, "version": "v"}

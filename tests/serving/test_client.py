@@ -294,7 +294,7 @@ def test_client_imports_no_heavy_modules(module: str) -> None:
 
 def test_generated_protobuf_modules_match_the_proto_file(tmp_path: Path) -> None:
     source = Path(__file__).parents[2] / "src"
-    proto = "evernear/serving/torchserve_proto/inference.proto"
+    proto = "evernear/serving/client/inference.proto"
     command = [sys.executable, "-m", "grpc_tools.protoc", f"-I{source}", f"--python_out={tmp_path}", proto]
     subprocess.run([*command, f"--pyi_out={tmp_path}"], check=True)
     for suffix in ("_pb2.py", "_pb2.pyi"):

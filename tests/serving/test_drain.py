@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from evernear.serving import java, torchserve
+from evernear.serving import configuration, torchserve
 from evernear.serving.endpoints import read_key
 from tests.releases import MakeRelease, PackedRelease
 from tests.served import Served, serving
@@ -109,7 +109,7 @@ def test_drain_waits_for_a_request_that_is_being_sent(server: Served) -> None:
 def test_drain_times_out_on_an_endless_request(
     release: PackedRelease, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(java, "DRAIN_TIMEOUT_S", 1)
+    monkeypatch.setattr(configuration, "DRAIN_TIMEOUT_S", 1)
     with serving(release, tmp_path) as server:
         connection = http.client.HTTPConnection("127.0.0.1", server.settings.serving.inference_port, timeout=30)
         connection.putrequest("POST", "/predictions/embedding")

@@ -13,7 +13,7 @@ import pytest
 import requests
 
 from evernear.errors import PredictionRejectedError, ServingError, SettingsError
-from evernear.serving import java, torchserve
+from evernear.serving import configuration, torchserve
 from evernear.serving.client import Client, Target
 from evernear.settings import ServingSettings, load
 from evernear.settings.serving import HEAP_SIZE_BYTES
@@ -37,7 +37,7 @@ def release(make_release: MakeRelease) -> PackedRelease:
 def small(release: PackedRelease, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     """A server with a small heap."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(java, "HEAP_SIZE_BYTES", SMALL_HEAP)
+        patch.setattr(configuration, "HEAP_SIZE_BYTES", SMALL_HEAP)
         with serving(release, tmp_path_factory.mktemp("small")) as served:
             yield served
             assert not [log for log in (served.home / "logs").iterdir() if b"OutOfMemory" in log.read_bytes()]
@@ -83,7 +83,7 @@ def is_overload(answer: Answer) -> bool:
 
 
 def most_uploads(served: Served) -> int:
-    return java.frontend_limits(served.settings.serving)["max_in_flight_bytes"] // LARGEST
+    return configuration.frontend_limits(served.settings.serving)["max_in_flight_bytes"] // LARGEST
 
 
 def predicts(served: Served) -> bool:
@@ -203,10 +203,10 @@ def test_settings_reject_a_request_size_beyond_the_heap_quarter() -> None:
 def hasty(release: PackedRelease, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     """A server with short timeouts and few connections."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(java, "UPLOAD_TIMEOUT_S", 1)
-        patch.setattr(java, "IDLE_TIMEOUT_S", 3)
-        patch.setattr(java, "CONNECTION_BYTES", SMALL_HEAP // 20)
-        patch.setattr(java, "HEAP_SIZE_BYTES", SMALL_HEAP)
+        patch.setattr(configuration, "UPLOAD_TIMEOUT_S", 1)
+        patch.setattr(configuration, "IDLE_TIMEOUT_S", 3)
+        patch.setattr(configuration, "CONNECTION_BYTES", SMALL_HEAP // 20)
+        patch.setattr(configuration, "HEAP_SIZE_BYTES", SMALL_HEAP)
         with serving(release, tmp_path_factory.mktemp("hasty")) as served:
             yield served
 

@@ -25,7 +25,7 @@ from evernear.release.archive_reader import ReleaseParts
 from evernear.serving import http_limits
 from evernear.serving.http_limits import H11WithHeadTimeout, limited_server
 from evernear.serving.kserve.http_protocol import LimitedHttpProtocol
-from evernear.serving.prep.server import create_server as create_prep_server
+from evernear.serving.prep.app import create_server as create_prep_server
 from evernear.settings import Settings
 from evernear.settings.console import ConsoleSettings
 from evernear.triggers.slack.server import EVENTS_PATH

@@ -13,10 +13,9 @@ from hypothesis import strategies as st
 
 from evernear.errors import PredictionRejectedError
 from evernear.serving import torchserve
-from evernear.serving.client import Client
-from evernear.serving.client.target import Format
+from evernear.serving.client import Client, Format
+from evernear.serving.configuration import MAIN_CLASS
 from evernear.serving.endpoints import read_key
-from evernear.serving.java import MAIN_CLASS
 from evernear.serving.metrics import DISTANCE_BOUNDS, FLUSH_EVERY_S, METRICS, SECONDS_BOUNDS, Labels, Meter
 from tests.served import Served
 

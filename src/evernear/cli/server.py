@@ -85,7 +85,7 @@ def serve(
     if follow_champion:
         _serve_and_follow(settings)
         return
-    from evernear.deployment.foreground import await_champion, follow, stopped_by_signals
+    from evernear.deployment.follow import await_champion, await_exit, stopped_by_signals
     from evernear.deployment.local import serve_local as start_torchserve
     from evernear.serving.endpoints import endpoints, home_of
     from evernear.serving.torchserve import adopt, is_running
@@ -107,12 +107,11 @@ def serve(
         return
     with stopped_by_signals(home):  # a script may send SIGTERM once it sees the line
         print_line(live)
-        follow(home)
+        await_exit(home)
 
 
 def _serve_and_follow(settings: Settings) -> None:
-    from evernear.deployment.follow import Follower
-    from evernear.deployment.foreground import stopped_by_signals
+    from evernear.deployment.follow import Follower, stopped_by_signals
     from evernear.serving.endpoints import endpoints, home_of
 
     home, follower = home_of(settings.workdir), Follower(settings, lambda event: print_line(event, sys.stderr))
@@ -159,7 +158,7 @@ def prep(settings: Settings) -> None:
     from evernear.serving.endpoints import host_and_port
 
     try:
-        from evernear.serving.prep.server import serve_prep
+        from evernear.serving.prep.app import serve_prep
     except ModuleNotFoundError as error:
         raise ServingError(f"{error.name} is not installed; run `pip install evernear[prep]`.") from None
 

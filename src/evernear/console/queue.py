@@ -15,8 +15,14 @@ from evernear.common.store import ObjectInfo, Store
 from evernear.console.listing import Listing
 from evernear.data.image_file import inspect
 from evernear.errors import DataError, IntegrityError
-from evernear.serving.embedding_codec import decode_embedding
-from evernear.serving.query_log_files import MAX_FILE_BYTES, QUERIES, LoggedQuery, closed_at, parse_file
+from evernear.serving.query_log_files import (
+    MAX_FILE_BYTES,
+    QUERIES,
+    LoggedQuery,
+    closed_at,
+    decode_embedding,
+    parse_file,
+)
 
 MAX_FILES = 200
 """Maximum number of log files to read, newest first. Files larger than `MAX_FILE_BYTES` are

@@ -25,7 +25,7 @@ from evernear.console.queue import Item
 from evernear.console.thumbnails import thumbnail
 from evernear.errors import DataError, IntegrityError
 from evernear.serving.decoding import inspect_image
-from evernear.serving.embedding_codec import MAX_CHARACTERS, decode_embedding
+from evernear.serving.query_log_files import MAX_CHARACTERS, decode_embedding
 from evernear.serving.responses import Prediction
 from evernear.settings.section import MAX_PIXELS
 
@@ -43,7 +43,7 @@ class Submission(Frozen, allow_inf_nan=False):
     candidates: tuple[str, ...]
     version: str
     embedding: str = Field(default="", max_length=MAX_CHARACTERS)
-    """The embedding from the release `version` (`evernear.serving.embedding_codec`), or an empty
+    """The embedding from the release `version` (`evernear.serving.query_log_files`), or an empty
     string if the answer contained none."""
     picture: str = Field(repr=False)
     """A `thumbnail` of the image file, in base64."""

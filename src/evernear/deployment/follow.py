@@ -1,17 +1,21 @@
-"""`evernear serve --follow`: a working directory's TorchServe follows the champion pointer.
+"""TorchServe in the foreground: with one release, or following the champion pointer
+(`evernear serve --follow`).
 
-The server polls the pointer, and needs only read access to the store. Before the switch, it
-downloads the release, checks the archive hash and every part, loads it alongside the live one, and
-runs its smoke test. If a step fails, the live release stays live. The server reports the reason
+A server that follows polls the pointer, and needs only read access to the store. Before the switch,
+it downloads the release, checks the archive hash and every part, loads it alongside the live one,
+and runs its smoke test. If a step fails, the live release stays live. The server reports the reason
 once per release, and retries with increasing pauses. After a restart, it first loads the last live
 release from its own disk, so it can answer requests even if the store is unreachable.
 """
 
+import contextlib
 import os
 import random
+import signal
+import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -22,7 +26,14 @@ from evernear.common.disk import sha256_file
 from evernear.common.frozen import Frozen
 from evernear.common.store import open_store
 from evernear.deployment.local import LocalTarget
-from evernear.errors import EvernearError, IntegrityError, ServingError, StoreError
+from evernear.errors import (
+    EvernearError,
+    IntegrityError,
+    ServingError,
+    StoreError,
+    TransientStoreError,
+    UserInterruptError,
+)
 from evernear.release.archive_reader import open_release
 from evernear.release.registry import Registry
 from evernear.serving import torchserve
@@ -32,6 +43,7 @@ from evernear.settings import RunSettings
 
 STATE_FILE = "follow.json"
 POLL_S = 30.0  # until the champion's pointer is read again
+CHAMPION_POLL_S = 2.0  # until the first release is looked for again
 PROCESS_POLL_S = 0.5
 FIRST_PAUSE_S = 10.0
 LONGEST_PAUSE_S = 600.0
@@ -84,7 +96,7 @@ class Follower:
             if self._live:
                 self._save(self._fault)
                 return
-            time.sleep(self._next_poll_s())
+            time.sleep(_jittered(POLL_S))
 
     def run(self) -> None:
         """Follow until the server exits.
@@ -92,14 +104,15 @@ class Follower:
         Raises:
             ServingError: the server died.
         """
-        poll_at_s = time.monotonic() + self._next_poll_s()
-        while torchserve.is_running(self._home):
+        poll_at_s = time.monotonic() + _jittered(POLL_S)
+
+        def poll_when_due() -> None:
+            nonlocal poll_at_s
             if time.monotonic() >= poll_at_s:
                 self.poll()
-                poll_at_s = time.monotonic() + self._next_poll_s()
-            time.sleep(PROCESS_POLL_S)
-        if read_state(self._home) is not None:  # the server was not stopped on purpose
-            raise ServingError(f"TorchServe died; see {self._home}/logs.")
+                poll_at_s = time.monotonic() + _jittered(POLL_S)
+
+        await_exit(self._home, poll_when_due)
 
     def poll(self) -> None:
         """Switch to the champion unless it is live. After a failure, the live release stays."""
@@ -189,9 +202,6 @@ class Follower:
             fault=fault,
         ).save(self._home / STATE_FILE)
 
-    def _next_poll_s(self) -> float:
-        return _jittered(POLL_S)
-
 
 def _jittered(pause_s: float) -> float:
     return pause_s * random.uniform(1 - JITTER, 1 + JITTER)  # noqa: S311 - no cryptography
@@ -205,3 +215,55 @@ def _load_state(home: Path) -> FollowState | None:
         return FollowState.load(path)
     except IntegrityError:
         return None
+
+
+def await_champion(settings: RunSettings, report: Callable[[str], None]) -> None:
+    """Wait until the store has a champion. ``report`` receives each new reason for waiting."""
+    registry = Registry(open_store(settings.store_uri))
+    reported = ""
+    while True:
+        try:
+            if registry.champion() is not None:
+                return
+            reason = registry.explain_no_champion()
+        except TransientStoreError as error:
+            reason = str(error)
+        if reason != reported:
+            report(f"{reason} Waiting.")
+        reported = reason
+        time.sleep(CHAMPION_POLL_S)
+
+
+@contextlib.contextmanager
+def stopped_by_signals(home: Path) -> Generator[None]:
+    """Bind the server's lifetime to this process. SIGTERM and Ctrl-C drain it, then stop both.
+
+    Raises:
+        SystemExit: the process received SIGTERM. The exit code is 0.
+        UserInterruptError: the user pressed Ctrl-C.
+    """
+    torchserve.adopt(home)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    try:
+        yield
+    except SystemExit:
+        torchserve.stop_server(home)
+        raise
+    except KeyboardInterrupt:
+        torchserve.stop_server(home)
+        raise UserInterruptError(
+            "Interrupted. TorchServe answered the requests in flight and stopped; `evernear serve` starts it again."
+        ) from None
+
+
+def await_exit(home: Path, meanwhile: Callable[[], None] = lambda: None) -> None:
+    """Wait until the server in ``home`` exits.
+
+    Raises:
+        ServingError: the server died.
+    """
+    while torchserve.is_running(home):
+        meanwhile()
+        time.sleep(PROCESS_POLL_S)
+    if read_state(home) is not None:  # the server was not stopped on purpose
+        raise ServingError(f"TorchServe died; see {home}/logs.")

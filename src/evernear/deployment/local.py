@@ -15,8 +15,7 @@ from typing import Any
 
 from evernear.common.disk import atomic_file, disk_errors, sha256_file
 from evernear.common.store import open_store
-from evernear.deployment.smoke import smoke
-from evernear.deployment.target import VerifiedRollout, unrecorded_error
+from evernear.deployment.target import VerifiedRollout, smoke, unrecorded_error
 from evernear.errors import IntegrityError, ServingError, StoreError, TransientStoreError
 from evernear.release.archive_reader import ARCHIVE_FILE, ReleaseParts
 from evernear.release.promotions import Champion
@@ -24,8 +23,7 @@ from evernear.release.registry import Registry
 from evernear.serving import torchserve
 from evernear.serving.client import Client
 from evernear.serving.configuration import model_store
-from evernear.serving.endpoints import Endpoints, home_of, read_state
-from evernear.serving.management import Management, RegisteredVersion
+from evernear.serving.endpoints import Endpoints, Management, RegisteredVersion, home_of, read_state
 from evernear.settings import RunSettings
 from evernear.settings.serving import MODEL_NAME
 

@@ -1,4 +1,5 @@
-"""The interface of deployment targets, and the target that consists of only the registry."""
+"""The interface of deployment targets, the target that consists of only the registry, and the smoke
+test of all targets."""
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
@@ -7,10 +8,12 @@ from typing import Any, Protocol
 
 from evernear.common.frozen import Frozen
 from evernear.common.store import open_store
-from evernear.errors import TransientStoreError
-from evernear.release.archive_reader import ARCHIVE_FILE, ReleaseParts
+from evernear.errors import EvernearError, ServingError, TransientStoreError
+from evernear.index.description import DISTANCE_TOLERANCE
+from evernear.release.archive_reader import ARCHIVE_FILE, ReleaseParts, SmokeQuery
 from evernear.release.promotions import CHAMPION_ALONE, Champion
 from evernear.release.registry import Registry
+from evernear.serving.responses import Prediction
 from evernear.settings import RunSettings
 
 
@@ -113,3 +116,45 @@ def unrecorded_error(version: str, error: TransientStoreError) -> TransientStore
         f" {error} When the store can be reached, `evernear registry list` shows what is recorded; if that is not "
         f"{version}, run `evernear registry promote {version}` or this step again."
     )
+
+
+class PredictionClient(Protocol):
+    """`evernear.serving.client.Client`, possibly with a different transport."""
+
+    def predict(self, image: bytes, version: str | None = None) -> Prediction: ...
+
+
+def smoke(client: PredictionClient, parts: ReleaseParts) -> int:
+    """Send the stored queries to the release's own URL, and return the number of answered ones.
+
+    The answers must equal the archived ones. Labels and unknown flags are compared only where
+    rounding cannot change them. Distances must always agree within `DISTANCE_TOLERANCE`.
+
+    Raises:
+        ServingError: an answer is missing or differs from the stored one, or no query is stored.
+    """
+    version = parts.manifest.version
+    queries = parts.smoke_queries()
+    if not queries:
+        raise ServingError(f"Release {version} has no stored queries for the smoke test.")
+    for image, query in queries:
+        try:
+            answer = client.predict(image, version)
+        except EvernearError as error:
+            raise ServingError(f"Release {version} fails its smoke test with {query.file}: {error}") from None
+        if not _agree(answer, query) or answer.version != version:
+            raise ServingError(
+                f"Release {version} fails its smoke test: {query.file} is {_words(answer)} by {answer.version}, and "
+                f"was {_words(query)} when it was archived. The threshold is {parts.manifest.threshold:.4f}, and "
+                f"distances may differ by {DISTANCE_TOLERANCE:g}."
+            )
+    return len(queries)
+
+
+def _agree(answer: Prediction, query: SmokeQuery) -> bool:
+    same = not query.settled or (answer.pred, answer.unknown) == (query.pred, query.unknown)
+    return same and abs(answer.dist - query.dist) <= DISTANCE_TOLERANCE
+
+
+def _words(prediction: Prediction | SmokeQuery) -> str:
+    return f"{prediction.pred} ({'unknown' if prediction.unknown else 'known'}) at {prediction.dist:.4f}"

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from evernear.deployment.kubernetes.cluster import Cluster
-from evernear.deployment.kubernetes.rollout_diagnosis import event_time
+from evernear.deployment.kubernetes.rollout import event_time
 from evernear.errors import ClusterError, SettingsError
 from evernear.kubeflow import IMAGE_VARIABLE, PLACEHOLDER_IMAGE
 

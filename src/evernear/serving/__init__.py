@@ -5,8 +5,8 @@ for InferenceServices. `release_source` provides the release. `request_parsing`,
 `http_limits` handle untrusted input. `responses` defines the response bodies of all servers. `prep`
 is a preprocessing server in front of TorchServe.
 
-The modules for TorchServe are `torchserve` (lifecycle), `java`, `configuration`, `endpoints`,
-`management`, `metrics` and `frontend`. `pod` implements the commands that run in a serving pod.
+The modules for TorchServe are `torchserve` (lifecycle), `configuration`, `endpoints` and `metrics`,
+and the Java sources in ``frontend``. `pod` implements the commands that run in a serving pod.
 """
 
 from pathlib import Path

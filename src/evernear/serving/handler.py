@@ -30,9 +30,9 @@ from evernear.release.archive_reader import ReleaseParts, open_parts
 from evernear.release.drift_baseline import DriftBaseline
 from evernear.release.manifest import DRIFT_BASELINE_FILE
 from evernear.serving.core import BatchResult, Predictor
-from evernear.serving.embedding_codec import encode_embedding
 from evernear.serving.metrics import METRICS, Emit, Labels, Meter
 from evernear.serving.query_log import QueryLog, Request
+from evernear.serving.query_log_files import encode_embedding
 from evernear.serving.request_parsing import image_from_fields
 from evernear.serving.responses import EMBEDDING_FIELD, Prediction, Rejection
 from evernear.serving.tracing import TRACE_FIELD, record_prediction, tracer

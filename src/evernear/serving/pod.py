@@ -37,9 +37,8 @@ from evernear.release.manifest import PREPROCESSING_FILE, SMOKE_FILE, ReleaseMan
 from evernear.release.registry import Registry
 from evernear.serving import torchserve
 from evernear.serving.client import Client, Target
-from evernear.serving.configuration import LOOPBACK, model_store
+from evernear.serving.configuration import DRAIN_TIMEOUT_S, LOOPBACK, model_store
 from evernear.serving.endpoints import home_of
-from evernear.serving.java import DRAIN_TIMEOUT_S
 from evernear.settings import RunSettings, ServingSettings, Settings
 from evernear.settings.serving import HEAP_SIZE_BYTES, MODEL_NAME
 from evernear.settings.sources import TOKEN_FILE_VARIABLE

@@ -43,8 +43,7 @@ from evernear.release.drift_baseline import DriftBaseline
 from evernear.release.manifest import DRIFT_BASELINE_FILE
 from evernear.serving.configuration import QUERY_LOG_VARIABLE, QueryLogConfiguration
 from evernear.serving.decoding import encode_png
-from evernear.serving.embedding_codec import encode_embedding
-from evernear.serving.query_log_files import QUERIES, TIME_FORMAT, LoggedQuery, Period
+from evernear.serving.query_log_files import QUERIES, TIME_FORMAT, LoggedQuery, Period, encode_embedding
 from evernear.serving.responses import Prediction
 
 SHIP_EVERY_S = 60.0

@@ -8,12 +8,32 @@ from datetime import UTC, datetime
 from pathlib import PurePosixPath
 from typing import Literal, NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
 from pydantic import AwareDatetime, Field
 
 from evernear.common.frozen import Frozen
 from evernear.errors import IntegrityError
 from evernear.release.drift_baseline import PROJECTED_DIM
-from evernear.serving.embedding_codec import MAX_CHARACTERS
+
+MAX_CHARACTERS = 2**16
+"""Maximum length of an embedding as text. Those of evernear's networks need less."""
+_TYPE = np.dtype("<f2")
+
+
+def encode_embedding(embedding: NDArray[np.float32]) -> str:
+    """Encode as base64 of little-endian float16 values, for responses and the query log."""
+    return base64.b64encode(embedding.astype(_TYPE).tobytes()).decode()
+
+
+def decode_embedding(text: str) -> NDArray[np.float32] | None:
+    """Decode an embedding of shape (D,) from untrusted text. None if it is empty or damaged."""
+    try:
+        vector = np.frombuffer(base64.b64decode(text, validate=True), _TYPE).astype(np.float32)
+    except ValueError:  # includes binascii.Error
+        return None
+    return vector if vector.any() and np.isfinite(vector).all() else None
+
 
 QUERIES = "queries/"
 MAX_FILE_BYTES = 8 * 2**20
@@ -41,7 +61,7 @@ class LoggedQuery(Frozen, allow_inf_nan=False):
     image: str = ""
     """The preprocessed image in base64, for uncertain queries (``serving.query_log: images``)."""
     embedding: str = Field(default="", max_length=MAX_CHARACTERS)
-    """The embedding of ``image`` (`evernear.serving.embedding_codec`)."""
+    """The embedding of ``image`` (`encode_embedding`)."""
     candidates: tuple[str, ...] = ()
     """The labels of the nearest neighbors, nearest first, if the query has an image or a file."""
     id: str = Field(default="", max_length=128)

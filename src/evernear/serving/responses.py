@@ -44,7 +44,7 @@ class Prediction(Frozen, extra="ignore"):
     id: str = Field(default="", exclude_if=not_)
     """The request's id in the query log, to import the true label. Only from TorchServe."""
     embedding: str = Field(default="", exclude_if=not_)
-    """The embedding of the image (`evernear.serving.embedding_codec`) if requested."""
+    """The embedding of the image (`evernear.serving.query_log_files`) if requested."""
 
 
 class Rejection(Frozen, extra="ignore"):

@@ -23,19 +23,27 @@ from filelock import Timeout as LockTimeout
 from evernear.common.disk import disk_errors, write_atomically
 from evernear.common.scratch import make_private, remove_own
 from evernear.errors import BusyError, IntegrityError, ServingError
-from evernear.serving.configuration import LOOPBACK, temporary_directory, write_configuration
+from evernear.serving.configuration import (
+    DRAIN_TIMEOUT_S,
+    LOOPBACK,
+    MAIN_CLASS,
+    find_java,
+    java_command,
+    java_environment,
+    temporary_directory,
+    write_configuration,
+)
 from evernear.serving.endpoints import (
     KEY_FILE,
     OWNER_FILE,
     STATE_FILE,
     Endpoints,
+    Management,
     ServerState,
     bind_error,
     home_of,
     read_state,
 )
-from evernear.serving.java import DRAIN_TIMEOUT_S, MAIN_CLASS, find_java, java_command, java_environment
-from evernear.serving.management import Management
 from evernear.settings import ServingSettings
 from evernear.settings.serving import MODEL_NAME, STARTUP_TIMEOUT_S
 

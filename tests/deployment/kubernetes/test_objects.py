@@ -15,7 +15,7 @@ from evernear.deployment.kubernetes.labels import REVISION
 from evernear.deployment.kubernetes.objects import serving_objects
 from evernear.deployment.kubernetes.pod_template import ServedRelease
 from evernear.errors import SettingsError
-from evernear.serving.java import DRAIN_TIMEOUT_S
+from evernear.serving.configuration import DRAIN_TIMEOUT_S
 from evernear.settings import Settings, load
 from evernear.settings.serving import STARTUP_TIMEOUT_S
 

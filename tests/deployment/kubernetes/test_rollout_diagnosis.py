@@ -6,7 +6,7 @@ import pytest
 
 from evernear.deployment.kubernetes.cluster import Cluster
 from evernear.deployment.kubernetes.labels import REVISION
-from evernear.deployment.kubernetes.rollout_diagnosis import Diagnosis, diagnose
+from evernear.deployment.kubernetes.rollout import Diagnosis, diagnose
 from evernear.settings import KubernetesSettings
 
 DEPLOYMENT = {"spec": {"template": {"metadata": {"labels": {REVISION: "r"}}}}}

@@ -25,8 +25,8 @@ from evernear.release.manifest import ReleaseManifest
 from evernear.release.promotions import Cause
 from evernear.release.pruning import prune_releases
 from evernear.release.registry import Registry
+from evernear.serving.configuration import java_environment
 from evernear.serving.core import Predictor
-from evernear.serving.java import java_environment
 from evernear.serving.responses import Prediction, Rejection
 from evernear.settings import IndexSettings, RunSettings, ServingSettings
 from tests.releases import MakeRelease, PackedRelease, System, release_maker

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from evernear.deployment.smoke import smoke
+from evernear.deployment.target import smoke
 from evernear.embedding.embeddings import Embeddings
 from evernear.errors import ServingError
 from evernear.index.build import build_index

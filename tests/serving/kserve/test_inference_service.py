@@ -547,7 +547,7 @@ def assert_unavailable(server: Server, images: list[bytes], reason: str) -> None
 STARTS = """
 import contextlib, io, json, sys
 from evernear.serving.kserve import transformer
-from evernear.serving.kserve.command import arguments, run_command
+from evernear.serving.kserve.server import arguments, run_command
 torch_free = not {"torch", "faiss"} & set(sys.modules)
 from evernear.serving.kserve import predictor
 results = []

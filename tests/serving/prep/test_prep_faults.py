@@ -15,8 +15,8 @@ import pytest
 from PIL import Image
 
 from evernear.release.archive_reader import ReleaseParts
+from evernear.serving.client.inference_pb2 import PredictionsRequest
 from evernear.serving.prep import service
-from evernear.serving.torchserve_proto.inference_pb2 import PredictionsRequest
 from tests.prep_server import ReleaseStore, make_champion, prep_client
 from tests.releases import settings_on_free_ports
 from tests.serving.fake_servers import ANSWER, grpc_server

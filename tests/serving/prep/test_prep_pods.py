@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from evernear.release.archive_reader import ReleaseParts
-from evernear.serving import grpc_channel
+from evernear.serving.client import grpc as grpc_channel
 from tests.ports import free_ports
 from tests.prep_server import ReleaseStore, prep_client
 from tests.serving.fake_servers import ANSWER, grpc_server

@@ -24,7 +24,7 @@ from evernear.common.store import open_store
 from evernear.release.registry import Registry
 from evernear.serving.client import AsyncClient, Client, Target
 from evernear.serving.configuration import model_store
-from evernear.serving.prep.server import prep_memory_size_bytes
+from evernear.serving.prep.app import prep_memory_size_bytes
 from evernear.serving.responses import Metadata
 from evernear.settings import Settings
 from tests import hostile, hostile_requests

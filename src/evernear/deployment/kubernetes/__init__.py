@@ -17,10 +17,10 @@ from evernear.deployment.kubernetes.labels import RELEASE
 from evernear.deployment.kubernetes.lease import LEASE_S, LeaseLock
 from evernear.deployment.kubernetes.objects import serving_objects
 from evernear.deployment.kubernetes.pod_template import ServedRelease
-from evernear.deployment.kubernetes.rbac_check import check_permissions
 from evernear.deployment.kubernetes.revision import (
     Revision,
     apply_revision,
+    check_permissions,
     load_last_known_good,
     remove,
     save_last_known_good,

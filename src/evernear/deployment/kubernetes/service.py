@@ -6,11 +6,10 @@ from urllib.parse import urlsplit
 from pydantic import ValidationError
 
 from evernear.deployment.kubernetes.cluster import Cluster
-from evernear.deployment.smoke import PredictionClient, smoke
+from evernear.deployment.target import PredictionClient, smoke
 from evernear.errors import ClusterError, EvernearError, PredictionRejectedError, ServingError, SettingsError
 from evernear.release.archive_reader import ReleaseParts
-from evernear.serving.client import Client, Target
-from evernear.serving.client.target import token_of_environment
+from evernear.serving.client import Client, Target, token_of_environment
 from evernear.serving.responses import Prediction, Rejection
 from evernear.settings import KubernetesSettings, RunSettings
 from evernear.settings.serving import MODEL_NAME, RESPONSE_TIMEOUT_S

@@ -1,14 +1,129 @@
 """Blocking and asyncio clients for a model server, which need neither torch nor FAISS."""
 
+import json
+import os
+import ssl
 import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
+
+import certifi
 
 from evernear.common.disk import open_regular
+from evernear.common.masking import remember, usable
 from evernear.errors import DataError, PredictionRejectedError, SettingsError
-from evernear.serving.client.target import Format, Target
+from evernear.serving.endpoints import endpoints, home_of, host_and_port, read_key, start_hint
 from evernear.serving.responses import Metadata, Prediction
 from evernear.settings import RunSettings
+from evernear.settings.prep import TIMEOUT_S as PREP_TIMEOUT_S
+from evernear.settings.serving import MODEL_NAME, RESPONSE_TIMEOUT_S
+from evernear.settings.sources import TOKEN_FILE_VARIABLE, TOKEN_VARIABLE
+
+Format = Literal["rest", "grpc", "prep"]
+
+
+@dataclass(frozen=True)
+class Target:
+    """A model on a server.
+
+    ``format`` selects TorchServe's REST API, its gRPC API, or the preprocessing server. ``token``
+    is called before each request, because TorchServe creates a new token each time it starts.
+    ``timeout_s`` applies to one prediction. A gRPC call is attempted at most ``attempts`` times,
+    and only while the server is unreachable. ``hint`` is the suggested fix in the error for an
+    unreachable server.
+    """
+
+    host: str
+    port: int
+    model: str
+    format: Format = "rest"
+    token: Callable[[], str | None] = lambda: None
+    tls: bool = False
+    timeout_s: float = 30.0
+    max_size_bytes: int = 6_553_500
+    attempts: int = 1
+    hint: str = "check its host and port"
+
+    @staticmethod
+    def local(settings: RunSettings, format: Format = "rest") -> "Target":
+        """The preprocessing server (``prep``) or the working directory's TorchServe.
+
+        Raises:
+            ServerUnreachableError: no TorchServe server was started in the working directory.
+        """
+        if format == "prep":
+            return replace(
+                Target.remote(settings, settings.prep.host, format),
+                token=lambda: None,
+                timeout_s=PREP_TIMEOUT_S,
+                hint="start it with `evernear prep`",
+            )
+        home = home_of(settings.workdir)
+        server = endpoints(home)
+        return replace(
+            Target.remote(settings, server.inference_host, format),
+            port=server.grpc_inference_port if format == "grpc" else server.inference_port,
+            token=partial(read_key, home, "inference"),
+            hint=start_hint(home),
+        )
+
+    @staticmethod
+    def remote(settings: RunSettings, host: str, format: Format = "rest", *, tls: bool = False) -> "Target":
+        """A server on ``host``, with the ports of ``settings`` and the token of the environment."""
+        serving, prep = settings.serving, settings.prep
+        port = {"rest": serving.inference_port, "grpc": serving.grpc_inference_port, "prep": prep.port}[format]
+        limit = prep.max_request_size_bytes * 3 // 4 if format == "prep" else serving.max_request_size_bytes
+        return Target(
+            host=host,
+            port=port,
+            model=MODEL_NAME,
+            format=format,
+            token=token_of_environment,
+            tls=tls,
+            timeout_s=RESPONSE_TIMEOUT_S,
+            max_size_bytes=limit,
+        )
+
+    @property
+    def address(self) -> str:
+        return host_and_port(self.host, self.port)
+
+    @property
+    def url(self) -> str:
+        return f"{'https' if self.tls else 'http'}://{self.address}"
+
+
+def token_of_environment() -> str | None:
+    """A remote server's token, from ``EVERNEAR_TOKEN`` or the file that ``EVERNEAR_TOKEN_FILE``
+    specifies: only the token, or a TorchServe ``key_file.json``."""
+    if token := usable(TOKEN_VARIABLE):
+        return token
+    file = os.environ.get(TOKEN_FILE_VARIABLE)
+    if not file:
+        return None
+    try:
+        text = Path(file).read_text().strip()
+        token = str(json.loads(text)["inference"]["key"]) if text.startswith("{") else text
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise SettingsError(f"{TOKEN_FILE_VARIABLE}={file} cannot be read: {error}.") from None
+    remember(token)
+    return token
+
+
+def authorities_file() -> str:
+    """The CA file: ``SSL_CERT_FILE``, or by default, certifi's list of public CAs."""
+    return os.environ.get("SSL_CERT_FILE") or certifi.where()
+
+
+def tls_context() -> ssl.SSLContext:
+    try:
+        return ssl.create_default_context(cafile=authorities_file())
+    except OSError as error:
+        raise SettingsError(f"SSL_CERT_FILE={authorities_file()} cannot be used: {error}.") from None
+
 
 GRPC_FRAME_BYTES = 448  # upper bound for the rest of a message: names, lengths and a trace context
 

@@ -18,7 +18,7 @@ from evernear.errors import (
     ServingError,
     SettingsError,
 )
-from evernear.serving.client.target import Target, tls_context
+from evernear.serving.client import Target, tls_context
 from evernear.serving.responses import EMBEDDING_FIELD, Metadata, Prediction, Rejection
 
 Document = TypeVar("Document", bound=Frozen)

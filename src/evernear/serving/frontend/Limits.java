@@ -2,7 +2,7 @@ package evernear;
 
 import java.util.concurrent.Semaphore;
 
-/** Limits per client and for all clients together. evernear.serving.java computes the values. */
+/** Limits per client and for all clients together. evernear.serving.configuration computes the values. */
 final class Limits {
     /** Seconds for the head of a request, from the start of the connection or the previous response. */
     static final int IDLE_S = Integer.getInteger("evernear.idle_timeout_s");

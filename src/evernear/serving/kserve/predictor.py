@@ -18,10 +18,9 @@ from evernear.errors import StoreError
 from evernear.serving.core import Predictor
 from evernear.serving.decoding import OverloadedError
 from evernear.serving.kserve.batching import Batcher
-from evernear.serving.kserve.command import arguments, release_source, run_command
 from evernear.serving.kserve.model import ReleaseModel
 from evernear.serving.kserve.protocols import Images
-from evernear.serving.kserve.server import serve_kserve
+from evernear.serving.kserve.server import arguments, release_source, run_command, serve_kserve
 from evernear.serving.metrics import BATCH_SIZE_BOUNDS
 from evernear.serving.responses import Prediction, Rejection
 

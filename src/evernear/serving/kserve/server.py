@@ -7,17 +7,24 @@ the model through ``/v2/repository``. A malformed request gets status 500 and lo
 import argparse
 import asyncio
 import logging
+import re
 import socket
+import sys
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from struct import error as StructError
 from typing import Any, cast
 
 import grpc
+import msgspec
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
 from grpc_interceptor.exceptions import GrpcException, InvalidArgument, PermissionDenied
 from kserve import ModelServer, model_server
-from kserve.errors import InferenceError
+from kserve.constants.constants import PredictorProtocol
+from kserve.errors import InferenceError, ModelNotReady
+from kserve.predictor_config import PredictorConfig
 from kserve.protocol.dataplane import DataPlane
 from kserve.protocol.grpc.grpc_predict_v2_pb2 import ModelInferRequest
 from kserve.protocol.grpc.grpc_predict_v2_pb2_grpc import add_GRPCInferenceServiceServicer_to_server
@@ -26,18 +33,85 @@ from kserve.protocol.grpc.server import GRPCServer
 from kserve.protocol.grpc.servicer import InferenceServicer
 from kserve.protocol.model_repository_extension import ModelRepositoryExtension
 from kserve.protocol.rest.server import RESTServer
+from kserve.protocol.rest.v1_endpoints import V1Endpoints
+from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import JSONResponse
+from starlette.responses import JSONResponse, Response
+from starlette.types import Receive, Scope, Send
 
-from evernear.errors import ServingError, SettingsError
+from evernear.common.masking import mask_streams
+from evernear.common.output import print_line
+from evernear.errors import EvernearError, ServingError, SettingsError
 from evernear.serving.endpoints import create_listener, host_and_port
 from evernear.serving.http_limits import BodyLimits
-from evernear.serving.kserve.command import predictor_config
-from evernear.serving.kserve.http_protocol import LimitedHttpProtocol
+from evernear.serving.kserve.http_protocol import ON_DISCONNECT, LimitedHttpProtocol
 from evernear.serving.kserve.model import ReleaseModel
-from evernear.serving.kserve.predictions import Predictions
-from evernear.serving.kserve.protocols import require_few_tensors, require_uncompressed
+from evernear.serving.kserve.protocols import parse_infer_request, require_few_tensors, require_uncompressed
+from evernear.serving.release_source import ReleaseSource
+from evernear.settings import ServingSettings
+from evernear.settings.prep import LARGE_DECODES, MAX_BODIES_SIZE_BYTES, UPLOAD_TIMEOUT_S
+from evernear.settings.serving import MODEL_NAME, QUEUE_SIZE, RESPONSE_TIMEOUT_S
+
+MAX_IMAGES = 1024
+"""Maximum number of images in one request, because a tiny file can decode to a large array."""
+
+
+def arguments(description: str) -> argparse.ArgumentParser:
+    """KServe's own arguments, and those that specify the release and the limits."""
+    parser = argparse.ArgumentParser(
+        parents=[model_server.parser],
+        description=description,
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    serving = ServingSettings()
+    parser.set_defaults(
+        enable_latency_logging=False,  # the metrics have the same figures, and logging them delays each response
+        model_name=MODEL_NAME,
+        predictor_request_timeout_seconds=RESPONSE_TIMEOUT_S,
+        grpc_max_receive_message_length=serving.max_request_size_bytes,
+    )
+    add = parser.add_argument
+    add("--host", default=serving.host, help="Address to bind; 0.0.0.0 in a pod.")
+    add("--model_dir", "--model-dir", default="/mnt/models", help="A .mar, or a directory with one.")
+    add("--store", default="", help="Registry to use instead: s3://bucket/prefix, file:///path.")
+    add("--release", default="", help="Version in --store; if empty, the champion.")
+    add("--max_request_size_bytes", type=int, default=serving.max_request_size_bytes, help="Size of a body.")
+    add("--max_images", type=int, default=MAX_IMAGES, help="Images in one request.")
+    add("--batch_size", type=int, default=serving.batch_size, help="Images of concurrent requests in a batch.")
+    add("--queue_size", type=int, default=QUEUE_SIZE, help="Images that may wait; further requests get 503.")
+    add("--max_pixels", type=int, default=serving.max_pixels, help="Pixels of an image; the release may allow fewer.")
+    add("--max_bodies_size_bytes", type=int, default=MAX_BODIES_SIZE_BYTES, help="Size of all bodies in flight.")
+    add("--upload_timeout_seconds", type=float, default=UPLOAD_TIMEOUT_S, help="Time limit for receiving a body.")
+    add("--enable_access_log", action="store_true", help="Log each request, which delays its answer by 0.2 ms.")
+    add("--large_decodes", type=int, default=LARGE_DECODES, help="Concurrent decodes of images above a megapixel.")
+    return parser
+
+
+def run_command(main: Callable[[argparse.Namespace], None], parser: argparse.ArgumentParser) -> None:
+    """Run a program. An `EvernearError` is printed to stderr, and sets the exit code."""
+    mask_streams()
+    try:
+        main(parser.parse_args())
+    except EvernearError as error:
+        print_line(f"evernear: {error}", sys.stderr)
+        sys.exit(error.exit_code)
+
+
+def release_source(args: argparse.Namespace) -> ReleaseSource:
+    return ReleaseSource(args.store, args.release, Path(args.model_dir))
+
+
+def predictor_config(args: argparse.Namespace) -> PredictorConfig:
+    """The configuration of the predictor that a transformer calls."""
+    return PredictorConfig(
+        predictor_host=args.predictor_host,
+        predictor_protocol=args.predictor_protocol,
+        predictor_use_ssl=args.predictor_use_ssl,
+        predictor_request_timeout_seconds=args.predictor_request_timeout_seconds,
+        predictor_request_retries=args.predictor_request_retries,
+    )
+
 
 MAX_RPCS = 64
 """Maximum number of concurrent gRPC calls, each with a message of up to the maximum size."""
@@ -217,3 +291,74 @@ def _listen(host: str, port: int) -> socket.socket:
         return create_listener(host, port)
     except OSError as error:
         raise ServingError(f"Port {port} on {host} cannot be bound: {error.strerror}; choose another one.") from None
+
+
+_PATH = re.compile(r"/v1/models/([^/]+):predict|/v2/models/([^/]+)(/versions/[^/]+)?/infer")
+_BINARY_HEADER = "inference-header-content-length"
+
+
+class Predictions:
+    """Answers prediction requests and passes all others to KServe's ASGI application.
+
+    There, middleware, routing and parameter handling take more CPU time than a prediction, and its
+    v2 endpoint needs 3 GB of memory for a request with 6 MB of errors.
+    """
+
+    def __init__(self, app: Starlette, dataplane: DataPlane, repository: ModelRepositoryExtension) -> None:
+        self._app = app
+        self._dataplane = dataplane
+        self._v1 = V1Endpoints(dataplane, repository)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """When the client disconnects, the request is cancelled, as in `grpc.aio`."""
+        path = _PATH.fullmatch(scope["path"]) if scope["type"] == "http" and scope["method"] == "POST" else None
+        if path is None:
+            await self._app(scope, receive, send)
+            return
+        client = _Client(cast(asyncio.Task[Any], asyncio.current_task()).cancel)
+        scope[ON_DISCONNECT] = client.leave
+        try:
+            response = await self._answer(Request(scope, receive), *path.groups())
+            await response(scope, receive, send)
+        except asyncio.CancelledError:
+            if client.present:
+                raise
+
+    async def _answer(self, request: Request, v1_model: str | None, v2_model: str, version: str | None) -> Response:
+        try:
+            return await (self._predict(request, v1_model) if v1_model else self._infer(request, v2_model, version))
+        except Exception as error:
+            handlers = cast(dict[Any, Any], self._app.exception_handlers)
+            key = (
+                error.status_code
+                if isinstance(error, HTTPException)
+                else next(kind for kind in type(error).__mro__ if kind in handlers)
+            )
+            return await handlers[key](request, error)
+
+    async def _predict(self, request: Request, model_name: str) -> Response:
+        return cast(Response, await self._v1.predict(model_name, request))
+
+    async def _infer(self, request: Request, model_name: str, version: str | None) -> Response:
+        dataplane, headers = self._dataplane, dict(request.headers)
+        if not await dataplane.model_ready(model_name, True):
+            raise ModelNotReady(model_name)
+        body = await request.body()
+        payload = body if _BINARY_HEADER in headers else parse_infer_request(body, model_name)
+        if version:
+            raise NotImplementedError("The model has one version; send the request to /v2/models/NAME/infer.")
+        tensors, _ = dataplane.decode(payload, headers, PredictorProtocol.REST_V2.value, model_name)
+        answer, _ = await dataplane.infer(model_name, tensors, headers)
+        content, added = dataplane.encode(model_name, answer, headers, {})
+        body = content if isinstance(content, bytes) else msgspec.json.encode(content)
+        return Response(body, headers=added, media_type="application/json")
+
+
+class _Client:
+    def __init__(self, cancel: Callable[[], object]) -> None:
+        self._cancel = cancel
+        self.present = True
+
+    def leave(self) -> None:
+        self.present = False
+        self._cancel()

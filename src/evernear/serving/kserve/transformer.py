@@ -30,12 +30,11 @@ from evernear.common.output import printable, quantity
 from evernear.data.preprocess import Pixels
 from evernear.errors import SettingsError
 from evernear.release.manifest import ReleaseManifest
+from evernear.serving.client.grpc import Addresses, channel_options
 from evernear.serving.decoding import encode_png
-from evernear.serving.grpc_channel import Addresses, channel_options
-from evernear.serving.kserve.command import arguments, predictor_config, release_source, run_command
 from evernear.serving.kserve.model import ReleaseModel
 from evernear.serving.kserve.protocols import Images, Tensors, parse_response, v1_request, v2_request
-from evernear.serving.kserve.server import serve_kserve
+from evernear.serving.kserve.server import arguments, predictor_config, release_source, run_command, serve_kserve
 from evernear.serving.responses import Prediction, Rejection
 from evernear.serving.tracing import TRACE_FIELD, trace_fields
 

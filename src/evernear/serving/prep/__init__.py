@@ -1,5 +1,4 @@
 """The preprocessing server accepts images as JSON, prepares them, and forwards them to TorchServe.
 
-It does not need torch. `service` prepares and recognizes images, `app` is the HTTP API, and
-`releases` provides each release's preprocessing.
+It does not need torch. `service` prepares and recognizes images, and `app` is the HTTP API.
 """

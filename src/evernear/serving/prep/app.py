@@ -10,6 +10,7 @@ from operator import not_
 from typing import Annotated, Any
 from uuid import uuid4
 
+import uvicorn
 from fastapi import APIRouter, Depends, FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
@@ -21,12 +22,15 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from evernear import __version__
 from evernear.common.output import log_fields
 from evernear.errors import DataError, EvernearError, ServerTimeoutError, ServerUnreachableError
-from evernear.serving.decoding import OverloadedError
-from evernear.serving.prep.service import PrepService
+from evernear.serving.decoding import OverloadedError, pool_size_bytes
+from evernear.serving.endpoints import listening_socket
+from evernear.serving.http_limits import limited_server
+from evernear.serving.prep.service import PrepService, targets_of
 from evernear.serving.request_parsing import RequestError, image_request_schema
 from evernear.serving.responses import Metadata, Prediction, Rejection
 from evernear.serving.tracing import TRACE_FIELD, describe_response, request_span, trace_id
 from evernear.settings import Settings
+from evernear.settings.prep import LARGE_DECODES, MAX_BODIES_SIZE_BYTES, UPLOAD_TIMEOUT_S
 
 REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _log = logging.getLogger(__name__)
@@ -246,3 +250,32 @@ class RequestLog:
         release = scope.get("state", {}).get("release", "")
         with log_fields(release=release, path=path, status=status, duration_s=round(duration_s, 4)):
             _log.info("%s %s: %d", scope["method"], path, status)
+
+
+SHUTDOWN_TIMEOUT_S = 30
+PROCESS_SIZE_BYTES = 128 * 2**20
+"""Memory before the first request: 97 MiB (``benchmarks/hostile_traffic.py``), rounded up."""
+
+
+def serve_prep(settings: Settings) -> None:
+    """Serve until SIGTERM or Ctrl-C, then finish in-flight requests."""
+    targets_of(settings)
+    with listening_socket(settings.prep.host, settings.prep.port, "prep.port") as listener:
+        create_server(settings).run(sockets=[listener])
+
+
+def create_server(settings: Settings) -> uvicorn.Server:
+    """The caller runs the server with listening sockets."""
+    return limited_server(
+        create_app(settings),
+        max_size_bytes=settings.prep.max_request_size_bytes,
+        upload_timeout_s=UPLOAD_TIMEOUT_S,
+        shutdown_timeout_s=SHUTDOWN_TIMEOUT_S,
+    )
+
+
+def prep_memory_size_bytes(settings: Settings) -> int:
+    """The most memory that the server uses: its pod's memory limit must not be lower. Each request
+    body is in memory twice: as received, and after base64 decoding."""
+    decoding = pool_size_bytes(LARGE_DECODES, settings.serving.max_pixels)
+    return PROCESS_SIZE_BYTES + decoding + 2 * MAX_BODIES_SIZE_BYTES

@@ -1,4 +1,4 @@
-"""Compile the frontend with ``python -m evernear.serving.frontend.build``. This needs ``javac``.
+"""Compile the frontend with ``python -m evernear.serving.build_frontend``. This needs ``javac``.
 
 The jar is committed, because users may have a Java runtime but no compiler. It contains a hash of
 its sources, which a test compares with the files.
@@ -10,9 +10,9 @@ import tempfile
 import zipfile
 from pathlib import Path
 
-from evernear.serving.java import FRONTEND_ARCHIVE, JAVA_MAJOR_VERSION, torchserve_packages
+from evernear.serving.configuration import FRONTEND_ARCHIVE, JAVA_MAJOR_VERSION, torchserve_packages
 
-HERE = Path(__file__).parent
+HERE = FRONTEND_ARCHIVE.parent
 SOURCES = sorted(HERE.rglob("*.java"))
 HASH_FILE = "META-INF/sources.sha256"
 EPOCH = (1980, 1, 1, 0, 0, 0)  # a fixed time makes the archive reproducible

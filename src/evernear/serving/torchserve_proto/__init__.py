@@ -1,1 +1,0 @@
-"""TorchServe's gRPC messages, generated from ``inference.proto``."""
