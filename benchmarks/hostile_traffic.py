@@ -36,10 +36,10 @@ from evernear.serving.endpoints import read_key
 from evernear.serving.torchserve import processes
 from tests import hostile
 from tests.hostile_requests import Answer, Request, RequestTarget, is_refusal, kserve, prep, torchserve, with_image
+from tests.integrations.kserve.inference_service import PYTHON, Server
 from tests.prep_server import make_champion
 from tests.releases import PackedRelease, build_system, release_maker, settings_on_free_ports
 from tests.served import Served, serving
-from tests.serving.kserve.inference_service import PYTHON, Server
 
 VALID_REQUESTS = 8
 BLOCK = 25

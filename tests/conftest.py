@@ -1,4 +1,7 @@
-"""Shared fixtures: an S3 server on loopback, and a system to release."""
+"""Shared fixtures: an S3 server on loopback, and a system to release.
+
+They import what takes seconds to import, because `tests/fast` does without it.
+"""
 
 import tests.environment  # noqa: F401 - first, because libraries and `evernear` read the environment on import
 
@@ -9,18 +12,19 @@ import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 import hypothesis
 import pytest
 from filelock import FileLock
-from minio import Minio
 from pydantic import BaseModel
 
 from evernear.settings import Settings, layers
 from evernear.settings.sources import Tree
-from tests.atomic_moto import start_moto
-from tests.releases import MakeRelease, Restamp, System, build_system, open_system, release_maker
+
+if TYPE_CHECKING:
+    from tests.releases import MakeRelease, System
 
 hypothesis.settings.register_profile("no deadline", deadline=None)  # an example waits while another test computes
 hypothesis.settings.load_profile("no deadline")
@@ -86,6 +90,8 @@ def s3_endpoint() -> Iterator[str]:
     if url := os.environ.get("TEST_S3_URL"):
         yield url
         return
+    from tests.atomic_moto import start_moto
+
     server = start_moto()
     host, port = server.get_host_and_port()
     yield f"http://{host}:{port}"
@@ -95,6 +101,8 @@ def s3_endpoint() -> Iterator[str]:
 @pytest.fixture
 def bucket(s3_endpoint: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """The name of a new, empty bucket; the environment configures clients for it."""
+    from minio import Minio
+
     access_key = os.environ.get("TEST_S3_ACCESS_KEY", "tester")
     secret_key = os.environ.get("TEST_S3_SECRET_KEY", "not-a-secret")
     monkeypatch.setenv("AWS_ENDPOINT_URL", s3_endpoint)
@@ -119,9 +127,11 @@ def milvus_uri(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(scope="session")
-def system(tmp_path_factory: pytest.TempPathFactory) -> System:
+def system(tmp_path_factory: pytest.TempPathFactory) -> "System":
     """The digits dataset and a small network trained on it by the first worker that needs it;
     nobody changes it."""
+    from tests.releases import build_system, open_system
+
     directory = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
         directory = directory.parent  # shared by the workers
@@ -130,6 +140,8 @@ def system(tmp_path_factory: pytest.TempPathFactory) -> System:
 
 
 @pytest.fixture(scope="session")
-def make_release(system: System, tmp_path_factory: pytest.TempPathFactory) -> MakeRelease:
+def make_release(system: "System", tmp_path_factory: pytest.TempPathFactory) -> "MakeRelease":
     """Pack the system as a release; each is one second newer than the previous one."""
+    from tests.releases import Restamp, release_maker
+
     return release_maker(system, lambda: tmp_path_factory.mktemp("release"), Restamp())

@@ -16,7 +16,9 @@ from urllib.request import urlopen
 import pytest
 import yaml
 
-LOCAL = Path(__file__).parents[1] / "deploy/overlays/local"
+from tests import ROOT
+
+LOCAL = ROOT / "deploy/overlays/local"
 SERVER = next(
     document["spec"]["template"]["spec"]
     for document in yaml.safe_load_all((LOCAL / "seaweedfs.yaml").read_text())

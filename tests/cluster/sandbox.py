@@ -19,9 +19,10 @@ from kubernetes.client import (
 )
 
 from evernear.settings import Settings, parse
+from tests import ROOT
 
 Object = dict[str, Any]
-DEPLOY = Path(__file__).parents[2] / "deploy"
+DEPLOY = ROOT / "deploy"
 DEPLOYER = "evernear-deployer"
 PARTS = DEPLOY / "components" / "many-machines"
 RUNNER = "pipeline-runner"

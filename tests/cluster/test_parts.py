@@ -1,6 +1,6 @@
 """Steps in Indexed Jobs of a real cluster, with the rights of the pipeline's account.
 
-``tests/kubeflow/test_indexed_job.py`` has the same on loopback. These tests also need this
+``tests/real/kubeflow/test_indexed_job.py`` has the same on loopback. These tests also need this
 checkout's training image by digest, in ``EVERNEAR_TEST_TRAIN_IMAGE``.
 """
 
@@ -34,7 +34,7 @@ from tests.cluster.sandbox import (
     until,
 )
 from tests.environment import of_the_shell
-from tests.kubeflow import small_steps
+from tests.real.kubeflow import small_steps
 from tests.releases import MakeRelease, System
 
 pytestmark = pytest.mark.cluster

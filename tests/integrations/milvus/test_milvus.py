@@ -1,5 +1,4 @@
-"""Collections and aliases in Milvus. Tests of both backends are in the other files, with
-``index_settings``."""
+"""Collections and aliases in Milvus."""
 
 import sys
 from itertools import islice

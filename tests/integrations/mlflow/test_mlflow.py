@@ -11,10 +11,10 @@ import pytest
 
 from evernear.common.run_record import RunRecord
 from evernear.integrations.mlflow.tracking import track
+from tests import ROOT
 from tests.ended_run import STARTED
 from tests.ports import free_ports, wait_for_port
 
-ROOT = Path(__file__).resolve().parents[3]
 MLFLOW = ROOT / ".venv/mlflow/bin/mlflow"
 
 

@@ -3,9 +3,9 @@ Swagger file.
 
 ``kfp_server_api`` is generated from KFP's Swagger file: a class for each definition and a method
 for each operation. Each method is called once with a recorder in place of the network, which
-records method, path, query parameters, body and response. `tests/loopback/kfp/test_contract.py`
-compares all of it with the Swagger file if ``EVERNEAR_TEST_KFP_SWAGGER`` names a copy of
-kfp_api_single_file.swagger.json.
+records method, path, query parameters, body and response.
+`tests/real/loopback/kfp/test_contract.py` compares all of it with the Swagger file if
+``EVERNEAR_TEST_KFP_SWAGGER`` names a copy of kfp_api_single_file.swagger.json.
 """
 
 import inspect

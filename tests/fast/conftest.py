@@ -1,0 +1,72 @@
+"""Refuse what makes tests slow or unsteady: torch, processes, sockets and sleeping.
+
+TorchServe is a process. A socket pair, which asyncio uses, is neither bound nor connected.
+"""
+
+import importlib.abc
+import sys
+from collections.abc import Generator, Sequence
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import urllib3  # noqa: F401 - binds a socket when it is imported, to see whether the machine has IPv6
+
+FAST = Path(__file__).parent
+SLOW_LIBRARIES = ("torch", "torchvision")
+REFUSED = {
+    "subprocess.Popen": "start a process",
+    "os.fork": "start a process",
+    "os.posix_spawn": "start a process",
+    "socket.bind": "listen on a socket",
+    "socket.connect": "connect a socket",
+    "socket.getaddrinfo": "look up a host",
+    "time.sleep": "sleep",
+}
+"""What audit events mean (https://docs.python.org/3/library/audit_events.html)."""
+_running: str | None = None
+"""The fast test, or the file with fast tests, that runs now."""
+
+
+def _refuse(event: str, _: tuple[Any, ...]) -> None:
+    if _running and event in REFUSED:
+        pytest.fail(f"{_running} may not {REFUSED[event]}: move it to tests/real.")
+
+
+class _NoSlowLibraries(importlib.abc.MetaPathFinder):
+    def find_spec(self, fullname: str, path: Sequence[str] | None, target: Any = None) -> ModuleSpec | None:
+        if _running and fullname in SLOW_LIBRARIES:
+            pytest.fail(f"{_running} may not import {fullname}: move it to tests/real.")
+        return None
+
+
+sys.addaudithook(_refuse)
+sys.meta_path.insert(0, _NoSlowLibraries())
+
+
+def _run(name: str, path: Path) -> Generator[None, Any, Any]:
+    global _running
+    _running = name if path.is_relative_to(FAST) else None
+    try:
+        return (yield)
+    finally:
+        _running = None
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, Any, Any]:
+    return (yield from _run(item.nodeid, item.path))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(collector: pytest.Collector) -> Generator[None, Any, Any]:
+    return (yield from _run(collector.nodeid, getattr(collector, "path", FAST.parent)))
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Fail if something other than a test, such as a plugin, has loaded torch."""
+    if all(item.path.is_relative_to(FAST) for item in session.items):
+        loaded = [name for name in SLOW_LIBRARIES if name in sys.modules]
+        if loaded:
+            raise pytest.UsageError(f"{loaded[0]} is loaded, although all tests are in tests/fast.")

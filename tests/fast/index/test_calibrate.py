@@ -1,0 +1,237 @@
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from evernear.errors import DataError
+from evernear.index.build import build_index
+from evernear.index.calibrate import EQUAL, MARGIN, threshold_at, threshold_rejecting
+from evernear.index.description import DISTANCE_TOLERANCE, MAX_DISTANCE, Calibration, describe_threshold
+from evernear.settings import IndexSettings
+from tests.fast.index.conftest import MakeSettings
+from tests.gallery_vectors import MakeEmbeddings, blobs
+
+LABELS = tuple("abcde")
+# Few distinct values make ties common.
+DISTANCES = st.lists(st.sampled_from([0.0, 0.25, 0.5, 0.75, 1.0, 1.25, 2.0]), min_size=1, max_size=60)
+
+
+@given(distances=DISTANCES, rate=st.floats(0.001, 0.999))
+def test_threshold_is_the_largest_within_the_false_accept_rate(distances, rate):
+    impostors = np.array(distances, np.float32)
+    threshold = threshold_at(impostors, rate)
+    # Distances are at least 0, so even the smallest threshold accepts impostors at distance 0.
+    if threshold > 0:
+        assert (impostors <= threshold).sum() <= rate * len(impostors)
+    beyond = impostors[impostors > threshold]
+    if len(beyond):
+        assert (impostors <= beyond.min()).sum() > np.floor(rate * len(impostors))
+
+
+@pytest.mark.parametrize("factory", ["Flat", "HNSW8", "IVF4,Flat"])
+def test_threshold_uses_exact_impostor_distances_for_every_index(make_embeddings: MakeEmbeddings, tmp_path, factory):
+    gallery, queries = blobs(1, 300), blobs(2, 130)
+    embeddings = make_embeddings({"gallery": gallery, "query": queries})
+    described = build_index(
+        embeddings, LABELS, IndexSettings(type=factory, false_accept_rate=0.1, false_reject_rate=0.95), tmp_path
+    )
+
+    impostors = [
+        min(np.linalg.norm(query - vector) for vector, other in zip(*gallery, strict=True) if other != label)
+        for query, label in zip(*queries, strict=True)
+    ]
+    assert (np.array(impostors) <= described.threshold).sum() == described.calibration.false_accepts == 13
+    accepted, refused = sorted(impostors)[12:14]
+    assert accepted < described.threshold < refused < described.threshold + MARGIN + 1e-5
+
+
+def test_false_rejects_and_recall_are_measured_on_the_index(make_embeddings: MakeEmbeddings, tmp_path):
+    gallery, queries = blobs(1, 300), blobs(2, 130)
+    embeddings = make_embeddings({"gallery": gallery, "query": queries})
+    exact = build_index(embeddings, LABELS, IndexSettings(), tmp_path / "flat").calibration
+    assert exact.nearest_found == exact.queries == 130
+
+    distances = np.linalg.norm(queries[0][:, None] - gallery[0][None], axis=2).min(axis=1)
+    assert exact.false_rejects == (distances > exact.threshold).sum() > 0
+
+    approximate = build_index(embeddings, LABELS, IndexSettings(type="IVF32,Flat"), tmp_path / "ivf").calibration
+    assert approximate.nearest_found < 130
+    better = IndexSettings(type="IVF32,Flat", search="nprobe=32")
+    assert build_index(embeddings, LABELS, better, tmp_path / "all").calibration.nearest_found == 130
+
+
+def test_compressed_index_recall_counts_returned_ids(make_embeddings: MakeEmbeddings, tmp_path):
+    """Its distances are underestimated, which must not count as a recalled neighbor."""
+    gallery, queries = blobs(1, 400), blobs(2, 100)
+    embeddings = make_embeddings({"gallery": gallery, "query": queries})
+    recall = build_index(embeddings, LABELS, IndexSettings(type="PQ2x4"), tmp_path).calibration.nearest_found
+
+    from evernear.index.faiss_compat import faiss
+
+    index = faiss.read_index(str(tmp_path / "index.faiss"))
+    true_nearest = np.linalg.norm(queries[0][:, None] - gallery[0][None], axis=2).argmin(axis=1)
+    assert recall == (index.search(queries[0], 1)[1][:, 0] == true_nearest).sum() < 50
+
+
+def test_excluded_classes_are_neither_indexed_nor_used_for_calibration(
+    make_embeddings: MakeEmbeddings, index_settings: MakeSettings, tmp_path
+):
+    gallery, queries = blobs(1, 300), blobs(2, 130)
+    embeddings = make_embeddings({"gallery": gallery, "query": queries})
+    described = build_index(embeddings, LABELS, index_settings(), tmp_path / "some", frozenset({"b", "e"}))
+
+    kept_gallery, kept_queries = (
+        (split[0][np.isin(split[1], [0, 2, 3])], split[1][np.isin(split[1], [0, 2, 3])]) for split in (gallery, queries)
+    )
+    alone = make_embeddings({"gallery": kept_gallery, "query": kept_queries})
+    assert described.calibration == build_index(alone, LABELS, index_settings(), tmp_path / "alone").calibration
+    assert described.known_labels == ("a", "c", "d")
+    assert described.counts[1] == described.counts[4] == 0
+
+
+def test_missing_queries_or_impostors_are_reported(
+    make_embeddings: MakeEmbeddings, index_settings: MakeSettings, tmp_path
+):
+    vectors, labels = blobs(1, 60)
+    with pytest.raises(DataError, match="query_fraction"):
+        build_index(make_embeddings({"gallery": (vectors, labels)}), LABELS, index_settings(), tmp_path)
+    one_class = (vectors, np.zeros_like(labels))
+    with pytest.raises(DataError, match="only one class"):
+        build_index(make_embeddings({"gallery": one_class, "query": one_class}), LABELS, index_settings(), tmp_path)
+    assert not (tmp_path / "index.json").exists()
+
+
+def test_probe_threshold_is_used_and_its_error_rates_are_measured(
+    make_embeddings: MakeEmbeddings, index_settings: MakeSettings, tmp_path
+):
+    gallery, queries = blobs(1, 300), blobs(2, 130)
+    embeddings = make_embeddings({"gallery": gallery, "query": queries})
+    calibration = build_index(embeddings, LABELS, index_settings(), tmp_path, threshold=0.9).calibration
+    distances = np.linalg.norm(queries[0][:, None] - gallery[0][None], axis=2)
+    to_others = np.where(queries[1][:, None] == gallery[1][None], np.inf, distances)
+    assert (calibration.threshold, calibration.found_by) == (0.9, "unseen classes")
+    assert calibration.false_rejects == (distances.min(axis=1) > 0.9).sum()
+    assert calibration.false_accepts == (to_others.min(axis=1) <= 0.9).sum()
+    assert build_index(embeddings, LABELS, index_settings(), tmp_path).calibration.found_by == "impostors"
+
+
+@given(distances=DISTANCES, rate=st.floats(0.001, 0.999))
+def test_threshold_rejects_no_more_known_than_stated_and_as_many_as_it_can(distances, rate):
+    known = np.array(distances, np.float32)
+    threshold = threshold_rejecting(known, rate)
+    assert (known > threshold).sum() <= rate * (len(known) + 1)
+    accepted = known[known <= threshold]
+    below = accepted[accepted < accepted.max()]
+    if len(below) and (len(known) + 1) * rate >= 1:
+        # A smaller threshold would reject so many that a new image exceeds it more often than
+        # stated.
+        assert (known > below.max()).sum() + 1 > rate * (len(known) + 1) - 1e-6
+
+
+def test_new_known_images_are_rejected_no_more_often_than_stated():
+    """The mean over calibrations; the plain quantile of 40 images would reject 7.3%."""
+    rng = np.random.default_rng(0)
+    rejected = [(rng.random(500) > threshold_rejecting(rng.random(40), 0.05)).mean() for _ in range(400)]
+    assert 0.04 < np.mean(rejected) < 0.055
+
+
+def test_known_images_take_precedence_over_impostors(
+    make_embeddings: MakeEmbeddings, index_settings: MakeSettings, tmp_path
+):
+    gallery, queries = blobs(1, 300), blobs(2, 130)
+    embeddings = make_embeddings({"gallery": gallery, "query": queries})
+    strict = index_settings(false_accept_rate=0.001, false_reject_rate=0.05)
+    result = build_index(embeddings, LABELS, strict, tmp_path).calibration
+    assert 0 < result.false_rejects <= 0.05 * 131
+    assert result.false_accepts > 0.001 * 130
+    assert (result.stated_false_accept_rate, result.stated_false_reject_rate) == (0.001, 0.05)
+
+
+def test_the_share_that_a_probe_rejects_applies_to_the_releases_own_queries(make_embeddings: MakeEmbeddings, tmp_path):
+    embeddings = make_embeddings({"gallery": blobs(1, 300), "query": blobs(2, 130)})
+    result = build_index(embeddings, LABELS, IndexSettings(), tmp_path, reject_rate=0.1).calibration
+    assert result.found_by == "unseen classes"
+    assert result.false_rejects == 12
+    off = build_index(embeddings, LABELS, IndexSettings(), tmp_path, threshold=MAX_DISTANCE)
+    assert off.calibration.false_rejects == 0
+    assert describe_threshold(off.threshold) == "unknown switched off"
+
+
+CLOSE = st.lists(st.floats(0.0, 2.0, width=32), min_size=1, max_size=40) | st.lists(
+    st.floats(0.5, 0.5078125, width=32), min_size=1, max_size=40
+)
+
+
+@pytest.mark.parametrize("choose", [threshold_at, threshold_rejecting])
+@given(distances=CLOSE | DISTANCES, rate=st.floats(0.001, 0.999))
+def test_threshold_lies_between_two_distances_and_near_one_of_them(choose, distances, rate):
+    values = np.array(distances, np.float32)
+    threshold = choose(values, rate)
+    nearest = np.abs(values.astype(np.float64) - threshold).min()
+    if 0 < threshold < MAX_DISTANCE:
+        assert EQUAL / 3 < nearest <= MARGIN * 1.001
+        assert ((values > threshold) == (values.astype(np.float64) > threshold)).all(), "exact in float32"
+
+
+@pytest.mark.parametrize("count", [1, 2, 8])
+def test_threshold_on_equal_distances_keeps_clear_of_them(count: int) -> None:
+    known = np.full(count, 0.2003, np.float32)
+    assert threshold_rejecting(known, 0.05) == pytest.approx(0.2003 + MARGIN)
+    assert threshold_at(known, 0.05) == pytest.approx(0.2003 - MARGIN)
+    assert MARGIN > DISTANCE_TOLERANCE
+
+
+def test_threshold_stays_between_0_and_the_largest_distance() -> None:
+    assert threshold_at(np.zeros(3, np.float32), 0.05) == 0
+    assert threshold_rejecting(np.full(3, MAX_DISTANCE, np.float32), 0.05) == MAX_DISTANCE
+
+
+@pytest.mark.parametrize("reject_rate", [None, 0.0, 0.05])
+@pytest.mark.parametrize("queries", [5, 8, 12, 30])
+def test_no_query_of_a_small_dataset_is_at_the_threshold(
+    make_embeddings: MakeEmbeddings, tmp_path, queries, reject_rate
+):
+    for seed in range(20):
+        gallery, query = blobs(2 * seed, 40, spread=0.2), blobs(2 * seed + 1, queries, spread=0.2)
+        embeddings = make_embeddings({"gallery": gallery, "query": query})
+        threshold = build_index(
+            embeddings, LABELS, IndexSettings(), tmp_path / str(seed), reject_rate=reject_rate
+        ).threshold
+        distances = np.linalg.norm(query[0][:, None] - gallery[0][None], axis=2).min(axis=1)
+        assert np.abs(distances - threshold).min() > EQUAL / 3
+
+
+@pytest.mark.parametrize("queries", [5, 10, 20, 50, 200])
+def test_expected_false_rejects_contain_the_share_of_new_images(queries: int) -> None:
+    rng, inside, trials = np.random.default_rng(0), 0, 1000
+    for _ in range(trials):
+        known = rng.random(queries).astype(np.float32)
+        threshold = threshold_rejecting(known, 0.05)
+        calibration = calibrated(queries, int((known > threshold).sum()), threshold)
+        low, high = calibration.expected_false_rejects()
+        inside += low <= max(0.0, 1 - threshold) <= high
+    assert inside >= 0.94 * trials
+
+
+def test_few_queries_are_said_to_determine_the_false_rejects_badly() -> None:
+    assert calibrated(10, 0, 0.5).describe_false_rejects() == (
+        "0.0% to 30.8% of new images of known classes are called unknown, a wide range from only 10 query images: "
+        "to narrow it, add images, or raise data.query_fraction for a new dataset"
+    )
+    assert calibrated(1000, 49, 0.5).describe_false_rejects() == (
+        "3.6% to 6.4% of new images of known classes are called unknown"
+    )
+    assert calibrated(10, 0, MAX_DISTANCE).describe_false_rejects() == ""
+
+
+def calibrated(queries: int, false_rejects: int, threshold: float) -> Calibration:
+    return Calibration(
+        found_by="unseen classes",
+        stated_false_accept_rate=0.05,
+        stated_false_reject_rate=0.05,
+        threshold=threshold,
+        queries=queries,
+        false_accepts=0,
+        false_rejects=false_rejects,
+        nearest_found=queries,
+    )

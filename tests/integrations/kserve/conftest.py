@@ -1,0 +1,112 @@
+"""One predictor, and a transformer for each protocol of the predictor."""
+
+import os
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from evernear.common.store import open_store
+from evernear.release.archive_reader import ReleaseParts, open_release
+from evernear.release.registry import Registry
+from tests.collector import Collector, collecting
+from tests.integrations.kserve.inference_service import (
+    ENVIRONMENT,
+    PROTOCOLS,
+    TRACED,
+    V1_LOGGING,
+    V1_UPLOAD_TIMEOUT_S,
+    Server,
+    open_inference_protocol,
+)
+from tests.ports import loopback_ipv6
+from tests.releases import MakeRelease, PackedRelease
+
+
+@pytest.fixture(scope="session", autouse=True)
+def sdk() -> None:
+    if open_inference_protocol() is None:
+        reason = f"KServe's SDK is not installed in {ENVIRONMENT}; `make test` installs it, for Python below 3.14"
+        if os.environ.get("CI"):
+            pytest.fail(reason)
+        pytest.skip(reason)
+
+
+@pytest.fixture(scope="session")
+def store(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return (tmp_path_factory.mktemp("kserve") / "store").as_uri()
+
+
+@pytest.fixture(scope="session")
+def release(sdk: None, make_release: MakeRelease, store: str) -> PackedRelease:
+    """The champion of `store`."""
+    release = make_release()
+    registry = Registry(open_store(store))
+    registry.publish(release.archive)
+    registry.set_champion(release.version, registry.champion())
+    return release
+
+
+@pytest.fixture(scope="session")
+def parts(release: PackedRelease, tmp_path_factory: pytest.TempPathFactory) -> ReleaseParts:
+    return open_release(release.archive, tmp_path_factory.mktemp("parts"))
+
+
+@pytest.fixture(scope="session")
+def collector() -> Iterator[Collector]:
+    """The collector of the traces of `service`."""
+    with collecting() as collector:
+        yield collector
+
+
+@pytest.fixture(scope="session")
+def service(
+    release: PackedRelease, store: str, collector: Collector, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[dict[str, Server]]:
+    """The processes; the predictor loads from a directory, the transformers from the registry."""
+    logs: Path = tmp_path_factory.mktemp("logs")
+    traced = collector.environment
+    model_dir = str(release.archive.parent)
+    # On all addresses, also of IPv6. The transformers call it although no proxy is reachable.
+    anywhere = ("--host", "::") if loopback_ipv6() else ()
+    predictor = Server("predictor", logs / "predictor.log", "--model_dir", model_dir, *anywhere, environment=traced)
+    proxies = {"v2": {"http_proxy": "http://127.0.0.1:1"}, "grpc-v2": {"grpc_proxy": "http://127.0.0.1:1"}}
+    servers = {"predictor": predictor}
+    for protocol in PROTOCOLS:
+        port = predictor.grpc_port if protocol == "grpc-v2" else predictor.http_port
+        host = "127.0.0.1" if protocol == "v1" or not anywhere else "[::1]"
+        servers[protocol] = Server(
+            *("transformer", logs / f"{protocol}.log", "--store", store, "--release", release.version),
+            *("--predictor_host", f"{host}:{port}", "--predictor_protocol", protocol),
+            *("--predictor_request_timeout_seconds", "10"),
+            *((*V1_LOGGING, "--upload_timeout_seconds", str(V1_UPLOAD_TIMEOUT_S)) if protocol == "v1" else ()),
+            environment=(traced if protocol in TRACED else {}) | proxies.get(protocol, {}),
+        )
+    try:
+        for server in servers.values():
+            server.start()
+        for server in servers.values():
+            server.await_answer("/")
+        yield servers
+    finally:
+        started = [server for server in servers.values() if server.process is not None]
+        with ThreadPoolExecutor() as pool:
+            ended = [*pool.map(Server.stop, started)]
+    assert ended == [0] * len(servers), "SIGTERM is a clean shutdown"
+
+
+@pytest.fixture(params=("predictor", *PROTOCOLS))
+def server(request: pytest.FixtureRequest, service: dict[str, Server]) -> Server:
+    """Each server in turn; they are indistinguishable to clients."""
+    return service[request.param]
+
+
+@pytest.fixture
+def predictor(service: dict[str, Server]) -> Server:
+    return service["predictor"]
+
+
+@pytest.fixture(params=PROTOCOLS)
+def transformer(request: pytest.FixtureRequest, service: dict[str, Server]) -> Server:
+    return service[request.param]

@@ -1,0 +1,657 @@
+"""Transformer and predictor as processes, over real sockets and in every protocol."""
+
+import base64
+import gzip
+import http.client
+import json
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+import psutil
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from opentelemetry.proto.trace.v1.trace_pb2 import Status
+from PIL import Image
+
+from evernear.release.archive_reader import ReleaseParts
+from evernear.serving.core import Predictor
+from evernear.serving.responses import Prediction
+from tests import hostile
+from tests.collector import CLIENT_SPAN, Collector, attributes, parent
+from tests.hostile_requests import fuzz, kserve
+from tests.integrations.kserve.inference_service import (
+    TRACED,
+    V1_UPLOAD_TIMEOUT_S,
+    Server,
+    files,
+    open_inference_protocol,
+    pixels,
+    predictions_of,
+    run_in_environment,
+)
+from tests.releases import MakeRelease, PackedRelease
+
+# The first test waits for four processes to import the SDK, which on a busy machine takes minutes.
+pytestmark = pytest.mark.timeout(600)
+BAD = b"no image"
+IMAGE_SENTENCE = "The image is not a PNG, JPEG or WebP image."
+
+
+@pytest.fixture(scope="module")
+def images(parts: ReleaseParts) -> list[bytes]:
+    return [image for image, _ in parts.smoke_queries()]
+
+
+@pytest.fixture(scope="module")
+def stored(parts: ReleaseParts, images: list[bytes]) -> list[dict[str, Any]]:
+    """The predictions of `Predictor` in this process."""
+    answers = Predictor.open(parts).predict(images)
+    assert all(isinstance(answer, Prediction) for answer in answers)
+    return [answer.model_dump(mode="json") for answer in answers]
+
+
+def prepared(images: list[bytes]) -> np.ndarray:
+    return np.stack([np.asarray(Image.open(BytesIO(image)), np.uint8)[:, :, None] for image in images])
+
+
+def photograph() -> bytes:
+    """A color JPEG of another size than the release's input."""
+    noise = np.random.default_rng(0).integers(0, 256, (40, 60, 3), np.uint8)
+    buffer = BytesIO()
+    Image.fromarray(noise).resize((300, 200)).save(buffer, format="JPEG")
+    return buffer.getvalue()
+
+
+def assert_same(answers: list[dict[str, Any]], stored: list[dict[str, Any]]) -> None:
+    assert len(answers) == len(stored)
+    for answer, expected in zip(answers, stored, strict=True):
+        assert answer.keys() == expected.keys()
+        assert (answer["pred"], answer["unknown"], answer["version"]) == (
+            expected["pred"],
+            expected["unknown"],
+            expected["version"],
+        )
+        assert answer["dist"] == pytest.approx(expected["dist"], abs=1e-4)
+        for name in ("label", "row"):
+            assert [n[name] for n in answer["neighbors"]] == [n[name] for n in expected["neighbors"]]
+        assert [n["dist"] for n in answer["neighbors"]] == pytest.approx(
+            [n["dist"] for n in expected["neighbors"]], abs=1e-4
+        )
+
+
+class TestAnswers:
+    def test_v1(self, server: Server, images: list[bytes], stored: list[dict[str, Any]]) -> None:
+        response = server.predict(images)
+        assert response.status_code == 200
+        assert_same(response.json()["predictions"], stored)
+
+    def test_base64_as_clients_write_it(self, server: Server, images: list[bytes]) -> None:
+        text = base64.b64encode(images[0]).decode()
+        forms = [text, f"data:image/png;base64,{text}", base64.encodebytes(images[0]).decode()]
+        forms.append(base64.urlsafe_b64encode(images[0]).decode().rstrip("="))
+        response = server.post("/v1/models/embedding:predict", json={"instances": [{"data": form} for form in forms]})
+        assert_same(response.json()["predictions"], [response.json()["predictions"][0]] * len(forms))
+        tensor = {"name": "images", "datatype": "BYTES", "shape": [len(forms)], "data": forms}
+        assert_same(predictions_of(server.infer(tensor).json()), response.json()["predictions"])
+
+    def test_v2_over_rest(self, server: Server, images: list[bytes], stored: list[dict[str, Any]]) -> None:
+        response = server.infer(files(images))
+        assert response.status_code == 200
+        assert_same(predictions_of(response.json()), stored)
+
+    def test_v2_over_grpc(self, server: Server, images: list[bytes], stored: list[dict[str, Any]]) -> None:
+        response = server.infer_grpc("images", "BYTES", [len(images)], bytes_contents=images)
+        assert_same(predictions_of(response), stored)
+
+    def test_v2_over_grpc_in_binary(self, server: Server, images: list[bytes], stored: list[dict[str, Any]]) -> None:
+        raw = b"".join(len(image).to_bytes(4, "little") + image for image in images)
+        response = server.infer_grpc("images", "BYTES", [len(images)], raw=raw)
+        names = [output.name for output in response.outputs]
+        dists = np.frombuffer(response.raw_output_contents[names.index("dist")], np.float32)
+        assert dists.tolist() == pytest.approx([answer["dist"] for answer in stored], abs=1e-4)
+
+    def test_v2_returns_the_requested_outputs(self, server: Server, images: list[bytes]) -> None:
+        body = {"id": "7", "inputs": [files(images[:1])], "outputs": [{"name": "pred"}]}
+        result = server.post("/v2/models/embedding/infer", json=body).json()
+        assert result["id"] == "7"
+        assert [output["name"] for output in result["outputs"]] == ["pred"]
+
+    def test_image_of_another_size_is_resized(self, transformer: Server, predictor: Server) -> None:
+        photo = photograph()
+        assert_same(
+            transformer.predict([photo]).json()["predictions"], predictor.predict([photo]).json()["predictions"]
+        )
+
+    def test_predictor_accepts_prepared_pixels(
+        self, predictor: Server, images: list[bytes], stored: list[dict[str, Any]]
+    ) -> None:
+        array = prepared(images)
+        assert_same(predictions_of(predictor.infer(pixels(array)).json()), stored)
+        listed = predictor.infer_grpc("pixels", "UINT8", array.shape, uint_contents=array.ravel().tolist())
+        assert_same(predictions_of(listed), stored)
+        raw = predictor.infer_grpc("pixels", "UINT8", array.shape, raw=array.tobytes())
+        labels = raw.raw_output_contents[[output.name for output in raw.outputs].index("pred")]
+        assert labels == b"".join(len(a["pred"]).to_bytes(4, "little") + a["pred"].encode() for a in stored)
+
+    def test_transformer_rejects_pixels(self, transformer: Server, images: list[bytes]) -> None:
+        response = transformer.infer(pixels(prepared(images)))
+        assert (response.status_code, response.json()) == (
+            400,
+            {"error": "Send image files; only the predictor accepts pixels."},
+        )
+
+    def test_accepts_a_request_without_images(self, server: Server) -> None:
+        assert server.predict([]).json() == {"predictions": []}
+        assert predictions_of(server.infer(files([])).json()) == []
+
+    def test_serves_concurrent_clients(self, server: Server, images: list[bytes], stored: list[dict[str, Any]]) -> None:
+        def ask(n: int) -> None:
+            at = n % len(images)
+            assert_same(server.predict(images[at : at + 1]).json()["predictions"], stored[at : at + 1])
+
+        with ThreadPoolExecutor(8) as pool:
+            list(pool.map(ask, range(64)))
+
+
+def metric(server: Server, name: str) -> float:
+    """The sum of a metric over its labels."""
+    lines = server.get("/metrics").text.splitlines()
+    return sum(float(line.split()[-1]) for line in lines if line.startswith((f"{name} ", f"{name}{{")))
+
+
+class TestBatches:
+    """Requests that arrive while the predictor is stopped are all there when it goes on."""
+
+    @pytest.mark.parametrize("protocol", ["v1", "v2", "grpc-v2"])
+    def test_concurrent_requests_share_batches_and_a_bad_image_fails_alone(
+        self, predictor: Server, images: list[bytes], stored: list[dict[str, Any]], protocol: str
+    ) -> None:
+        sent = [BAD if n % 8 == 3 else images[n % len(images)] for n in range(32)]
+
+        def ask(image: bytes) -> Any:
+            try:
+                if protocol == "grpc-v2":
+                    return predictions_of(predictor.infer_grpc("images", "BYTES", [1], bytes_contents=[image]))
+                response = predictor.predict([image]) if protocol == "v1" else predictor.infer(files([image]))
+                body = response.json()
+                return body.get("error") or body.get("predictions") or predictions_of(body)
+            except grpc.RpcError as error:
+                return error.details()
+
+        batches, answered = (metric(predictor, f"evernear_batch_images_{name}") for name in ("count", "sum"))
+        with ThreadPoolExecutor(len(sent)) as pool:
+            with predictor.frozen():
+                answers = [pool.submit(ask, image) for image in sent]
+                time.sleep(0.5)
+            for n, (image, answer) in enumerate(zip(sent, answers, strict=True)):
+                if image is BAD:
+                    assert IMAGE_SENTENCE in answer.result()
+                else:
+                    assert_same(answer.result(), [stored[n % len(images)]])
+        assert metric(predictor, "evernear_batch_images_sum") - answered == 28
+        assert metric(predictor, "evernear_batch_images_count") - batches < 28
+
+    def test_requests_of_clients_that_are_gone_are_not_answered(self, predictor: Server, images: list[bytes]) -> None:
+        body = json.dumps({"instances": [{"data": base64.b64encode(images[0]).decode()}] * 100}).encode()
+        tensor = {
+            "name": "images",
+            "datatype": "BYTES",
+            "shape": [100],
+            "contents": {"bytes_contents": images[:1] * 100},
+        }
+        protocol = open_inference_protocol()
+        message = protocol.ModelInferRequest(model_name="embedding", inputs=[tensor]).SerializeToString()
+        recognized = metric(predictor, "evernear_images_total")
+        with predictor.frozen(), grpc.insecure_channel(f"127.0.0.1:{predictor.grpc_port}") as channel:
+            connections = [http.client.HTTPConnection("127.0.0.1", predictor.http_port) for _ in range(32)]
+            call = channel.unary_unary("/inference.GRPCInferenceService/ModelInfer")
+            calls = [call.future(message) for _ in range(32)]
+            for connection in connections:
+                connection.request("POST", "/v1/models/embedding:predict", body)
+            for connection, started in zip(connections, calls, strict=True):
+                connection.close()
+                started.cancel()
+        assert predictor.predict(images[:1]).status_code == 200
+        assert metric(predictor, "evernear_images_total") - recognized < 32 * 100
+        assert "Traceback" not in predictor.log.read_text()
+
+
+class TestBadImages:
+    def test_v1_bad_image_fails_alone(self, server: Server, images: list[bytes], stored: list[dict[str, Any]]) -> None:
+        response = server.predict([BAD, images[0], b"", images[1][:60], images[1]])
+        assert response.status_code == 200
+        result = response.json()["predictions"]
+        assert_same([result[1], result[4]], stored[:2])
+        assert result[0] == {"code": 400, "type": "BadImage", "message": IMAGE_SENTENCE}
+        assert all(result[n]["code"] == 400 and result[n]["message"].endswith(".") for n in (2, 3))
+
+    @pytest.mark.parametrize("instance", [{}, {"data": 3}, {"data": "***"}, {"data": "ä"}, "AAAA", None, [1]])
+    def test_v1_instance_without_an_image_fails_alone(
+        self, predictor: Server, images: list[bytes], stored: list[dict[str, Any]], instance: object
+    ) -> None:
+        good = {"data": base64.b64encode(images[0]).decode()}
+        result = predictor.post("/v1/models/embedding:predict", json={"instances": [instance, good]}).json()
+        assert result["predictions"][0]["code"] == 400
+        assert_same(result["predictions"][1:], stored[:1])
+
+    @pytest.mark.parametrize("name", hostile.REFUSED)
+    def test_v1_decompression_bomb_fails_alone(
+        self, server: Server, images: list[bytes], stored: list[dict[str, Any]], name: str
+    ) -> None:
+        bomb = hostile.REFUSED[name]
+        result = server.predict([images[0], bomb.make(), images[1]]).json()["predictions"]
+        assert_same([result[0], result[2]], stored[:2])
+        assert (result[1]["code"], bomb.sentence in result[1]["message"]) == (400, True)
+
+    def test_large_and_small_images_keep_their_order(
+        self, server: Server, images: list[bytes], stored: list[dict[str, Any]]
+    ) -> None:
+        large = hostile.png(1001, 1000, 1)
+        result = server.predict([large, images[0], b"", large, *images[1:]]).json()["predictions"]
+        assert_same([result[1], *result[4:]], stored)
+        assert_same([result[0]], [result[3]])
+
+    def test_v1_request_of_bad_images_only_is_400(self, server: Server) -> None:
+        response = server.predict([BAD, b""])
+        assert (response.status_code, response.json()) == (400, {"error": IMAGE_SENTENCE})
+
+    def test_v2_bad_image_fails_the_request(self, server: Server, images: list[bytes]) -> None:
+        sentence = f"Image 2 of 3 cannot be answered: {IMAGE_SENTENCE}"
+        batch = [images[0], BAD, images[1]]
+        response = server.infer(files(batch))
+        assert (response.status_code, response.json()) == (400, {"error": sentence})
+        with pytest.raises(grpc.RpcError) as exc_info:
+            server.infer_grpc("images", "BYTES", [3], bytes_contents=batch)
+        assert (exc_info.value.code(), exc_info.value.details()) == (grpc.StatusCode.INVALID_ARGUMENT, sentence)
+
+
+class TestBadRequests:
+    @pytest.mark.parametrize(
+        "body",
+        [b"", b"{", b"[1]", b'"x"', b"null", b'{"instances": 1}', b'{"a":' * 50_000, b'{"instances"\xff'],
+    )
+    @pytest.mark.parametrize("content_type", ["application/json", "application/json; charset=utf-8", "image/png"])
+    def test_invalid_v1_request_is_400(self, server: Server, body: bytes, content_type: str) -> None:
+        response = server.post("/v1/models/embedding:predict", content=body, headers={"Content-Type": content_type})
+        assert response.status_code == 400
+        assert response.json()["error"].endswith(".")
+
+    @pytest.mark.parametrize("content_type", ["application/json", "image/png"])
+    @pytest.mark.parametrize("path", ["/v1/models/embedding:predict", "/v2/models/embedding/infer"])
+    def test_compressed_body_is_named(self, server: Server, path: str, content_type: str) -> None:
+        headers = {"Content-Type": content_type, "Content-Encoding": "gzip"}
+        response = server.post(path, content=gzip.compress(b'{"instances": []}'), headers=headers)
+        assert response.status_code == 400
+        assert "compressed with gzip" in response.json()["error"]
+
+    @pytest.mark.parametrize(
+        "tensor",
+        [
+            {"name": "images", "datatype": "BYTES", "shape": [2], "data": ["AAAA"]},
+            {"name": "images", "datatype": "BYTES", "shape": [-1], "data": ["AAAA"]},
+            {"name": "images", "datatype": "BYTES", "shape": [1, 1], "data": ["AAAA"]},
+            {"name": "images", "datatype": "BYTES", "shape": [], "data": ["AAAA"]},
+            {"name": "images", "datatype": "BYTES", "shape": [1], "data": [10**12]},
+            {"name": "images", "datatype": "BYTES", "shape": [1], "data": [None]},
+            {"name": "images", "datatype": "FP32", "shape": [1], "data": [1.0]},
+            {"name": "other", "datatype": "BYTES", "shape": [1], "data": ["AAAA"]},
+            {"name": "pixels", "datatype": "UINT8", "shape": [1, 9, 8, 1], "data": [0] * 72},
+            {"name": "pixels", "datatype": "UINT8", "shape": [1, 1, 8, 8], "data": [0] * 64},
+            {"name": "pixels", "datatype": "UINT8", "shape": [-1, 8, 8, 1], "data": [0] * 64},
+            {"name": "pixels", "datatype": "UINT8", "shape": [1, 8, 8, 1], "data": [0] * 63},
+            {"name": "pixels", "datatype": "UINT8", "shape": [1, 8, 8, 1], "data": [256] * 64},
+            {"name": "pixels", "datatype": "UINT8", "shape": [1, 8, 8, 1], "data": [-1] * 64},
+            {"name": "pixels", "datatype": "UINT8", "shape": [1, 8, 8, 1], "data": [0.5] * 64},
+            {"name": "pixels", "datatype": "UINT8", "shape": [1, 8, 8, 1], "data": ["a"] * 64},
+            {"name": "pixels", "datatype": "UINT8", "shape": [1, 8, 8, 1], "data": [[0], [0, 1]]},
+        ],
+    )
+    def test_unexpected_tensor_is_400(self, predictor: Server, tensor: dict[str, Any]) -> None:
+        response = predictor.infer(tensor)
+        assert response.status_code == 400
+        assert response.json()["error"].endswith(".")
+
+    @pytest.mark.parametrize(
+        ("shape", "raw"), [([2], b"\x00\x00\x00\x00"), ([1], b"\xff\xff\xff\xffabc"), ([1], b"abc"), ([-1], b"")]
+    )
+    def test_broken_binary_data_is_an_invalid_argument(self, server: Server, shape: list[int], raw: bytes) -> None:
+        with pytest.raises(grpc.RpcError) as exc_info:
+            server.infer_grpc("images", "BYTES", shape, raw=raw)
+        assert exc_info.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+
+    @pytest.mark.parametrize("length", ["5", "-1", "x", "99999"])
+    def test_binary_data_over_rest_is_rejected(self, server: Server, length: str) -> None:
+        response = server.post(
+            "/v2/models/embedding/infer",
+            content=json.dumps({"inputs": [files([b"x"])]}).encode(),
+            headers={"Inference-Header-Content-Length": length, "Content-Type": "application/octet-stream"},
+        )
+        assert response.status_code == 400
+
+    @settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+    @given(
+        body=st.recursive(
+            st.none()
+            | st.booleans()
+            | st.integers()
+            | st.floats(allow_nan=False, allow_infinity=False)
+            | st.text(max_size=20),
+            lambda inner: (
+                st.lists(inner, max_size=4)
+                | st.dictionaries(
+                    st.sampled_from(["instances", "inputs", "data", "name", "shape", "datatype", "parameters"]), inner
+                )
+            ),
+            max_leaves=20,
+        ),
+        path=st.sampled_from(["/v1/models/embedding:predict", "/v2/models/embedding/infer"]),
+    )
+    def test_arbitrary_json_is_never_5xx(self, predictor: Server, body: object, path: str) -> None:
+        response = predictor.post(path, json=body)
+        assert response.status_code in (200, 400, 413)
+        assert response.status_code == 200 or response.json()["error"].endswith(".")
+
+
+class TestLimits:
+    def test_oversized_body_is_413(self, server: Server) -> None:
+        sentence = {"error": "The request is larger than the limit of 6553500 bytes."}
+        for path in ("/v1/models/embedding:predict", "/v2/models/embedding/infer"):
+            with closing(http.client.HTTPConnection("127.0.0.1", server.http_port, timeout=60)) as connection:
+                connection.putrequest("POST", path)
+                connection.putheader("Content-Length", "6553501")
+                connection.endheaders()  # and not a byte more
+                response = connection.getresponse()
+                assert (response.status, json.load(response)) == (413, sentence)
+            with closing(http.client.HTTPConnection("127.0.0.1", server.http_port, timeout=60)) as connection:
+                connection.putrequest("POST", path)
+                connection.putheader("Transfer-Encoding", "chunked")
+                connection.endheaders()
+                connection.send(b"%x\r\n%s\r\n" % (6_553_501, bytes(6_553_501)))  # and not the last chunk
+                response = connection.getresponse()
+                assert (response.status, json.load(response)) == (413, sentence)
+        with pytest.raises(grpc.RpcError) as exc_info:
+            server.infer_grpc("images", "BYTES", [1], bytes_contents=[b" " * 7_000_000])
+        assert exc_info.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+
+    def test_too_many_images_are_413(self, server: Server) -> None:
+        for response in (server.predict([b""] * 1025), server.infer(files([b""] * 1025))):
+            assert response.status_code == 413
+            assert response.json() == {"error": "The request has 1025 images; the limit is 1024."}
+
+    def test_too_many_pixels_together_are_413(self, server: Server) -> None:
+        largest = hostile.png(5_000, 5_000, 1)
+        sentence = {"error": "The images of the request have more than 100000000 pixels together; send fewer."}
+        for response in (server.predict([largest] * 5), server.infer(files([largest] * 5))):
+            assert (response.status_code, response.json()) == (413, sentence)
+        with pytest.raises(grpc.RpcError) as exc_info:
+            server.infer_grpc("images", "BYTES", [5], bytes_contents=[largest] * 5)
+        assert exc_info.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+
+    @pytest.mark.parametrize(
+        "body",
+        [b'{"inputs": [' + b"{}," * 2_000_000 + b"{}]}", b'{"inputs": [' + b"1," * 3_000_000 + b"1]}"],
+    )
+    def test_millions_of_errors_in_a_request_cost_as_little_as_one(self, server: Server, body: bytes) -> None:
+        assert server.process is not None
+        for path in ("/v2/models/embedding/infer", "/v2/models/embedding/versions/1/infer"):
+            response = server.post(path, content=body)
+            assert response.status_code == 400
+            assert len(response.json()["error"]) < 300
+        # KServe's own parser took 3 GB.
+        status = Path(f"/proc/{server.process.pid}/status").read_text()
+        peak_bytes = int(status.partition("VmHWM:")[2].split()[0]) * 1024
+        assert peak_bytes < 1.5 * 2**30
+
+    def test_millions_of_tensors_are_an_invalid_argument(self, server: Server) -> None:
+        protocol = open_inference_protocol()
+        for many in ({"inputs": [{}] * 1_000_000}, {"outputs": [{}] * 1_000_000}):
+            with pytest.raises(grpc.RpcError) as exc_info:
+                server.grpc(
+                    "ModelInfer", protocol.ModelInferRequest(model_name="embedding", **many), "ModelInferResponse"
+                )
+            assert exc_info.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+            assert "more than 64 inputs or outputs" in exc_info.value.details()
+
+    def test_slow_body_is_408(self, service: dict[str, Server]) -> None:
+        with closing(http.client.HTTPConnection("127.0.0.1", service["v1"].http_port, timeout=60)) as connection:
+            connection.putrequest("POST", "/v1/models/embedding:predict")
+            connection.putheader("Content-Length", "1000")
+            connection.endheaders()
+            response = connection.getresponse()
+            assert response.status == 408
+            sentence = f"The request's body did not arrive within {V1_UPLOAD_TIMEOUT_S} s."
+            assert json.load(response) == {"error": sentence}
+
+    def test_model_cannot_be_unloaded(self, server: Server, images: list[bytes]) -> None:
+        for verb in ("load", "unload"):
+            response = server.post(f"/v2/repository/models/embedding/{verb}")
+            assert response.status_code == 403
+        protocol = open_inference_protocol()
+        request = protocol.RepositoryModelUnloadRequest(model_name="embedding")
+        with pytest.raises(grpc.RpcError) as exc_info:
+            server.grpc("RepositoryModelUnload", request, "RepositoryModelUnloadResponse")
+        assert exc_info.value.code() == grpc.StatusCode.PERMISSION_DENIED
+        assert server.predict(images).status_code == 200
+
+    def test_listens_on_loopback_or_its_host_only(self, server: Server) -> None:
+        connections = psutil.Process(server.process.pid).net_connections("inet")
+        addresses = [c.laddr for c in connections if c.status == psutil.CONN_LISTEN]
+        listeners = {(address.ip.removeprefix("::ffff:"), address.port) for address in addresses}
+        assert listeners == {(server.host, server.http_port), (server.host, server.grpc_port)}
+
+    def test_serves_no_page_that_loads_scripts(self, server: Server) -> None:
+        assert server.get("/docs").status_code == 404
+
+
+class TestOperation:
+    def test_metadata_names_the_release(self, server: Server, release: PackedRelease) -> None:
+        result = server.get("/v2/models/embedding").json()
+        assert result["versions"] == [release.version]
+        assert {"name": "images", "datatype": "BYTES", "shape": [-1]} in result["inputs"]
+        assert [output["name"] for output in result["outputs"]][:3] == ["pred", "dist", "unknown"]
+
+    def test_metrics_count_images_and_name_the_release(self, server: Server, release: PackedRelease) -> None:
+        def refused() -> float:
+            lines = server.get("/metrics").text.splitlines()
+            named = [
+                line for line in lines if 'evernear_images_total{model_name="embedding",outcome="refused"}' in line
+            ]
+            return float(named[0].split()[-1]) if named else 0
+
+        before = refused()
+        server.predict([BAD])
+        assert refused() == before + 1
+        text = server.get("/metrics").text
+        assert f'evernear_release_info{{model_name="embedding",version="{release.version}"}} 1.0' in text
+        assert 'request_predict_seconds_count{model_name="embedding"}' in text
+
+    def test_requests_beside_predictions_reach_kserves_application(self, server: Server) -> None:
+        assert server.get("/v1/models").json() == {"models": ["embedding"]}
+        assert server.get("/v2/models/embedding/infer").status_code == 405
+        assert server.post("/v1/models/embedding/x:predict").status_code == 404
+        assert "no list" in server.post("/v1/models/embedding:explain", json={}).json()["error"]
+
+    def test_unknown_model_is_404(self, server: Server) -> None:
+        assert server.post("/v1/models/other:predict", json={"instances": []}).status_code == 404
+
+    @pytest.mark.slow
+    def test_hanging_predictor_is_504(self, service: dict[str, Server], images: list[bytes]) -> None:
+        transformers = [server for name, server in service.items() if name != "predictor"]
+        assert all(server.predict(images).status_code == 200 for server in transformers)  # connected
+        with service["predictor"].frozen(), ThreadPoolExecutor() as pool:
+            answers = list(pool.map(lambda server: server.predict(images), transformers))
+        for answer in answers:
+            assert answer.status_code == 504, answer.text
+            assert "takes too long" in answer.json()["error"]
+        assert all(server.predict(images).status_code == 200 for server in transformers)
+
+    @pytest.mark.slow
+    def test_predictor_of_another_release_is_503(
+        self,
+        service: dict[str, Server],
+        release: PackedRelease,
+        make_release: MakeRelease,
+        images: list[bytes],
+        stored: list[dict[str, Any]],
+    ) -> None:
+        predictor = service["predictor"]
+        transformers = [server for name, server in service.items() if name != "predictor"]
+        other = make_release()
+        assert predictor.stop() == 0
+        try:
+            for server in transformers:
+                assert_unavailable(server, images, "cannot be reached")
+            predictor.start("--model_dir", str(other.archive))
+            predictor.await_answer("/")
+            assert predictor.predict(images[:1]).json()["predictions"][0]["version"] == other.version
+            for server in transformers:
+                await_connection(server, images)
+                assert_unavailable(server, images, f"release {other.version}, but images are prepared for")
+        finally:
+            predictor.stop()
+            predictor.start()
+            predictor.await_answer("/")
+        for server in transformers:
+            await_connection(server, images)
+            assert server.get("/v2/models/embedding/ready").status_code == 200
+            assert_same(server.predict(images).json()["predictions"], stored)
+
+
+def await_connection(server: Server, images: list[bytes]) -> None:
+    """Reconnects within seconds of the predictor's return, not after gRPC's two minutes."""
+    deadline_s = time.monotonic() + 30
+    while "cannot be reached" in server.predict(images).text:
+        assert time.monotonic() < deadline_s
+        time.sleep(0.2)
+
+
+def assert_unavailable(server: Server, images: list[bytes], reason: str) -> None:
+    for path in ("/v2/health/ready", "/v2/models/embedding/ready", "/v1/models/embedding"):
+        assert server.get(path).status_code == 503, path
+    for response in (server.predict(images), server.infer(files(images))):
+        assert response.status_code == 503
+        assert reason in response.json()["error"]
+    with pytest.raises(grpc.RpcError) as exc_info:
+        server.infer_grpc("images", "BYTES", [1], bytes_contents=images[:1])
+    assert exc_info.value.code() == grpc.StatusCode.UNAVAILABLE
+    assert reason in exc_info.value.details()
+
+
+STARTS = """
+import contextlib, io, json, sys
+from evernear.serving.kserve import transformer
+from evernear.serving.kserve.server import arguments, run_command
+torch_free = not {"torch", "faiss"} & set(sys.modules)
+from evernear.serving.kserve import predictor
+results = []
+for module, *argv in json.loads(sys.argv[1]):
+    sys.argv[1:] = argv
+    with contextlib.redirect_stderr(io.StringIO()) as stderr:
+        try:
+            run_command({"transformer": transformer, "predictor": predictor}[module].main, arguments(""))
+        except SystemExit as end:
+            results.append([end.code, stderr.getvalue()])
+print(json.dumps([torch_free, results]))
+"""
+
+
+@pytest.mark.slow
+def test_startup_errors_are_one_sentence_and_the_transformer_needs_no_torch(
+    release: PackedRelease, store: str, service: dict[str, Server], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    directory = str(release.archive.parent)
+    empty = tmp_path_factory.mktemp("empty")
+    broken = tmp_path_factory.mktemp("broken") / "release.mar"
+    broken.write_bytes(release.archive.read_bytes()[:-100])
+    running, version = service["predictor"], "20260101.000000.00000000"
+    port = str(running.http_port)
+    starts = [
+        (5, "has 0 release archives", ["predictor", "--model_dir", str(empty)]),
+        (5, "release.mar is not a release", ["predictor", "--model_dir", str(broken)]),
+        (4, "has no champion yet", ["predictor", "--store", empty.as_uri()]),
+        (4, f"Release {version} does not exist", ["predictor", "--store", store, "--release", version]),
+        (2, "needs --predictor_host", ["transformer", "--model_dir", directory]),
+        (2, "--workers must be 1", ["predictor", "--model_dir", directory, "--workers", "2"]),
+        (7, f"Port {port} on 127.0.0.1 cannot", ["predictor", "--store", store, "--http_port", port]),
+        (2, "unrecognized arguments: --modeldir", ["predictor", "--modeldir", directory]),
+    ]
+    torch_free, results = run_in_environment(STARTS, json.dumps([start for _, _, start in starts]))
+    assert torch_free
+    assert len(results) == len(starts)
+    for (code, sentence, _), (status, stderr) in zip(starts, results, strict=True):
+        assert status == code, stderr
+        assert sentence in stderr
+        assert "Traceback" not in stderr
+    assert running.get("/").status_code == 200
+
+
+SHORT_LIST = """
+import json
+import numpy as np
+from kserve import InferRequest
+from evernear.serving.kserve.protocols import PredictRequest, build_response, parse_response
+from evernear.serving.responses import Neighbor, Prediction
+
+near = (Neighbor(label="7", dist=0.5, row=3), Neighbor(label="1", dist=0.75, row=0))
+predictions = [Prediction(pred="7", dist=0.5, unknown=False, neighbors=near[:count], version="v") for count in (2, 1)]
+response = build_response(PredictRequest([], InferRequest("embedding", [])), predictions, "embedding")
+print(json.dumps(parse_response(response) == predictions))
+"""
+
+
+def test_short_list_of_neighbors_is_filled_up_and_read_without_the_filling() -> None:
+    assert run_in_environment(SHORT_LIST)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["predictor", "grpc-v2"])
+def test_survives_a_minute_of_fuzzing_without_5xx(
+    service: dict[str, Server], images: list[bytes], stored: list[dict[str, Any]], name: str
+) -> None:
+    assert fuzz(kserve(service[name].http_port, images[0], stored[0]["pred"]), seconds=60) > 100
+
+
+@pytest.mark.parametrize("protocol", TRACED)
+def test_prediction_is_one_trace_through_both_containers(
+    service: dict[str, Server], collector: Collector, images: list[bytes], release: PackedRelease, protocol: str
+) -> None:
+    trace = f"{TRACED.index(protocol) + 1:032x}"
+    assert service[protocol].predict(images[:1], **parent(trace)).status_code == 200
+    names = ("transform", "prepare", "call predictor", "predict", "decode", "recognize")
+    received = collector.wait_for(trace, *names)
+    services = {name: server for name, (server, _) in received.items()}
+    assert services == dict.fromkeys(names[:3], "evernear-transformer") | dict.fromkeys(names[3:], "evernear-predictor")
+    transform, prepare, call, predict, decode, recognize = (received[name][1] for name in names)
+    assert transform.parent_span_id.hex() == CLIENT_SPAN
+    assert prepare.parent_span_id == call.parent_span_id == transform.span_id
+    assert predict.parent_span_id == call.span_id
+    assert decode.parent_span_id == recognize.parent_span_id == predict.span_id
+    assert attributes(transform) == attributes(predict) == {"evernear.release": release.version}
+
+
+def test_predictor_alone_is_a_trace(predictor: Server, collector: Collector, images: list[bytes]) -> None:
+    trace = "f" * 32
+    assert predictor.predict(images[:1], **parent(trace)).status_code == 200
+    (_, predict) = collector.wait_for(trace, "predict", "recognize")["predict"]
+    assert predict.parent_span_id.hex() == CLIENT_SPAN
+    assert predict.status.code == Status.STATUS_CODE_UNSET
+    rejected = "e" * 32
+    assert predictor.predict([BAD], **parent(rejected)).status_code == 400
+    (_, predict) = collector.wait_for(rejected, "predict")["predict"]
+    assert predict.status.code == Status.STATUS_CODE_ERROR
+
+
+def test_requests_are_logged_only_if_asked_for(service: dict[str, Server], images: list[bytes]) -> None:
+    quiet, logging = service["v2"], service["v1"]  # see V1_LOGGING
+    for server in (quiet, logging):
+        assert server.predict(images[:1]).status_code == 200
+    lines = ("POST /", "predict_ms: ", "time:wall")
+    assert [line for line in lines if line in quiet.log.read_text()] == []
+    assert [line for line in lines if line in logging.log.read_text()] == [*lines]

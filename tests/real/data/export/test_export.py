@@ -1,0 +1,270 @@
+"""Exports as Parquet and WebDataset, and exports that failed or were repeated."""
+
+import io
+import json
+import tarfile
+import tracemalloc
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+from PIL import Image
+
+from evernear.common.disk import sha256_file
+from evernear.common.outputs import MARKER
+from evernear.common.store import FileStore, open_store
+from evernear.data.export import Format, export_dataset
+from evernear.data.ingest import ingest_source
+from evernear.data.manifest import SPLITS, Manifest
+from evernear.data.shards import Dataset
+from evernear.embedding.embed import ExportedEmbedder
+from evernear.errors import ConflictError, DataError, SettingsError, StoreError
+from evernear.release.registry import Registry
+from evernear.serving import batch
+from evernear.settings import DataSettings
+from tests.command_line import evernear
+from tests.dataset_images import write_images
+from tests.real.data.export.conftest import FILE_IMAGES
+from tests.releases import MakeRelease, System
+
+Rows = list[dict[str, Any]]
+
+
+def expected(manifest: Manifest) -> Rows:
+    """What an export has to contain, in the order of the snapshot."""
+    dataset = Dataset(manifest, open_store(manifest.store_uri))
+    rows: Rows = []
+    for split in SPLITS:
+        for block in dataset.blocks(split):
+            for image, label, digest in zip(block.images, block.labels, block.digests, strict=True):
+                described = {"split": split, "label": manifest.labels[label], "digest": digest.tobytes().hex()}
+                rows.append({**described, "pixels": image.squeeze(-1).tolist() if image.shape[2] == 1 else image})
+    return rows
+
+
+def pixels(png: bytes) -> list[list[int]]:
+    return np.asarray(Image.open(io.BytesIO(png))).tolist()
+
+
+def files(out: Path) -> dict[str, str]:
+    paths = (
+        path for path in out.rglob("*") if path.is_file() and not path.parts[len(out.parts)].startswith(("_", "."))
+    )
+    return {str(path.relative_to(out)): sha256_file(path) for path in sorted(paths)}
+
+
+def tar_samples(out: Path) -> dict[str, list[tuple[str, dict[str, bytes]]]]:
+    """The samples of each split in the order of its tars: key, and content by suffix."""
+    samples: dict[str, list[tuple[str, dict[str, bytes]]]] = {}
+    for path in sorted(out.glob("*.tar")):
+        of_split = samples.setdefault(path.name.partition("-")[0], [])
+        with tarfile.open(path) as tar:
+            for member in tar:
+                key, _, suffix = member.name.partition(".")
+                if not of_split or of_split[-1][0] != key:
+                    of_split.append((key, {}))
+                file = tar.extractfile(member)
+                assert file is not None
+                of_split[-1][1][suffix] = file.read()
+    return samples
+
+
+def test_parquet_has_every_image_with_label_split_and_digest(snapshot, export_to, tmp_path: Path) -> None:
+    export_to(tmp_path / "out", "parquet", snapshot)
+    counts = {split: sum(shard.count for shard in snapshot.shards if shard.split == split) for split in SPLITS}
+    totals = {split: -(-count // FILE_IMAGES) for split, count in counts.items()}
+    assert totals["train"] > 1
+    assert set(files(tmp_path / "out")) == {
+        f"data/{split}-{n:05}-of-{total:05}.parquet" for split, total in totals.items() for n in range(total)
+    }
+    rows = [row for split in SPLITS for row in read_parquet(tmp_path / "out", split)]
+    images = [row.pop("image") for row in rows]
+    assert [{**row, "pixels": pixels(image["bytes"])} for row, image in zip(rows, images, strict=True)] == expected(
+        snapshot
+    )
+    assert images[0]["path"] == f"000000000-{rows[0]['digest']}.png"
+
+
+def read_parquet(out: Path, split: str) -> Rows:
+    return [row for path in sorted(out.glob(f"data/{split}-*")) for row in pq.read_table(path).to_pylist()]
+
+
+def test_parquet_is_read_in_bounded_blocks(ingest, export_to, tmp_path: Path) -> None:
+    write_images(tmp_path / "large", 18, size=(1000, 900))
+    manifest = ingest(f"folder:{tmp_path / 'large'}", shard_size_bytes=2**25, max_size_px=1000)
+    assert manifest.shape == (900, 1000, 1)
+    export_to(tmp_path / "out", "parquet", manifest)
+    (file,) = (tmp_path / "out").glob("data/train-*.parquet")
+    described = pq.ParquetFile(file).metadata
+    assert described.num_row_groups > 1
+    assert max(described.row_group(n).total_byte_size for n in range(described.num_row_groups)) < 10 * 2**20
+
+
+def test_tars_have_every_image_with_label_split_and_digest(snapshot, export_to, tmp_path: Path) -> None:
+    export_to(tmp_path / "out", "webdataset", snapshot)
+    samples = tar_samples(tmp_path / "out")
+    rows = [row for split in SPLITS for _, row in samples[split]]
+    assert [{**json.loads(row["json"]), "pixels": pixels(row["png"])} for row in rows] == [
+        {key: row[key] for key in ("label", "split", "digest", "pixels")} for row in expected(snapshot)
+    ]
+    assert [snapshot.labels[int(row["cls"])] for row in rows] == [row["label"] for row in expected(snapshot)]
+    for split in SPLITS:
+        keys = [key for key, _ in samples[split]]
+        assert len(set(keys)) == len(keys)
+        assert all(set(row) == {"png", "cls", "json"} for _, row in samples[split])
+
+
+@pytest.mark.parametrize("form", ["parquet", "webdataset"])
+def test_groups_are_exported_if_there_are_any(form: str, ingest, export_to, tmp_path: Path) -> None:
+    write_images(tmp_path / "photos", 90, first=10)
+    source = f"folder:{tmp_path / 'photos'}"
+    grouped, plain = ingest(source, group=r"(\d*)\d\.png$"), ingest(source, dataset="plain")
+    for name, manifest in (("grouped", grouped), ("plain", plain)):
+        export_to(tmp_path / name, form, manifest)
+    rows = {name: exported(tmp_path / name, form) for name in ("grouped", "plain")}
+    assert {row["group"] for row in rows["grouped"]} == {str(number) for number in range(1, 10)}
+    assert not any("group" in row for row in rows["plain"])
+
+
+def exported(out: Path, form: str) -> Rows:
+    """The rows of a Parquet export, or the ``.json`` files of a WebDataset export."""
+    if form == "parquet":
+        return [row for split in SPLITS for row in read_parquet(out, split)]
+    return [json.loads(row["json"]) for samples in tar_samples(out).values() for _, row in samples]
+
+
+def test_folders_say_that_they_name_no_groups(ingest, tmp_path: Path) -> None:
+    write_images(tmp_path / "photos", 90, first=10)
+    ingest(f"folder:{tmp_path / 'photos'}", group=r"(\d*)\d\.png$")
+    command = ("dataset", "export", "--format", "folder", "--out", tmp_path / "out")
+    done = evernear(*command, "--store", (tmp_path / "store").as_uri(), "--set", "data.dataset=photos")
+    assert done.returncode == 0, done.stderr
+    assert "The folders do not name the images' groups; --format parquet and webdataset do." in done.stderr
+
+
+@pytest.mark.parametrize("form", ["parquet", "webdataset", "folder"])
+def test_memory_does_not_grow_with_the_number_of_images(form: Format, tmp_path: Path) -> None:
+    """The same shard is exported again and again."""
+    write_images(tmp_path / "photos", 60, size=(8, 8))
+    manifest = ingest_source(DataSettings(source=f"folder:{tmp_path / 'photos'}"), (tmp_path / "store").as_uri())
+    (shard, *_) = (each for each in manifest.shards if each.split == "train")
+
+    def peak_bytes(repeats: int) -> int:
+        dataset = Dataset(manifest.model_copy(update={"shards": (shard,) * repeats}), open_store(manifest.store_uri))
+        tracemalloc.start()
+        try:
+            export_dataset(dataset, FileStore(tmp_path / f"out-{repeats}"), form)
+            return tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+
+    peak_bytes(1)
+    assert peak_bytes(40) < 1.5 * peak_bytes(10)
+
+
+@pytest.fixture(scope="module")
+def version(system: System, make_release: MakeRelease) -> str:
+    release = make_release()
+    Registry(system.dataset.store).publish(release.archive)
+    return release.version
+
+
+@pytest.mark.parametrize("form", ["parquet", "webdataset"])
+def test_release_adds_its_embeddings(
+    form: str, system: System, version: str, export_to, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(FileStore, "put", only_below(tmp_path))  # the cache of embeddings is read, not written
+    export_to(tmp_path / "out", form, system.dataset.manifest, version)
+    embedder = ExportedEmbedder(system.network_dir)
+    for split in SPLITS:
+        shards = [(system.dataset.shard_blocks(each), each.count) for each in system.dataset.shards(split)]
+        blocks = list(embedder.embed(shards))
+        digests = [digest.tobytes().hex() for block, _ in blocks for digest in block.digests]
+        if form == "parquet":
+            rows = [(row["digest"], row["embedding"]) for row in read_parquet(tmp_path / "out", split)]
+        else:
+            rows = [
+                (json.loads(row["json"])["digest"], np.load(io.BytesIO(row["npy"])))
+                for _, row in tar_samples(tmp_path / "out")[split]
+            ]
+        assert [digest for digest, _ in rows] == digests
+        np.testing.assert_allclose([vector for _, vector in rows], np.concatenate([v for _, v in blocks]), atol=1e-5)
+
+
+def only_below(directory: Path) -> Any:
+    put = FileStore.put
+
+    def checked(store: FileStore, key: str, data: bytes | Path) -> str:
+        assert directory in store.path(key).parents
+        return put(store, key, data)
+
+    return checked
+
+
+def test_release_of_other_images_cannot_embed_a_snapshot(snapshot, version, system, export_to, tmp_path: Path) -> None:
+    store = open_store(snapshot.store_uri)
+    record = Registry(system.dataset.store).fetch(version, tmp_path / "release.mar")
+    assert Registry(store).publish(tmp_path / "release.mar").manifest == record.manifest
+    with pytest.raises(DataError, match=r"takes images of \(8, 8, 1\), and those of the snapshot"):
+        export_to(tmp_path / "out", "parquet", snapshot, version)
+    assert files(tmp_path / "out") == {}
+
+
+class FullDisk(FileStore):
+    """A store whose disk is full after some writes."""
+
+    def __init__(self, root: Path, writes: int) -> None:
+        super().__init__(root)
+        self.left = writes
+
+    def put(self, key: str, data: bytes | Path) -> str:
+        self.left -= 1
+        if self.left < 0:
+            raise StoreError("The disk is full.")
+        return super().put(key, data)
+
+
+@pytest.mark.parametrize("form", ["parquet", "webdataset", "folder"])
+@pytest.mark.parametrize("writes", [0, 1, 5])
+def test_export_that_failed_is_run_again(form: Format, writes: int, snapshot, export_to, tmp_path: Path) -> None:
+    with pytest.raises(StoreError, match="full"):
+        export_to(FullDisk(tmp_path / "out", writes), form, snapshot)
+    assert len(files(tmp_path / "out")) == writes
+    export_to(tmp_path / "out", form, snapshot)
+    export_to(tmp_path / "whole", form, snapshot)
+    assert files(tmp_path / "out") == files(tmp_path / "whole")
+    export_to(tmp_path / "out", form, snapshot)
+    assert files(tmp_path / "out") == files(tmp_path / "whole")
+
+
+def test_other_contents_in_the_output_are_refused(snapshot, ingest, export_to, tmp_path: Path) -> None:
+    export_to(tmp_path / "out", "parquet", snapshot)
+    before = files(tmp_path / "out")
+    write_images(tmp_path / "photos", 10, first=300)
+    earlier = f"has an export of the snapshot {snapshot.digest[:12]} of photos as parquet; choose another --out"
+    for other, form in ((ingest(f"folder:{tmp_path / 'photos'}"), "parquet"), (snapshot, "webdataset")):
+        with pytest.raises(ConflictError, match=earlier):
+            export_to(tmp_path / "out", form, other)
+    with pytest.raises(ConflictError, match=earlier):
+        batch.plan_predictions(
+            batch.Shared(source=snapshot.source, store_uri="", version="1", part_images=1), FileStore(tmp_path / "out")
+        )
+    assert files(tmp_path / "out") == before
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.txt").touch()
+    with pytest.raises(ConflictError, match="is not empty, and evernear did not write it; choose another --out"):
+        export_to(tmp_path / "mine", "folder", snapshot)
+    assert [path.name for path in (tmp_path / "mine").iterdir()] == ["thesis.txt"]
+
+
+@pytest.mark.parametrize("label", ["a/b", ".hidden", "lost+found", "a\\b", "x" * 300, "_evernear", MARKER])
+def test_label_that_is_no_folder_name_is_refused_before_anything_is_written(
+    label: str, snapshot: Manifest, export_to, tmp_path: Path
+) -> None:
+    shard = snapshot.shards[0].model_copy(update={"label_counts": {label: snapshot.shards[0].count}})
+    manifest = snapshot.model_copy(update={"shards": (shard, *snapshot.shards[1:])})
+    with pytest.raises(SettingsError, match="cannot be the name of a folder; use --format parquet"):
+        export_to(tmp_path / "out", "folder", manifest)
+    assert not (tmp_path / "out").exists()

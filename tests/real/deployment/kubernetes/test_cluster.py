@@ -1,0 +1,164 @@
+"""Credentials, and one sentence for each error of the API server."""
+
+import http.server
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from kubernetes.config import incluster_config
+
+from evernear.deployment.kubernetes import cluster as module
+from evernear.deployment.kubernetes.cluster import Cluster
+from evernear.deployment.kubernetes.service import service_client
+from evernear.errors import ClusterError, SettingsError
+from evernear.settings import KubernetesSettings
+from tests.loopback.kubernetes import LoopbackCluster, too_many_requests
+from tests.real.deployment.kubernetes.deployer import MakeSettings
+from tests.real.serving.fake_servers import http_server
+
+SETTINGS = KubernetesSettings()
+
+
+@pytest.fixture
+def bare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A home directory without any cluster configuration."""
+    for name in ("KUBECONFIG", "KUBERNETES_SERVICE_HOST", "KUBERNETES_SERVICE_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    return tmp_path
+
+
+def test_missing_credentials_error_names_the_kubeconfig(bare: Path) -> None:
+    with pytest.raises(ClusterError, match=rf"{bare}/\.kube/config does not exist; set KUBECONFIG"):
+        Cluster.of(SETTINGS)
+    (bare / ".kube").mkdir()
+    (bare / ".kube" / "config").write_text("nonsense: true")
+    with pytest.raises(ClusterError, match=rf"The kubeconfig {bare}/\.kube/config cannot be used: "):
+        Cluster.of(SETTINGS)
+
+
+def test_context_is_selected_by_name(loopback: LoopbackCluster, make_settings: MakeSettings) -> None:
+    assert Cluster.of(make_settings(context="loopback").kubernetes).host == loopback.url
+    with pytest.raises(ClusterError, match="has no usable context 'elsewhere'"):
+        Cluster.of(make_settings(context="elsewhere").kubernetes)
+
+
+def test_pod_uses_its_service_account_unless_kubeconfig_is_set(
+    loopback: LoopbackCluster, bare: Path, monkeypatch: pytest.MonkeyPatch, make_settings: MakeSettings
+) -> None:
+    kubeconfig = loopback.kubeconfig("evernear/evernear-deployer", namespace="evernear")
+    kubeconfig_tree = yaml.safe_load(kubeconfig.read_text())
+    (bare / "token").write_text(kubeconfig_tree["users"][0]["user"]["token"])
+    monkeypatch.setattr(incluster_config, "SERVICE_TOKEN_FILENAME", str(bare / "token"))
+    authority = kubeconfig_tree["clusters"][0]["cluster"]["certificate-authority"]
+    monkeypatch.setattr(incluster_config, "SERVICE_CERT_FILENAME", authority)
+    monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "127.0.0.1")
+    monkeypatch.setenv("KUBERNETES_SERVICE_PORT", loopback.url.rpartition(":")[2])
+    cluster = Cluster.of(SETTINGS)
+    assert (cluster.inside, cluster.host) == (True, loopback.url)
+    assert cluster.get("Deployment", "evernear-serving") is None
+    settings = make_settings(token_secret="token")  # inside the cluster, the client can send a token
+    client: Any = service_client(cluster, settings)
+    assert client._target.url == "http://evernear-serving.evernear.svc:8080"
+    monkeypatch.setenv("KUBECONFIG", str(kubeconfig))  # takes precedence: a CI runner may be a pod of another cluster
+    assert not Cluster.of(SETTINGS).inside
+
+
+def test_token_from_outside_requires_a_service_url(
+    loopback: LoopbackCluster, make_settings: MakeSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster = Cluster.of(SETTINGS)
+    with pytest.raises(SettingsError, match=r"kubernetes\.service_url"):
+        service_client(cluster, make_settings(token_secret="token"))
+    monkeypatch.setenv("EVERNEAR_TOKEN", "secret")
+    requests: list[str] = []
+
+    def answer(handler: Any) -> None:
+        requests.append(handler.headers["Authorization"])
+        http.server.BaseHTTPRequestHandler.send_error(handler, 401)
+
+    with http_server(do_POST=answer) as port:
+        settings = make_settings(token_secret="token", service_url=f"http://127.0.0.1:{port}")
+        with pytest.raises(Exception, match="401"):
+            service_client(cluster, settings).predict(b"image")
+    assert requests == ["Bearer secret"]
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "BACKOFF_S", 0.01)
+
+
+def test_unknown_token_is_rejected(loopback: LoopbackCluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    kubeconfig = loopback.kubeconfig()
+    tree = yaml.safe_load(kubeconfig.read_text())
+    tree["users"][0]["user"]["token"] = "another"
+    kubeconfig.write_text(yaml.safe_dump(tree))
+    monkeypatch.setenv("KUBECONFIG", str(kubeconfig))
+    with pytest.raises(ClusterError, match=rf"^The API server at {loopback.url} does not accept the credentials \("):
+        Cluster.of(SETTINGS).get("Deployment", "x")
+
+
+@pytest.mark.usefixtures("quick")
+def test_retries_are_limited(loopback: LoopbackCluster) -> None:
+    loopback.fail(too_many_requests(), times=module.MAX_ATTEMPTS - 1)
+    cluster = Cluster.of(SETTINGS)
+    assert cluster.get("Deployment", "evernear-serving") is None
+    loopback.fail(too_many_requests(retry_after_s=3600), times=module.MAX_ATTEMPTS)
+    with pytest.raises(ClusterError, match="still fails after 5 attempts: 429"):
+        cluster.get("Deployment", "evernear-serving")
+
+
+@pytest.fixture
+def foreign_server(bare: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """A kubeconfig whose server is not a Kubernetes API server."""
+
+    class Page(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(b"<html>Welcome to nginx</html>")
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Page) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        url = f"http://127.0.0.1:{server.server_port}"
+        cluster = {"name": "c", "cluster": {"server": url}}
+        context = {"name": "c", "context": {"cluster": "c", "user": "c"}}
+        tree = {
+            "clusters": [cluster],
+            "contexts": [context],
+            "users": [{"name": "c", "user": {"token": "t"}}],
+            "current-context": "c",
+        }
+        (bare / "config").write_text(yaml.safe_dump(tree))
+        monkeypatch.setenv("KUBECONFIG", str(bare / "config"))
+        yield url
+        server.shutdown()
+        thread.join()
+
+
+@pytest.mark.usefixtures("quick")
+def test_foreign_and_unreachable_servers_are_reported(foreign_server: str, bare: Path) -> None:
+    cluster = Cluster.of(SETTINGS)
+    with pytest.raises(ClusterError, match=rf"^The server at {foreign_server} is not a Kubernetes API server\.$"):
+        cluster.get("Deployment", "x")
+    kubeconfig = bare / "config"
+    kubeconfig.write_text(kubeconfig.read_text().replace(foreign_server, "http://127.0.0.1:1"))
+    cluster = Cluster.of(SETTINGS)
+    with pytest.raises(ClusterError, match=r"^The API server at http://127\.0\.0\.1:1 cannot be reached: .*refused"):
+        cluster.get("Deployment", "x")
+
+
+def test_default_client_configuration_is_unchanged(loopback: LoopbackCluster) -> None:
+    """Other clients of the process, such as KFP's, keep their configuration."""
+    Cluster.of(SETTINGS)
+    from kubernetes.client import Configuration
+
+    assert Configuration.get_default_copy().host != loopback.url

@@ -1,0 +1,587 @@
+"""Deployments to a cluster end to end: the live release, the champion pointer and the messages.
+
+The API server is the loopback one. Its Services forward to servers that answer like TorchServe with
+a release.
+"""
+
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+from kubernetes import client, config
+from typer.testing import CliRunner
+
+from evernear import deployment, steps
+from evernear.cli.app import app
+from evernear.common.retry import retry
+from evernear.common.store import FileStore, open_store
+from evernear.deployment import kubernetes
+from evernear.deployment.kubernetes import rollout
+from evernear.deployment.kubernetes.cluster import Cluster
+from evernear.deployment.kubernetes.lease import LeaseLock
+from evernear.errors import (
+    BusyError,
+    ClusterError,
+    ConflictError,
+    EvernearError,
+    IntegrityError,
+    ServingError,
+    SettingsError,
+    StoreError,
+    TransientStoreError,
+)
+from evernear.release import promotions
+from evernear.release.archive_reader import open_release
+from evernear.release.promotions import CHAMPION, Cause
+from evernear.release.registry import Registry
+from evernear.settings import Settings
+from tests.loopback.kubernetes import CrashLoop, ImageMissing, LoopbackCluster, Ready, labeled
+from tests.real.deployment.kubernetes.deployer import IMAGE, MakeSettings
+from tests.real.serving.fake_servers import http_server
+from tests.releases import MakeRelease, PackedRelease
+
+NAME = "evernear-serving"
+RELEASE = "evernear.dev/release"
+SLOW = pytest.mark.slow
+
+
+class Answers:
+    """Responses of a TorchServe with one release; ``wrong`` replaces some of their fields."""
+
+    def __init__(self, release: PackedRelease, directory: Path) -> None:
+        parts = open_release(release.archive, directory)
+        self.version = release.version
+        self.known = {
+            image: {"pred": query.pred, "dist": query.dist, "unknown": query.unknown}
+            for image, query in parts.smoke_queries()
+        }
+        self.wrong: dict[str, Any] = {}
+
+    def answer(self, handler: Any) -> None:
+        image = handler.rfile.read(int(handler.headers["Content-Length"]))
+        requested = handler.path.removeprefix("/predictions/embedding").strip("/") or self.version
+        if requested != self.version:
+            response = {
+                "code": 404,
+                "type": "ModelVersionNotFoundException",
+                "message": f"There is no {requested}.",
+            }
+        elif self.known.get(image) is None:
+            response = {"code": 400, "type": "BadImage", "message": "No image of this release."}
+        else:
+            response = self.known[image] | {"neighbors": [], "version": self.version} | self.wrong
+        body = json.dumps(response).encode()
+        handler.send_response(response.get("code", 200))
+        handler.send_header("Content-Length", str(len(body)))
+        handler.end_headers()
+        handler.wfile.write(body)
+
+
+class Sandbox:
+    """A cluster and the registry that it deploys from."""
+
+    def __init__(self, loopback: LoopbackCluster, settings: Settings) -> None:
+        self.loopback = loopback
+        self.settings = settings
+        self.registry = Registry(open_store(settings.store_uri))
+        self.cluster = Cluster.of(settings.kubernetes)
+        self._admin = config.new_client_from_config(str(loopback.kubeconfig()))
+
+    @property
+    def champion(self) -> str | None:
+        champion = self.registry.champion()
+        return champion.version if champion else None
+
+    @property
+    def live(self) -> tuple[set[str], set[str]]:
+        """Releases and images of all pods."""
+        pods = client.CoreV1Api(self._admin).list_namespaced_pod("evernear").items
+        running = [pod for pod in pods if not pod.metadata.deletion_timestamp]
+        return {pod.metadata.annotations[RELEASE] for pod in running}, {pod.spec.containers[0].image for pod in running}
+
+    def remaining(self) -> list[str]:
+        """Kinds of the remaining objects of a deployment."""
+        kinds = ("ServiceAccount", "ConfigMap", "NetworkPolicy", "PodDisruptionBudget", "Service", "Deployment")
+        return [kind for kind in (*kinds, "HorizontalPodAutoscaler") if self.find(kind)]
+
+    def find(self, kind: str) -> dict[str, Any] | None:
+        """An object of a deployment; the deployer itself may not read every kind."""
+        return Cluster(self._admin, "evernear", inside=False).get(kind, NAME)
+
+    def with_settings(self, **changes: Any) -> Settings:
+        """The settings with ``changes`` in the section kubernetes."""
+        chosen = self.settings.kubernetes.model_copy(update=changes)
+        return self.settings.model_copy(update={"kubernetes": chosen})
+
+    def deploy(self, release: PackedRelease, **changes: Any) -> deployment.Deployment:
+        return deployment.deploy_release(release.archive, release.verdict, self.with_settings(**changes))
+
+
+@pytest.fixture(scope="module")
+def releases(make_release: MakeRelease) -> tuple[PackedRelease, PackedRelease, PackedRelease]:
+    """Three successive releases."""
+    first = make_release()
+    second = make_release(parent=first.version)
+    return first, second, make_release(parent=second.version)
+
+
+@pytest.fixture
+def answers(releases: tuple[PackedRelease, ...], tmp_path: Path) -> list[Answers]:
+    return [Answers(release, tmp_path / f"opened-{number}") for number, release in enumerate(releases)]
+
+
+@pytest.fixture
+def sandbox(
+    loopback: LoopbackCluster, make_settings: MakeSettings, answers: list[Answers], monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Sandbox]:
+    monkeypatch.setattr(rollout, "DIAGNOSIS_INTERVAL_S", 1)
+    with ExitStack() as stack:
+        for item in answers:
+            port = stack.enter_context(http_server(do_POST=lambda handler, item=item: item.answer(handler)))
+            loopback.set_pod_behavior(Ready(serves={8080: ("127.0.0.1", port)}), labeled(RELEASE, item.version))
+        yield Sandbox(loopback, make_settings())
+
+
+def test_deploy_roll_back_and_promote(sandbox: Sandbox, releases: tuple[PackedRelease, ...]) -> None:
+    first, second, _ = releases
+    deployed = sandbox.deploy(first)
+    assert (deployed.version, deployed.previous, deployed.smoke_queries) == (first.version, None, 8)
+    assert deployed.url == "http://evernear-serving.evernear.svc:8080/predictions/embedding"
+    assert sandbox.champion == first.version
+    assert sandbox.deploy(second).previous == first.version
+    assert sandbox.deploy(second).previous == first.version, "a repeated deployment"
+    assert sandbox.live == ({second.version}, {IMAGE})
+    assert deployment.open_target(sandbox.settings).status() == {
+        "server": "up",
+        "url": deployed.url,
+        "release": second.version,
+        "ready_pods": 1,
+        "image": IMAGE,
+        "champion": second.version,
+        "store": sandbox.settings.store_uri,
+    }
+    with pytest.raises(ConflictError, match="run again"):
+        sandbox.deploy(first)
+
+    back = deployment.roll_back(sandbox.settings, cause=Cause(by="ada", why="a test"))
+    assert (back.version, back.previous, back.smoke_queries) == (first.version, None, 8)
+    assert sandbox.live[0] == {first.version}
+    assert sandbox.champion == first.version
+    assert deployment.promote_release(second.version, sandbox.settings).version == second.version
+    assert sandbox.live[0] == {second.version}
+    assert [move.how for move in sandbox.registry.history()] == ["deploy", "deploy", "rollback", "promote"]
+    assert sandbox.champion == second.version
+
+
+def test_settings_are_applied_to_the_live_release(sandbox: Sandbox, releases: tuple[PackedRelease, ...]) -> None:
+    first, second, _ = releases
+    sandbox.deploy(first)
+    sandbox.deploy(second)
+    image = IMAGE.replace("a" * 64, "c" * 64)
+    applied = deployment.promote_release(
+        second.version, sandbox.with_settings(image=image), cause=Cause(by="ada", why="a new base image")
+    )
+    assert (applied.version, applied.previous, applied.smoke_queries) == (second.version, first.version, 8)
+    assert sandbox.live == ({second.version}, {image})
+    run = "11111111-1111-1111-1111-111111111111"
+    steps.promote(
+        *(run, sandbox.settings.store_uri, "kubernetes"),
+        {"kubernetes": sandbox.settings.kubernetes.model_dump(mode="json") | {"image": image, "replicas_min": 2}},
+        *("", "", "grace"),
+    )
+    autoscaler = sandbox.find("HorizontalPodAutoscaler")
+    assert autoscaler is not None
+    assert autoscaler["spec"]["minReplicas"] == 2
+    moves = [(move.how, move.by, move.run) for move in sandbox.registry.history()]
+    assert moves[2:] == [("apply", "ada", ""), ("apply", "grace", run)]
+    assert deployment.roll_back(sandbox.settings).version == first.version, "a rollback passes over applied settings"
+
+
+def test_settings_that_fail_are_replaced_by_the_previous_ones(
+    sandbox: Sandbox, releases: tuple[PackedRelease, ...]
+) -> None:
+    sandbox.deploy(releases[0])
+    image = IMAGE.replace("a" * 64, "b" * 64)
+    sandbox.loopback.set_pod_behavior(
+        ImageMissing(), lambda pod: pod["spec"]["containers"][0]["image"].endswith("b" * 64)
+    )
+    with pytest.raises(ClusterError, match=r"cannot be pulled.* was restored and is live\.$"):
+        deployment.apply(sandbox.with_settings(image=image))
+    assert sandbox.live == ({releases[0].version}, {IMAGE})
+    assert [move.how for move in sandbox.registry.history()] == ["deploy"]
+
+
+@pytest.mark.parametrize("target", ["local", "registry"])
+def test_other_targets_apply_no_settings(sandbox: Sandbox, releases: tuple[PackedRelease, ...], target: str) -> None:
+    sandbox.deploy(releases[0])
+    sentence = f"is already the champion, and target {target} applies no settings to it: only kubernetes"
+    with pytest.raises(SettingsError, match=sentence):
+        deployment.promote_release(releases[0].version, sandbox.settings.model_copy(update={"target": target}))
+
+
+def test_settings_need_a_champion(sandbox: Sandbox) -> None:
+    with pytest.raises(StoreError, match="No release has been promoted"):
+        deployment.apply(sandbox.settings)
+
+
+def test_applied_objects_name_their_release_and_field_manager(
+    sandbox: Sandbox, releases: tuple[PackedRelease, ...]
+) -> None:
+    sandbox.deploy(releases[0])
+    patches = [call for call in sandbox.loopback.calls if call.verb == "patch"]
+    assert {call.query["fieldManager"] for call in patches} == {"evernear"}
+    assert {call.query.get("force") for call in patches if call.name == NAME} == {"false"}
+    manifest = sandbox.cluster.get("Deployment", NAME)
+    assert manifest is not None
+    record = sandbox.registry.get(releases[0].version)
+    assert manifest["metadata"]["annotations"]["evernear.dev/archive-sha256"] == record.archive_sha256
+    assert manifest["metadata"]["labels"]["app.kubernetes.io/version"] == record.manifest.version
+
+
+@pytest.mark.parametrize(
+    "fault",
+    ["image", "wrong answer", *(pytest.param(item, marks=SLOW) for item in ("crash", "another release", "silence"))],
+)
+def test_failed_release_is_replaced_by_the_previous_one(
+    sandbox: Sandbox, releases: tuple[PackedRelease, ...], answers: list[Answers], fault: str
+) -> None:
+    first, second, _ = releases
+    sandbox.deploy(first)
+    sentence = {
+        "crash": "container torchserve of pod",
+        "image": "cannot be pulled",
+        "wrong answer": "fails its smoke test: smoke-00.png",
+        "another release": f"does not answer with release {second.version} alone after 1 s: it answers with release x",
+        "silence": "does not answer with release .* alone after 1 s: .*cannot|does not answer|fails|error trying",
+    }[fault]
+    changes: dict[str, Any] = {}
+    match fault:
+        case "crash":
+            sandbox.loopback.set_pod_behavior(CrashLoop("no"), labeled(RELEASE, second.version))
+        case "image":  # the previous release is restored with its own image, not that of the settings
+            changes = {"image": IMAGE.replace("a" * 64, "b" * 64)}
+            sandbox.loopback.set_pod_behavior(
+                ImageMissing(), lambda pod: pod["spec"]["containers"][0]["image"].endswith("b" * 64)
+            )
+        case "wrong answer":
+            answers[1].wrong = {"dist": 1.5}
+        case "another release":
+            answers[1].wrong = {"version": "x"}
+        case _:
+            sandbox.loopback.set_pod_behavior(Ready(serves={8080: ("127.0.0.1", 1)}), labeled(RELEASE, second.version))
+    with pytest.raises(EvernearError, match=sentence) as exc_info:
+        sandbox.deploy(second, **changes)
+    assert str(exc_info.value).startswith(f"Release {second.version} was not deployed: ")
+    assert str(exc_info.value).endswith(f" Release {first.version} was restored and is live.")
+    assert type(exc_info.value) in (ClusterError, ServingError)
+    assert sandbox.champion == first.version
+    assert sandbox.live == ({first.version}, {IMAGE})
+
+
+@pytest.mark.parametrize("fault", [pytest.param("crash", marks=SLOW), "wrong answer"])
+def test_failed_first_release_leaves_no_objects(
+    sandbox: Sandbox, releases: tuple[PackedRelease, ...], answers: list[Answers], fault: str
+) -> None:
+    if fault == "crash":
+        sandbox.loopback.set_pod_behavior(CrashLoop("no"))
+    else:
+        answers[0].wrong = {"pred": "?"}
+    with pytest.raises(EvernearError, match=r"No release was live before it, so its objects were removed\.$"):
+        sandbox.deploy(releases[0])
+    assert sandbox.remaining() == []
+    assert sandbox.champion is None
+    answers[0].wrong = {}
+
+
+@SLOW
+def test_failed_restore_is_reported(sandbox: Sandbox, releases: tuple[PackedRelease, ...]) -> None:
+    first, second, _ = releases
+    sandbox.deploy(first, image=IMAGE.replace("a" * 64, "c" * 64))
+    sandbox.loopback.set_pod_behavior(CrashLoop("the node is broken"))
+    with pytest.raises(ClusterError, match=r"was not restored: it does not come up: .*node is broken"):
+        sandbox.deploy(second, rollout_timeout_s=3)
+    assert sandbox.champion == first.version
+
+
+def test_field_conflicts_are_reported_before_any_change(sandbox: Sandbox, releases: tuple[PackedRelease, ...]) -> None:
+    first, second, _ = releases
+    sandbox.deploy(first)
+    apps = client.AppsV1Api(config.new_client_from_config(str(sandbox.loopback.kubeconfig())))
+    patch = {"spec": {"template": {"spec": {"terminationGracePeriodSeconds": 7}}}}
+    apps.patch_namespaced_deployment(NAME, "evernear", patch, field_manager="kubectl-edit")
+    with pytest.raises(
+        ClusterError,
+        match=r'^Deployment evernear-serving: "kubectl-edit".* set \.spec\.template\.spec\.terminationGrace\w+; '
+        r"release it there, or take ownership with --set kubernetes\.force_conflicts=true\.$",
+    ):
+        sandbox.deploy(second)
+    settings = client.CoreV1Api(apps.api_client).read_namespaced_config_map(NAME, "evernear")
+    assert settings.metadata.annotations[RELEASE] == first.version
+    assert sandbox.deploy(second, force_conflicts=True).version == second.version
+
+
+class Killed(BaseException):
+    """Simulates SIGKILL: no cleanup follows."""
+
+
+@pytest.mark.parametrize(
+    "step",
+    [
+        pytest.param("before the rollout", marks=SLOW),
+        "before the pointer moves",
+        pytest.param("before it is saved", marks=SLOW),
+    ],
+)
+def test_killed_deployment_can_be_repeated(
+    sandbox: Sandbox, releases: tuple[PackedRelease, ...], step: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second, third = releases
+    sandbox.deploy(first)
+
+    def kill(*_: object, **__: object) -> None:
+        raise Killed
+
+    with monkeypatch.context() as patched:
+        target = {
+            "before the rollout": (kubernetes, "await_rollout"),
+            "before the pointer moves": (Registry, "set_champion"),
+            "before it is saved": (kubernetes, "save_last_known_good"),
+        }[step]
+        patched.setattr(*target, kill)
+        patched.setattr(kubernetes.KubernetesTarget, "_restore_previous", kill)
+        patched.setattr(kubernetes.LeaseLock, "release", lambda lease: lease._released.set())
+        with pytest.raises(Killed):
+            sandbox.deploy(second)
+    assert sandbox.deploy(second).version == second.version  # waits until the Lease of the killed process expires
+    assert sandbox.champion == second.version
+    assert sandbox.live == ({second.version}, {IMAGE})
+    sandbox.loopback.set_pod_behavior(CrashLoop("no"), labeled(RELEASE, third.version))
+    with pytest.raises(ClusterError, match=rf"Release {second.version} was restored and is live"):
+        sandbox.deploy(third)
+    assert sandbox.live == ({second.version}, {IMAGE})
+
+
+@SLOW
+def test_failed_release_after_a_killed_deployment_is_replaced_by_the_champion(
+    sandbox: Sandbox, releases: tuple[PackedRelease, ...], make_release: MakeRelease, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The release of the killed deployment never passed its smoke test, so it is not restored."""
+    first, second, _ = releases
+    sandbox.deploy(first)
+    rival = make_release(parent=first.version)
+
+    def kill(*_: object, **__: object) -> None:
+        raise Killed
+
+    with monkeypatch.context() as patched:
+        patched.setattr(kubernetes, "verify", kill)
+        patched.setattr(kubernetes.KubernetesTarget, "_restore_previous", kill)
+        with pytest.raises(Killed):
+            sandbox.deploy(second)
+    assert sandbox.live[0] == {second.version}
+    assert deployment.open_target(sandbox.settings).status()["champion"] == first.version
+    sandbox.loopback.set_pod_behavior(CrashLoop("no"), labeled(RELEASE, rival.version))
+    with pytest.raises(ClusterError, match=rf"Release {first.version} was restored and is live"):
+        sandbox.deploy(rival)
+    assert sandbox.live[0] == {first.version}
+
+
+def test_one_of_two_concurrent_deployments_fails(
+    sandbox: Sandbox, releases: tuple[PackedRelease, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    in_progress, proceed = threading.Event(), threading.Event()
+    verify = kubernetes.verify
+
+    def verify_later(*arguments: Any) -> int:
+        in_progress.set()
+        assert proceed.wait(60)
+        return verify(*arguments)
+
+    monkeypatch.setattr(kubernetes, "verify", verify_later)
+    first = threading.Thread(target=sandbox.deploy, args=(releases[0],))
+    first.start()
+    assert in_progress.wait(60)
+    with pytest.raises(BusyError, match="is in progress, by "):
+        sandbox.deploy(releases[0])
+    proceed.set()
+    first.join()
+    assert sandbox.champion == releases[0].version
+
+
+def test_champion_changed_during_a_deployment_stays_live(
+    sandbox: Sandbox, releases: tuple[PackedRelease, ...], make_release: MakeRelease, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second, _ = releases
+    sandbox.deploy(first)
+    rival = make_release(parent=first.version)
+    verify = kubernetes.verify
+
+    def verify_and_lose(*arguments: Any) -> int:
+        sandbox.registry.publish(rival.archive)
+        sandbox.registry.set_champion(rival.version, sandbox.registry.champion())
+        return verify(*arguments)
+
+    monkeypatch.setattr(kubernetes, "verify", verify_and_lose)
+    with pytest.raises(
+        ConflictError, match=rf"champion changed in the meantime.* Release {rival.version} was restored"
+    ):
+        sandbox.deploy(second)
+    assert sandbox.champion == rival.version
+    assert sandbox.live[0] == {rival.version}
+
+
+def fail_to_record(
+    error: EvernearError,
+    monkeypatch: pytest.MonkeyPatch,
+    times: int = 1,
+    retry_timeout_s: float = 0.0,
+    executed: bool = False,
+) -> Iterator[int]:
+    """Make writes of the champion pointer fail, before or after they take effect; returns the
+    remaining failures."""
+    put_if, remaining = FileStore.put_if, iter(range(times))
+
+    def fail(store: FileStore, key: str, data: bytes, etag: str | None) -> str:
+        if key != CHAMPION or next(remaining, None) is None:
+            return put_if(store, key, data, etag)
+        if executed:
+            put_if(store, key, data, etag)
+        raise error
+
+    monkeypatch.setattr(FileStore, "put_if", fail)
+    monkeypatch.setattr(promotions, "_RETRY_TIMEOUT_S", retry_timeout_s)
+    monkeypatch.setattr(promotions, "_PAUSE_S", (0.01, 0.01))
+    return remaining
+
+
+@pytest.mark.parametrize("executed", [False, True], ids=["not carried out", "carried out"])
+def test_release_that_passed_its_smoke_test_stays_live_if_the_store_is_unreachable(
+    sandbox: Sandbox, releases: tuple[PackedRelease, ...], monkeypatch: pytest.MonkeyPatch, executed: bool
+) -> None:
+    first, second, _ = releases
+    sandbox.deploy(first)
+    with monkeypatch.context() as patched:
+        fail_to_record(TransientStoreError("http://s3 cannot be reached."), patched, executed=executed)
+        with pytest.raises(
+            TransientStoreError,
+            match=rf"^Release {second.version} answered its stored queries and stays in place, but it may not be "
+            rf"recorded as the champion: http://s3 cannot be reached\. .*`evernear registry promote {second.version}`",
+        ):
+            sandbox.deploy(second)
+    assert sandbox.live == ({second.version}, {IMAGE})
+    assert sandbox.champion == (second.version if executed else first.version)
+    if executed:
+        sandbox.deploy(second)
+    else:
+        deployment.promote_release(second.version, sandbox.settings)
+    assert sandbox.live == ({second.version}, {IMAGE})
+    assert [move.version for move in sandbox.registry.history()] == [first.version, second.version]
+    assert deployment.roll_back(sandbox.settings).version == first.version
+
+
+def test_rollback_waits_for_the_store(
+    sandbox: Sandbox, releases: tuple[PackedRelease, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second, _ = releases
+    sandbox.deploy(first)
+    sandbox.deploy(second)
+    with monkeypatch.context() as patched:
+        remaining = fail_to_record(
+            TransientStoreError("http://s3 cannot be reached."), patched, times=3, retry_timeout_s=60.0
+        )
+        assert deployment.roll_back(sandbox.settings).version == first.version
+    assert list(remaining) == []
+    assert sandbox.champion == first.version
+    assert sandbox.live == ({first.version}, {IMAGE})
+    assert [move.how for move in sandbox.registry.history()] == ["deploy", "deploy", "rollback"]
+
+
+def test_previous_release_is_restored_if_the_store_denies_access(
+    sandbox: Sandbox, releases: tuple[PackedRelease, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second, _ = releases
+    sandbox.deploy(first)
+    fail_to_record(StoreError("s3:PutObject is not permitted."), monkeypatch)
+    with pytest.raises(StoreError, match=rf"is not permitted\. Release {first.version} was restored and is live"):
+        sandbox.deploy(second)
+    assert sandbox.champion == first.version
+    assert sandbox.live == ({first.version}, {IMAGE})
+
+
+@SLOW
+def test_lost_lease_stops_the_deployment(
+    sandbox: Sandbox, releases: tuple[PackedRelease, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sandbox.deploy(releases[0])
+    verify = kubernetes.verify
+
+    def take_lease() -> None:
+        manifest = sandbox.cluster.get("Lease", NAME)
+        assert manifest is not None
+        sandbox.cluster.replace(manifest | {"spec": {**manifest["spec"], "holderIdentity": "somebody else"}})
+
+    def verify_and_lose(*arguments: Any) -> int:
+        retry(take_lease, on=ClusterError, pauses_s=[0.01] * 100)  # its holder renews it meanwhile
+        threading.Event().wait(kubernetes.LEASE_S)
+        return verify(*arguments)
+
+    monkeypatch.setattr(kubernetes, "verify", verify_and_lose)
+    with pytest.raises(BusyError, match=r"lost the Lease evernear-serving .*The previous release was not restored"):
+        sandbox.deploy(releases[1])
+    assert sandbox.champion == releases[0].version
+
+
+def test_rejected_deployment_changes_nothing(
+    sandbox: Sandbox, releases: tuple[PackedRelease, ...], make_release: MakeRelease, tmp_path: Path
+) -> None:
+    held_back = make_release(promote=False)
+    with pytest.raises(IntegrityError, match=r"The verdict on release \S+ is hold"):
+        sandbox.deploy(held_back)
+    with pytest.raises(SettingsError, match="needs the serving image by its digest"):
+        sandbox.deploy(releases[0], image="")
+    with pytest.raises(SettingsError, match="The API server does not forward a token"):
+        sandbox.deploy(releases[0], token_secret="token")
+    assert {
+        call.verb for call in sandbox.loopback.calls if call.name == NAME and call.query.get("dryRun") != "All"
+    } <= {
+        "get",
+        "update",
+    }
+    assert sandbox.remaining() == []
+
+
+def test_missing_rights_are_named(
+    sandbox: Sandbox, releases: tuple[PackedRelease, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KUBECONFIG", str(sandbox.loopback.kubeconfig("evernear/stranger", namespace="evernear")))
+    with pytest.raises(ClusterError, match=r'cannot get resource "leases".*docs/kubernetes\.md has the Role'):
+        sandbox.deploy(releases[0])
+
+
+def test_status_and_render_show_the_live_release_and_the_manifests(
+    sandbox: Sandbox, releases: tuple[PackedRelease, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sandbox.deploy(releases[0])
+    flags = [
+        f"--set={key}={value}"
+        for key, value in {
+            "store": sandbox.settings.store_uri,
+            "target": "kubernetes",
+            "kubernetes.image": IMAGE,
+            "kubernetes.store_claim": "store",
+            "kubernetes.replicas_min": 1,
+        }.items()
+    ]
+    status = CliRunner().invoke(app, ["status", *flags])
+    assert ["release", releases[0].version] in [line.split() for line in status.output.splitlines()]
+    rendered = CliRunner().invoke(app, ["deployment", "render", *flags])
+    assert rendered.output.count("\nkind: ") == 7, rendered.output
+    assert f"evernear.dev/release: {releases[0].version}" in rendered.output
+    assert "&id" not in rendered.output
+    with LeaseLock(sandbox.cluster, NAME, 5):
+        busy = CliRunner().invoke(app, ["registry", "rollback", *flags])
+    assert "nothing to roll back to" in str(busy.exception)

@@ -1,0 +1,445 @@
+"""Parts in an Indexed Job on the loopback cluster, whose pods are processes; the account has the
+Role of `deploy/`."""
+
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+import yaml
+from kubernetes import client, config, utils
+from PIL import Image
+
+from evernear.common.parts import Part, Parts
+from evernear.common.run_parts import FINAL_EXIT_CODE, PartsRecord, run_parts
+from evernear.common.run_record import RunRecord
+from evernear.common.store import Store, open_store
+from evernear.errors import ClusterError, SettingsError
+from evernear.kubeflow import indexed_job
+from evernear.kubeflow.indexed_job import IndexedJob, indexes
+from evernear.release.registry import Registry
+from evernear.settings import KubernetesSettings, PartsJobSettings
+from tests import ROOT
+from tests.command_line import evernear
+from tests.loopback.kubernetes import LoopbackCluster
+from tests.loopback.kubernetes.kinds import JOB, POD_TEMPLATE
+from tests.loopback.kubernetes.pod_security import violations
+from tests.real.kubeflow import small_steps
+from tests.releases import MakeRelease, System
+
+DEPLOY = ROOT / "deploy" / "components" / "many-machines"
+SETTINGS = PartsJobSettings(namespace="kubeflow", image="registry.example/evernear-train@sha256:" + "a" * 64)
+JOB_SETTINGS = SETTINGS.model_dump(include={"namespace", "image"})
+# The command of a pod: it writes the result of its part as `evernear.kubeflow.part` does, without
+# loading a release.
+FINISH = """
+import os, sys
+from evernear.common.parts import Parts
+from evernear.common.store import open_store
+parts = Parts.find(open_store(sys.argv[1]), sys.argv[2])
+number = int(os.environ["JOB_COMPLETION_INDEX"])
+"""
+Objects = dict[str, dict[str, Any]]
+
+
+@pytest.fixture
+def manifests() -> Objects:
+    files = [(DEPLOY / name).read_text() for name in ("template.yaml", "may-run-parts.yaml")]
+    return {item["kind"]: item for item in yaml.safe_load_all("\n---\n".join(files))}
+
+
+@pytest.fixture
+def loopback(tmp_path: Path, manifests: Objects, monkeypatch: pytest.MonkeyPatch) -> Iterator[LoopbackCluster]:
+    """A cluster with the objects of `deploy/`; ``KUBECONFIG`` authenticates as the account of the
+    pipeline's steps."""
+    with LoopbackCluster(tmp_path) as cluster:
+        admin = config.new_client_from_config(str(cluster.kubeconfig()))
+        utils.create_from_dict(admin, {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": "kubeflow"}})
+        for kind in ("Role", "RoleBinding"):
+            utils.create_from_dict(admin, manifests[kind])
+        client.CoreV1Api(admin).create_namespaced_pod_template("kubeflow", manifests["PodTemplate"])
+        monkeypatch.setenv("KUBECONFIG", str(cluster.kubeconfig("kubeflow/pipeline-runner", namespace="kubeflow")))
+        monkeypatch.setattr(indexed_job, "POLL_S", 0.1)
+        cluster.calls.clear()
+        yield cluster
+
+
+@pytest.fixture
+def store(bucket: str) -> Store:
+    return open_store(f"s3://{bucket}/store")
+
+
+def plan(store: Store, folder: str = "runs/run-1/embed", parts: int = 4) -> Parts:
+    return Parts.make(store, folder, "predict", {}, (Part(units=1) for _ in range(parts)))
+
+
+def run_command(monkeypatch: pytest.MonkeyPatch, code: str) -> None:
+    """Replace the command of the pods by a Python program."""
+    manifest = indexed_job.indexed_job
+
+    def changed(*arguments: Any) -> dict[str, Any]:
+        tree = manifest(*arguments)
+        tree["spec"]["template"]["spec"]["containers"][0]["command"] = [sys.executable, "-c", FINISH + code]
+        return tree
+
+    monkeypatch.setattr(indexed_job, "indexed_job", changed)
+
+
+def run(parts: Parts, settings: PartsJobSettings = SETTINGS, report: Any = lambda _: None, nodes: int = 2) -> list[int]:
+    seen: list[int] = []
+    executor = IndexedJob(nodes, settings, KubernetesSettings(), report)
+    run_parts(parts, executor, lambda done, total: seen.append(done))
+    return seen
+
+
+def left_behind(cluster: LoopbackCluster, parts: Parts, manifests: Objects) -> str:
+    """Create the Job of an earlier attempt that was killed, and return its UID."""
+    manifest = indexed_job.indexed_job(parts, 2, SETTINGS, manifests["PodTemplate"])
+    return cluster.api.create(JOB, manifest, "kubeflow")["metadata"]["uid"]
+
+
+def jobs(cluster: LoopbackCluster) -> list[dict[str, Any]]:
+    return [*cluster.api.store.all(JOB)]
+
+
+@pytest.mark.slow
+def test_pods_predict_what_one_process_predicts(
+    loopback: LoopbackCluster, bucket: str, make_release: MakeRelease, tmp_path: Path
+) -> None:
+    source, store = open_store(f"s3://{bucket}/photos"), open_store(f"s3://{bucket}/store")
+    random = np.random.default_rng(0)
+    for number in range(9):
+        Image.fromarray(random.integers(0, 255, (8, 8), np.uint8)).save(tmp_path / "image.png")
+        source.put(f"{number}.png", tmp_path / "image.png")
+    release = make_release()
+    Registry(store).publish(release.archive)
+    common = ["batch-predict", "--source", source.uri, "--store", store.uri, "--release", release.version]
+    common += ["--part-images", "3", "--out"]
+    job = [f"parts_job.{name}={value}" for name, value in JOB_SETTINGS.items()]
+    options = [item for setting in job for item in ("--set", setting)]
+    done = evernear(*common, f"s3://{bucket}/out", "--nodes", "2", *options)
+    assert done.returncode == 0, done.stderr
+    assert "3 of 3 parts on up to 2 nodes" in done.stderr
+    assert evernear(*common, tmp_path / "local").returncode == 0
+    for number in range(3):
+        name = f"part-{number:06}.parquet"
+        fetched = open_store(f"s3://{bucket}/out").fetch(name, tmp_path / name)
+        assert pq.read_table(fetched).equals(pq.read_table(tmp_path / "local" / name))
+    assert jobs(loopback) == []
+
+
+def test_job_runs_every_part_with_the_rights_of_the_role(
+    loopback: LoopbackCluster, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_command(monkeypatch, "parts.save_result(number, b'done')")
+    parts, states = plan(store), list[str]()
+    parts.save_result(1, b"earlier")
+    seen = run(parts, report=states.append)
+    assert (seen[0], seen[-1]) == (1, 4)
+    assert parts.missing() == []
+    assert parts.result(1) == b"earlier"
+    assert {(call.verb, call.kind.name) for call in loopback.calls} == {
+        ("get", "PodTemplate"), ("create", "Job"), ("get", "Job"), ("delete", "Job")
+    }  # fmt: skip
+    assert jobs(loopback) == []
+    assert "3 of 4 parts on up to 2 nodes" in states[0]
+
+
+def test_part_that_failed_for_good_ends_the_step_with_its_sentence(
+    loopback: LoopbackCluster, store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code = f"""
+from evernear.errors import DataError
+open({str(tmp_path)!r} + f"/started-{{number}}", "a").write("x")
+if number == 2:
+    parts.save_failure(number, DataError("The shard 7 is damaged."))
+    sys.exit({FINAL_EXIT_CODE})
+parts.save_result(number, b"done")
+"""
+    run_command(monkeypatch, code)
+    with pytest.raises(ClusterError, match=r"^The shard 7 is damaged\.$"):
+        run(plan(store))
+    assert (tmp_path / "started-2").read_text() == "x", "it is not retried"
+    assert jobs(loopback) == []
+
+
+def test_part_that_fails_is_retried_and_a_drained_node_costs_its_part(
+    loopback: LoopbackCluster, store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code = f"""
+import time
+mark = {str(tmp_path)!r} + f"/started-{{number}}"
+first = not os.path.exists(mark)
+open(mark, "a").write("x")
+if first and number == 0:
+    sys.exit(4)
+if first and number == 1:
+    time.sleep(600)
+parts.save_result(number, b"done")
+"""
+    run_command(monkeypatch, code)
+    parts = plan(store, parts=2)
+
+    def drain() -> None:
+        while not (tmp_path / "started-1").exists():
+            time.sleep(0.05)
+        loopback.drain(jobs(loopback)[0]["metadata"]["name"], 1)
+
+    draining = threading.Thread(target=drain)
+    draining.start()
+    run(parts)
+    draining.join()
+    assert parts.missing() == []
+    assert (tmp_path / "started-0").read_text() == (tmp_path / "started-1").read_text() == "xx"
+
+
+def test_pods_that_keep_failing_name_the_reason_and_the_template(
+    loopback: LoopbackCluster, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_command(monkeypatch, "os._exit(137)")
+    monkeypatch.setattr(indexed_job, "RETRIES", 1)
+    with pytest.raises(
+        ClusterError, match=r"MaxFailedIndexesExceeded: .* raise its limit in the PodTemplate evernear-parts"
+    ):
+        run(plan(store))
+
+
+def test_running_job_is_adopted_and_an_ended_one_is_replaced(
+    loopback: LoopbackCluster, manifests: Objects, store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parts = plan(store, parts=2)
+    run_command(monkeypatch, f"if os.path.exists({str(tmp_path / 'works')!r}): parts.save_result(number, b'done')")
+
+    ended, seen = left_behind(loopback, parts, manifests), set[str]()
+    while not jobs(loopback)[0].get("status", {}).get("conditions"):
+        time.sleep(0.05)
+    (tmp_path / "works").touch()
+    run(parts, report=lambda _: seen.update(job["metadata"]["uid"] for job in jobs(loopback)))
+    assert parts.missing() == []
+    assert seen
+    assert ended not in seen
+
+    parts.store.delete(f"{parts.folder}/plan.json")
+    parts, seen = plan(store, parts=2), set[str]()
+    running = left_behind(loopback, parts, manifests)
+    run(parts, report=lambda _: seen.update(job["metadata"]["uid"] for job in jobs(loopback)))
+    assert seen == {running}
+
+
+def test_failed_job_whose_pods_still_terminate_is_replaced(
+    loopback: LoopbackCluster, manifests: Objects, store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code = f"""
+import signal, time
+waits, works = {str(tmp_path / "waits")!r}, {str(tmp_path / "works")!r}
+if number == 1 and not os.path.exists(works):
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    open(waits, "w").close()
+    time.sleep(600)
+while number == 0 and not os.path.exists(waits):
+    time.sleep(0.01)
+if not os.path.exists(works):
+    sys.exit({FINAL_EXIT_CODE})
+parts.save_result(number, b"done")
+"""
+    run_command(monkeypatch, code)
+    parts, seen = plan(store, parts=2), set[str]()
+    failed = left_behind(loopback, parts, manifests)
+    while not jobs(loopback)[0].get("status", {}).get("conditions"):
+        time.sleep(0.05)
+    assert [item["type"] for item in jobs(loopback)[0]["status"]["conditions"]] == ["FailureTarget"]
+    (tmp_path / "works").touch()
+    run(parts, report=lambda _: seen.update(job["metadata"]["uid"] for job in jobs(loopback)))
+    assert parts.missing() == []
+    assert seen
+    assert failed not in seen
+
+
+def test_pods_that_cannot_start_name_the_reason_and_the_deadline_the_setting(
+    loopback: LoopbackCluster, manifests: Objects, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    core = client.CoreV1Api(config.new_client_from_config(str(loopback.kubeconfig())))
+    patch = {"template": {"spec": {"nodeSelector": {"example.org/gpu": "yes"}}}}
+    core.patch_namespaced_pod_template("evernear-parts", "kubeflow", patch)
+    monkeypatch.setattr(indexed_job, "CREATION_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(indexed_job, "TIMEOUT_S", 2)
+    states: list[str] = []
+    with pytest.raises(
+        ClusterError,
+        match=r"DeadlineExceeded: .*event FailedScheduling: .*affinity/selector.* Correct the PodTemplate "
+        r"evernear-parts if needed, and run again",
+    ):
+        run(plan(store), report=states.append)
+    assert any(state.startswith("0 nodes run; event FailedScheduling: 0/1 nodes are available") for state in states)
+    assert jobs(loopback) == []
+
+
+def test_steps_of_one_run_have_different_jobs(manifests: Objects, store: Store) -> None:
+    names = {
+        indexed_job.indexed_job(plan(store, folder), 2, SETTINGS, manifests["PodTemplate"])["metadata"]["name"]
+        for folder in ("runs/run-1/embed", "runs/run-1/evaluate", "runs/run-2/embed")
+    }
+    assert len(names) == 3
+
+
+def test_stopped_step_and_deleted_job(loopback: LoopbackCluster, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_command(monkeypatch, "import time; time.sleep(60)")
+    with pytest.raises(SystemExit) as stopped:
+        run(plan(store), report=lambda _: os.kill(os.getpid(), signal.SIGTERM))
+    assert stopped.value.code == 128 + signal.SIGTERM
+    assert jobs(loopback) == []
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+    def delete(_: str) -> None:
+        for job in jobs(loopback):
+            loopback.api.delete(JOB, "kubeflow", job["metadata"]["name"])
+
+    with pytest.raises(ClusterError, match="was deleted by someone else; run again to continue"):
+        run(plan(store, "other"), report=delete)
+
+
+def test_queue_of_kueue_and_image_are_in_the_job(manifests: Objects, store: Store) -> None:
+    template = manifests["PodTemplate"]
+    labels = indexed_job.indexed_job(plan(store), 8, SETTINGS, template)["metadata"]["labels"]
+    assert "kueue.x-k8s.io/queue-name" not in labels
+    template["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] = "team-a"
+    manifest = indexed_job.indexed_job(plan(store), 8, SETTINGS, template)
+    assert manifest["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "team-a"
+    assert manifest["spec"]["parallelism"] == manifest["spec"]["completions"] == 4
+    assert manifest["spec"]["template"]["spec"]["containers"][0]["image"] == SETTINGS.image
+
+
+@pytest.mark.parametrize("owners", [None, "Always", "IfNotPresent", "Never"])
+def test_images_on_the_node_need_no_registry(
+    loopback: LoopbackCluster, manifests: Objects, store: Store, owners: str | None
+) -> None:
+    """Templates of earlier deployments have no policy of their own."""
+    core = client.CoreV1Api(config.new_client_from_config(str(loopback.kubeconfig())))
+    template = manifests["PodTemplate"]
+    (container,) = template["template"]["spec"]["containers"]
+    container.pop("imagePullPolicy", None)
+    if owners:
+        container["imagePullPolicy"] = owners
+    core.delete_namespaced_pod_template("evernear-parts", "kubeflow")
+    core.create_namespaced_pod_template("kubeflow", template)
+    stored = loopback.api.get(POD_TEMPLATE, "kubeflow", "evernear-parts")
+    assert stored["template"]["spec"]["containers"][0]["imagePullPolicy"] == (owners or "Always")
+    job = loopback.api.create(JOB, indexed_job.indexed_job(plan(store), 2, SETTINGS, stored), "kubeflow")
+    (container,) = job["spec"]["template"]["spec"]["containers"]
+    assert container["imagePullPolicy"] == (owners if owners == "Never" else "IfNotPresent")
+
+
+def test_pods_that_the_kubelet_refuses_name_the_reason(
+    loopback: LoopbackCluster, manifests: Objects, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    core = client.CoreV1Api(config.new_client_from_config(str(loopback.kubeconfig())))
+    spec = manifests["PodTemplate"]["template"]["spec"]
+    del spec["securityContext"]["runAsUser"]
+    spec["containers"].append({"name": "proxy", "image": "docker.io/istio/proxyv2:1.27.0"})
+    core.delete_namespaced_pod_template("evernear-parts", "kubeflow")
+    core.create_namespaced_pod_template("kubeflow", manifests["PodTemplate"])
+    monkeypatch.setattr(indexed_job, "CREATION_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(indexed_job, "TIMEOUT_S", 2)
+    states: list[str] = []
+    with pytest.raises(ClusterError, match="DeadlineExceeded"):
+        run(plan(store), report=states.append)
+    assert any("container has runAsNonRoot and image will run as root" in state for state in states)
+
+
+def test_api_server_checks_the_job(
+    loopback: LoopbackCluster, manifests: Objects, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manifest = indexed_job.indexed_job(plan(store), 2, SETTINGS, manifests["PodTemplate"])
+    manifest["spec"]["podFailurePolicy"]["rules"][1]["onExitCodes"]["containerName"] = "other"
+    monkeypatch.setattr(indexed_job, "indexed_job", lambda *_: manifest)
+    with pytest.raises(ClusterError, match="must be one of the container names"):
+        run(plan(store, "other"))
+
+
+def test_missing_template_directory_and_namespace_have_a_remedy(
+    loopback: LoopbackCluster, store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(indexed_job, "TEMPLATE", "mine")
+    with pytest.raises(
+        SettingsError, match=r"PodTemplate mine does not exist in the namespace kubeflow; apply deploy/"
+    ):
+        run(plan(store))
+    with pytest.raises(SettingsError, match=r"Other nodes cannot reach the parts, file:///.*; use s3://bucket/prefix"):
+        run(plan(open_store(tmp_path.as_uri())))
+    with pytest.raises(SettingsError, match=r"set parts_job\.namespace to the namespace of the Job"):
+        run(plan(store, "other"), SETTINGS.model_copy(update={"namespace": ""}))
+
+
+def test_pods_of_the_template_meet_the_restricted_standard(manifests: Objects) -> None:
+    pod = manifests["PodTemplate"]["template"]["spec"]
+    assert not violations("restricted", pod)
+    assert pod["automountServiceAccountToken"] is pod["enableServiceLinks"] is False
+    assert pod["containers"][0]["securityContext"]["readOnlyRootFilesystem"] is True
+
+
+def test_indexes_of_a_status() -> None:
+    assert indexes("") == frozenset()
+    assert indexes("0-2,7,9-10") == {0, 1, 2, 7, 9, 10}
+
+
+@pytest.mark.slow
+def test_step_ingests_on_nodes_what_it_ingests_alone(loopback: LoopbackCluster, bucket: str, tmp_path: Path) -> None:
+    source, store = open_store(f"s3://{bucket}/photos"), open_store(f"s3://{bucket}/store")
+    small_steps.put_photos(source, tmp_path)
+    snapshots: list[Any] = []
+    for run, nodes in (("on-nodes", 3), ("alone", 1)):
+        manifest = small_steps.ingest(run, nodes, source.uri, store.uri, JOB_SETTINGS, tmp_path)
+        snapshots.append((manifest.digest, manifest.problems, manifest.problem_counts))
+    assert snapshots[0] == snapshots[1]
+    assert snapshots[0][2] == {"undecodable": 1}
+    assert {(call.verb, call.kind.name) for call in loopback.calls} == {
+        ("get", "PodTemplate"), ("create", "Job"), ("get", "Job"), ("delete", "Job")
+    }  # fmt: skip
+    assert jobs(loopback) == []
+    ran = RunRecord(store, "on-nodes").find("parts_ingest", PartsRecord)
+    assert ran is not None
+    assert (ran.nodes, ran.parts, ran.retries) == (3, 7, 0)
+    assert not [info.key for info in store.list("datasets/") if "/parts/" in info.key]
+
+
+@pytest.mark.slow
+def test_step_embeds_on_nodes_what_it_embeds_alone(
+    loopback: LoopbackCluster, bucket: str, system: System, tmp_path: Path
+) -> None:
+    store = open_store(f"s3://{bucket}/store")
+    dataset = small_steps.put_system(system, store, tmp_path)
+    for run, nodes in (("on-nodes", 2), ("alone", 1)):
+        made = small_steps.embed(run, nodes, system, dataset, store, JOB_SETTINGS, tmp_path)
+        assert made["computed"] == system.dataset.count("gallery") + system.dataset.count("query")
+    assert small_steps.embedded(tmp_path / "on-nodes") == small_steps.embedded(tmp_path / "alone")
+    assert jobs(loopback) == []
+    ran = RunRecord(store, "on-nodes").find("parts_embed", PartsRecord)
+    assert ran is not None
+    assert (ran.nodes, ran.parts, ran.retries, ran.cpus, ran.memory_bytes) == (2, 2, 0, 2.0, 4 * 2**30)
+    assert ran.parts_s > 0
+    assert RunRecord(store, "alone").find("parts_embed", PartsRecord) is None
+
+
+@pytest.mark.slow
+def test_step_evaluates_on_nodes_what_it_evaluates_alone(
+    loopback: LoopbackCluster, bucket: str, system: System, make_release: MakeRelease, tmp_path: Path
+) -> None:
+    store, release = open_store(f"s3://{bucket}/store"), make_release()
+    dataset = small_steps.put_system(system, store, tmp_path)
+    Registry(store).publish(release.archive)
+    Registry(store).set_champion(release.version, None)
+    measured = [
+        small_steps.evaluate(run, nodes, system, dataset, store, JOB_SETTINGS, tmp_path)
+        for run, nodes in (("on-nodes", 2), ("alone", 1))
+    ]
+    assert measured[0]["champion"]["name"] == release.version
+    assert measured[0] == measured[1]
+    assert jobs(loopback) == []
+    assert RunRecord(store, "on-nodes").find("parts_evaluate", PartsRecord) is not None

@@ -1,0 +1,356 @@
+"""Training on several nodes: a TrainJob on the loopback cluster, whose nodes are processes that
+really train."""
+
+import copy
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from kubernetes import client, config, utils
+
+from evernear import steps
+from evernear.common.run_record import RunRecord
+from evernear.common.store import open_store
+from evernear.data.ingest import ingest_source
+from evernear.data.manifest import save_manifest
+from evernear.data.shards import Dataset
+from evernear.embedding.artifact import Epoch
+from evernear.embedding.node import NodeLog
+from evernear.embedding.recipe import with_defaults
+from evernear.embedding.train import train_network
+from evernear.errors import ClusterError, SettingsError, TrainingError
+from evernear.kubeflow import IMAGE_VARIABLE, PLACEHOLDER_IMAGE, train_job
+from evernear.kubeflow import job as job_module
+from evernear.kubeflow.train_job import run_train_job
+from evernear.settings import DataSettings, RunSettings, TrainSettings, parse
+from tests import ROOT
+from tests.loopback.kubernetes import LoopbackCluster
+from tests.loopback.kubernetes.api import now
+from tests.loopback.kubernetes.kinds import EVENT, ROLE, TRAIN_JOB, TRAINING_RUNTIME
+from tests.loopback.kubernetes.pod_security import violations
+
+DEPLOY = ROOT / "deploy" / "components" / "multi-node-training"
+IMAGE = "registry.example/evernear-train@sha256:" + "a" * 64
+TINY = {
+    "epochs": 3, "min_steps": 0, "width": 4, "embedding_dim": 16, "batch_size": 128, "nodes": 2,
+    "augment": "none",
+}  # fmt: skip
+Objects = dict[str, dict[str, Any]]
+
+
+@pytest.fixture
+def manifests() -> Objects:
+    """The objects of `deploy/`, by kind."""
+    files = [(DEPLOY / name).read_text() for name in ("runtime.yaml", "may-train.yaml")]
+    return {item["kind"]: item for item in yaml.safe_load_all("\n---\n".join(files))}
+
+
+@pytest.fixture
+def loopback(tmp_path: Path, manifests: Objects, monkeypatch: pytest.MonkeyPatch) -> Iterator[LoopbackCluster]:
+    """A cluster with the objects of `deploy/`; ``KUBECONFIG`` authenticates as the account of the
+    pipeline's steps."""
+    with LoopbackCluster(tmp_path) as cluster:
+        admin = config.new_client_from_config(str(cluster.kubeconfig()))
+        utils.create_from_dict(admin, {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": "kubeflow"}})
+        for kind in ("Role", "RoleBinding"):
+            utils.create_from_dict(admin, manifests[kind])
+        client.CustomObjectsApi(admin).create_namespaced_custom_object(
+            "trainer.kubeflow.org", "v1alpha1", "kubeflow", "trainingruntimes", manifests["TrainingRuntime"]
+        )
+        monkeypatch.setenv("KUBECONFIG", str(cluster.kubeconfig("kubeflow/pipeline-runner", namespace="kubeflow")))
+        monkeypatch.setattr(train_job, "POLL_S", 0.1)
+        cluster.calls.clear()
+        yield cluster
+
+
+@pytest.fixture
+def digits(tmp_path: Path) -> Dataset:
+    manifest = ingest_source(DataSettings(source="digits"), (tmp_path / "store").as_uri())
+    save_manifest(manifest, tmp_path / "dataset")
+    return Dataset.open(tmp_path / "dataset")
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> RunSettings:
+    job = {"namespace": "kubeflow", "image": IMAGE}
+    return parse(RunSettings, {"store": (tmp_path / "store").as_uri(), "train": TINY, "train_job": job})
+
+
+def train_jobs(cluster: LoopbackCluster) -> list[dict[str, Any]]:
+    api = client.CustomObjectsApi(config.new_client_from_config(str(cluster.kubeconfig())))
+    return api.list_namespaced_custom_object("trainer.kubeflow.org", "v1alpha1", "kubeflow", "trainjobs")["items"]
+
+
+def run_command(monkeypatch: pytest.MonkeyPatch, code: str) -> None:
+    """Replace the command of the nodes by a Python program."""
+    manifest = train_job.train_job
+
+    def changed(*arguments: Any) -> dict[str, Any]:
+        tree = manifest(*arguments)
+        tree["spec"]["trainer"] |= {"command": [sys.executable], "args": ["-c", code]}
+        return tree
+
+    monkeypatch.setattr(train_job, "train_job", changed)
+
+
+def follow(
+    digits: Dataset, settings: RunSettings, on_epoch: Any = lambda _: None, report: Any = lambda _: None
+) -> None:
+    run_train_job("run-1", digits, with_defaults(settings.train, digits), settings, on_epoch, report)
+
+
+def test_two_nodes_train_as_one_process(
+    loopback: LoopbackCluster, digits: Dataset, settings: RunSettings, tmp_path: Path, capfd: pytest.CaptureFixture
+) -> None:
+    steps.train(
+        "run-1", settings.model_dump(mode="json"), str(tmp_path / "dataset"), str(tmp_path / "out"),
+        str(tmp_path / "curves.html"),
+    )  # fmt: skip
+    trained = RunRecord(open_store(settings.store_uri), "run-1").load("training")["epochs"]
+    alone = train_network(digits, settings.train.model_copy(update={"nodes": 1}), tmp_path / "alone").epochs
+    assert [epoch["epoch"] for epoch in trained] == [1, 2, 3]
+    assert [epoch["train_loss"] for epoch in trained] == pytest.approx([e.train_loss for e in alone], rel=2e-2)
+    assert (tmp_path / "out" / "weights.pt").exists()
+    assert {(call.verb, call.kind.name, call.namespace) for call in loopback.calls} == {
+        (verb, "TrainJob", "kubeflow") for verb in ("create", "get", "delete")
+    }
+    assert train_jobs(loopback) == []
+    log = capfd.readouterr().out
+    assert "2 of 2 nodes ready" in log
+    assert "epoch 3/3" in log
+    assert "resumed" not in log
+    for rank in (0, 1):
+        assert f"Node {rank + 1} of 2 started. Processes: 1." in log.partition(f"[node {rank}]")[2]
+
+
+@pytest.mark.slow
+def test_training_resumes_after_a_lost_node(
+    loopback: LoopbackCluster, digits: Dataset, settings: RunSettings, tmp_path: Path
+) -> None:
+    longer = settings.model_copy(update={"train": settings.train.model_copy(update={"epochs": 40})})
+
+    def lose_node(epoch: Epoch) -> None:
+        if epoch.epoch == 1:
+            loopback.lose_node(train_jobs(loopback)[0]["metadata"]["name"])
+
+    follow(digits, longer, lose_node)
+    resumed = train_network(digits, longer.train, tmp_path / "out", open_store(settings.store_uri))
+    assert [epoch.epoch for epoch in resumed.epochs] == list(range(1, 41))
+    lines = NodeLog.of(RunRecord(open_store(settings.store_uri), "run-1"), 0).lines
+    assert sum("Node 1 of 2 started" in line for line in lines) == 2
+    assert sum("epoch 1/40" in line for line in lines) == 1
+
+
+@pytest.mark.slow
+def test_training_error_ends_the_train_job_without_another_start(
+    loopback: LoopbackCluster, digits: Dataset, settings: RunSettings
+) -> None:
+    diverging = settings.train.model_copy(update={"learning_rate": 1e38})
+    with pytest.raises(TrainingError, match=r"failed: FailJobSet: .*The loss is not a finite number after epoch 1"):
+        follow(digits, settings.model_copy(update={"train": diverging}))
+    lines = NodeLog.of(RunRecord(open_store(settings.store_uri), "run-1"), 0).lines
+    assert sum("started" in line for line in lines) == 1
+
+
+def test_exit_code_that_is_not_retried_is_that_of_a_training_error(manifests: Objects) -> None:
+    job = manifests["TrainingRuntime"]["spec"]["template"]["spec"]["replicatedJobs"][0]["template"]["spec"]
+    assert job["podFailurePolicy"]["rules"][0]["onExitCodes"]["values"] == [TrainingError.exit_code]
+
+
+def test_pods_of_the_runtime_meet_the_restricted_standard(manifests: Objects) -> None:
+    job = manifests["TrainingRuntime"]["spec"]["template"]["spec"]["replicatedJobs"][0]["template"]["spec"]
+    pod = job["template"]["spec"]
+    assert not violations("restricted", pod)
+    assert pod["automountServiceAccountToken"] is False
+    assert pod["containers"][0]["securityContext"]["readOnlyRootFilesystem"] is True
+
+
+def test_nodes_that_keep_failing_are_an_error(
+    loopback: LoopbackCluster, digits: Dataset, settings: RunSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_command(monkeypatch, "raise SystemExit(1)")
+    with pytest.raises(
+        TrainingError, match=r"failed: ReachedMaxRestarts: jobset failed due to reaching max restarts\."
+    ):
+        follow(digits, settings)
+    assert train_jobs(loopback) == []
+
+
+def test_nodes_that_end_without_training_are_an_error(
+    loopback: LoopbackCluster, digits: Dataset, settings: RunSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_command(monkeypatch, "pass")
+    follow(digits, settings)
+    with pytest.raises(TrainingError, match="2 nodes is not finished: 0 of 3 epochs"):
+        train_network(digits, settings.train, tmp_path / "out", open_store(settings.store_uri))
+
+
+def test_running_train_job_is_adopted_and_a_failed_one_is_replaced(
+    loopback: LoopbackCluster, digits: Dataset, settings: RunSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_command(monkeypatch, f"raise SystemExit({TrainingError.exit_code})")
+    admin = client.CustomObjectsApi(config.new_client_from_config(str(loopback.kubeconfig())))
+    place = ("trainer.kubeflow.org", "v1alpha1", "kubeflow", "trainjobs")
+
+    def left_behind() -> str:
+        return admin.create_namespaced_custom_object(*place, train_job.train_job("run-1", settings.train, settings))[
+            "metadata"
+        ]["uid"]
+
+    left_behind()
+    while not train_jobs(loopback)[0].get("status", {}).get("conditions"):
+        pass
+    run_command(monkeypatch, "pass")
+    follow(digits, settings)
+
+    running, seen = left_behind(), set[str]()
+    follow(digits, settings, report=lambda _: seen.update(job["metadata"]["uid"] for job in train_jobs(loopback)))
+    assert seen == {running}
+
+
+def test_stopped_run_and_deleted_train_job(
+    loopback: LoopbackCluster, digits: Dataset, settings: RunSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_command(monkeypatch, "import time; time.sleep(60)")
+    with pytest.raises(SystemExit) as stopped:
+        follow(digits, settings, report=lambda _: os.kill(os.getpid(), signal.SIGTERM))
+    assert stopped.value.code == 128 + signal.SIGTERM
+    assert train_jobs(loopback) == []
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+    admin = client.CustomObjectsApi(config.new_client_from_config(str(loopback.kubeconfig())))
+
+    def delete(_: str) -> None:
+        for job in train_jobs(loopback):
+            admin.delete_namespaced_custom_object(
+                "trainer.kubeflow.org", "v1alpha1", "kubeflow", "trainjobs", job["metadata"]["name"]
+            )
+
+    with pytest.raises(TrainingError, match="was deleted by someone else; run again to resume"):
+        follow(digits, settings, report=delete)
+
+
+def test_api_server_checks_the_train_job(
+    loopback: LoopbackCluster, digits: Dataset, settings: RunSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manifest = train_job.train_job("run-1", settings.train, settings)
+    manifest["spec"]["trainer"]["numberOfNodes"] = 2
+    monkeypatch.setattr(train_job, "train_job", lambda *_: manifest)
+    with pytest.raises(ClusterError, match=r'unknown field "spec\.trainer\.numberOfNodes"'):
+        follow(digits, settings)
+
+
+def refuse(cluster: LoopbackCluster, manifests: Objects, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Use a TrainingRuntime that passes its schema and webhook, but whose JobSet is refused."""
+    runtime = copy.deepcopy(manifests["TrainingRuntime"])
+    runtime["metadata"]["name"] = "refused"
+    runtime["spec"]["template"]["spec"]["failurePolicy"]["rules"][0]["name"] = "training-error"
+    cluster.api.create(TRAINING_RUNTIME, runtime, "kubeflow")
+    monkeypatch.setattr(train_job, "RUNTIME", "refused")
+
+
+def test_refused_job_set_ends_the_step_with_the_event(
+    loopback: LoopbackCluster, manifests: Objects, digits: Dataset, settings: RunSettings,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(train_job, "CREATION_TIMEOUT_S", 0.5)
+    name = train_job.train_job("run-1", settings.train, settings)["metadata"]["name"]
+    for year, subject in ((2101, f"{name}-node-0"), (2001, name), (2101, "another")):
+        event = {"metadata": {"name": subject}, "involvedObject": {"kind": "Job", "name": subject, "uid": subject}}
+        event |= {"type": "Warning", "reason": "Quota", "message": f"{subject} in {year}"}
+        written = loopback.api.create(EVENT, event, "kubeflow", trusted=True)
+        written["metadata"]["creationTimestamp"] = f"{year}-01-01T00:00:00Z"
+        loopback.api.store.put(EVENT, written)
+    refuse(loopback, manifests, monkeypatch)
+    with pytest.raises(TrainingError) as refused:
+        follow(digits, settings)
+    message = str(refused.value)
+    assert "event TrainJobResourcesCreationFailed: TrainJob resources reconciliation failed" in message
+    assert "invalid failure policy rule name 'training-error'" in message
+    assert f"event Quota: {name}-node-0 in 2101" in message
+    assert message.count("event Quota") == 1, "neither another object's nor an earlier attempt's"
+    assert "Correct the TrainingRuntime refused" in message
+    assert "kubeflow-trainer-controller-manager" in message
+    assert train_jobs(loopback) == []
+
+
+def test_step_that_cannot_list_events_still_names_condition_and_controller(
+    loopback: LoopbackCluster, manifests: Objects, digits: Dataset, settings: RunSettings,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Someone reduced the Role of deploy/ to what they know to be needed."""
+    monkeypatch.setattr(train_job, "CREATION_TIMEOUT_S", 0.5)
+    role = loopback.api.get(ROLE, "kubeflow", manifests["Role"]["metadata"]["name"])
+    loopback.api.edit(ROLE, role | {"rules": role["rules"][:1]}, manager="test")
+
+    def add_condition(state: str) -> None:
+        if state.startswith("waiting"):
+            (job,) = loopback.api.store.all(TRAIN_JOB)
+            condition = {"type": "TrainJobResourcesCreationFailed", "status": "True", "reason": "Refused"}
+            condition |= {"message": "not\ncreated.", "lastTransitionTime": now()}
+            loopback.api.edit(
+                TRAIN_JOB, job | {"status": {"conditions": [condition]}}, manager="t", subresource="status"
+            )
+
+    refuse(loopback, manifests, monkeypatch)
+    with pytest.raises(TrainingError, match=r"TrainJobResourcesCreationFailed: Refused: not created; .*cannot be read"):
+        follow(digits, settings, report=add_condition)
+
+
+@pytest.mark.parametrize(
+    ("status", "state", "has_jobs"),
+    [
+        ({}, "waiting until all 4 nodes are ready", False),
+        ({"jobsStatus": [{}]}, "waiting until all 4 nodes are ready", False),  # a JobSet whose Job has no pods
+        ({"jobsStatus": [{"active": 1}]}, "waiting until all 4 nodes are ready", True),
+        ({"jobsStatus": [{"active": 1, "ready": 1}]}, "4 of 4 nodes ready", True),
+        ({"jobsStatus": [{"succeeded": 1}]}, "4 of 4 nodes ready", True),
+        ({"jobsStatus": [{"suspended": 1}]}, "waiting until all 4 nodes are ready", True),
+        ({"conditions": [{"type": "Suspended", "status": "True"}]}, "waiting until all 4 nodes are ready", True),
+    ],
+)
+def test_status_counts_jobs_and_not_nodes(status: dict[str, Any], state: str, has_jobs: bool) -> None:
+    zeros = dict.fromkeys(("ready", "succeeded", "failed", "active", "suspended"), 0)
+    status = status | {"jobsStatus": [zeros | job for job in status.get("jobsStatus", ())]}
+    assert train_job._nodes_ready({"status": status}, 4) == state
+    assert train_job._has_jobs({"status": status}) == has_jobs
+
+
+def test_missing_runtime_is_named_without_a_hint_at_permissions(
+    loopback: LoopbackCluster, digits: Dataset, settings: RunSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(train_job, "RUNTIME", "missing")
+    with pytest.raises(ClusterError, match=r'"missing" not found: specified trainingRuntime must be created') as error:
+        follow(digits, settings)
+    assert "Role" not in str(error.value)
+
+
+def test_nodes_use_the_image_of_the_pipeline(settings: RunSettings, monkeypatch: pytest.MonkeyPatch) -> None:
+    without = settings.model_copy(update={"train_job": settings.train_job.model_copy(update={"image": ""})})
+    monkeypatch.setenv(IMAGE_VARIABLE, IMAGE)
+    assert train_job.train_job("run-1", settings.train, without)["spec"]["trainer"]["image"] == IMAGE
+    monkeypatch.setenv(IMAGE_VARIABLE, PLACEHOLDER_IMAGE)
+    with pytest.raises(SettingsError, match=r"set train_job\.image"):
+        train_job.train_job("run-1", settings.train, without)
+
+
+def test_namespace_is_that_of_the_pod(
+    settings: RunSettings, digits: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    outside = settings.model_copy(update={"train_job": settings.train_job.model_copy(update={"namespace": ""})})
+    monkeypatch.setattr(job_module, "NAMESPACE_FILE", tmp_path / "namespace")
+    with pytest.raises(SettingsError, match=r"does not run in a pod; set train_job\.namespace"):
+        follow(digits, outside)
+    (tmp_path / "namespace").write_text("mine\n")
+    assert job_module.namespace_of("", "train_job.namespace", "TrainJob") == "mine"
+
+
+def test_weights_on_this_machine_cannot_start_several_nodes() -> None:
+    with pytest.raises(SettingsError, match=r"other nodes cannot read; use s3://bucket/key, package:NAME or hub"):
+        parse(RunSettings, {"train": {"nodes": 2, "layers": "all", "weights": "file:///models/resnet18.safetensors"}})
+    assert TrainSettings(nodes=2, layers="all", weights="s3://models/resnet18.safetensors").nodes == 2

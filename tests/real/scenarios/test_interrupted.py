@@ -1,0 +1,117 @@
+"""Ctrl-C: a message about what was stopped and what remains, exit code 130, and no remaining
+process."""
+
+import json
+import signal
+import socket
+import subprocess
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.real.scenarios.workspace import COMMAND_TIMEOUT_S, Workspace, write_digits
+
+
+@pytest.fixture
+def workspace(tmp_path: Path) -> Workspace:
+    write_digits(tmp_path / "images")
+    return Workspace(tmp_path, EVERNEAR_TARGET="registry")
+
+
+def is_alive(process: psutil.Process) -> bool:
+    """Whether a process runs; init may reap one that has ended only later."""
+    with suppress(psutil.NoSuchProcess):
+        return process.status() != psutil.STATUS_ZOMBIE
+    return False
+
+
+def interrupted(process: subprocess.Popen[str], progress: str = "") -> str:
+    """Interrupt the command; check that it shows ``progress`` and its processes end, and return its
+    last message."""
+    children = psutil.Process(process.pid).children(recursive=True)
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=COMMAND_TIMEOUT_S)
+    assert process.returncode == 130, output
+    assert "Traceback" not in output
+    assert not [child for child in children if is_alive(child)], "a process outlived its command"
+    assert progress in output
+    (message,) = [line for line in output.splitlines() if line.startswith("evernear: ")]
+    return message
+
+
+def test_interrupted_run_reports_what_remains(workspace: Workspace) -> None:
+    temporary = workspace.directory / "tmp"
+    temporary.mkdir()
+    workspace.environment["TMPDIR"] = str(temporary)
+    with workspace.start("run", "--preset", "quick") as process:
+        workspace.await_step("train", process)
+        in_progress = json.loads(workspace.command("status", "--json").stdout)["run"]
+        message = interrupted(process, "waiting up to 10 s for the steps to clean up")
+    assert in_progress["step"] in ("train", "probe")
+    assert in_progress["process"] == process.pid
+    assert json.loads(workspace.command("status", "--json").stdout)["run"] is None
+    assert message.startswith("evernear: Interrupted during ")
+    assert "train" in message
+    assert message.endswith(
+        ": all processes of the run have ended, and the live release is unchanged. Ingested images and finished epochs "
+        "are saved; the same command resumes from there."
+    )
+    assert not list(temporary.glob("evernear-*")), "the steps clean up"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("step", ["ingest", "train", "deploy"])
+def test_run_resumes_after_an_interrupt(workspace: Workspace, step: str) -> None:
+    workspace.environment["EVERNEAR_TARGET"] = "local"
+    with workspace.start("run", "--preset", "quick") as process:
+        workspace.await_step(step, process)
+        message = interrupted(process)
+    assert step in message
+    assert ("`evernear status` shows which release is live" in message) is (step == "deploy")
+    words = [" ".join(p.info["cmdline"] or ()) for p in psutil.process_iter(["cmdline"])]
+    assert not [line for line in words if str(workspace.workdir) in line], "a TorchServe that was starting is stopped"
+    try:
+        assert workspace.run()["promoted"]
+    finally:
+        workspace.command("stop")
+
+
+def training_processes(pipeline: subprocess.Popen[str]) -> list[psutil.Process]:
+    """The processes that the train step has started."""
+    descendants = psutil.Process(pipeline.pid).children(recursive=True)
+    return [process for process in descendants if "--multiprocessing-fork" in _command(process)]
+
+
+def _command(process: psutil.Process) -> list[str]:
+    try:
+        return process.cmdline()
+    except psutil.NoSuchProcess:
+        return []
+
+
+@pytest.mark.slow
+def test_training_processes_end_with_the_run(workspace: Workspace) -> None:
+    words = ("--set", "train.processes=2", "--set", "train.epochs=1000")
+    for end in (signal.SIGINT, signal.SIGKILL):
+        with workspace.start("run", "--preset", "quick", *words) as process:
+            workspace.await_step("train", process)
+            workers: list[psutil.Process] = []
+            while len(workers) < 2:
+                assert process.poll() is None
+                workers = training_processes(process)
+            process.send_signal(end)
+            process.communicate(timeout=COMMAND_TIMEOUT_S)
+        _, alive = psutil.wait_procs(workers, timeout=120)
+        assert not alive, end
+
+
+def test_other_commands_can_be_interrupted(workspace: Workspace) -> None:
+    image = next((workspace.directory / "images").rglob("*.png"))
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        port = str(silent.getsockname()[1])
+        words = ("--target", "127.0.0.1", "--port", port, "--format", "prep", "--timeout-s", "300")
+        with workspace.start("predict", str(image), *words) as process, silent.accept()[0]:
+            message = interrupted(process)
+    assert message == "evernear: Interrupted. Nothing is half-written; run the command again to continue."

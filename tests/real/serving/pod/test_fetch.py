@@ -1,0 +1,192 @@
+"""The init container fetches a verified release, or fails with one sentence and no files."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from evernear.common.disk import sha256_file
+from evernear.common.store import open_store
+from evernear.errors import IntegrityError, ServingError, SettingsError, StoreError
+from evernear.release.registry import Registry
+from evernear.serving import pod
+from evernear.serving.endpoints import home_of
+from evernear.settings import Settings
+from evernear.settings.sources import TOKEN_FILE_VARIABLE
+from tests.no_files import NO_FILES
+from tests.real.serving.pod.kubelet import Pod, can_contain
+from tests.releases import MakeRelease, PackedRelease, forge
+
+
+@pytest.fixture(scope="module")
+def release(make_release: MakeRelease) -> PackedRelease:
+    return make_release()
+
+
+@pytest.fixture
+def settings(release: PackedRelease, tmp_path: Path) -> Settings:
+    store = (tmp_path / "store").as_uri()
+    Registry(open_store(store)).publish(release.archive)
+    return Settings(workdir=tmp_path / "work", store=store)
+
+
+def archive_in(settings: Settings) -> Path:
+    return home_of(settings.workdir) / "model-store" / "embedding.mar"
+
+
+def test_fetch_downloads_and_verifies_a_release(release: PackedRelease, settings: Settings) -> None:
+    assert pod.fetch_release(release.version, sha256_file(release.archive), settings) == release.manifest
+    assert archive_in(settings).read_bytes() == release.archive.read_bytes()
+    fetched = pod.release(settings)
+    assert fetched.manifest == release.manifest
+    assert len(fetched.smoke_queries()) == 8
+    remaining = {path.name for path in fetched.directory.iterdir()}
+    images = {f"smoke-{number:02d}.png" for number in range(8)}
+    assert remaining == {"manifest.json", "preprocessing.json", "smoke.json", *images}
+    assert {path.name for path in home_of(settings.workdir).iterdir()} == {"model-store"}
+
+
+def test_restarted_container_needs_no_store(release: PackedRelease, settings: Settings) -> None:
+    sha256 = sha256_file(release.archive)
+    pod.fetch_release(release.version, sha256, settings)
+    without_store = settings.model_copy(update={"store": "s3://bucket/at-no-endpoint"})
+    assert pod.fetch_release(release.version, sha256, without_store) == release.manifest
+
+
+def test_fetch_rejects_an_unexpected_sha256(release: PackedRelease, settings: Settings) -> None:
+    with pytest.raises(IntegrityError, match=r"has the sha256 [0-9a-f]{64}, but the pod expects 0000.*deploy"):
+        pod.fetch_release(release.version, "0" * 64, settings)
+    assert not settings.workdir.exists()
+
+
+def test_release_of_a_later_version_is_refused_with_the_order_of_upgrades(
+    release: PackedRelease, settings: Settings
+) -> None:
+    store = open_store(settings.store_uri)
+    key = f"releases/manifests/{release.version}.json"
+    record = json.loads(store.get(key))
+    record["manifest"]["from_a_later_version"] = 1
+    store.put(key, json.dumps(record).encode())
+    with pytest.raises(IntegrityError) as refused:
+        pod.fetch_release(release.version, sha256_file(release.archive), settings)
+    sentence = str(refused.value)
+    assert "does not know the field manifest.from_a_later_version" in sentence
+    assert sentence.endswith("upgrade evernear here, servers before pipelines.")
+    assert "repair" not in sentence
+    assert not settings.workdir.exists()
+
+
+def test_fetch_rejects_an_archive_changed_in_the_store(release: PackedRelease, settings: Settings) -> None:
+    sha256 = sha256_file(release.archive)
+    store = open_store(settings.store_uri)
+    data = bytearray(release.archive.read_bytes())
+    data[len(data) // 2] ^= 1
+    store.put(f"releases/archives/{sha256}.mar", bytes(data))
+    with pytest.raises(IntegrityError, match="is damaged"):
+        pod.fetch_release(release.version, sha256, settings)
+    assert not archive_in(settings).exists()
+    assert list(home_of(settings.workdir).glob(".*")) == []
+
+
+def test_fetch_rejects_another_release_under_the_same_name(
+    release: PackedRelease, settings: Settings, tmp_path: Path
+) -> None:
+    """Both hashes agree, but the archive is not the release in the record."""
+    other = forge(release, tmp_path / "other.mar", preprocessing_json=b"{}")
+    sha256 = sha256_file(other.archive)
+    registry, store = Registry(open_store(settings.store_uri)), open_store(settings.store_uri)
+    record = registry.get(release.version).model_copy(update={"archive_sha256": sha256})
+    store.put(record.archive_key, other.archive)
+    store.put(f"releases/manifests/{release.version}.json", record.model_dump_json().encode())
+    with pytest.raises(IntegrityError, match="is another release"):
+        pod.fetch_release(release.version, sha256, settings)
+    assert not archive_in(settings).exists()
+
+
+@pytest.mark.skipif(not can_contain(), reason="the kernel does not allow unprivileged namespaces")
+def test_fetch_reads_from_a_read_only_directory_store(release: PackedRelease, tmp_path: Path) -> None:
+    """Like a mounted PersistentVolumeClaim; here in place of the Secret, which is read-only."""
+    container = Pod(tmp_path / "pod")
+    Registry(open_store((tmp_path / "pod" / "secret" / "store").as_uri())).publish(release.archive)
+    sha256 = sha256_file(release.archive)
+    completed = container.fetch("file:///mnt/store", release.version, sha256)
+    assert (completed.returncode, completed.stdout) == (0, f"Fetched release {release.version}, sha256 {sha256}.\n"), (
+        completed.stderr
+    )
+    assert archive_in(container.settings).read_bytes() == release.archive.read_bytes()
+    failed = container.fetch("file:///mnt/absent", release.version, "0" * 64)
+    assert (failed.returncode, failed.stderr.count("\n")) == (4, 1)
+    assert f"Release {release.version} does not exist" in failed.stderr
+
+
+def test_fetch_reports_a_missing_release(settings: Settings) -> None:
+    with pytest.raises(StoreError, match=r"Release 20200101\.000000\.00000000 does not exist"):
+        pod.fetch_release("20200101.000000.00000000", "0" * 64, settings)
+
+
+def test_fetch_removes_leftovers_and_other_archives(release: PackedRelease, settings: Settings) -> None:
+    home = home_of(settings.workdir)
+    leftovers = [home / ".fetch-killed" / "release.mar", home / "model-store" / "another.mar", archive_in(settings)]
+    for file in leftovers:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(b"half")
+    pod.fetch_release(release.version, sha256_file(release.archive), settings)
+    assert [path.name for path in (home / "model-store").iterdir()] == ["embedding.mar"]
+    assert not leftovers[0].parent.exists()
+    assert archive_in(settings).read_bytes() == release.archive.read_bytes()
+
+
+@pytest.mark.parametrize("make", [*NO_FILES, Path.touch])
+def test_serve_rejects_files_next_to_the_release_until_the_next_fetch(
+    release: PackedRelease, settings: Settings, make: Callable[[Path], None]
+) -> None:
+    """The server would load a file, and block on a pipe."""
+    sha256 = sha256_file(release.archive)
+    pod.fetch_release(release.version, sha256, settings)
+    make(archive_in(settings).with_name("x.mar"))
+    with pytest.raises(ServingError, match="or other files next to it; run `evernear pod fetch` first"):
+        pod.serve_pod(settings, without_token=True)
+    pod.fetch_release(release.version, sha256, settings)
+    assert list(archive_in(settings).parent.iterdir()) == [archive_in(settings)]
+
+
+def test_serve_requires_a_release(tmp_path: Path) -> None:
+    with pytest.raises(ServingError, match="run `evernear pod fetch` first"):
+        pod.serve_pod(Settings(workdir=tmp_path), without_token=True)
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        (None, "No token: set EVERNEAR_TOKEN_FILE to a file .* use --without-token"),
+        (b"", "has no valid token"),
+        (b"short", "has no valid token: 16 or more"),
+        (b"two words that are long enough", "has no valid token"),
+        (b"\xff" * 32, "cannot be read"),
+    ],
+)
+def test_serve_rejects_an_invalid_token(
+    release: PackedRelease,
+    settings: Settings,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    content: bytes | None,
+    sentence: str,
+) -> None:
+    pod.fetch_release(release.version, sha256_file(release.archive), settings)
+    monkeypatch.delenv(TOKEN_FILE_VARIABLE, raising=False)
+    if content is not None:
+        (tmp_path / "token").write_bytes(content)
+        monkeypatch.setenv(TOKEN_FILE_VARIABLE, str(tmp_path / "token"))
+    with pytest.raises(SettingsError, match=sentence):
+        pod.serve_pod(settings)
+
+
+def test_serve_rejects_a_token_with_without_token(
+    release: PackedRelease, settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pod.fetch_release(release.version, sha256_file(release.archive), settings)
+    monkeypatch.setenv(TOKEN_FILE_VARIABLE, "/somewhere/token")
+    with pytest.raises(SettingsError, match="drop one of them"):
+        pod.serve_pod(settings, without_token=True)

@@ -1,0 +1,240 @@
+"""The preprocessing server with predictors that change releases, are slow, or fail."""
+
+import base64
+import json
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from io import BytesIO
+from pathlib import Path
+
+import grpc
+import httpx
+import pytest
+from PIL import Image
+
+from evernear.release.archive_reader import ReleaseParts
+from evernear.serving.client.inference_pb2 import PredictionsRequest
+from evernear.serving.prep import service
+from tests.prep_server import ReleaseStore, make_champion, prep_client
+from tests.real.serving.fake_servers import ANSWER, grpc_server
+from tests.releases import settings_on_free_ports
+
+
+def png(size_px: int = 100) -> dict[str, str]:
+    buffer = BytesIO()
+    Image.effect_noise((size_px, size_px), 50).save(buffer, format="PNG")
+    return {"data": base64.b64encode(buffer.getvalue()).decode()}
+
+
+class Predictor:
+    """Answers with ``version``, and with the width of the image as the label."""
+
+    def __init__(self, version: str) -> None:
+        self.version = version
+        self.calls = 0
+        self.answer = self.recognize
+        self.lock = threading.Lock()
+
+    def __call__(self, request: PredictionsRequest, context: grpc.ServicerContext) -> bytes:
+        with self.lock:
+            self.calls += 1
+        return self.answer(request, context)
+
+    def recognize(self, request: PredictionsRequest, _: grpc.ServicerContext) -> bytes:
+        width = Image.open(BytesIO(request.input["body"])).width
+        return json.dumps(ANSWER | {"pred": str(width), "version": self.version}).encode()
+
+    def fail(self, _: PredictionsRequest, context: grpc.ServicerContext) -> bytes:
+        context.abort(grpc.StatusCode.INTERNAL, "it is broken")
+
+    def wait(self, request: PredictionsRequest, context: grpc.ServicerContext) -> bytes:
+        while context.is_active():
+            time.sleep(0.01)
+        return b""
+
+
+@pytest.fixture
+def stored_releases(parts: ReleaseParts, tmp_path: Path) -> ReleaseStore:
+    return ReleaseStore(tmp_path / "store", parts.manifest)
+
+
+@pytest.fixture
+def predictor(stored_releases: ReleaseStore) -> Predictor:
+    """A predictor with release 1, the champion, whose input is 8 pixels wide."""
+    return Predictor(stored_releases.release(1, champion=True))
+
+
+@pytest.fixture
+def port(predictor: Predictor) -> Iterator[int]:
+    with grpc_server(predictor) as port:
+        yield port
+
+
+def refusal(answer: httpx.Response, status: int) -> str:
+    assert answer.status_code == status, answer.text
+    assert answer.json()["code"] == status
+    return answer.json()["message"]
+
+
+def test_rollout_changes_the_preprocessing(stored_releases: ReleaseStore, predictor: Predictor, port: int) -> None:
+    with prep_client(stored_releases.settings(port)) as client:
+        assert client.post("/predict/label", json=png()).json() == label_response("8", predictor.version)
+        predictor.version = stored_releases.release(2, size_px=16)
+        assert client.post("/predict/label", json=png()).json() == label_response("16", predictor.version)
+        assert client.get("/metadata").json()["height_px"] == 16
+        predictor.version = stored_releases.release(1)
+        assert client.post("/predict/label", json=png()).json() == label_response("8", predictor.version)
+
+
+def label_response(label: str, version: str) -> dict[str, object]:
+    return {"label": label, "unknown": False, "version": version}
+
+
+def test_rollout_with_the_same_preprocessing_costs_no_second_call(
+    stored_releases: ReleaseStore, predictor: Predictor, port: int
+) -> None:
+    with prep_client(stored_releases.settings(port)) as client:
+        client.post("/predict", json=png())
+        calls = predictor.calls
+        predictor.version = stored_releases.release(2)
+        assert client.post("/predict", json=png()).json()["version"] == predictor.version
+        assert predictor.calls == calls + 1
+
+
+def test_rollouts_under_load_never_mix_preprocessing(
+    stored_releases: ReleaseStore, predictor: Predictor, port: int
+) -> None:
+    """Release 1 takes 8 pixels and release 2 takes 16, so a prediction with the other width is
+    wrong."""
+    versions = {stored_releases.release(1): "8", stored_releases.release(2, size_px=16): "16"}
+    with prep_client(stored_releases.settings(port)) as client, ThreadPoolExecutor(8) as pool:
+        answers = [pool.submit(client.post, "/predict", json=png()) for _ in range(300)]
+        while not all(answer.done() for answer in answers):
+            predictor.version = next(v for v in versions if v != predictor.version)
+            time.sleep(0.05)
+    versions_seen = set()
+    for answer in answers:
+        response = answer.result()
+        if response.status_code == 200:
+            assert response.json()["pred"] == versions[response.json()["version"]]
+            versions_seen.add(response.json()["version"])
+        else:
+            assert "release changes faster" in refusal(response, 503)
+    assert versions_seen == set(versions)
+
+
+def test_predictions_of_an_unregistered_release_are_withheld(
+    stored_releases: ReleaseStore, predictor: Predictor, port: int
+) -> None:
+    predictor.version = version = stored_releases.release(2, published=False)
+    with prep_client(stored_releases.settings(port)) as client:
+        for path in ("/health", "/metadata", "/label", "/predict/test", "/predict/test/label"):
+            assert f"answers with release {version}, whose preprocessing is not available" in refusal(
+                client.get(path), 503
+            )
+        for path in ("/predict", "/predict/label"):
+            assert "so its prediction may be wrong" in refusal(client.post(path, json=png()), 503)
+        stored_releases.release(2)  # finally published
+        assert client.get("/health").json()["version"] == version
+
+
+def test_missing_first_release_is_reported(stored_releases: ReleaseStore, tmp_path: Path) -> None:
+    predictor = Predictor("x")
+    with grpc_server(predictor) as port, prep_client(stored_releases.settings(port)) as client:
+        assert "No release has been promoted yet" in refusal(client.get("/health"), 503)
+        assert "No release has been promoted yet" in refusal(client.post("/predict", json=png()), 503)
+        assert predictor.calls == 0
+
+
+def test_damaged_registry_is_reported(stored_releases: ReleaseStore, predictor: Predictor, port: int) -> None:
+    (stored_releases.directory / "releases" / "champion.json").write_text("{")
+    with prep_client(stored_releases.settings(port)) as client:
+        assert "is not a valid" in refusal(client.get("/health"), 503)
+        make_champion(stored_releases.uri, predictor.version)
+        assert client.get("/health").status_code == 200
+
+
+def test_predictor_is_reconnected_after_downtime(stored_releases: ReleaseStore, predictor: Predictor) -> None:
+    port = settings_on_free_ports().inference_port
+    with prep_client(stored_releases.settings(port)) as client:
+        assert f"No server answers gRPC at 127.0.0.1:{port}" in refusal(client.post("/predict", json=png()), 503)
+        assert refusal(client.get("/health"), 503)
+        with grpc_server(predictor, port):
+            deadline_s = time.monotonic() + 60
+            while client.get("/health").status_code != 200:
+                assert time.monotonic() < deadline_s
+            assert client.post("/predict", json=png()).status_code == 200
+        exported = client.get("/metrics").text
+        assert 'evernear_prep_predictor_failures_total{reason="ServerUnreachableError"}' in exported
+
+
+def test_unavailable_predictor_is_retried(stored_releases: ReleaseStore, predictor: Predictor, port: int) -> None:
+    def fail_twice(request: PredictionsRequest, context: grpc.ServicerContext) -> bytes:
+        if predictor.calls % 3:
+            context.abort(grpc.StatusCode.UNAVAILABLE, "not now")
+        return predictor.recognize(request, context)
+
+    predictor.answer = fail_twice
+    with prep_client(stored_releases.settings(port)) as client:
+        assert [client.post("/predict", json=png()).status_code for _ in range(4)] == [200] * 4
+        assert predictor.calls == 12
+
+
+def test_slow_predictor_times_out(
+    stored_releases: ReleaseStore, predictor: Predictor, port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(service, "TIMEOUT_S", 0.3)
+    predictor.answer = predictor.wait
+    with prep_client(stored_releases.settings(port)) as client:
+        assert "within 0.3 s" in refusal(client.post("/predict", json=png()), 504)
+        assert "within 0.3 s" in refusal(client.get("/health"), 504)
+
+
+def test_calls_are_not_retried_during_an_outage(stored_releases: ReleaseStore, predictor: Predictor, port: int) -> None:
+    def fail(_: PredictionsRequest, context: grpc.ServicerContext) -> bytes:
+        context.abort(grpc.StatusCode.UNAVAILABLE, "not now")
+
+    predictor.answer = fail
+    with prep_client(stored_releases.settings(port)) as client, ThreadPoolExecutor(16) as pool:
+        answers = list(pool.map(lambda _: client.post("/predict", json=png(8)), range(200)))
+        assert {answer.status_code for answer in answers} == {503}
+        assert {answer.headers["retry-after"] for answer in answers} == {"1"}
+        calls = predictor.calls
+        assert refusal(client.post("/predict", json=png()), 503)
+        assert predictor.calls == calls + 1
+        predictor.answer = predictor.recognize
+        assert client.post("/predict", json=png()).status_code == 200
+
+
+def test_concurrent_requests_to_the_predictor_are_limited(
+    stored_releases: ReleaseStore, predictor: Predictor, port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    together, most = 0, 0
+
+    def count(request: PredictionsRequest, context: grpc.ServicerContext) -> bytes:
+        nonlocal together, most
+        with predictor.lock:
+            together += 1
+            most = max(most, together)
+        time.sleep(0.05)
+        with predictor.lock:
+            together -= 1
+        return predictor.recognize(request, context)
+
+    predictor.answer = count
+    monkeypatch.setattr(service, "IN_FLIGHT", 2)
+    with prep_client(stored_releases.settings(port)) as client, ThreadPoolExecutor(8) as pool:
+        answers = list(pool.map(lambda _: client.post("/predict", json=png()).status_code, range(16)))
+    assert answers == [200] * 16
+    assert most == 2
+
+
+def test_foreign_predictor_is_reported(stored_releases: ReleaseStore, predictor: Predictor, port: int) -> None:
+    predictor.answer = lambda *_: b"<html>"
+    with prep_client(stored_releases.settings(port)) as client:
+        assert "is not an evernear release" in refusal(client.get("/health"), 503)
+    predictor.answer = lambda *_: json.dumps({"code": 400, "type": "x", "message": "Not for you."}).encode()
+    with prep_client(stored_releases.settings(port)) as client:
+        assert "The predictor rejects the requests of this server: Not for you." in refusal(client.get("/health"), 503)

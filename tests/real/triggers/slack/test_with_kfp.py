@@ -1,0 +1,215 @@
+"""The bot with the real KFP client and a KFP API on loopback."""
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from evernear.common.run_record import RunRecord
+from evernear.evaluation.verdict import Rule, System, Verdict
+from evernear.kubeflow.client import KfpRuns
+from evernear.release.registry import Registry
+from evernear.reporting.notify import finalize
+from evernear.settings import PipelineSettings
+from tests import ROOT
+from tests.loopback.kfp import KfpServer
+from tests.loopback.slack import SlackServer
+from tests.real.triggers.slack.bot import ADA, BOB, Bot
+from tests.releases import MakeRelease
+
+GOLDEN = ROOT / "pipelines" / "golden" / "continuous_training.yaml"
+
+
+@pytest.fixture
+def kfp() -> Iterator[KfpServer]:
+    with KfpServer() as server:
+        server.publish(GOLDEN, version="c0ffee1")
+        yield server
+
+
+@pytest.fixture
+def bot(slack: SlackServer, kfp: KfpServer, tmp_path: Path) -> Bot:
+    return Bot(slack, KfpRuns(PipelineSettings(endpoint=kfp.url)), tmp_path, start=(ADA.id,), promote=(ADA.id,))
+
+
+def test_held_model_is_explained_in_the_thread(bot: Bot, slack: SlackServer, kfp: KfpServer) -> None:
+    prompt = bot.prompt("/retrain train.epochs=3 index.k=9")
+    assert "`train.epochs = 3`" in prompt.text
+    bot.click(ADA, prompt, "Start training")
+    bot.poll()
+    run = kfp.wait_for_run()
+    started = run.resource["runtime_config"]["parameters"]
+    assert set(started) == {"store", "started_by", "settings", "target"}, "only parameters that are set are sent"
+    assert started["settings"] == {"train": {"epochs": 3}, "index": {"k": 9}}
+
+    run.begin()
+    run.task("ingest", "SUCCEEDED")
+    run.task("train", "RUNNING")
+    bot.poll(20)
+    assert "*Running*: train" in prompt.text
+    run.task("train", "SUCCEEDED")
+    rule = Rule(name="no_worse", passed=False, candidate=0.9, champion=0.99, bound=0.1, reason="It is worse.")
+    system = System(name="", network_sha256="0", index_digest="1")
+    verdict = Verdict.of([rule], system, None, "2").model_dump(mode="json")
+    record = RunRecord(bot.store, run.id)
+    record.save(verdict=verdict, metrics={"accuracy": 0.9})
+    finalize(record, "continuous-training", "SUCCEEDED", "")
+    run.end("SUCCEEDED")
+    bot.poll(20)
+    assert "*Held* after" in prompt.text
+    assert "• It is worse." in slack.messages[-1].text
+    assert "c0ffee1" in slack.messages[-1].text
+
+
+def test_concurrent_clicks_and_a_lost_response_start_one_run(bot: Bot, slack: SlackServer, kfp: KfpServer) -> None:
+    prompt = bot.prompt()
+    kfp.fail(operation="run_service_create_run", status=503, after=True)
+    clicks = [slack.button(prompt, "Start training").by(ADA) for _ in range(4)]
+
+    def deliver(click: dict[str, Any]) -> None:
+        bot.deliver(click)
+        bot.worker.follow()
+
+    threads = [threading.Thread(target=deliver, args=(click,)) for click in clicks]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for _ in range(3):
+        bot.poll(600)
+    assert len(kfp.runs) == 1
+    assert kfp.runs[0].id in prompt.text
+
+
+def test_start_is_retried_until_kfp_is_back(bot: Bot, slack: SlackServer, kfp: KfpServer) -> None:
+    prompt = bot.prompt()
+    kfp.fail(status=503, times=8)
+    bot.click(ADA, prompt, "Start training")
+    bot.poll()
+    assert "The request is stored" in prompt.text
+    for _ in range(20):
+        bot.poll(60)
+        if kfp.runs:
+            break
+    bot.poll(60)
+    assert len(kfp.runs) == 1
+    assert "*Pending*" in prompt.text
+
+
+@pytest.mark.parametrize("button", [True, False])
+def test_run_is_stopped(bot: Bot, slack: SlackServer, kfp: KfpServer, button: bool) -> None:
+    prompt = bot.prompt()
+    bot.click(ADA, prompt, "Start training")
+    bot.poll()
+    run = kfp.wait_for_run()
+    run.begin()
+    run.task("train", "RUNNING")
+    bot.poll(20)
+    if button:
+        bot.click(BOB, prompt, "Stop")
+        bot.poll()
+        assert run.resource["state"] == "RUNNING"
+        bot.click(ADA, prompt, "Stop")
+    else:
+        bot.command(ADA, f"/evernear stop {run.id[:8]}")
+    bot.poll()
+    assert run.resource["state"] == "CANCELING"
+    run.end("CANCELED")
+    bot.poll(20)
+    assert "*Stopped* after" in prompt.text
+    assert bot.audit()[-1]["run"] == run.id
+
+
+def test_failed_step_is_shown_with_its_error(bot: Bot, slack: SlackServer, kfp: KfpServer) -> None:
+    prompt = bot.prompt()
+    bot.click(ADA, prompt, "Start training")
+    bot.poll()
+    run = kfp.wait_for_run()
+    run.begin()
+    run.task("train", "FAILED", error="Training cannot continue: the loss is not finite.")
+    run.end("FAILED")
+    bot.poll(20)
+    assert "*Failed*" in prompt.text
+    assert "train: Training cannot continue: the loss is not finite." in slack.messages[-1].text
+
+
+def test_status_and_runs_are_read_from_kfp(bot: Bot, slack: SlackServer, kfp: KfpServer) -> None:
+    bot.click(ADA, bot.prompt(), "Start training")
+    bot.poll()
+    run = kfp.wait_for_run()
+    assert f"`{run.id[:8]}`" in bot.query(BOB, "/evernear runs").text
+    assert "continuous-training" in bot.query(BOB, "/evernear status").text
+
+
+def test_rollback_in_a_cluster_is_a_pipeline_run(
+    bot: Bot, slack: SlackServer, kfp: KfpServer, make_release: MakeRelease
+) -> None:
+    """The bot has no rights in the cluster; the steps of the pipeline have."""
+    kfp.publish(GOLDEN.with_name("rollback.yaml"), version="c0ffee1")
+    bot.settings = bot.settings.model_copy(update={"target": "kubernetes"})
+    bot.restart()
+    registry = Registry(bot.store)
+    champion = None
+    for release in (make_release(), make_release()):
+        registry.publish(release.archive)
+        champion = registry.set_champion(release.version, champion)
+    assert champion is not None
+
+    question = bot.query(ADA, "/evernear rollback")
+    click = slack.button(question, "Roll back").by(ADA)
+    bot.deliver(click)
+    bot.poll()
+    run = kfp.wait_for_run()
+    sent = run.resource["runtime_config"]["parameters"]
+    assert (sent["release"], sent["started_by"]) == (champion.version, "ada (U0ADA in Slack)")
+    assert (sent["target"], sent["store"]) == ("kubernetes", bot.settings.store_uri)
+    run.begin()
+    run.task("rollback", "FAILED", error="The rollout did not complete.")
+    run.end("FAILED")
+    bot.poll(20)
+    assert "The rollout did not complete." in slack.messages[-1].text
+
+    bot.deliver(click)  # a copy of the click
+    bot.poll()
+    assert len(kfp.runs) == 1
+    bot.click(ADA, question, "Roll back")
+    bot.poll()
+    assert len(kfp.runs) == 2
+    restored = registry.roll_back(champion)
+    record = RunRecord(bot.store, kfp.runs[1].id)
+    record.save(rollback={"version": restored.version, "why": ""})
+    finalize(record, "rollback", "SUCCEEDED", "")
+    kfp.runs[1].begin()
+    kfp.runs[1].end("SUCCEEDED")
+    bot.poll(20)
+    assert f"Rolled back: {restored.version}" in slack.messages[-1].text
+    assert {line["what"] for line in bot.audit()} == {"roll_back"}
+
+    stale = slack.button(question, "Roll back").by(ADA)
+    bot.deliver(stale)
+    bot.poll()
+    assert len(kfp.runs) == 2
+
+
+def test_promotion_in_a_cluster_is_a_pipeline_run(bot: Bot, slack: SlackServer, kfp: KfpServer) -> None:
+    kfp.publish(GOLDEN.with_name("promote.yaml"), version="c0ffee1")
+    bot.settings = bot.settings.model_copy(update={"target": "kubernetes"})
+    bot.restart()
+    prompt = bot.prompt()
+    bot.click(ADA, prompt, "Start training")
+    bot.poll()
+    run = kfp.wait_for_run()
+    record = RunRecord(bot.store, run.id)
+    record.save(archived={"version": "20261122.090000.0a0b0c0d"})
+    finalize(record, "continuous-training", "SUCCEEDED", "")
+    run.begin()
+    run.end("SUCCEEDED")
+    bot.poll(20)
+    bot.click(ADA, slack.messages[-1], "Promote anyway")
+    bot.poll()
+    sent = kfp.wait_for_run(2).resource["runtime_config"]["parameters"]
+    assert sent["release"] == "20261122.090000.0a0b0c0d"
+    assert sent["reason"].startswith("requested in Slack")
+    assert sent["started_by"] == "ada (U0ADA in Slack)"

@@ -1,0 +1,308 @@
+"""The compiled pipelines: reproducible, with the expected images, parameters, retries and
+resources."""
+
+import ast
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from evernear.errors import SettingsError
+from evernear.kubeflow import GOLDEN, IMAGE_VARIABLE, NAMES, PIPELINES
+from evernear.kubeflow.compiled import cluster_version, for_cluster
+from evernear.settings import PipelineSettings
+from pipelines.compile import main as compile_main
+from tests import ROOT
+
+COMPONENTS = sorted(path for path in (ROOT / "components").glob("*.py") if path.name != "__init__.py")
+RELEASING = {"ingest", "validate", "embed", "index", "evaluate", "gate", "archive", "deploy", "notify"}
+STEPS = {
+    "continuous_training": RELEASING | {"train", "export", "probe"},
+    "reindex": RELEASING | {"reuse"},
+    "rollback": {"rollback", "notify"},
+    "promote": {"promote", "notify"},
+    "predict": {"predict", "notify"},
+}
+PARAMETERS = {"continuous_training": 8, "reindex": 7, "rollback": 6, "promote": 6, "predict": 6}
+IMAGE = "registry.example/evernear-train@sha256:" + "ab" * 32
+HOUR_S = 3600
+
+
+class Compiled:
+    """One golden file."""
+
+    def __init__(self, module: str) -> None:
+        self.module = module
+        self.spec, platform = yaml.load_all((GOLDEN / f"{module}.yaml").read_text(), yaml.CSafeLoader)
+        self.kubernetes = platform["platforms"]["kubernetes"]
+        self.root_tasks = self.spec["root"]["dag"]["tasks"]
+        self.parameters = self.spec["root"]["inputDefinitions"]["parameters"]
+
+    @cached_property
+    def tasks(self) -> dict[str, Any]:
+        """All tasks that are components, by name."""
+        return {name: task for _, tasks in self.groups() for name, task in tasks.items() if "-" not in name}
+
+    def groups(self) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+        """The parameters and tasks of each graph, including the root."""
+        for part in ({"x": self.spec["root"]} | self.spec["components"]).values():
+            if "dag" in part:
+                yield part.get("inputDefinitions", {}).get("parameters", {}), part["dag"]["tasks"]
+
+    def container(self, task: str) -> dict[str, Any]:
+        return self.spec["deploymentSpec"]["executors"][f"exec-{task}"]["container"]
+
+    def pod(self, task: str) -> dict[str, Any]:
+        return self.kubernetes["deploymentSpec"]["executors"][f"exec-{task}"]
+
+
+@pytest.fixture(params=PIPELINES, scope="module")
+def compiled(request: pytest.FixtureRequest) -> Compiled:
+    return Compiled(request.param)
+
+
+def compile_to(directory: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "pipelines.compile", "--output", str(directory)]
+    environment = {**os.environ, **variables}
+    return subprocess.run(command, capture_output=True, text=True, check=False, cwd=directory.parent, env=environment)
+
+
+def test_compilation_is_reproducible_and_golden_files_are_current(tmp_path: Path) -> None:
+    """The golden files come from a process with another hash seed."""
+    golden = {path.name: path.read_bytes() for path in GOLDEN.iterdir()}
+    assert compile_to(tmp_path / "compiled", PYTHONHASHSEED="1").returncode == 0
+    assert {path.name: path.read_bytes() for path in (tmp_path / "compiled").iterdir()} == golden
+
+
+def test_for_cluster_requires_an_image_digest() -> None:
+    image = "registry.example/evernear-train@sha256:" + "ab" * 32
+    spec = next(yaml.load_all(for_cluster("continuous-training", image, PipelineSettings()), yaml.CSafeLoader))
+    images = {part["container"]["image"] for part in spec["deploymentSpec"]["executors"].values()}
+    assert images == {image}
+    for moving in ("registry.example/evernear-train:latest", "evernear-train@sha256:abc", "a b@sha256:" + "ab" * 32):
+        with pytest.raises(SettingsError, match="has no digest"):
+            for_cluster("continuous-training", moving, PipelineSettings())
+
+
+@pytest.mark.parametrize("pipeline", ["continuous-training", "reindex"])
+def test_every_step_knows_its_image(pipeline: str) -> None:
+    image = "registry.example/evernear-train@sha256:" + "ab" * 32
+    spec = next(yaml.safe_load_all(for_cluster(pipeline, image, PipelineSettings())))
+    for name, executor in spec["deploymentSpec"]["executors"].items():
+        variables = executor["container"]["env"]
+        assert {"name": IMAGE_VARIABLE, "value": image} in variables, name
+
+
+@pytest.mark.parametrize("path", COMPONENTS, ids=lambda path: path.stem)
+def test_component_makes_one_call_to_evernear(path: Path) -> None:
+    source = path.read_text()
+    assert len(source.splitlines()) <= 25
+    calls = [
+        node.func.attr
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and isinstance(node.func.value, ast.Name)
+        and node.func.value.id == "steps"
+    ]
+    assert calls == [path.stem]
+
+
+def test_every_component_is_a_task_with_the_same_name(compiled: Compiled) -> None:
+    assert set(compiled.tasks) == STEPS[compiled.module]
+    assert {path.stem for path in COMPONENTS} == set().union(*STEPS.values())
+
+
+def test_pipeline_and_parameters_have_descriptions(compiled: Compiled) -> None:
+    info = compiled.spec["pipelineInfo"]
+    assert info["displayName"]
+    assert info["description"].endswith(".")
+    names = [task["taskInfo"]["name"] for _, tasks in compiled.groups() for task in tasks.values()]
+    assert not [name for name in names if name.startswith(("condition-", "exit-handler-"))]
+    for name, parameter in compiled.parameters.items():
+        assert parameter["description"].endswith("."), name
+        assert "defaultValue" in parameter, name
+
+
+def test_caching_is_disabled_for_every_task(compiled: Compiled) -> None:
+    assert not [name for name, task in compiled.tasks.items() if task.get("cachingOptions", {}).get("enableCache")]
+
+
+def test_run_form_is_short_and_has_no_settings_defaults(compiled: Compiled) -> None:
+    assert len(compiled.parameters) == PARAMETERS[compiled.module]
+    assert not compiled.parameters.keys() & PipelineSettings().cluster.keys()
+    assert compiled.parameters["settings"]["defaultValue"] == {}
+
+
+def test_task_parameters_are_passed_to_their_group(compiled: Compiled) -> None:
+    """kfp does not pass the parameter of a limit to the group, so that the run fails before the
+    task."""
+    for values, tasks in compiled.groups():
+        for name, task in tasks.items():
+            inputs = task.get("inputs", {}).get("parameters", {}).values()
+            used = {value["componentInputParameter"] for value in inputs if "componentInputParameter" in value}
+            assert used <= set(values), name
+
+
+def test_exit_step_runs_after_all_others_and_even_after_failures(compiled: Compiled) -> None:
+    notify = compiled.root_tasks["notify"]
+    assert notify["triggerPolicy"]["strategy"] == "ALL_UPSTREAM_TASKS_COMPLETED"
+    assert set(notify["dependentTasks"]) == set(compiled.root_tasks) - {"notify"}
+
+
+def test_deployment_depends_on_the_boolean_of_the_gate() -> None:
+    for module in ("continuous_training", "reindex"):
+        compiled = Compiled(module)
+        gate = compiled.spec["components"]["comp-gate"]["outputDefinitions"]["parameters"]
+        assert {name: parameter["parameterType"] for name, parameter in gate.items()} == {"Output": "BOOLEAN"}
+        assert {"deploy"} == {
+            name
+            for _, tasks in compiled.groups()
+            for task in tasks.values()
+            if "condition" in task.get("triggerPolicy", {})
+            for name in compiled.spec["components"][task["componentRef"]["name"]]["dag"]["tasks"]
+        }
+
+
+def test_secrets_are_not_parameters_and_every_step_has_store_credentials(compiled: Compiled) -> None:
+    for name in compiled.tasks:
+        variables = {key["envVar"] for secret in compiled.pod(name)["secretAsEnv"] for key in secret["keyToEnv"]}
+        assert {"AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"} <= variables
+        verifies = name in ("deploy", "rollback", "promote")
+        assert ("EVERNEAR_TOKEN" in variables) == verifies, "only tasks that request predictions get the token"
+    suspicious = [name for name in compiled.parameters if "key" in name or "password" in name or "token" in name]
+    assert suspicious == []
+
+
+def test_steps_that_are_not_idempotent_are_not_retried(compiled: Compiled) -> None:
+    never = {"deploy", "rollback", "promote", "index"} & STEPS[compiled.module]
+    assert {name for name, task in compiled.tasks.items() if "retryPolicy" not in task} == never
+
+
+def test_every_task_has_a_timeout_and_time_for_its_retries(compiled: Compiled) -> None:
+    """Argo ends a retried task backoffMaxDuration after its *first* attempt started; kfp's default
+    is 1 h."""
+    for name, task in compiled.tasks.items():
+        timeout_s = int(compiled.pod(name)["activeDeadlineSeconds"])
+        assert 0 < timeout_s <= 24 * HOUR_S
+        if "retryPolicy" in task:
+            retry = task["retryPolicy"]
+            assert retry["backoffFactor"] == 2, "Argo requires an integer"
+            in_all_s = int(retry["backoffMaxDuration"].removesuffix("s"))
+            assert in_all_s >= (retry["maxRetryCount"] + 1) * timeout_s
+            assert int(retry["backoffDuration"].removesuffix("s")) >= 10
+
+
+def test_runs_have_a_deadline_and_are_deleted_from_the_cluster(compiled: Compiled) -> None:
+    config = compiled.kubernetes["pipelineConfig"]
+    assert config["activeDeadlineSeconds"] > 24 * HOUR_S
+    assert config["resourceTtlOnCompletion"] == 7 * 24 * HOUR_S
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        PipelineSettings(),
+        PipelineSettings(
+            task_cpu="500m", task_memory="2Gi", train_cpu="8", train_memory="64Gi", train_accelerator="amd.com/gpu"
+        ),
+    ],
+)
+def test_every_task_has_resource_limits_and_only_training_requests_accelerators(
+    compiled: Compiled, settings: PipelineSettings
+) -> None:
+    uploaded = for_cluster(compiled.module.replace("_", "-"), IMAGE, settings)
+    executors = next(yaml.load_all(uploaded, yaml.CSafeLoader))["deploymentSpec"]["executors"]
+    for name in compiled.tasks:
+        resources = executors[f"exec-{name}"]["container"]["resources"]
+        accelerator = resources.get("accelerator", {})
+        trains = name in ("train", "probe")
+        cpu, memory = (
+            (settings.train_cpu, settings.train_memory) if trains else (settings.task_cpu, settings.task_memory)
+        )
+        assert (resources["resourceCpuLimit"], resources["resourceMemoryLimit"]) == (cpu, memory)
+        assert accelerator.get("resourceType") == (settings.train_accelerator if trains else None)
+        assert accelerator.get("resourceCount") == (reference("train_accelerators") if trains else None)
+    if compiled.module == "continuous_training":
+        count = compiled.parameters["train_accelerators"]
+        # KFP ignores a count that is not text.
+        assert (count["parameterType"], count["defaultValue"]) == ("STRING", "0")
+
+
+def test_upload_names_the_secret_of_the_store(compiled: Compiled) -> None:
+    uploaded = for_cluster(compiled.module.replace("_", "-"), IMAGE, PipelineSettings(s3_secret="team-s3"))
+    _, platform = yaml.load_all(uploaded, yaml.CSafeLoader)
+    for executor in platform["platforms"]["kubernetes"]["deploymentSpec"]["executors"].values():
+        names = [secret["secretName"] for secret in executor["secretAsEnv"]]
+        assert names[0] == "team-s3"
+        assert "evernear-s3" not in names
+        for secret in executor["secretAsEnv"]:
+            assert secret["secretNameParameter"]["runtimeValue"]["constant"] == secret["secretName"]
+
+
+def test_change_of_the_cluster_is_another_version() -> None:
+    def version(**settings: str) -> str:
+        return cluster_version("c0ffee", PipelineSettings.model_validate(settings))
+
+    assert version() == version(endpoint="https://kfp.example.org") == version(task_cpu="2")
+    changed = [version(**{name: "8"}) for name in PipelineSettings().cluster]
+    assert len({version(), *changed}) == 1 + len(changed)
+    assert all(name.startswith("c0ffee-") for name in changed)
+
+
+def test_steps_that_read_images_mount_the_scratch_volume(compiled: Compiled) -> None:
+    readers = {name for name in compiled.tasks if compiled.pod(name).get("pvcMount")}
+    assert readers == {"ingest", "train", "export", "embed", "probe", "evaluate", "archive"} & STEPS[compiled.module]
+
+
+def reference(parameter: str) -> str:
+    return f"{{{{$.inputs.parameters['pipelinechannel--{parameter}']}}}}"
+
+
+def test_predictions_need_no_other_nodes_unless_they_are_requested() -> None:
+    """A cluster without deploy/components/many-machines has no PodTemplate for them."""
+    assert Compiled("predict").parameters["nodes"]["defaultValue"] == "1"
+
+
+def test_pipelines_for_a_cluster_are_reproducible_files_and_objects(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    image = f"r/evernear-train@sha256:{64 * 'a'}"
+    for directory in ("one", "two"):
+        options = ["--image", image, "--output", str(tmp_path / directory), "--set", "data.size_px=32"]
+        assert compile_main(options) == 0
+    for name in NAMES:
+        written = (tmp_path / "one" / f"{name}.yaml").read_bytes()
+        assert written == (tmp_path / "two" / f"{name}.yaml").read_bytes()
+        assert image.encode() in written
+    assert b"size_px: 32" in (tmp_path / "one" / "continuous-training.yaml").read_bytes()
+    capsys.readouterr()
+    options = ["--kubernetes-native", "--version", "abc", "--namespace", "kubeflow", "--output", str(tmp_path)]
+    assert compile_main(["rollback", "--image", image, *options]) == 0
+    assert capsys.readouterr().out == f"{tmp_path}/rollback.yaml\n"
+    objects = yaml.load_all((tmp_path / "rollback.yaml").read_bytes(), yaml.CSafeLoader)
+    assert [each["kind"] for each in objects] == ["Pipeline", "PipelineVersion"]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--image", "evernear-train:latest"], "has no digest"),
+        (["rollback", "retrain", "--image", f"x@sha256:{64 * 'a'}"], "Unknown pipeline 'retrain'"),
+        (["--image", f"x@sha256:{64 * 'a'}", "--output", "a-file"], "a-file/continuous-training.yaml: File exists"),
+    ],
+)
+def test_errors_of_a_compilation_for_a_cluster_write_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: list[str], message: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("a-file").touch()
+    assert compile_main(words) == SettingsError.exit_code
+    assert message in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["a-file"]
