@@ -13,8 +13,8 @@ from timm.models import load_state_dict
 from torch import Tensor
 
 from evernear.common.disk import sha256_file
+from evernear.common.environment import through_proxy
 from evernear.common.output import printable
-from evernear.common.proxies import through_proxy
 from evernear.common.store import Store, open_store
 from evernear.embedding.packaged_weights import fetch_package
 from evernear.embedding.timm_member import config_of

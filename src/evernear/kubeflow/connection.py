@@ -17,7 +17,7 @@ import urllib3
 from kfp.client import KF_PIPELINES_SA_TOKEN_ENV, KF_PIPELINES_SA_TOKEN_PATH, ServiceAccountTokenVolumeCredentials
 from kfp_server_api.exceptions import ApiException
 
-from evernear.common.masking import usable
+from evernear.common.environment import usable
 from evernear.common.retry import doubling
 from evernear.errors import PipelineServerError, SettingsError
 from evernear.settings import PipelineSettings

@@ -20,8 +20,8 @@ from filelock import FileLock, Timeout
 
 from evernear.common.disk import disk_errors, write_atomically
 from evernear.common.endings import describe_ending, shadowed_modules
+from evernear.common.environment import with_absolute_locations
 from evernear.common.frozen import Frozen
-from evernear.common.locations import with_absolute_locations
 from evernear.common.masking import copy_masked
 from evernear.common.outputs import MARKER, marker
 from evernear.common.progress import COMMAND_VARIABLE, EVENTS_VARIABLE, Event, RunCommand, read_events

@@ -13,8 +13,8 @@ from importlib import resources
 from pathlib import Path
 
 from evernear.common.disk import write_atomically
+from evernear.common.environment import with_absolute_locations
 from evernear.common.frozen import Frozen
-from evernear.common.locations import with_absolute_locations
 from evernear.common.masking import forms_of, is_secret, secrets_of
 from evernear.common.scratch import scratch_name
 from evernear.errors import ServingError

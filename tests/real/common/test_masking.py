@@ -17,7 +17,6 @@ from evernear.common.masking import MASK, configure_masking, copy_masked, mask, 
 from evernear.common.output import printable
 from evernear.common.run_record import RunRecord
 from evernear.common.store import open_store
-from evernear.errors import SettingsError
 from tests.real.scenarios.workspace import Workspace
 
 SECRET = 'p/w+"<Zq7 &x%é'
@@ -38,7 +37,7 @@ def test_values_made_with_echo_are_stripped() -> None:
         "EVERNEAR_STORE": "s3://bucket\n",
         "DATABASE_URL": "postgres://a:b@c\n",
         "HF_TOKEN": "\n",
-        "PS1": "$ ",
+        "AWS_REGION": " us-east-1\n",
     }
     configure_masking(environment)
     assert environment == {
@@ -47,7 +46,7 @@ def test_values_made_with_echo_are_stripped() -> None:
         "AWS_ENDPOINT_URL": "http://127.0.0.1:9000",
         "EVERNEAR_STORE": "s3://bucket",
         "DATABASE_URL": "postgres://a:b@c",
-        "PS1": "$ ",
+        "AWS_REGION": "us-east-1",
     }
 
 
@@ -148,11 +147,6 @@ def test_beginning_of_a_secret_is_not_printed_either() -> None:
     assert printable("key 0123456789abcdef is wrong", 10) == "key *** is..."
 
 
-def test_unusable_secret_is_refused_by_name() -> None:
-    with pytest.raises(SettingsError, match=r"^KFP_TOKEN contains a line break, .*; set it again\.$"):
-        masking.usable("KFP_TOKEN", {"KFP_TOKEN": "first-half\nsecond-half"})
-
-
 def copied(tmp_path: Path, program: str) -> bytes:
     with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) as child:
         assert child.stdout is not None
@@ -166,7 +160,7 @@ def test_output_of_a_child_is_masked_even_in_pieces(tmp_path: Path) -> None:
     assert copied(tmp_path, program) == b"\xff ***\nend"
 
 
-@pytest.mark.parametrize("before", [65_520, 57_340, 57_350, 131_060])
+@pytest.mark.parametrize("before", [65_520, 32_750, 32_760, 32_770, 131_060])
 def test_secret_in_a_very_long_line_is_masked(before: int, tmp_path: Path) -> None:
     remember("0123456789abcdef")
     program = f"import sys; sys.stdout.write('-' * {before} + '0123456789abcdef' + '-' * 200_000)"

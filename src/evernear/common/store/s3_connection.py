@@ -24,7 +24,7 @@ from minio.credentials.providers import EnvAWSProvider
 from minio.error import InvalidResponseError, MinioException, S3Error
 from minio.helpers import DictType
 
-from evernear.common.masking import usable
+from evernear.common.environment import usable
 from evernear.common.store.s3_pool import not_s3, pool
 from evernear.errors import SettingsError, StoreError, TransientStoreError
 

@@ -8,7 +8,7 @@ from urllib.parse import unquote, urlsplit
 
 import urllib3
 
-from evernear.common.proxies import proxy_of
+from evernear.common.environment import proxy_of
 from evernear.errors import SettingsError, StoreError
 
 CONNECT_TIMEOUT_S = 10.0

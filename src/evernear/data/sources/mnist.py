@@ -15,7 +15,7 @@ from urllib.error import URLError
 import numpy as np
 
 from evernear.common.disk import disk_errors
-from evernear.common.proxies import through_proxy
+from evernear.common.environment import through_proxy
 from evernear.data.manifest import Split
 from evernear.data.preprocess import Pixels
 from evernear.data.sources.base import ArrayBlock, ArraySource, FileEntry

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from evernear.common.masking import remember, usable
+from evernear.common.environment import usable
+from evernear.common.masking import remember
 from evernear.common.output import printable
 from evernear.errors import SettingsError, StoreError, TransientStoreError
 from evernear.index.description import Collection

@@ -13,7 +13,8 @@ from typing import Any, Literal
 import certifi
 
 from evernear.common.disk import open_regular
-from evernear.common.masking import remember, usable
+from evernear.common.environment import usable
+from evernear.common.masking import remember
 from evernear.errors import DataError, PredictionRejectedError, SettingsError
 from evernear.serving.endpoints import endpoints, home_of, host_and_port, read_key, start_hint
 from evernear.serving.responses import Metadata, Prediction

@@ -1,10 +1,13 @@
-"""Absolute paths in environment variables, because steps and TorchServe run elsewhere."""
+"""Paths, proxies and secrets in environment variables."""
 
 import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from urllib.parse import quote
+from urllib.parse import quote, urlsplit
+from urllib.request import getproxies, proxy_bypass
+
+from evernear.errors import SettingsError
 
 _PATHS = re.compile(
     r"\w+_(FILE|PATH|DIR|HOME|BUNDLE)"
@@ -25,8 +28,9 @@ _FILE = re.compile(r"(file:)([^/].*)")
 
 
 def with_absolute_locations(environment: Mapping[str, str], directory: Path | None = None) -> dict[str, str]:
-    """Resolve relative paths against ``directory`` or the current one. Server URLs do not change,
-    nor do paths in a home directory (``~/...``), which libraries expand."""
+    """Resolve relative paths against ``directory`` or the current one, because steps and TorchServe
+    run elsewhere. Server URLs do not change, nor do paths in a home directory (``~/...``), which
+    libraries expand."""
     base = directory or Path.cwd()
     return {name: _absolute(name, value, base) for name, value in environment.items()}
 
@@ -45,3 +49,25 @@ def _absolute(name: str, value: str, base: Path) -> str:
 
 def _absolute_path(path: str, base: Path) -> str:
     return path if not path or path.startswith("~") else str(base / path)
+
+
+def proxy_of(url: str) -> str | None:
+    """The proxy in ``HTTP(S)_PROXY`` for ``url``, or None if ``NO_PROXY`` excludes it."""
+    parts = urlsplit(url)
+    return None if proxy_bypass(parts.netloc) else getproxies().get(parts.scheme)
+
+
+def through_proxy(url: str) -> str:
+    """For a message: " through the proxy HOST:PORT (HTTPS_PROXY)", or an empty string."""
+    proxy = proxy_of(url)
+    host = urlsplit(proxy).netloc.rpartition("@")[2] if proxy else ""
+    return f" through the proxy {host} ({urlsplit(url).scheme.upper()}_PROXY)" if host else ""
+
+
+def usable(name: str, environment: Mapping[str, str] = os.environ) -> str:
+    """The secret in the variable ``name``, or an empty string. A character that is invalid in HTTP
+    headers, such as a line break, is a `SettingsError`."""
+    value = environment.get(name, "").strip()
+    if not all(" " <= character <= "~" for character in value):
+        raise SettingsError(f"{name} contains a line break, or another character that is not ASCII; set it again.")
+    return value

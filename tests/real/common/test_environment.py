@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from evernear.common.locations import with_absolute_locations
-from evernear.errors import EvernearError
+from evernear.common.environment import through_proxy, usable, with_absolute_locations
+from evernear.errors import EvernearError, SettingsError
 from evernear.kubeflow import local_run
 from evernear.serving import configuration
 from evernear.settings import load
@@ -110,3 +110,28 @@ def test_relative_paths_in_settings_become_absolute(tmp_path: Path, monkeypatch:
     assert settings.store_uri == (tmp_path / "work" / "store").as_uri()
     assert type(settings).model_validate(settings.model_dump(mode="json")) == settings
     assert load(environment={}, overrides=["index.uri=http://milvus:19530"]).index.uri == "http://milvus:19530"
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "sentence"),
+    [
+        ("https_proxy", "http://me:pass@proxy.example:3128", " through the proxy proxy.example:3128 (HTTPS_PROXY)"),
+        ("HTTPS_PROXY", "http://[::1]:3128", " through the proxy [::1]:3128 (HTTPS_PROXY)"),
+        ("http_proxy", "http://proxy.example:3128", ""),
+        ("no_proxy", "*", ""),
+    ],
+)
+def test_proxy_is_named_without_its_login(
+    monkeypatch: pytest.MonkeyPatch, variable: str, value: str, sentence: str
+) -> None:
+    for name in ("http_proxy", "HTTP_PROXY", "https_proxy", "HTTPS_PROXY", "no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv(variable, value)
+    assert through_proxy("https://hub.example/weights") == sentence
+    monkeypatch.setenv("NO_PROXY", "hub.example")
+    assert through_proxy("https://hub.example/weights") == ""
+
+
+def test_unusable_secret_is_refused_by_name() -> None:
+    with pytest.raises(SettingsError, match=r"^KFP_TOKEN contains a line break, .*; set it again\.$"):
+        usable("KFP_TOKEN", {"KFP_TOKEN": "first-half\nsecond-half"})
