@@ -11,9 +11,9 @@ import pytest
 from evernear.common import plugins
 from evernear.common.plugins import Plugin
 from evernear.common.run_record import RunRecord
-from evernear.common.store import open_store
+from evernear.common.store import Store, open_store
 from evernear.errors import SettingsError
-from evernear.release.registry import Registry
+from evernear.index.vectors import index_backend
 from evernear.settings import IndexSettings
 
 HEAVY = ("pymilvus", "optuna", "mlflow", "torch", "faiss", "numpy", "httpx", "opentelemetry.sdk", "typer")
@@ -81,27 +81,27 @@ def test_unknown_backend_is_rejected_by_name() -> None:
     with pytest.raises(ValueError, match="should be one of faiss, milvus"):
         IndexSettings(backend="qdrant")
     unknown = pytest.raises(SettingsError, match="The index backend qdrant is unknown here; known: faiss, milvus")
-    with unknown, plugins.index_backend("qdrant"):
+    with unknown, index_backend("qdrant"):
         pytest.fail("it has no backend")
 
 
 def test_every_move_of_the_champion_reaches_every_integration(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    seen: list[tuple[Registry, object]] = []
+    seen: list[tuple[Store, str | None]] = []
 
-    def failing(registry: Registry, before: object) -> list[str]:
+    def failing(store: Store, before: str | None) -> list[str]:
         raise OSError("disk")
 
-    def recording(registry: Registry, before: object) -> list[str]:
-        seen.append((registry, before))
+    def recording(store: Store, before: str | None) -> list[str]:
+        seen.append((store, before))
         return ["not yet"]
 
     offers = (Plugin(install="first", champion_moved=failing), Plugin(install="second", champion_moved=recording))
     monkeypatch.setattr(plugins, "plugins", lambda: offers)
-    registry = Registry(open_store((tmp_path / "store").as_uri()))
-    plugins.champion_moved(registry, None)
-    assert seen == [(registry, None)]
+    store = open_store((tmp_path / "store").as_uri())
+    plugins.champion_moved(store, None)
+    assert seen == [(store, None)]
     assert caplog.messages == ["The plug-in of first failed: disk.", "not yet"]
 
 

@@ -1,8 +1,8 @@
 """Optional integrations: the features that each may offer, and how the core calls them.
 
-A `Plugin` is the ``PLUGIN`` of ``evernear/integrations/NAME/plugin.py``, or of an external package
-that names it as an entry point in the group `GROUP`. Every command imports that module, so it
-imports its dependencies inside functions. The core never imports an integration by name.
+A `Plugin` is the ``PLUGIN`` of a module in `evernear.integrations`, or of an external package that
+names it as an entry point in the group `GROUP`. Every command imports that module, so it imports
+its dependencies inside functions. The core never imports an integration by name.
 """
 
 import logging
@@ -13,24 +13,13 @@ from dataclasses import dataclass, field
 from functools import cache
 from importlib import import_module
 from importlib.metadata import entry_points
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any
 
 from evernear.common.masking import mask
 from evernear.common.output import printable
+from evernear.common.run_record import RunRecord
+from evernear.common.store import Store
 from evernear.errors import EvernearError, SettingsError
-
-if TYPE_CHECKING:
-    from opentelemetry.trace import TracerProvider
-
-    from evernear.common.run_record import RunRecord
-    from evernear.embedding.embeddings import EmbeddingBlock
-    from evernear.index.choose import Choice
-    from evernear.index.description import Collection
-    from evernear.index.exact import ExactNeighbors
-    from evernear.index.vectors import GalleryVectors, VectorIndex
-    from evernear.release.promotions import Champion
-    from evernear.release.registry import Registry
-    from evernear.settings import IndexSettings
 
 GROUP = "evernear.plugins"
 PACKAGE = "evernear.integrations"
@@ -38,28 +27,6 @@ FAISS = "faiss"
 """The backend whose vectors are in the release's archive. It is not a plugin."""
 REASON_MAX_CHARACTERS = 300
 _log = logging.getLogger(__name__)
-
-
-class IndexBackend(Protocol):
-    """Stores the vectors of a gallery outside the release's archive."""
-
-    def check(self, settings: "IndexSettings") -> None:
-        """Check, before a run starts, that its gallery can be written."""
-        ...
-
-    def create(
-        self, gallery: "GalleryVectors", settings: "IndexSettings", queries: "EmbeddingBlock", exact: "ExactNeighbors"
-    ) -> "Choice":
-        """Fill a collection. If ``settings.type`` is ``auto``, choose its type on ``queries``."""
-        ...
-
-    def open(self, collection: "Collection", shape: tuple[int, int], search: str) -> "VectorIndex":
-        """Open a collection of ``shape`` (vectors, dimensions) with the parameters ``search``."""
-        ...
-
-    def drop(self, collection: "Collection") -> None:
-        """Delete a collection if it exists."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -76,15 +43,17 @@ class Plugin:
 
     install: str
     """The requirement that includes its libraries, such as ``evernear[milvus]``."""
-    backends: Mapping[str, Callable[[], IndexBackend]] = field(default_factory=dict)
-    """Keyed by the value of ``index.backend``."""
-    champion_moved: "Callable[[Registry, Champion | None], list[str]] | None" = None
-    """Called with the previous champion after each move, perhaps repeatedly. Returns warnings."""
-    run_ended: "Callable[[RunRecord, str], list[str]] | None" = None
+    backends: Mapping[str, Callable[[], Any]] = field(default_factory=dict)
+    """Make an `evernear.index.vectors.IndexBackend`. Keyed by the value of ``index.backend``."""
+    champion_moved: Callable[[Store, str | None], list[str]] | None = None
+    """Called after each move of the champion, perhaps repeatedly, with the registry's store and the
+    previous champion's version. Returns warnings."""
+    run_ended: Callable[[RunRecord, str], list[str]] | None = None
     """Called, perhaps repeatedly, with an ended run's record and HTML page. Returns warnings."""
     commands: Callable[[], list[Command]] | None = None
-    tracer_provider: "Callable[[str], TracerProvider | None] | None" = None
-    """The provider for the named server, or None if the environment does not configure it."""
+    tracer_provider: Callable[[str], Any] | None = None
+    """Makes the `opentelemetry.trace.TracerProvider` for the named server, or returns None if the
+    environment does not configure it."""
 
     @contextmanager
     def installed(self) -> Generator[None]:
@@ -102,7 +71,7 @@ def plugins() -> tuple[Plugin, ...]:
     """evernear's own in alphabetical order, then those of external packages."""
     own = import_module(PACKAGE)
     names = sorted(module.name for module in pkgutil.iter_modules(own.__path__))
-    return (*(import_module(f"{PACKAGE}.{name}.plugin").PLUGIN for name in names), *_of_other_packages())
+    return (*(import_module(f"{PACKAGE}.{name}").PLUGIN for name in names), *_of_other_packages())
 
 
 def _of_other_packages() -> Iterator[Plugin]:
@@ -122,27 +91,16 @@ def backend_names() -> tuple[str, ...]:
     return (FAISS, *(name for plugin in plugins() for name in plugin.backends))
 
 
-@contextmanager
-def index_backend(name: str) -> Generator[IndexBackend]:
-    """The backend that ``index.backend`` or a release names. Reports a missing library."""
-    for plugin in plugins():
-        if make := plugin.backends.get(name):
-            with plugin.installed():
-                yield make()
-            return
-    raise SettingsError(f"The index backend {name} is unknown here; known: {', '.join(backend_names())}.")
-
-
-def champion_moved(registry: "Registry", before: "Champion | None") -> None:
+def champion_moved(store: Store, before: str | None) -> None:
     """Notify the integrations that the champion differs from ``before``. The release is already
     live and does not depend on them, so a failure is a warning."""
     for plugin in plugins():
         if plugin.champion_moved:
-            for warning in _warnings(plugin, plugin.champion_moved, registry, before):
+            for warning in _warnings(plugin, plugin.champion_moved, store, before):
                 _log.warning("%s", warning)
 
 
-def run_ended(record: "RunRecord", page: str) -> list[str]:
+def run_ended(record: RunRecord, page: str) -> list[str]:
     """Notify the integrations that a run has ended, and return their warnings. The record in the
     store is authoritative, so a failure never fails the run."""
     return [
@@ -159,18 +117,14 @@ def commands() -> Iterator[Command]:
             yield Command(command.name, plugin.installed()(command.run), command.panel)
 
 
-def tracer_provider(service: str) -> "TracerProvider | None":
+def tracer_providers(service: str) -> Iterator[Any]:
     for plugin in plugins():
         if plugin.tracer_provider:
             try:
                 with plugin.installed():
-                    provider = plugin.tracer_provider(service)
+                    yield plugin.tracer_provider(service)
             except EvernearError as error:
                 _log.warning("Traces are not exported: %s", error)
-                continue
-            if provider is not None:
-                return provider
-    return None
 
 
 def rejection(system: str, variable: str, error: BaseException, item: str) -> str:

@@ -54,7 +54,7 @@ def deploy_release(archive: Path, verdict_file: Path, settings: RunSettings, cau
             if current is None or current.version != version:
                 current = registry.set_champion(version, champion, cause=cause, anchor=anchor)
             deployed = Deployment.of(current, rollout)
-    champion_moved(registry, champion)
+    champion_moved(registry.store, champion and champion.version)
     return deployed
 
 
@@ -84,7 +84,7 @@ def promote_release(
             Breaches(open_store(settings.store_uri)).overrule(version, cause)
             promoted = registry.set_champion(version, champion, "force" if force else "promote", cause)
             deployed = Deployment.of(promoted, rollout)
-    champion_moved(registry, champion)
+    champion_moved(registry.store, champion and champion.version)
     return deployed
 
 
@@ -131,7 +131,7 @@ def roll_back(settings: RunSettings, *, cause: Cause | None = None, expected: st
         target.rollout(archive, parts) as rollout,
     ):
         deployed = Deployment.of(registry.roll_back(champion, cause), rollout)
-    champion_moved(registry, champion)
+    champion_moved(registry.store, champion and champion.version)
     return deployed
 
 

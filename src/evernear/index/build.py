@@ -13,12 +13,12 @@ from numpy.typing import NDArray
 
 from evernear.common.disk import disk_errors, sha256_file, write_atomically
 from evernear.common.output import quantity
-from evernear.common.plugins import FAISS, index_backend
+from evernear.common.plugins import FAISS
 from evernear.data.groups import GroupNumbers
 from evernear.embedding.embeddings import EmbeddingBlock, Embeddings
 from evernear.errors import DataError, IntegrityError, SettingsError
 from evernear.index.calibrate import calibrate
-from evernear.index.choose import TRAINING_VECTORS, Choice, choose_index
+from evernear.index.choose import TRAINING_VECTORS, choose_index
 from evernear.index.description import (
     CENTROIDS_FILE,
     DESCRIPTION_FILE,
@@ -30,7 +30,7 @@ from evernear.index.description import (
 from evernear.index.exact import ExactNeighbors, exact_neighbors, sample_queries, select_labels
 from evernear.index.faiss_compat import FaissIndex, faiss
 from evernear.index.search import Gallery
-from evernear.index.vectors import GalleryVectors
+from evernear.index.vectors import Choice, GalleryVectors, index_backend
 from evernear.settings import IndexSettings
 
 

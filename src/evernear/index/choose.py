@@ -10,7 +10,7 @@ from evernear.embedding.embeddings import EmbeddingBlock
 from evernear.index.calibrate import is_nearest
 from evernear.index.exact import ExactNeighbors
 from evernear.index.faiss_compat import FaissIndex, faiss
-from evernear.index.vectors import VectorIndex
+from evernear.index.vectors import Choice, VectorIndex
 from evernear.settings import IndexSettings
 
 FLAT = "Flat"
@@ -33,14 +33,6 @@ VECTORS_PER_LIST = 39
 """Training vectors that k-means needs for each list. FAISS warns if there are fewer."""
 LARGEST_PROBED_SHARE = 1 / 8
 """Maximum share of the lists to search. If it misses the recall, the next encoding is tried."""
-
-
-@dataclass(frozen=True)
-class Choice:
-    index: VectorIndex
-    factory: str
-    search: str
-    reason: str
 
 
 def choose_index(

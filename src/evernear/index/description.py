@@ -37,7 +37,7 @@ class Collection(Frozen):
     """Holds the vectors of an index, in a backend such as Milvus."""
 
     backend: str = "milvus"
-    """The value of ``index.backend`` (`evernear.common.plugins.index_backend`)."""
+    """The value of ``index.backend`` (`evernear.index.vectors.index_backend`)."""
     uri: str = Field(max_length=1000)
     """The address of the server, or the absolute path of a file."""
     name: str = Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]{0,99}(_s[0-9a-f]{12})?_[0-9a-f]{32}$")

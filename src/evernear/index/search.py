@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from evernear.common.plugins import index_backend
 from evernear.errors import IntegrityError
 from evernear.index.description import (
     CENTROIDS_FILE,
@@ -19,7 +18,7 @@ from evernear.index.description import (
     check_parts,
     describe_index,
 )
-from evernear.index.vectors import VectorIndex
+from evernear.index.vectors import VectorIndex, index_backend
 
 NO_LABEL = -1
 """Replaces the label number of a neighbor that an approximate index did not find."""

@@ -1,6 +1,6 @@
 """Check at the start of a run what its later steps need, which can save hours of training."""
 
-from evernear.common.plugins import FAISS, index_backend
+from evernear.common.plugins import FAISS
 from evernear.common.store import open_store
 from evernear.data.sources import open_source
 from evernear.deployment import open_target
@@ -22,6 +22,8 @@ def require_runnable(chosen: RunSettings) -> None:
     if (chosen.data.nodes, chosen.index.nodes, chosen.evaluation.nodes) != (1, 1, 1):
         require_nodes(chosen)
     if chosen.index.backend != FAISS:
+        from evernear.index.vectors import index_backend
+
         with index_backend(chosen.index.backend) as backend:
             backend.check(chosen.index)
     if chosen.train.weights.startswith(PREFIX):

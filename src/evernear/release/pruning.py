@@ -7,7 +7,6 @@ import logging
 from collections.abc import Collection
 from contextlib import suppress
 
-from evernear.common.plugins import index_backend
 from evernear.common.store import Store
 from evernear.errors import ConflictError, IntegrityError, StoreError
 from evernear.index.description import Collection as VectorCollection
@@ -107,6 +106,8 @@ def _drop(registry: Registry, collection: VectorCollection) -> None:
     """Delete a collection, unless it may belong to the store from which this one was copied or
     moved."""
     if registry.owns(collection.name):
+        from evernear.index.vectors import index_backend  # needs NumPy, which most commands do without
+
         with index_backend(collection.backend) as backend:
             backend.drop(collection)
     else:

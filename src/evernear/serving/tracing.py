@@ -19,12 +19,13 @@ from opentelemetry.trace import (
     SpanKind,
     StatusCode,
     Tracer,
+    TracerProvider,
     set_span_in_context,
 )
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from evernear import __version__
-from evernear.common.plugins import tracer_provider
+from evernear.common.plugins import tracer_providers
 
 TRACE_FIELD = "traceparent"
 """The HTTP header, or the input in a TorchServe gRPC request, that carries the W3C Trace Context.
@@ -34,7 +35,8 @@ It is an input because TorchServe's handlers receive no gRPC metadata."""
 @cache
 def tracer(service: str) -> Tracer:
     """Does nothing unless an integration exports traces."""
-    return (tracer_provider(service) or NoOpTracerProvider()).get_tracer("evernear", __version__)
+    provider: TracerProvider = next(filter(None, tracer_providers(service)), NoOpTracerProvider())
+    return provider.get_tracer("evernear", __version__)
 
 
 def request_span(tracer: Tracer, parent: str, name: str = "request", **attributes: str) -> AbstractContextManager[Span]:

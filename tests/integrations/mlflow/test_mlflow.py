@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from evernear.common.run_record import RunRecord
-from evernear.integrations.mlflow.tracking import track
+from evernear.integrations.mlflow import track
 from tests import ROOT
 from tests.ended_run import STARTED
 from tests.ports import free_ports, wait_for_port

@@ -137,7 +137,7 @@ def test_entry_of_the_champion_is_marked_after_promotion_and_rollback(
     first = record.load("archived")["version"]
     second = make_release()
     releases.publish(second.archive)
-    assert follow_champion(releases) == [], "neither a champion nor an entry"
+    assert follow_champion(releases.store) == [], "neither a champion nor an entry"
     register(record)
     record.save(archived={"version": second.version})
     finalize(record, "continuous-training", "SUCCEEDED", "")
@@ -145,10 +145,10 @@ def test_entry_of_the_champion_is_marked_after_promotion_and_rollback(
     assert marked(registry) == set()
 
     releases.set_champion(first, None)
-    assert follow_champion(releases) == []
+    assert follow_champion(releases.store) == []
     assert marked(registry) == {first}
     releases.set_champion(second.version, releases.champion())
-    assert follow_champion(releases) == []
+    assert follow_champion(releases.store) == []
     assert marked(registry) == {second.version}
     (entry,) = [body for _, body in registry.created if body["name"] == second.version]
     assert entry["customProperties"]["archive_sha256"]["string_value"], "other properties stay"
@@ -163,7 +163,7 @@ def test_entry_of_the_champion_is_marked_after_promotion_and_rollback(
     assert register(rollback) == []
     assert marked(registry) == {first}
     changes = len(registry.updated)
-    assert follow_champion(releases) == []
+    assert follow_champion(releases.store) == []
     assert len(registry.updated) == changes, "values that are already correct are not written"
 
 

@@ -1,24 +1,24 @@
 """The Milvus alias that follows the champion, for readers other than evernear."""
 
+from evernear.common.store import Store
 from evernear.errors import EvernearError, IntegrityError, StoreError, TransientStoreError
 from evernear.index.description import Collection
 from evernear.integrations.milvus import client as milvus_client
-from evernear.release.promotions import Champion
 from evernear.release.registry import Registry
 
 
-def follow_alias(registry: Registry, before: Champion | None) -> list[str]:
+def follow_alias(store: Store, before: str | None) -> list[str]:
     """After the champion moved from ``before``, point the alias at the new collection. Idempotent.
     evernear itself does not use the alias, so a failure is only a warning."""
     try:
-        point_alias(registry, before)
+        _point_alias(Registry(store), before)
     except EvernearError as error:
         return [f"The alias in Milvus does not follow the champion yet: {error} The next run sets it."]
     return []
 
 
-def point_alias(registry: Registry, before: Champion | None = None) -> Collection | None:
-    """Point the alias at the champion's collection, and return it, or None without one.
+def _point_alias(registry: Registry, before: str | None) -> None:
+    """Point the alias at the champion's collection, if it has one.
 
     If the collection of ``before`` has a different alias, that one is removed. One that points at
     another store's collection is not changed, because this store may be a copy.
@@ -28,7 +28,7 @@ def point_alias(registry: Registry, before: Champion | None = None) -> Collectio
     """
     while True:
         champion = registry.champion()
-        collection = _collection(registry, champion)
+        collection = _collection(registry, champion and champion.version)
         left = _collection(registry, before)
         if (
             left is not None
@@ -40,7 +40,7 @@ def point_alias(registry: Registry, before: Champion | None = None) -> Collectio
             _require_own_alias(registry, collection)
             milvus_client.point_alias(collection)
         if registry.champion() == champion:  # of two concurrent promotions, the later one wins
-            return collection
+            return
 
 
 def _require_own_alias(registry: Registry, collection: Collection) -> None:
@@ -54,12 +54,12 @@ def _require_own_alias(registry: Registry, collection: Collection) -> None:
         )
 
 
-def _collection(registry: Registry, champion: Champion | None) -> Collection | None:
-    """A champion's collection, or None if it has none or the release record is lost."""
-    if champion is None:
+def _collection(registry: Registry, version: str | None) -> Collection | None:
+    """A release's collection, or None if it has none or the release record is lost."""
+    if version is None:
         return None
     try:
-        return registry.get(champion.version, include_pruned=True).manifest.collection
+        return registry.get(version, include_pruned=True).manifest.collection
     except TransientStoreError:
         raise
     except (IntegrityError, StoreError):

@@ -19,10 +19,10 @@ from evernear.common.disk import sha256_bytes
 from evernear.common.output import quantity
 from evernear.embedding.embeddings import EmbeddingBlock
 from evernear.errors import IntegrityError, SettingsError, TransientStoreError
-from evernear.index.choose import Choice, exact_search_reason, tune_index
+from evernear.index.choose import exact_search_reason, tune_index
 from evernear.index.description import Collection
 from evernear.index.exact import ExactNeighbors
-from evernear.index.vectors import GalleryVectors
+from evernear.index.vectors import Choice, GalleryVectors
 from evernear.integrations.milvus.client import (
     TIMEOUT_S,
     Client,
@@ -54,7 +54,7 @@ BEAMS = tuple(f"ef={ef}" for ef in (16, 32, 64, 128, 256, 512, 1024))
 
 
 class MilvusBackend:
-    """``index.backend = milvus``, an `evernear.common.plugins.IndexBackend`."""
+    """``index.backend = milvus``, an `evernear.index.vectors.IndexBackend`."""
 
     def check(self, settings: IndexSettings) -> None:
         require_reachable(settings)

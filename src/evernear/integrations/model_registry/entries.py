@@ -16,7 +16,7 @@ from evernear.common.plugins import rejection
 from evernear.common.run_record import RunRecord
 from evernear.common.store import Store
 from evernear.errors import EvernearError, StoreError
-from evernear.integrations.model_registry.plugin import ADDRESS
+from evernear.integrations.model_registry import ADDRESS
 from evernear.release.records import Record
 from evernear.release.registry import Registry
 from evernear.reporting.run_report import RunReport
@@ -43,12 +43,12 @@ def register(record: RunRecord) -> list[str]:
             _register(record.store, version, report.outcome.summary(), report.facts())
         except _ERRORS as error:
             return [rejection(SYSTEM, ADDRESS, error, "run")]
-    return follow_champion(Registry(record.store))
+    return follow_champion(record.store)
 
 
-def follow_champion(registry: Registry) -> list[str]:
+def follow_champion(store: Store) -> list[str]:
     try:
-        _mark_champion(registry)
+        _mark_champion(Registry(store))
     except _ERRORS as error:
         return [rejection(SYSTEM, ADDRESS, error, "champion")]
     return []

@@ -1,16 +1,19 @@
-"""Log runs to MLflow. The record in the store is authoritative, so a failure is only a warning."""
+"""Log runs to MLflow if ``MLFLOW_TRACKING_URI`` is set, for teams that compare runs there."""
 
 import os
 import re
 from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from evernear.common.plugins import rejection
+from evernear.common.plugins import Plugin, rejection
 from evernear.common.run_record import RunRecord
-from evernear.integrations.mlflow.plugin import ADDRESS
-from evernear.reporting.run_report import RunReport
 
+if TYPE_CHECKING:
+    from evernear.reporting.run_report import RunReport
+
+ADDRESS = "MLFLOW_TRACKING_URI"
 TIMEOUT_S = 10
 EXPERIMENT = "evernear"
 """The MLflow experiment, unless ``MLFLOW_EXPERIMENT_NAME`` is set."""
@@ -28,7 +31,12 @@ _MLFLOW_DEFAULTS = {
 
 
 def track(record: RunRecord, page: str) -> list[str]:
-    """Log an ended run that has settings, with its page's HTML. A failure is a warning."""
+    """Log an ended run that has settings, with its page's HTML. The record in the store is
+    authoritative, so a failure is a warning."""
+    if not os.environ.get(ADDRESS):
+        return []
+    from evernear.reporting.run_report import RunReport
+
     report = RunReport.load(record)
     if not report.settings:
         return []
@@ -41,7 +49,7 @@ def track(record: RunRecord, page: str) -> list[str]:
     return []
 
 
-def _log_to_mlflow(report: RunReport, page: str) -> None:
+def _log_to_mlflow(report: "RunReport", page: str) -> None:
     """Log parameters, metrics and the run page. A retried step logs to the same MLflow run."""
     for variable, value in _MLFLOW_DEFAULTS.items():
         os.environ.setdefault(variable, value)
@@ -75,7 +83,7 @@ def _artifact_location() -> str | None:
     return (Path(database[1]).absolute().parent / "mlruns").as_uri() if database else None
 
 
-def _curves(report: RunReport) -> Iterator[tuple[str, float, int]]:
+def _curves(report: "RunReport") -> Iterator[tuple[str, float, int]]:
     """Yield the name, value and epoch of each point in the training curves."""
     for epoch in report.training.get("epochs", ()):
         for key in ("train_loss", "gallery_loss", "gallery_accuracy", "learning_rate"):
@@ -84,3 +92,6 @@ def _curves(report: RunReport) -> Iterator[tuple[str, float, int]]:
 
 def _milliseconds(time: datetime) -> int:
     return round(time.timestamp() * 1000)
+
+
+PLUGIN = Plugin(install="evernear[mlflow]", run_ended=track)

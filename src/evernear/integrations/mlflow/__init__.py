@@ -1,1 +1,0 @@
-"""Log runs to MLflow, for teams that compare runs there."""

@@ -1,1 +1,0 @@
-"""The exporter of OpenTelemetry traces. `evernear.serving.tracing` creates the spans."""
