@@ -112,16 +112,11 @@ class PipelineServerError(EvernearError):
 
 
 class SlackError(EvernearError):
-    """After a rate limit, the next call is allowed after ``retry_after_s``."""
-
     exit_code = 4
 
-    def __init__(
-        self, message: str, reason: Literal["", "unavailable", "not_writable"] = "", retry_after_s: float = 0
-    ) -> None:
+    def __init__(self, message: str, reason: Literal["", "unavailable", "not_writable"] = "") -> None:
         super().__init__(message)
         self.reason = reason
-        self.retry_after_s = retry_after_s
 
 
 class UserInterruptError(EvernearError):

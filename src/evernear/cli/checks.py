@@ -100,20 +100,16 @@ def _pipelines(settings: Settings) -> str:
 
 def _slack(settings: Settings) -> str:
     """Use each token once, and check the app's scopes."""
-    from slack_sdk.web import WebClient
-
-    from evernear.triggers.slack.client import translated_errors
+    from evernear.triggers.slack.client import SlackClient
     from evernear.triggers.slack.server import Secrets
 
     secrets = Secrets.of_environment(settings.slack)
-    client = WebClient(secrets.bot_token, base_url=settings.slack.api_url)
-    with translated_errors("auth.test"):
-        identity = client.auth_test()
+    client = SlackClient(secrets.bot_token, settings.slack.api_url, retries=False)
+    identity = client.auth_test()
     granted = {scope.strip() for scope in str(identity.headers.get("x-oauth-scopes", "")).split(",")}
     if missing := ", ".join(sorted(SLACK_SCOPES - granted)):
         raise SlackError(f"The bot lacks the scopes {missing}; install the app again from deploy/slack/manifest.yaml.")
     if secrets.app_token:
-        with translated_errors("apps.connections.open"):
-            client.apps_connections_open(app_token=secrets.app_token)
+        client.apps_connections_open(app_token=secrets.app_token)
     warning = "" if settings.slack.channel else " slack.channel is not set, so the watcher's proposals are not posted."
     return f"@{identity['user']} of {identity['team']} is connected and has its scopes.{warning}"

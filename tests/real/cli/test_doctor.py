@@ -97,6 +97,7 @@ def test_scopes_match_the_manifest() -> None:
 
 def test_missing_library_does_not_prevent_other_checks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(sys.modules, "slack_sdk.web", None)
+    monkeypatch.delitem(sys.modules, "evernear.triggers.slack.client", raising=False)
     code, findings = run_doctor("slack", "store", "--set", f"store={tmp_path.as_uri()}")
     assert code == 1
     assert str(findings["slack"]["message"]).startswith("slack_sdk is not installed; run `pip install")

@@ -1,18 +1,16 @@
-"""Building blocks of messages, and escaping for untrusted text.
-
-Slack limits a section to 3000 characters, a field to 2000 characters, and a header to 150
-characters.
-"""
+"""The bot's messages, and escaping for untrusted text."""
 
 import json
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from datetime import datetime, timedelta
 from itertools import accumulate
 from typing import Any, Literal
 
 from slack_sdk.models.blocks import (
     ActionsBlock,
+    Block,
     ButtonElement,
     ConfirmObject,
     ContextBlock,
@@ -27,11 +25,9 @@ from evernear.common.progress import duration as seconds_in_words
 from evernear.errors import EvernearError
 from evernear.kubeflow.runs import State
 from evernear.triggers.requests import Person
-from evernear.triggers.slack.client import Block, Message
 
-TEXT_MAX = 3000
-FIELD_MAX = 2000
-HEADER_MAX = 150
+TEXT_MAX, FIELD_MAX, HEADER_MAX = 3000, 2000, 150
+"""Slack's limits, in characters, for a section, a field and a header."""
 LINK = "link"
 """Action id of the buttons that open a page."""
 EMOJI = {
@@ -46,9 +42,22 @@ EMOJI = {
 }
 
 
+@dataclass(frozen=True)
+class Message:
+    """``text`` is for notifications and for clients that do not render blocks."""
+
+    text: str
+    blocks: tuple[Block, ...] = ()
+
+
 def line(text: str) -> Message:
     """A message of one line. ``text`` is untrusted plain text."""
-    return Message(text=escape(text), blocks=(section(escape(text)),))
+    return paragraph(escape(text))
+
+
+def paragraph(text: str) -> Message:
+    """A message of one paragraph of mrkdwn."""
+    return Message(text=text, blocks=(section(text),))
 
 
 def error_text(error: Exception) -> str:
@@ -98,7 +107,6 @@ def code(text: str) -> str:
 
 
 def cut(text: str, length: int) -> str:
-    """``text``, shortened to ``length`` characters."""
     return text if len(text) <= length else text[: length - 2] + " …"
 
 
@@ -110,51 +118,43 @@ def join_lines(lines: Sequence[str]) -> str:
 
 
 def header(text: str) -> Block:
-    """A header. The text is plain text with emoji."""
-    return HeaderBlock(text=PlainTextObject(text=cut(printable(text), HEADER_MAX), emoji=True)).to_dict()
+    """The text is plain text with emoji."""
+    return HeaderBlock(text=PlainTextObject(text=cut(printable(text), HEADER_MAX), emoji=True))
 
 
 def section(text: str) -> Block:
     """A paragraph of mrkdwn."""
-    return SectionBlock(text=_mrkdwn(text)).to_dict()
+    return SectionBlock(text=_mrkdwn(text))
 
 
 def fields(texts: Mapping[str, str]) -> Block:
     """Fields with titles and mrkdwn texts, in two columns."""
-    return SectionBlock(fields=[_mrkdwn(f"*{title}*\n{text}", FIELD_MAX) for title, text in texts.items()]).to_dict()
+    return SectionBlock(fields=[_mrkdwn(f"*{title}*\n{text}", FIELD_MAX) for title, text in texts.items()])
 
 
 def context(text: str) -> Block:
     """A small line of mrkdwn."""
-    return ContextBlock(elements=[_mrkdwn(text)]).to_dict()
+    return ContextBlock(elements=[_mrkdwn(text)])
 
 
-def actions(*buttons: Block) -> list[Block]:
+def actions(*buttons: ButtonElement) -> list[Block]:
     """A row of buttons. Empty without buttons."""
-    return [ActionsBlock(elements=buttons).to_dict()] if buttons else []
+    return [ActionsBlock(elements=buttons)] if buttons else []
 
 
 def button(
-    text: str,
-    action: str,
-    value: str,
-    *,
-    style: Literal["primary", "danger"] | None = None,
-    url: str | None = None,
-    confirm: ConfirmObject | None = None,
-) -> Block:
+    text: str, action: str, value: str, style: Literal["primary"] | None = None, url: str | None = None
+) -> ButtonElement:
     """A button that sends ``value`` to the handler of ``action``."""
-    return ButtonElement(
-        text=_plain(text), action_id=action, value=value, style=style, url=url, confirm=confirm
-    ).to_dict()
+    return ButtonElement(text=_plain(text), action_id=action, value=value, style=style, url=url)
 
 
-def link_button(url: str, value: str) -> list[Block]:
+def link_button(url: str, value: str) -> list[ButtonElement]:
     """The button that opens the page of a run. The list is empty if the URL is unknown."""
     return [button("Open in Kubeflow", LINK, value, url=url)] if url.startswith("http") else []
 
 
-def danger_button(text: str, action: str, value: str, question: str, explanation: str) -> Block:
+def danger_button(text: str, action: str, value: str, question: str, explanation: str) -> ButtonElement:
     """A red button that asks for confirmation."""
     confirm = ConfirmObject(
         title=_plain(question),
@@ -163,7 +163,7 @@ def danger_button(text: str, action: str, value: str, question: str, explanation
         deny=_plain("Cancel"),
         style="danger",
     )
-    return button(text, action, value, style="danger", confirm=confirm)
+    return ButtonElement(text=_plain(text), action_id=action, value=value, style="danger", confirm=confirm)
 
 
 def as_text(value: Any) -> str:
@@ -172,10 +172,8 @@ def as_text(value: Any) -> str:
 
 
 def _plain(text: str) -> PlainTextObject:
-    """Text that Slack shows verbatim, without markup, links or mentions.
-
-    slack_sdk would convert a plain string to mrkdwn.
-    """
+    """Text that Slack shows verbatim, without markup, links or mentions. slack_sdk would convert a
+    plain string to mrkdwn."""
     return PlainTextObject(text=printable(text))
 
 

@@ -1,7 +1,7 @@
-"""The slash commands. Each command has a name, a permission, a help line, a handler and a
-message."""
+"""The slash commands. Each is one decorated function, with its name, help line and permission."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import datetime
 
 from evernear.common.audit import request_id
@@ -10,10 +10,11 @@ from evernear.evaluation.verdict import classes_tested
 from evernear.kubeflow.runs import Run
 from evernear.release.promotions import Champion
 from evernear.release.records import Record
+from evernear.settings.permissions import Right
 from evernear.triggers.requests import TRAINING
-from evernear.triggers.slack.access import RequestRefusedError
 from evernear.triggers.slack.blocks import (
     EMOJI,
+    Message,
     actions,
     code,
     date,
@@ -25,14 +26,43 @@ from evernear.triggers.slack.blocks import (
     link,
     section,
 )
-from evernear.triggers.slack.client import Message
 from evernear.triggers.slack.promotions import roll_back_buttons
 from evernear.triggers.slack.prompts import request_run
-from evernear.triggers.slack.routes import COMMANDS, Call, command, query
-from evernear.triggers.slack.services import Services
+from evernear.triggers.slack.services import Call, RequestRefusedError, Services
 from evernear.triggers.watch.schedule_state import ScheduleStore
 
 RUN_ID_MIN_CHARACTERS = 4
+Handler = Callable[[Call], Message | None]
+
+
+@dataclass(frozen=True)
+class Command:
+    name: str
+    help: str
+    run: Handler
+    usage: str
+    permission: Right | None
+    is_query: bool
+
+
+COMMANDS: dict[str, Command] = {}
+
+
+def command(
+    name: str, help: str, *, usage: str = "", permission: Right | None = None, is_query: bool = False
+) -> Callable[[Handler], Handler]:
+    """Register a command, as in ``@command("/evernear stop", "ends a run", usage="RUN")``.
+
+    Slack waits 3 seconds for the acknowledgement, so a command may record a request for the worker,
+    but must not wait for KFP. A query changes nothing and may take longer. Only the caller sees the
+    message that the function returns.
+    """
+
+    def register(run: Handler) -> Handler:
+        COMMANDS[name] = Command(name, help, run, usage, permission, is_query)
+        return run
+
+    return register
 
 
 @command(
@@ -42,13 +72,11 @@ RUN_ID_MIN_CHARACTERS = 4
     permission="start",
 )
 def retrain(call: Call) -> None:
-    """Prompt for a training run."""
     request_run(call, TRAINING)
 
 
-@query("/evernear status", "the live release, active runs, open prompts, the watcher")
+@command("/evernear status", "the live release, active runs, open prompts, the watcher", is_query=True)
 def status(call: Call) -> Message:
-    """Summarize the state of the system."""
     services = call.services
     active = [run for run in services.runs.list(limit=50) if not run.state.is_final]
     pending = sum(request.state == "pending" for request in services.requests.list())
@@ -57,23 +85,22 @@ def status(call: Call) -> Message:
     )
 
 
-@query("/evernear runs", "the newest runs")
+@command("/evernear runs", "the newest runs", is_query=True)
 def runs(call: Call) -> Message:
-    """List the newest runs."""
     return runs_message(call.services.runs.list(limit=10), call.services.clock())
 
 
-@query("/evernear champion", "the live release, its accuracy and its promotion")
+@command("/evernear champion", "the live release, its accuracy and its promotion", is_query=True)
 def champion(call: Call) -> Message:
-    """Describe the champion."""
     registry = call.services.registry
     current = registry.champion()
     return champion_message(current, registry.get(current.version, include_pruned=True) if current else None)
 
 
-@query("/evernear rollback", "rolls back to the previous release after confirmation", permission="promote")
+@command(
+    "/evernear rollback", "rolls back to the previous release after confirmation", permission="promote", is_query=True
+)
 def rollback(call: Call) -> Message:
-    """Prompt for a rollback. Only the caller sees the prompt."""
     current = call.services.registry.champion()
     if current is None:
         raise StoreError("There is nothing to roll back to: no release has been promoted yet.")
@@ -83,33 +110,28 @@ def rollback(call: Call) -> Message:
 
 @command("/evernear stop", "ends a run, given the first characters of its id", usage="RUN", permission="start")
 def stop(call: Call) -> None:
-    """Record a request to stop a run."""
     run_id = call.text.strip()
     if len(run_id.split()) != 1 or len(run_id) < RUN_ID_MIN_CHARACTERS:
         raise RequestRefusedError(f"Which run? /evernear stop RUN, with at least {RUN_ID_MIN_CHARACTERS} characters.")
     call.record("stop", request_id("stop", call.trigger), text=run_id[:100])
 
 
-@query("/evernear schedule", "whether the watcher checks on its schedule, and its last result")
+@command("/evernear schedule", "whether the watcher checks on its schedule, and its last result", is_query=True)
 def schedule(call: Call) -> Message:
-    """Describe the watcher's schedule."""
     return line(f"The watcher is {_watcher_status(call.services)}")
 
 
 @command("/evernear schedule start", "resumes the watcher", permission="start")
 def schedule_start(call: Call) -> Message:
-    """Resume the watcher's schedule."""
     return _switch_schedule(call, on=True)
 
 
 @command("/evernear schedule stop", "pauses the watcher", permission="start")
 def schedule_stop(call: Call) -> Message:
-    """Pause the watcher's schedule."""
     return _switch_schedule(call, on=False)
 
 
 def help_message() -> Message:
-    """The registered commands and their help lines."""
     lines = [
         f"• `{command.name}{f' {command.usage}' if command.usage else ''}` {command.help}"
         for command in COMMANDS.values()
@@ -123,8 +145,6 @@ def help_message() -> Message:
 def status_message(
     current: Champion | None, active: Sequence[Run], pending: int, watcher: str, now: datetime
 ) -> Message:
-    """A message with the live release, the active runs, the open prompts and the watcher's
-    state."""
     running = ", ".join(f"{link(run.url, run.name)} for {duration(now - run.created)}" for run in active)
     lines = [
         f"*Live release* {escape(current.version)} since {date(current.promotion.since)}"
@@ -138,7 +158,6 @@ def status_message(
 
 
 def runs_message(newest: Sequence[Run], now: datetime) -> Message:
-    """A message that lists the newest runs, one per line."""
     lines = [
         f"{EMOJI[run.state]} {code(run.id[:8])} {link(run.url, run.name)}: {run.state}, "
         f"{duration((run.ended or now) - run.created)}, {date(run.created)}"
@@ -148,7 +167,6 @@ def runs_message(newest: Sequence[Run], now: datetime) -> Message:
 
 
 def champion_message(current: Champion | None, record: Record | None) -> Message:
-    """A message that describes the live release and its promotion."""
     if current is None or record is None:
         return line("No release has been promoted yet.")
     promotion, accuracy = current.promotion, record.manifest.metrics.get("accuracy")
@@ -169,13 +187,12 @@ def champion_message(current: Champion | None, record: Record | None) -> Message
 
 
 def rollback_message(current: Champion) -> Message:
-    """The prompt that asks whether to roll back."""
     text = f"*{escape(current.version)}* is live. A rollback restores *{escape(current.previous or '')}*."
     return Message(text=text, blocks=(section(text), *actions(*roll_back_buttons(current))))
 
 
 def _switch_schedule(call: Call, on: bool) -> Message:
-    person = str(call.caller.person)
+    person = str(call.person)
     ScheduleStore(call.services.store).switch(on, person)
     call.audit("schedule_start" if on else "schedule_stop", "done")
     return line(f"The watcher is {_watcher_status(call.services)}")

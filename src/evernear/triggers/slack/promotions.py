@@ -8,18 +8,15 @@ import logging
 from typing import Annotated, Literal
 
 from pydantic import Field, ValidationError
+from slack_sdk.models.blocks import ButtonElement
 
 from evernear.common.audit import request_id
 from evernear.common.frozen import Frozen
 from evernear.errors import EvernearError
 from evernear.release.promotions import Cause, Champion, Promotion
 from evernear.triggers.requests import Request
-from evernear.triggers.slack.access import RequestRefusedError
-from evernear.triggers.slack.blocks import danger_button, escape, mention, section
-from evernear.triggers.slack.client import Block, Message
-from evernear.triggers.slack.routes import Call
-from evernear.triggers.slack.routes import button as on_click
-from evernear.triggers.slack.services import Services
+from evernear.triggers.slack.blocks import Message, danger_button, escape, mention, paragraph
+from evernear.triggers.slack.services import Call, RequestRefusedError, Services
 
 PROMOTE, ROLL_BACK = "release.promote", "release.roll_back"
 _PIPELINES = {"promote": "promote", "roll_back": "rollback"}
@@ -34,15 +31,11 @@ class _Target(Frozen):
     move: int
 
 
-@on_click(PROMOTE, permission="promote")
 def request_promotion(call: Call) -> None:
-    """Record a request to promote a held release."""
     _record(call, "promote")
 
 
-@on_click(ROLL_BACK, permission="promote")
 def request_rollback(call: Call) -> None:
-    """Record a request to roll back the last promotion."""
     _record(call, "roll_back")
 
 
@@ -52,10 +45,8 @@ def is_done_here(services: Services, request: Request) -> bool:
 
 
 def prepare_run(services: Services, request: Request) -> Request | None:
-    """Choose the pipeline and its parameters.
-
-    Returns None if the request failed because the champion has changed.
-    """
+    """Choose the pipeline and its parameters. None if the request failed because the champion has
+    changed."""
     if request.parameters:
         return request
     current = services.registry.champion()
@@ -69,10 +60,8 @@ def prepare_run(services: Services, request: Request) -> Request | None:
 
 
 def move(services: Services, request: Request) -> None:
-    """Promote or roll back in this process.
-
-    If a stopped process already completed the promotion, the promotion is not repeated.
-    """
+    """Promote or roll back in this process. What a stopped process has completed is not
+    repeated."""
     before = services.registry.champion()  # raises if the store is unavailable, and is retried
     if (before.promotion.number if before else 0) == request.move:
         error = _try_move(services, request)
@@ -87,14 +76,13 @@ def move(services: Services, request: Request) -> None:
     services.finish(request, "failed" if error else "ended")
 
 
-def promote_button(candidate: str, current: Champion | None) -> Block:
-    """The button that promotes a held release."""
+def promote_button(candidate: str, current: Champion | None) -> ButtonElement:
     value = _Target(release=candidate, move=current.promotion.number if current else 0).model_dump_json()
     explanation = f"{candidate} goes live although the gate held it. Your name is recorded in the release history."
     return danger_button("Promote anyway", PROMOTE, value, "Promote against the verdict?", explanation)
 
 
-def roll_back_buttons(current: Champion) -> list[Block]:
+def roll_back_buttons(current: Champion) -> list[ButtonElement]:
     """The button that rolls back the last promotion. Empty without a previous release."""
     if current.previous is None:
         return []
@@ -104,18 +92,16 @@ def roll_back_buttons(current: Champion) -> list[Block]:
 
 
 def moved_message(request: Request, promotion: Promotion) -> Message:
-    """The message that a different release is live."""
     verb = {"promote": "promoted", "roll_back": "rolled back"}[request.kind]
     replaced = f" and replaces {escape(promotion.previous)}" if promotion.previous else ""
     text = f":white_check_mark: {mention(request.by)} {verb}: *{escape(promotion.version)}* is live{replaced}."
-    return Message(text=text, blocks=(section(text),))
+    return paragraph(text)
 
 
 def not_moved_message(request: Request, error: str) -> Message:
-    """The message that the champion is unchanged."""
     result = {"promote": "Not promoted", "roll_back": "Not rolled back"}[request.kind]
     text = f":x: {mention(request.by)} *{result}.* {escape(error)}"
-    return Message(text=text, blocks=(section(text),))
+    return paragraph(text)
 
 
 def _record(call: Call, kind: Literal["promote", "roll_back"]) -> None:

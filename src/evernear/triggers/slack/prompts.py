@@ -12,8 +12,9 @@ from evernear.kubeflow.runs import State as RunState
 from evernear.settings import DataSettings
 from evernear.settings.sources import flat
 from evernear.triggers.requests import TEXT_MAX_CHARACTERS, TRAINING, Request, State
-from evernear.triggers.slack.access import RequestRefusedError
 from evernear.triggers.slack.blocks import (
+    Block,
+    Message,
     actions,
     as_text,
     button,
@@ -29,10 +30,7 @@ from evernear.triggers.slack.blocks import (
     mention,
     section,
 )
-from evernear.triggers.slack.client import Block, Message
-from evernear.triggers.slack.routes import Call
-from evernear.triggers.slack.routes import button as on_click
-from evernear.triggers.slack.services import Services
+from evernear.triggers.slack.services import Call, RequestRefusedError, Services
 
 PROMPT_TIMEOUT = timedelta(hours=4)
 """Time until an unanswered prompt expires, so that a forgotten one starts nothing."""
@@ -60,10 +58,8 @@ _VERBS = {TRAINING: "train", "reindex": "index the gallery"}
 
 
 def request_run(call: Call, pipeline: str) -> None:
-    """Record a request to run ``pipeline`` with the settings in ``call.text``.
-
-    The worker prompts for confirmation.
-    """
+    """Record a request to run ``pipeline`` with the settings in ``call.text``. The worker prompts
+    for confirmation."""
     call.record(
         "run",
         request_id("run", call.trigger),
@@ -95,18 +91,15 @@ def close(services: Services, request: Request) -> None:
     services.requests.change(request, is_closed=True)
 
 
-@on_click(ACCEPT, permission="start")
 def accept(call: Call) -> None:
     """Accept the request. The worker starts the run."""
     _answer(call, _find(call), "accepted")
 
 
-@on_click(DECLINE)
 def decline(call: Call) -> None:
-    """Decline the request. The person who made the request needs no permission to decline the
-    request."""
+    """The person who made the request needs no permission to decline it."""
     request = _find(call)
-    if not call.caller.person.id or call.caller.person.id != request.asked_by.id:
+    if not call.person.id or call.person.id != request.asked_by.id:
         call.require("start", DECLINE)
     _answer(call, request, "declined")
     call.audit("decline", "done", request=request.id)
@@ -115,11 +108,6 @@ def decline(call: Call) -> None:
 def prompt(
     request: Request, parameters: Mapping[str, Any], defaults: Mapping[str, Any], newest: Sequence[Run]
 ) -> Message:
-    """The prompt that asks whether to start a run.
-
-    The prompt shows the settings, the data, the duration of the last successful run, and other
-    active runs.
-    """
     changed = [code(f"{name} = {as_text(value)}") for name, value in _changes(parameters, defaults)]
     source = parameters.get("source") or defaults.get("source") or DataSettings().source
     succeeded = next((run for run in newest if run.state is RunState.SUCCEEDED), None)
@@ -138,7 +126,7 @@ def prompt(
             }
         ),
         *([section(f":warning: {_already_active(active)}")] if active else []),
-        *actions(button(start, ACCEPT, request.id, style="primary"), button("Not now", DECLINE, request.id)),
+        *actions(button(start, ACCEPT, request.id, "primary"), button("Not now", DECLINE, request.id)),
         context("Nothing starts without confirmation." + _expiry(request)),
     ]
     name = escape(request.asked_by.name) or "Somebody"
@@ -146,15 +134,14 @@ def prompt(
 
 
 def proposal(request: Request) -> Message:
-    """The prompt with which the watcher asks whether to start a run, including the reasons."""
+    """The watcher's prompt."""
     text = "Train" if request.pipeline == TRAINING else "Index"
-    buttons = [button(text, ACCEPT, request.id, style="primary"), button("Not now", DECLINE, request.id)]
+    buttons = [button(text, ACCEPT, request.id, "primary"), button("Not now", DECLINE, request.id)]
     origin = f"Proposed by the watcher {date(request.created)}. Nothing starts without confirmation."
     return _with_reasons(request, *actions(*buttons), context(origin + _expiry(request)))
 
 
 def closed_prompt(request: Request) -> Message:
-    """The prompt of a request that was declined or has expired."""
     if request.is_proposal:
         ending = "*Expired:* its reasons no longer hold, or another proposal or release has replaced it."
         return _with_reasons(
@@ -218,7 +205,7 @@ def _answer(call: Call, request: Request, answer: State) -> None:
         RequestRefusedError: the request has expired, or a person has already given a
             different answer.
     """
-    services, person, channel = call.services, call.caller.person, call.caller.channel
+    services, person, channel = call.services, call.person, call.channel
     while request.state == "pending" and not request.is_expired(services.clock()):
         answered = {"state": answer, "answered_by": person, "answered": services.clock()}
         try:

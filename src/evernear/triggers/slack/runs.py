@@ -4,6 +4,8 @@ stop runs."""
 from collections.abc import Mapping, Sequence
 from datetime import datetime, timedelta
 
+from slack_sdk.models.blocks import ButtonElement
+
 from evernear.common.audit import request_id
 from evernear.common.output import printable, quantity
 from evernear.common.run_record import RunRecord
@@ -16,8 +18,8 @@ from evernear.reporting.notify import CONFUSION_MATRIX, RunOutcome, load_outcome
 from evernear.triggers.requests import Request
 from evernear.triggers.slack.blocks import (
     EMOJI,
-    LINK,
     TEXT_MAX,
+    Message,
     actions,
     code,
     context,
@@ -29,13 +31,11 @@ from evernear.triggers.slack.blocks import (
     join_lines,
     link_button,
     mention,
+    paragraph,
     section,
 )
-from evernear.triggers.slack.client import Block, Message
 from evernear.triggers.slack.promotions import promote_button, roll_back_buttons
-from evernear.triggers.slack.routes import Call
-from evernear.triggers.slack.routes import button as on_click
-from evernear.triggers.slack.services import Services
+from evernear.triggers.slack.services import Call, Services
 
 STOP = "run.stop"
 STEPS_MAX = 40
@@ -55,16 +55,9 @@ _OUTCOME_EMOJI = {
 _AUDITED_AS = {"run": "start", "promote": "promote", "roll_back": "roll_back"}
 
 
-@on_click(STOP, permission="start")
 def request_stop(call: Call) -> None:
-    """Record a request to stop a run."""
     run_id = call.text[:100]
     call.record("stop", request_id("stop", run_id), run=run_id)
-
-
-@on_click(LINK)
-def open_link(_: Call) -> None:
-    """Acknowledge a click on a button that opens a page, because Slack also reports such clicks."""
 
 
 class RunTracker:
@@ -76,11 +69,8 @@ class RunTracker:
         """The last content of each edited message and the time of the edit, keyed by address."""
 
     def start(self, request: Request) -> None:
-        """Start the run of an accepted request.
-
-        The request's key is passed to the pipeline server, so that a repeated start finds the first
-        run.
-        """
+        """The request's key is passed to the pipeline server, so that a repeated start finds the
+        first run."""
         services = self._services
         request = self._with_message(request)
         try:
@@ -121,8 +111,7 @@ class RunTracker:
             self._edit(request.message, self._status(request, run, None))
 
     def stop(self, request: Request) -> None:
-        """Stop the run that ``request`` identifies by the run id or by the beginning of the run
-        id."""
+        """Stop the run that ``request`` identifies by its id or the beginning of its id."""
         services = self._services
         if request.run:
             matches = [services.runs.show(request.run)]
@@ -146,7 +135,7 @@ class RunTracker:
         channel, _, thread = request.message.partition("/")
         if not request.verdict:
             current, access = services.registry.champion(), services.access
-            buttons: list[Block] = []
+            buttons: list[ButtonElement] = []
             if outcome and outcome.state == "held" and outcome.candidate and access.is_granted("promote"):
                 buttons.append(promote_button(outcome.candidate, current))
             is_live = outcome and outcome.state == "promoted" and current and current.version == outcome.release
@@ -174,8 +163,6 @@ class RunTracker:
         return status(request, run, outcome, can_stop=self._services.access.is_granted("start"))
 
     def _edit(self, address: str, message: Message, final: bool = False) -> None:
-        """Edit the message at ``address`` if its content changed and the last edit is old
-        enough."""
         previous, edited = self._shown.get(address, (None, None))
         if previous == message:
             return
@@ -189,10 +176,7 @@ class RunTracker:
 
 
 def starting(request: Request, error: str = "") -> Message:
-    """The message for an accepted request whose run has not started yet.
-
-    ``error`` is the reason why the last attempt failed.
-    """
+    """``error`` is the reason why the last attempt failed."""
     blocks = [section(f":hourglass_flowing_sand: *Starting.* {_people(request)}")]
     if error:
         blocks.append(context(f":warning: {escape(error)} The request is stored; retrying."))
@@ -200,7 +184,6 @@ def starting(request: Request, error: str = "") -> Message:
 
 
 def not_started(request: Request, error: str) -> Message:
-    """The message for an accepted request whose run cannot be started."""
     text = f":x: *Not started.* {escape(error)}"
     return Message(text=f"Not started: {escape(error)}", blocks=(section(text), context(_people(request))))
 
@@ -225,7 +208,6 @@ def status(request: Request, run: Run, outcome: RunOutcome | None, can_stop: boo
 
 
 def progress(run: Run) -> Message:
-    """The message that lists the steps of a run."""
     lines = [_step(step) for step in run.steps[-STEPS_MAX:]] or ["No step has started yet."]
     return Message(text=f"{quantity(len(run.steps), 'step')} so far", blocks=(section(join_lines(lines)),))
 
@@ -236,9 +218,8 @@ def verdict(
     outcome: RunOutcome | None,
     rules: Sequence[Rule],
     current: Champion | None,
-    buttons: Sequence[Block],
+    buttons: Sequence[ButtonElement],
 ) -> Message:
-    """The message with a run's result, its reasons, the gate's rules, and the possible actions."""
     emoji, result = _result(run, outcome)
     lines = [_live(outcome, current), *(f"• {escape(reason)}" for reason in _reasons(run, outcome))]
     blocks = [header(f"{emoji} {result}"), section(join_lines(lines))]
@@ -256,16 +237,14 @@ def verdict(
 
 
 def stopping(request: Request, run: Run) -> Message:
-    """The message that a run is being stopped, or has already ended."""
     if run.state.is_final:
         text = f"{escape(run.name)} had already ended: {run.state}."
     else:
         text = f":octagonal_sign: {mention(request.by)} stops {escape(run.name)}, {code(run.id)}."
-    return Message(text=text, blocks=(section(text),))
+    return paragraph(text)
 
 
 def _result(run: Run, outcome: RunOutcome | None) -> tuple[str, str]:
-    """The emoji and the text for the result of a run that has ended."""
     if run.state is State.CANCELED and (outcome is None or outcome.state == "failed"):
         return EMOJI[State.CANCELED], "Stopped"
     if outcome is not None:

@@ -17,9 +17,6 @@ import uvicorn
 from slack_bolt import App
 from slack_bolt.adapter.socket_mode import SocketModeHandler
 from slack_bolt.adapter.starlette.handler import to_bolt_request, to_starlette_response
-from slack_bolt.error import BoltError
-from slack_sdk.errors import SlackApiError
-from slack_sdk.web import WebClient
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
@@ -27,16 +24,16 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
 from evernear.common.masking import remember
+from evernear.common.retry import doubling
 from evernear.common.store import open_store
 from evernear.errors import SettingsError, SlackError
 from evernear.serving.endpoints import listening_socket
 from evernear.serving.http_limits import limited_server
 from evernear.settings import Settings, SlackSettings
 from evernear.triggers.slack import heartbeat
-from evernear.triggers.slack.access import Access
-from evernear.triggers.slack.client import SlackClient, translate
-from evernear.triggers.slack.handlers import Handlers, create_slack_app
-from evernear.triggers.slack.services import Clock, Services
+from evernear.triggers.slack.app import create_slack_app
+from evernear.triggers.slack.client import SlackClient
+from evernear.triggers.slack.services import Access, Clock, Services
 from evernear.triggers.slack.worker import Worker
 
 if TYPE_CHECKING:
@@ -45,7 +42,6 @@ if TYPE_CHECKING:
 PING_S = 5
 """Interval between pings, and between the SDK's connection checks."""
 EVENTS_PATH = "/slack/events"
-TIMEOUT_S = 10
 POLL_S = 5.0
 """Time between two polls of runs and proposals, which cost a request each."""
 POLL_MAX_S = 300.0
@@ -73,15 +69,12 @@ class Secrets:
 
     @staticmethod
     def of_environment(settings: SlackSettings) -> "Secrets":
-        """Read ``SLACK_BOT_TOKEN``, and ``SLACK_APP_TOKEN`` or ``SLACK_SIGNING_SECRET``.
-
-        Each secret may instead be in a file, whose path is in the variable with the suffix
-        ``_FILE``. The secrets are removed from the environment, so that child processes do not
-        inherit them.
+        """Read ``SLACK_BOT_TOKEN``, and ``SLACK_APP_TOKEN`` or ``SLACK_SIGNING_SECRET``, or the
+        file that the variable with the suffix ``_FILE`` names. The secrets are removed from the
+        environment, so that child processes do not inherit them.
 
         Raises:
-            SettingsError: a secret that the mode needs is missing or has the wrong
-                format.
+            SettingsError: a secret that the mode needs is missing or has the wrong format.
         """
         in_socket_mode = settings.mode == "socket"
         return Secrets(
@@ -111,9 +104,8 @@ def _secret(name: str, prefix: str) -> str:
 def serve_slack(
     settings: Settings, runs: "KfpRuns", stop: threading.Event, clock: Clock = lambda: datetime.now(UTC)
 ) -> None:
-    """Run the bot until ``stop`` is set.
-
-    The next process continues acknowledged requests that are still open.
+    """Run the bot until ``stop`` is set. The next process continues acknowledged requests that are
+    still open.
 
     Raises:
         SettingsError: a token is missing.
@@ -121,28 +113,22 @@ def serve_slack(
         ServingError: the mode is ``http``, and ``slack.port`` is in use.
     """
     secrets = Secrets.of_environment(settings.slack)
-    client = WebClient(token=secrets.bot_token, base_url=settings.slack.api_url, timeout=TIMEOUT_S)
-    slack = SlackClient(client)
+    slack = SlackClient(secrets.bot_token, settings.slack.api_url, retries=True)
+    unretried = SlackClient(secrets.bot_token, settings.slack.api_url, retries=False)
     loops: list[_Loop] = []
 
     def wake() -> None:
         for loop in loops:
             loop.wake()
 
-    store, access = open_store(settings.store_uri), Access(settings.permissions, slack, clock)
+    store, access = open_store(settings.store_uri), Access(settings.permissions, unretried, clock)
     services = Services(settings, store, runs, slack, access, clock, wake)
     worker = Worker(services)
     loops += [
-        _Loop("follow", worker.follow, POLL_S, POLL_MAX_S),
-        _Loop("move", worker.move, POLL_S, POLL_MAX_S + settings.kubernetes.rollout_timeout_s),
+        _Loop(worker.follow, POLL_MAX_S),
+        _Loop(worker.move, POLL_MAX_S + settings.kubernetes.rollout_timeout_s),
     ]
-
-    def sign_in() -> App:
-        slack.sign_in()
-        # The token is valid, so any later `BoltError` means an outage.
-        return create_slack_app(client, secrets.signing_secret, Handlers(services))
-
-    app = _retry_until_available(sign_in, stop)
+    app = _connect(lambda: create_slack_app(unretried, secrets.signing_secret, services), stop)
     if app is None:
         return
     is_socket = settings.slack.mode == "socket"
@@ -154,11 +140,8 @@ def serve_slack(
 
 
 def _beat(settings: Settings, is_connected: Callable[[], bool], loops: "list[_Loop]", stop: threading.Event) -> None:
-    """Write heartbeats until ``stop`` is set.
-
-    A heartbeat is written only if all threads are working, and if Slack is connected or was
-    connected recently.
-    """
+    """Write heartbeats until ``stop`` is set, while all threads are working and Slack is connected
+    or was connected recently."""
     connected_s = time.monotonic()
     while True:
         now_s = time.monotonic()
@@ -169,20 +152,16 @@ def _beat(settings: Settings, is_connected: Callable[[], bool], loops: "list[_Lo
             return
 
 
-class _Loop:
-    """A thread that polls every ``poll_s`` seconds, and immediately when the thread is woken."""
+class _Loop(threading.Thread):
+    """Polls every `POLL_S` seconds, and immediately when it is woken."""
 
-    def __init__(self, name: str, poll: Callable[[], None], poll_s: float, poll_max_s: float) -> None:
+    def __init__(self, poll: Callable[[], None], poll_max_s: float) -> None:
+        super().__init__(daemon=True)
         self._poll = poll
-        self._poll_s = poll_s
         self._poll_max_s = poll_max_s
         self._woken = threading.Event()
         self._stopping = False
         self._polled_s = time.monotonic()
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-
-    def start(self) -> None:
-        self._thread.start()
 
     def wake(self) -> None:
         self._woken.set()
@@ -191,18 +170,15 @@ class _Loop:
         self._stopping = True
         self._woken.set()
 
-    def join(self, timeout_s: float) -> None:
-        self._thread.join(timeout_s)
-
     def is_healthy(self) -> bool:
-        return self._thread.is_alive() and time.monotonic() - self._polled_s < self._poll_max_s
+        return self.is_alive() and time.monotonic() - self._polled_s < self._poll_max_s
 
-    def _run(self) -> None:
+    def run(self) -> None:
         while not self._stopping:
             self._woken.clear()
             self._poll()
             self._polled_s = time.monotonic()
-            self._woken.wait(self._poll_s)
+            self._woken.wait(POLL_S)
 
 
 @contextmanager
@@ -219,38 +195,28 @@ def _running(loops: list[_Loop]) -> Generator[None]:
             loop.join(max(0.0, deadline_s - time.monotonic()))
 
 
-def _retry_until_available(connect: Callable[[], _T], stop: threading.Event) -> _T | None:
-    """Call ``connect`` until Slack is available, and return its result.
-
-    Returns None if ``stop`` is set before Slack is available.
-    """
-    wait_s = 1.0
-    while not stop.is_set():
+def _connect(connect: Callable[[], _T], stop: threading.Event) -> _T | None:
+    """Retry ``connect`` while Slack is unavailable. None if ``stop`` is set before it succeeds."""
+    for wait_s in doubling(1.0, 60.0):
+        if stop.is_set():
+            break
         try:
             return connect()
-        except (BoltError, OSError, HTTPException, SlackError) as error:
+        except (OSError, HTTPException, SlackError) as error:
             if isinstance(error, SlackError) and error.reason != "unavailable":
                 raise
             _log.warning("%s Retrying in %.0f s.", error, wait_s)
-        except SlackApiError as error:
-            translated = translate("apps.connections.open", error)
-            if translated.reason != "unavailable" and not translated.retry_after_s:
-                raise translated from None
-            _log.warning("%s Retrying in %.0f s.", translated, wait_s)
         stop.wait(wait_s)
-        wait_s = min(60.0, 2 * wait_s)
     return None
 
 
 @contextmanager
 def _socket_mode(app: App, app_token: str, stop: threading.Event) -> Generator[Callable[[], bool]]:
-    """Connect to Slack. Yields a function that returns whether the connection is up.
-
-    The SDK renews the connection.
-    """
+    """Yields a function that returns whether the connection is up. The SDK renews the
+    connection."""
     handler = SocketModeHandler(app, app_token, ping_interval=PING_S)
     try:
-        _retry_until_available(handler.connect, stop)
+        _connect(handler.connect, stop)
         yield handler.client.is_connected
     finally:
         handler.close()
@@ -258,10 +224,8 @@ def _socket_mode(app: App, app_token: str, stop: threading.Event) -> Generator[C
 
 @contextmanager
 def _http_mode(app: App, settings: SlackSettings) -> Generator[Callable[[], bool]]:
-    """Listen for requests from Slack, behind a proxy that terminates TLS.
-
-    Yields a function that returns whether the server is up.
-    """
+    """Listen for requests from Slack, behind a proxy that terminates TLS. Yields a function that
+    returns whether the server is up."""
     server = create_server(app)
     with listening_socket(settings.host, settings.port, "slack.port") as listener:
         _log.info("Listening for Slack at http://%s:%d%s.", *listener.getsockname()[:2], EVENTS_PATH)

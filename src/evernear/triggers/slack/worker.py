@@ -16,7 +16,7 @@ from evernear.triggers.slack import promotions, prompts
 from evernear.triggers.slack.blocks import duration, error_text, line
 from evernear.triggers.slack.commands import help_message
 from evernear.triggers.slack.runs import RunTracker, starting
-from evernear.triggers.slack.services import Clock, Services
+from evernear.triggers.slack.services import Services
 
 BACKOFF_S, BACKOFF_MAX_S = 5.0, 300.0
 FAILURES_MAX = 300
@@ -31,13 +31,14 @@ _log = logging.getLogger(__name__)
 
 
 class Worker:
-    """The worker of one bot. `follow` and `move` may run in two different threads. Neither method
-    raises an exception."""
+    """`follow` and `move` may run in two different threads. Neither method raises an exception."""
 
     def __init__(self, services: Services) -> None:
         self._services = services
         self._runs = RunTracker(services)
-        self._backoff = _Backoff(services.clock)
+        self._failed: dict[str, tuple[int, datetime]] = {}
+        """The number of consecutive failures of a step, and the time of its next attempt. After a
+        restart, every step is due."""
         self._removed_old = services.clock()
 
     def follow(self) -> None:
@@ -49,8 +50,7 @@ class Worker:
             self._attempt("removal", lambda: self._services.requests.remove_old(self._services.clock()))
 
     def move(self) -> None:
-        """Execute promotions and rollbacks. Each promotion or rollback may take as long as a
-        rollout."""
+        """Execute promotions and rollbacks, each of which may take as long as a rollout."""
         self._attempt("moves", lambda: self._advance_all(changes_champion=True))
 
     def _advance_all(self, changes_champion: bool) -> None:
@@ -68,23 +68,23 @@ class Worker:
         return request.is_open and (is_recent or request.state != "started")
 
     def _attempt(self, name: str, step: Callable[[], None]) -> None:
-        """Run ``step``, unless the step must wait after a failure. An error only delays the next
-        attempt."""
-        if not self._backoff.is_due(name):
+        """Run ``step``, unless it must wait after a failure."""
+        failures, due = self._failed.get(name, (0, self._services.clock()))
+        if self._services.clock() < due:
             return
         try:
             step()
         except ConflictError:
-            pass  # a click changed the request first, and the next poll reads it
+            return  # a click changed the request first, and the next poll reads it
         except EvernearError as error:
-            wait_s = _rate_limit_s(error)
-            _log.warning("%s: %s Retrying %s.", name, error, f"in {wait_s:.0f} s" if wait_s else "later")
-            self._backoff.delay(name, wait_s)
+            _log.warning("%s: %s Retrying later.", name, error)
         except Exception:  # an internal error in one request must not stop other requests
             _log.exception("%s: internal error; retrying later", name)
-            self._backoff.delay(name)
         else:
-            self._backoff.reset(name)
+            self._failed.pop(name, None)
+            return
+        wait_s = min(BACKOFF_MAX_S, BACKOFF_S * 2 ** min(failures, 20))
+        self._failed[name] = failures + 1, self._services.clock() + timedelta(seconds=wait_s)
 
     def _advance(self, request: Request) -> None:
         try:
@@ -92,8 +92,7 @@ class Worker:
         except ConflictError:
             raise
         except Exception as error:
-            if _rate_limit_s(error) is None:
-                self._report_failure(request.id, error)
+            self._report_failure(request.id, error)
             raise
 
     def _step(self, request: Request) -> None:
@@ -122,7 +121,7 @@ class Worker:
     def _report_failure(self, request_id: str, error: Exception) -> None:
         """Report the first failure of a request, and end a request that has failed too often."""
         services = self._services
-        request, failures = services.requests.find(request_id), self._backoff.failures(request_id)
+        request, (failures, _) = services.requests.find(request_id), self._failed.get(request_id, (0, None))
         if request is None or not request.is_open or (request.is_proposal and request.state == "pending"):
             return
         text = error_text(error)
@@ -152,35 +151,3 @@ class Worker:
             self._services.slack.edit(request.message, starting(request, text))
         else:
             self._services.notify(request, f"{text} The request is stored; retrying.")
-
-
-def _rate_limit_s(error: Exception) -> float | None:
-    return (error.retry_after_s or None) if isinstance(error, SlackError) else None
-
-
-class _Backoff:
-    """For each name, the number of consecutive failures and the time of the next attempt.
-
-    The backoff state is only in memory, so every step is due after a restart.
-    """
-
-    def __init__(self, clock: Clock) -> None:
-        self._clock = clock
-        self._failed: dict[str, tuple[int, datetime]] = {}
-
-    def is_due(self, name: str) -> bool:
-        return name not in self._failed or self._clock() >= self._failed[name][1]
-
-    def failures(self, name: str) -> int:
-        return self._failed[name][0] if name in self._failed else 0
-
-    def delay(self, name: str, wait_s: float | None = None) -> None:
-        """Delay the next attempt by ``wait_s`` or, by default, by twice the last delay, up to
-        `BACKOFF_MAX_S`."""
-        failures = self.failures(name) + (1 if wait_s is None else 0)
-        if wait_s is None:
-            wait_s = min(BACKOFF_MAX_S, BACKOFF_S * 2 ** min(failures - 1, 20))
-        self._failed[name] = (failures, self._clock() + timedelta(seconds=wait_s))
-
-    def reset(self, name: str) -> None:
-        self._failed.pop(name, None)

@@ -14,8 +14,8 @@ from evernear.release.promotions import Champion, Promotion
 from evernear.release.records import Record
 from evernear.reporting.notify import RunOutcome
 from evernear.triggers.requests import WATCHER, Person, Request
-from evernear.triggers.slack import blocks, commands, promotions, prompts, routes, runs
-from evernear.triggers.slack.client import Message
+from evernear.triggers.slack import blocks, commands, promotions, prompts, runs
+from evernear.triggers.slack.blocks import Message
 from tests.loopback.slack import block_kit
 
 HOSTILE = "<!channel> <@U0EVE> & &lt;!here&gt; <http://evil.example|status>| `*_```\n\u202e\x1b[31m\x00"
@@ -89,6 +89,10 @@ def all_messages() -> Iterator[tuple[str, Message]]:
     yield "status_message", commands.status_message(champion(), all_runs, 1, f"on by {HOSTILE}", NOW)
 
 
+def dicts(message: Message) -> list[dict[str, Any]]:
+    return [block.to_dict() for block in message.blocks]
+
+
 def texts(tree: Any, key: str = "") -> Iterator[tuple[str, str]]:
     """The visible texts, with their type; values and URLs of buttons are not visible."""
     match tree:
@@ -109,12 +113,12 @@ OURS = re.compile(
 
 def test_text_from_outside_becomes_no_mention_or_link() -> None:
     for name, message in all_messages():
-        parsed = [("mrkdwn", message.text), *texts(message.blocks)]
+        parsed = [("mrkdwn", message.text), *texts(dicts(message))]
         for kind, text in parsed:
             assert all(line.isprintable() for line in text.split("\n")), name
             rest = OURS.sub("", text) if kind == "mrkdwn" else ""  # in a plain text Slack parses nothing
             assert not re.search(r"[<>]|&(?!(amp|lt|gt);)", rest), (name, text)
-        assert block_kit.faults(list(message.blocks)) == [], name
+        assert block_kit.faults(dicts(message)) == [], name
 
 
 def test_all_messages_are_tested() -> None:
@@ -127,14 +131,15 @@ def test_all_messages_are_tested() -> None:
         if inspect.signature(function).return_annotation is Message
         and function.__module__ == module.__name__
         and not name.startswith("_")
+        and name != "paragraph"  # its text is escaped
         and "call" not in inspect.signature(function).parameters
     }
     assert makers == {name for name, _ in all_messages()}
 
 
 def test_help_lists_every_command() -> None:
-    (block,) = commands.help_message().blocks
-    assert all(f"`{name}" in block["text"]["text"] for name in routes.COMMANDS)
+    (block,) = dicts(commands.help_message())
+    assert all(f"`{name}" in block["text"]["text"] for name in commands.COMMANDS)
 
 
 def test_promotion_says_which_loss_it_would_not_have_detected() -> None:
@@ -142,7 +147,7 @@ def test_promotion_says_which_loss_it_would_not_have_detected() -> None:
     for warned, expected in ((caution, [f":warning: {caution}"]), ("", [])):
         result = outcome("promoted").model_copy(update={"caution": warned})
         message = runs.verdict(request(), run(State.SUCCEEDED), result, [RULE], champion(), [])
-        texts = [block.get("text", {}).get("text", "") for block in message.blocks]
+        texts = [block.get("text", {}).get("text", "") for block in dicts(message)]
         assert [text for text in texts if text.startswith(":warning:")] == expected
 
 
@@ -150,7 +155,7 @@ def test_accuracy_says_how_many_classes_were_tested() -> None:
     metrics = {"accuracy": 1.0, "test_images": 24.0, "classes": 10.0, "tested_classes": 8.0}
     result = RunOutcome(run="run-1", state="held", metrics=metrics)
     message = runs.verdict(request(), run(State.SUCCEEDED), result, [], champion(), [])
-    assert "Accuracy 100.00% on 24 test images (8 of 10 classes tested)" in str(message.blocks)
+    assert "Accuracy 100.00% on 24 test images (8 of 10 classes tested)" in str(dicts(message))
     manifest = SimpleNamespace(metrics=metrics, labels=tuple("abcdefghij"))
     record = cast("Record", SimpleNamespace(manifest=manifest))
-    assert "8 of 10 classes tested" in str(commands.champion_message(champion(), record).blocks)
+    assert "8 of 10 classes tested" in str(dicts(commands.champion_message(champion(), record)))

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from slack_bolt import BoltRequest, BoltResponse
-from slack_sdk.web import WebClient
 
 from evernear.common.store import Store, open_store
 from evernear.errors import PipelineServerError, StoreError
@@ -16,10 +15,9 @@ from evernear.kubeflow.runs import KfpStep, Parameter, Run, State
 from evernear.settings import Settings, SlackSettings
 from evernear.settings.permissions import PermissionSettings
 from evernear.triggers.requests import RequestStore
-from evernear.triggers.slack.access import Access
+from evernear.triggers.slack.app import create_slack_app
 from evernear.triggers.slack.client import SlackClient
-from evernear.triggers.slack.handlers import Handlers, create_slack_app
-from evernear.triggers.slack.services import Services
+from evernear.triggers.slack.services import Access, Services
 from evernear.triggers.slack.worker import Worker
 from tests.loopback.slack import Click, Person, SlackServer, signed
 from tests.loopback.slack.server import BOT_TOKEN, SIGNING_SECRET, PostedMessage
@@ -136,12 +134,11 @@ class Bot:
     def restart(self, **permissions: tuple[str, ...]) -> None:
         permitted = self.settings.permissions.model_copy(update=permissions)
         self.settings = self.settings.model_copy(update={"permissions": permitted})
-        client = WebClient(token=BOT_TOKEN, base_url=self.slack.api_url, timeout=5)
-        api = SlackClient(client)
-        access = Access(self.settings.permissions, api, self.clock)
-        services = Services(self.settings, self.store, self.runs, api, access, self.clock, wake=lambda: None)
+        slack, unretried = (SlackClient(BOT_TOKEN, self.slack.api_url, retries=retries) for retries in (True, False))
+        access = Access(self.settings.permissions, unretried, self.clock)
+        services = Services(self.settings, self.store, self.runs, slack, access, self.clock, wake=lambda: None)
         self.worker = Worker(services)
-        self.app = create_slack_app(client, SIGNING_SECRET, Handlers(services))
+        self.app = create_slack_app(unretried, SIGNING_SECRET, services)
         self.requests = RequestStore(self.store)
 
     def deliver(self, payload: dict[str, Any], at_s: float | None = None, secret: str = SIGNING_SECRET) -> BoltResponse:

@@ -44,7 +44,7 @@ def test_commands_that_change_something_need_a_permission(bot: Bot, command: str
 
 
 def test_rollback_prompt_needs_a_permission(bot: Bot) -> None:
-    assert "Sorry, you may not promote a release or roll back" in bot.query(BOB, "/evernear rollback").text
+    assert "Sorry, you may not promote a release or roll back" in bot.command(BOB, "/evernear rollback").body
     assert [line["result"] for line in bot.audit()] == ["refused"]
 
 

@@ -3,9 +3,9 @@
 import pytest
 
 from evernear.kubeflow.runs import State
-from evernear.triggers.slack import commands, routes
+from evernear.triggers.slack import app, commands
 from evernear.triggers.slack.prompts import request_run
-from evernear.triggers.slack.routes import Call
+from evernear.triggers.slack.services import Call
 from evernear.triggers.watch.schedule_state import ScheduleStore
 from tests.loopback.slack import SlackServer
 from tests.real.triggers.slack.bot import ADA, BOB, Bot, MemoryRuns
@@ -85,13 +85,14 @@ def test_schedule_is_paused_and_resumed_by_name(bot: Bot, slack: SlackServer) ->
 def test_new_command_is_one_decorated_function(
     bot: Bot, runs: MemoryRuns, slack: SlackServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(routes, "COMMANDS", dict(routes.COMMANDS))
-    monkeypatch.setattr(commands, "COMMANDS", routes.COMMANDS)
+    monkeypatch.setattr(commands, "COMMANDS", dict(commands.COMMANDS))
+    monkeypatch.setattr(app, "COMMANDS", commands.COMMANDS)
 
-    @routes.command("/evernear reindex", "starts a reindex", usage="[name=value ...]", permission="start")
+    @commands.command("/evernear reindex", "starts a reindex", usage="[name=value ...]", permission="start")
     def reindex(call: Call) -> None:
         request_run(call, "reindex")
 
+    bot.restart()
     assert "you may not start runs" in bot.command(BOB, "/evernear reindex index.k=9").body
     assert "`/evernear reindex [name=value ...]` starts a reindex" in bot.command(BOB, "/evernear help").body
     prompt = bot.prompt("/evernear reindex index.k=9")

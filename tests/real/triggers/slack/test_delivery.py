@@ -5,16 +5,20 @@ import threading
 import time
 from collections.abc import Sequence
 from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from slack_bolt import BoltRequest
+from slack_sdk.http_retry import builtin_handlers
 
 from evernear.errors import SlackError
 from evernear.kubeflow.runs import Parameter, Run, State
 from evernear.triggers.requests import Request, RequestStore
 from evernear.triggers.slack import prompts
-from evernear.triggers.slack.client import Message, SlackClient
+from evernear.triggers.slack.blocks import Message
+from evernear.triggers.slack.client import SlackClient
 from tests.loopback.slack import SlackServer, signed
 from tests.loopback.slack.server import SIGNING_SECRET, Fault
 from tests.real.triggers.slack.bot import ADA, BOB, Bot, MemoryRuns
@@ -373,16 +377,27 @@ def test_slack_outage_loses_nothing(bot: Bot, slack: SlackServer, runs: MemoryRu
     assert "*Failed*" in prompt.text
 
 
-def test_rate_limit_is_respected(bot: Bot, slack: SlackServer) -> None:
+def test_rate_limit_is_respected(bot: Bot, slack: SlackServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    waits_s: list[float] = []
+    monkeypatch.setattr(builtin_handlers, "time", SimpleNamespace(sleep=waits_s.append))
     slack.faults["chat.postMessage"] = Fault("ratelimited", 429, retry_after_s=90)
     bot.command(ADA, "/retrain")
     bot.poll()
-    for _ in range(8):
-        bot.poll(10)
-    assert slack.calls.count("chat.postMessage") == 1
-    bot.poll(10)
+    (wait_s,) = waits_s
+    assert 90 <= wait_s <= 91
     assert slack.calls.count("chat.postMessage") == 2
     assert len(slack.messages) == 1
+
+
+def test_only_calls_after_the_acknowledgement_are_retried(slack: SlackServer, runs: MemoryRuns, tmp_path: Path) -> None:
+    bot = Bot(slack, runs, tmp_path, start=("S0TRAINERS", ADA.id))
+    slack.groups["S0TRAINERS"] = []
+    slack.faults["usergroups.users.list"] = Fault("internal_error", 503)
+    assert "could not look up the members of S0TRAINERS" in bot.command(BOB, "/retrain").body
+    assert slack.calls.count("usergroups.users.list") == 1
+    slack.faults["chat.postMessage"] = Fault("internal_error", 503)
+    bot.prompt()
+    assert slack.calls.count("chat.postMessage") == 2
 
 
 @pytest.mark.parametrize(
