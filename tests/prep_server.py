@@ -88,3 +88,11 @@ class ReleaseStore:
             serving=ServingSettings(grpc_inference_port=predictor_port),
             prep=PrepSettings.model_validate({"predictor_host": "127.0.0.1"} | prep),
         )
+
+
+def refusal(answer: httpx.Response, status: int) -> str:
+    """The message of a rejected request."""
+    assert answer.status_code == status, answer.text
+    assert answer.json()["code"] == status
+    assert answer.json()["message"].endswith(".")
+    return answer.json()["message"]

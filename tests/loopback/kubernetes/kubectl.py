@@ -2,8 +2,6 @@
 
 import copy
 import json
-import time
-from collections.abc import Callable
 from typing import Any
 
 from kubernetes.client import ApiClient, ApiException
@@ -92,15 +90,6 @@ def deployment(version: str = "1", **spec: Any) -> Object:
             | spec,
         }
     )
-
-
-def until(condition: Callable[[], Any], timeout_s: float = 20.0) -> Any:
-    """Poll ``condition`` until it returns a true value, and return that value."""
-    end_s = time.monotonic() + timeout_s
-    while not (result := condition()):
-        assert time.monotonic() < end_s, "the condition did not become true"
-        time.sleep(0.005)
-    return result
 
 
 def is_rolled_out(subject: Object) -> bool:

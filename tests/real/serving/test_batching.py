@@ -5,7 +5,7 @@ import shutil
 import signal
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -19,6 +19,7 @@ from evernear.serving.endpoints import home_of
 from evernear.settings import Settings
 from tests.releases import MakeRelease, PackedRelease, forge, settings_on_free_ports
 from tests.served import Served, serving
+from tests.waiting import until
 
 MAX_DELAY_S = 60  # more than three predictions take on a busy machine
 QUEUED = 3
@@ -85,21 +86,14 @@ def predict(server: Served) -> bool:
 def await_received(server: Served, total: int) -> None:
     """Wait until the server has received ``total`` requests, and put them where the worker takes
     them."""
-    wait_until(lambda: received(server) == total)
+    until(lambda: received(server) == total)
     time.sleep(0.5)
 
 
 def await_reported(server: Served, total: int) -> int:
     """Wait until the worker has reported ``total`` images, and return the number of its batches."""
-    wait_until(lambda: reported(server)["sum"] == total)
+    until(lambda: reported(server)["sum"] == total)
     return reported(server)["count"]
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline_s = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.1)
 
 
 def received(server: Served) -> int:

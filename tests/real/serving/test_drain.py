@@ -5,7 +5,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -16,6 +16,7 @@ from evernear.serving import configuration, torchserve
 from evernear.serving.endpoints import read_key
 from tests.releases import MakeRelease, PackedRelease
 from tests.served import Served, serving
+from tests.waiting import until
 
 CLIENTS = 12
 
@@ -78,7 +79,7 @@ def test_stop_under_load_fails_no_request(server: Served) -> None:
     callers = [Caller(server, keep_alive=number % 3 > 0) for number in range(CLIENTS)]
     with ThreadPoolExecutor(CLIENTS) as pool:
         calls = [pool.submit(caller.call_until_refused) for caller in callers]
-        _await(lambda: all(caller.answers >= 5 for caller in callers))
+        until(lambda: all(caller.answers >= 5 for caller in callers))
         assert torchserve.stop_server(server.home)
         for call in calls:
             call.result(timeout=60)
@@ -95,7 +96,7 @@ def test_drain_waits_for_a_request_that_is_being_sent(server: Served) -> None:
     connection.endheaders(image[:50])
     stop = threading.Thread(target=torchserve.stop_server, args=[server.home])
     stop.start()
-    _await(lambda: not torchserve.is_ready(server.home, "embedding"))
+    until(lambda: not torchserve.is_ready(server.home, "embedding"))
     time.sleep(2)  # longer than the timeout of idle connections
     connection.send(image[50:])
     answer = connection.getresponse()
@@ -134,7 +135,7 @@ def test_server_ends_with_its_owner_even_if_killed(server: Served) -> None:
         assert owner.stdout.readline() == "adopted\n"
         calls = threading.Thread(target=caller.call_until_refused)
         calls.start()
-        _await(lambda: caller.answers >= 5)
+        until(lambda: caller.answers >= 5)
         time.sleep(1)  # for the server to learn of its owner
     finally:
         owner.kill()
@@ -156,17 +157,10 @@ def test_is_ready_only_if_a_request_would_succeed(served: Served, tmp_path: Path
     for worker in torchserve.processes(served.home):
         if "java" not in worker.name():
             worker.kill()
-    _await(lambda: not torchserve.is_ready(served.home, "embedding"))
-    _await(lambda: torchserve.is_ready(served.home, "embedding"))
+    until(lambda: not torchserve.is_ready(served.home, "embedding"))
+    until(lambda: torchserve.is_ready(served.home, "embedding"))
     image, query = served.parts.smoke_queries()[0]
     assert served.client().predict(image).pred == query.pred
-
-
-def _await(condition: Callable[[], bool], timeout_s: float = 60) -> None:
-    deadline_s = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.02)
 
 
 def test_ready_command_imports_neither_torch_nor_faiss() -> None:

@@ -4,7 +4,7 @@ import signal
 import socket
 import struct
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
@@ -20,6 +20,7 @@ from evernear.settings.serving import HEAP_SIZE_BYTES
 from tests.real.serving.raw import Answer, Raw, bearer, request
 from tests.releases import MakeRelease, PackedRelease
 from tests.served import Served, serving
+from tests.waiting import until
 
 CLIENTS = 150
 LARGEST = ServingSettings.model_fields["max_request_size_bytes"].default
@@ -62,7 +63,7 @@ def admitted_uploads(served: Served) -> Iterator[list[Raw]]:
         return len(clients) == most_uploads(served)
 
     with ExitStack() as stack:
-        wait_until(are_enough)
+        until(are_enough)
         yield clients
 
 
@@ -147,7 +148,7 @@ def test_queued_requests_of_disconnected_clients_count(small: Served) -> None:
         with admitted_uploads(small) as clients:
             for client in clients:
                 client.send(bytes(LARGEST))
-            wait_until(lambda: requests_received(small) == before + len(clients))
+            until(lambda: requests_received(small) == before + len(clients))
             for client in clients:
                 client.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # a reset
         for _ in range(10):
@@ -155,7 +156,7 @@ def test_queued_requests_of_disconnected_clients_count(small: Served) -> None:
             time.sleep(0.1)
     finally:
         worker.send_signal(signal.SIGCONT)
-    wait_until(lambda: has_room(small))
+    until(lambda: has_room(small))
     assert predicts(small)
 
 
@@ -253,10 +254,3 @@ def test_connections_beyond_the_limit_wait(hasty: Served) -> None:
                 assert metrics.send(request(b"GET /metrics")).answer().status == 200
             clients[0].socket.close()
             assert late.answer().status == 200
-
-
-def wait_until(condition: Callable[[], bool], timeout_s: float = 60) -> None:
-    deadline_s = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.05)

@@ -4,7 +4,6 @@ import re
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
 
 import pytest
 import requests
@@ -18,6 +17,7 @@ from evernear.serving.configuration import MAIN_CLASS
 from evernear.serving.endpoints import read_key
 from evernear.serving.metrics import DISTANCE_BOUNDS, FLUSH_EVERY_S, METRICS, SECONDS_BOUNDS, Labels, Meter
 from tests.served import Served
+from tests.waiting import until
 
 SAMPLE = re.compile(r"^(\w+)(?:\{(.*)\})? (\S+)$", re.MULTILINE)
 Series = dict[tuple[str, frozenset[str]], float]
@@ -45,8 +45,8 @@ def test_server_exports_metrics_of_its_requests(served: Served) -> None:
     with pytest.raises(PredictionRejectedError):
         served.client().predict(b"no image")
     rejected = value(before, "evernear_requests_total", 'outcome="BadImage"') + 1
-    _await(lambda: value(scrape(served), "evernear_batch_size_sum") == value(before, "evernear_batch_size_sum") + 4)
-    _await(lambda: value(scrape(served), "evernear_requests_total", 'outcome="BadImage"') == rejected)
+    until(lambda: value(scrape(served), "evernear_batch_size_sum") == value(before, "evernear_batch_size_sum") + 4)
+    until(lambda: value(scrape(served), "evernear_requests_total", 'outcome="BadImage"') == rejected)
     after = scrape(served)
 
     def more(name: str, *labels: str) -> float:
@@ -110,7 +110,7 @@ def test_client_cannot_hide_its_requests_as_readiness_probes(served: Served) -> 
     headers = {"evernear-probe": "1", "Authorization": f"Bearer {read_key(served.home, 'inference')}"}
     image, _ = served.parts.smoke_queries()[0]
     assert requests.post(url, image, headers=headers, timeout=30).status_code == 200
-    _await(lambda: counted() == before + 1)
+    until(lambda: counted() == before + 1)
 
 
 class Sink:
@@ -159,10 +159,3 @@ def test_neighbors_are_counted_by_agreement() -> None:
     meter.flush()
     assert sink.values["evernear_neighbors_total", ("v", "true")] == 2
     assert sink.values["evernear_neighbors_total", ("v", "false")] == 1
-
-
-def _await(condition: Callable[[], bool], timeout_s: float = 30) -> None:
-    deadline_s = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.1)

@@ -45,6 +45,7 @@ from evernear.serving.query_log_files import (
 from evernear.serving.responses import Neighbor, Prediction
 from evernear.settings import ServingSettings
 from tests.served import Served
+from tests.waiting import until
 
 
 def configuration(directory: Path, **changes: object) -> QueryLogConfiguration:
@@ -276,10 +277,10 @@ def test_thread_survives_write_errors(parts: ReleaseParts, tmp_path: Path, caplo
     log = QueryLog(configuration(tmp_path / "queries", period_s=0.02), parts)
     log.start()
     log.record([make_prediction()], None, None)
-    _await(lambda: "Some queries were not logged" in caplog.text)
+    until(lambda: "Some queries were not logged" in caplog.text)
     (tmp_path / "queries").unlink()
     log.record([make_prediction()], None, None)
-    _await(lambda: (tmp_path / "queries").is_dir() and any((tmp_path / "queries").glob("*.jsonl")))
+    until(lambda: (tmp_path / "queries").is_dir() and any((tmp_path / "queries").glob("*.jsonl")))
 
 
 def test_worker_reads_the_servers_configuration(
@@ -355,7 +356,7 @@ def test_unshipped_files_are_retried(
     store = open_store((tmp_path / "store").as_uri())
     shipper = threading.Thread(target=ship_until, args=(ended, tmp_path / "queries", store))
     shipper.start()
-    _await(lambda: "wait until they can be shipped" in caplog.text)
+    until(lambda: "wait until they can be shipped" in caplog.text)
     assert len(list((tmp_path / "queries").iterdir())) == 1
     (tmp_path / "store").unlink()
     ended.set()  # it ships once more when it stops
@@ -376,7 +377,7 @@ def test_server_writes_the_query_log(served: Served) -> None:
     queries = served.parts.smoke_queries()
     with Client.of(served.settings, "rest") as rest, Client.of(served.settings, "grpc") as grpc:
         ids = {client.predict(image).id: query.pred for client in (rest, grpc) for image, query in queries}
-    _await(lambda: sum(period.queries for period in periods()) >= before + len(ids))
+    until(lambda: sum(period.queries for period in periods()) >= before + len(ids))
     rows = [row for path in directory.glob("*.jsonl") for row in _read(path)[1] if row.at >= begin]
     assert {row.id: row.pred for row in rows} == ids
     assert len(ids) == 2 * len(queries)
@@ -387,13 +388,6 @@ def test_server_writes_the_query_log(served: Served) -> None:
 
 def _read(path: Path) -> tuple[Period, list[LoggedQuery]]:
     return parse_file(path.read_bytes(), str(path))
-
-
-def _await(condition, timeout_s: float = 30) -> None:
-    deadline_s = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.02)
 
 
 def test_files_dated_in_the_future_are_removed_first(tmp_path: Path) -> None:

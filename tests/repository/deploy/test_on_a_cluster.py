@@ -1,7 +1,6 @@
 """The local overlay on a loopback cluster: its pods become ready, and the deployer has exactly the
 rights in use."""
 
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -29,6 +28,7 @@ from tests.loopback.kubernetes import CrashLoop, LoopbackCluster, NotReady, labe
 from tests.loopback.kubernetes.calls import Call
 from tests.loopback.kubernetes.kinds import named as known_kind
 from tests.repository.deploy.rendered import DEPLOY, DIGEST, Object, named, objects, settings_of
+from tests.waiting import until
 
 LOCAL = objects("local")
 SECRETS = [*yaml.safe_load_all((DEPLOY / "secrets.example.yaml").read_text())]
@@ -63,10 +63,10 @@ def test_every_deployment_becomes_available_once_its_secrets_exist(cluster: Loop
         return {item.metadata.name for item in deployments if item.status.available_replicas}
 
     expected = named(LOCAL, "Deployment").keys()
-    _await(lambda: up() == expected - {"evernear-prep"})  # it mounts the token
+    until(lambda: up() == expected - {"evernear-prep"})  # it mounts the token
     (token,) = (secret for secret in SECRETS if secret["metadata"]["name"] == "evernear-token")
     core.create_namespaced_secret("evernear", token | {"stringData": {"token": "x"}})
-    _await(lambda: up() == expected)
+    until(lambda: up() == expected)
 
 
 def test_deployer_has_exactly_the_rights_that_it_uses(
@@ -159,10 +159,3 @@ def _granted() -> set[tuple[str, ...]]:
         for name in rule.get("resourceNames", [""])
         for verb in rule["verbs"]
     }
-
-
-def _await(condition: Callable[[], bool]) -> None:
-    deadline_s = time.monotonic() + READY_TIMEOUT_S
-    while not condition():
-        assert time.monotonic() < deadline_s, f"the condition is not met within {READY_TIMEOUT_S} s"
-        time.sleep(0.05)

@@ -7,7 +7,8 @@ import pytest
 from kubernetes import config
 
 from tests.loopback.kubernetes import LoopbackCluster
-from tests.loopback.kubernetes.kubectl import NAMESPACE, Kubectl, until
+from tests.loopback.kubernetes.kubectl import NAMESPACE, Kubectl
+from tests.waiting import until
 
 
 @pytest.fixture

@@ -18,7 +18,8 @@ from kubernetes.client import (
 )
 
 from tests.loopback.kubernetes import LoopbackCluster, NotReady, Ready, labeled
-from tests.loopback.kubernetes.kubectl import NAMESPACE, Kubectl, config_map, deployment, error_of, is_rolled_out, until
+from tests.loopback.kubernetes.kubectl import NAMESPACE, Kubectl, config_map, deployment, error_of, is_rolled_out
+from tests.waiting import until
 
 DEPLOYER = f"{NAMESPACE}/deployer"
 USER = f"system:serviceaccount:{NAMESPACE}:deployer"
@@ -140,17 +141,6 @@ def test_applying_a_new_object_requires_create(kubectl: Kubectl, deployer: Kubec
     assert deployer.apply(config_map(color="blue"))["data"] == {"color": "blue"}
 
 
-def test_create_with_resource_names_allows_apply_but_not_post(kubectl: Kubectl, deployer: Kubectl) -> None:
-    grant(kubectl, rule("", "configmaps", "create", "patch", names=("settings",)))
-    with pytest.raises(ApiException) as exc_info:
-        deployer.create(config_map())
-    assert exc_info.value.status == 403
-    deployer.apply(config_map())
-    with pytest.raises(ApiException) as exc_info:
-        deployer.apply(config_map("other"))
-    assert exc_info.value.status == 403
-
-
 def test_self_subject_access_review_is_open_to_every_user(kubectl: Kubectl, deployer: Kubectl) -> None:
     grant(
         kubectl,
@@ -212,18 +202,6 @@ def test_service_routes_requests_only_to_ready_pods(
     until(lambda: "connect: connection refused" in path_or_error())
     cluster.set_pod_behavior(Ready(serves={8080: recognizer.server_address}), labeled("version", "1"))
     until(lambda: path_or_error() == "/ping")
-
-
-def test_endpoint_slice_follows_pod_readiness(cluster: LoopbackCluster, kubectl: Kubectl) -> None:
-    serve(kubectl)
-
-    def ready() -> int:
-        slices = kubectl.list("EndpointSlice", labelSelector="kubernetes.io/service-name=serve")["items"]
-        return sum(item["conditions"]["ready"] for endpoint_slice in slices for item in endpoint_slice["endpoints"])
-
-    until(lambda: ready() == 2)
-    cluster.set_pod_behavior(NotReady())
-    until(lambda: ready() == 0)
 
 
 def test_proxy_requires_services_proxy_with_the_name_in_the_path(

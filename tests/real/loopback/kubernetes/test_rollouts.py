@@ -1,8 +1,6 @@
 """Rollouts of Deployments, and conditions that stall them."""
 
 import json
-import threading
-from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -14,13 +12,11 @@ from tests.loopback.kubernetes import (
     LoopbackCluster,
     NotReady,
     Ready,
-    Stuck,
-    Unschedulable,
     labeled,
 )
 from tests.loopback.kubernetes.kinds import DEPLOYMENT
-from tests.loopback.kubernetes.kubectl import NAMESPACE, Kubectl, config_map, deployment, error_of, is_rolled_out, until
-from tests.loopback.kubernetes.pod_security import violations
+from tests.loopback.kubernetes.kubectl import NAMESPACE, Kubectl, config_map, deployment, error_of, is_rolled_out
+from tests.waiting import until
 
 SECOND = labeled("version", "2")
 
@@ -89,36 +85,6 @@ def test_rolling_update_respects_max_surge_and_max_unavailable(cluster: Loopback
     ]  # fmt: skip
 
 
-def test_rollback_makes_the_old_replica_set_the_newest_revision(kubectl: Kubectl) -> None:
-    for version in ("1", "2", "1"):
-        kubectl.apply(deployment(version, replicas=1))
-        rolled_out(kubectl)
-    revisions = {
-        item["spec"]["template"]["metadata"]["labels"]["version"]: item["metadata"]["annotations"][
-            "deployment.kubernetes.io/revision"
-        ]
-        for item in kubectl.list("ReplicaSet")["items"]
-    }
-    assert revisions == {"1": "3", "2": "2"}
-
-
-@pytest.mark.slow
-def test_revision_history_is_limited(kubectl: Kubectl) -> None:
-    for version in ("1", "2", "3"):
-        kubectl.apply(deployment(version, replicas=1, revisionHistoryLimit=1))
-        rolled_out(kubectl)
-    until(lambda: len(kubectl.list("ReplicaSet")["items"]) == 2)
-
-
-@pytest.mark.slow
-def test_recreate_deletes_old_pods_before_creating_new_ones(kubectl: Kubectl) -> None:
-    kubectl.create(deployment(strategy={"type": "Recreate"}))
-    rolled_out(kubectl)
-    kubectl.apply(deployment("2", strategy={"type": "Recreate"}), force="true")
-    rolled_out(kubectl)
-    assert len(pods(kubectl, "2")) == 2
-
-
 def test_an_image_that_cannot_be_pulled(cluster: LoopbackCluster, kubectl: Kubectl) -> None:
     kubectl.create(deployment())
     rolled_out(kubectl)
@@ -147,18 +113,6 @@ def test_stalled_rollout_exceeds_its_deadline_and_can_complete(cluster: Loopback
     assert len(pods(kubectl, "1")) == 2
     cluster.set_pod_behavior(Ready(), SECOND)
     assert condition(rolled_out(kubectl), "Progressing")["status"] == "True"
-
-
-def test_unschedulable_pod(cluster: LoopbackCluster, kubectl: Kubectl) -> None:
-    cluster.set_pod_behavior(Unschedulable())
-    kubectl.create(deployment())
-    until(lambda: messages(kubectl, "FailedScheduling"))
-    first = pods(kubectl)[0]
-    assert first["status"]["phase"] == "Pending"
-    assert condition(first, "PodScheduled")["reason"] == "Unschedulable"
-    assert "nodeName" not in first["spec"]
-    cluster.set_pod_behavior(Ready())
-    rolled_out(kubectl)
 
 
 def test_crashed_container_keeps_its_last_state_and_log(cluster: LoopbackCluster, kubectl: Kubectl) -> None:
@@ -211,20 +165,6 @@ def test_pod_waits_for_mounted_and_referenced_objects(kubectl: Kubectl) -> None:
     rolled_out(kubectl)
 
 
-def test_stuck_pod_remains_in_container_creating(cluster: LoopbackCluster, kubectl: Kubectl) -> None:
-    cluster.set_pod_behavior(Stuck(), SECOND)
-    kubectl.create(deployment("2"))
-    assert waiting(kubectl, "ContainerCreating")["ready"] is False
-
-
-def test_slow_pod_delays_the_rollout(cluster: LoopbackCluster, kubectl: Kubectl) -> None:
-    cluster.set_pod_behavior(Ready(after_s=0.3))
-    kubectl.create(deployment())
-    until(lambda: all(pod["status"].get("phase") == "Running" for pod in pods(kubectl)) and len(pods(kubectl)) == 2)
-    assert not is_rolled_out(kubectl.get("Deployment", "serve"))
-    rolled_out(kubectl)
-
-
 def test_restricted_namespace_rejects_unrestricted_pods(kubectl: Kubectl) -> None:
     labels = {"pod-security.kubernetes.io/enforce": "restricted"}
     namespace = f"/api/v1/namespaces/{NAMESPACE}"
@@ -247,113 +187,3 @@ def test_restricted_namespace_rejects_unrestricted_pods(kubectl: Kubectl) -> Non
     }
     kubectl.apply(restricted, force="true")
     rolled_out(kubectl)
-
-
-def test_pod_with_a_missing_service_account_is_rejected(kubectl: Kubectl) -> None:
-    subject = deployment()
-    subject["spec"]["template"]["spec"]["serviceAccountName"] = "serving"
-    kubectl.create(subject)
-    until(lambda: any('serviceaccount "serving" not found' in reason for reason in messages(kubectl, "FailedCreate")))
-    kubectl.create({"kind": "ServiceAccount", "metadata": {"name": "serving"}})
-    # A real controller retries with a back-off; this one reconciles after every write.
-    rolled_out(kubectl)
-
-
-def test_autoscaler_keeps_replicas_within_its_bounds(kubectl: Kubectl) -> None:
-    subject = deployment()
-    del subject["spec"]["replicas"]
-    kubectl.apply(subject)
-    target = {"apiVersion": "apps/v1", "kind": "Deployment", "name": "serve"}
-    spec = {"scaleTargetRef": target, "minReplicas": 3, "maxReplicas": 5}
-    kubectl.create({"kind": "HorizontalPodAutoscaler", "metadata": {"name": "serve"}, "spec": spec})
-    until(lambda: kubectl.get("Deployment", "serve")["spec"]["replicas"] == 3)
-    assert kubectl.apply(subject)["spec"]["replicas"] == 3
-    rolled_out(kubectl)
-
-
-def test_disruption_budget_counts_its_pods(kubectl: Kubectl) -> None:
-    kubectl.create(deployment())
-    spec = {"maxUnavailable": 1, "selector": {"matchLabels": {"app": "serve"}}}
-    kubectl.create({"kind": "PodDisruptionBudget", "metadata": {"name": "serve"}, "spec": spec})
-    until(lambda: kubectl.get("PodDisruptionBudget", "serve")["status"].get("disruptionsAllowed") == 1)
-
-
-@pytest.mark.slow
-def test_concurrent_clients_lose_no_writes(kubectl: Kubectl) -> None:
-    kubectl.create(config_map(count="0"))
-
-    def count() -> None:
-        completed = 0
-        while completed < 10:
-            live = kubectl.get("ConfigMap", "settings")
-            with suppress(ApiException):  # another client wrote first
-                kubectl.replace(live | {"data": {"count": str(int(live["data"]["count"]) + 1)}})
-                completed += 1
-
-    threads = [threading.Thread(target=count) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert kubectl.get("ConfigMap", "settings")["data"] == {"count": "40"}
-
-
-@pytest.mark.parametrize(
-    ("spec", "message"),
-    [
-        ({"resources": {"requests": {"cpu": "9"}}}, "0/1 nodes are available: 1 Insufficient cpu."),
-        ({"resources": {"limits": {"nvidia.com/gpu": "1"}}}, "1 Insufficient nvidia.com/gpu."),
-    ],
-)
-def test_pod_with_excessive_requests_is_unschedulable(kubectl: Kubectl, spec: dict[str, Any], message: str) -> None:
-    subject = deployment()
-    subject["spec"]["template"]["spec"]["containers"][0] |= spec
-    kubectl.create(subject)
-    until(lambda: any(message in text for text in messages(kubectl, "FailedScheduling")))
-
-
-@pytest.mark.parametrize(
-    ("pod", "own", "image", "error"),
-    [
-        ({}, {}, "mesh/proxy", None),
-        ({"runAsNonRoot": True}, {}, "mesh/proxy", "image will run as root"),
-        ({"runAsNonRoot": True}, {}, "registry.example/evernear-serve@sha256:0", None),
-        ({"runAsNonRoot": True, "runAsUser": 65532}, {}, "mesh/proxy", None),
-        ({"runAsNonRoot": True}, {"runAsUser": 1000}, "mesh/proxy", None),
-        ({"runAsNonRoot": True}, {"runAsNonRoot": False}, "mesh/proxy", None),
-        ({"runAsNonRoot": True, "runAsUser": 65532}, {"runAsUser": 0}, "mesh/proxy", "breaks non-root policy"),
-    ],
-)
-def test_kubelet_verifies_the_user_of_a_container(
-    kubectl: Kubectl, pod: dict[str, Any], own: dict[str, Any], image: str, error: str | None
-) -> None:
-    subject = deployment()
-    spec = subject["spec"]["template"]["spec"]
-    spec["securityContext"] = pod
-    spec["containers"].append({"name": "injected", "image": image, "securityContext": own})
-    spec["containers"][0]["image"] = "evernear-serve"
-    kubectl.create(subject)
-    if error is None:
-        rolled_out(kubectl)
-    else:
-        until(lambda: any(error in text for text in messages(kubectl, "Failed")))
-
-
-@pytest.mark.parametrize(
-    ("spec", "violation"),
-    [
-        ({}, None),
-        ({"hostNetwork": True}, "host namespaces"),
-        ({"volumes": [{"name": "host", "hostPath": {"path": "/"}}]}, "restricted volume types"),
-        ({"securityContext": {"runAsNonRoot": True}}, "seccompProfile"),
-    ],
-)
-def test_pod_security_violations(spec: dict[str, Any], violation: str | None) -> None:
-    own = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"], "add": ["NET_BIND_SERVICE"]}}
-    restricted = {"runAsNonRoot": True, "seccompProfile": {"type": "RuntimeDefault"}}
-    pod = {"securityContext": restricted, "containers": [{"name": "serve", "securityContext": own}]} | spec
-    result = violations("restricted", pod)
-    assert result == [] if violation is None else len(result) == 1 and result[0].startswith(violation)
-    assert violations(None, pod) == []
-    own["capabilities"]["add"].append("SYS_ADMIN")
-    assert any('must not include "SYS_ADMIN"' in item for item in violations("restricted", pod))

@@ -11,8 +11,6 @@ from kubernetes.client import ApiException
 from tests.loopback.kubernetes import LoopbackCluster
 from tests.loopback.kubernetes.kubectl import NAMESPACE, Kubectl, config_map
 
-NAMES = "metadata.name=settings"
-
 
 def events(kubectl: Kubectl, **query: Any) -> list[tuple[str, str]]:
     """Return type and name of the events of a one-second watch."""
@@ -28,30 +26,6 @@ def test_watch_resumes_from_a_resource_version(kubectl: Kubectl) -> None:
     kubectl.delete("ConfigMap", "settings")
     received = events(kubectl, resource_version=created["metadata"]["resourceVersion"])
     assert received == [("MODIFIED", "settings"), ("ADDED", "other"), ("DELETED", "settings")]
-
-
-def test_watch_reports_objects_entering_and_leaving_a_selector(kubectl: Kubectl) -> None:
-    created = kubectl.create(config_map())
-    for labels in ({"seen": "yes"}, {"seen": "yes", "more": "yes"}, {}):
-        live = kubectl.get("ConfigMap", "settings")
-        live["metadata"]["labels"] = labels
-        kubectl.replace(live)
-    received = events(kubectl, label_selector="seen=yes", resource_version=created["metadata"]["resourceVersion"])
-    assert [kind for kind, _ in received] == ["ADDED", "MODIFIED", "DELETED"]
-
-
-def test_watch_streams_events(kubectl: Kubectl) -> None:
-    created = kubectl.create(config_map())
-    timer = threading.Timer(0.2, lambda: kubectl.delete("ConfigMap", "settings"))
-    timer.start()
-    core = client.CoreV1Api(kubectl.client)
-    watcher = watch.Watch()
-    version = created["metadata"]["resourceVersion"]
-    for event in watcher.stream(core.list_namespaced_config_map, NAMESPACE, resource_version=version):
-        assert event["type"] == "DELETED"
-        assert int(event["raw_object"]["metadata"]["resourceVersion"]) > int(version)
-        watcher.stop()
-    timer.join()
 
 
 def test_expired_version_is_an_error_event(cluster: LoopbackCluster, kubectl: Kubectl) -> None:

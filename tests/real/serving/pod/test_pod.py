@@ -3,7 +3,6 @@
 import dataclasses
 import signal
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -19,6 +18,7 @@ from tests.real.serving.pod.callers import Calls, calling, calling_grpc
 from tests.real.serving.pod.kubelet import Pod, can_contain
 from tests.real.serving.pod.shipped import TOKEN, Shipped, StartPod
 from tests.real.serving.raw import Raw, request
+from tests.waiting import until
 
 FORMATS: tuple[Format, ...] = ("rest", "grpc")
 LAG_S = 0.5  # delay between a change of the endpoints and of the balancer
@@ -160,14 +160,14 @@ def test_probe_sends_no_query_under_traffic(pod: Pod, shipped: Shipped) -> None:
 
 def test_pod_with_a_stopped_worker_is_not_ready(pod: Pod) -> None:
     (worker,) = workers(pod)
-    _await(lambda: pod.probe() == 200)
+    until(lambda: pod.probe() == 200)
     worker.send_signal(signal.SIGSTOP)
     try:
         time.sleep(2.5)
         assert pod.probe(timeout_s=1) == 0
     finally:
         worker.send_signal(signal.SIGCONT)
-    _await(lambda: pod.probe() == 200)
+    until(lambda: pod.probe() == 200)
 
 
 @pytest.mark.slow
@@ -181,10 +181,10 @@ def test_replacing_a_pod_fails_no_request(pod: Pod, start_pod: StartPod, shipped
         service.balancer.running() as balancer,
         calling(balancer.port, shipped.image, TOKEN, clients=4, pause_s=0.01) as calls,
     ):
-        _await(lambda: calls.total > 60)
+        until(lambda: calls.total > 60)
         replace([service], pod, successor, lag_s=0.8 * pod.removal_s)
         after = calls.total
-        _await(lambda: calls.total > after + 60)
+        until(lambda: calls.total > after + 60)
     assert calls.failures == []
     assert balancer.refused == 0
     assert not pod.is_alive()
@@ -212,7 +212,7 @@ def test_replacements_under_load_fail_no_request_of_5000_unless_prestop_is_too_s
             end_s = replace([rest, grpc], pods[-2], pods[-1], lag_s)
             with capsys.disabled():
                 print(f"\nendpoint removed after {lag_s} s, pod gone after {end_s:.1f} s: {summary(calls, grpc_calls)}")
-        _await(lambda: calls.total >= 5000, timeout_s=200)
+        until(lambda: calls.total >= 5000, timeout_s=200)
         assert calls.failures + grpc_calls.failures == []
         assert balancer.refused + grpc_balancer.refused == 0
         pods.append(start_pod(removal_s=0))
@@ -234,12 +234,12 @@ def test_requests_wait_and_the_pod_is_unready_until_a_dead_worker_is_replaced(
     (worker,) = workers(pod)
     worker.kill()
     worker.wait(timeout=60)
-    _await(lambda: len(workers(pod)) == 1)
+    until(lambda: len(workers(pod)) == 1)
     (successor,) = workers(pod)
     successor.send_signal(signal.SIGSTOP)
     with Client(target(pod, TOKEN)) as client, ThreadPoolExecutor(1) as pool:
         try:
-            _await(lambda: pod.probe() != 200)
+            until(lambda: pod.probe() != 200)
             prediction = pool.submit(client.predict, shipped.image)
             assert pod.probe() != 200
             assert not prediction.done()
@@ -290,10 +290,3 @@ def replace(services: list[Service], pod: Pod, successor: Pod, lag_s: float) -> 
     for service in services:
         service.remove(pod, lag_s)
     return pod.delete()
-
-
-def _await(condition: Callable[[], bool], timeout_s: float = 60) -> None:
-    deadline_s = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.05)

@@ -10,14 +10,12 @@ from io import BytesIO
 from pathlib import Path
 
 import grpc
-import httpx
 import pytest
 from PIL import Image
 
-from evernear.release.archive_reader import ReleaseParts
 from evernear.serving.client.inference_pb2 import PredictionsRequest
 from evernear.serving.prep import service
-from tests.prep_server import ReleaseStore, make_champion, prep_client
+from tests.prep_server import ReleaseStore, make_champion, prep_client, refusal
 from tests.real.serving.fake_servers import ANSWER, grpc_server
 from tests.releases import settings_on_free_ports
 
@@ -56,11 +54,6 @@ class Predictor:
 
 
 @pytest.fixture
-def stored_releases(parts: ReleaseParts, tmp_path: Path) -> ReleaseStore:
-    return ReleaseStore(tmp_path / "store", parts.manifest)
-
-
-@pytest.fixture
 def predictor(stored_releases: ReleaseStore) -> Predictor:
     """A predictor with release 1, the champion, whose input is 8 pixels wide."""
     return Predictor(stored_releases.release(1, champion=True))
@@ -70,12 +63,6 @@ def predictor(stored_releases: ReleaseStore) -> Predictor:
 def port(predictor: Predictor) -> Iterator[int]:
     with grpc_server(predictor) as port:
         yield port
-
-
-def refusal(answer: httpx.Response, status: int) -> str:
-    assert answer.status_code == status, answer.text
-    assert answer.json()["code"] == status
-    return answer.json()["message"]
 
 
 def test_rollout_changes_the_preprocessing(stored_releases: ReleaseStore, predictor: Predictor, port: int) -> None:

@@ -5,25 +5,18 @@ import json
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
 
 import httpx
 import pytest
 
 from evernear.data.encoded_image import EncodedImage
-from evernear.release.archive_reader import ReleaseParts
 from evernear.release.manifest import ReleaseManifest
 from evernear.serving.decoding import MAX_WAITING_LARGE, SMALL_PIXELS
 from evernear.serving.prep import service
 from evernear.serving.prep.service import prepare
 from tests import hostile
-from tests.prep_server import ReleaseStore, prep_client
+from tests.prep_server import ReleaseStore, prep_client, refusal
 from tests.real.serving.fake_servers import ANSWER, grpc_server
-
-
-@pytest.fixture
-def stored_releases(parts: ReleaseParts, tmp_path: Path) -> ReleaseStore:
-    return ReleaseStore(tmp_path / "store", parts.manifest)
 
 
 @pytest.fixture
@@ -45,13 +38,6 @@ def encoded(image: bytes) -> dict[str, str]:
 
 SMALL = encoded(hostile.png(28, 28))
 LARGE = encoded(hostile.png(1001, 1000, 1))
-
-
-def refusal(answer: httpx.Response, status: int) -> str:
-    assert answer.status_code == status, answer.text
-    assert answer.json()["code"] == status
-    assert answer.json()["message"].endswith(".")
-    return answer.json()["message"]
 
 
 @pytest.mark.parametrize("name", hostile.REFUSED)

@@ -4,12 +4,10 @@ import json
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
-from pathlib import Path
 
 import httpx
 import pytest
 
-from evernear.release.archive_reader import ReleaseParts
 from evernear.serving.client import grpc as grpc_channel
 from tests.ports import free_ports
 from tests.prep_server import ReleaseStore, prep_client
@@ -51,11 +49,6 @@ class Pods:
     def close(self) -> None:
         for host in list(self._running):
             self.delete(host)
-
-
-@pytest.fixture
-def stored_releases(parts: ReleaseParts, tmp_path: Path) -> ReleaseStore:
-    return ReleaseStore(tmp_path / "store", parts.manifest)
 
 
 @pytest.fixture
