@@ -90,10 +90,6 @@ def combine(
     changed.
 
     ``candidates`` contains the splits that ingest may choose.
-
-    Raises:
-        ConflictError: a file is missing from the batches because a different ingest
-            planned the parts.
     """
     _rewrite_changed(ledger, writer)  # excludes the images that were decoded again
     _refresh_groups(settings, group, ledger)

@@ -230,11 +230,7 @@ def _append(path: Path, images: Iterable[Pixels]) -> None:
 
 
 def decoded_names(parts: Parts) -> Iterator[tuple[str, str]]:
-    """Yield the name and the etag of each file in the finished parts that is not broken.
-
-    Raises:
-        MissingObjectError: an object of a part is missing or damaged.
-    """
+    """Yield the name and the etag of each file in the finished parts that is not broken."""
     for part, decoded in concurrently(partial(_stored_part, parts), _numbers(parts)):
         for position, fault in zip(decoded.positions, decoded.faults, strict=True):
             if fault is None:
@@ -243,11 +239,7 @@ def decoded_names(parts: Parts) -> Iterator[tuple[str, str]]:
 
 def stored_results(parts: Parts, scratch: Path) -> Iterator[DecodedFiles]:
     """Yield the decoded files of each finished part. The pixels of at most three parts are on disk
-    at the same time.
-
-    Raises:
-        MissingObjectError: an object of a part is missing or damaged.
-    """
+    at the same time."""
     shape = Shared.model_validate(parts.plan.shared).form.shape
 
     def fetch(number: int) -> tuple[IngestPart, DecodedPart, Path]:

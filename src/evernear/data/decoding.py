@@ -146,8 +146,7 @@ def read_image(source: FileSource, entry: FileEntry, max_pixels: int, data: byte
     file that is larger than any image can be is not read.
 
     Raises:
-        NotAnImageError: neither the name nor the content of the file indicates an
-            image.
+        NotAnImageError: neither the name nor the content of the file indicates an image.
         DataError: the image is too large, or it is broken.
     """
     is_too_large = entry.size_bytes > max_file_size_bytes(max_pixels)

@@ -233,11 +233,10 @@ def embedding_shift(points: Floats, weights: Weights) -> _Statistic:
 def _permute(
     strata: _Strata, statistics: list[_Statistic], level: float, rng: np.random.Generator
 ) -> tuple[list[float], list[Weights]]:
-    """Return the statistics of the actual sides and of the permutations (Phipson and Smyth
-    2010).
+    """Return the statistics of the actual sides and of the permutations (Phipson and Smyth 2010).
 
-    The test stops early when no p-value can reach ``level`` anymore (Besag and Clifford
-    1991). Stopping early does not change any decision.
+    The test stops early when no p-value can reach ``level`` anymore (Besag and Clifford 1991).
+    Stopping early does not change any decision.
     """
     observed = [float(statistic(strata.weights())[0]) for statistic in statistics]
     null: list[list[Weights]] = [[] for _ in statistics]

@@ -82,11 +82,7 @@ def without_embeddings(shards: Iterable[tuple[Iterator[Block], int]]) -> Embedde
 
 
 def require_folder_names(manifest: Manifest) -> None:
-    """Require each label to be a folder name that ingest reads back as the same label.
-
-    Raises:
-        SettingsError: a label cannot be a folder name.
-    """
+    """Require each label to be a folder name that ingest reads back as the same label."""
     labels = {label for shard in manifest.shards for label in shard.label_counts}
     for label in sorted(labels):
         if is_skipped(label) or {"/", "\\", "\0"} & set(label) or len(label.encode()) > _MAX_NAME_BYTES:

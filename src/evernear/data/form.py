@@ -32,12 +32,7 @@ def choose_form(
     parent: Manifest | None,
     max_size_px: int = MAX_SIZE_PX,
 ) -> ImageForm:
-    """Choose the form for the images of ``source``. The listing of the source is in ``ledger``.
-
-    Raises:
-        DataError: the settings require a form that differs from the form of the
-            ``parent`` snapshot, or no image can be decoded.
-    """
+    """Choose the form for the images of ``source``. The listing of the source is in ``ledger``."""
     sample = _Sample(settings, source, ledger, max_size_px)
     shape = _shape(settings, sample, parent)
     return ImageForm(shape, _resize(settings, parent), _bit_depth(settings, sample, parent))

@@ -80,9 +80,6 @@ def gallery_place(dataset: Dataset, joined: Mapping[str, int], row: int) -> Gall
 
     ``joined`` contains the number of train images of each label that follow the gallery split, as
     in `image_blocks`.
-
-    Raises:
-        IntegrityError: the index has no such row.
     """
     position = row
     for images in images_to_embed(dataset, "gallery", joined) if row >= 0 else ():
@@ -93,11 +90,7 @@ def gallery_place(dataset: Dataset, joined: Mapping[str, int], row: int) -> Gall
 
 
 def image_at(dataset: Dataset, place: GalleryPlace) -> Block:
-    """Read the image at ``place`` as a block with one image.
-
-    Raises:
-        IntegrityError: the shard is missing or damaged.
-    """
+    """Read the image at ``place`` as a block with one image."""
     shard, position = place.images.shard, place.position
     if place.images.taken is None:
         return dataset.image(shard, position)

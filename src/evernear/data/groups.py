@@ -87,8 +87,8 @@ class GroupNumbers:
         self._numbers: dict[str | bytes, int] = {}
 
     def of(self, digests: NDArray[np.uint8]) -> NDArray[np.int32]:
-        """The group number of each image (N,). The images are identified by digest (N,
-        32). An image without a group counts as a separate group."""
+        """The group number of each image (N,). The images are identified by digest (N, 32). An
+        image without a group counts as a separate group."""
         images = [digest.tobytes() for digest in digests]
         keys = self._ledger.groups(images)
         of_image: list[str | bytes] = [keys.get(image) or image for image in images]
@@ -131,11 +131,7 @@ class GroupNumbers:
 
 @contextmanager
 def group_numbers(dataset: Dataset) -> Generator[GroupNumbers | None]:
-    """Yield the groups of a dataset's images, or None if the images are independent.
-
-    Raises:
-        IntegrityError, StoreError: the dataset's ledger is missing or damaged.
-    """
+    """Yield the groups of a dataset's images, or None if the images are independent."""
     if not dataset.manifest.groups:
         yield None
         return

@@ -88,10 +88,9 @@ def inspect(data: bytes, max_pixels: int, name: str = "The image", setting: str 
     """Inspect a PNG, JPEG or WebP file. The format is detected from the content.
 
     Raises:
-        DataError: the file is empty, broken or animated, or it has an unsupported
-            format, more than ``max_pixels`` pixels, or an encoding of unbounded cost.
-            The message begins with ``name``, and states the ``setting`` that limits the
-            number of pixels.
+        DataError: the file is empty, broken or animated, or it has an unsupported format, more than
+            ``max_pixels`` pixels, or an encoding of unbounded cost. The message begins with
+            ``name``, and states the ``setting`` that limits the number of pixels.
     """
     if data.startswith(_PNG_SIGNATURE):
         image = _inspect_png(data, name)
@@ -138,9 +137,6 @@ def is_image_file(path: str | Path) -> bool:
 
     A broken image file with an image suffix is therefore reported. For files with other suffixes, a
     few bytes are read.
-
-    Raises:
-        StoreError: the file cannot be read.
     """
     if has_image_suffix(str(path)):
         return True

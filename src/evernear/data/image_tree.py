@@ -33,24 +33,18 @@ class ImageTree(Protocol):
         ...
 
     def read(self, name: str) -> bytes:
-        """Return the content of one file. This method is called from many threads at the same
-        time.
+        """Return the content of one file. This method is called from many threads at the same time.
 
         Raises:
-            DataError: the file cannot be read. Any other error means that no file of
-                the tree can be read.
+            DataError: the file cannot be read. Any other error means that no file of the tree can
+                be read.
         """
         ...
 
 
 def open_tree(source: str) -> ImageTree:
     """Open ``folder:DIRECTORY``, ``s3://bucket/prefix``, or any other source of files (see
-    `open_source`).
-
-    Raises:
-        DataError: the directory does not exist.
-        SettingsError: the source is unknown, or it is not a source of files.
-    """
+    `open_source`)."""
     kind, _, location = source.partition(":")
     if kind == "folder" and location:
         return FolderTree(Path(location))

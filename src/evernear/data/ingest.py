@@ -80,8 +80,8 @@ def ingest_source(
     review. ``max_size_px`` limits the size that is chosen if ``data.size_px`` is not set.
 
     Raises:
-        DataError: the source has no images or only one class, or the images do not
-            match the dataset's earlier images.
+        DataError: the source has no images or only one class, or the images do not match the
+            dataset's earlier images.
         StoreError: the store or the disk fails.
         ConflictError: a different ingest of this dataset finished in the meantime.
     """

@@ -17,11 +17,7 @@ ANY_NUMBER = ClassMinimum()
 
 
 def dataset_name(settings: DataSettings, source: ArraySource | FileSource) -> str:
-    """The name of the dataset for a source.
-
-    Raises:
-        SettingsError: ``data.dataset`` is not a valid name.
-    """
+    """The name of the dataset for a source."""
     name = settings.dataset or (name_of(settings.moved_from) if settings.moved_from else source.name)
     if not re.fullmatch(r"[a-z0-9][a-z0-9._-]{0,62}", name):
         raise SettingsError(f"data.dataset={name!r} is not valid: use lower-case letters, digits, '.', '_' and '-'.")
@@ -32,11 +28,7 @@ def list_source(
     source: ArraySource | FileSource, ledger: Ledger, uri: str, minimum: ClassMinimum = ANY_NUMBER
 ) -> Admission:
     """Record the files and labels of a source, without classes that wait for more images
-    (`evernear.data.waiting`).
-
-    Raises:
-        DataError: there are no images, or there is only one class.
-    """
+    (`evernear.data.waiting`)."""
     labels: set[str] = set()
     admission = Admission(minimum)
     if isinstance(source, FileSource):
@@ -68,11 +60,7 @@ def list_source(
 
 def require_one_source(ledger: Ledger, name: str, source: str) -> None:
     """Reject a source that would be added to a dataset of a different source only because the
-    dataset names are the same.
-
-    Raises:
-        DataError: the dataset has a source other than ``source``.
-    """
+    dataset names are the same."""
     if others := ledger.other_sources():
         raise DataError(
             f"The dataset {name!r} was made from {others[0]}, and {source} would be added to it. If the images have"
@@ -83,12 +71,7 @@ def require_one_source(ledger: Ledger, name: str, source: str) -> None:
 
 def require_groups(source: ArraySource | FileSource, settings: DataSettings, group: Grouping, ledger: Ledger) -> None:
     """Record the groups of the listed files. Require that ``data.group`` finds a group in at least
-    one of them, and leaves images to test.
-
-    Raises:
-        DataError: no file has a group, every class is one group, or, in the first
-            ingest of a dataset, one group has half of the images of several classes.
-    """
+    one of them, and leaves images to test."""
     if not settings.group:
         return
     groups = ledger.groups

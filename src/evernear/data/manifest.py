@@ -112,11 +112,7 @@ class Manifest(Frozen):
     @classmethod
     def from_store(cls, data: bytes, store: Store, key: str) -> "Manifest":
         """Parse the object ``key`` in ``store``, even if the object was written for a different
-        store.
-
-        Raises:
-            IntegrityError: the object is not a valid manifest.
-        """
+        store."""
         return cls.from_json(data, f"{store.uri}/{key}", REPAIR).model_copy(update={"store_uri": store.uri})
 
     def to_store(self) -> bytes:
@@ -192,11 +188,7 @@ def find_manifest(store: Store, name: str, digest: str) -> Manifest | None:
 
 
 def fetch_object(store: Store, key: str, path: Path, sha256: str) -> Path:
-    """Copy an object of a dataset to ``path``.
-
-    Raises:
-        IntegrityError: the object is missing or damaged. The message names the remedy.
-    """
+    """Copy an object of a dataset to ``path``."""
     try:
         return store.fetch(key, path, sha256)
     except (IntegrityError, MissingObjectError) as error:
@@ -215,9 +207,5 @@ def save_manifest(manifest: Manifest, directory: Path) -> None:
 
 
 def load_manifest(directory: Path) -> Manifest:
-    """Read the manifest of a dataset artifact.
-
-    Raises:
-        IntegrityError: the manifest is missing, or it is invalid.
-    """
+    """Read the manifest of a dataset artifact."""
     return Manifest.load(directory / FILE_NAME)

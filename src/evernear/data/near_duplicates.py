@@ -85,9 +85,6 @@ def find_near_duplicates(dataset: Dataset, group: str = "") -> NearDuplicates:
     At most `TEST_MAX` test images are compared with at most `MAX_READ_BYTES` of train and gallery
     images. The test images and the shards of the other images are evenly spaced. Memory use does
     not grow with the size of the dataset.
-
-    Raises:
-        IntegrityError: a shard is damaged, or the ledger is damaged.
     """
     total = dataset.count("test")
     step = max(1, -(-total // TEST_MAX))

@@ -82,13 +82,7 @@ def decode_in_parts(
     on_files: Callable[[int], None],
 ) -> list[Parts]:
     """Decode the pending files in ``ledger``. Return the plans whose parts contain the results,
-    with the newest plan first.
-
-    Raises:
-        MissingObjectError: a different ingest of the same files finished and deleted the
-            parts.
-        EvernearError: a part failed.
-    """
+    with the newest plan first."""
     plans: list[Parts] = []
 
     def run_plan(parts: Parts) -> None:

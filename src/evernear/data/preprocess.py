@@ -162,9 +162,6 @@ def decode_inspected(file: EncodedImage, bit_depth: BitDepth) -> Picture:
     EXIF orientation is applied. Palette images and CMYK images are converted to RGB. Transparent
     images are placed over a background (`evernear.data.reduction.flatten`). The values in 16-bit
     files are interpreted with ``bit_depth``.
-
-    Raises:
-        DataError: the file is broken.
     """
     with _pillow_errors(file.name):
         if (color_type := deep_color_type(file)) is not None:
@@ -183,22 +180,14 @@ def decode_inspected(file: EncodedImage, bit_depth: BitDepth) -> Picture:
 
 def is_gray(file: EncodedImage) -> bool:
     """Whether `decode_inspected` returns a gray image for a file that `inspect` has accepted. Only
-    the header is read.
-
-    Raises:
-        DataError: the file's header is broken.
-    """
+    the header is read."""
     with _pillow_errors(file.name):
         return _mode(_open(file)) == "L" or is_deep_gray(file)
 
 
 def bit_depth_of(file: EncodedImage) -> BitDepth | None:
     """The smallest bit depth that can represent all values in a 16-bit file, or None for a file
-    that does not have 16 bits.
-
-    Raises:
-        DataError: the file is broken.
-    """
+    that does not have 16 bits."""
     with _pillow_errors(file.name):
         color_type = deep_color_type(file)
         return None if color_type is None else DeepImage(color_type, partial(_load, file)).used_bit_depth()

@@ -30,11 +30,7 @@ _ELSEWHERE = "in another --workdir or store, because images of an existing datas
 def propose_group(dataset: Dataset, pairs: Sequence[tuple[bytes, bytes]], share: float, current: str) -> str:
     """Return advice for a dataset that has near-duplicates in different splits. ``pairs`` contains
     digests of near-duplicates, ``share`` is the share of the test images that have one, and
-    ``current`` is the value of ``data.group``.
-
-    Raises:
-        IntegrityError, StoreError: the ledger of the dataset is missing or damaged.
-    """
+    ``current`` is the value of ``data.group``."""
     with tempfile.TemporaryDirectory(prefix="evernear-groups-") as scratch:
         path = Path(scratch, "ledger.sqlite")
         Snapshots(dataset.store, dataset.manifest.name).fetch_ledger(dataset.manifest, path)

@@ -26,11 +26,7 @@ from evernear.settings import DataSettings
 
 def split_digests(dataset: Dataset, split: Split) -> Iterator[NDArray[np.uint8]]:
     """Yield the digests (N, 32) of a split. Those of a lost shard come from the snapshot's
-    ledger.
-
-    Raises:
-        IntegrityError: a shard is lost, and so is the ledger.
-    """
+    ledger."""
     for shard in dataset.shards(split):
         try:
             digests = [block.digests for block in dataset.shard_blocks(shard)]
@@ -52,12 +48,7 @@ def _ledger_digests(dataset: Dataset, shard: Shard, lost: IntegrityError) -> NDA
 def gone_names(snapshots: Snapshots, lost: Iterable[str], settings: DataSettings, moved: bool) -> list[str]:
     """One file name of each image in the shards ``lost`` of the newest snapshot that the source no
     longer lists. If ``moved`` is set, ``settings.source`` is listed instead of the sources in the
-    ledger.
-
-    Raises:
-        IntegrityError: the newest snapshot or its ledger cannot be read.
-        DataError, StoreError: the source cannot be read.
-    """
+    ledger."""
     files: set[tuple[str, str, bytes]] = set()
     if (head := snapshots.head()) is not None:
         with tempfile.TemporaryDirectory(prefix="evernear-ledger-") as scratch:
@@ -74,11 +65,7 @@ def gone_names(snapshots: Snapshots, lost: Iterable[str], settings: DataSettings
 
 def lost_names(snapshots: Snapshots, sha256: str) -> list[str]:
     """One file name of each image in a lost shard of an earlier snapshot for which no image of the
-    newest snapshot stands in.
-
-    Raises:
-        IntegrityError: the newest snapshot, or a ledger, cannot be read.
-    """
+    newest snapshot stands in."""
     head = snapshots.head()
     holders = (m for _, m in snapshots.manifests() if any(shard.sha256 == sha256 for shard in m.shards))
     if head is None or (holder := next(holders, None)) is None:
@@ -94,11 +81,6 @@ def drop_shards(snapshots: Snapshots, lost: Iterable[str]) -> Manifest:
     """Publish a copy of the newest snapshot from which the shards in ``lost`` are removed.
 
     The next ingest reads the images of these shards again, and puts them into the same splits.
-
-    Raises:
-        IntegrityError: the newest snapshot cannot be read, or its ledger cannot be
-            read.
-        ConflictError: an ingest finished in the meantime.
     """
     head, lost = snapshots.head(), set(lost)
     if head is None:
@@ -121,10 +103,6 @@ def rebuild_ledger(snapshots: Snapshots) -> None:
     images. The splits are read from the snapshot's shards.
 
     The next ingest reads all images again, and puts them into the same splits.
-
-    Raises:
-        IntegrityError: a shard cannot be read.
-        ConflictError: an ingest finished in the meantime.
     """
     head = snapshots.head()
     if head is None:

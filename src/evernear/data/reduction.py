@@ -153,8 +153,7 @@ def _drawn(upper: Image.Image, lower: Image.Image, transparent: int | tuple[int,
 
 
 def _extrema(image: Image.Image) -> NDArray[np.int64]:
-    """The smallest and the largest value of each channel, as an array of shape (C,
-    2)."""
+    """The smallest and the largest value of each channel, as an array of shape (C, 2)."""
     return np.asarray(image.getextrema(), np.int64).reshape(-1, 2)
 
 

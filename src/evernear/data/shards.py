@@ -64,22 +64,14 @@ class Dataset:
     @staticmethod
     def open(directory: Path) -> "Dataset":
         """Open the dataset whose manifest is in ``directory``
-        (`evernear.data.manifest.save_manifest`).
-
-        Raises:
-            IntegrityError: the manifest is missing or invalid.
-        """
+        (`evernear.data.manifest.save_manifest`)."""
         manifest = load_manifest(directory)
         return Dataset(manifest, open_store(manifest.store_uri))
 
     @staticmethod
     def find(store: Store, name: str, digest: str) -> "Dataset | None":
         """Find an earlier snapshot of the dataset ``name``, or return None if the store no longer
-        has the snapshot.
-
-        Raises:
-            IntegrityError: the stored manifest is invalid.
-        """
+        has the snapshot."""
         manifest = find_manifest(store, name, digest)
         return Dataset(manifest, store) if manifest else None
 
@@ -89,11 +81,7 @@ class Dataset:
 
     def require_shape(self, shape: tuple[int, int, int], recognizer: str) -> None:
         """Check that ``recognizer``, a release or the candidate, accepts images of this dataset's
-        shape.
-
-        Raises:
-            DataError: ``recognizer`` accepts only images of a different ``shape``.
-        """
+        shape."""
         if shape != self.shape:
             raise DataError(
                 f"{recognizer} takes images of {shape} and cannot be measured on the images of {self.manifest.name}, "
@@ -102,11 +90,7 @@ class Dataset:
 
     def require_bit_depth(self, bit_depth: BitDepth, recognizer: str) -> None:
         """Check that the release ``recognizer`` reads 16-bit images with the same bit depth as this
-        dataset.
-
-        Raises:
-            DataError: the brightness of the images would differ.
-        """
+        dataset."""
         own = self.manifest.bit_depth
         if own != bit_depth:
             raise DataError(
@@ -116,11 +100,7 @@ class Dataset:
 
     def blocks(self, split: Split, block_size: int = 4096, rank: int = 0, world_size: int = 1) -> Iterator[Block]:
         """Yield a split in order, at most ``block_size`` images at a time. Each rank gets every
-        ``world_size``-th block.
-
-        Raises:
-            IntegrityError: a shard is damaged.
-        """
+        ``world_size``-th block."""
         starts = ((shard, start) for shard in self.shards(split) for start in range(0, shard.count, block_size))
         for shard, start in islice(starts, rank, None, world_size):
             with self._files.open(shard, start) as file:

@@ -44,12 +44,7 @@ class Snapshots:
         self._changes_bytes = 0
 
     def head(self) -> Manifest | None:
-        """The newest snapshot, or None if no snapshot has been published.
-
-        Raises:
-            IntegrityError: the newest snapshot is damaged, or the pointer to the newest
-                snapshot is lost.
-        """
+        """The newest snapshot, or None if no snapshot has been published."""
         stored = self.store.find(self._head_key)
         if stored is None:
             self._require_no_later_snapshot()
@@ -90,12 +85,7 @@ class Snapshots:
         return parts_folder(self.name, parent.digest if parent else None)
 
     def delete_parts(self, is_obsolete: Callable[[str], bool] = lambda _: True) -> None:
-        """Delete the stored parts of ingests for whose keys ``is_obsolete`` returns true.
-
-        Raises:
-            StoreError: the store is unreachable, or its credentials do not permit
-                deletion.
-        """
+        """Delete the stored parts of ingests for whose keys ``is_obsolete`` returns true."""
         for info in self.store.list(parts_prefix(self.name)):
             if is_obsolete(info.key):
                 self.store.delete(info.key)
@@ -106,9 +96,6 @@ class Snapshots:
         The content of a snapshot never changes, but its ledger follows the source. For example, a
         file may be renamed, or may be read again because its times changed. If the ledger were not
         updated, each later run and the watcher would treat such a file as new.
-
-        Raises:
-            ConflictError: a different ingest moved the head since it was read.
         """
         key = manifest_key(self.name, manifest.digest)
         stored = self.store.find(key)
@@ -142,11 +129,7 @@ class Snapshots:
             return stored_digests(path)
 
     def interrupt_ingests(self) -> None:
-        """Make an ingest that is in progress fail, so that the next ingest starts over.
-
-        Raises:
-            ConflictError: an ingest finished in the meantime.
-        """
+        """Make an ingest that is in progress fail, so that the next ingest starts over."""
         data, etag = self.store.find(self._head_key) or (b"", None)
         head = DatasetHead.from_json(data, f"{self.store.uri}/{self._head_key}")
         self.store.put_if(

@@ -111,8 +111,8 @@ def diff_source(
     not grow with the number of files.
 
     Raises:
-        DataError, SettingsError: the source is unusable, or it is empty although a
-            snapshot contains files from this source.
+        DataError, SettingsError: the source is unusable, or it is empty although a snapshot
+            contains files from this source.
         StoreError: the source cannot be read, or a ledger cannot be read.
     """
     source = open_source(settings.source, settings)
@@ -154,12 +154,7 @@ def diff_source(
 
 
 def fetch_ledger(store: Store, manifest: Manifest, directory: Path) -> Path:
-    """Fetch the immutable ledger of a snapshot, and cache the ledger in ``directory``.
-
-    Raises:
-        StoreError, IntegrityError: the ledger is missing from the store, or it is
-            damaged.
-    """
+    """Fetch the immutable ledger of a snapshot, and cache the ledger in ``directory``."""
     name = sha256_bytes("".join((manifest.ledger_sha256, *manifest.ledger_changes)).encode())
     path = directory / f"{name}.sqlite"
     if not path.exists():
@@ -233,11 +228,7 @@ class _Touched:
             del self._sample[max(self._sample)]
 
     def changed_share(self, source: Source, settings: DataSettings, bit_depth: BitDepth) -> float:
-        """The share of changed images in the sample, or 0 if the sample is empty.
-
-        Raises:
-            StoreError: the source is unavailable.
-        """
+        """The share of changed images in the sample, or 0 if the sample is empty."""
         if not self._sample or not isinstance(source, FileSource):
             return 0.0
         read = changed = size_bytes = 0

@@ -14,8 +14,7 @@ _ROWS = 100
 
 
 def batched(items: Iterable[_T], size: int) -> Iterator[list[_T]]:
-    """Yield lists with up to ``size`` items each, like `itertools.batched` in Python
-    3.12."""
+    """Yield lists with up to ``size`` items each, like `itertools.batched` in Python 3.12."""
     iterator = iter(items)
     while batch := list(islice(iterator, size)):
         yield batch
@@ -44,11 +43,7 @@ def insert_rows(db: sqlite3.Connection, table: str, row: str, rows: Iterable[Seq
 
 @contextmanager
 def sqlite_errors() -> Generator[None]:
-    """Convert SQLite errors that concern the ledger of a dataset.
-
-    Raises:
-        StoreError: the disk is full, or the ledger file is damaged.
-    """
+    """Convert SQLite errors that concern the ledger of a dataset."""
     try:
         yield
     except sqlite3.Error as error:

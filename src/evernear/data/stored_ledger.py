@@ -22,11 +22,7 @@ _CHUNK_BYTES = 2**20
 
 def apply_changes(ledger: Path, changes: Path) -> None:
     """Apply the changes in a file from `Ledger.save_changes` to ``ledger``, a copy of the ledger
-    without these changes.
-
-    Raises:
-        StoreError: a file cannot be read or written.
-    """
+    without these changes."""
     with sqlite_errors(), closing(sqlite3.connect(ledger, isolation_level=None)) as db:
         without_journal(db)
         ledger_changes.apply_row_changes(db, changes)
@@ -51,22 +47,14 @@ def expand(changes: Path) -> None:
 
 def stored_digests(ledger: Path) -> list[bytes]:
     """The digests of all images in the shards that a ledger lists, and of earlier images that wait
-    (`evernear.data.waiting`).
-
-    Raises:
-        StoreError: the file cannot be read.
-    """
+    (`evernear.data.waiting`)."""
     with sqlite_errors(), closing(sqlite3.connect(ledger)) as db:
         return [row[0] for row in db.execute("SELECT digest FROM images UNION SELECT digest FROM waiting")]
 
 
 def answered_files(ledger: Path) -> dict[str, str]:
     """Maps each file that is in its class because of an answer in review
-    (`evernear.data.sources.names.answer_in`), and that contains an image, to its label.
-
-    Raises:
-        StoreError: the ledger cannot be read.
-    """
+    (`evernear.data.sources.names.answer_in`), and that contains an image, to its label."""
     query = "SELECT name, label FROM files WHERE digest IS NOT NULL AND instr(name, 'review-')"
     with sqlite_errors(), closing(sqlite3.connect(ledger)) as db:
         return {name: label for name, label in db.execute(query) if answer_in(name)}
@@ -76,21 +64,13 @@ _IN_SHARD = "images JOIN shards USING (slot) WHERE json_extract(shard, '$.sha256
 
 
 def shard_digests(ledger: Path, sha256: str) -> list[bytes]:
-    """The digests of the images in a shard.
-
-    Raises:
-        StoreError: the ledger cannot be read.
-    """
+    """The digests of the images in a shard."""
     with sqlite_errors(), closing(sqlite3.connect(ledger)) as db:
         return [row[0] for row in db.execute(f"SELECT digest FROM {_IN_SHARD}", (sha256,))]  # noqa: S608 - our own words
 
 
 def shard_files(ledger: Path, sha256: str) -> list[tuple[str, str, bytes]]:
-    """The source, the name and the digest of each file whose image is in a shard.
-
-    Raises:
-        StoreError: the ledger cannot be read.
-    """
+    """The source, the name and the digest of each file whose image is in a shard."""
     query = (
         "SELECT uri, files.name, digest FROM files JOIN sources ON sources.id = source"  # noqa: S608 - our own words
         f" WHERE digest IN (SELECT digest FROM {_IN_SHARD})"
@@ -100,11 +80,7 @@ def shard_files(ledger: Path, sha256: str) -> list[tuple[str, str, bytes]]:
 
 
 def unreplaced_names(ledger: Path, sha256: str, newer: Path) -> list[str]:
-    """A file name of each image in a shard that is not an image of the ledger ``newer``.
-
-    Raises:
-        StoreError: a ledger cannot be read.
-    """
+    """A file name of each image in a shard that is not an image of the ledger ``newer``."""
     query = (
         f"SELECT MIN(name) FROM files WHERE digest IN (SELECT digest FROM {_IN_SHARD})"  # noqa: S608 - our own words
         " AND digest NOT IN (SELECT digest FROM newer.images) GROUP BY digest ORDER BY 1"
@@ -116,11 +92,7 @@ def unreplaced_names(ledger: Path, sha256: str, newer: Path) -> list[str]:
 
 def save_compact(ledger: Path, path: Path) -> None:
     """Write a compact ledger to ``path``, without deleted rows and without the splits, groups and
-    reviews of removed images.
-
-    Raises:
-        StoreError: a file cannot be read or written.
-    """
+    reviews of removed images."""
     with sqlite_errors(), closing(sqlite3.connect(ledger, isolation_level=None)) as db:
         without_journal(db)
         db.execute("DELETE FROM removed")

@@ -154,11 +154,7 @@ def validate_dataset(
 
 
 def require_valid(report: Report) -> None:
-    """Check that no rule of severity ``error`` is violated.
-
-    Raises:
-        DataError: a rule is violated. The message lists all violations..
-    """
+    """Check that no rule of severity ``error`` is violated."""
     errors = [finding for finding in report.findings if finding.severity == "error"]
     if errors:
         messages = "; ".join(finding.message.removesuffix(".") for finding in errors)

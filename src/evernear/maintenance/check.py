@@ -64,11 +64,7 @@ class Damage(Frozen):
 
 
 def check_store(store: Store, report: Report = lambda _: None) -> list[Damage]:
-    """Read every needed object, and return the missing or damaged objects.
-
-    Raises:
-        StoreError: the store is unreachable.
-    """
+    """Read every needed object, and return the missing or damaged objects."""
     return [*explained(store, _damages(store, set(), report))]
 
 
@@ -81,8 +77,7 @@ def repair(store: Store, settings: DataSettings, *, moved: bool, report: Report 
 
     Raises:
         BusyError: a prune or another repair is in progress.
-        ConflictError: an ingest or a promotion finished during the repair. Repeat the
-            call.
+        ConflictError: an ingest or a promotion finished during the repair. Repeat the call.
         StoreError: the store is unreachable.
     """
     with Lease(store, "`evernear store check --repair`"):

@@ -106,12 +106,7 @@ class _DatasetState:
 
 
 def find(store: Store) -> Forgotten:
-    """List the objects that `forget_images` would delete.
-
-    Raises:
-        StoreError: the store fails.
-        IntegrityError: an object in the store is damaged.
-    """
+    """List the objects that `forget_images` would delete."""
     return _Forgetting(store).forgotten
 
 
@@ -123,8 +118,8 @@ def forget_images(store: Store) -> Forgotten:
 
     Raises:
         BusyError: a prune or a repair is in progress.
-        ConflictError: the champion is affected, or the champion or a dataset changed
-            during the call. Repeat the call.
+        ConflictError: the champion is affected, or the champion or a dataset changed during the
+            call. Repeat the call.
         StoreError: the store or Milvus fails. Repeat the call.
         IntegrityError: an object in the store is damaged.
     """

@@ -111,8 +111,8 @@ def prune_store(store: Store, keep: int, ended: Collection[str] = ()) -> Pruning
 
     Raises:
         BusyError: a run or another prune is in progress. Nothing was deleted.
-        ConflictError: the champion changed during the call, or this process was
-            suspended for too long. Repeat the call.
+        ConflictError: the champion changed during the call, or this process was suspended for too
+            long. Repeat the call.
         IntegrityError: the pointer to the champion is damaged or lost.
         StoreError: the store or Milvus fails. Repeat the call.
     """

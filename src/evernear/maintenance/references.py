@@ -1,5 +1,4 @@
-"""List the objects that a store's newest snapshots, unfinished ingests and published releases
-need.
+"""List the objects that a store's newest snapshots, unfinished ingests and published releases need.
 
 The roots are ``store.json``, ``datasets/<name>/head.json``, ``datasets/<name>/parts/``,
 ``releases/manifests/``, ``releases/champion.json`` and the champion's history. A release needs its
@@ -57,13 +56,9 @@ class Unreadable:
 
 
 def references(store: Store, retired: Iterable[str] = ()) -> Iterator[Reference | Unreadable]:
-    """Yield the objects that the store's roots need, as if the releases in ``retired`` were
-    pruned.
+    """Yield the objects that the store's roots need, as if the releases in ``retired`` were pruned.
 
     An object that several owners need is yielded once for each owner.
-
-    Raises:
-        StoreError: the store is unreachable.
     """
     if store.find(IDENTITY) is not None:
         yield Reference(IDENTITY, "the store")

@@ -26,11 +26,7 @@ class ArrowFile(NamedTuple):
 
     def texts(self, columns: Sequence[str], first_row: int = 0) -> Iterator[list[str]]:
         """Yield the text of each row's cells in ``columns``. ``first_row`` is the number of the
-        first row in messages.
-
-        Raises:
-            DataError: a cell has no text (`field_text`), or a class number has no name.
-        """
+        first row in messages."""
         names = class_names(self.schema)
         kinds = [str(self.schema.field(column).type) for column in columns]
         row = first_row
@@ -102,11 +98,7 @@ def _class_of(number: str, column: str, place: str, names: Sequence[str]) -> str
 
 @contextmanager
 def open_arrow_file(path: Path, name: str) -> Generator[ArrowFile]:
-    """Open the file at ``path``, whose content shows whether it is Parquet or Arrow.
-
-    Raises:
-        DataError: the file is broken.
-    """
+    """Open the file at ``path``, whose content shows whether it is Parquet or Arrow."""
     with disk_errors(path):
         with path.open("rb") as start:
             is_arrow = start.read(4) != b"PAR1" and not name.endswith((".parquet", ".pq"))

@@ -48,12 +48,7 @@ class DigitFolders(NamedTuple):
 
 def lay_out_digits(directory: Path, without: str) -> DigitFolders:
     """Write the digits to folders in ``directory``. If a folder already exists, it is not
-    changed.
-
-    Raises:
-        SettingsError: ``without`` is not one of the digits.
-        StoreError: ``directory`` cannot be written, or the disk is full.
-    """
+    changed."""
     (block,) = Digits().blocks()
     if without not in block.labels:
         raise SettingsError(f"{without!r} is not a class of the digits; choose one of 0 to 9.")

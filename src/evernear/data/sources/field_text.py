@@ -23,9 +23,6 @@ def field_text(value: object, what: str, kind: str = "") -> str:
         what: The field and its place, for messages.
         kind: The type of the field in its file. By default, the type is that of a JSON
             value.
-
-    Raises:
-        DataError: the value has another type.
     """
     match value:
         case str() if _is_utf8(value):

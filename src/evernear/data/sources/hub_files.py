@@ -27,11 +27,7 @@ _CACHE = re.compile(r"cache-[0-9a-f]{16}.*\.arrow")
 
 def stray_files(names: Sequence[str], read: Callable[[str], bytes]) -> set[str]:
     """The files that do not belong to a dataset, although they may contain its rows. ``names`` are
-    the paths of all files, and ``read`` reads a file.
-
-    Raises:
-        DataError: a saved dataset is incomplete, or uses a selection of its rows.
-    """
+    the paths of all files, and ``read`` reads a file."""
     strays = {name for name in names if _CACHE.fullmatch(posixpath.basename(name))}
     for name in names:
         folder, base = posixpath.split(name)
@@ -93,10 +89,6 @@ def require_one_configuration(source: str, files: Collection[str], readme: bytes
     """Reject several configurations of one dataset. Their images would be mixed.
 
     ``readme`` is the content of the dataset's README, or empty.
-
-    Raises:
-        DataError: the README names several configurations, or several folders contain
-            the same files of a split.
     """
     named = _named_configurations(files, readme)
     configurations = named or _similar_folders(files)

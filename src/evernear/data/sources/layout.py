@@ -129,11 +129,7 @@ class Layout:
 
     def require_used(self, name: str, used: Collection[str], settings: DataSettings) -> None:
         """Check that each split folder contains images in class folders. ``used`` contains the
-        split folders that satisfy this condition.
-
-        Raises:
-            DataError: a split folder contains no class folder with an image.
-        """
+        split folders that satisfy this condition."""
         for folder in sorted(self.splits.keys() - used):
             if folder in settings.split_folders:
                 raise DataError(
@@ -182,12 +178,7 @@ class NestedFolders:
 
 
 def choose_layout(name: str, folders: Mapping[str, Contents], settings: DataSettings) -> Layout:
-    """Choose the layout for a source that has the given top-level folders.
-
-    Raises:
-        DataError: the meaning of the folders is ambiguous, or no split folder is the
-            train split.
-    """
+    """Choose the layout for a source that has the given top-level folders."""
     ignored = frozenset(folder for folder, split in settings.split_folders.items() if split == "none")
     left_out, left_out_inside = ignored & folders.keys(), ignored - folders.keys()
     given: dict[str, Split] = {folder: split for folder, split in settings.split_folders.items() if split != "none"}

@@ -109,11 +109,7 @@ def _open_idx(path: Path) -> Generator[_IdxReader]:
 
 def download_mnist() -> Path:
     """Return the directory with the MNIST files. torchvision downloads the files once, and verifies
-    them.
-
-    Raises:
-        DataError: the download failed.
-    """
+    them."""
     directory = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "evernear" / "mnist"
     if not directory.is_dir():
         from torchvision.datasets import MNIST

@@ -26,12 +26,7 @@ class NamedSplits:
 
     def add(self, word: str, where: str) -> NamedSplit:
         """Return the split that ``word`` specifies, as an argument for `explicit`. Return ``none``
-        if ``data.split_folders`` excludes images with this word.
-
-        Raises:
-            DataError: the word is unknown. The message states the location of the word,
-                which is ``where``.
-        """
+        if ``data.split_folders`` excludes images with this word."""
         plain = word.strip().casefold()
         split: NamedSplit | None = self._given.get(word.strip())
         if split is None:
@@ -47,11 +42,7 @@ class NamedSplits:
 
     def finish(self) -> None:
         """Determine the splits to which ingest assigns images. Call this method after the last call
-        of `add`.
-
-        Raises:
-            DataError: images have explicit splits, but no split is for training.
-        """
+        of `add`."""
         used = {self._split(split) for split in self._used} - {None}
         if used and not self._used & {"train", ""}:
             raise DataError(

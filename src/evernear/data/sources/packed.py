@@ -78,11 +78,7 @@ class PackedFiles(FileSource):
     """The name for the file type in messages."""
 
     def __init__(self, location: str, settings: DataSettings) -> None:
-        """Open the files at ``location``, which is a directory or ``s3://bucket/prefix``.
-
-        Raises:
-            DataError: the directory does not exist.
-        """
+        """Open the files at ``location``, which is a directory or ``s3://bucket/prefix``."""
         self._location, self._settings = location, settings
         self._store = open_store(location) if location.startswith("s3://") else None
         if self._store is None and not Path(location).is_dir():
@@ -100,11 +96,7 @@ class PackedFiles(FileSource):
         images. If None, groups are not recorded."""
 
     def entries(self) -> Iterator[FileEntry]:
-        """List the images, one file after the other.
-
-        Raises:
-            DataError: a file is broken, or the splits of the files are ambiguous.
-        """
+        """List the images, one file after the other."""
         self._notes.clear()
         self._advice = ""
         files, splits = self._files()
@@ -139,11 +131,7 @@ class PackedFiles(FileSource):
 
     def read_in_order(self, entries: Iterable[FileEntry]) -> Iterator[tuple[FileEntry, bytes]]:
         """Yield the contents of ``entries``. Images in the same file must be consecutive. Each file
-        is read once, in the order of its images.
-
-        Raises:
-            DataError: a file is broken, or it no longer contains one of the images.
-        """
+        is read once, in the order of its images."""
         for file, group in groupby(entries, key=lambda entry: self.file_of(entry.name)):
             wanted = {entry.name.removeprefix(f"{file}/"): entry for entry in group}
             with self._opened(file) as path:
@@ -169,11 +157,7 @@ class PackedFiles(FileSource):
 
     def _strays(self, names: Sequence[str]) -> set[str]:
         """The files that do not belong to the dataset, although their suffix may be right.
-        ``names`` are the paths of all files.
-
-        Raises:
-            DataError: there are several datasets.
-        """
+        ``names`` are the paths of all files."""
         return set()
 
     def _small_file(self, file: str) -> bytes:

@@ -45,12 +45,7 @@ class Table(FileSource):
     has the form ``s3://bucket/key``."""
 
     def __init__(self, location: str, settings: DataSettings) -> None:
-        """Open the table at ``location``, which is a path or ``s3://bucket/key``.
-
-        Raises:
-            SettingsError: the location does not have the suffix of a table.
-            DataError: the table does not exist.
-        """
+        """Open the table at ``location``, which is a path or ``s3://bucket/key``."""
         if not is_table(location):
             raise SettingsError(f"{location} is not a table; name a file that ends with .csv, .tsv or .parquet.")
         self._location, self._settings = location, settings
@@ -66,12 +61,7 @@ class Table(FileSource):
         self._db: sqlite3.Connection | None = None
 
     def entries(self) -> Iterator[FileEntry]:
-        """List the files in the rows, sorted by name.
-
-        Raises:
-            DataError: the table is invalid, or a listed file does not exist. The
-                message states the affected rows or files.
-        """
+        """List the files in the rows, sorted by name."""
         self._notes.clear()
         self._db = sqlite3.connect("")  # a private temporary file
         splits = self._load(self._db)

@@ -26,12 +26,7 @@ class Row(NamedTuple):
 
 def read_rows(file: Path, name: str) -> Iterator[Row]:
     """Yield the rows of a CSV or Parquet file, whose name in messages is ``name``. Memory use does
-    not grow with the size of the table.
-
-    Raises:
-        DataError: the file is neither CSV nor Parquet, it is broken, or it lacks a
-            column.
-    """
+    not grow with the size of the table."""
     if name.lower().endswith(PARQUET_SUFFIXES):
         yield from _parquet_rows(file, name)
     else:

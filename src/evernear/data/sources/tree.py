@@ -86,12 +86,7 @@ class Tree:
 
     def require_no_broken_link(self) -> None:
         """Check that no link that was found so far is broken, because images must not leave the
-        dataset when a disk is not mounted.
-
-        Raises:
-            StoreError: a link is broken. The message contains the names of some broken
-                links.
-        """
+        dataset when a disk is not mounted."""
         if self._broken:
             shown = [f"{name} -> {target}" for name, target in sorted(self._broken.items())[:_MAX_NAMES]]
             more = " and more" if len(self._broken) > _MAX_NAMES else ""
