@@ -17,7 +17,6 @@ _MAX_BYTES = 16 * 2**20
 
 
 def images_at_once(form: ImageForm) -> int:
-    """The number of images in a batch. Batches of larger images have fewer images."""
     return max(1, min(_MAX_IMAGES, _MAX_BYTES // math.prod(form.shape)))
 
 

@@ -24,7 +24,6 @@ from evernear.settings import DataSettings
 
 
 def array_batches(source: ArraySource, form: ImageForm, ledger: Ledger) -> Iterator[Batch]:
-    """List a source of decoded images, and yield the images."""
     for block in source.blocks():
         batch = Batch.of_arrays(block, form)
         ledger.list_decoded(zip(batch.names, batch.labels, batch.explicit_splits, batch.digests, strict=True))
@@ -71,7 +70,6 @@ def _file_batch(page: DecodedFiles, ledger: Ledger) -> Batch:
 
 
 def _pixels_of(page: DecodedFiles, rows: list[int]) -> Pixels:
-    """The pixels of the images in ``rows`` of a page."""
     stored = [row for row, digest in enumerate(page.digests) if digest]
     wanted = set(rows)
     return page.pixels if rows == stored else page.pixels[[row in wanted for row in stored]]
@@ -87,10 +85,7 @@ def combine(
     on_images: Callable[[int], None],
 ) -> None:
     """Add the images in ``batches``, and update the shards with earlier images whose files have
-    changed.
-
-    ``candidates`` contains the splits that ingest may choose.
-    """
+    changed. ``candidates`` contains the splits that ingest may choose."""
     _rewrite_changed(ledger, writer)  # excludes the images that were decoded again
     _refresh_groups(settings, group, ledger)
     placer = Placer(settings, candidates, ledger, group)
@@ -116,14 +111,11 @@ def _rewrite_changed(ledger: Ledger, writer: ShardWriter) -> None:
 
 
 def _refresh_groups(settings: DataSettings, group: Grouping, ledger: Ledger) -> None:
-    """Set the group of every decoded image again, because names, labels or ``data.group`` may have
-    changed."""
     if settings.group or not ledger.groups.is_empty():
         ledger.groups.refresh(group)
 
 
 def _add(batch: Batch, placer: Placer, numbers: dict[str, int], ledger: Ledger, writer: ShardWriter) -> None:
-    """Add each new image in a batch to a shard of the image's split."""
     splits = placer.place(batch.names, batch.labels, batch.digests, batch.explicit_splits, batch.former_splits)
     images = list[tuple[bytes, int, int, int, int, int]]()
     for split in SPLITS:

@@ -53,7 +53,6 @@ class IngestPart(Part):
 
     @classmethod
     def of(cls, entries: Sequence[FileEntry]) -> "IngestPart":
-        """The part with ``entries``, which is not empty."""
         names, etags, labels, explicit_splits, sizes_bytes = zip(*entries, strict=True)
         return cls(
             units=len(entries),
@@ -66,14 +65,11 @@ class IngestPart(Part):
 
     @property
     def entries(self) -> list[FileEntry]:
-        """The files."""
         columns = self.names, self.etags, self.labels, self.explicit_splits, self.sizes_bytes
         return [FileEntry(*row) for row in zip(*columns, strict=True)]
 
 
 class Shared(Frozen):
-    """The settings and the image form, which are the same for all parts."""
-
     settings: DataSettings
     form: ImageForm
 
@@ -83,7 +79,6 @@ class Outcome(NamedTuple):
     set, the file is broken. Otherwise, the file is not an image."""
 
     position: int
-    """Position of the file in the part."""
     digest: str = ""
     width_px: int = 0
     height_px: int = 0
@@ -108,7 +103,6 @@ class DecodedPart(Frozen):
 
     @classmethod
     def of(cls, outcomes: Iterable[Outcome], pixels: str = "", sha256: str = "") -> "DecodedPart":
-        """The result of a part with ``outcomes``, which are not empty."""
         positions, digests, widths_px, heights_px, flaws, faults = zip(*outcomes, strict=True)
         return cls(
             positions=positions,
@@ -126,9 +120,7 @@ class DecodedPart(Frozen):
 class DecodedFiles:
     """Decoded files, in decoding order. Each sequence contains one value for every file. The digest
     is empty if the file is broken or not an image. The fault is None if the file is not broken.
-
-    ``pixels`` is a uint8 array of shape (N, H, W, C) with the N images among the files.
-    """
+    ``pixels`` is a uint8 array of shape (N, H, W, C) with the N images among the files."""
 
     names: Sequence[str]
     etags: Sequence[str]
@@ -141,7 +133,6 @@ class DecodedFiles:
     pixels: Pixels
 
     def pages(self, size: int) -> Iterator["DecodedFiles"]:
-        """Yield pages of at most ``size`` files."""
         first = 0
         for start in range(0, len(self.names), size):
             columns = [column[start : start + size] for column in self._columns()]
@@ -151,7 +142,6 @@ class DecodedFiles:
 
     @staticmethod
     def joined(pages: Sequence["DecodedFiles"]) -> "DecodedFiles":
-        """Join consecutive pages."""
         columns = zip(*(page._columns() for page in pages), strict=True)
         return DecodedFiles(
             *([*chain.from_iterable(column)] for column in columns),
@@ -167,10 +157,8 @@ def open_here(
     source: FileSource, settings: DataSettings, form: ImageForm, on_files: Callable[[int], None], parts: Parts
 ) -> Worker:
     """Return a worker that uses ``source`` to decode parts. Bind all arguments except the last one
-    to get an `OpenWorker`.
-
-    ``on_files`` is called with the number of files decoded since the previous call.
-    """
+    to get an `OpenWorker`. ``on_files`` is called with the number of files decoded since the
+    previous call."""
     return partial(_decode_part, source, settings, form, on_files, parts)
 
 
@@ -230,7 +218,6 @@ def _append(path: Path, images: Iterable[Pixels]) -> None:
 
 
 def decoded_names(parts: Parts) -> Iterator[tuple[str, str]]:
-    """Yield the name and the etag of each file in the finished parts that is not broken."""
     for part, decoded in concurrently(partial(_stored_part, parts), _numbers(parts)):
         for position, fault in zip(decoded.positions, decoded.faults, strict=True):
             if fault is None:
@@ -282,6 +269,5 @@ def _stored_part(parts: Parts, number: int) -> tuple[IngestPart, DecodedPart]:
 
 
 def _numbers(parts: Parts) -> list[int]:
-    """The indices of the finished parts."""
     missing = set(parts.missing())
     return [number for number in range(parts.plan.parts) if number not in missing]

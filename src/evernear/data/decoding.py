@@ -22,7 +22,6 @@ _MAX_CONCURRENT_LARGEST = 4
 _MAX_AHEAD_BYTES = 64 * 2**20
 """Maximum number of bytes that are read ahead of decoding from files that contain many images."""
 PIXEL_SETTING = "data.max_pixels"
-"""The name of the setting that limits image size, for messages."""
 
 
 @dataclass(frozen=True)
@@ -62,11 +61,8 @@ class NotAnImageError(DataError):
 
 class Decoder:
     """Reads the files of ``source``, and decodes them to images in ``form``. Memory use does not
-    grow with the number of threads.
-
-    Reading and decoding have separate thread pools, because reading waits for a disk or a bucket,
-    and decoding waits for the CPU.
-    """
+    grow with the number of threads. Reading and decoding have separate thread pools, because
+    reading waits for a disk or a bucket, and decoding waits for the CPU."""
 
     def __init__(self, source: FileSource, form: ImageForm, max_pixels: int) -> None:
         self._source, self._form, self._max_pixels = source, form, max_pixels
@@ -97,8 +93,6 @@ class Decoder:
             decoders.shutdown(cancel_futures=True)
 
     def _contents(self, entries: Iterator[FileEntry]) -> Iterator[tuple[FileEntry, bytes | None]]:
-        """Yield the entries. If the source packs many images into a file, also yield the contents
-        of each entry."""
         if isinstance(self._source, PackedFiles):
             return self._source.read_in_order(entries)
         return ((entry, None) for entry in entries)

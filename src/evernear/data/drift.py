@@ -54,23 +54,18 @@ class Queries:
     """Projected embeddings, as an array of shape (N, D). D is 0 if the release has no
     projection."""
     is_unknown: NDArray[np.bool_]
-    """For each query of the sample, whether the query is unknown, (N,)."""
     at_s: NDArray[np.float64]
     """Arrival times in Unix time, (N,), or zeros in a reference."""
     labels: NDArray[np.str_]
-    """Predicted classes, (N,)."""
 
     @property
     def unknown_rate(self) -> float:
-        """The proportion of unknown images."""
         return self.unknown / self.total if self.total else 0.0
 
     def __len__(self) -> int:
-        """The size of the sample."""
         return len(self.distances)
 
     def select(self, rows: NDArray[np.intp]) -> "Queries":
-        """Return the same queries, with only the ``rows`` of the sample."""
         return Queries(
             self.total,
             self.unknown,
@@ -84,8 +79,6 @@ class Queries:
 
 @dataclass(frozen=True)
 class Shift:
-    """One measure of drift."""
-
     measure: Measure
     effect: float
     bound: float
@@ -97,18 +90,15 @@ class Shift:
 
     @property
     def detected(self) -> bool:
-        """Whether the effect reaches the bound and is significant."""
         return self.effect >= self.bound and self.p <= self.level
 
 
 def measure_drift(
     reference: Queries, live: Queries, bounds: dict[Measure, float], false_alarm_rate: float, seed: int = 0
 ) -> list[Shift]:
-    """Compare ``live`` with ``reference``, using each measure in ``bounds``.
-
-    Embeddings are not compared if either side has no embeddings. The result is empty if either side
-    has fewer than `MIN_QUERIES` queries. ``seed`` determines the sample and the permutations.
-    """
+    """Compare ``live`` with ``reference``, using each measure in ``bounds``. Embeddings are not
+    compared if either side has no embeddings. The result is empty if either side has fewer than
+    `MIN_QUERIES` queries. ``seed`` determines the sample and the permutations."""
     if min(len(reference), len(live)) < MIN_QUERIES:
         return []
     rng = np.random.default_rng(seed)
@@ -234,10 +224,8 @@ def _permute(
     strata: _Strata, statistics: list[_Statistic], level: float, rng: np.random.Generator
 ) -> tuple[list[float], list[Weights]]:
     """Return the statistics of the actual sides and of the permutations (Phipson and Smyth 2010).
-
     The test stops early when no p-value can reach ``level`` anymore (Besag and Clifford 1991).
-    Stopping early does not change any decision.
-    """
+    Stopping early does not change any decision."""
     observed = [float(statistic(strata.weights())[0]) for statistic in statistics]
     null: list[list[Weights]] = [[] for _ in statistics]
     # One more permutation than necessary is made, because rounding may move 1 / (1 / level) above

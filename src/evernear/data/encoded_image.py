@@ -1,7 +1,5 @@
-"""An image file whose decoding cost is bounded, and code that is used for all formats.
-
-Source: Exif 2.32, section 4.6.
-"""
+"""An image file whose decoding cost is bounded, and code that is used for all formats. Source: Exif
+2.32, section 4.6."""
 
 import math
 import struct
@@ -24,7 +22,6 @@ CODE_GROUP_COST = 1_720
 a group have at most 5,004 entries of 4 bytes (libwebp, ``kTableSize`` and ``FIXED_TABLE_SIZE``).
 Their header has 560 bytes."""
 EXIF_PREFIX = b"Exif\0\0"
-"""The prefix of EXIF data in a JPEG file, and in some WebP files."""
 _ORIENTATION_TAG = 0x0112
 _EXIF_SHORT, _EXIF_LONG = 3, 4
 
@@ -56,27 +53,21 @@ class EncodedImage:
 
 
 def broken(name: str, reason: str) -> DataError:
-    """The error for a file that does not conform to its format."""
     return DataError(f"{name} is a broken image ({reason}).")
 
 
 def max_segments(size_bytes: int) -> int:
-    """Maximum number of chunks or segments in a file of ``size_bytes``."""
     return SEGMENTS + size_bytes // MEAN_SEGMENT_SIZE_BYTES
 
 
 def too_many_segments(name: str, kind: str, size_bytes: int) -> DataError:
-    """The error for a file with more than `max_segments` chunks or segments."""
     return DataError(f"{name} consists of more than {max_segments(size_bytes)} {kind}; save it again.")
 
 
 def read_orientation(tiff: bytes) -> int:
     """The orientation in EXIF data, which is 1 to 8. Invalid EXIF data are ignored, as in image
-    viewers.
-
-    Only the orientation tag in the first directory is read. Pillow would load every tag, and each
-    tag can claim all of the data as its value.
-    """
+    viewers. Only the orientation tag in the first directory is read. Pillow would load every tag,
+    and each tag can claim all of the data as its value."""
     order = {b"II*\0": "<", b"MM\0*": ">"}.get(tiff[:4])
     if order is None:
         return 1

@@ -49,7 +49,6 @@ _BLOCK_BYTES = 2**23
 """Maximum size of the pixels that are read at a time. They form one row group of a Parquet file."""
 _BLOCK_IMAGES = 1000
 _MAX_NAME_BYTES = 255
-"""Maximum length in bytes of a folder name on common file systems."""
 
 Embedded = Iterator[tuple[Block, NDArray[np.float32] | None]]
 Embed = Callable[[Iterable[tuple[Iterator[Block], int]]], Embedded]
@@ -76,7 +75,6 @@ class Row(NamedTuple):
 
 
 def without_embeddings(shards: Iterable[tuple[Iterator[Block], int]]) -> Embedded:
-    """The blocks of ``shards``, without embeddings."""
     for blocks, _ in shards:
         yield from zip(blocks, repeat(None))
 
@@ -158,7 +156,6 @@ def _write_tars(out: Store, dataset: Dataset, rows: Iterator[Row]) -> None:
 
 
 def _members(row: Row) -> Iterator[tuple[str, bytes]]:
-    """The files of a sample: image, label number, description and embedding."""
     yield "png", row.image
     yield "cls", str(row.number).encode()
     described = {"label": row.label, "split": row.split, "digest": row.digest}
@@ -181,7 +178,6 @@ def _write_folders(out: Store, rows: Iterator[Row]) -> None:
 
 
 def _files(dataset: Dataset, rows: Iterator[Row]) -> Iterator[tuple[Split, int, Iterator[Row]]]:
-    """Divide the rows into files, numbered within each split."""
     images = _file_images(dataset)
     for (split, number), of_file in groupby(rows, lambda row: (row.split, row.position // images)):
         yield split, number, of_file
@@ -206,7 +202,6 @@ def _scratch_file() -> Generator[Path]:
 
 @contextmanager
 def _groups(dataset: Dataset) -> Generator[PublishedGroups | None]:
-    """The groups of the images, if the dataset has any."""
     if not dataset.manifest.groups:
         yield None
         return
@@ -217,7 +212,6 @@ def _groups(dataset: Dataset) -> Generator[PublishedGroups | None]:
 
 
 def _rows(dataset: Dataset, embed: Embed, groups: PublishedGroups | None) -> Iterator[Row]:
-    """The images of all splits, in the order of the snapshot."""
     for split in SPLITS:
         shards = ((dataset.shard_blocks(each, _block_images(dataset)), each.count) for each in dataset.shards(split))
         positions = count()

@@ -1,8 +1,6 @@
 """The gallery of an index. In the order of the index's rows, the gallery contains the images in the
-gallery split, then the train images that join the gallery.
-
-See docs/decisions/0002-splits-and-gallery.md and 0016-reindex.md.
-"""
+gallery split, then the train images that join the gallery. See
+docs/decisions/0002-splits-and-gallery.md and 0016-reindex.md."""
 
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
@@ -19,10 +17,8 @@ class than this number, train images are added."""
 
 
 def joining_gallery(manifest: Manifest, untrained: Collection[str] = ()) -> dict[str, int]:
-    """For each label, the number of train images that join the gallery.
-
-    ``untrained`` contains classes that the network was not trained on. All their train images join.
-    """
+    """For each label, the number of train images that join the gallery. ``untrained`` contains
+    classes that the network was not trained on. All their train images join."""
     gallery = manifest.label_counts("gallery")
     return {
         label: count if label in untrained else min(count, max(0, MIN_GALLERY_IMAGES - gallery[label]))
@@ -39,11 +35,9 @@ class ShardImages:
 
     @property
     def count(self) -> int:
-        """Number of images."""
         return self.shard.count if self.taken is None else self.taken.total()
 
     def blocks(self, dataset: Dataset, batch_size: int) -> Iterator[Block]:
-        """Yield the images in order, with at most ``batch_size`` images per block."""
         if self.taken is None:
             return dataset.shard_blocks(self.shard, batch_size)
         return _first(dataset, self.shard, self.taken, batch_size)
@@ -51,9 +45,7 @@ class ShardImages:
 
 def images_to_embed(dataset: Dataset, split: Split, joining: Mapping[str, int]) -> Iterator[ShardImages]:
     """Yield the images to embed for ``split``, in the order of the embeddings. No shard is read.
-
-    The gallery ends with train images, at most the first ``joining`` images of each label.
-    """
+    The gallery ends with train images, at most the first ``joining`` images of each label."""
     for shard in dataset.shards(split):
         yield ShardImages(shard, None)
     if split == "gallery":
@@ -63,7 +55,6 @@ def images_to_embed(dataset: Dataset, split: Split, joining: Mapping[str, int]) 
 def image_blocks(
     dataset: Dataset, split: Split, batch_size: int, joining: Mapping[str, int]
 ) -> Iterator[tuple[Iterator[Block], int]]:
-    """For each of the `images_to_embed`, yield the blocks and the number of images."""
     for images in images_to_embed(dataset, split, joining):
         yield images.blocks(dataset, batch_size), images.count
 
@@ -76,11 +67,8 @@ class GalleryPlace(NamedTuple):
 
 
 def gallery_place(dataset: Dataset, joined: Mapping[str, int], row: int) -> GalleryPlace:
-    """Find the image in ``row`` of an index, without reading a shard.
-
-    ``joined`` contains the number of train images of each label that follow the gallery split, as
-    in `image_blocks`.
-    """
+    """Find the image in ``row`` of an index, without reading a shard. ``joined`` contains the
+    number of train images of each label that follow the gallery split, as in `image_blocks`."""
     position = row
     for images in images_to_embed(dataset, "gallery", joined) if row >= 0 else ():
         if position < images.count:
@@ -90,7 +78,6 @@ def gallery_place(dataset: Dataset, joined: Mapping[str, int], row: int) -> Gall
 
 
 def image_at(dataset: Dataset, place: GalleryPlace) -> Block:
-    """Read the image at ``place`` as a block with one image."""
     shard, position = place.images.shard, place.position
     if place.images.taken is None:
         return dataset.image(shard, position)
@@ -103,7 +90,6 @@ def image_at(dataset: Dataset, place: GalleryPlace) -> Block:
 
 
 def _joining_shards(dataset: Dataset, joining: Mapping[str, int]) -> Iterator[ShardImages]:
-    """The train images that join the gallery."""
     missing = Counter(joining)
     for shard in dataset.shards("train"):
         taken = Counter(shard.label_counts) & missing
@@ -113,7 +99,6 @@ def _joining_shards(dataset: Dataset, joining: Mapping[str, int]) -> Iterator[Sh
 
 
 def _first(dataset: Dataset, shard: Shard, taken: Counter[str], batch_size: int) -> Iterator[Block]:
-    """The first ``taken`` images of each label in one shard."""
     counts = Counter({dataset.labels.index(label): count for label, count in taken.items()})
     for block in dataset.shard_blocks(shard, batch_size):
         rows: list[int] = []

@@ -80,8 +80,6 @@ class LargeGroup(NamedTuple):
 
 
 class GroupTable:
-    """The group of each image from one source, in the ledger of the dataset."""
-
     def __init__(self, db: sqlite3.Connection, source: int) -> None:
         self._db, self._source = db, source
         self._ungrouped = NameSample()
@@ -89,11 +87,8 @@ class GroupTable:
 
     def refresh(self, group: Callable[[str, str], str]) -> None:
         """Set the group of every decoded image of the source. ``group`` derives the group from the
-        name and the label of a file.
-
-        If an image has several files, it belongs to the first group among the groups of these
-        files.
-        """
+        name and the label of a file. If an image has several files, it belongs to the first group
+        among the groups of these files."""
         self._ungrouped = NameSample()
         with sqlite_errors():
             files = self._db.execute(
@@ -126,15 +121,12 @@ class GroupTable:
         self._db.executemany("INSERT INTO groups VALUES (?, ?)", ((d, key) for d, key in changed.items() if key))
 
     def is_empty(self) -> bool:
-        """Whether no image belongs to a group."""
         return not self._all("SELECT 1 FROM groups LIMIT 1")
 
     def count(self) -> int:
-        """The number of groups that have images in the snapshot."""
         return self._all("SELECT COUNT(DISTINCT name) FROM groups JOIN images USING (digest)")[0][0]
 
     def sha256(self) -> str:
-        """A hash of the images' groups, or an empty string if no image has a group."""
         digest, rows = hashlib.sha256(), 0
         with sqlite_errors():
             for image, name in self._db.execute(
@@ -147,14 +139,12 @@ class GroupTable:
     # The groups of the listed files, before any file is decoded
 
     def list_files(self, listed: Iterable[tuple[str, str]]) -> None:
-        """Record the group, which may be empty, and the label of each listed file."""
         with sqlite_errors():
             self._db.executemany(
                 "INSERT INTO listed_groups VALUES (?, ?, 1) ON CONFLICT DO UPDATE SET images = images + 1", listed
             )
 
     def first_listed(self) -> str:
-        """The first group of the listed files by name, or an empty string."""
         return self._all("SELECT COALESCE(MIN(name), '') FROM listed_groups WHERE name != ''")[0][0]
 
     def is_class_divided(self) -> bool:
@@ -164,8 +154,6 @@ class GroupTable:
         return bool(self._all(f"SELECT 1 FROM listed_groups GROUP BY label HAVING {groups} > 1"))  # noqa: S608 - our own words
 
     def dominant_listed(self) -> LargeGroup | None:
-        """The group that spans several classes and has at least `DOMINANT_SHARE` of the listed
-        files."""
         for large in map(LargeGroup._make, self._all(_LARGE_GROUPS.format("SELECT * FROM listed_groups"))):
             return large if large.images >= DOMINANT_SHARE * large.total else None
         return None
@@ -187,8 +175,6 @@ class GroupTable:
         yield from self._all("SELECT label, split, COUNT(*), SUM(images) FROM placed WHERE label != '' GROUP BY 1, 2")
 
     def placed(self, names: Collection[str]) -> defaultdict[str, Members]:
-        """The labels and splits of the images in the groups with the given ``names``, of which
-        there are at most 500."""
         found: defaultdict[str, Members] = defaultdict(Counter)
         query = f"SELECT name, label, split, images FROM placed WHERE name IN ({marks([*names])})"  # noqa: S608 - question marks only
         for name, label, split, images in self._all(query, *names):
@@ -196,8 +182,6 @@ class GroupTable:
         return found
 
     def labels(self, names: Collection[str]) -> defaultdict[str, list[str]]:
-        """The labels of the listed files in the groups with the given ``names``, of which there are
-        at most 500."""
         found: defaultdict[str, list[str]] = defaultdict(list)
         query = f"SELECT name, label FROM listed_groups WHERE name IN ({marks([*names])}) ORDER BY 1, 2"  # noqa: S608 - question marks only
         for name, label in self._all(query, *names):
@@ -205,7 +189,6 @@ class GroupTable:
         return found
 
     def place(self, groups: Mapping[str, Members]) -> None:
-        """Record the splits of images that belong to groups."""
         rows = (
             (name, label, split, images)
             for name, members in groups.items()
@@ -239,8 +222,6 @@ class GroupTable:
 
 
 def groups_of(db: sqlite3.Connection, digests: Sequence[bytes]) -> dict[bytes, str]:
-    """Map each of ``digests`` to the group of the image in the table ``groups``. Images without a
-    group are omitted."""
     found: dict[bytes, str] = {}
     with sqlite_errors():
         for page in batched(digests, _PAGE):
@@ -257,20 +238,16 @@ class PublishedGroups:
             self._db = sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro&immutable=1", uri=True)
 
     def close(self) -> None:
-        """Close the file."""
         self._db.close()
 
     def queries_of_seen_groups(self) -> frozenset[bytes]:
-        """Digests of the query images whose group also has images in the train or gallery split."""
         with sqlite_errors():
             return frozenset(digest for (digest,) in self._db.execute(_QUERIES_OF_SEEN_GROUPS))
 
     def groups(self, digests: Sequence[bytes]) -> dict[bytes, str]:
-        """Map each of ``digests`` to the group of the image. Images without a group are omitted."""
         return groups_of(self._db, digests)
 
     def files(self, digests: Sequence[bytes]) -> dict[bytes, tuple[str, str]]:
-        """For each of ``digests``, the name and the label of one file."""
         found: dict[bytes, tuple[str, str]] = {}
         with sqlite_errors():
             for page in batched(digests, _PAGE):
@@ -279,10 +256,8 @@ class PublishedGroups:
         return found
 
     def have_other_explicit_splits(self, pairs: Sequence[tuple[bytes, bytes]]) -> bool:
-        """Whether the source gives the images of most ``pairs`` different splits.
-
-        Without an explicit split, ingest chooses a split that the source gives to no image.
-        """
+        """Whether the source gives the images of most ``pairs`` different splits. Without an
+        explicit split, ingest chooses a split that the source gives to no image."""
         given: defaultdict[bytes, set[str | None]] = defaultdict(set)
         with sqlite_errors():
             for page in batched([digest for pair in pairs for digest in pair], _PAGE):
@@ -292,17 +267,13 @@ class PublishedGroups:
         return 2 * sum(given[test] != given[seen] for test, seen in pairs) > len(pairs)
 
     def label_counts(self) -> Iterator[tuple[str, str, int]]:
-        """Each group, each label in the group, and the number of images with it. An image without a
-        group counts as a separate group."""
         with sqlite_errors():
             yield from self._db.execute(_LABEL_COUNTS)
 
     def has_explicit_test_images(self) -> bool:
-        """Whether the source specifies the test images."""
         with sqlite_errors():
             return self._db.execute("SELECT 1 FROM files WHERE given = 'test' LIMIT 1").fetchone() is not None
 
     def all_files(self) -> Iterator[tuple[str, str]]:
-        """The name and the label of every image file."""
         with sqlite_errors():
             yield from self._db.execute("SELECT name, label FROM files WHERE digest IS NOT NULL")

@@ -35,10 +35,7 @@ _RUNNING_NUMBER = re.compile(r"[^0-9A-Za-z/]*\d+[^0-9/]*$")
 
 def grouping(setting: str, column: Callable[[str], str] = lambda name: "") -> Grouping:
     """The grouping that a valid value of ``data.group`` defines. If ``setting`` is empty, no image
-    belongs to a group.
-
-    ``column`` returns the group that the source itself specifies for a file.
-    """
+    belongs to a group. ``column`` returns the group that the source itself specifies for a file."""
     if not setting:
         return lambda name, label: ""
     if setting == COLUMN:
@@ -65,7 +62,6 @@ def below_class(name: str, label: str) -> str:
 
 
 def _folder(path: str) -> str:
-    """The folders between the class folder and the file."""
     return path.rpartition("/")[0]
 
 
@@ -97,10 +93,7 @@ class GroupNumbers:
 
     def independent(self, digests: NDArray[np.uint8]) -> float:
         """Estimate the number of independent images among N images, where N is at least 1 (Kish
-        1965, section 8.2).
-
-        See `evernear.evaluation.statistics.effective_totals`.
-        """
+        1965, section 8.2). See `evernear.evaluation.statistics.effective_totals`."""
         sizes = np.unique(self.of(digests), return_counts=True)[1]
         return float(sizes.sum() ** 2 / (sizes**2).sum())
 
@@ -114,18 +107,15 @@ class GroupNumbers:
         return self._ledger.queries_of_seen_groups() if self._divided else frozenset()
 
     def label_counts(self) -> dict[str, dict[str, int]]:
-        """Number of images of the snapshot by group and label."""
         counts: defaultdict[str, dict[str, int]] = defaultdict(dict)
         for group, label, images in self._ledger.label_counts():
             counts[group][label] = images
         return counts
 
     def has_explicit_test_images(self) -> bool:
-        """Whether the source specifies the test images."""
         return self._ledger.has_explicit_test_images()
 
     def close(self) -> None:
-        """Close the ledger."""
         self._ledger.close()
 
 

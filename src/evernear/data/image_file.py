@@ -133,11 +133,8 @@ def has_image_suffix(name: str) -> bool:
 
 def is_image_file(path: str | Path) -> bool:
     """Whether a file is an image, judging by its suffix or, if it has a different suffix, by its
-    content.
-
-    A broken image file with an image suffix is therefore reported. For files with other suffixes, a
-    few bytes are read.
-    """
+    content. A broken image file with an image suffix is therefore reported. For files with other
+    suffixes, a few bytes are read."""
     if has_image_suffix(str(path)):
         return True
     with disk_errors(path):
@@ -194,7 +191,6 @@ def _png_chunks(data: bytes, name: str) -> Iterator[tuple[bytes, int, int]]:
 
 
 def _png_chunk(kind: bytes, data: list[memoryview]) -> Iterator[bytes | memoryview]:
-    """Yield the parts of a chunk. The data are not copied."""
     yield struct.pack(">I4s", sum(map(len, data)), kind)
     yield from data
     checksum = zlib.crc32(kind)
@@ -243,10 +239,7 @@ def _inspect_jpeg(data: bytes, name: str) -> EncodedImage:
 
 def _jpeg_segments(data: bytes, name: str) -> Iterator[tuple[int, int, int]]:
     """Yield the marker, the start and the end of each segment. Like libjpeg, stop at the end of the
-    image or at the first error.
-
-    The scan data come after the segment.
-    """
+    image or at the first error. The scan data come after the segment."""
     at = 2
     for _ in range(max_segments(len(data))):
         match = _JPEG_MARKER.search(data, at)
@@ -267,7 +260,6 @@ def _jpeg_segments(data: bytes, name: str) -> Iterator[tuple[int, int, int]]:
 
 
 def _jpeg_frame(data: bytes, marker: int, start: int, earlier: tuple[int, int] | None, name: str) -> tuple[int, int]:
-    """Read the width and the height from a frame header."""
     if earlier is not None:
         raise broken(name, "it has two headers")
     if marker not in _HUFFMAN_FRAMES:

@@ -15,9 +15,6 @@ from evernear.errors import DataError, MissingObjectError, SettingsError, StoreE
 
 
 class ImageFile(NamedTuple):
-    """An image file to recognize, with its name in the tree and its size in bytes from the
-    listing."""
-
     name: str
     size_bytes: int
 
@@ -96,8 +93,6 @@ def walk_images(folder: Path) -> Iterator[tuple[Path, bool]]:
 
 
 class FolderTree(ImageTree):
-    """The image files below a directory."""
-
     def __init__(self, directory: Path) -> None:
         self.skipped = NameSample()
         self._directory = directory
@@ -105,7 +100,6 @@ class FolderTree(ImageTree):
             raise DataError(f"The image directory {directory} does not exist.")
 
     def files(self) -> Iterator[ImageFile]:
-        """List the files of the directory, folder by folder."""
         for path, is_image in walk_images(self._directory):
             name = str(path.relative_to(self._directory))
             if not is_image:
@@ -122,7 +116,6 @@ class FolderTree(ImageTree):
             yield ImageFile(name, size_bytes)
 
     def read(self, name: str) -> bytes:
-        """The content of a file."""
         try:
             return (self._directory / name).read_bytes()
         except OSError as error:
@@ -130,15 +123,12 @@ class FolderTree(ImageTree):
 
 
 class BucketTree(ImageTree):
-    """The image files under a prefix of an S3 bucket."""
-
     def __init__(self, uri: str) -> None:
         self.skipped = NameSample()
         self._store = open_store(uri)
         self._get = self._store.reader()
 
     def files(self) -> Iterator[ImageFile]:
-        """List the objects that may be images, judging by their names and sizes."""
         marked = MarkedFolders()
         for info in self._store.list(""):
             if marked.contain(info.key) or not info.key or info.key.endswith("/"):
@@ -152,7 +142,6 @@ class BucketTree(ImageTree):
             self.skipped.add(folder)
 
     def read(self, name: str) -> bytes:
-        """The content of an object."""
         return _read_object(self._get, name)
 
 
@@ -164,11 +153,9 @@ class LabeledTree(ImageTree):
         self._source = source
 
     def files(self) -> Iterator[ImageFile]:
-        """List the images in the order of the source."""
         return (ImageFile(entry.name, entry.size_bytes) for entry in self._source.entries())
 
     def read(self, name: str) -> bytes:
-        """The content of an image."""
         return _read_object(self._source.read, name)
 
 

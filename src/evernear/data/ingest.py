@@ -56,7 +56,6 @@ DECODING_LIBRARIES = ("numpy", "pillow")
 
 
 def run_here(parts: Parts, open_worker: OpenWorker) -> None:
-    """Run parts in this process."""
     run_parts(parts, Processes(1, open_worker), lambda *_: None)
 
 
@@ -167,7 +166,6 @@ def _ingest(
 
 
 def _open_ledger(snapshots: Snapshots, parent: Manifest | None, settings: DataSettings, scratch: Path) -> Ledger:
-    """Open a copy of the parent snapshot's ledger for this ingest."""
     path = scratch / "ledger.sqlite"
     if parent is not None:
         snapshots.fetch_ledger(parent, path)
@@ -189,8 +187,6 @@ def _decode_again(settings: DataSettings, decoder: str, ledger: Ledger, report: 
 
 
 class _Progress:
-    """Reports the number of processed images at regular intervals."""
-
     def __init__(self, report: Callable[[str], None], total: int, done: str = "") -> None:
         """``total`` is the number of all images, or 0 if this number is unknown. Each message ends
         with ``done``."""
@@ -209,7 +205,6 @@ class _Progress:
 def _manifest(
     settings: DataSettings, snapshots: Snapshots, form: ImageForm, ledger: Ledger, parent: Manifest | None
 ) -> Manifest:
-    """The manifest of the new snapshot. The problems of the images are added later."""
     shards = ledger.shards().values()
     return Manifest(
         name=snapshots.name,

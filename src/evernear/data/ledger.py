@@ -84,7 +84,6 @@ class Ledger:
         self.named_groups = NamedGroups(self._db, self._source)
 
     def save(self, path: Path) -> None:
-        """Write a compact copy to ``path``."""
         self._index_files()
         with sqlite_errors():
             self._db.execute("COMMIT")
@@ -102,29 +101,22 @@ class Ledger:
             ledger_changes.track_changes(self._db)
 
     def has_changed(self) -> bool:
-        """Whether anything has changed since the ledger was last opened or saved."""
         with sqlite_errors():
             return self._has_moved or ledger_changes.any_changed(self._db)
 
     def size_bytes(self) -> int:
-        """The size of the whole ledger."""
         return self._int("SELECT page_count * page_size FROM pragma_page_count, pragma_page_size")
 
     def close(self) -> None:
-        """Close the file. Unpublished changes are lost."""
         self._db.close()
 
     def other_sources(self) -> list[str]:
-        """The other sources of the dataset."""
         return [row[0] for row in self._all("SELECT uri FROM sources WHERE id != ? ORDER BY id", self._source)]
 
     def _move_source(self, old: str, new: str) -> bool:
         """Assign the files of the source ``old`` to the source ``new``, and return whether anything
-        changed.
-
-        If the ledger contains both sources, the images were already ingested from the new location.
-        The files of the old source are then deleted.
-        """
+        changed. If the ledger contains both sources, the images were already ingested from the new
+        location. The files of the old source are then deleted."""
         (both,) = self._db.execute("SELECT COUNT(*) FROM sources WHERE uri IN (?, ?)", (old, new)).fetchone()
         if old == new or not self._db.execute("SELECT 1 FROM sources WHERE uri = ?", (old,)).fetchone():
             return False
@@ -138,15 +130,12 @@ class Ledger:
     # Files
 
     def members(self, file: str, etag: str) -> Iterator[FileEntry]:
-        """The images in an unchanged packed file (see `evernear.data.members`)."""
         return members(self._db, self._source, file, etag)
 
     def list_files(self, entries: Iterable[FileEntry], in_order: bool = False) -> None:
         """Record files of the source. New, changed and broken files become pending. Pending files
-        are decoded in name order if ``in_order`` is set, and otherwise in mixed order.
-
-        Rows of unchanged files are not written, because most files of a large source are unchanged.
-        """
+        are decoded in name order if ``in_order`` is set, and otherwise in mixed order. Rows of
+        unchanged files are not written, because most files of a large source are unchanged."""
         for page in batched(entries, PAGE_NAMES):
             self._many(
                 "INSERT INTO files (source, name, etag, label, given, size_bytes, turn, pending)"
@@ -162,7 +151,6 @@ class Ledger:
             )
 
     def list_decoded(self, rows: Iterable[tuple[str, str, Split | None, bytes]]) -> None:
-        """Record decoded images. Each row is (name, label, explicit split, digest)."""
         for page in batched(rows, _PAGE):
             self._listed.note(name for name, *_ in page)
             self._many(
@@ -173,21 +161,16 @@ class Ledger:
             )
 
     def decoder(self) -> str | None:
-        """The digest of the code that decoded the source's images, or None before the first
-        ingest."""
         rows = self._all("SELECT decoder FROM decoders WHERE source = ?", self._source)
         return rows[0][0] if rows else None
 
     def set_decoder(self, decoder: str) -> None:
-        """Record ``decoder``, the digest of the code that decodes the source's images."""
         self._all("INSERT OR REPLACE INTO decoders VALUES (?, ?)", self._source, decoder)
 
     def decode_all_again(self) -> None:
         """Remove all images of the source so that they are decoded and stored again. The
-        `changed_slots` must be rewritten.
-
-        `removed_splits` and `former_splits` still return the splits of these images.
-        """
+        `changed_slots` must be rewritten. `removed_splits` and `former_splits` still return the
+        splits of these images."""
         self._all(
             "INSERT INTO changes SELECT digest, slot, NULL FROM images"
             " WHERE digest IN (SELECT digest FROM files WHERE source = ?)",
@@ -197,7 +180,6 @@ class Ledger:
         self.read_all_again()
 
     def read_all_again(self) -> None:
-        """Make all files of the source pending."""
         self._all("UPDATE files SET pending = 1 WHERE source = ? AND NOT pending", self._source)
 
     def note_waiting(self, names: Iterable[str]) -> None:
@@ -215,7 +197,6 @@ class Ledger:
         self._all("DROP TABLE left_out")
 
     def forget_unlisted(self) -> None:
-        """Delete files that the source no longer lists."""
         self._listed.forget_others()
         self.named_groups.forget_unlisted()
 
@@ -226,18 +207,14 @@ class Ledger:
             self._all(index)
 
     def record_empty_folders(self, names: Iterable[str]) -> None:
-        """Replace the list of class folders without an image."""
         self._all("DELETE FROM empty_folders WHERE source = ?", self._source)
         self._many("INSERT INTO empty_folders VALUES (?, ?)", ((self._source, name) for name in names))
 
     def record_hidden_folders(self, names: Iterable[str]) -> None:
-        """Replace the list of class folders that are ignored because their names begin with a
-        dot."""
         self._all("DELETE FROM hidden_folders WHERE source = ?", self._source)
         self._many("INSERT INTO hidden_folders VALUES (?, ?)", ((self._source, name) for name in names))
 
     def record_notes(self, notes: Mapping[str, NameSample]) -> None:
-        """Replace the notes about the source's listing."""
         self._all("DELETE FROM notes WHERE source = ?", self._source)
         for rule, note in notes.items():
             rows = [(self._source, rule, name, 1) for name in note.names]
@@ -246,12 +223,9 @@ class Ledger:
                 self._all("INSERT INTO notes VALUES (?, ?, NULL, ?)", self._source, rule, rest)
 
     def count_listed(self) -> int:
-        """The number of files that the source lists."""
         return self._int("SELECT COUNT(*) FROM files WHERE source = ?", self._source)
 
     def count_pending(self) -> int:
-        """The number of pending files: new, changed and broken files, and files to be decoded
-        again."""
         # "+" prevents SQLite from reading all files of the source instead of the index of pending
         # files.
         return self._int("SELECT COUNT(*) FROM files WHERE pending AND +source = ?", self._source)
@@ -272,7 +246,6 @@ class Ledger:
         )
 
     def count_to_decode(self) -> int:
-        """The number of files that `to_decode` yields."""
         return self.count_pending() - self._int("SELECT COUNT(*) FROM decoded")
 
     def to_decode(self) -> Iterator[FileEntry]:
@@ -286,7 +259,6 @@ class Ledger:
             yield from map(FileEntry._make, self._db.execute(query, (self._source,)))
 
     def in_order(self) -> Iterator[FileEntry]:
-        """Yield the source's files, sorted by name."""
         query = (
             "SELECT name, etag, label, given, size_bytes FROM files"
             " WHERE source = ? AND name > ? ORDER BY name LIMIT 64"
@@ -311,9 +283,7 @@ class Ledger:
     def record_results(self, images: Iterable[tuple[str, bytes]], failures: Iterable[tuple[str, str | None]]) -> None:
         """Record decoding results, which take effect in `apply_results`. Each image is (name,
         digest). Each failure is (name, fault), and its fault is None if the file is not an image.
-
-        The next ingest reads broken files again, but reads other files only if they change.
-        """
+        The next ingest reads broken files again, but reads other files only if they change."""
         with sqlite_errors():
             rows = ((name, bytearray(digest)) for name, digest in images)
             insert_rows(self._db, "results", "(?, ?, NULL)", rows)
@@ -322,9 +292,7 @@ class Ledger:
     def apply_results(self) -> None:
         """Apply all recorded results to the files, in the order of their names. The results are
         recorded in decoding order, in which each would change a different page of a large ledger.
-
-        If a file has several results, an image precedes a fault.
-        """
+        If a file has several results, an image precedes a fault."""
         self._all(
             "UPDATE files SET pending = 0, digest = result.digest, fault = result.fault"
             " FROM (SELECT name, digest, fault, MAX(digest IS NOT NULL) FROM results GROUP BY name) AS result"
@@ -336,26 +304,21 @@ class Ledger:
     # Labels
 
     def labels_listed(self) -> list[str]:
-        """The distinct labels of all files."""
         return [row[0] for row in self._all("SELECT DISTINCT label FROM files")]
 
     def labels(self) -> list[str]:
-        """The labels, sorted by number."""
         return [row[0] for row in self._all("SELECT name FROM labels ORDER BY id")]
 
     def add_labels(self, names: Sequence[str]) -> None:
-        """Append labels."""
         first = len(self.labels())
         self._many("INSERT INTO labels VALUES (?, ?)", enumerate(names, first))
 
     # Images
 
     def stored_digests(self, digests: Sequence[bytes]) -> set[bytes]:
-        """The ``digests`` whose images are in a shard."""
         return {row[0] for row in self._of_digests("SELECT digest FROM images", digests)}
 
     def removed_splits(self, digests: Sequence[bytes]) -> dict[bytes, Split]:
-        """Maps the digests of removed images among ``digests`` to the images' former splits."""
         return dict(self._of_digests("SELECT digest, split FROM removed", digests)) if self._has_removed() else {}
 
     def former_splits(self, names: Sequence[str]) -> dict[str, Split]:
@@ -381,12 +344,10 @@ class Ledger:
     # Shards
 
     def shards(self) -> dict[int, Shard]:
-        """The shard in each slot. A later ingest may replace the shard in a slot."""
         rows = self._all("SELECT slot, shard FROM shards ORDER BY slot")
         return {slot: Shard.from_json(text, "The dataset's ledger") for slot, text in rows}
 
     def put_shard(self, slot: int, shard: Shard | None) -> None:
-        """Set the shard in a slot. None empties the slot."""
         self._all("DELETE FROM shards WHERE slot = ?", slot)
         if shard is not None:
             self._all("INSERT INTO shards VALUES (?, ?)", slot, shard.model_dump_json())
@@ -466,8 +427,6 @@ class Ledger:
         ]
 
     def _remove_changed(self) -> None:
-        """Remove the images that have no label in ``changes``, and record the splits of these
-        images."""
         self._all("UPDATE files SET pending = 1 WHERE digest IN (SELECT digest FROM changes WHERE label IS NULL)")
         self._all(
             "INSERT OR REPLACE INTO removed SELECT digest, json_extract(shard, '$.split')"
@@ -476,7 +435,6 @@ class Ledger:
         self._all("DELETE FROM images WHERE digest IN (SELECT digest FROM changes WHERE label IS NULL)")
 
     def changed_slots(self) -> list[int]:
-        """The slots of the changed images. Call this after `reconcile` or `decode_all_again`."""
         return [row[0] for row in self._all("SELECT DISTINCT slot FROM changes ORDER BY slot")]
 
     def changes(self, slot: int) -> dict[bytes, int | None]:
@@ -485,8 +443,6 @@ class Ledger:
         return dict(self._all("SELECT digest, label FROM changes WHERE slot = ?", slot))
 
     def problems(self, height_px: int, width_px: int, resize: Resize) -> tuple[list[Problem], dict[str, int]]:
-        """For a dataset with images of the given size, return some problems of each kind and the
-        total number of problems of each kind."""
         return list_problems(self._db, self.groups, height_px, width_px, resize)
 
     # SQLite
@@ -509,11 +465,8 @@ class Ledger:
 
 def decode_order(name: str, explicit_split: Split | None, in_order: bool) -> int:
     """The key that sorts images in decoding order. Held-out splits come first, so an image that is
-    also in ``train`` is held out.
-
-    Within a split, images are sorted by file name if ``in_order`` is set, and otherwise by a hash
-    of the file name. Exported images keep their order.
-    """
+    also in ``train`` is held out. Within a split, images are sorted by file name if ``in_order`` is
+    set, and otherwise by a hash of the file name. Exported images keep their order."""
     if in_order:
         mixed = 0
     elif (exported := exported_position(name)) is not None:

@@ -26,11 +26,9 @@ _SMALL_TABLES = ("sources", "empty_folders", "hidden_folders", "notes")
 
 
 def track_changes(db: sqlite3.Connection) -> None:
-    """Start to record written rows, together with their previous content, in temporary tables.
-
-    Some of the written rows are unchanged, such as rows for decoded images, for broken files and
-    for files that are read again.
-    """
+    """Start to record written rows, together with their previous content, in temporary tables. Some
+    of the written rows are unchanged, such as rows for decoded images, for broken files and for
+    files that are read again."""
     for table, (keys, _) in _TABLES.items():
         columns = ", ".join(keys)
         db.execute(f"CREATE TEMP TABLE IF NOT EXISTS written_{table} ({columns}, before, PRIMARY KEY ({columns}))")
@@ -105,7 +103,6 @@ def apply_row_changes(db: sqlite3.Connection, path: Path) -> None:
 
 
 def _content(table: str, row: str) -> str:
-    """An SQL expression for the columns of a row that are compared."""
     return " || ',' || ".join(f"quote({row}.{column})" for column in _TABLES[table][1])
 
 

@@ -60,9 +60,6 @@ None, description). The digest is set if several files have the same digest."""
 def list_problems(
     db: sqlite3.Connection, groups: GroupTable, height_px: int, width_px: int, resize: Resize
 ) -> tuple[list[Problem], dict[str, int]]:
-    """For a dataset with images of the given size, return some problems of each kind and the total
-    number of problems of each kind."""
-
     def resized(width: int, height: int) -> str | None:
         return choose_resize((width, height), height_px, width_px, resize)
 
@@ -94,7 +91,6 @@ def list_problems(
 
 
 def _file_queries() -> Iterator[_Query]:
-    """The queries for problems of files and folders."""
     yield "undecodable", "SELECT name, NULL, fault FROM named WHERE fault IS NOT NULL", ()
     no_image = "'contains no image'"
     unusable = (
@@ -113,7 +109,6 @@ def _file_queries() -> Iterator[_Query]:
 
 
 def _image_queries(db: sqlite3.Connection, height_px: int, width_px: int) -> Iterator[_Query]:
-    """The queries for problems of images. Kinds of problems that do not occur are omitted."""
     conditions: list[tuple[str, str, str, tuple[object, ...]]] = [
         *((kind, f"'{text}'", "constant & ?", (int(flaw),)) for kind, (flaw, text) in _FLAWS.items()),
         *((problem, _SIZE, "resize = ?", (kind,)) for problem, kind in _RESIZED.items()),

@@ -1,8 +1,6 @@
-"""Compare the listing of a source with the files in the ledger of its dataset.
-
-Most files of a large source are unchanged, and most sources list their files sorted by name. A page
-of such a listing is compared with one range of the ledger, without a lookup for each name.
-"""
+"""Compare the listing of a source with the files in the ledger of its dataset. Most files of a
+large source are unchanged, and most sources list their files sorted by name. A page of such a
+listing is compared with one range of the ledger, without a lookup for each name."""
 
 import sqlite3
 from collections.abc import Iterable, Sequence
@@ -32,7 +30,6 @@ class ListedFiles:
     def __init__(self, db: sqlite3.Connection, source: int) -> None:
         self._db, self._source = db, source
         self._last = ""
-        """The end of the last range."""
         for table in ("listed", "unlisted"):
             db.execute(f"CREATE TEMP TABLE {table} (name TEXT PRIMARY KEY) WITHOUT ROWID")
 
@@ -58,11 +55,9 @@ class ListedFiles:
         return _difference(page, rows)
 
     def note(self, names: Iterable[str]) -> None:
-        """Record names in any order."""
         self._insert("listed", names)
 
     def forget_others(self) -> None:
-        """Delete the files that the source has not listed from the ledger."""
         self._all(
             "DELETE FROM files WHERE source = ? AND name IN (SELECT name FROM unlisted EXCEPT SELECT name FROM listed)"
         )
@@ -83,6 +78,5 @@ class ListedFiles:
 
 
 def _difference(page: Sequence[FileEntry], rows: Iterable[tuple[Any, ...]]) -> list[FileEntry]:
-    """The files in ``page`` whose row in the ledger is missing or differs."""
     known = {row[0]: row for row in rows}
     return [entry for entry in page if known.get(entry.name) != entry]

@@ -17,7 +17,6 @@ ANY_NUMBER = ClassMinimum()
 
 
 def dataset_name(settings: DataSettings, source: ArraySource | FileSource) -> str:
-    """The name of the dataset for a source."""
     name = settings.dataset or (name_of(settings.moved_from) if settings.moved_from else source.name)
     if not re.fullmatch(r"[a-z0-9][a-z0-9._-]{0,62}", name):
         raise SettingsError(f"data.dataset={name!r} is not valid: use lower-case letters, digits, '.', '_' and '-'.")

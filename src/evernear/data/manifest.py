@@ -34,10 +34,8 @@ class Shard(Frozen):
 
 class Problem(Frozen):
     """A problem that ingest found. ``kind`` is the name of a rule in
-    `evernear.settings.ValidationSettings`.
-
-    ``names`` contains some of the affected files in the source.
-    """
+    `evernear.settings.ValidationSettings`. ``names`` contains some of the affected files in the
+    source."""
 
     kind: str
     names: tuple[str, ...]
@@ -50,13 +48,11 @@ class SmallClasses(Frozen):
 
     minimum: int = 0
     waiting: dict[str, int] = {}
-    """Classes that are left out."""
     used: dict[str, int] = {}
     """Classes that are not left out: classes of the live release, and classes some of whose files
     cannot be used."""
 
     def sentence(self) -> str:
-        """Name the classes that are left out. Empty if there are none."""
         if not self.waiting:
             return ""
         number = quantity(len(self.waiting), "class waits", "classes wait")
@@ -107,7 +103,6 @@ class Manifest(Frozen):
     """Number of images from review that were in the test or query split, by former split and
     label."""
     small_classes: SmallClasses = SmallClasses()
-    """Classes from review with too few images."""
 
     @classmethod
     def from_store(cls, data: bytes, store: Store, key: str) -> "Manifest":
@@ -116,7 +111,6 @@ class Manifest(Frozen):
         return cls.from_json(data, f"{store.uri}/{key}", REPAIR).model_copy(update={"store_uri": store.uri})
 
     def to_store(self) -> bytes:
-        """Serialize the manifest for the store."""
         return self.model_copy(update={"store_uri": ""}).to_json()
 
     @property
@@ -127,7 +121,6 @@ class Manifest(Frozen):
         return sha256_bytes(json.dumps(identity, sort_keys=True, separators=(",", ":")).encode())
 
     def count(self, split: Split) -> int:
-        """The number of images in one split."""
         return sum(shard.count for shard in self.shards if shard.split == split)
 
     def label_counts(self, split: Split) -> dict[str, int]:
@@ -147,8 +140,6 @@ class Manifest(Frozen):
         return {label: count for label, count in totals.items() if count}
 
     def summary(self) -> str:
-        """One line that states the number of images per split, the number of classes and the image
-        size."""
         counts = ", ".join(f"{self.count(split):,} {split}" for split in SPLITS)
         classes = len(self.images_by_class())
         height, width, channels = self.shape
@@ -166,7 +157,6 @@ def counted(classes: Mapping[str, int], minimum: int) -> str:
 
 
 def manifest_key(name: str, digest: str) -> str:
-    """The key for the snapshot ``digest`` of the dataset ``name``."""
     return f"datasets/{name}/manifests/{digest}.json"
 
 
@@ -188,7 +178,6 @@ def find_manifest(store: Store, name: str, digest: str) -> Manifest | None:
 
 
 def fetch_object(store: Store, key: str, path: Path, sha256: str) -> Path:
-    """Copy an object of a dataset to ``path``."""
     try:
         return store.fetch(key, path, sha256)
     except (IntegrityError, MissingObjectError) as error:
@@ -196,7 +185,6 @@ def fetch_object(store: Store, key: str, path: Path, sha256: str) -> Path:
 
 
 def ledger_key(name: str, sha256: str) -> str:
-    """The key for a ledger or for ledger changes of the dataset ``name``."""
     return f"datasets/{name}/ledgers/{sha256}.sqlite"
 
 
@@ -207,5 +195,4 @@ def save_manifest(manifest: Manifest, directory: Path) -> None:
 
 
 def load_manifest(directory: Path) -> Manifest:
-    """Read the manifest of a dataset artifact."""
     return Manifest.load(directory / FILE_NAME)

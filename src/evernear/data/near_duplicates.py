@@ -26,7 +26,6 @@ SIDE_PX = 16
 CORRELATION = 0.99
 MAX_SHARE = 0.3
 TEST_MAX = 2_000
-"""Maximum number of test images that are compared."""
 MAX_READ_BYTES = 2**31
 """Maximum number of pixel bytes with which the test images are compared: about 3 million images of
 28 x 28 gray pixels, or 14,000 images of 224 x 224 color pixels."""
@@ -38,8 +37,6 @@ _SEEN: tuple[Split, ...] = ("train", "gallery")
 
 
 class NearDuplicatePair(Frozen):
-    """A test image and an image from a different split, as base64-encoded WebP images."""
-
     test: str
     seen: str
     correlation: float
@@ -50,7 +47,6 @@ class NearDuplicates(Frozen):
 
     found: int
     compared: int
-    """Number of test images that were compared."""
     test_images: int
     seen: int
     """Number of train and gallery images with which the test images were compared."""
@@ -66,8 +62,6 @@ class NearDuplicates(Frozen):
         return self.found > MAX_SHARE * self.compared
 
     def sentence(self) -> str:
-        """A sentence with the share of near-duplicates, the number of compared images, and the
-        advice."""
         of = f"{self.compared:,} of {quantity(self.test_images, 'test image')}"
         of = of if self.compared < self.test_images else quantity(self.test_images, "test image")
         where = f" {self.seen:,} of the images of" if self.seen < self.seen_images else ""
@@ -124,10 +118,7 @@ def find_near_duplicates(dataset: Dataset, group: str = "") -> NearDuplicates:
 
 def reduced(images: Pixels) -> NDArray[np.float32]:
     """Reduce images (N, H, W, C) to gray averages over 16 x 16 areas (N, D). The averages are
-    standardized so that dot products are correlations.
-
-    Constant images become zeros.
-    """
+    standardized so that dot products are correlations. Constant images become zeros."""
     count, height, width, channels = images.shape
     rows, columns = (_areas(side, min(SIDE_PX, side)) for side in (height, width))
     # Averages columns and channels together, much faster than a mean of channels.

@@ -19,8 +19,6 @@ class Placer:
     has test images."""
 
     def __init__(self, settings: DataSettings, candidates: tuple[Split, ...], ledger: Ledger, group: Grouping) -> None:
-        """Continue from the images that are recorded in ``ledger``. ``candidates`` contains the
-        splits that ingest may choose."""
         self._candidates, self._ledger, self._group = candidates, ledger, group
         self._fractions = cache(lambda candidates: split_fractions(candidates, settings))
         self._counts: defaultdict[str, Counter[Split]] = defaultdict(Counter)
@@ -40,10 +38,8 @@ class Placer:
         former_splits: Mapping[str, Split],
     ) -> dict[int, Split]:
         """Map the positions of new images to the splits of these images. Images that are already in
-        the dataset are omitted from the result. A call takes at most 500 images.
-
-        ``former_splits`` maps the name of each unchanged file that is decoded again to its split.
-        """
+        the dataset are omitted from the result. A call takes at most 500 images. ``former_splits``
+        maps the name of each unchanged file that is decoded again to its split."""
         known = self._ledger.stored_digests(digests)
         reviewed = self._ledger.reviewed.among(digests)
         earlier = self._ledger.removed_splits(digests)
@@ -77,7 +73,6 @@ class Placer:
     def _choose_for_group(
         self, label: str, group: str, members: Members, labels: Sequence[str], candidates: tuple[Split, ...]
     ) -> Split:
-        """Choose the split of an image in a group. ``labels`` are all labels of the group."""
         if followed := _followed(members, candidates):
             return followed
         others = [other for other in labels if other != label]

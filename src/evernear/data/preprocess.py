@@ -35,7 +35,6 @@ center of the image, ``letterbox`` adds gray bars, and ``stretch`` distorts the 
 means ``crop``, or ``letterbox`` if a crop would lose more than `MAX_CROPPED` of the image."""
 MAX_CROPPED = 0.5
 BAR_VALUE = 128
-"""The gray value of the bars in a letterboxed image."""
 
 DECODE_BYTES_PER_PIXEL = 12
 """Peak memory for decoding. A progressive CMYK JPEG requires 8 bytes of coefficients and 4 bytes of
@@ -102,29 +101,22 @@ class Preprocessing(Frozen):
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """Height, width and number of channels of the network's input."""
         return self.height_px, self.width_px, self.channels
 
 
 class Flaw(IntFlag):
-    """Faults of a decoded image."""
-
     NONE = 0
     CONSTANT = 1
-    """All pixels in the file have the same value."""
     FAINT = 2
     """After the reduction to 8 bits, the image has fewer than `_MIN_SPAN` different values,
     although the file has more contrast."""
     CLIPPED = 4
-    """The file contains values that exceed the bit depth."""
 
 
 class Picture(NamedTuple):
-    """A decoded 8-bit image with mode ``L`` (gray) or ``RGB``.
-
-    ``identity`` is a hash that identifies the content of the file. If the 8-bit image has less
-    contrast than the file, ``span`` is the contrast of the file.
-    """
+    """A decoded 8-bit image with mode ``L`` (gray) or ``RGB``. ``identity`` is a hash that
+    identifies the content of the file. If the 8-bit image has less contrast than the file, ``span``
+    is the contrast of the file."""
 
     image: Image.Image
     identity: bytes = b""
@@ -137,7 +129,6 @@ class Picture(NamedTuple):
         return self.identity or image_digest(self.image)
 
     def flaws(self) -> Flaw:
-        """The faults of the image."""
         span = int(np.ptp(np.asarray(self.image.getextrema()), axis=-1).max())
         before = span if self.span is None else self.span
         flaws = Flaw.CLIPPED if self.clipped else Flaw.NONE
@@ -256,7 +247,6 @@ def pixels_digest(mode: str, width_px: int, height_px: int, pixels: bytes) -> by
 
 
 def image_digest(image: Image.Image) -> bytes:
-    """Return the `pixels_digest` for an image from `decode`."""
     parts = (image.crop(band).tobytes() for band in bands(image, _BAND_PIXELS))
     return _digest(image.mode, image.width, image.height, parts)
 
@@ -270,7 +260,6 @@ def _digest(mode: str, width_px: int, height_px: int, pixels: Iterable[bytes]) -
 
 @contextmanager
 def _pillow_errors(name: str) -> Generator[None]:
-    """Turn Pillow's errors into `DataError`."""
     try:
         yield
     except _BROKEN as error:
@@ -286,7 +275,6 @@ def _open(file: EncodedImage, raw_mode: str = "") -> ImageFile.ImageFile:
 
 
 def _load(file: EncodedImage, raw_mode: str = "") -> Image.Image:
-    """Decode a file, and apply the EXIF orientation."""
     image = _open(file, raw_mode)
     image.load()
     transposition = _TRANSPOSITIONS.get(file.orientation)
@@ -298,7 +286,6 @@ def _mode(image: Image.Image) -> Literal["L", "RGB"]:
 
 
 def _has_transparency(image: Image.Image) -> bool:
-    """Whether any pixel may be transparent."""
     if image.mode in ("LA", "RGBA"):
         return image.getextrema()[-1] != (255, 255)
     return image.mode == "PA" or "transparency" in image.info

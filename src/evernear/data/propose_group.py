@@ -21,9 +21,7 @@ _ENOUGH = 0.8
 _MAX_LEFT = 0.2
 """Largest share of the test images that may still have a near-duplicate."""
 _FILLS_EVERY_SPLIT = 10
-"""Number of groups of a class that have images in all splits."""
 _PLACES = {"huggingface": "a column group of the files", "webdataset": "the field group of its .json"}
-"""Where the files of a source name the groups of their images."""
 _ELSEWHERE = "in another --workdir or store, because images of an existing dataset never change their splits"
 
 

@@ -20,7 +20,6 @@ from evernear.data.drift import MIN_QUERIES, Floats, Queries
 GAPS_S = (0.0, *(float(2**power) for power in range(13)))
 """The gaps in seconds that are tried. The gaps double up to 68 minutes."""
 SAMPLE = 2000
-"""Maximum number of queries that are compared."""
 _COMPARED = 8
 """Number of preceding queries with which each query is compared. Only the nearest of these queries
 counts, because several cameras may take turns, and the images may change within the window."""
@@ -36,11 +35,8 @@ _MIN_CLASS = 10
 
 def independent_queries(live: Queries, seed: int = 0) -> tuple[Queries, float]:
     """Return a sample without dependent queries, and the minimum gap between its queries in
-    seconds.
-
-    If queries are still similar at the largest gap, or if too few queries remain for the
-    comparison, the sample for the last gap is returned.
-    """
+    seconds. If queries are still similar at the largest gap, or if too few queries remain for the
+    comparison, the sample for the last gap is returned."""
     rng = np.random.default_rng(seed)
     rows = np.arange(len(live)) if len(live) <= SAMPLE else rng.choice(len(live), SAMPLE, replace=False)
     live = live.select(rows[np.argsort(live.at_s[rows], kind="stable")])
@@ -53,7 +49,6 @@ def independent_queries(live: Queries, seed: int = 0) -> tuple[Queries, float]:
 
 
 def _apart(at_s: NDArray[np.float64], gap_s: float) -> NDArray[np.intp]:
-    """Rows in chronological order whose queries are at least ``gap_s`` seconds apart."""
     rows: list[int] = []
     last = -np.inf
     for row, time_s in enumerate(at_s.tolist()):
@@ -65,10 +60,8 @@ def _apart(at_s: NDArray[np.float64], gap_s: float) -> NDArray[np.intp]:
 
 def _are_alike(queries: Queries, rng: np.random.Generator) -> bool:
     """Whether the queries of any class, or of all classes together, are similar to the queries just
-    before them.
-
-    Queries are compared within classes, because the mix of classes changes with time.
-    """
+    before them. Queries are compared within classes, because the mix of classes changes with
+    time."""
     points = queries.coordinates if queries.coordinates.shape[1] else queries.distances[:, None]
     classes = [
         _nearest(points[own], queries.at_s[own], rng)

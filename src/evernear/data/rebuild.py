@@ -1,9 +1,6 @@
 """Forget the damaged objects of a dataset. The next ingest reads their images again, and puts them
-into the same splits.
-
-An image that is read again with the same digest stands in for the lost one in every snapshot: the
-ledger of a snapshot contains the digests of its images.
-"""
+into the same splits. An image that is read again with the same digest stands in for the lost one in
+every snapshot: the ledger of a snapshot contains the digests of its images."""
 
 import tempfile
 from collections.abc import Iterable, Iterator
@@ -78,10 +75,8 @@ def lost_names(snapshots: Snapshots, sha256: str) -> list[str]:
 
 
 def drop_shards(snapshots: Snapshots, lost: Iterable[str]) -> Manifest:
-    """Publish a copy of the newest snapshot from which the shards in ``lost`` are removed.
-
-    The next ingest reads the images of these shards again, and puts them into the same splits.
-    """
+    """Publish a copy of the newest snapshot from which the shards in ``lost`` are removed. The next
+    ingest reads the images of these shards again, and puts them into the same splits."""
     head, lost = snapshots.head(), set(lost)
     if head is None:
         raise IntegrityError(f"The dataset {snapshots.name} has no snapshot.")
@@ -100,10 +95,8 @@ def drop_shards(snapshots: Snapshots, lost: Iterable[str]) -> Manifest:
 
 def rebuild_ledger(snapshots: Snapshots) -> None:
     """Replace the newest snapshot's ledger with a ledger that contains only the splits of the
-    images. The splits are read from the snapshot's shards.
-
-    The next ingest reads all images again, and puts them into the same splits.
-    """
+    images. The splits are read from the snapshot's shards. The next ingest reads all images again,
+    and puts them into the same splits."""
     head = snapshots.head()
     if head is None:
         raise IntegrityError(f"The dataset {snapshots.name} has no snapshot.")

@@ -69,7 +69,6 @@ class DeepImage:
 
     @property
     def mode(self) -> str:
-        """The mode of the reduced image."""
         return ("L" if self._color_type in (_GRAY, _GRAY_ALPHA) else "RGB") + ("" if self._opaque else "A")
 
     def used_bit_depth(self) -> BitDepth:
@@ -140,8 +139,6 @@ class DeepImage:
 
 
 def _least_alpha(part: Image.Image) -> int:
-    """The smallest byte in the alpha channel of ``part``. If the image is opaque, this byte is
-    255."""
     return int(_extrema(part)[-1, 0])
 
 
@@ -164,7 +161,6 @@ def deep_color_type(file: EncodedImage) -> int | None:
 
 
 def is_deep_gray(file: EncodedImage) -> bool:
-    """Whether a file is a 16-bit gray image."""
     return deep_color_type(file) in (_GRAY, _GRAY_ALPHA)
 
 
@@ -201,8 +197,6 @@ def flatten(image: Image.Image, mode: str) -> tuple[Image.Image, bytes]:
 
 
 def _background(weights: NDArray[np.float64]) -> int:
-    """The background for a drawing. ``weights`` contains the weight of each gray value in the
-    drawing."""
     values = np.arange(256)
     hidden = {value: float(weights[abs(values - value) < _NEAR].sum()) for value in _BACKGROUNDS}
     limit = _MAX_HIDDEN * float(weights.sum())
@@ -210,7 +204,6 @@ def _background(weights: NDArray[np.float64]) -> int:
 
 
 def as_mode(image: Image.Image, mode: str) -> Image.Image:
-    """Like `Image.convert`, but without a copy if the image already has the mode."""
     return image if image.mode == mode else image.convert(mode)
 
 

@@ -49,14 +49,11 @@ INSERT OR IGNORE INTO reviewed SELECT ?1, COALESCE(
 
 
 class ReviewedImages:
-    """The images from review, in the ledger of one dataset."""
-
     def __init__(self, db: sqlite3.Connection) -> None:
         self._db = db
         _add_function(db)
 
     def refresh(self) -> None:
-        """Record the images whose file names show that they come from review."""
         self.remember(row[0] for row in self._all(_BY_NAME))
 
     def remember(self, digests: Iterable[bytes]) -> None:
@@ -66,14 +63,12 @@ class ReviewedImages:
             self._db.executemany(_REMEMBER, [(digest,) for digest in digests])
 
     def among(self, digests: Sequence[bytes]) -> set[bytes]:
-        """Images from review among ``digests``, which contains at most 500 digests."""
         if not self._all("SELECT 1 FROM reviewed LIMIT 1"):
             return set()
         query = f"SELECT digest FROM reviewed WHERE digest IN ({marks(digests)})"  # noqa: S608 - question marks only
         return {row[0] for row in self._all(query, *digests)}
 
     def measured(self) -> dict[int, list[bytes]]:
-        """Maps each slot to its images from review, for slots in a measured split."""
         slots: defaultdict[int, list[bytes]] = defaultdict(list)
         query = f"SELECT slot, digest FROM reviewed JOIN images USING (digest) JOIN ({_PLACED}) USING (digest)"  # noqa: S608 - our own words
         for slot, digest in self._all(f"{query} ORDER BY slot, digest"):
@@ -81,16 +76,13 @@ class ReviewedImages:
         return slots
 
     def move(self, slots: Iterable[tuple[bytes, int]]) -> None:
-        """Record the slots to which images were moved."""
         with sqlite_errors():
             self._db.executemany("UPDATE images SET slot = ?2 WHERE digest = ?1", slots)
 
     def count(self) -> int:
-        """Number of images from review in the snapshot."""
         return self._all("SELECT COUNT(*) FROM reviewed JOIN images USING (digest)")[0][0]
 
     def left_out(self) -> dict[Split, dict[str, int]]:
-        """Number of images from review that were in a measured split, by former split and label."""
         counts: defaultdict[Split, Counter[str]] = defaultdict(Counter)
         query = (
             "SELECT reviewed.split, labels.name, COUNT(*) FROM reviewed JOIN images USING (digest)"

@@ -52,7 +52,6 @@ class Dataset:
     use."""
 
     def __init__(self, manifest: Manifest, store: Store, cache: Path | None = None) -> None:
-        """Read the shards of ``manifest`` from ``store``. Remote shards are cached in ``cache``."""
         self.manifest = manifest
         self.store = store
         self.labels = manifest.labels
@@ -76,12 +75,9 @@ class Dataset:
         return Dataset(manifest, store) if manifest else None
 
     def count(self, split: Split) -> int:
-        """The number of images in a split."""
         return self.manifest.count(split)
 
     def require_shape(self, shape: tuple[int, int, int], recognizer: str) -> None:
-        """Check that ``recognizer``, a release or the candidate, accepts images of this dataset's
-        shape."""
         if shape != self.shape:
             raise DataError(
                 f"{recognizer} takes images of {shape} and cannot be measured on the images of {self.manifest.name}, "
@@ -89,8 +85,6 @@ class Dataset:
             )
 
     def require_bit_depth(self, bit_depth: BitDepth, recognizer: str) -> None:
-        """Check that the release ``recognizer`` reads 16-bit images with the same bit depth as this
-        dataset."""
         own = self.manifest.bit_depth
         if own != bit_depth:
             raise DataError(
@@ -107,18 +101,15 @@ class Dataset:
                 yield _block(self._read(file, shard, min(block_size, shard.count - start)))
 
     def shard_blocks(self, shard: Shard, block_size: int = 4096) -> Iterator[Block]:
-        """Yield one shard in order, at most ``block_size`` images at a time."""
         with self._files.open(shard) as file:
             for start in range(0, shard.count, block_size):
                 yield _block(self._read(file, shard, min(block_size, shard.count - start)))
 
     def image(self, shard: Shard, row: int) -> Block:
-        """Read one image from a shard and return it as a block."""
         with self._files.open(shard, row) as file:
             return _block(self._read(file, shard, 1))
 
     def shards(self, split: Split) -> list[Shard]:
-        """The shards of a split, in order."""
         return [shard for shard in self.manifest.shards if shard.split == split]
 
     def shuffled_batches(
@@ -199,7 +190,6 @@ class Dataset:
             yield from (chunks[index] for index in rng.permutation(len(chunks)))
 
     def _fill(self, buffer: Rows, chunks: "_Window", wanted: NDArray[np.bool_]) -> None:
-        """Fill ``buffer`` with the ``wanted`` rows among the next ``len(wanted)`` rows."""
         position = filled = 0
         for chunk in chunks.take(len(wanted)):
             indices = np.flatnonzero(wanted[position : position + chunk.count])
@@ -227,10 +217,8 @@ class Dataset:
 
 def _groups(shards: list[Shard]) -> Iterator[list[Shard]]:
     """Divide ``shards`` into groups that fit into half of the cache, so that fetching the next
-    group does not evict shards in use.
-
-    The groups, and thus the order of the images, do not depend on the store.
-    """
+    group does not evict shards in use. The groups, and thus the order of the images, do not depend
+    on the store."""
     group: list[Shard] = []
     for shard in shards:
         size_bytes = sum(member.size_bytes for member in group) + shard.size_bytes
@@ -243,22 +231,17 @@ def _groups(shards: list[Shard]) -> Iterator[list[Shard]]:
 
 @dataclass(frozen=True)
 class _Chunk:
-    """``count`` consecutive rows of a shard."""
-
     shard: Shard
     start: int
     count: int
 
 
 class _Window:
-    """Splits a stream of chunks at buffer boundaries."""
-
     def __init__(self, chunks: Iterator[_Chunk]) -> None:
         self._chunks = chunks
         self._rest: _Chunk | None = None
 
     def take(self, rows: int) -> Iterator[_Chunk]:
-        """Yield chunks with ``rows`` rows in total."""
         while rows:
             chunk = self._rest or next(self._chunks)
             count = min(rows, chunk.count)
@@ -307,7 +290,6 @@ class _ShardFiles:
         return file
 
     def prefetch(self, shards: Sequence[Shard]) -> None:
-        """Fetch the ``shards`` that are missing from the cache, `_FETCHES_IN_FLIGHT` at a time."""
         if isinstance(self._store, FileStore):
             return
         missing = [shard for shard in shards if not _touch(self._cached_path(shard))]
@@ -342,7 +324,6 @@ class _ShardFiles:
         return None
 
     def _fetch(self, shard: Shard) -> Path:
-        """Copy a shard to the cache. The store verifies the shard's content."""
         key = shard_key(self._dataset, shard.sha256)
         path = fetch_object(self._store, key, self._cached_path(shard), shard.sha256)
         self._intact.add(shard.sha256)
@@ -386,10 +367,8 @@ def _open_existing(path: Path) -> FileIO | None:
 
 
 def default_cache() -> Path:
-    """The directory for local copies of remote shards."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "evernear" / "shards"
 
 
 def remove_cached(sha256: str) -> None:
-    """Remove this machine's copy of a remote shard, if it exists."""
     (default_cache() / f"{sha256}.npy").unlink(missing_ok=True)

@@ -23,8 +23,6 @@ DATASETS = "datasets/"
 
 
 class DatasetHead(Frozen):
-    """The pointer to the newest snapshot."""
-
     remedy = REPAIR
 
     digest: str
@@ -33,8 +31,6 @@ class DatasetHead(Frozen):
 
 
 class Snapshots:
-    """The snapshots of the dataset ``name``."""
-
     def __init__(self, store: Store, name: str) -> None:
         self.store, self.name = store, name
         self._head_key = f"{DATASETS}{name}/head.json"
@@ -44,7 +40,6 @@ class Snapshots:
         self._changes_bytes = 0
 
     def head(self) -> Manifest | None:
-        """The newest snapshot, or None if no snapshot has been published."""
         stored = self.store.find(self._head_key)
         if stored is None:
             self._require_no_later_snapshot()
@@ -85,7 +80,6 @@ class Snapshots:
         return parts_folder(self.name, parent.digest if parent else None)
 
     def delete_parts(self, is_obsolete: Callable[[str], bool] = lambda _: True) -> None:
-        """Delete the stored parts of ingests for whose keys ``is_obsolete`` returns true."""
         for info in self.store.list(parts_prefix(self.name)):
             if is_obsolete(info.key):
                 self.store.delete(info.key)
@@ -157,8 +151,6 @@ class Snapshots:
                 self.store.delete(info.key)
 
     def _with_ledger(self, manifest: Manifest, ledger: Ledger, scratch: Path) -> Manifest:
-        """Store the ledger, or only its changes if they are small. Put the hashes of the stored
-        files into the manifest."""
         path = scratch / "saved.sqlite"
         if 0 < len(self._ledger) <= _MAX_CHANGES:
             ledger.save_changes(path)
@@ -187,7 +179,6 @@ class Snapshots:
         return stored is not None and DatasetHead.from_json(stored[0], self._head_key).digest == digest
 
     def manifests(self) -> Iterator[tuple[str, Manifest]]:
-        """Yield the digest and the manifest of each stored snapshot that can be read."""
         for info in self.store.list(f"{DATASETS}{self.name}/manifests/"):
             digest = PurePosixPath(info.key).stem
             with suppress(IntegrityError):
@@ -221,12 +212,10 @@ class Snapshots:
 
 
 def parts_prefix(name: str) -> str:
-    """The prefix for all ingest parts of the dataset ``name`` (`evernear.data.plan`)."""
     return f"{DATASETS}{name}/parts/"
 
 
 def parts_folder(name: str, parent: str | None) -> str:
-    """The folder in `Snapshots.parts_folder`, given the digest of the parent snapshot."""
     return f"{parts_prefix(name)}{parent or 'first'}/"
 
 

@@ -53,35 +53,24 @@ _MAX_TOUCHED_BYTES = 2**28
 
 @dataclass
 class SourceDiff:
-    """The differences between a source's files and a snapshot's files."""
-
     listed: int = 0
     new: int = 0
-    """Number of files that are not in the snapshot, or that have different content in the
-    snapshot."""
     touched: Counter[Split | None] = field(default_factory=Counter[Split | None])
     """Number of files, by explicit split, whose etag has changed since they were last read, but
     whose size has not."""
     gone_classes: Mapping[str, int] = field(default_factory=dict[str, int])
-    """Classes of the snapshot for which the source has no file, with the number of files of each
-    class in the snapshot."""
     listing: str = ""
     """A digest of the listing, which changes if the listing changes."""
     removed: int = 0
-    """Number of the snapshot's files that are no longer in the source's listing."""
     explicit: Counter[Split] = field(default_factory=Counter[Split])
-    """Number of new files for each explicit split."""
     fractions: Mapping[Split, float] = field(default_factory=dict[Split, float])
     """The expected share of each split among new files that have no explicit split."""
     labels: Counter[str] = field(default_factory=Counter[str])
-    """Number of new files by label."""
 
     def expected(self, split: Split) -> float:
-        """The expected number of new images in ``split``."""
         return self.explicit[split] + (self.new - self.explicit.total()) * self.fractions.get(split, 0.0)
 
     def add_changed(self, share: float) -> None:
-        """Count the given share of the touched files as new."""
         for split, count in self.touched.items():
             changed = math.ceil(share * count)
             self.new += changed
@@ -154,7 +143,6 @@ def diff_source(
 
 
 def fetch_ledger(store: Store, manifest: Manifest, directory: Path) -> Path:
-    """Fetch the immutable ledger of a snapshot, and cache the ledger in ``directory``."""
     name = sha256_bytes("".join((manifest.ledger_sha256, *manifest.ledger_changes)).encode())
     path = directory / f"{name}.sqlite"
     if not path.exists():
@@ -174,8 +162,6 @@ def _add(
     read: Mapping[str, ReadFile],
     touched: "_Touched",
 ) -> None:
-    """Compare one page of the listing with a ledger. ``read`` contains the files as they were last
-    read."""
     known = ledger.listed([entry.name for entry in page]) if ledger else {}
     diff.listed += len(page)
     diff.removed -= len(known)
@@ -206,8 +192,6 @@ def _has_etag(entry: FileEntry, etag: str) -> bool:
 
 
 def _is_known(entry: FileEntry, read: ReadFile, labels: Mapping[bytes, str]) -> bool:
-    """Whether a snapshot contains the image of a file in the same class, judging by the etag and
-    size of the file."""
     if entry.size_bytes != read.size_bytes and not _has_etag(entry, read.etag):
         return False
     return read.digest is None or labels.get(read.digest) == entry.label
@@ -228,7 +212,6 @@ class _Touched:
             del self._sample[max(self._sample)]
 
     def changed_share(self, source: Source, settings: DataSettings, bit_depth: BitDepth) -> float:
-        """The share of changed images in the sample, or 0 if the sample is empty."""
         if not self._sample or not isinstance(source, FileSource):
             return 0.0
         read = changed = size_bytes = 0
@@ -241,7 +224,6 @@ class _Touched:
 
 
 def _read_digest(source: FileSource, entry: FileEntry, max_pixels: int, bit_depth: BitDepth) -> bytes | None:
-    """The digest of the image in a file, or None if the file is broken or is not an image."""
     try:
         return decode_inspected(read_image(source, entry, max_pixels), bit_depth).digest()
     except DataError:

@@ -21,7 +21,6 @@ def batched(items: Iterable[_T], size: int) -> Iterator[list[_T]]:
 
 
 def marks(values: Sequence[object]) -> str:
-    """Placeholders for ``values`` in an SQL query."""
     return ",".join("?" * len(values))
 
 

@@ -38,7 +38,6 @@ def compress(changes: Path) -> None:
 
 
 def expand(changes: Path) -> None:
-    """Reverse `compress`."""
     expanded = changes.with_suffix(".expanded")
     with disk_errors(changes), lzma.open(changes) as file, expanded.open("wb") as target:
         shutil.copyfileobj(file, target, _CHUNK_BYTES)
@@ -64,13 +63,11 @@ _IN_SHARD = "images JOIN shards USING (slot) WHERE json_extract(shard, '$.sha256
 
 
 def shard_digests(ledger: Path, sha256: str) -> list[bytes]:
-    """The digests of the images in a shard."""
     with sqlite_errors(), closing(sqlite3.connect(ledger)) as db:
         return [row[0] for row in db.execute(f"SELECT digest FROM {_IN_SHARD}", (sha256,))]  # noqa: S608 - our own words
 
 
 def shard_files(ledger: Path, sha256: str) -> list[tuple[str, str, bytes]]:
-    """The source, the name and the digest of each file whose image is in a shard."""
     query = (
         "SELECT uri, files.name, digest FROM files JOIN sources ON sources.id = source"  # noqa: S608 - our own words
         f" WHERE digest IN (SELECT digest FROM {_IN_SHARD})"
@@ -80,7 +77,6 @@ def shard_files(ledger: Path, sha256: str) -> list[tuple[str, str, bytes]]:
 
 
 def unreplaced_names(ledger: Path, sha256: str, newer: Path) -> list[str]:
-    """A file name of each image in a shard that is not an image of the ledger ``newer``."""
     query = (
         f"SELECT MIN(name) FROM files WHERE digest IN (SELECT digest FROM {_IN_SHARD})"  # noqa: S608 - our own words
         " AND digest NOT IN (SELECT digest FROM newer.images) GROUP BY digest ORDER BY 1"
@@ -102,8 +98,6 @@ def save_compact(ledger: Path, path: Path) -> None:
 
 
 class ReadFile(NamedTuple):
-    """A file as it was last read. A file without a digest is broken or not an image."""
-
     etag: str
     size_bytes: int
     digest: bytes | None
@@ -119,7 +113,6 @@ class PublishedLedger:
         self._source = row[0] if row else None
 
     def close(self) -> None:
-        """Close the file."""
         self._db.close()
 
     def count(self) -> int:
@@ -129,12 +122,9 @@ class PublishedLedger:
             return cast(int, self._db.execute(query, (self._source,)).fetchone()[0])
 
     def members(self, file: str, etag: str) -> Iterator[FileEntry]:
-        """The images in an unchanged packed file (see `evernear.data.members`)."""
         return members(self._db, self._source, file, etag)
 
     def listed(self, names: Sequence[str]) -> dict[str, tuple[str, str]]:
-        """Maps each name in the ledger among ``names`` (at most 500) to an etag and a label. Broken
-        files are included."""
         query = f"SELECT name, etag, label FROM files WHERE source = ? AND name IN ({marks(names)})"  # noqa: S608 - question marks only
         with sqlite_errors():
             rows = self._db.execute(query, (self._source, *names)).fetchall()
@@ -151,8 +141,6 @@ class PublishedLedger:
             return {name: ReadFile(*row) for name, *row in self._db.execute(query, (self._source, *names))}
 
     def image_labels(self, digests: Sequence[bytes]) -> dict[bytes, str]:
-        """Maps the digest of each image in the snapshot to the image's label. Only images among
-        ``digests`` (at most 500) are included."""
         query = f"SELECT digest, name FROM images JOIN labels ON id = label WHERE digest IN ({marks(digests)})"  # noqa: S608 - question marks only
         with sqlite_errors():
             return dict(self._db.execute(query, tuple(digests)))
@@ -168,7 +156,6 @@ class PublishedLedger:
             return dict(self._db.execute(query, (self._source, self._source)))
 
     def names(self, digests: Sequence[bytes]) -> dict[bytes, tuple[str, ...]]:
-        """Maps each of ``digests`` (at most 500) to the names of the files with this digest."""
         query = f"SELECT digest, name FROM files WHERE source = ? AND digest IN ({marks(digests)}) ORDER BY name"  # noqa: S608 - question marks only
         names: dict[bytes, tuple[str, ...]] = {}
         with sqlite_errors():

@@ -58,16 +58,13 @@ class Report(Frozen):
     near_duplicates: NearDuplicates | None = None
 
     def summary(self) -> str:
-        """The problems, starting with the errors."""
         messages = [finding.message for finding in self.findings if finding.severity != "info"]
         return " ".join([f"{quantity(len(messages), 'finding')}:", *messages]) if messages else "no problems"
 
     def notes(self) -> list[str]:
-        """The findings of severity information, which are no problems."""
         return [finding.message for finding in self.findings if finding.severity == "info"]
 
     def markdown(self) -> str:
-        """The report as Markdown."""
         lines = ["# Data validation", "", f"Dataset `{self.dataset_digest[:12]}`.", ""]
         if self.findings:
             lines += ["| severity | rule | finding |", "|---|---|---|"]
@@ -154,7 +151,6 @@ def validate_dataset(
 
 
 def require_valid(report: Report) -> None:
-    """Check that no rule of severity ``error`` is violated."""
     errors = [finding for finding in report.findings if finding.severity == "error"]
     if errors:
         messages = "; ".join(finding.message.removesuffix(".") for finding in errors)
@@ -162,7 +158,6 @@ def require_valid(report: Report) -> None:
 
 
 def _remedy(report: Report, errors: Iterable[Finding]) -> str:
-    """How to accept the share of images that was left out, if it stops the run."""
     left_out = sum(finding.count for finding in errors if finding.rule in _LEFT_OUT)
     if not left_out:
         return ""
@@ -184,7 +179,6 @@ def _severities(settings: ValidationSettings, problem_counts: Mapping[str, int],
 
 
 def _problems(manifest: Manifest, settings: ValidationSettings) -> Iterator[Finding]:
-    """Findings about the problems that ingest found."""
     for rule, (singular, plural, remedy) in PROBLEMS.items():
         count = manifest.problem_counts.get(rule, 0)
         if count:
@@ -219,11 +213,8 @@ def _names(manifest: Manifest, kind: str) -> list[str]:
 def _tiny_classes(
     manifest: Manifest, totals: dict[str, int], settings: ValidationSettings, unreadable: Sequence[str]
 ) -> dict[str, int]:
-    """The number of images of each class that has too few.
-
-    If a class of ``totals`` has no images, it was removed from the source. `_vanished` reports the
-    class if necessary.
-    """
+    """The number of images of each class that has too few. If a class of ``totals`` has no images,
+    it was removed from the source. `_vanished` reports the class if necessary."""
     used = manifest.small_classes.used
     few = {label: count for label, count in totals.items() if 0 < count < settings.min_class_images}
     tiny = {label: count for label, count in few.items() if label not in used}
@@ -357,7 +348,6 @@ def _missing(
 
 
 def _from_review(manifest: Manifest) -> Iterator[Finding]:
-    """Report classes with too few images, all of which come from review."""
     small = manifest.small_classes
     if small.waiting:
         message = (
@@ -392,11 +382,8 @@ def _reviewed(manifest: Manifest, counts: Counts) -> Iterator[Finding]:
 
 def near_duplicates_found(report: Report | None, dataset: Dataset, group: str) -> NearDuplicates:
     """Return the near-duplicates in ``report`` if the report is for ``dataset``. Otherwise, return
-    the result of `find_near_duplicates`.
-
-    If a pipeline has no validate step, or the step's result is cached, there is no report on its
-    snapshot.
-    """
+    the result of `find_near_duplicates`. If a pipeline has no validate step, or the step's result
+    is cached, there is no report on its snapshot."""
     if report and report.near_duplicates and report.dataset_digest == dataset.digest:
         return report.near_duplicates
     return find_near_duplicates(dataset, group)

@@ -62,7 +62,6 @@ class Admission:
 
     @property
     def left_out(self) -> list[str]:
-        """The names of the files that are left out."""
         return [entry.name for held in self._held.values() for files in held.values() for entry in files]
 
     def small_classes(self, images_by_class: Mapping[str, int] = NO_IMAGES) -> SmallClasses:

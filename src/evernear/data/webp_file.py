@@ -1,7 +1,5 @@
-"""Inspect the structure of WebP files. See `evernear.data.image_file`.
-
-Sources: RFC 9649 (WebP), sections 2 and 3; RFC 6386 (VP8), section 9.1.
-"""
+"""Inspect the structure of WebP files. See `evernear.data.image_file`. Sources: RFC 9649 (WebP),
+sections 2 and 3; RFC 6386 (VP8), section 9.1."""
 
 import struct
 from collections.abc import Iterator
@@ -83,7 +81,6 @@ def _webp_chunk(kind: bytes, data: bytes) -> bytes:
 
 
 def _vp8_size(frame: bytes, name: str) -> tuple[int, int]:
-    """Width and height of an image with lossy compression."""
     if len(frame) < 10 or frame[0] & 1 or frame[3:6] != _VP8_KEY_FRAME:
         raise broken(name, "it has no header")
     width, height = struct.unpack_from("<HH", frame, 6)
@@ -91,7 +88,6 @@ def _vp8_size(frame: bytes, name: str) -> tuple[int, int]:
 
 
 def _vp8l_size(stream: bytes, name: str) -> tuple[int, int]:
-    """Width and height of an image with lossless compression."""
     if len(stream) < 5 or stream[0] != _VP8L_SIGNATURE or stream[4] >> 5:
         raise broken(name, "it has no header")
     (header,) = struct.unpack_from("<I", stream, 1)

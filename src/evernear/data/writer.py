@@ -1,9 +1,6 @@
-"""Write images into shards with a maximum size.
-
-A shard of an earlier snapshot has to be stored again when it is filled, which may cost more than
-storing the new images. Therefore only small shards are filled, and each split has a limited number
-of small shards.
-"""
+"""Write images into shards with a maximum size. A shard of an earlier snapshot has to be stored
+again when it is filled, which may cost more than storing the new images. Therefore only small
+shards are filled, and each split has a limited number of small shards."""
 
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -34,13 +31,10 @@ ingest fills the smallest one."""
 
 
 def row_dtype(shape: tuple[int, int, int]) -> np.dtype[np.void]:
-    """The dtype of an image in a shard: pixels, label number, and the sha256 that identifies the
-    image."""
     return np.dtype([("image", "u1", shape), ("label", "<i4"), ("digest", "u1", (32,))])
 
 
 def shard_key(dataset: str, sha256: str) -> str:
-    """The key for a shard in the store."""
     return f"datasets/{dataset}/shards/{sha256}.npy"
 
 
@@ -85,7 +79,6 @@ class ShardWriter:
         self._labels: Sequence[str] = ledger.labels()
 
     def append(self, split: Split, images: Pixels, labels: Sequence[int], digests: Sequence[bytes]) -> list[int]:
-        """Append images (N, H, W, C) to a split, and return the slot of each image."""
         rows = np.empty(len(images), self._dtype)
         rows["image"], rows["label"] = images, labels
         rows["digest"] = np.frombuffer(b"".join(digests), np.uint8).reshape(-1, 32)
@@ -100,7 +93,6 @@ class ShardWriter:
         return slots
 
     def close(self) -> None:
-        """Publish the open shards."""
         for split in SPLITS:
             if split in self._open:
                 self._finish(split)
@@ -119,10 +111,8 @@ class ShardWriter:
 
     def move(self, slot: int, digests: Collection[bytes], split: Split) -> list[tuple[bytes, int]]:
         """Move images from one slot to a different split, and return the new slot of each image.
-        Call this method only while no shard is open.
-
-        The moved images, at most one shard of images, are kept in memory.
-        """
+        Call this method only while no shard is open. The moved images, at most one shard of images,
+        are kept in memory."""
         moved = [
             rows[[digest.tobytes() in digests for digest in rows["digest"]]]
             for rows in self._rows_of(self._shards[slot])
@@ -163,7 +153,6 @@ class ShardWriter:
         self._publish(self._open.pop(split), split)
 
     def _rows_of(self, shard: Shard) -> Iterator[Rows]:
-        """The rows of a published shard, one block at a time."""
         path = self._scratch / "earlier.npy"
         fetch_object(self._store, shard_key(self._dataset, shard.sha256), path, shard.sha256)
         with path.open("rb") as file:
@@ -192,13 +181,10 @@ class ShardWriter:
 
 
 def shard_content(rows: Rows) -> bytes:
-    """The file content for a shard with the given ``rows``."""
     return _header(rows.dtype, len(rows)) + rows.tobytes()
 
 
 class _OpenShard:
-    """A shard that is being written to a scratch file."""
-
     def __init__(self, scratch: Path, slot: int, dtype: np.dtype[np.void]) -> None:
         self.slot = slot
         self.count = 0
@@ -223,7 +209,6 @@ class _OpenShard:
 
 
 def _header(dtype: np.dtype[np.void], count: int) -> bytes:
-    """The .npy header. numpy pads the header to a length that does not depend on ``count``."""
     buffer = BytesIO()
     header = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": (count,)}
     np.lib.format.write_array_header_1_0(buffer, header)

@@ -38,8 +38,6 @@ _NAMED = 5
 
 
 class Damage(Frozen):
-    """A missing or damaged object."""
-
     key: str
     reason: str
     needed_by: tuple[str, ...]
@@ -53,7 +51,6 @@ class Damage(Frozen):
 
     @property
     def in_newest(self) -> bool:
-        """Whether the dataset's newest snapshot needs the object."""
         return any(owner.startswith(NEWEST) for owner in self.needed_by)
 
     @property
@@ -64,7 +61,6 @@ class Damage(Frozen):
 
 
 def check_store(store: Store, report: Report = lambda _: None) -> list[Damage]:
-    """Read every needed object, and return the missing or damaged objects."""
     return [*explained(store, _damages(store, set(), report))]
 
 
@@ -125,7 +121,6 @@ def _damages(store: Store, intact: set[str], report: Report) -> list[Damage]:
 
 
 def _fault(store: Store, key: str, sha256: str, scratch: Path) -> str | None:
-    """The fault in an object's content, or None if the object is intact."""
     try:
         if isinstance(store, FileStore):
             path = store.path(key)
@@ -147,12 +142,9 @@ def _order(key: str) -> tuple[int, str]:
 
 
 class _Repair:
-    """Repairs one object after another."""
-
     def __init__(self, store: Store, settings: DataSettings, moved: bool, report: Report) -> None:
         self._store, self._settings, self._moved, self._report = store, settings, moved, report
         self._lost: list[Damage] = []
-        """Damaged shards of newest snapshots."""
 
     def repair(self, damage: Damage) -> Damage:
         """Return ``damage`` with the action taken, or with the reason why repair is impossible."""
@@ -186,7 +178,6 @@ class _Repair:
         self._lost = []
 
     def _leave_out(self, snapshots: Snapshots, lost: list[str]) -> str:
-        """Leave shards out of the newest snapshot, and return the action taken."""
         try:
             gone = gone_names(snapshots, lost, self._settings, self._moved)
             named = f" The source no longer has {_listed(gone)}." if gone else ""
@@ -254,7 +245,6 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def _consequence(damage: Damage) -> str:
-    """The effect of the damage, and the next step for the operator."""
     name = PurePosixPath(damage.key).stem
     if damage.key == CHAMPION:
         return "No release can be promoted, served or rolled back until `evernear registry restore` writes it again."

@@ -52,7 +52,6 @@ from evernear.release.registry import Registry
 from evernear.serving.query_log_files import QUERIES, LoggedQuery, closed_at, parse_file
 
 PAGES = ("examples.json", "replay.json", "run.html")
-"""Objects of a run record that contain images."""
 Digests = NDArray[np.bytes_]
 
 
@@ -62,7 +61,6 @@ class Forgotten(Frozen):
     images: int
     """Number of distinct removed images in stored shards."""
     labels: tuple[str, ...]
-    """The classes of the removed images."""
     releases: tuple[str, ...]
     champion: str | None
     """The champion's version, or None if the champion is not affected. If the champion is affected,
@@ -74,16 +72,12 @@ class Forgotten(Frozen):
     """Affected snapshots, as ``<dataset>/<digest>``."""
     shards: int
     embeddings: int
-    """Number of objects in the embedding cache."""
     checkpoints: int
     parts: int
     """Number of objects in step parts, such as the embeddings of a run."""
     pages: int
-    """Number of run pages, sample images and lists of suspect labels."""
     queries: int
-    """Number of logged queries."""
     submissions: int
-    """Number of images that users submitted for review."""
     unreadable: tuple[str, ...] = ()
     """Damaged release records, query log files, answers and submissions. Their contents are
     unknown."""
@@ -91,8 +85,6 @@ class Forgotten(Frozen):
 
 @dataclass(frozen=True)
 class _DatasetState:
-    """A dataset in the store."""
-
     snapshots: Snapshots
     current: Digests
     """The sorted image digests of the newest snapshot."""
@@ -106,7 +98,6 @@ class _DatasetState:
 
 
 def find(store: Store) -> Forgotten:
-    """List the objects that `forget_images` would delete."""
     return _Forgetting(store).forgotten
 
 
@@ -172,7 +163,6 @@ class _Forgetting:
         )
 
     def delete(self) -> None:
-        """Delete the listed objects, with shards and snapshots last."""
         remove_releases(self._registry, self._releases)
         for key in (
             *self._embeddings,
@@ -252,8 +242,6 @@ class _Forgetting:
         yield SUSPECTS
 
     def _affected_queries(self) -> Iterator[tuple[str, tuple[bytes, int]]]:
-        """Yield each affected query log file, the file's remaining content, and the number of
-        deleted queries."""
         for info in self._store.list(QUERIES) if self._labels else ():
             if closed_at(info.key) is None:
                 continue
@@ -312,7 +300,6 @@ def _sha256(encoded: str) -> str:
 
 
 def _state(store: Store, name: str) -> _DatasetState:
-    """Compare the snapshots of a dataset with its newest snapshot."""
     snapshots = Snapshots(store, name)
     head = snapshots.head()
     if head is None:
@@ -341,8 +328,6 @@ def _state(store: Store, name: str) -> _DatasetState:
 
 
 def _removed(dataset: Dataset, shard: Shard, current: Digests) -> dict[bytes, str]:
-    """Return the classes of the shard's images that are missing from ``current``, keyed by image
-    digest."""
     removed: dict[bytes, str] = {}
     for block in dataset.shard_blocks(shard):
         for row in np.flatnonzero(~_contains(current, np.ascontiguousarray(block.digests).view("S32").ravel())):

@@ -53,8 +53,6 @@ _LISTED = (RUNS, CHECKPOINTS, PARTS, EMBEDDINGS_PREFIX, WEIGHTS, DATASETS, MANIF
 
 
 class Surplus(Frozen):
-    """Objects that are deleted for the same reason."""
-
     what: str
     why: str
     size_bytes: int
@@ -67,12 +65,10 @@ class Pruning(Frozen):
     releases: tuple[str, ...]
     """Versions of removed releases. Their records remain, as pruned."""
     surplus: tuple[Surplus, ...]
-    """Groups of objects, in order of deletion."""
     kept: tuple[str, ...]
     """One sentence for each damaged document that prevents a deletion."""
     size_bytes: int
     listed: int
-    """Number of listed objects."""
 
     def __str__(self) -> str:
         objects = sum(len(group.keys) for group in self.surplus)
@@ -81,8 +77,6 @@ class Pruning(Frozen):
 
 @dataclass(frozen=True)
 class _Needs:
-    """The objects that remain."""
-
     keys: frozenset[str]
     folders: tuple[str, ...]
     """Folders that may contain objects referenced by a damaged document. All objects in these
@@ -167,7 +161,6 @@ def _explain(active: dict[str, datetime]) -> str:
 
 
 def _plan(store: Store, keep: int, retired: Sequence[str]) -> Pruning:
-    """The objects to delete if the releases in ``retired`` are removed."""
     listing = {folder: list(store.list(folder)) for folder in _LISTED}
     needs = _needs(store, retired)
     records = {v: record for v, record in Registry(store).records()[0].items() if v not in retired}
@@ -207,7 +200,6 @@ def _needs(store: Store, retired: Iterable[str]) -> _Needs:
 
 
 def _affected_folders(key: str) -> tuple[str, ...]:
-    """The folders that may contain objects referenced by a damaged document."""
     if key.startswith(DATASETS):
         return (f"{DATASETS}{key.split('/')[1]}/",)
     return (DATASETS, ARCHIVES) if key.startswith(MANIFESTS) else ()
@@ -314,14 +306,11 @@ def _group(what: str, why: str, going: Sequence[ObjectInfo]) -> Surplus:
 
 
 def _missing(store: Store) -> set[str]:
-    """The needed objects that do not exist."""
     stored = {info.key for folder in (DATASETS, RELEASES) for info in store.list(folder)}
     return {found.key for found in references(store)} - stored
 
 
 def _require_all(store: Store, missing: Collection[str]) -> None:
-    """Read the store again, and require all needed objects to exist, except objects that were
-    already ``missing``."""
     if lost := sorted(_missing(store).difference(missing)):
         raise IntegrityError(
             f"{lost[0]} in {store.uri} was deleted although it is needed ({len(lost)} in all); run `evernear store "

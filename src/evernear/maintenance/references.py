@@ -57,9 +57,7 @@ class Unreadable:
 
 def references(store: Store, retired: Iterable[str] = ()) -> Iterator[Reference | Unreadable]:
     """Yield the objects that the store's roots need, as if the releases in ``retired`` were pruned.
-
-    An object that several owners need is yielded once for each owner.
-    """
+    An object that several owners need is yielded once for each owner."""
     if store.find(IDENTITY) is not None:
         yield Reference(IDENTITY, "the store")
     for name in datasets(store):
@@ -68,12 +66,10 @@ def references(store: Store, retired: Iterable[str] = ()) -> Iterator[Reference 
 
 
 def datasets(store: Store) -> list[str]:
-    """The names of all datasets with at least one object in the store."""
     return sorted({info.key.split("/")[1] for info in store.list(DATASETS)})
 
 
 def snapshot_references(store: Store, name: str, digest: str, owner: str) -> Iterator[Reference | Unreadable]:
-    """Yield the objects that a snapshot needs: its manifest, ledger and shards."""
     key = manifest_key(name, digest)
     try:
         manifest = find_manifest(store, name, digest)

@@ -38,7 +38,6 @@ def name_of(source: str) -> str:
 
 
 def require_outside(out: Store, *sources: str) -> None:
-    """Require that an output is not in the folder or the bucket prefix of a source."""
     uri = out.root.resolve().as_uri() if isinstance(out, FileStore) else out.uri
     for source in sources:
         root = _root_uri(source)

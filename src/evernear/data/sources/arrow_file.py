@@ -17,12 +17,9 @@ _TEXT_ROWS = 4096
 
 
 class ArrowFile(NamedTuple):
-    """An open Parquet or Arrow file, which is called ``name`` in messages."""
-
     name: str
     schema: Any
     batches: Callable[[list[str], int], Iterator[Any]]
-    """Yields batches of the given columns. A batch has at most the given number of rows."""
 
     def texts(self, columns: Sequence[str], first_row: int = 0) -> Iterator[list[str]]:
         """Yield the text of each row's cells in ``columns``. ``first_row`` is the number of the
@@ -78,7 +75,6 @@ def _names(feature: Any) -> Sequence[str]:
 
 
 def _is_numbers(schema: Any, column: str) -> bool:
-    """Whether a file has a column of numbers, or of lists of numbers."""
     if column not in schema.names:
         return False
     kind = schema.field(column).type
@@ -98,7 +94,6 @@ def _class_of(number: str, column: str, place: str, names: Sequence[str]) -> str
 
 @contextmanager
 def open_arrow_file(path: Path, name: str) -> Generator[ArrowFile]:
-    """Open the file at ``path``, whose content shows whether it is Parquet or Arrow."""
     with disk_errors(path):
         with path.open("rb") as start:
             is_arrow = start.read(4) != b"PAR1" and not name.endswith((".parquet", ".pq"))

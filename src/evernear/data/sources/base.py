@@ -37,11 +37,8 @@ def file_etag(stat: os.stat_result) -> str:
 
 def without_change_time(etag: str) -> str:
     """The part of an etag that does not change when a file is copied or restored with its times, or
-    when its mode or owner changes.
-
-    For an object in a bucket, this part is the whole etag, because the etag cannot contain a space
-    (RFC 9110).
-    """
+    when its mode or owner changes. For an object in a bucket, this part is the whole etag, because
+    the etag cannot contain a space (RFC 9110)."""
     return etag.partition(" ")[0]
 
 
@@ -54,7 +51,6 @@ class NameSample:
     names: list[str] = field(default_factory=list[str])
 
     def add(self, name: str) -> None:
-        """Count ``name``."""
         self.count += 1
         insort(self.names, name)
         del self.names[_MAX_NAMES:]
@@ -72,18 +68,14 @@ class ArrayBlock:
 
 
 class Source(Protocol):
-    """The base class for both kinds of sources.
-
-    ``name`` is the default name of the dataset. Images without an explicit split are assigned to
-    one of the splits in ``chosen_splits`` (`evernear.data.splits`).
-    """
+    """The base class for both kinds of sources. ``name`` is the default name of the dataset. Images
+    without an explicit split are assigned to one of the splits in ``chosen_splits``
+    (`evernear.data.splits`)."""
 
     name: str
     chosen_splits: tuple[Split, ...] = SPLITS
 
-    def entries(self) -> Iterator[FileEntry]:
-        """List the images. Their pixels are not read."""
-        ...
+    def entries(self) -> Iterator[FileEntry]: ...
 
     def group(self, name: str) -> str:
         """The group that the source itself specifies for an image (``data.group=column``), or an
@@ -91,7 +83,6 @@ class Source(Protocol):
         return ""
 
     def names_groups(self) -> bool:
-        """Whether the source itself names groups. Call this after `entries`."""
         return False
 
 

@@ -28,11 +28,9 @@ class Digits(ArraySource):
         self._labels = [str(label) for label in labels]
 
     def entries(self) -> Iterator[FileEntry]:
-        """List all images."""
         yield from (FileEntry(f"digits[{i}]", "", label, None, 0) for i, label in enumerate(self._labels))
 
     def blocks(self) -> Iterator[ArrayBlock]:
-        """Yield all images in one block."""
         yield ArrayBlock([entry.name for entry in self.entries()], self._labels, None, self._images)
 
 
@@ -41,9 +39,7 @@ class DigitFolders(NamedTuple):
     contains the images of that class."""
 
     known: Path
-    """A folder that contains a subfolder of PNG files for each class."""
     unseen: Path
-    """A folder with PNG files of the class that is missing in ``known``."""
 
 
 def lay_out_digits(directory: Path, without: str) -> DigitFolders:

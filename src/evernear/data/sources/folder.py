@@ -32,26 +32,19 @@ _PAGE_NAMES = 1000
 
 
 def dataset_name(location: str) -> str:
-    """The dataset name for ``location``, which is a directory, or a bucket with a prefix."""
     return re.sub(r"[^a-z0-9]+", "-", location.lower()).strip("-")[:63].rstrip("-") or "dataset"
 
 
 class _Meaning(NamedTuple):
-    """What a folder means for the files in it."""
-
     folder: str | None = None
     skipped: str = ""
-    """See `skipped_path`."""
     left_out: bool = False
-    """Whether the settings leave out the folder."""
     place: Place | None = None
     """None if the folder is not in a class folder."""
     explicit_split: Split | None = None
 
 
 class _ClassFolders(FileSource):
-    """Determines the label and the split of a file from its path."""
-
     def __init__(self, name: str, settings: DataSettings) -> None:
         self.name = dataset_name(name)
         self.layout = Layout()
@@ -78,8 +71,6 @@ class _ClassFolders(FileSource):
         self.chosen_splits = self.layout.chosen_splits
 
     def _entry(self, path: str, etag: str = "", size_bytes: int = 0) -> FileEntry | None:
-        """The entry for an image, given its path in the source. Returns None if the image is not in
-        a class folder."""
         meaning = self._meaning_of(path.rpartition("/")[0])
         if meaning.place is None:
             return None
@@ -105,8 +96,6 @@ class _ClassFolders(FileSource):
         return self._meaning
 
     def _check_and_note_folders(self) -> None:
-        """Reject split folders that contain no image in a class folder, and note how the other
-        folders were treated."""
         self.layout.require_used(self.name, self._split_folders_used, self._settings)
         self._note_merged_folders()
         for name in self._nested.names():
@@ -142,7 +131,6 @@ class Folder(_ClassFolders):
         self._root = os.path.join(directory, "")  # noqa: PTH118 - a Path has no trailing slash
 
     def entries(self) -> Iterator[FileEntry]:
-        """List the image files, class by class."""
         tree = Tree(self._directory)
         parents = [str(self._directory)]
         folders = _folders(tree, parents[0])
@@ -166,7 +154,6 @@ class Folder(_ClassFolders):
         self._check_and_note_folders()
 
     def read(self, name: str) -> bytes:
-        """The content of a file."""
         path = self._directory / name
         with disk_errors(path):
             return path.read_bytes()
@@ -231,7 +218,6 @@ class Bucket(_ClassFolders):
         self._store = open_store(uri)
 
     def entries(self) -> Iterator[FileEntry]:
-        """List the image files."""
         folders = [folder for folder in self._store.folders() if not is_skipped(folder)]
         read = {*named_like_splits(folders), *folders[:: len(folders) // _MAX_FOLDERS_READ + 1]}
         contents = dict.fromkeys(folders, Contents()) | self._read_contents(read, self._contents)
@@ -265,7 +251,6 @@ class Bucket(_ClassFolders):
         self.hidden_folders = sorted(hidden)
 
     def read(self, name: str) -> bytes:
-        """The content of a file."""
         return self._get(name)
 
     @cached_property
@@ -310,7 +295,6 @@ def _may_be_image(key: str, size_bytes: int) -> bool:
 
 
 def _printable_name(path: str | Path) -> str:
-    """Return ``path``, with bytes that are not UTF-8 escaped."""
     return os.fsencode(path).decode(errors="backslashreplace")
 
 

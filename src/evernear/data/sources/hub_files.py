@@ -86,10 +86,8 @@ def _json(data: bytes) -> Any:
 
 
 def require_one_configuration(source: str, files: Collection[str], readme: bytes) -> None:
-    """Reject several configurations of one dataset. Their images would be mixed.
-
-    ``readme`` is the content of the dataset's README, or empty.
-    """
+    """Reject several configurations of one dataset. Their images would be mixed. ``readme`` is the
+    content of the dataset's README, or empty."""
     named = _named_configurations(files, readme)
     configurations = named or _similar_folders(files)
     if len(configurations) < 2:

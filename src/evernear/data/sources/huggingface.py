@@ -80,7 +80,6 @@ class HuggingFace(PackedFiles):
 
 
 def _is_plain(kind: Any) -> bool:
-    """Whether a column contains text or whole numbers."""
     kind = kind.value_type if pa.types.is_dictionary(kind) else kind
     is_text = pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind)
     return is_text or pa.types.is_integer(kind)

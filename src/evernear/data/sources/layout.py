@@ -51,7 +51,6 @@ class Place(NamedTuple):
     """The meaning of each folder in an image's path."""
 
     class_folder: str
-    """The folder whose name is the class."""
     split_folder: str
     split: Split | None
     class_folders: list[str]
@@ -66,7 +65,6 @@ class Layout:
 
     splits: Mapping[str, Split] = field(default_factory=dict[str, Split])
     left_out: frozenset[str] = frozenset()
-    """Top-level folders to ignore."""
     left_out_inside: frozenset[str] = frozenset()
     """Folders that are ignored inside top-level folders."""
     class_first: bool = False
@@ -75,13 +73,10 @@ class Layout:
 
     @property
     def train_folder(self) -> str:
-        """The split folder with the training images, or an empty string if there are no split
-        folders."""
         return next((folder for folder, split in self.splits.items() if split == "train"), "")
 
     @property
     def top_splits(self) -> Mapping[str, Split]:
-        """The split folders at the top level, each with its split."""
         return {} if self.class_first else self.splits
 
     @property
@@ -90,7 +85,6 @@ class Layout:
         return ("train", *(split for split in SPLITS[1:] if split not in self.splits.values()))
 
     def leaves_out(self, folders: list[str]) -> bool:
-        """Whether the settings exclude the images in the given ``folders``."""
         return not (self.left_out.isdisjoint(folders[:1]) and self.left_out_inside.isdisjoint(folders[1:2]))
 
     def place(self, folders: list[str]) -> Place | None:
@@ -116,10 +110,8 @@ class Layout:
 
     def class_folder(self, label: str, file: str = "") -> str:
         """The folder for an image of the class ``label``. The image is either new or an existing
-        ``file`` whose class changes.
-
-        An existing file stays in its split folder. A new image becomes a training image.
-        """
+        ``file`` whose class changes. An existing file stays in its split folder. A new image
+        becomes a training image."""
         split_folder = self.train_folder
         if file:
             place = self.place(file.split("/")[:-1])
@@ -159,7 +151,6 @@ class NestedFolders:
         self._direct: set[str] = set()
 
     def add(self, label: str, place: Place) -> None:
-        """Count an image."""
         if len(place.class_folders) == 1:
             self._direct.add(label)
             return
@@ -178,7 +169,6 @@ class NestedFolders:
 
 
 def choose_layout(name: str, folders: Mapping[str, Contents], settings: DataSettings) -> Layout:
-    """Choose the layout for a source that has the given top-level folders."""
     ignored = frozenset(folder for folder, split in settings.split_folders.items() if split == "none")
     left_out, left_out_inside = ignored & folders.keys(), ignored - folders.keys()
     given: dict[str, Split] = {folder: split for folder, split in settings.split_folders.items() if split != "none"}
@@ -261,11 +251,8 @@ def _split_words(folders: Collection[str]) -> dict[str, str]:
 
 def _splits_of(words: Mapping[str, str], given: Mapping[str, Split]) -> dict[str, Split]:
     """The splits of folders with the given ``words``. A validation folder is the test split if the
-    source has no test folder, and otherwise the gallery.
-
-    If a dataset has only train and validation folders, its published results were measured on the
-    validation folder.
-    """
+    source has no test folder, and otherwise the gallery. If a dataset has only train and validation
+    folders, its published results were measured on the validation folder."""
     has_test = "test" in given.values() or any(SPLIT_WORDS[word] == "test" for word in words.values())
     return {
         folder: "test" if word in VALIDATION_WORDS and not has_test else SPLIT_WORDS[word]
@@ -305,8 +292,6 @@ def _sharing(folders: Mapping[str, Contents]) -> set[str]:
 def _question(
     subject: str, known: Collection[str], unknown: Collection[str], folders: Mapping[str, Contents]
 ) -> DataError:
-    """An error that asks which of the ``unknown`` folders are splits, and suggests settings that
-    specify the splits."""
     sharing = _sharing(folders)
     used: set[str] = {SPLIT_WORDS[word] for word in _split_words(known).values()}
     answers: list[str] = []
@@ -326,7 +311,6 @@ def _question(
 
 
 def split_option(folder: str, split: str) -> str:
-    """The command-line option that assigns a split to a folder."""
     if re.search(r"[.=\s]|__", folder):
         return f"--set {shlex.quote(f'data.split_folders={json.dumps({folder: split}, ensure_ascii=False)}')}"
     return f"--set {shlex.quote(f'data.split_folders.{folder}={split}')}"

@@ -36,14 +36,12 @@ class Mnist(ArraySource):
         self._directory = directory
 
     def entries(self) -> Iterator[FileEntry]:
-        """List the images according to the label files."""
         for part, split in _PARTS:
             with _open_idx(self._find(f"{part}-labels", "idx1-ubyte")) as labels:
                 for i, label in enumerate(labels.read(labels.shape[0]).tolist()):
                     yield FileEntry(f"{part}[{i}]", "", str(label), split, 0)
 
     def blocks(self) -> Iterator[ArrayBlock]:
-        """Yield 1,024 images at a time, starting with the test images."""
         for part, split in _PARTS:
             images_path = self._find(f"{part}-images", "idx3-ubyte")
             labels_path = self._find(f"{part}-labels", "idx1-ubyte")
@@ -72,8 +70,6 @@ class Mnist(ArraySource):
 
 
 class _IdxReader:
-    """Reads an IDX file of unsigned bytes sequentially. Memory use is constant."""
-
     def __init__(self, file: BinaryIO | gzip.GzipFile, path: Path) -> None:
         self._file, self._path = file, path
         zeros, kind, dimensions = struct.unpack(">HBB", self._read_bytes(4))
@@ -83,7 +79,6 @@ class _IdxReader:
         self._left = self.shape[0]
 
     def read(self, count: int) -> Pixels:
-        """Read the next ``count`` items, or all remaining items if fewer are left."""
         count = min(count, self._left)
         self._left -= count
         shape = (count, *self.shape[1:])

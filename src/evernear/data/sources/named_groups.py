@@ -1,7 +1,5 @@
-"""The groups that packed files name for their images, as recorded in a ledger.
-
-The ledger remembers these groups, because an unchanged file is not opened again.
-"""
+"""The groups that packed files name for their images, as recorded in a ledger. The ledger remembers
+these groups, because an unchanged file is not opened again."""
 
 import sqlite3
 from collections.abc import Mapping
@@ -33,7 +31,6 @@ class NamedGroups:
             self._db.executemany("INSERT INTO named_groups VALUES (?, ?, ?)", rows)
 
     def forget_unlisted(self) -> None:
-        """Delete the groups of images that are no longer in ``files``."""
         with sqlite_errors():
             self._db.execute(
                 "DELETE FROM named_groups WHERE NOT EXISTS"
@@ -41,14 +38,12 @@ class NamedGroups:
             )
 
     def of(self, name: str) -> str:
-        """The group of an image, or an empty string if the image has no group."""
         query = "SELECT grp FROM named_groups WHERE source = ? AND name = ?"
         with sqlite_errors():
             row = self._db.execute(query, (self._source, name)).fetchone()
         return row[0] if row else ""
 
     def is_empty(self) -> bool:
-        """Whether no image of the source has a group."""
         query = "SELECT 1 FROM named_groups WHERE source = ? LIMIT 1"
         with sqlite_errors():
             return self._db.execute(query, (self._source,)).fetchone() is None

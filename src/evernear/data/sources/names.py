@@ -67,13 +67,10 @@ def names_other_kind(path: str) -> bool:
 
 
 def reviewed_stem(sha256: str) -> str:
-    """The file stem for a live query that was labeled by a person. ``sha256`` is the hash of the
-    query's image."""
     return f"review-{sha256[:16]}"
 
 
 def is_reviewed(path: str) -> bool:
-    """Whether the name of the file at ``path`` was made by `reviewed_stem`."""
     if "review-" not in path:  # true for most names, and faster than a regular expression match
         return False
     return re.fullmatch(r"review-[0-9a-f]{16}\.[^.]+", path.rpartition("/")[2]) is not None
@@ -96,8 +93,6 @@ def exported_stem(position: int, digest: str) -> str:
 
 
 def exported_position(path: str) -> int | None:
-    """The position in the file name of ``path`` if `exported_stem` made this name, and otherwise
-    None."""
     name = path.rpartition("/")[2]
     if not name[:9].isdecimal():  # false for most names, and faster than a regular expression match
         return None

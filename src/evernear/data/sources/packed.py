@@ -37,12 +37,10 @@ from evernear.settings.data import DataSettings
 _MAX_NAMES = 5
 _WITH_NOTES = " notes"
 _OF_EXPORT = (MARKER, ".staging/")
-"""The marker of an export, and its staged files."""
 _METADATA = frozenset(
     {"dataset_dict.json", "dataset_info.json", "dataset_infos.json", "state.json"}
     | {".gitattributes", ".gitignore", "LICENSE", "README.md"}
 )
-"""Files that describe a dataset."""
 
 
 class Member(NamedTuple):
@@ -56,8 +54,6 @@ class Member(NamedTuple):
 
 
 class PackedFile(NamedTuple):
-    """A packed file. ``word`` is the word in its path that names the split."""
-
     name: str
     etag: str
     split: NamedSplit
@@ -66,19 +62,14 @@ class PackedFile(NamedTuple):
 
 class PackedFiles(FileSource):
     """Packed files below a directory or below a prefix in a bucket. Subclasses implement the file
-    formats.
-
-    The name of a file, or the name of a folder above it, may indicate the split of the file's
-    images, as in ``train-00000.tar``.
-    """
+    formats. The name of a file, or the name of a folder above it, may indicate the split of the
+    file's images, as in ``train-00000.tar``."""
 
     only_images = True
     suffixes: tuple[str, ...]
     kind: str
-    """The name for the file type in messages."""
 
     def __init__(self, location: str, settings: DataSettings) -> None:
-        """Open the files at ``location``, which is a directory or ``s3://bucket/prefix``."""
         self._location, self._settings = location, settings
         self._store = open_store(location) if location.startswith("s3://") else None
         if self._store is None and not Path(location).is_dir():
@@ -90,13 +81,11 @@ class PackedFiles(FileSource):
         """The images of a file with the given etag, as they were listed before, or nothing if the
         file is new."""
         self._advice = ""
-        """A sentence about the first image without a label."""
         self.named_groups: NamedGroups | None = None
         """Records the groups of images in newly listed files, and remembers the groups of all other
         images. If None, groups are not recorded."""
 
     def entries(self) -> Iterator[FileEntry]:
-        """List the images, one file after the other."""
         self._notes.clear()
         self._advice = ""
         files, splits = self._files()
@@ -116,11 +105,9 @@ class PackedFiles(FileSource):
         self._require_labels({word: count for word, count in unlabeled.items() if count and not labeled[word]})
 
     def group(self, name: str) -> str:
-        """The group that a file names for an image."""
         return self.named_groups.of(name) if self.named_groups else ""
 
     def names_groups(self) -> bool:
-        """Whether a file names the group of an image."""
         return self.named_groups is not None and not self.named_groups.is_empty()
 
     def read(self, name: str) -> bytes:
@@ -161,7 +148,6 @@ class PackedFiles(FileSource):
         return set()
 
     def _small_file(self, file: str) -> bytes:
-        """The content of a small file."""
         with self._opened(file) as path, disk_errors(path):
             return path.read_bytes()
 
@@ -202,7 +188,6 @@ class PackedFiles(FileSource):
         return [entry._replace(etag=etag) for entry in entries if entry.label not in no_label], len(unlabeled)
 
     def _files(self) -> tuple[list[PackedFile], NamedSplits]:
-        """The files, sorted by name, each with its split."""
         splits = NamedSplits(self._location, self._settings)
         etags = {name: etag for name, etag in self._all_files() if not name.startswith(_OF_EXPORT)}
         strays, litter = self._strays([*etags]), set[str]()
@@ -241,7 +226,6 @@ class PackedFiles(FileSource):
         return sorted(files), splits
 
     def _all_files(self) -> Iterator[tuple[str, str]]:
-        """Yield the names and etags of all files, except in folders that evernear wrote."""
         if self._store is not None:
             marked = MarkedFolders()
             for info in self._store.list(""):
@@ -298,7 +282,6 @@ def split_word(name: str, folders: Collection[str] = ()) -> str:
 
 
 def _stem(file: str) -> str:
-    """The name of a file without its suffix and its shard number."""
     return re.sub(r"([-_.]?\d+(-of-\d+)?)?(\.[a-z]+)+$", "", file.lower())
 
 

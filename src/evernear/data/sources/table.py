@@ -45,7 +45,6 @@ class Table(FileSource):
     has the form ``s3://bucket/key``."""
 
     def __init__(self, location: str, settings: DataSettings) -> None:
-        """Open the table at ``location``, which is a path or ``s3://bucket/key``."""
         if not is_table(location):
             raise SettingsError(f"{location} is not a table; name a file that ends with .csv, .tsv or .parquet.")
         self._location, self._settings = location, settings
@@ -61,7 +60,6 @@ class Table(FileSource):
         self._db: sqlite3.Connection | None = None
 
     def entries(self) -> Iterator[FileEntry]:
-        """List the files in the rows, sorted by name."""
         self._notes.clear()
         self._db = sqlite3.connect("")  # a private temporary file
         splits = self._load(self._db)
@@ -91,7 +89,6 @@ class Table(FileSource):
         self._require_present(missing)
 
     def read(self, name: str) -> bytes:
-        """The content of a file."""
         uri = f"{self._root}/{name}" if self._in_bucket and not name.startswith(_S3) else name
         if uri.startswith(_S3):
             bucket, _, key = uri.removeprefix(_S3).partition("/")
@@ -101,20 +98,17 @@ class Table(FileSource):
             return path.read_bytes()
 
     def group(self, name: str) -> str:
-        """The group of a file, or an empty string if the table does not specify a group."""
         assert self._db is not None  # noqa: S101 - `entries` comes first
         with sqlite_errors():
             row = self._db.execute("SELECT grp FROM rows WHERE name = ?", (name,)).fetchone()
         return row[0] if row else ""
 
     def names_groups(self) -> bool:
-        """Whether the column ``group`` has a value."""
         assert self._db is not None  # noqa: S101 - `entries` comes first
         with sqlite_errors():
             return self._db.execute("SELECT 1 FROM rows WHERE grp != '' LIMIT 1").fetchone() is not None
 
     def _load(self, db: sqlite3.Connection) -> NamedSplits:
-        """Load the table into the SQLite table ``rows``."""
         splits = NamedSplits(self._file_name, self._settings)
         labels: defaultdict[str, set[str]] = defaultdict(set)
         conflicts = NameSample()
@@ -149,8 +143,6 @@ class Table(FileSource):
         return splits
 
     def _fetched(self, scratch: Path) -> Path:
-        """Return the path of the table file. If the file is in a bucket, it is first fetched to
-        ``scratch``."""
         if not self._in_bucket:
             return Path(self._location)
         return open_store(self._root).fetch(self._file_name, scratch / "table")
@@ -186,7 +178,6 @@ class Table(FileSource):
         return name, bucket, f"{prefix}/{name}" if prefix else name
 
     def _is_used(self, name: str, label: str) -> bool:
-        """Whether a row is used as an image of the dataset. If not, note the reason."""
         if skipped := skipped_path(name.removeprefix(_S3)):
             self._notes["litter"].add(skipped)
         elif names_other_kind(name):
@@ -198,7 +189,6 @@ class Table(FileSource):
         return False
 
     def _stat(self, name: str) -> tuple[str | None, int]:
-        """The etag and the size of a file. The etag is None if the file does not exist."""
         path = os.path.join(self._root, name)  # noqa: PTH118 - pathlib would take most of the time
         try:
             stat = os.stat(path)  # noqa: PTH116
@@ -220,7 +210,6 @@ class Table(FileSource):
         return next((path for path in paths if path and is_output(f"{self._root}/{path}")), "")
 
     def _note_link(self, folder: str) -> None:
-        """Note a link that leads from the table's folder to a folder outside it."""
         root = os.path.realpath(self._root)
         if os.path.commonpath([root, os.path.realpath(os.path.join(root, folder))]) == root:  # noqa: PTH118
             return
@@ -232,8 +221,6 @@ class Table(FileSource):
             self._notes["outside_link"].add(name)
 
     def _find_objects(self, db: sqlite3.Connection, bucket: str) -> None:
-        """Record the etags and sizes of objects in a bucket, using a listing of their common parent
-        folder."""
         own_bucket, _, root = self._root.removeprefix(_S3).partition("/")
         marked = MarkedFolders(root if self._in_bucket and own_bucket == bucket else "")
         with sqlite_errors():
@@ -282,7 +269,6 @@ def _reader(bucket: str) -> Callable[[str], bytes]:
 
 
 def _twin_on_disk(root: Path, name: str) -> str:
-    """The relative path of the file below ``root`` that looks like ``name``, or an empty string."""
     path = root
     for part in re.split(r"[/\\]", name):
         try:
@@ -297,7 +283,6 @@ def _twin_on_disk(root: Path, name: str) -> str:
 
 
 def _sample(names: NameSample) -> str:
-    """Some of the names, followed by the number of other names."""
     shown = names.names[:_MAX_NAMES]
     rest = names.count - len(shown)
     return ", ".join(shown) + (f" and {rest:,} more" if rest else "")

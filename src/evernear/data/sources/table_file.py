@@ -53,5 +53,4 @@ def _parquet_rows(file: Path, name: str) -> Iterator[Row]:
 
 
 def is_table(location: str) -> bool:
-    """Whether a file has the suffix of a table, such as .csv."""
     return os.path.splitext(location)[1].lower() in CSV_SUFFIXES + PARQUET_SUFFIXES  # noqa: PTH122 - may be a URI

@@ -19,11 +19,8 @@ _Inode = tuple[int, int]
 
 
 class Tree:
-    """The folders and files below a directory.
-
-    A link to a folder is followed, unless the target folder contains the link. The paths begin with
-    the directory. They may pass through links.
-    """
+    """The folders and files below a directory. A link to a folder is followed, unless the target
+    folder contains the link. The paths begin with the directory. They may pass through links."""
 
     def __init__(self, root: Path) -> None:
         self._root = str(root)
@@ -40,7 +37,6 @@ class Tree:
         return _shown(os.path.relpath(path, self._root))
 
     def folders(self, path: str) -> list[str]:
-        """The sorted paths of a folder's subfolders."""
         above = self._containing(path)
         entries = (entry for entry, kind in self.scan(path) if kind == "folder")
         return sorted(entry.path for entry in entries if self._enters(entry, above))

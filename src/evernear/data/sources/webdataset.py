@@ -33,8 +33,6 @@ _JPEG_SUFFIXES = (".jpg", ".jpeg", ".jpe", ".jfif")
 
 
 class WebDataset(PackedFiles):
-    """Tar files that contain images and their labels."""
-
     suffixes = (".tar", ".tar.gz", ".tgz")
     kind = "tars"
 
@@ -105,7 +103,6 @@ class WebDataset(PackedFiles):
                     yield info.name, b"" if is_too_large else _content(tar, info)
 
     def _used(self, tar: tarfile.TarFile, file: str) -> Iterator[tarfile.TarInfo]:
-        """Yield the regular members, except files that operating systems left behind."""
         for info in _each(tar):
             try:
                 info.name.encode()
@@ -128,7 +125,6 @@ class _Labels:
         self._contents: defaultdict[str, dict[str, bytes | int]] = defaultdict(dict)
 
     def add(self, stem: str, suffix: str, size: int, read: Callable[[], bytes]) -> None:
-        """Record a member. A member that is too large is not read."""
         self._contents[stem][suffix] = size if size > _MAX_LABEL_BYTES else read()
 
     def stem_of(self, name: str, key: str) -> str:
@@ -151,7 +147,6 @@ class _Labels:
         return field_text(fields.get(name), f"The field {name} of {self._file}/{stem}.json")
 
     def _fields(self, stem: str) -> Mapping[str, Any]:
-        """The fields in .json, or nothing if its content is not an object."""
         text = self._text(stem, ".json")
         try:
             fields: Any = json.loads(text or "{}")
