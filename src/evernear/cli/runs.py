@@ -4,6 +4,7 @@ import os
 import sys
 import time
 from datetime import datetime
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,7 +12,7 @@ from rich.console import Console
 from rich.text import Text
 
 from evernear.common.output import print_json, print_line, printable
-from evernear.common.retry import retry
+from evernear.common.retry import doubling, retry
 from evernear.errors import EvernearError, IntegrityError, PipelineServerError, SettingsError, StoreError
 
 if TYPE_CHECKING:
@@ -116,9 +117,7 @@ def store_of(arguments: dict[str, object], runs: "KfpRuns", pipeline: str) -> "S
 
 def _get(runs: "KfpRuns", run_id: str) -> "Run":
     """Get the run's state, with retries, so waiting continues after a server restart."""
-    return retry(
-        lambda: runs.show(run_id), on=PipelineServerError, pauses_s=(POLL_S * number for number in range(1, 10))
-    )
+    return retry(lambda: runs.show(run_id), on=PipelineServerError, pauses_s=islice(doubling(POLL_S, 30.0), 9))
 
 
 def _step_line(step: "KfpStep") -> str:

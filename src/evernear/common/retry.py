@@ -1,8 +1,17 @@
+"""Exponential backoff."""
+
 import time
 from collections.abc import Callable, Iterable, Iterator
+from itertools import count
 from typing import TypeVar
 
 _T = TypeVar("_T")
+
+
+def backoff_s(failures: int, first_s: float, longest_s: float) -> float:
+    """Seconds to wait after that many consecutive failures: 0 after none, ``first_s`` after the
+    first, and twice as long after each further one."""
+    return min(first_s * 2 ** min(failures - 1, 20), longest_s) if failures else 0.0
 
 
 def retry(
@@ -27,8 +36,5 @@ def retry(
 
 
 def doubling(first_s: float, longest_s: float) -> Iterator[float]:
-    """An endless sequence of exponential backoff pauses in seconds."""
-    pause_s = first_s
-    while True:
-        yield pause_s
-        pause_s = min(2 * pause_s, longest_s)
+    """An endless sequence of the pauses for `retry`."""
+    return (backoff_s(failures, first_s, longest_s) for failures in count(1))

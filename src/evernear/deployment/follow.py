@@ -24,6 +24,7 @@ from pydantic import AwareDatetime
 
 from evernear.common.disk import sha256_file
 from evernear.common.frozen import Frozen
+from evernear.common.retry import backoff_s
 from evernear.common.store import open_store
 from evernear.deployment.local import LocalTarget
 from evernear.errors import (
@@ -84,7 +85,7 @@ class Follower:
         self._target = LocalTarget(settings)
         self._live = ""
         self._reported = self._fault = ""
-        self._pause_s = 0.0
+        self._failures = 0
         self._retry_at_s = 0.0
         self._failed = ""
 
@@ -133,9 +134,9 @@ class Follower:
         try:
             self._switch(version)
         except EvernearError as error:
-            first = version != self._failed
-            self._failed, self._pause_s = version, FIRST_PAUSE_S if first else min(2 * self._pause_s, LONGEST_PAUSE_S)
-            self._retry_at_s = time.monotonic() + _jittered(self._pause_s)
+            self._failed, self._failures = version, self._failures + 1 if version == self._failed else 1
+            pause_s = backoff_s(self._failures, FIRST_PAUSE_S, LONGEST_PAUSE_S)
+            self._retry_at_s = time.monotonic() + _jittered(pause_s)
             self._keep(f"Release {version} is the champion, but cannot be brought up here: {error}", version)
             return
         self._report(f"Release {version} is live{f', after {self._live}' if self._live else ''}.")

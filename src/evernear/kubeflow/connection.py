@@ -1,12 +1,11 @@
 """The connection to the KFP API through ``kfp.Client``, with its errors as sentences."""
 
 import ipaddress
-import itertools
 import json
 import os
-import time
 import warnings
 from collections.abc import Iterator, Mapping
+from itertools import islice
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote, urlsplit
@@ -18,7 +17,7 @@ from kfp.client import KF_PIPELINES_SA_TOKEN_ENV, KF_PIPELINES_SA_TOKEN_PATH, Se
 from kfp_server_api.exceptions import ApiException
 
 from evernear.common.environment import usable
-from evernear.common.retry import doubling
+from evernear.common.retry import doubling, retry
 from evernear.errors import PipelineServerError, SettingsError
 from evernear.settings import PipelineSettings
 
@@ -34,6 +33,10 @@ BACKOFF_CAP_S = 8.0
 PAGE_SIZE = 100
 MAX_PAGES = 20
 """Pages to read from a list."""
+
+
+class _RepeatableError(PipelineServerError):
+    """The API did not execute the request, or the request changes nothing."""
 
 
 class Connection:
@@ -70,20 +73,19 @@ class Connection:
         nonempty = {key: value for key, value in arguments.items() if value not in ("", None)}
         creates = "create" in operation or "upload" in operation
 
-        pauses_s = itertools.islice(doubling(BACKOFF_S, BACKOFF_CAP_S), ATTEMPTS - 1)
-        while True:
+        def attempt() -> Any:
             try:
                 return self._call_once(operation, nonempty)
             except urllib3.exceptions.HTTPError as error:
-                message, repeatable = self._describe_connection_error(error), _never_sent(error) or not creates
+                kind = _RepeatableError if _never_sent(error) or not creates else PipelineServerError
+                raise kind(self._describe_connection_error(error)) from None
             except ApiException as error:
                 if error.status and error.status < 500 and error.status != 429:
                     raise PipelineServerError(self._describe_rejection(error), error.status) from None
-                message, repeatable = self._describe_rejection(error), error.status != 0 and not creates
-            pause_s = next(pauses_s, None) if repeatable else None
-            if pause_s is None:
-                raise PipelineServerError(message)
-            time.sleep(pause_s)
+                kind = _RepeatableError if error.status and not creates else PipelineServerError
+                raise kind(self._describe_rejection(error)) from None
+
+        return retry(attempt, on=_RepeatableError, pauses_s=islice(doubling(BACKOFF_S, BACKOFF_CAP_S), ATTEMPTS - 1))
 
     def find(self, operation: str, **arguments: Any) -> Any:
         """The result of `call`, or None if the resource does not exist."""

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from evernear.common.retry import doubling, retry
+from evernear.common.retry import backoff_s, doubling, retry
 
 
 @pytest.fixture
@@ -59,3 +59,4 @@ def test_other_exceptions_end_the_attempts(slept_s: list[float]) -> None:
 
 def test_backoff_doubles_up_to_the_longest_pause() -> None:
     assert list(islice(doubling(1, 5), 5)) == [1, 2, 4, 5, 5]
+    assert [backoff_s(failures, 30, 600) for failures in (0, 1, 2, 10_000)] == [0, 30, 60, 600]

@@ -78,7 +78,7 @@ def test_create_requests_that_were_never_sent_are_retried(server: KfpServer, mon
     def start_server(_: float) -> None:
         service.api_client.configuration.host = address
 
-    monkeypatch.setattr("evernear.kubeflow.connection.time", SimpleNamespace(sleep=start_server))
+    monkeypatch.setattr("evernear.common.retry.time", SimpleNamespace(sleep=start_server))
     created = connection_.call("experiment_service_create_experiment", experiment={"display_name": "x"})
     assert created.display_name == "x"
 

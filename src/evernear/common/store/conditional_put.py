@@ -20,9 +20,11 @@ from uuid import uuid4
 import urllib3
 from minio.error import InvalidResponseError, S3Error
 
+from evernear.common.retry import backoff_s
 from evernear.common.store.base import conflict
 from evernear.common.store.s3_connection import (
     BACKOFF_S,
+    LONGEST_BACKOFF_S,
     MAX_ATTEMPTS,
     MISSING_OBJECT,
     S3Connection,
@@ -108,7 +110,7 @@ class ConditionalWriter:
             _WRITE_ID: write_id,
         }
         for attempt in range(MAX_ATTEMPTS):
-            time.sleep(BACKOFF_S * attempt)
+            time.sleep(backoff_s(attempt, BACKOFF_S, LONGEST_BACKOFF_S))
             written, is_answered = self._send(name, data, conditional)
             if written or (is_answered and attempt == 0):
                 return written

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 from datetime import datetime
 from functools import partial
 from io import BytesIO
+from itertools import islice
 from pathlib import Path
 from typing import BinaryIO, TypeVar
 
@@ -12,7 +13,7 @@ from minio.error import S3Error
 from minio.helpers import check_bucket_name
 
 from evernear.common.disk import disk_errors, open_regular, sha256_bytes, sha256_file
-from evernear.common.retry import retry
+from evernear.common.retry import doubling, retry
 from evernear.common.store.base import (
     CHUNK_BYTES,
     ObjectInfo,
@@ -23,7 +24,14 @@ from evernear.common.store.base import (
     write_chunks,
 )
 from evernear.common.store.conditional_put import OWN_PREFIX, ConditionalWriter
-from evernear.common.store.s3_connection import BACKOFF_S, MAX_ATTEMPTS, MISSING_OBJECT, S3Connection, required_etag
+from evernear.common.store.s3_connection import (
+    BACKOFF_S,
+    LONGEST_BACKOFF_S,
+    MAX_ATTEMPTS,
+    MISSING_OBJECT,
+    S3Connection,
+    required_etag,
+)
 from evernear.common.store.s3_reader import SHA256, object_reader
 from evernear.errors import IntegrityError, SettingsError
 
@@ -117,7 +125,7 @@ class S3Store(Store):
     def _get(self, key: str, read: Callable[[urllib3.BaseHTTPResponse], _T]) -> _T | None:
         """The result of ``read``, called again if a transfer breaks, or None without the object."""
         with self._connection.errors("s3:GetObject", self.bucket, self._prefix + key):
-            pauses_s = (BACKOFF_S * number for number in range(MAX_ATTEMPTS - 1))
+            pauses_s = islice(doubling(BACKOFF_S, LONGEST_BACKOFF_S), MAX_ATTEMPTS - 1)
             try:
                 return retry(lambda: self._get_intact(key, read), on=_BROKEN_OFF, pauses_s=pauses_s)
             except S3Error as error:

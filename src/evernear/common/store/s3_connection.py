@@ -29,7 +29,7 @@ from evernear.common.store.s3_pool import not_s3, pool
 from evernear.errors import SettingsError, StoreError, TransientStoreError
 
 MAX_ATTEMPTS = 4
-BACKOFF_S = 0.5
+BACKOFF_S, LONGEST_BACKOFF_S = 0.5, 8.0
 _PAGE_OBJECTS = 1000
 _FOLDERS_AT_ONCE = 8
 _PAGES_AT_ONCE = 4

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from evernear.common.audit import request_id
 from evernear.common.output import quantity
+from evernear.common.retry import backoff_s
 from evernear.common.store import Store
 from evernear.errors import ConflictError
 from evernear.evaluation.bake import Comparison, Figures, Share, total
@@ -32,8 +33,7 @@ BAKER = "the watcher's bake"
 SAVE_INTERVAL = timedelta(minutes=1)
 """Time between two saves of the counter values. If the process is killed, at most the requests
 since the last save are lost."""
-FIRST_RETRY = timedelta(seconds=30)
-LAST_RETRY = timedelta(minutes=10)
+FIRST_RETRY_S, LAST_RETRY_S = 30.0, 600.0
 
 
 class Baker:
@@ -193,7 +193,7 @@ class Baker:
 
 def _wait(attempts: int) -> timedelta:
     """Time from a failed rollback to the next attempt."""
-    return min(LAST_RETRY, FIRST_RETRY * 2 ** min(attempts, 10))
+    return timedelta(seconds=backoff_s(attempts + 1, FIRST_RETRY_S, LAST_RETRY_S))
 
 
 def _interrupted(bake: Bake, promotion: Promotion) -> str:

@@ -18,6 +18,7 @@ from apscheduler.schedulers.background import BackgroundScheduler
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from evernear.common.output import print_line
+from evernear.common.retry import backoff_s
 from evernear.common.store import open_store
 from evernear.errors import EvernearError, ServingError
 from evernear.maintenance.prune import prune_store
@@ -189,7 +190,7 @@ class WatchService:
 
     def _retry(self, sentence: str) -> None:
         self._failures += 1
-        wait_s = min(self._settings.watch.interval_s, FIRST_RETRY_S * 2 ** min(self._failures - 1, 16))
+        wait_s = backoff_s(self._failures, FIRST_RETRY_S, self._settings.watch.interval_s)
         self._report(f"{sentence} Retrying in {wait_s:.0f} s.")
         self._run_in(_JOB, timedelta(seconds=wait_s))
 
@@ -235,8 +236,8 @@ class WatchService:
                 reason = f"internal error: {type(error).__name__}: {error}"
             if self.stopping.is_set():
                 return
-            failures = 0 if time.monotonic() - begin_s > FIRST_RETRY_S else failures + 1
-            wait_s = min(self._settings.watch.interval_s, FIRST_RETRY_S * 2 ** min(failures, 16))
+            failures = 1 if time.monotonic() - begin_s > FIRST_RETRY_S else failures + 1
+            wait_s = backoff_s(failures, FIRST_RETRY_S, self._settings.watch.interval_s)
             self._report(f"Bucket notifications are unavailable: {reason} Retrying in {wait_s:.0f} s.")
             self.stopping.wait(wait_s)
 

@@ -461,6 +461,6 @@ def test_without_a_pipeline_server_this_process_rolls_back(cluster: Cluster, mon
     ((expected, why),) = calls
     assert expected == bad
     assert why.startswith("Rule unknown")
-    cluster.serve(int(baker_module.FIRST_RETRY / POLL) - 1)  # waits before the next attempt
+    cluster.serve(int(baker_module.FIRST_RETRY_S / POLL.total_seconds()) - 1)  # waits before the next attempt
     with pytest.raises(StoreError):
         cluster.serve(1)
