@@ -25,7 +25,7 @@ import numpy as np
 from benchmarks import machine
 from evernear.common.parts import Parts
 from evernear.common.store import FileStore
-from evernear.common.store.folder import put_folder
+from evernear.common.store.base import put_folder
 from evernear.data.ledger import Ledger
 from evernear.data.manifest import Manifest, manifest_key
 from evernear.data.shards import Dataset

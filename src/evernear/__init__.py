@@ -1,9 +1,9 @@
 """evernear keeps an image recognizer up to date, from new labeled images to a gated release that is
 live."""
 
-from evernear.common import masking, threads
+from evernear.common import masking, processes
 
-threads.configure_threads()  # numerical libraries read the variables when they are loaded
+processes.configure_threads()  # numerical libraries read the variables when they are loaded
 masking.configure_masking()  # libraries read secrets from the environment
 
 

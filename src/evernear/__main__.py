@@ -3,7 +3,7 @@
 import sys
 from typing import NoReturn
 
-from evernear.common.endings import shadowed_modules
+from evernear.common.processes import shadowed_modules
 
 
 def main() -> None:

@@ -227,7 +227,7 @@ def embed(run: str, settings: Tree, dataset: str, network: str, embeddings: str)
 def index(run: str, settings: Tree, dataset: str, embeddings: str, open_set: str, index: str) -> None:
     """Build the gallery's index, with the network's open-set threshold."""
     with _step("index", run, settings) as (running, chosen, record):
-        from evernear.common.store.identity import owner_of
+        from evernear.common.store.base import owner_of
         from evernear.data.groups import group_numbers
         from evernear.data.shards import Dataset
         from evernear.embedding.embeddings import Embeddings

@@ -82,8 +82,8 @@ def batch_predict(
 def _executor(settings: Settings, processes: int | None, nodes: int | None, *uris: str) -> "Executor":
     """Processes here or, if ``nodes`` is set, an Indexed Job whose pods can read all ``uris``."""
     if nodes is None:
+        from evernear.common.processes import available_cpus
         from evernear.common.run_parts import Processes
-        from evernear.common.threads import available_cpus
         from evernear.serving.batch import open_worker
 
         return Processes(processes or min(MAX_PROCESSES, max(1, available_cpus() // CPUS_PER_PROCESS)), open_worker)

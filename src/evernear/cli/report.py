@@ -31,7 +31,7 @@ def report(
 
 
 def _last(workdir: Path) -> Path:
-    from evernear.common.run_directories import run_directories
+    from evernear.common.progress import run_directories
     from evernear.kubeflow.local_run import PAGE_FILE
 
     runs = run_directories(workdir) if (workdir / "runs").is_dir() else []

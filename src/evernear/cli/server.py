@@ -25,7 +25,7 @@ def status(
 ) -> None:
     """Show the run in progress, the server, its releases and the champion. With the kubernetes
     target, show the state of the cluster."""
-    from evernear.common.run_directories import progress
+    from evernear.common.progress import progress
     from evernear.deployment import open_target
     from evernear.deployment.follow import follow_state
     from evernear.serving.endpoints import home_of

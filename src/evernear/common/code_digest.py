@@ -13,7 +13,7 @@ EXCLUDED = frozenset(
     f"{PACKAGE}.{name}"
     for name in (
         "common.code_digest",
-        "common.container",
+        "common.processes",
         "data.ledger",
         "data.manifest",
         "data.sources",
@@ -23,10 +23,8 @@ EXCLUDED = frozenset(
         "common.frozen",
         "common.output",
         "common.progress",
-        "common.scratch",
         "settings",
         "common.store",
-        "common.threads",
     )
 )
 """Modules that only move bytes, messages and settings, or create a dataset, which has a digest."""

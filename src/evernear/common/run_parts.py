@@ -20,8 +20,8 @@ from typing import NamedTuple, Protocol
 from evernear.common.frozen import Frozen
 from evernear.common.output import quantity
 from evernear.common.parts import OpenWorker, Parts, Worker
+from evernear.common.processes import divide_between
 from evernear.common.store import open_store
-from evernear.common.threads import divide_between
 from evernear.errors import BusyError, ClusterError, EvernearError, MissingObjectError, StoreError
 
 FINAL_EXIT_CODE = 42

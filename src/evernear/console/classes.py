@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable
 from difflib import get_close_matches
 
-from evernear.common.class_names import class_name, lookalike_key
+from evernear.common.text import class_name, lookalike_key
 from evernear.console.answers import Answer
 
 _SIMILARITY = 0.65

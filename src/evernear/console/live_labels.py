@@ -14,10 +14,9 @@ from uuid import uuid4
 
 from pydantic import StringConstraints
 
-from evernear.common.class_names import class_name
-from evernear.common.csv_rows import column_positions, csv_rows
 from evernear.common.frozen import Frozen
 from evernear.common.store import Store
+from evernear.common.text import class_name, column_positions, csv_rows
 from evernear.errors import IntegrityError, StoreError
 from evernear.evaluation.examples import Examples
 from evernear.evaluation.live_accuracy import LabeledQuery, LiveAccuracy, accuracy_by_week

@@ -5,8 +5,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from evernear.common.class_names import class_name
 from evernear.common.store import Store
+from evernear.common.text import class_name
 from evernear.console.answers import Answer, named_files
 from evernear.data.manifest import Manifest, find_manifest
 from evernear.data.snapshots import Snapshots

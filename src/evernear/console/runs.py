@@ -11,7 +11,7 @@ from typing import NamedTuple, Protocol
 
 from evernear.common.audit import request_id
 from evernear.common.disk import disk_errors
-from evernear.common.run_directories import progress
+from evernear.common.progress import progress
 from evernear.common.run_record import OUTCOME, RunRecord
 from evernear.common.store import Store
 from evernear.deployment import promote_release, roll_back

@@ -25,7 +25,7 @@ import numpy as np
 from evernear.common.disk import disk_errors, sha256_file
 from evernear.common.frozen import Frozen
 from evernear.common.parts import Part, Parts, Worker, concurrently
-from evernear.common.threads import available_cpus
+from evernear.common.processes import available_cpus
 from evernear.data.batch import images_at_once
 from evernear.data.decoding import DecodedImage, DecodeFailure, Decoder, ImageForm
 from evernear.data.manifest import Split

@@ -9,7 +9,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from evernear.common.class_names import spelled
+from evernear.common.text import spelled
 from evernear.data.manifest import Split
 from evernear.data.sources.base import NameSample
 from evernear.data.sources.names import is_reviewed

@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from evernear.common.class_names import class_name
+from evernear.common.text import class_name
 from evernear.data.group_table import PublishedGroups
 from evernear.data.shards import Dataset
 from evernear.data.snapshots import Snapshots

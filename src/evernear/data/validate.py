@@ -8,9 +8,9 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Literal
 
-from evernear.common.class_names import class_name, lookalike_key, spelled
 from evernear.common.frozen import Frozen
 from evernear.common.output import printable, quantity
+from evernear.common.text import class_name, lookalike_key, spelled
 from evernear.data.decoding import PIXEL_SETTING
 from evernear.data.gallery import joining_gallery
 from evernear.data.manifest import SPLITS, Manifest, Split, counted

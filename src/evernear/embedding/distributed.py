@@ -24,7 +24,7 @@ from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsa
 from torch.multiprocessing.spawn import ProcessException, ProcessRaisedException, spawn
 
 from evernear.common.masking import mask_streams
-from evernear.common.threads import divide_between
+from evernear.common.processes import divide_between
 from evernear.errors import EvernearError, SettingsError, TrainingError
 
 Message = TypeVar("Message")

@@ -28,7 +28,7 @@ from evernear.common.frozen import Frozen
 from evernear.common.parts import PART_SIZE_BYTES, Part, Parts, Worker
 from evernear.common.run_parts import Processes, run_parts
 from evernear.common.store import FileStore, Store
-from evernear.common.store.folder import fetch_folder
+from evernear.common.store.base import fetch_folder
 from evernear.data.gallery import ShardImages, images_to_embed, joining_gallery
 from evernear.data.manifest import Split
 from evernear.data.shards import Block, Dataset

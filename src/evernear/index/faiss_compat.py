@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from evernear.common.container import ROOT
 from evernear.common.disk import atomic_file
+from evernear.common.processes import ROOT
 from evernear.index.description import VECTORS_FILE
 
 CORE_TYPE = "OPENBLAS_CORETYPE"

@@ -50,7 +50,7 @@ class GalleryVectors:
     size: int
     owner: str = ""
     """The store that owns a collection with these vectors
-    (`evernear.common.store.identity.owner_of`)."""
+    (`evernear.common.store.base.owner_of`)."""
 
     def blocks(self) -> Iterator[EmbeddingBlock]:
         """The vectors, in the order of their rows."""

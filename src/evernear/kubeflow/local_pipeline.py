@@ -20,10 +20,9 @@ import yaml
 from kfp import components, local
 from kfp.local import subprocess_task_handler
 
-from evernear.common.container import oom_kills
-from evernear.common.endings import describe_ending, shadowed_modules
 from evernear.common.masking import mask_streams, masked_parts
 from evernear.common.output import print_line
+from evernear.common.processes import describe_ending, oom_kills, shadowed_modules
 from evernear.common.progress import EVENTS_VARIABLE, read_events, record_failure
 from evernear.common.run_record import RUNNER_VARIABLE
 from evernear.errors import EvernearError

@@ -18,15 +18,22 @@ from typing import Literal
 import psutil
 from filelock import FileLock, Timeout
 
-from evernear.common.disk import disk_errors, write_atomically
-from evernear.common.endings import describe_ending, shadowed_modules
+from evernear.common.disk import disk_errors, scratch, scratch_name, write_atomically
 from evernear.common.environment import with_absolute_locations
 from evernear.common.frozen import Frozen
 from evernear.common.masking import copy_masked
 from evernear.common.outputs import MARKER, marker
-from evernear.common.progress import COMMAND_VARIABLE, EVENTS_VARIABLE, Event, RunCommand, read_events
-from evernear.common.run_directories import DIRECTORY_FORMAT, prune_runs, run_directories
-from evernear.common.scratch import scratch, scratch_name
+from evernear.common.processes import describe_ending, shadowed_modules
+from evernear.common.progress import (
+    COMMAND_VARIABLE,
+    DIRECTORY_FORMAT,
+    EVENTS_VARIABLE,
+    Event,
+    RunCommand,
+    prune_runs,
+    read_events,
+    run_directories,
+)
 from evernear.errors import BusyError, EvernearError, SettingsError, StoreError, UserInterruptError, disk_full_message
 from evernear.release.promotions import whoami
 from evernear.reporting.notify import NextStep, RunOutcome

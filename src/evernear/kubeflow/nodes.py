@@ -16,7 +16,7 @@ from pydantic import TypeAdapter, ValidationError
 from evernear.common.parts import OpenWorker, Parts
 from evernear.common.progress import Countdown
 from evernear.common.run_parts import Executor, PartsRecord, PodUsage, Processes, run_part, run_parts
-from evernear.common.store.folder import put_folder
+from evernear.common.store.base import put_folder
 from evernear.errors import SettingsError
 from evernear.settings import RunSettings
 from evernear.settings.parts_job import Nodes

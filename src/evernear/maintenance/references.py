@@ -17,7 +17,7 @@ from typing import TypeVar
 
 from evernear.common.frozen import Frozen
 from evernear.common.store import Store
-from evernear.common.store.identity import IDENTITY
+from evernear.common.store.base import IDENTITY
 from evernear.data.manifest import Manifest, find_manifest, ledger_key, manifest_key
 from evernear.data.snapshots import DATASETS, DatasetHead, Snapshots, parts_folder
 from evernear.data.writer import shard_key

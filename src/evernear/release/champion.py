@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from evernear.common.disk import disk_errors
 from evernear.common.parts import Parts, Worker
 from evernear.common.store import Store
-from evernear.common.store.folder import fetch_folder
+from evernear.common.store.base import fetch_folder
 from evernear.data.shards import Dataset
 from evernear.errors import DataError, IntegrityError, StoreError, TransientStoreError
 from evernear.evaluation.evaluate import ReleasedSystem, UnavailableSystem

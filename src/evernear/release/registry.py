@@ -19,7 +19,7 @@ from pathlib import Path, PurePosixPath
 
 from evernear.common.disk import sha256_file
 from evernear.common.store import Store
-from evernear.common.store.identity import owner_of
+from evernear.common.store.base import owner_of
 from evernear.errors import ConflictError, IntegrityError, StoreError
 from evernear.index.description import collection_owner
 from evernear.release.archive_reader import read_release_manifest

@@ -12,11 +12,10 @@ from collections.abc import Mapping
 from importlib import resources
 from pathlib import Path
 
-from evernear.common.disk import write_atomically
+from evernear.common.disk import scratch_name, write_atomically
 from evernear.common.environment import with_absolute_locations
 from evernear.common.frozen import Frozen
 from evernear.common.masking import forms_of, is_secret, secrets_of
-from evernear.common.scratch import scratch_name
 from evernear.errors import ServingError
 from evernear.serving.metrics import SECONDS_BOUNDS, metrics_file
 from evernear.settings import ServingSettings

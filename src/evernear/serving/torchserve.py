@@ -20,8 +20,7 @@ import psutil
 from filelock import FileLock
 from filelock import Timeout as LockTimeout
 
-from evernear.common.disk import disk_errors, write_atomically
-from evernear.common.scratch import make_private, remove_own
+from evernear.common.disk import disk_errors, make_private, remove_own, write_atomically
 from evernear.errors import BusyError, IntegrityError, ServingError
 from evernear.serving.configuration import (
     DRAIN_TIMEOUT_S,

@@ -3,7 +3,7 @@ from typing import Annotated, Self
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
-from evernear.common.class_names import class_name
+from evernear.common.text import class_name
 from evernear.settings.section import Section
 
 ClassName = Annotated[str, AfterValidator(class_name)]
@@ -21,7 +21,7 @@ class ClassSettings(Section):
     @field_validator("renamed")
     @classmethod
     def _without_spellings(cls, renamed: dict[str, str]) -> dict[str, str]:
-        """Drop entries whose names are spellings of one class (`evernear.common.class_names`)."""
+        """Drop entries whose names are spellings of one class (`evernear.common.text`)."""
         return {old: new for old, new in renamed.items() if old != new}
 
     @model_validator(mode="after")

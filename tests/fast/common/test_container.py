@@ -1,11 +1,11 @@
-"""The memory limit of a container; the tests of `evernear.common.threads` cover the CPU limit."""
+"""The memory limit of a container; the tests of `evernear.common.processes` cover the CPU limit."""
 
 import math
 from pathlib import Path
 
 import pytest
 
-from evernear.common.container import memory_limit_bytes
+from evernear.common.processes import memory_limit_bytes
 
 GIB = 2**30
 

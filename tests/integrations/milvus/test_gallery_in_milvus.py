@@ -12,7 +12,7 @@ from pymilvus import MilvusClient
 from evernear.common.plugins import run_ended
 from evernear.common.run_record import RunRecord
 from evernear.common.store import open_store
-from evernear.common.store.identity import owner_of
+from evernear.common.store.base import owner_of
 from evernear.deployment import deploy_release, promote_release, roll_back
 from evernear.embedding.embeddings import Embeddings
 from evernear.errors import IntegrityError, TransientStoreError

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from evernear.common.container import oom_kills
-from evernear.common.endings import describe_ending, shadowed_modules
+from evernear.common.processes import describe_ending, oom_kills, shadowed_modules
 from evernear.common.progress import EVENTS_VARIABLE, read_events, step
 from evernear.common.run_record import RunRecord
 from evernear.common.store import open_store

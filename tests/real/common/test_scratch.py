@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from evernear.common.scratch import make_private, scratch, scratch_name
+from evernear.common.disk import make_private, scratch, scratch_name
 from evernear.errors import StoreError
 from evernear.serving import torchserve
 from evernear.serving.configuration import temporary_directory

@@ -11,7 +11,7 @@ from uuid import uuid4
 
 import pytest
 
-from evernear.common import threads
+from evernear.common import processes as threads
 
 CPUS = len(os.sched_getaffinity(0))
 ASK_THE_LIBRARIES = """

@@ -12,8 +12,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from evernear.common.audit import AUDIT
-from evernear.common.progress import Event
-from evernear.common.run_directories import DIRECTORY_FORMAT
+from evernear.common.progress import DIRECTORY_FORMAT, Event
 from evernear.common.run_record import RunRecord, StepProgress, StepRecord
 from evernear.common.store import Store
 from evernear.console.runs import LocalRuns, PipelineRuns, Runner

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from evernear.common.class_names import class_name, lookalike_key, spelled
 from evernear.common.store import open_store
+from evernear.common.text import class_name, lookalike_key, spelled
 from evernear.data.manifest import Manifest
 from evernear.data.shards import Dataset
 from evernear.data.validate import NO_CHANGES, Report, require_valid, validate_dataset

@@ -10,7 +10,7 @@ import pytest
 from evernear.common.parts import Parts
 from evernear.common.run_parts import Processes, run_part, run_parts
 from evernear.common.store import Store, open_store
-from evernear.common.store.folder import put_folder
+from evernear.common.store.base import put_folder
 from evernear.data.manifest import save_manifest
 from evernear.data.shards import Dataset
 from evernear.embedding import embed

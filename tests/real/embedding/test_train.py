@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from PIL import Image
 
-from evernear.common import threads
+from evernear.common import processes as threads
 from evernear.common.store import open_store
 from evernear.data.ingest import ingest_source
 from evernear.data.shards import Dataset

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from evernear.common.outputs import is_output
-from evernear.common.progress import Event
-from evernear.common.run_directories import DIRECTORY_FORMAT, progress, prune_runs, run_directories
+from evernear.common.progress import DIRECTORY_FORMAT, Event, progress, prune_runs, run_directories
 from evernear.errors import SettingsError
 from evernear.kubeflow import local_run
 from evernear.settings import load

@@ -17,8 +17,7 @@ from sklearn.datasets import load_digits
 from evernear.common.disk import sha256_bytes
 from evernear.common.run_record import RunRecord
 from evernear.common.store import FileStore, open_store
-from evernear.common.store.folder import put_folder
-from evernear.common.store.identity import owner_of
+from evernear.common.store.base import owner_of, put_folder
 from evernear.console.answers import ANSWERS, Answer
 from evernear.console.submissions import ORIGINALS, SUBMITTED, Submission
 from evernear.console.suspects import SUSPECTS, Suspect, Suspects

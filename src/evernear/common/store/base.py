@@ -1,14 +1,19 @@
 """The `Store` protocol, and checks that both store implementations use."""
 
 import hashlib
+import secrets
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
 from typing import Protocol
 
-from evernear.common.disk import disk_errors, staged_file
+from pydantic import Field
+
+from evernear.common.disk import disk_errors, sha256_bytes, staged_file
+from evernear.common.frozen import Frozen
 from evernear.errors import ConflictError, IntegrityError, MissingObjectError, StoreError
 
 CHUNK_BYTES = 2**20
@@ -124,3 +129,41 @@ def conflict(uri: str, key: str) -> ConflictError:
 
 def missing_object(uri: str, key: str) -> MissingObjectError:
     return MissingObjectError(f"{key} does not exist in {uri}.")
+
+
+def put_folder(store: Store, folder: str, directory: Path) -> None:
+    for path in sorted(directory.rglob("*")):
+        if path.is_file():
+            store.put(f"{folder}/{path.relative_to(directory).as_posix()}", path)
+
+
+def fetch_folder(store: Store, folder: str, directory: Path) -> None:
+    for info in store.list(f"{folder}/"):
+        store.fetch(info.key, directory / info.key.removeprefix(f"{folder}/"))
+
+
+IDENTITY = "store.json"
+_OWNER_DIGITS = 12
+
+
+class StoreIdentity(Frozen):
+    remedy = "delete it, so that the store gets another one"
+
+    id: str = Field(pattern=r"^[0-9a-f]{32}$")
+
+
+def owner_of(store: Store) -> str:
+    """12 hexadecimal digits for this store at this location.
+
+    A copied store has the original's id, but must not delete what the original needs. A copy cannot
+    be distinguished from a moved store, so the digits also depend on the location.
+    """
+    stored = store.find(IDENTITY)
+    if stored is None:
+        with suppress(ConflictError):  # a different process was first
+            store.put_if(IDENTITY, StoreIdentity(id=secrets.token_hex(16)).to_json(), None)
+        identity = store.get(IDENTITY)
+    else:
+        identity = stored[0]
+    own = StoreIdentity.from_json(identity, f"{store.uri}/{IDENTITY}").id
+    return sha256_bytes(f"{own} {store.uri}".encode())[:_OWNER_DIGITS]

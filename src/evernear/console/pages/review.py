@@ -11,8 +11,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from evernear.common.class_names import class_name
 from evernear.common.output import quantity
+from evernear.common.text import class_name
 from evernear.console.access import require
 from evernear.console.answers import Answer, Answers
 from evernear.console.asked_again import AnswerOfOthers, answer_of_others

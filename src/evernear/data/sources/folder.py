@@ -11,10 +11,10 @@ from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
-from evernear.common.class_names import class_name, spelled
 from evernear.common.disk import disk_errors
 from evernear.common.outputs import MARKER, MarkedFolders, is_output
 from evernear.common.store import open_store
+from evernear.common.text import class_name, spelled
 from evernear.data.image_file import IMAGE_SUFFIXES, SIGNATURE_SIZE_BYTES, has_image_suffix, is_image_file
 from evernear.data.manifest import Split
 from evernear.data.sources.base import FileEntry, FileSource, NameSample, file_etag

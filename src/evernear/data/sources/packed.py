@@ -19,11 +19,11 @@ from itertools import groupby
 from pathlib import Path
 from typing import NamedTuple
 
-from evernear.common.class_names import class_name
 from evernear.common.disk import disk_errors
 from evernear.common.output import named, quantity
 from evernear.common.outputs import MARKER, MarkedFolders, is_output
 from evernear.common.store import open_store
+from evernear.common.text import class_name
 from evernear.data.manifest import Split
 from evernear.data.sources.base import FileEntry, FileSource, NameSample, file_etag
 from evernear.data.sources.folder import dataset_name

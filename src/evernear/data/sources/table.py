@@ -16,10 +16,10 @@ from functools import cache
 from itertools import islice
 from pathlib import Path
 
-from evernear.common.class_names import class_name, lookalike_key, spelled
 from evernear.common.disk import disk_errors
 from evernear.common.outputs import MarkedFolders, is_output
 from evernear.common.store import open_store
+from evernear.common.text import class_name, lookalike_key, spelled
 from evernear.data.sources.base import FileEntry, FileSource, NameSample, file_etag
 from evernear.data.sources.folder import dataset_name
 from evernear.data.sources.named_splits import NamedSplits

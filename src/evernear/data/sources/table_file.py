@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from evernear.common.csv_rows import column_positions, csv_rows
+from evernear.common.text import column_positions, csv_rows
 
 REQUIRED = ("path", "label")
 OPTIONAL = ("split", "group")

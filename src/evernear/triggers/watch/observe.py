@@ -18,8 +18,8 @@ from datetime import datetime, timedelta
 from pathlib import Path
 from typing import TypeVar
 
-from evernear.common.class_names import class_name
 from evernear.common.store import Store
+from evernear.common.text import class_name
 from evernear.console.live_labels import labels_of_release
 from evernear.data.drift import Measure, Queries, Shift, measure_drift
 from evernear.data.manifest import Manifest, find_manifest, manifest_key

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from evernear.common.store import open_store
-from evernear.common.store.identity import IDENTITY, owner_of
+from evernear.common.store.base import IDENTITY, owner_of
 from evernear.errors import IntegrityError
 
 

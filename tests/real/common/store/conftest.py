@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from evernear.common.store import conditional_put, s3, s3_connection
+from evernear.common.store import s3, s3_connection
 from tests.real.common.store.faulty import FaultyProxy, start_faulty_proxy
 
 
@@ -28,5 +28,5 @@ def altering_proxy(faulty_proxy: FaultyProxy) -> FaultyProxy:
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Clients without back-off between retries."""
-    for module in (s3_connection, s3, conditional_put):
+    for module in (s3_connection, s3):
         monkeypatch.setattr(module, "BACKOFF_S", 0.01)

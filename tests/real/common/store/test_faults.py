@@ -16,7 +16,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 
 from evernear.common.disk import sha256_bytes
-from evernear.common.store import open_store, s3_connection, s3_pool
+from evernear.common.store import open_store, s3_connection
 from evernear.common.store.s3 import S3Store
 from evernear.errors import EvernearError, IntegrityError, SettingsError, StoreError
 from tests.real.common.store.faulty import (
@@ -145,7 +145,7 @@ def test_object_damaged_at_rest_is_rejected(faulty_proxy: FaultyProxy, store: S3
 
 
 def test_unresponsive_server_times_out(faulty_proxy: FaultyProxy, bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(s3_pool, "READ_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(s3_connection, "READ_TIMEOUT_S", 0.2)
     store = S3Store(bucket, "prefix")
     faulty_proxy.inject("GET", *[hang] * 4)
     with pytest.raises(StoreError, match=r"cannot be reached: .*[Rr]ead timed out"):
