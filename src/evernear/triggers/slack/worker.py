@@ -10,6 +10,7 @@ from collections.abc import Callable
 from datetime import datetime, timedelta
 
 from evernear.common.output import log_fields
+from evernear.common.retry import backoff_s
 from evernear.errors import ConflictError, EvernearError, SlackError
 from evernear.triggers.requests import POLICY, Request
 from evernear.triggers.slack import promotions, prompts
@@ -83,7 +84,7 @@ class Worker:
         else:
             self._failed.pop(name, None)
             return
-        wait_s = min(BACKOFF_MAX_S, BACKOFF_S * 2 ** min(failures, 20))
+        wait_s = backoff_s(failures + 1, BACKOFF_S, BACKOFF_MAX_S)
         self._failed[name] = failures + 1, self._services.clock() + timedelta(seconds=wait_s)
 
     def _advance(self, request: Request) -> None:
