@@ -19,16 +19,18 @@ def retry(
     *,
     on: type[Exception] | tuple[type[Exception], ...],
     pauses_s: Iterable[float],
+    when: Callable[[Exception], bool] = lambda _: True,
     report: Callable[[Exception, float], None] | None = None,
 ) -> _T:
-    """Call ``attempt`` until it no longer raises ``on`` or ``pauses_s`` is exhausted. ``report``
-    receives the exception and the next pause, which is drawn then, and may depend on the clock."""
+    """Call ``attempt`` until it no longer raises an ``on`` for which ``when`` is true, or
+    ``pauses_s`` is exhausted. ``report`` receives the exception and the next pause, which is drawn
+    then, and may depend on the clock."""
     pauses = iter(pauses_s)
     while True:
         try:
             return attempt()
         except on as error:
-            if (pause_s := next(pauses, None)) is None:
+            if not when(error) or (pause_s := next(pauses, None)) is None:
                 raise
             if report is not None:
                 report(error, pause_s)

@@ -35,10 +35,6 @@ MAX_PAGES = 20
 """Pages to read from a list."""
 
 
-class _RepeatableError(PipelineServerError):
-    """The API did not execute the request, or the request changes nothing."""
-
-
 class Connection:
     """A thread-safe connection to one KFP API with one identity."""
 
@@ -73,19 +69,23 @@ class Connection:
         nonempty = {key: value for key, value in arguments.items() if value not in ("", None)}
         creates = "create" in operation or "upload" in operation
 
-        def attempt() -> Any:
-            try:
-                return self._call_once(operation, nonempty)
-            except urllib3.exceptions.HTTPError as error:
-                kind = _RepeatableError if _never_sent(error) or not creates else PipelineServerError
-                raise kind(self._describe_connection_error(error)) from None
-            except ApiException as error:
-                if error.status and error.status < 500 and error.status != 429:
-                    raise PipelineServerError(self._describe_rejection(error), error.status) from None
-                kind = _RepeatableError if error.status and not creates else PipelineServerError
-                raise kind(self._describe_rejection(error)) from None
+        def is_repeatable(error: Exception) -> bool:
+            if isinstance(error, ApiException):
+                return bool(error.status) and not creates and not _is_rejection(error)
+            return _never_sent(error) or not creates
 
-        return retry(attempt, on=_RepeatableError, pauses_s=islice(doubling(BACKOFF_S, BACKOFF_CAP_S), ATTEMPTS - 1))
+        try:
+            return retry(
+                lambda: self._call_once(operation, nonempty),
+                on=(urllib3.exceptions.HTTPError, ApiException),
+                when=is_repeatable,
+                pauses_s=islice(doubling(BACKOFF_S, BACKOFF_CAP_S), ATTEMPTS - 1),
+            )
+        except urllib3.exceptions.HTTPError as error:
+            raise PipelineServerError(self._describe_connection_error(error)) from None
+        except ApiException as error:
+            status = (error.status or 0) if _is_rejection(error) else 0
+            raise PipelineServerError(self._describe_rejection(error), status) from None
 
     def find(self, operation: str, **arguments: Any) -> Any:
         """The result of `call`, or None if the resource does not exist."""
@@ -223,6 +223,10 @@ def _is_loopback(host: str) -> bool:
 
 def _is_inside_cluster(host: str) -> bool:
     return host.endswith((".svc", ".svc.cluster.local"))
+
+
+def _is_rejection(error: ApiException) -> bool:
+    return 0 < (error.status or 0) < 500 and error.status != 429
 
 
 def _never_sent(error: urllib3.exceptions.HTTPError) -> bool:
