@@ -290,10 +290,10 @@ def evaluate(
         from evernear.data.validate import Report, near_duplicates_found
         from evernear.embedding.export import describe_network, training_dataset
         from evernear.evaluation.baselines import few_groups
-        from evernear.evaluation.evaluate import answered_by_nobody, evaluate_systems
+        from evernear.evaluation.evaluate import evaluate_systems
         from evernear.evaluation.example_collector import ExampleCollector
         from evernear.evaluation.in_parts import plan_answers, run_answers, systems_to_measure
-        from evernear.evaluation.measure import BATCH_SIZE, observe_all
+        from evernear.evaluation.measure import BATCH_SIZE
         from evernear.evaluation.open_set import OpenSet
         from evernear.evaluation.recognizer import Recognizer
         from evernear.kubeflow.nodes import StepNodes
@@ -308,7 +308,7 @@ def evaluate(
         collector = ExampleCollector(candidate, data)
         progress = countdowns.tests(running, data.count("test") * (2 if champion else 1))
         nodes = StepNodes(chosen.evaluation.nodes, chosen, running.report)
-        answered = answered_by_nobody
+        answered = None
         if not nodes.is_one:
             systems = systems_to_measure(data, candidate, champion, anchor)
             parts = plan_answers(data, systems, store, f"{PARTS}{run}", BATCH_SIZE, PART_SIZE_BYTES)
@@ -319,8 +319,8 @@ def evaluate(
             data,
             probed,
             trained_on=trained_on,
-            observe=observe_all(progress, collector.add),
-            observe_champion=progress,
+            observers=(progress, collector.add),
+            champion_observers=(progress,),
             anchor=anchor,
             answered=answered,
         )

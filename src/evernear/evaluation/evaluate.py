@@ -1,20 +1,16 @@
 """The evaluation artifact: all measurements that the gate needs, from a single run on the same
 frozen test split."""
 
-import io
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple
-from zipfile import BadZipFile
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import Field, SkipValidation
 
-from evernear.common.disk import write_atomically
 from evernear.common.frozen import Frozen
-from evernear.data.groups import GroupNumbers, group_numbers
+from evernear.data.groups import group_numbers
 from evernear.data.manifest import Split
 from evernear.data.near_duplicates import NearDuplicates
 from evernear.data.rebuild import split_digests
@@ -33,17 +29,16 @@ if TYPE_CHECKING:  # reading an evaluation must not import torch or FAISS
 
 
 EVALUATION_FILE = "evaluation.json"
-OUTCOMES_FILE = "outcomes.npz"
 SYSTEMS = ("candidate", "champion", "anchor")
+SEEN: tuple[Split, ...] = ("train", "gallery", "query")
+"""Splits from which the weights, the index and the threshold of a release are built."""
+BLOCK_SIZE = 1_000_000
+"""Maximum number of digests in memory, 32 MB. A larger test split is processed in blocks, each with
+one pass over the images."""
+Digests = NDArray[np.bytes_]
 
-
-Answered = Callable[[str], Iterable[AnsweredBlock] | None]
-"""Returns the answers of one of `SYSTEMS` to the test split, in order, or None if they have yet to
-be computed."""
-
-
-def answered_by_nobody(_: str) -> None:
-    """No answers are computed yet."""
+Answered = Callable[[str], Iterable[AnsweredBlock]]
+"""Returns the answers of one of `SYSTEMS` to the test split, in order."""
 
 
 class ReleasedSystem(NamedTuple):
@@ -82,7 +77,7 @@ class AnchorEvaluation(Frozen):
     """Why the anchor cannot answer these queries, such as a different image shape."""
 
 
-class Evaluation(Frozen, arbitrary_types_allowed=True):
+class Evaluation(Frozen):
     remedy = "run the evaluate step again"
 
     candidate: Measurement
@@ -114,8 +109,6 @@ class Evaluation(Frozen, arbitrary_types_allowed=True):
     """None if the champion is the anchor, or if no champion exists."""
     replay: Replay | None = None
     """For the run page only. None if no champion exists."""
-    outcomes: dict[str, SkipValidation[Outcomes]] = Field(default={}, exclude=True, repr=False)
-    """Keyed by the names in `SYSTEMS` and stored in `OUTCOMES_FILE`."""
 
     def summary(self) -> str:
         tested = classes_tested(self.candidate.coverage)
@@ -159,47 +152,12 @@ class Evaluation(Frozen, arbitrary_types_allowed=True):
         return {name: float(value) for name, value in metrics.items() if value is not None and math.isfinite(value)}
 
     def write(self, directory: Path) -> None:
-        systems = [self.outcomes[name] for name in SYSTEMS if name in self.outcomes]
-        buffer = io.BytesIO()
-        columns = {"labels": systems[0].labels, "right": np.stack([system.correct for system in systems])}
-        if systems[0].groups is not None:
-            columns["groups"] = systems[0].groups
-        np.savez(buffer, **columns)  # pyright: ignore[reportArgumentType] - allow_pickle is not a column
-        write_atomically(directory / OUTCOMES_FILE, buffer.getvalue())
         self.save(directory / EVALUATION_FILE)
 
     @staticmethod
     def open(directory: Path) -> "Evaluation":
-        """Read the files that `write` created, and check the counts against the outcomes.
-
-        Raises:
-            IntegrityError: a file is missing or invalid, or the files contradict each other.
-        """
-        try:
-            evaluation = Evaluation.load(directory / EVALUATION_FILE)
-            archive = io.BytesIO((directory / OUTCOMES_FILE).read_bytes())
-            with np.load(archive, allow_pickle=False) as columns:
-                groups = columns.get("groups")
-                systems = (Outcomes(correct, columns["labels"], groups) for correct in columns["right"])
-                outcomes = dict(zip(SYSTEMS, systems, strict=False))
-        except (OSError, ValueError, KeyError, TypeError, EOFError, BadZipFile) as error:
-            raise IntegrityError(f"{directory / OUTCOMES_FILE} cannot be read; {Evaluation.remedy}.") from error
-        evaluation = evaluation.model_copy(update={"outcomes": outcomes})
-        if not evaluation._is_consistent():
-            raise IntegrityError(
-                f"The evaluation in {directory} contradicts its own outcomes; run the evaluate step again."
-            )
-        return evaluation
-
-    def _is_consistent(self) -> bool:
-        anchor = self.anchor or AnchorEvaluation(name="")
-        measured = [measurement for measurement in (self.candidate, self.champion, anchor.measurement) if measurement]
-        counts = [(int(system.correct.sum()), len(system.correct)) for system in self.outcomes.values()]
-        return (
-            counts == [(each.accuracy.count, each.accuracy.total) for each in measured]
-            and _compare(self.outcomes, "champion", self.candidate.labels) == self.comparison
-            and _compare(self.outcomes, "anchor", self.candidate.labels) == anchor.comparison
-        )
+        """Read what `write` wrote. Raises `IntegrityError` if it is missing or invalid."""
+        return Evaluation.load(directory / EVALUATION_FILE)
 
 
 class _Leakage(NamedTuple):
@@ -217,10 +175,10 @@ def evaluate_systems(
     dataset: Dataset,
     open_set: OpenSet,
     trained_on: Dataset | None = None,
-    observe: Observer | None = None,
-    observe_champion: Observer | None = None,
+    observers: Sequence[Observer] = (),
+    champion_observers: Sequence[Observer] = (),
     anchor: ReleasedSystem | UnavailableSystem | None = None,
-    answered: Answered = answered_by_nobody,
+    answered: Answered | None = None,
     batch_size: int = BATCH_SIZE,
 ) -> Evaluation:
     """Measure ``candidate``, ``champion`` and ``anchor`` on the test split of ``dataset``.
@@ -231,42 +189,38 @@ def evaluate_systems(
     If the champion was trained on test images, its accuracy is overstated, which the gate reports.
     Images of a renamed class count under the new name. Those of a retired class are left out.
     ``trained_on`` is the snapshot on which the candidate's network was trained, by default
-    ``dataset``. ``answered`` returns answers that are already computed. ``observe`` receives the
-    candidate's results, and ``observe_champion`` the champion's. See `measure`.
+    ``dataset``. ``answered`` returns answers that are already computed.
 
     Raises:
         DataError: the test split is empty, or its images do not have the input shape of a
             recognizer.
     """
-    measurements: dict[str, Measurement] = {}
-    outcomes: dict[str, Outcomes] = {}
-    classes = champion.classes if champion else NO_CHANGES
     with group_numbers(dataset) as groups:
-        measurements["candidate"], outcomes["candidate"] = measure(
-            candidate, dataset, batch_size=batch_size, observe=observe, groups=groups, answered=answered("candidate")
-        )
-        if champion:
-            measurements["champion"], outcomes["champion"] = measure(
-                champion.recognizer,
+
+        def measured(
+            system: ReleasedSystem, name: str, observers: Sequence[Observer] = ()
+        ) -> tuple[Measurement, Outcomes]:
+            return measure(
+                system.recognizer,
                 dataset,
                 batch_size=batch_size,
-                classes=classes,
-                observe=observe_champion,
+                classes=system.classes,
+                observers=observers,
                 groups=groups,
-                answered=answered("champion"),
+                answered=answered(name) if answered else None,
             )
-        measured_anchor = (
-            _measure_anchor(anchor, dataset, batch_size, outcomes, groups, answered) if champion and anchor else None
-        )
+
+        measurement, outcomes = measured(ReleasedSystem(candidate), "candidate", observers)
+        before, before_outcomes = measured(champion, "champion", champion_observers) if champion else (None, None)
+        measured_anchor = _measure_anchor(anchor, dataset, measured, outcomes) if champion and anchor else None
     return Evaluation(
-        candidate=measurements["candidate"],
-        champion=measurements.get("champion"),
-        comparison=_compare(outcomes, "champion", dataset.labels),
+        candidate=measurement,
+        champion=before,
+        comparison=compare(outcomes, before_outcomes, dataset.labels) if before_outcomes else None,
         anchor=measured_anchor,
         open_set=open_set,
-        baselines=measure_baselines(outcomes["candidate"], dataset),
-        classes=classes,
-        outcomes=outcomes,
+        baselines=measure_baselines(outcomes, dataset),
+        classes=champion.classes if champion else NO_CHANGES,
         reviewed_left_out={split: sum(labels.values()) for split, labels in dataset.manifest.reviewed_left_out.items()},
         **_measure_leakage(dataset, trained_on or dataset, champion)._asdict(),
     )
@@ -275,34 +229,24 @@ def evaluate_systems(
 def _measure_anchor(
     anchor: ReleasedSystem | UnavailableSystem,
     dataset: Dataset,
-    batch_size: int,
-    outcomes: dict[str, Outcomes],
-    groups: GroupNumbers | None,
-    answered: Answered,
+    measured: Callable[[ReleasedSystem, str], tuple[Measurement, Outcomes]],
+    candidate: Outcomes,
 ) -> AnchorEvaluation:
-    """If the anchor can be measured, add its outcomes to ``outcomes``."""
     if isinstance(anchor, UnavailableSystem):
         return AnchorEvaluation(name=anchor.name, fault=anchor.fault)
-    recognizer = anchor.recognizer
-    if recognizer.shape != dataset.shape:
-        difference = f"It takes images of {recognizer.shape}, not of {dataset.shape}."
-        return AnchorEvaluation(name=recognizer.name, difference=difference)
+    name, shape = anchor.recognizer.name, anchor.recognizer.shape
+    if shape != dataset.shape:
+        return AnchorEvaluation(name=name, difference=f"It takes images of {shape}, not of {dataset.shape}.")
     if anchor.dataset is None:
         fault = anchor.fault or "The dataset that it was built from is not in the store."
-        return AnchorEvaluation(name=recognizer.name, fault=fault)
+        return AnchorEvaluation(name=name, fault=fault)
     try:
         overlap = _test_overlap(dataset, anchor.dataset, anchor.classes)
     except IntegrityError as error:
-        return AnchorEvaluation(name=recognizer.name, fault=str(error))
-    measurement, outcomes["anchor"] = measure(
-        recognizer, dataset, batch_size=batch_size, classes=anchor.classes, groups=groups, answered=answered("anchor")
-    )
-    return AnchorEvaluation(
-        name=recognizer.name,
-        measurement=measurement,
-        comparison=_compare(outcomes, "anchor", dataset.labels),
-        test_overlap=overlap,
-    )
+        return AnchorEvaluation(name=name, fault=str(error))
+    measurement, outcomes = measured(anchor, "anchor")
+    comparison = compare(candidate, outcomes, dataset.labels)
+    return AnchorEvaluation(name=name, measurement=measurement, comparison=comparison, test_overlap=overlap)
 
 
 def _measure_leakage(dataset: Dataset, trained_on: Dataset, champion: ReleasedSystem | None) -> _Leakage:
@@ -337,19 +281,6 @@ def _test_overlap(dataset: Dataset, champion_dataset: Dataset, classes: ClassSet
     if dataset.manifest.reviewed_left_out:
         total -= count_leakage(champion_dataset, dataset, ("train",))["train"]
     return common / max(1, total)
-
-
-def _compare(outcomes: dict[str, Outcomes], system: str, labels: tuple[str, ...]) -> Comparison | None:
-    """None if ``system`` was not measured."""
-    return compare(outcomes["candidate"], outcomes[system], labels) if system in outcomes else None
-
-
-SEEN: tuple[Split, ...] = ("train", "gallery", "query")
-"""Splits from which the weights, the index and the threshold of a release are built."""
-BLOCK_SIZE = 1_000_000
-"""Maximum number of digests in memory, 32 MB. A larger test split is processed in blocks, each with
-one pass over the images."""
-Digests = NDArray[np.bytes_]
 
 
 def count_leakage(dataset: Dataset, training_dataset: Dataset, splits: Sequence[Split] = SEEN) -> dict[str, int]:

@@ -17,7 +17,7 @@ from evernear.common.store import Store
 from evernear.data.gallery import image_blocks
 from evernear.data.manifest import SPLITS, Manifest
 from evernear.data.preprocess import Pixels
-from evernear.data.shards import Block, Dataset
+from evernear.data.shards import Dataset
 from evernear.evaluation.examples import (
     BINS,
     TILE_PX,
@@ -30,10 +30,10 @@ from evernear.evaluation.examples import (
     Tiles,
     histogram,
 )
+from evernear.evaluation.measure import AnsweredBlock
 
 if TYPE_CHECKING:  # reading an evaluation must not import torch or FAISS
     from evernear.evaluation.recognizer import Recognizer
-    from evernear.index.search import Classifications, Neighbors
 
 
 MISTAKES = 24
@@ -68,18 +68,22 @@ class ExampleCollector:
     def __init__(self, recognizer: "Recognizer", dataset: Dataset) -> None:
         self._recognizer = recognizer
         self._dataset = dataset
-        self._sampled = _sampled_queries(dataset)
+        total = dataset.count("test")
+        self._sampled = np.sort(np.random.default_rng(0).choice(total, min(total, MAP_POINTS), replace=False))
         self._seen = 0
         self._mistakes: list[_Query] = []
         self._map: list[tuple[Pixels, NDArray[np.float32], int, int, bool]] = []
         self._histograms = np.zeros((2, BINS), np.int64)
 
-    def add(
-        self, block: Block, embeddings: NDArray[np.float32], neighbors: "Neighbors", answers: "Classifications"
-    ) -> None:
-        correct = answers.labels == block.labels
-        for group, selected in enumerate((correct, ~correct)):
+    def add(self, answered: AnsweredBlock) -> None:
+        """Collect the examples of the next block. Wrong answers are sorted by distance, those that
+        were called unknown last."""
+        block, embeddings, neighbors, answers = answered
+        wrong = answers.labels != block.labels
+        for group, selected in enumerate((~wrong, wrong)):
             self._histograms[group] += histogram(answers.distances[selected])
+        clearest = np.flatnonzero(wrong)
+        clearest = clearest[np.lexsort((answers.distances[wrong], answers.unknown[wrong]))][:MISTAKES]
         self._mistakes += [
             _Query(
                 block.images[row],
@@ -91,20 +95,15 @@ class ExampleCollector:
                 neighbors.labels[row, :NEIGHBORS],
                 neighbors.distances[row, :NEIGHBORS],
             )
-            for row in _clearest_mistakes(block.labels, answers)
+            for row in clearest
         ]
         self._mistakes = sorted(self._mistakes, key=lambda query: query.rank)[:MISTAKES]
         first, self._seen = self._seen, self._seen + len(block)
-        for row in _within(self._sampled, first, len(block)):
-            self._map.append(
-                (
-                    block.images[row],
-                    embeddings[row],
-                    int(block.labels[row]),
-                    int(answers.labels[row]),
-                    bool(answers.unknown[row]),
-                )
-            )
+        for row in self._sampled[(self._sampled >= first) & (self._sampled < self._seen)] - first:
+            image = block.images[row]
+            embedding = self._recognizer.embed(image[None])[0] if embeddings is None else embeddings[row]
+            labels = int(block.labels[row]), int(answers.labels[row])
+            self._map.append((image, embedding, *labels, bool(answers.unknown[row])))
 
     def finish(self, champion_dataset: Dataset | None = None) -> Examples:
         """With the champion's dataset, the examples include images that were added since."""
@@ -192,33 +191,6 @@ class ExampleCollector:
 
     def _name(self, number: int) -> str:
         return self._dataset.labels[number]
-
-
-def queries_to_show(
-    dataset: Dataset, first: int, labels: NDArray[np.int64], answers: "Classifications"
-) -> NDArray[np.int64]:
-    """The rows of the queries whose images `ExampleCollector` may need. Row 0 is the query at
-    position ``first`` of the test split."""
-    return np.union1d(_clearest_mistakes(labels, answers), _within(_sampled_queries(dataset), first, len(labels)))
-
-
-def _sampled_queries(dataset: Dataset) -> NDArray[np.int64]:
-    """The positions of the queries on the map."""
-    total = dataset.count("test")
-    return np.sort(np.random.default_rng(0).choice(total, min(total, MAP_POINTS), replace=False))
-
-
-def _within(positions: NDArray[np.int64], first: int, count: int) -> NDArray[np.int64]:
-    """The rows, relative to ``first``, of those ``positions`` that are among the ``count``
-    positions starting at ``first``."""
-    return positions[(positions >= first) & (positions < first + count)] - first
-
-
-def _clearest_mistakes(labels: NDArray[np.int64], answers: "Classifications") -> NDArray[np.int64]:
-    """The rows of at most `MISTAKES` wrong answers: first queries that were called known, then
-    those called unknown, each sorted by distance."""
-    wrong = np.flatnonzero(answers.labels != labels)
-    return wrong[np.lexsort((answers.distances[wrong], answers.unknown[wrong]))][:MISTAKES]
 
 
 def _samples(dataset: Dataset, tiles: Tiles) -> tuple[Sample, ...]:

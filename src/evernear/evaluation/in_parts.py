@@ -2,9 +2,8 @@
 (`evernear.common.parts`).
 
 A part is a range of whole shards. Its result is an object with one row for each query and system,
-and with the images and embeddings of the few queries that the run page may show. The paired test
-needs each query rather than a sum. `stored_answers` therefore reads the rows in the order of the
-split, and `evernear.evaluation.evaluate` measures the same figures as without parts.
+because the paired test needs each query rather than a sum. `stored_answers` reads the rows in the
+order of the split, and `evernear.evaluation.evaluate` measures the same figures as without parts.
 
 ::
 
@@ -14,9 +13,10 @@ split, and `evernear.evaluation.evaluate` measures the same figures as without p
 """
 
 import tempfile
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
@@ -27,15 +27,16 @@ from evernear.common.disk import disk_errors, sha256_bytes, sha256_file
 from evernear.common.frozen import Frozen
 from evernear.common.parts import OpenWorker, Part, Parts, Worker
 from evernear.common.store import Store
-from evernear.data.shards import Block, Dataset
+from evernear.data.manifest import Shard
+from evernear.data.shards import Dataset
 from evernear.evaluation.evaluate import SYSTEMS, Answered, ReleasedSystem, UnavailableSystem
-from evernear.evaluation.example_collector import NEIGHBORS, queries_to_show
 from evernear.evaluation.measure import RECALL_AT, AnsweredBlock, answer_queries
 from evernear.evaluation.recognizer import Recognizer
 from evernear.index.search import Classifications, Neighbors
 
 KIND = "evaluate"
-Columns = dict[str, NDArray[Any]]
+COLUMNS = 6
+"""Number of arrays in `Neighbors` and `Classifications`."""
 RunParts = Callable[[Parts, OpenWorker, Mapping[str, Path]], None]
 """Runs all parts. The last argument is the result of `inputs_of`."""
 
@@ -43,8 +44,6 @@ RunParts = Callable[[Parts, OpenWorker, Mapping[str, Path]], None]
 class EvaluatePart(Part):
     """Whole shards of the test split. A unit is a query."""
 
-    first: int
-    """Position of the first query in the split."""
     shards: tuple[str, ...]
 
 
@@ -111,15 +110,15 @@ def plan_answers(
 
 
 def _parts(dataset: Dataset, size_bytes: int) -> Iterator[EvaluatePart]:
-    image_bytes, first, count, group = int(np.prod(dataset.shape)), 0, 0, list[str]()
+    image_bytes, count, group = int(np.prod(dataset.shape)), 0, list[str]()
     for shard in dataset.shards("test"):
         if group and image_bytes * (count + shard.count) > size_bytes:
-            yield EvaluatePart(units=count, first=first, shards=tuple(group))
-            first, count, group = first + count, 0, []
+            yield EvaluatePart(units=count, shards=tuple(group))
+            count, group = 0, []
         count += shard.count
         group.append(shard.sha256)
     if group:
-        yield EvaluatePart(units=count, first=first, shards=tuple(group))
+        yield EvaluatePart(units=count, shards=tuple(group))
 
 
 def candidate_folder(parts: Parts, artifact: Literal["network", "index"]) -> str:
@@ -144,7 +143,7 @@ def run_answers(
     """Run the planned ``parts`` with ``run``, and yield the stored answers. The candidate's
     artifacts are in ``network_dir`` and ``index_dir``."""
     run(parts, partial(open_here, systems, dataset), inputs_of(parts, network_dir, index_dir))
-    with stored_answers(parts) as answered:
+    with stored_answers(parts, dataset) as answered:
         yield answered
 
 
@@ -155,16 +154,11 @@ def open_here(systems: Mapping[str, Recognizer], dataset: Dataset, parts: Parts)
 
 def _answer_part(systems: Mapping[str, Recognizer], dataset: Dataset, parts: Parts, number: int, value: bytes) -> bytes:
     part = EvaluatePart.from_json(value, f"part {number} in {parts.store.uri}")
-    batch_size = Shared.model_validate(parts.plan.shared).batch_size
-    by_hash = {shard.sha256: shard for shard in dataset.manifest.shards}
-    shards = [by_hash[sha256] for sha256 in part.shards]
-    columns: Columns = {}
+    shards, columns = _shards(part, dataset), dict[str, NDArray[Any]]()
     for name, recognizer in systems.items():
-        blocks = answer_queries(recognizer, dataset, shards, batch_size)
-        if name == "candidate":
-            columns |= _with_shown_queries(blocks, dataset, part.first)
-        else:
-            columns |= _joined(map(_answer_columns, blocks), name)
+        blocks = answer_queries(recognizer, dataset, shards, _batch_size(parts))
+        for column, rows in enumerate(zip(*map(_answer_columns, blocks), strict=True)):
+            columns[f"{name}/{column}"] = np.concatenate(rows)
     with tempfile.TemporaryDirectory(prefix="evernear-answers-") as scratch:
         path = Path(scratch) / "answers.npz"
         with disk_errors(path):
@@ -175,96 +169,44 @@ def _answer_part(systems: Mapping[str, Recognizer], dataset: Dataset, parts: Par
     return PartAnswers(file=file, sha256=sha256).to_json()
 
 
-def _answer_columns(answered: AnsweredBlock) -> Columns:
-    """One row for each query of a block."""
-    answers = answered.answers
-    return {
-        "labels": answers.labels,
-        "distances": answers.distances,
-        "unknown": answers.unknown,
-        "neighbors": answered.neighbors.labels[:, :RECALL_AT],
-    }
-
-
-def _joined(blocks: Iterable[Columns], name: str) -> Columns:
-    rows = list(blocks)
-    return {f"{name}/{column}": np.concatenate([row[column] for row in rows]) for column in rows[0]}
-
-
-def _with_shown_queries(blocks: Iterable[AnsweredBlock], dataset: Dataset, first: int) -> Columns:
-    """The candidate's columns, and the labels and digests of the queries. Those that the run page
-    may show also have their images, embeddings and neighbors."""
-    answers: list[Columns] = []
-    queries: list[Columns] = []
-    shown: list[Columns] = []
-    count = 0
-    for each in blocks:
-        block = each.block
-        answers.append(_answer_columns(each))
-        queries.append({"labels": block.labels, "digests": block.digests})
-        rows = queries_to_show(dataset, first + count, block.labels, each.answers)
-        shown.append(
-            {
-                "row": rows + count,
-                "images": block.images[rows],
-                "embeddings": each.embeddings[rows],
-                "neighbor_rows": each.neighbors.rows[rows, :NEIGHBORS],
-                "neighbor_distances": each.neighbors.distances[rows, :NEIGHBORS],
-            }
-        )
-        count += len(block)
-    columns = _joined(answers, "candidate") | _joined(queries, "query")
-    # the clearest mistakes of the part are among those of its blocks
-    rows = queries_to_show(dataset, first, columns["query/labels"], _answers(columns, "candidate"))
-    joined = _joined(shown, "shown")
-    selected = np.isin(joined["shown/row"], rows)
-    return columns | {name: column[selected] for name, column in joined.items()}
-
-
-def _answers(columns: Mapping[str, NDArray[Any]], name: str) -> Classifications:
-    return Classifications(*(columns[f"{name}/{column}"] for column in ("labels", "distances", "unknown")))
-
-
-class _ShownRows:
-    """The rows of an array that an `ExampleCollector` reads, by row number."""
-
-    def __init__(self, numbers: NDArray[np.int64], values: NDArray[Any]) -> None:
-        self._positions = {number: position for position, number in enumerate(numbers.tolist())}
-        self._values = values
-
-    def __getitem__(self, key: Any) -> Any:
-        row, *rest = key if isinstance(key, tuple) else (key,)
-        return self._values[(self._positions[int(row)], *rest)]
+def _answer_columns(answered: AnsweredBlock) -> tuple[NDArray[Any], ...]:
+    """One row for each query of a block: the fields of `Neighbors`, then of `Classifications`."""
+    near, answers = answered.neighbors, answered.answers
+    neighbors = (column[:, :RECALL_AT] for column in (near.labels, near.distances, near.rows))
+    return *neighbors, answers.labels, answers.distances, answers.unknown
 
 
 @contextmanager
-def stored_answers(parts: Parts) -> Generator[Answered]:
-    """The answers of each system in the order of the split, one part at a time. Only the queries of
-    `queries_to_show` have images, embeddings, and rows and distances of neighbors."""
+def stored_answers(parts: Parts, dataset: Dataset) -> Generator[Answered]:
+    """The answers of each system in the order of the split, with the images of ``dataset``."""
     where = f"a result in {parts.store.uri}"
     with tempfile.TemporaryDirectory(prefix="evernear-answers-") as scratch:
-        files: list[Path] = []
-        for result in parts.results():
+        files: list[tuple[EvaluatePart, Path]] = []
+        for number, result in enumerate(parts.results()):
+            part = EvaluatePart.from_json(parts.part(number), f"part {number} in {parts.store.uri}")
             stored = PartAnswers.from_json(result.value, where)
-            files.append(parts.store.fetch(stored.file, Path(scratch) / f"{stored.sha256}.npz", stored.sha256))
+            path = parts.store.fetch(stored.file, Path(scratch) / f"{stored.sha256}.npz", stored.sha256)
+            files.append((part, path))
 
         def answered(name: str) -> Iterator[AnsweredBlock]:
-            for path in files:
-                with np.load(path, allow_pickle=False) as columns:
-                    yield _stored_block(columns, name)
+            for part, path in files:
+                with np.load(path, allow_pickle=False) as stored:
+                    columns = [stored[f"{name}/{column}"] for column in range(COLUMNS)]
+                first = 0
+                for block in chain.from_iterable(
+                    dataset.shard_blocks(shard, _batch_size(parts)) for shard in _shards(part, dataset)
+                ):
+                    rows = [column[first : first + len(block)] for column in columns]
+                    yield AnsweredBlock(block, None, Neighbors(*rows[:3]), Classifications(*rows[3:]))
+                    first += len(block)
 
         yield answered
 
 
-def _stored_block(columns: Mapping[str, NDArray[Any]], name: str) -> AnsweredBlock:
-    numbers = columns["shown/row"]
+def _shards(part: EvaluatePart, dataset: Dataset) -> list[Shard]:
+    by_hash = {shard.sha256: shard for shard in dataset.manifest.shards}
+    return [by_hash[sha256] for sha256 in part.shards]
 
-    def shown(column: str) -> Any:
-        return _ShownRows(numbers, columns[f"shown/{column}"])
 
-    return AnsweredBlock(
-        Block(shown("images"), columns["query/labels"], columns["query/digests"]),
-        shown("embeddings"),
-        Neighbors(columns[f"{name}/neighbors"], shown("neighbor_distances"), shown("neighbor_rows")),
-        _answers(columns, name),
-    )
+def _batch_size(parts: Parts) -> int:
+    return Shared.model_validate(parts.plan.shared).batch_size

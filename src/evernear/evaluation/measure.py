@@ -4,7 +4,7 @@ import hashlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,12 +27,13 @@ RECALL_AT = 5
 BATCH_SIZE = 512
 NO_CHANGES = ClassSettings()
 OTHER_LABEL = "(a label that the dataset does not have)"
-Observer = Callable[[Block, NDArray[np.float32], "Neighbors", "Classifications"], None]
+Observer = Callable[["AnsweredBlock"], None]
 
 
 class AnsweredBlock(NamedTuple):
     block: Block
-    embeddings: NDArray[np.float32]
+    embeddings: NDArray[np.float32] | None
+    """None if another process embedded the images."""
     neighbors: "Neighbors"
     answers: "Classifications"
 
@@ -45,16 +46,6 @@ def answer_queries(
     for block, embeddings in recognizer.embed_shards(dataset, shards, batch_size):
         neighbors = gallery.search(embeddings, max(RECALL_AT, gallery.description.k))
         yield AnsweredBlock(block, embeddings, neighbors, gallery.classify(embeddings, neighbors))
-
-
-def observe_all(*observers: Observer) -> Observer:
-    def observe(
-        block: Block, embeddings: NDArray[np.float32], neighbors: "Neighbors", answers: "Classifications"
-    ) -> None:
-        for each in observers:
-            each(block, embeddings, neighbors, answers)
-
-    return observe
 
 
 class Measurement(Frozen):
@@ -134,6 +125,25 @@ class Outcomes:
     groups: NDArray[np.int32] | None = None
     """None if the queries are independent."""
 
+    @property
+    def independent(self) -> int | None:
+        """The number of groups."""
+        return None if self.groups is None else len(np.unique(self.groups))
+
+    def proportions(self, happened: NDArray[np.bool_], strata: NDArray[np.int32]) -> dict[int, Proportion]:
+        """The proportion of queries for which ``happened`` (N,) is true, for each of the ``strata``
+        (N,) that occurs."""
+        totals = np.bincount(strata)
+        counts = np.bincount(strata[happened], minlength=len(totals))
+        effective = [None] * len(totals)
+        if self.groups is not None:
+            effective = effective_totals(strata, self.groups, len(totals)).tolist()
+        return {
+            stratum: proportion(int(counts[stratum]), int(total), CONFIDENCE, effective[stratum])
+            for stratum, total in enumerate(totals)
+            if total
+        }
+
 
 def measure(
     recognizer: "Recognizer",
@@ -142,57 +152,87 @@ def measure(
     *,
     batch_size: int = BATCH_SIZE,
     classes: ClassSettings = NO_CHANGES,
-    observe: Observer | None = None,
+    observers: Sequence[Observer] = (),
     groups: GroupNumbers | None = None,
     answered: Iterable[AnsweredBlock] | None = None,
 ) -> tuple[Measurement, Outcomes]:
     """Measure ``recognizer`` on all images in ``split``.
 
-    ``classes`` translates the labels of an earlier release. ``observe`` is called with each block,
-    its embeddings, their neighbors, and the predictions. The intervals are based on ``groups``, or
-    on images if ``groups`` is None. ``answered`` contains the answers to the split in order, if
+    ``classes`` translates the labels of an earlier release. The intervals are based on ``groups``,
+    or on images if ``groups`` is None. ``answered`` contains the answers to the split in order, if
     they are already computed (`evernear.evaluation.in_parts`). Only the outcomes need memory in
-    proportion to the size of the split, 12 bytes per image.
+    proportion to the size of the split, about 30 bytes per image.
 
     Raises:
         DataError: the split is empty, or its images do not have the recognizer's input shape.
     """
     dataset.require_shape(recognizer.shape, recognizer.name or "The candidate")
-    gallery = recognizer.gallery
-    tally = _Tally(dataset.labels, tuple(classes.current(label) or OTHER_LABEL for label in gallery.description.labels))
-    known_labels = classes.current_labels(gallery.description.known_labels)
+    gallery, names = recognizer.gallery, (*dataset.labels, OTHER_LABEL)
+    current = [classes.current(label) for label in gallery.description.labels]
     answered = answered or answer_queries(recognizer, dataset, dataset.shards(split), batch_size)
-    for block, embeddings, neighbors, answers in answered:
-        tally.add(block, neighbors, answers, groups.of(block.digests) if groups else None)
-        if observe is not None:
-            observe(block, embeddings, neighbors, answers)
-    if not tally.queries:
+    rows, queries_sha256 = _collect(answered, _as_labels(current, dataset.labels), groups, observers)
+    if not rows:
         raise DataError(f"The {split} split of {dataset.manifest.name} is empty; raise data.{split}_fraction.")
 
-    shares = tally.shares()
+    labels, predicted, nearest, among_nearest, unknown, *of_groups = map(np.concatenate, zip(*rows, strict=True))
+    outcomes = Outcomes(predicted == labels, labels, of_groups[0] if of_groups else None)
+    all_queries = np.zeros_like(labels)
+    known_labels = classes.current_labels(gallery.description.known_labels)
+    of_known = np.isin(names, known_labels).astype(np.int32)[labels]
     calibration = gallery.description.calibration
     measurement = Measurement(
         name=recognizer.name,
         network_sha256=recognizer.network_sha256,
         index_digest=gallery.description.digest,
         dataset_digest=dataset.digest,
-        queries_sha256=tally.sha256.hexdigest(),
+        queries_sha256=queries_sha256,
         labels=dataset.labels,
         known_labels=known_labels,
         threshold=gallery.description.threshold,
         parity_max_abs_difference=recognizer.parity_max_abs_difference,
-        accuracy=shares.overall("correct"),
-        recall_at_1=shares.overall("nearest"),
-        recall_at_5=shares.overall("among_nearest"),
-        false_rejects=shares.within(known_labels, "unknown"),
+        accuracy=outcomes.proportions(outcomes.correct, all_queries)[0],
+        recall_at_1=outcomes.proportions(nearest, all_queries)[0],
+        recall_at_5=outcomes.proportions(among_nearest, all_queries)[0],
+        false_rejects=outcomes.proportions(unknown, of_known).get(1),
         calibration_rejects=_calibration_rejects(calibration),
         index_recall=proportion(calibration.nearest_found, calibration.queries, CONFIDENCE),
-        class_recall=shares.by_class("correct"),
-        class_rejects=shares.by_class("unknown"),
-        confusions=tally.confusions(),
-        groups=shares.groups,
+        class_recall=_named(outcomes.proportions(outcomes.correct, labels), names),
+        class_rejects=_named(outcomes.proportions(unknown, labels), names),
+        confusions=_confusions(labels, predicted, names),
+        groups=outcomes.independent,
     )
-    return measurement, Outcomes(shares.columns["correct"], shares.labels, shares.group_numbers)
+    return measurement, outcomes
+
+
+def _as_labels(answers: Sequence[str | None], labels: Sequence[str]) -> NDArray[np.int32]:
+    """For each answer of a recognizer, the index in ``labels``. Any other label, and `NO_LABEL`
+    (-1), is the index after the last."""
+    number = {label: position for position, label in enumerate(labels)}
+    return np.array([*(number.get(answer or "", len(labels)) for answer in answers), len(labels)], np.int32)
+
+
+def _collect(
+    answered: Iterable[AnsweredBlock],
+    as_label: NDArray[np.int32],
+    groups: GroupNumbers | None,
+    observers: Sequence[Observer],
+) -> tuple[list[tuple[NDArray[Any], ...]], str]:
+    """For each block, the labels, the answers, whether the nearest and one of the `RECALL_AT`
+    nearest is right, whether it is unknown and, with ``groups``, the groups. Also the hash of all
+    queries."""
+    sha256, rows = hashlib.sha256(), list[tuple[NDArray[Any], ...]]()
+    for each in answered:
+        truth = each.block.labels
+        matches = as_label[each.neighbors.labels[:, :RECALL_AT]] == truth[:, None]
+        of_groups = (groups.of(each.block.digests),) if groups else ()
+        answers = as_label[each.answers.labels], matches[:, 0], matches.any(axis=1), each.answers.unknown
+        rows.append((truth.astype(np.int32), *answers, *of_groups))
+        # digests and labels alternate, so that the hash does not depend on the block size
+        numbers = truth.astype("<i8")[:, None].view(np.uint8)
+        sha256.update(np.concatenate([each.block.digests, numbers], axis=1).tobytes())
+        for observe in observers:
+            observe(each)
+    return rows, sha256.hexdigest()
 
 
 def _calibration_rejects(calibration: Calibration) -> Proportion:
@@ -200,94 +240,13 @@ def _calibration_rejects(calibration: Calibration) -> Proportion:
     return Proportion(count=calibration.false_rejects, total=calibration.queries, low=low, high=high)
 
 
-Column = Literal["correct", "nearest", "among_nearest", "unknown"]
+def _named(proportions: dict[int, Proportion], names: Sequence[str]) -> dict[str, Proportion]:
+    return {names[label]: share for label, share in proportions.items()}
 
 
-@dataclass(frozen=True)
-class _Shares:
-    """Proportions of queries. Each property has one column of boolean values."""
-
-    names: tuple[str, ...]
-    labels: NDArray[np.int32]
-    columns: dict[Column, NDArray[np.bool_]]
-    group_numbers: NDArray[np.int32] | None
-
-    @property
-    def groups(self) -> int | None:
-        return None if self.group_numbers is None else len(np.unique(self.group_numbers))
-
-    def overall(self, column: Column) -> Proportion:
-        return self._by_stratum(column, np.zeros_like(self.labels))[0]
-
-    def within(self, labels: tuple[str, ...], column: Column) -> Proportion | None:
-        """None without such queries."""
-        return self._by_stratum(column, np.isin(self.names, labels).astype(np.int32)[self.labels]).get(1)
-
-    def by_class(self, column: Column) -> dict[str, Proportion]:
-        return {self.names[label]: share for label, share in self._by_stratum(column, self.labels).items()}
-
-    def _by_stratum(self, column: Column, strata: NDArray[np.int32]) -> dict[int, Proportion]:
-        successes = self.columns[column]
-        totals = np.bincount(strata)
-        counts = np.bincount(strata[successes], minlength=len(totals))
-        groups = self.group_numbers
-        effective = [None] * len(totals) if groups is None else effective_totals(strata, groups, len(totals)).tolist()
-        return {
-            stratum: proportion(int(counts[stratum]), int(total), CONFIDENCE, effective[stratum])
-            for stratum, total in enumerate(totals)
-            if total
-        }
-
-
-class _Tally:
-    """Collects blocks. Predictions use the dataset's label indices. The index after the last label
-    stands for any label that the dataset does not have."""
-
-    def __init__(self, labels: tuple[str, ...], answers: tuple[str, ...]) -> None:
-        number = {label: position for position, label in enumerate(labels)}
-        self._names = (*labels, OTHER_LABEL)
-        elsewhere = len(labels)
-        # the last entry is for NO_LABEL (-1)
-        self._as_label = np.array([number.get(answer, elsewhere) for answer in answers] + [elsewhere])
-        self._pairs: Counter[int] = Counter()
-        self._columns: dict[Column, list[NDArray[np.bool_]]] = {column: [] for column in get_args(Column)}
-        self._labels: list[NDArray[np.int32]] = []
-        self._groups: list[NDArray[np.int32]] = []
-        self.queries = 0
-        self.sha256 = hashlib.sha256()
-
-    def add(
-        self,
-        block: Block,
-        neighbors: "Neighbors",
-        answers: "Classifications",
-        groups: NDArray[np.int32] | None,
-    ) -> None:
-        truth, base = block.labels, len(self._names)
-        answered = self._as_label[answers.labels]
-        matches = self._as_label[neighbors.labels[:, :RECALL_AT]] == truth[:, None]
-        self.queries += len(truth)
-        self._columns["correct"].append(answered == truth)
-        self._columns["nearest"].append(matches[:, 0])
-        self._columns["among_nearest"].append(matches.any(axis=1))
-        self._columns["unknown"].append(answers.unknown)
-        pairs, counts = np.unique(truth * base + answered, return_counts=True)
-        self._pairs.update(dict(zip(pairs.tolist(), counts.tolist(), strict=True)))
-        self._labels.append(truth.astype(np.int32))
-        self._groups += [] if groups is None else [groups]
-        # digests and labels alternate, so that the hash does not depend on the block size
-        numbers = truth.astype("<i8")[:, None].view(np.uint8)
-        self.sha256.update(np.concatenate([block.digests, numbers], axis=1).tobytes())
-
-    def shares(self) -> _Shares:
-        columns: dict[Column, NDArray[np.bool_]] = {
-            column: np.concatenate(parts) for column, parts in self._columns.items()
-        }
-        groups = np.concatenate(self._groups) if self._groups else None
-        return _Shares(self._names, np.concatenate(self._labels), columns, groups)
-
-    def confusions(self) -> tuple[tuple[str, str, int], ...]:
-        base = len(self._names)
-        return tuple(
-            (self._names[pair // base], self._names[pair % base], count) for pair, count in sorted(self._pairs.items())
-        )
+def _confusions(
+    labels: NDArray[np.int32], predicted: NDArray[np.int32], names: Sequence[str]
+) -> tuple[tuple[str, str, int], ...]:
+    pairs, counts = np.unique(np.stack([labels, predicted]), axis=1, return_counts=True)
+    rows: list[tuple[int, int, int]] = np.column_stack([pairs.T, counts]).tolist()
+    return tuple((names[label], names[answer], count) for label, answer, count in rows)

@@ -9,7 +9,6 @@ from evernear.common.progress import Countdown, Step, duration
 from evernear.common.run_record import StepProgress
 
 if TYPE_CHECKING:
-    from evernear.data.shards import Block
     from evernear.embedding.artifact import Epoch
     from evernear.embedding.train import Steps
     from evernear.evaluation.measure import Observer
@@ -79,7 +78,4 @@ def images(running: Step, total: int, record: Record | None = None) -> Callable[
 def tests(running: Step, total: int) -> "Observer":
     on_images = images(running, total)
 
-    def observe(block: "Block", *_: object) -> None:
-        on_images(len(block))
-
-    return observe
+    return lambda answered: on_images(len(answered.block))

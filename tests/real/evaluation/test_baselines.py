@@ -16,7 +16,7 @@ from evernear.evaluation.baselines import Baseline, measure_baselines
 from evernear.evaluation.compare import PairedCounts, mcnemar_worse
 from evernear.evaluation.evaluate import Evaluation, evaluate_systems
 from evernear.evaluation.gate import decide
-from evernear.evaluation.measure import Outcomes
+from evernear.evaluation.measure import Outcomes, measure
 from evernear.evaluation.open_set import OpenSet
 from evernear.evaluation.recognizer import Recognizer
 from evernear.evaluation.statistics import p_by_chance, proportion
@@ -29,6 +29,11 @@ from tests.releases import System
 def evaluation(system: System) -> Evaluation:
     recognizer = Recognizer.open(system.network_dir, system.index_dir)
     return evaluate_systems(recognizer, None, system.dataset, OpenSet(held_out=()))
+
+
+@pytest.fixture(scope="module")
+def outcomes(system: System) -> Outcomes:
+    return measure(Recognizer.open(system.network_dir, system.index_dir), system.dataset)[1]
 
 
 def standardized(images: np.ndarray) -> np.ndarray:
@@ -56,9 +61,8 @@ def test_baselines_are_the_most_common_class_and_nearest_pixels(system: System, 
 
 
 def test_a_sample_of_queries_is_compared_with_the_candidate_on_the_same_queries(
-    system: System, evaluation: Evaluation, monkeypatch: pytest.MonkeyPatch
+    system: System, outcomes: Outcomes, monkeypatch: pytest.MonkeyPatch
 ):
-    outcomes = evaluation.outcomes["candidate"]
     whole = measure_baselines(outcomes, system.dataset)[1]
     monkeypatch.setattr("evernear.evaluation.baselines.QUERIES_MAX", 50)
     step = -(-len(outcomes.labels) // 50)
@@ -87,8 +91,7 @@ def test_the_pixel_baseline_knows_the_classes_that_train_images_fill(tmp_path: P
     assert pixels.accuracy.value > 0.7
 
 
-def test_constant_images_have_a_baseline(system: System, evaluation: Evaluation, monkeypatch: pytest.MonkeyPatch):
-    outcomes = evaluation.outcomes["candidate"]
+def test_constant_images_have_a_baseline(system: System, outcomes: Outcomes, monkeypatch: pytest.MonkeyPatch):
     blank = [(b.images * 0, b.labels, b.digests) for b in system.dataset.blocks("test")]
     blocks = [type(next(system.dataset.blocks("test")))(*columns) for columns in blank]
     monkeypatch.setattr(type(system.dataset), "blocks", lambda *_: iter(blocks))

@@ -68,9 +68,6 @@ def test_evaluation_survives_a_round_trip(system: System, full: Recognizer, coll
     evaluation.write(tmp_path)
     loaded = Evaluation.open(tmp_path)
     assert loaded.model_dump() == evaluation.model_dump()
-    for name, outcomes in evaluation.outcomes.items():
-        assert (loaded.outcomes[name].correct == outcomes.correct).all()
-        assert (loaded.outcomes[name].labels == outcomes.labels).all()
     assert decide(loaded, LENIENT) == decide(evaluation, LENIENT)
 
 
@@ -95,7 +92,6 @@ def test_anchor_is_measured_on_the_same_queries_and_survives_a_round_trip(
     evaluation.write(tmp_path)
     loaded = Evaluation.open(tmp_path)
     assert loaded.model_dump() == evaluation.model_dump()
-    assert set(loaded.outcomes) == {"candidate", "champion", "anchor"}
     verdict = decide(loaded, LENIENT)
     assert verdict.anchor is not None
     assert verdict.anchor.version == "v1"
@@ -104,12 +100,6 @@ def test_anchor_is_measured_on_the_same_queries_and_survives_a_round_trip(
     assert f"net losses on {shared} test images" in reasons["no_worse_than_anchor"], (
         "the candidate does not know class 7"
     )
-
-    tree = json.loads((tmp_path / "evaluation.json").read_text())
-    tree["anchor"]["comparison"]["overall"]["regressions"] -= 1
-    (tmp_path / "evaluation.json").write_text(json.dumps(tree))
-    with pytest.raises(IntegrityError, match="contradicts its own outcomes"):
-        Evaluation.open(tmp_path)
 
 
 def test_anchor_that_cannot_be_measured_is_reported(system: System, full: Recognizer):
@@ -134,31 +124,11 @@ def saved(system: System, full: Recognizer, collapsed: Recognizer, tmp_path) -> 
     return tmp_path
 
 
-def test_tampered_metrics_do_not_load(saved: Path):
-    tree = json.loads((saved / "evaluation.json").read_text())
-    regressions = tree["comparison"]["overall"]["regressions"]
-    for path, value in (
-        (("comparison", "overall", "regressions"), regressions - 1),
-        (("comparison",), None),
-        (("candidate", "accuracy", "count"), tree["candidate"]["accuracy"]["count"] + 1),
-        (("champion",), None),
-    ):
-        changed = json.loads(json.dumps(tree))
-        place = changed
-        for key in path[:-1]:
-            place = place[key]
-        place[path[-1]] = value
-        (saved / "evaluation.json").write_text(json.dumps(changed))
-        with pytest.raises(IntegrityError, match="contradicts its own outcomes"):
-            Evaluation.open(saved)
-
-
-@pytest.mark.parametrize("name", ["evaluation.json", "outcomes.npz"])
 @pytest.mark.parametrize("content", [None, b"", b"{}", b"PK\x03\x04 no archive"])
-def test_invalid_evaluation_does_not_load(saved: Path, name, content):
-    (saved / name).unlink()
+def test_invalid_evaluation_does_not_load(saved: Path, content):
+    (saved / "evaluation.json").unlink()
     if content is not None:
-        (saved / name).write_bytes(content)
+        (saved / "evaluation.json").write_bytes(content)
     with pytest.raises(IntegrityError, match="run the evaluate step again"):
         Evaluation.open(saved)
 

@@ -39,7 +39,7 @@ def recognizer(system: System) -> Recognizer:
 def measured(system: System, recognizer: Recognizer) -> tuple[Evaluation, Examples]:
     collector = ExampleCollector(recognizer, system.dataset)
     evaluation = evaluate_systems(
-        recognizer, None, system.dataset, OpenSet(held_out=()), batch_size=50, observe=collector.add
+        recognizer, None, system.dataset, OpenSet(held_out=()), batch_size=50, observers=[collector.add]
     )
     return evaluation, collector.finish(system.dataset)
 
@@ -85,7 +85,7 @@ def test_neighbors_that_joined_from_the_train_split_are_shown(system: System, tm
     build_index(Embeddings.open(tmp_path / "embeddings"), dataset.labels, IndexSettings(), tmp_path / "index")
     recognizer = Recognizer.open(system.network_dir, tmp_path / "index")
     collector = ExampleCollector(recognizer, dataset)
-    evaluate_systems(recognizer, None, dataset, OpenSet(held_out=()), observe=collector.add)
+    evaluate_systems(recognizer, None, dataset, OpenSet(held_out=()), observers=[collector.add])
     examples = collector.finish(dataset)
     gallery, train = images(dataset, "gallery"), images(dataset, "train")
     neighbors = [

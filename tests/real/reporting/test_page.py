@@ -140,7 +140,7 @@ def measure(
     system: System, candidate: Recognizer, champion: ReleasedSystem | None, open_set: OpenSet
 ) -> tuple[Evaluation, Examples]:
     collector = ExampleCollector(candidate, system.dataset)
-    evaluation = evaluate_systems(candidate, champion, system.dataset, open_set, observe=collector.add)
+    evaluation = evaluate_systems(candidate, champion, system.dataset, open_set, observers=[collector.add])
     return evaluation, collector.finish(champion.dataset if champion else None)
 
 
