@@ -16,15 +16,12 @@ from evernear.evaluation.statistics import sign_flip_worse
 
 
 class PairedCounts(Frozen):
-    """Numbers of queries that only one of two systems answers correctly: the candidate, or the
-    other system, which is an earlier release or a baseline. The remaining queries carry no
-    information about which system is better."""
+    """A regression is a query that only the other system answers correctly, an earlier release or a
+    baseline. An improvement is one that only the candidate does."""
 
     queries: int = Field(ge=0)
     regressions: int = Field(ge=0)
-    """Number of queries that only the other system answers correctly."""
     improvements: int = Field(ge=0)
-    """Number of queries that only the candidate answers correctly."""
     groups: int | None = None
     """Number of groups among the queries, or None if the queries are independent."""
     nets: dict[int, int] = {}
@@ -32,8 +29,7 @@ class PairedCounts(Frozen):
 
     @property
     def p_worse(self) -> float:
-        """Probability of at least this number of regressions if both systems are equally good. See
-        `mcnemar_worse` or, for groups, `evernear.evaluation.statistics.sign_flip_worse`."""
+        """Probability of at least this number of regressions if both systems are equally good."""
         if self.groups is None:
             return mcnemar_worse(self.regressions, self.improvements)
         return sign_flip_worse(self.nets.values())
@@ -104,11 +100,9 @@ class Comparison(Frozen):
 def mcnemar_worse(regressions: int, improvements: int) -> float:
     """p-value of the exact one-sided McNemar test (McNemar 1947, Psychometrika 12:153).
 
-    If two equally good systems differ on a query, either is correct with probability 1/2. The
-    number of regressions among such queries therefore has the distribution Binomial(n, 1/2), where
-    n is ``regressions + improvements``. The p-value is the probability of at least this number.
-    Unlike the mid-p test and the chi-squared test, the exact test never exceeds its level, for any
-    number of queries.
+    Of the queries on which two equally good systems differ, the number of regressions has the
+    distribution Binomial(n, 1/2). Unlike the mid-p test and the chi-squared test, the exact test
+    never exceeds its level.
     """
     from scipy.special import bdtrc
 
@@ -122,9 +116,8 @@ def net_loss_budget(errors: int, queries: int, significance: float) -> int:
     ``queries``.
 
     If two systems err independently and equally often, the net losses exceed the budget with a
-    probability of about half of ``significance``. Retrained networks repeat most of each other's
-    errors, so they exceed it less often. The error rate is assumed to be (errors + 1) / (queries +
-    2), because a result without errors may be luck.
+    probability of about half of ``significance``. The error rate is assumed to be (errors + 1) /
+    (queries + 2), because a result without errors may be luck.
     """
     from scipy.special import ndtri
 

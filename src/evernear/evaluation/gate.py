@@ -1,68 +1,46 @@
 """The gate: decide whether the candidate may replace the champion.
 
-The verdict is hold if any rule fails. The candidate need not be better than the champion.
-Otherwise, a champion whose accuracy cannot improve could never be refreshed with new data. The
-candidate must not be *significantly worse*, must keep every class, and must be sound. The gate
-fails closed: a missing or NaN figure fails its rule. A rule that could not fail on this data has
-not passed, and says that the data is too little to tell.
+The verdict is hold if any rule fails. The candidate need not be better, or a champion whose
+accuracy cannot improve could never be refreshed with new data. It must not be *significantly
+worse*, must keep every class, and must be sound. The gate fails closed: a missing or NaN figure
+fails its rule. A rule that could not fail on this data has not passed: it says "too few to tell".
 
-Paired test (`no_worse`)
-    An exact one-sided McNemar test on the same queries
-    (`evernear.evaluation.compare.mcnemar_worse`). With ``data.group``, a sign-flip test counts
-    groups instead of queries (`evernear.evaluation.statistics.sign_flip_worse`). The rule fails if
-    p <= 0.8 x ``gate.significance``. An anchor other than the champion takes half of this level for
-    its own test. The rule for the classes uses the remaining share. The probability that these
-    tests together hold an equally good candidate is therefore at most ``gate.significance``. A
-    mid-p test would maintain the level only approximately.
-    docs/decisions/0007-the-gate-asks-not-worse.md explains why the level is 0.10, and how often the
-    rules err.
+All tests share ``gate.significance``, the largest probability that they hold an equally good
+candidate (docs/decisions/0007-the-gate-asks-not-worse.md).
 
-    A non-inferiority test requires evidence that any loss is within a margin. It would hold more
-    bad models, but also every equal model on a small test split. There, this rule has less power,
-    so the floors matter more. It therefore states the smallest loss that the gate detects, and
-    fails if this is too large and ``gate.on_undetected_loss = hold``.
+`no_worse`
+    An exact one-sided McNemar test on the same queries or, with ``data.group``, a sign-flip test of
+    groups. It uses 0.8 of the level, which it shares with the test against an anchor. A
+    non-inferiority test would hold every equal model on a small test split. There, this rule has
+    less power, so it states the smallest loss that the gate detects, and fails if this is too large
+    and ``gate.on_undetected_loss = hold``. Queries of classes that the champion does not know are
+    excluded, because the gain from a new class would hide losses on others.
 
-    Queries of classes that the champion does not know are excluded. The champion is always wrong on
-    them, so the gain from a new class would hide losses on other classes. The floors decide whether
-    a new class is recognized well enough.
+`no_worse_than_anchor`, `accuracy_floor`
+    Limit the total of losses that no single test detects (`evernear.evaluation.gate_anchor`).
 
-Anchor (`no_worse_than_anchor`, `accuracy_floor`)
-    Each of several promotions may lose so little accuracy that no single test detects the loss. The
-    rule for the anchor (`evernear.evaluation.gate_anchor`) and the accuracy floor limit the total.
-
-Test set (`same_test_set`, `test_images_unseen`)
+`same_test_set`, `test_images_unseen`
     The choice of test images can decide the comparison. The test split must therefore still contain
-    at least `TEST_OVERLAP_FLOOR` of the champion's test images. Added images are allowed. A
-    different source or different split fractions result in a different dataset. A release that was
-    measured on a different dataset can only be promoted manually. No test image may be among the
-    images that the candidate was built from.
+    at least `TEST_OVERLAP_FLOOR` of the champion's test images. Added images are allowed. No test
+    image may be among the images that the candidate was built from.
 
-Classes (`classes_kept`, `class_recall`)
-    The candidate must know every class that the champion can predict, except those in
-    ``classes.retired`` and ``classes.renamed``. A renamed class is compared under its new name. A
-    class fails if even the upper limit of its interval is below ``gate.class_recall_floor``. It
-    also fails if its recall fell by more than `evernear.evaluation.gate_classes.LARGEST_DROP` *and*
-    is significantly worse at 0.2 x ``gate.significance`` divided by the number of classes
-    (Bonferroni), because a single image in a class of 18 changes the recall by 5.6 points. A class
-    without a test image cannot be measured. The reason names it.
+`classes_kept`, `class_recall`
+    The candidate must know every class of the champion, except those in ``classes.retired`` and
+    ``classes.renamed``. A class fails if even the upper limit of its interval is below
+    ``gate.class_recall_floor``, or if its recall fell by more than `LARGEST_DROP` *and*
+    significantly, at 0.2 of the level divided by the number of classes (Bonferroni).
 
-Known images called unknown (`false_rejects`)
-    The rule fails if the lower limit of the interval is above ``gate.false_reject_ceiling``. On a
-    small test split, the share may exceed the ceiling by chance. If test images are called unknown
-    significantly more often than the query images that set the threshold, the reason says so: the
-    test images then look different from the gallery.
+`false_rejects`
+    Fails if the lower limit of the interval is above ``gate.false_reject_ceiling``. If test images
+    are called unknown significantly more often than the query images that set the threshold, the
+    reason says so: they look different from the gallery.
 
-First release (`beats_baselines`)
-    Without a champion, the candidate must be significantly more accurate than two trivial
-    recognizers on the same test images, by the same exact test at ``gate.significance``. One always
-    predicts the most common class, the other the class of the gallery image with the nearest pixels
-    (`evernear.evaluation.baselines`). If the second has so few errors that no candidate could be
-    significantly better, it must not be significantly better than the candidate. If the test images
-    are too few for either outcome, a release of grouped images is held
-    (`evernear.evaluation.baselines`), and any other release is promoted with a warning.
-
-Not rules: the export step checks that the exported network agrees with the trained one, and the
-accuracy of the candidate is measured with its own, possibly approximate, index.
+`beats_baselines`
+    A first release must be significantly more accurate than two trivial recognizers on the same
+    test images (`evernear.evaluation.baselines`). If one has so few errors that no candidate could
+    be significantly better, it must not be significantly better than the candidate. If the test
+    images are too few for either outcome, a release of grouped images is held, and any other is
+    promoted with a warning.
 """
 
 from collections.abc import Iterator, Sequence

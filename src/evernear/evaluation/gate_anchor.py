@@ -1,36 +1,15 @@
-"""The gate's rules for the anchor, a fixed earlier release, which limit the sum of small losses.
+"""The gate's rule for the anchor, a fixed earlier release, which limits the sum of small losses.
 
-Every candidate is compared with the champion. A promoted candidate may have a loss that is too
-small to detect, and the next one may lose as much again. The anchor does not move with the
-champion, so the losses against it accumulate until a rule fails. It is measured in the same run on
-the same images as the candidate.
+Each promoted candidate may have lost too little to be detected. The anchor does not move with the
+champion, so these losses accumulate against it until the rule fails. The first promoted release is
+the anchor until a user chooses another, or until it can no longer be compared with the candidate.
+The champion then takes its place, and the reason says so. If the anchor is damaged or lost, the
+rule fails instead, because a fault must not weaken the gate.
 
-The first release that is promoted in a store becomes the anchor. It remains so until a user chooses
-another (`evernear registry anchor`), or until it can no longer be compared with the candidate: it
-takes images of a different shape, fewer than `TEST_OVERLAP_FLOOR` of its test images are left, or
-none of its classes are. The champion then becomes the anchor, and the reason of the rule states the
-change. If the anchor is damaged or lost, the rule fails instead, because a fault must not weaken
-the gate.
-
-Both tests are one rule, `no_worse_than_anchor`.
-
-Paired test
-    The same test as in `no_worse`, on the classes that both the anchor and the candidate know, with
-    the same share of ``gate.significance``. If the champion is the anchor, `no_worse` uses both
-    shares.
-
-Budget
-    On a small test split, no test can detect a loss of several percentage points. The regressions
-    minus the improvements must therefore not exceed a budget, which depends only on the size of the
-    test split and the number of the anchor's errors
-    (`evernear.evaluation.compare.net_loss_budget`).
-
-Sensitivity
-    The smallest loss that at least one comparison detects with a probability of 90%. The verdict
-    states it if it is above `MAX_UNDETECTED_LOSS`. With ``gate.on_undetected_loss = hold``, which
-    the watcher's runs use, the rule `no_worse` then also fails.
-
-The shares, the budget and the bound were chosen by simulation (docs/decisions/0027-the-anchor.md).
+The rule has two parts: the test of `no_worse`, on the classes that both systems know, and a budget
+for net losses (`evernear.evaluation.compare.net_loss_budget`), because on a small test split, no
+test can detect a loss of several points. Their shares of the level, the budget and
+`MAX_UNDETECTED_LOSS` were chosen by simulation (docs/decisions/0027-the-anchor.md).
 """
 
 from dataclasses import dataclass

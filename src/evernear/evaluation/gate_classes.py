@@ -1,4 +1,4 @@
-"""The gate's rules for single classes. The docstring of `evernear.evaluation.gate` explains
+"""The gate's rules for single classes and for unknown images. `evernear.evaluation.gate` explains
 them."""
 
 from typing import NamedTuple
