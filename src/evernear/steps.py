@@ -202,7 +202,8 @@ def reuse(run: str, settings: Tree, dataset: str, network: str, open_set: str) -
 
 
 def embed(run: str, settings: Tree, dataset: str, network: str, embeddings: str) -> Tree:
-    """Embed the gallery and query splits into the store, and return the artifact's metadata."""
+    """Embed the gallery and query splits into the store, and return the artifact's metadata. Nodes
+    also embed the test split, which evaluate then reads from the cache."""
     with _step("embed", run, settings) as (running, chosen, record):
         from evernear.common.parts import PART_SIZE_BYTES, PARTS
         from evernear.data.shards import Dataset
@@ -212,9 +213,12 @@ def embed(run: str, settings: Tree, dataset: str, network: str, embeddings: str)
 
         data, network_dir, store = Dataset.open(Path(dataset)), Path(network), record.store
         untrained = untrained_classes(network_dir, data, store, chosen.classes)
-        parts = plan_embedding(network_dir, data, store, f"{PARTS}{run}", untrained, part_size_bytes=PART_SIZE_BYTES)
-        on_images = countdowns.images(running, parts.plan.units)
         nodes = StepNodes(chosen.index.nodes, chosen, running.report)
+        splits = ("gallery", "query") if nodes.is_one else ("gallery", "query", "test")
+        parts = plan_embedding(
+            network_dir, data, store, f"{PARTS}{run}", untrained, splits, part_size_bytes=PART_SIZE_BYTES
+        )
+        on_images = countdowns.images(running, parts.plan.units)
         open_worker = partial(open_here, network_dir, data, store, on_images)
         nodes.run(parts, open_worker, {network_folder(parts): network_dir})
         result = combine_embeddings(parts, network_dir, data, Path(embeddings), store.uri)
@@ -284,7 +288,6 @@ def evaluate(
 ) -> "Evaluation":
     """Evaluate candidate, champion and anchor, as deployed, on the same test split."""
     with _step("evaluate", run, settings) as (running, chosen, record), ExitStack() as stack:
-        from evernear.common.parts import PART_SIZE_BYTES, PARTS
         from evernear.console.live_labels import with_live_figures
         from evernear.data.shards import Dataset
         from evernear.data.validate import Report, near_duplicates_found
@@ -292,11 +295,8 @@ def evaluate(
         from evernear.evaluation.baselines import few_groups
         from evernear.evaluation.evaluate import evaluate_systems
         from evernear.evaluation.example_collector import ExampleCollector
-        from evernear.evaluation.in_parts import plan_answers, run_answers, systems_to_measure
-        from evernear.evaluation.measure import BATCH_SIZE
         from evernear.evaluation.open_set import OpenSet
         from evernear.evaluation.recognizer import Recognizer
-        from evernear.kubeflow.nodes import StepNodes
         from evernear.release.champion import open_anchor, open_champion
         from evernear.serving.replay import replay
 
@@ -307,12 +307,6 @@ def evaluate(
         anchor = stack.enter_context(open_anchor(store, chosen.classes))
         collector = ExampleCollector(candidate, data)
         progress = countdowns.tests(running, data.count("test") * (2 if champion else 1))
-        nodes = StepNodes(chosen.evaluation.nodes, chosen, running.report)
-        answered = None
-        if not nodes.is_one:
-            systems = systems_to_measure(data, candidate, champion, anchor)
-            parts = plan_answers(data, systems, store, f"{PARTS}{run}", BATCH_SIZE, PART_SIZE_BYTES)
-            answered = stack.enter_context(run_answers(parts, systems, data, network_dir, Path(index), nodes.run))
         result = evaluate_systems(
             candidate,
             champion,
@@ -322,7 +316,6 @@ def evaluate(
             observers=(progress, collector.add),
             champion_observers=(progress,),
             anchor=anchor,
-            answered=answered,
         )
         replayed, changed = replay(candidate, champion, store, chosen.serving.max_pixels) if champion else (None, None)
         near = near_duplicates_found(record.find("validation", Report), data, chosen.data.group)
@@ -334,8 +327,8 @@ def evaluate(
         readable = champion and "champion" not in result.unreadable
         examples = collector.finish(champion.dataset if champion and readable else None)
         examples = with_live_figures(examples, store, result.champion)
-        record.save(evaluation=result, examples=examples, replay=changed, parts_evaluate=nodes.ran)
-        running.summary = result.summary() + nodes.summary()
+        record.save(evaluation=result, examples=examples, replay=changed)
+        running.summary = result.summary()
     return result
 
 

@@ -33,7 +33,7 @@ from evernear.errors import ConflictError, EvernearError, StoreError
 PARTS = "parts/"
 """Prefix in the store for the parts of steps: ``parts/<run>/<step>-<identity>/``."""
 PART_SIZE_BYTES = 2**30
-"""Size of a part of embed or evaluate: images in the form of the dataset, by whole shards. A part
+"""Size of a part of embed: images in the form of the dataset, by whole shards. A part
 takes some minutes, so that the start of a pod hardly matters."""
 REQUESTS_IN_FLIGHT = 16
 """Maximum number of small objects that are read or written concurrently."""

@@ -27,7 +27,7 @@ from evernear.errors import BusyError, ClusterError, EvernearError, MissingObjec
 FINAL_EXIT_CODE = 42
 """Exit code of a process whose part failed permanently. No error class and no signal uses this exit
 code."""
-STEPS_IN_PARTS = ("ingest", "embed", "evaluate")
+STEPS_IN_PARTS = ("ingest", "embed")
 """Steps of a run that save a `PartsRecord` as ``parts_<step>`` if their parts ran on several
 nodes."""
 

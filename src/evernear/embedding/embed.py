@@ -90,7 +90,8 @@ def _apply(head: nn.Module, features: Vectors) -> Vectors:
 
 
 class EmbedPart(Part):
-    """Images of whole shards of one split, in the order of their embeddings. A unit is an image."""
+    """Images of whole shards of one split, in the order of their embeddings. A unit is an image.
+    The embeddings of the test split are only cached, for the evaluate step."""
 
     split: Split
     shards: tuple[tuple[str, dict[str, int] | None], ...]
@@ -216,11 +217,13 @@ def _embed_part(
     by_hash = {shard.sha256: shard for shard in dataset.manifest.shards}
     images = [ShardImages(by_hash[sha256], None if taken is None else Counter(taken)) for sha256, taken in part.shards]
     reused_before = embedder.reused
+    embedded = embedder.embed((each.blocks(dataset, batch_size), each.count) for each in images)
+    if part.split == "test":
+        count = sum(len(block) for block, _ in embedded)
+        return EmbeddingShard(file="", sha256="", split=part.split, count=count).to_json()
     with tempfile.TemporaryDirectory(prefix="evernear-embeddings-") as scratch:
         path = Path(scratch) / "embeddings.npy"
-        _write_npy(
-            path, dim, part.units, embedder.embed((each.blocks(dataset, batch_size), each.count) for each in images)
-        )
+        _write_npy(path, dim, part.units, embedded)
         sha256 = sha256_file(path)
         file = f"{parts.folder}/{sha256}.npy"
         parts.store.put(file, path)
@@ -231,16 +234,16 @@ def _embed_part(
 def combine_embeddings(
     parts: Parts, network_dir: Path, dataset: Dataset, out_dir: Path, store_uri: str
 ) -> EmbeddingsDescription:
-    """Write the description of all parts' embeddings to ``out_dir``. ``store_uri`` is empty if they
-    are there too."""
+    """Write the description of all parts' embeddings to ``out_dir``, except those that are only
+    cached. ``store_uri`` is empty if they are there too."""
     described = describe_network(network_dir)
-    where = f"a result in {parts.store.uri}"
+    shards = [EmbeddingShard.from_json(result.value, f"a result in {parts.store.uri}") for result in parts.results()]
     description = EmbeddingsDescription(
         network_sha256=described.sha256,
         dataset_digest=dataset.digest,
         dim=described.embedding_dim,
         store_uri=store_uri,
-        shards=tuple(EmbeddingShard.from_json(result.value, where) for result in parts.results()),
+        shards=tuple(shard for shard in shards if shard.file),
     )
     description.save(out_dir / DESCRIPTION_FILE)
     return description

@@ -29,7 +29,7 @@ _FETCHES_IN_FLIGHT = 4
 
 class EmbeddingShard(Frozen):
     file: str
-    """The key in the store."""
+    """The key in the store, or empty if the embeddings are only cached."""
     sha256: str
     split: Split
     count: int

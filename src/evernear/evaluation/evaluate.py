@@ -2,7 +2,8 @@
 frozen test split."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
@@ -19,7 +20,7 @@ from evernear.errors import IntegrityError
 from evernear.evaluation.baselines import Baseline, FewGroups, measure_baselines
 from evernear.evaluation.compare import Comparison, compare
 from evernear.evaluation.examples import Replay
-from evernear.evaluation.measure import BATCH_SIZE, NO_CHANGES, AnsweredBlock, Measurement, Observer, Outcomes, measure
+from evernear.evaluation.measure import BATCH_SIZE, NO_CHANGES, Measurement, Observer, Outcomes, measure
 from evernear.evaluation.open_set import OpenSet
 from evernear.evaluation.verdict import classes_tested
 from evernear.settings import ClassSettings
@@ -29,16 +30,12 @@ if TYPE_CHECKING:  # reading an evaluation must not import torch or FAISS
 
 
 EVALUATION_FILE = "evaluation.json"
-SYSTEMS = ("candidate", "champion", "anchor")
 SEEN: tuple[Split, ...] = ("train", "gallery", "query")
 """Splits from which the weights, the index and the threshold of a release are built."""
 BLOCK_SIZE = 1_000_000
 """Maximum number of digests in memory, 32 MB. A larger test split is processed in blocks, each with
 one pass over the images."""
 Digests = NDArray[np.bytes_]
-
-Answered = Callable[[str], Iterable[AnsweredBlock]]
-"""Returns the answers of one of `SYSTEMS` to the test split, in order."""
 
 
 class ReleasedSystem(NamedTuple):
@@ -178,7 +175,6 @@ def evaluate_systems(
     observers: Sequence[Observer] = (),
     champion_observers: Sequence[Observer] = (),
     anchor: ReleasedSystem | UnavailableSystem | None = None,
-    answered: Answered | None = None,
     batch_size: int = BATCH_SIZE,
 ) -> Evaluation:
     """Measure ``candidate``, ``champion`` and ``anchor`` on the test split of ``dataset``.
@@ -189,30 +185,22 @@ def evaluate_systems(
     If the champion was trained on test images, its accuracy is overstated, which the gate reports.
     Images of a renamed class count under the new name. Those of a retired class are left out.
     ``trained_on`` is the snapshot on which the candidate's network was trained, by default
-    ``dataset``. ``answered`` returns answers that are already computed.
+    ``dataset``.
 
     Raises:
         DataError: the test split is empty, or its images do not have the input shape of a
             recognizer.
     """
     with group_numbers(dataset) as groups:
-
-        def measured(
-            system: ReleasedSystem, name: str, observers: Sequence[Observer] = ()
-        ) -> tuple[Measurement, Outcomes]:
-            return measure(
-                system.recognizer,
-                dataset,
-                batch_size=batch_size,
-                classes=system.classes,
-                observers=observers,
-                groups=groups,
-                answered=answered(name) if answered else None,
+        measured = partial(measure, dataset=dataset, batch_size=batch_size, groups=groups)
+        measurement, outcomes = measured(candidate, observers=observers)
+        before = before_outcomes = measured_anchor = None
+        if champion:
+            before, before_outcomes = measured(
+                champion.recognizer, classes=champion.classes, observers=champion_observers
             )
-
-        measurement, outcomes = measured(ReleasedSystem(candidate), "candidate", observers)
-        before, before_outcomes = measured(champion, "champion", champion_observers) if champion else (None, None)
-        measured_anchor = _measure_anchor(anchor, dataset, measured, outcomes) if champion and anchor else None
+        if champion and anchor:
+            measured_anchor = _measure_anchor(anchor, dataset, measured, outcomes)
     return Evaluation(
         candidate=measurement,
         champion=before,
@@ -229,7 +217,7 @@ def evaluate_systems(
 def _measure_anchor(
     anchor: ReleasedSystem | UnavailableSystem,
     dataset: Dataset,
-    measured: Callable[[ReleasedSystem, str], tuple[Measurement, Outcomes]],
+    measured: Callable[..., tuple[Measurement, Outcomes]],
     candidate: Outcomes,
 ) -> AnchorEvaluation:
     if isinstance(anchor, UnavailableSystem):
@@ -244,7 +232,7 @@ def _measure_anchor(
         overlap = _test_overlap(dataset, anchor.dataset, anchor.classes)
     except IntegrityError as error:
         return AnchorEvaluation(name=name, fault=str(error))
-    measurement, outcomes = measured(anchor, "anchor")
+    measurement, outcomes = measured(anchor.recognizer, classes=anchor.classes)
     comparison = compare(candidate, outcomes, dataset.labels)
     return AnchorEvaluation(name=name, measurement=measurement, comparison=comparison, test_overlap=overlap)
 

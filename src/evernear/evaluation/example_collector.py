@@ -100,10 +100,8 @@ class ExampleCollector:
         self._mistakes = sorted(self._mistakes, key=lambda query: query.rank)[:MISTAKES]
         first, self._seen = self._seen, self._seen + len(block)
         for row in self._sampled[(self._sampled >= first) & (self._sampled < self._seen)] - first:
-            image = block.images[row]
-            embedding = self._recognizer.embed(image[None])[0] if embeddings is None else embeddings[row]
             labels = int(block.labels[row]), int(answers.labels[row])
-            self._map.append((image, embedding, *labels, bool(answers.unknown[row])))
+            self._map.append((block.images[row], embeddings[row], *labels, bool(answers.unknown[row])))
 
     def finish(self, champion_dataset: Dataset | None = None) -> Examples:
         """With the champion's dataset, the examples include images that were added since."""

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from evernear.common.frozen import Frozen
 from evernear.data.groups import GroupNumbers
-from evernear.data.manifest import Shard, Split
+from evernear.data.manifest import Split
 from evernear.data.shards import Block, Dataset
 from evernear.errors import DataError
 from evernear.evaluation.statistics import CONFIDENCE, Proportion, effective_totals, proportion
@@ -24,7 +24,7 @@ if TYPE_CHECKING:  # reading an evaluation must not import torch or FAISS
 
 
 RECALL_AT = 5
-BATCH_SIZE = 512
+BATCH_SIZE = 256  # as `evernear.embedding.embed`, so that cached embeddings are equal to the last bit
 NO_CHANGES = ClassSettings()
 OTHER_LABEL = "(a label that the dataset does not have)"
 Observer = Callable[["AnsweredBlock"], None]
@@ -32,18 +32,16 @@ Observer = Callable[["AnsweredBlock"], None]
 
 class AnsweredBlock(NamedTuple):
     block: Block
-    embeddings: NDArray[np.float32] | None
-    """None if another process embedded the images."""
+    embeddings: NDArray[np.float32]
     neighbors: "Neighbors"
     answers: "Classifications"
 
 
-def answer_queries(
-    recognizer: "Recognizer", dataset: Dataset, shards: Sequence[Shard], batch_size: int
+def _answer_queries(
+    recognizer: "Recognizer", dataset: Dataset, split: Split, batch_size: int
 ) -> Iterator[AnsweredBlock]:
-    """Answer the images in ``shards`` in order, in batches that do not cross shard boundaries."""
     gallery = recognizer.gallery
-    for block, embeddings in recognizer.embed_shards(dataset, shards, batch_size):
+    for block, embeddings in recognizer.embed_split(dataset, split, batch_size):
         neighbors = gallery.search(embeddings, max(RECALL_AT, gallery.description.k))
         yield AnsweredBlock(block, embeddings, neighbors, gallery.classify(embeddings, neighbors))
 
@@ -154,14 +152,12 @@ def measure(
     classes: ClassSettings = NO_CHANGES,
     observers: Sequence[Observer] = (),
     groups: GroupNumbers | None = None,
-    answered: Iterable[AnsweredBlock] | None = None,
 ) -> tuple[Measurement, Outcomes]:
     """Measure ``recognizer`` on all images in ``split``.
 
     ``classes`` translates the labels of an earlier release. The intervals are based on ``groups``,
-    or on images if ``groups`` is None. ``answered`` contains the answers to the split in order, if
-    they are already computed (`evernear.evaluation.in_parts`). Only the outcomes need memory in
-    proportion to the size of the split, about 30 bytes per image.
+    or on images if ``groups`` is None. Only the outcomes need memory in proportion to the size of
+    the split, about 30 bytes per image.
 
     Raises:
         DataError: the split is empty, or its images do not have the recognizer's input shape.
@@ -169,7 +165,7 @@ def measure(
     dataset.require_shape(recognizer.shape, recognizer.name or "The candidate")
     gallery, names = recognizer.gallery, (*dataset.labels, OTHER_LABEL)
     current = [classes.current(label) for label in gallery.description.labels]
-    answered = answered or answer_queries(recognizer, dataset, dataset.shards(split), batch_size)
+    answered = _answer_queries(recognizer, dataset, split, batch_size)
     rows, queries_sha256 = _collect(answered, _as_labels(current, dataset.labels), groups, observers)
     if not rows:
         raise DataError(f"The {split} split of {dataset.manifest.name} is empty; raise data.{split}_fraction.")

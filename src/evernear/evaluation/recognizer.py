@@ -1,6 +1,6 @@
 """A network, an index, labels and a threshold, combined as in serving."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from evernear.common.store import Store
-from evernear.data.manifest import Shard, Split
+from evernear.data.manifest import Split
 from evernear.data.preprocess import Preprocessing
 from evernear.data.shards import Block, Dataset
 from evernear.embedding.embed import ExportedEmbedder
@@ -29,39 +29,33 @@ class Recognizer:
     preprocessing: Preprocessing
     network_sha256: str
     parity_max_abs_difference: float
+    embedder: ExportedEmbedder
     name: str = ""
-    embedder: ExportedEmbedder | None = None
-    """Reads the features of a frozen network from the store. None if the network always embeds the
-    images."""
 
     @staticmethod
     def open(network_dir: Path, index_dir: Path, name: str = "", store: Store | None = None) -> "Recognizer":
         """Open the outputs of the export step and the index step, which may be in the same
         directory.
 
-        If ``store`` is set, features of a frozen network are cached in it.
+        If ``store`` is set, the embeddings of datasets are cached in it.
 
         Raises:
             IntegrityError: a file is missing or was changed, or the index belongs to a
                 different network.
         """
         described = describe_network(network_dir)
-        recognizer = Recognizer(
+        return Recognizer(
             network_dir=network_dir,
             gallery=Gallery.open(index_dir, described.sha256),
             preprocessing=described.preprocessing,
             network_sha256=described.sha256,
             parity_max_abs_difference=described.parity_max_abs_difference,
+            embedder=ExportedEmbedder(network_dir, store),
             name=name,
-            embedder=ExportedEmbedder(network_dir, store) if store and described.features_dim else None,
         )
-        if recognizer.embedder is None:
-            _ = recognizer.network
-        return recognizer
 
     @cached_property
     def network(self) -> torch.jit.ScriptModule:
-        """Loaded now or, with an ``embedder``, when an image must be embedded without the store."""
         return load_network(self.network_dir)
 
     @property
@@ -77,15 +71,5 @@ class Recognizer:
         self, dataset: Dataset, split: Split, batch_size: int
     ) -> Iterator[tuple[Block, NDArray[np.float32]]]:
         """Yield the blocks of ``split`` in order, each with its embeddings (N, D)."""
-        return self.embed_shards(dataset, dataset.shards(split), batch_size)
-
-    def embed_shards(
-        self, dataset: Dataset, shards: Sequence[Shard], batch_size: int
-    ) -> Iterator[tuple[Block, NDArray[np.float32]]]:
-        """Yield the blocks of ``shards`` in order, each with its embeddings (N, D)."""
-        if self.embedder is None:
-            for shard in shards:
-                for block in dataset.shard_blocks(shard, batch_size):
-                    yield block, self.embed(block.images)
-        else:
-            yield from self.embedder.embed((dataset.shard_blocks(shard, batch_size), shard.count) for shard in shards)
+        shards = dataset.shards(split)
+        return self.embedder.embed((dataset.shard_blocks(shard, batch_size), shard.count) for shard in shards)

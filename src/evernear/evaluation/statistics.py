@@ -90,7 +90,7 @@ class Roc(Frozen):
 
 
 def proportion(count: int, total: int, confidence: float, effective: float | None = None) -> Proportion:
-    """``count`` out of ``total`` (at least 1), with a two-sided interval. See `effective_totals`."""
+    """``count`` out of ``total`` (at least 1), with an interval. See `effective_totals`."""
     z, share = deviations(confidence), count / total
     n = total if effective is None else effective
     middle = (share + z**2 / (2 * n)) / (1 + z**2 / n)

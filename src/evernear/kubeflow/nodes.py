@@ -1,5 +1,5 @@
 """Choose where the parts of a step run: in the step's process, or on several nodes (`data.nodes`,
-`index.nodes`, `evaluation.nodes`).
+`index.nodes`).
 
 The Kubernetes client is imported only if a step uses other nodes.
 """
@@ -177,7 +177,7 @@ def require_nodes(chosen: RunSettings) -> None:
         SettingsError: a step requests several nodes, and the store is a directory, or
             no image or namespace is known.
     """
-    for nodes in (chosen.data.nodes, chosen.index.nodes, chosen.evaluation.nodes):
+    for nodes in (chosen.data.nodes, chosen.index.nodes):
         if nodes not in (1, AUTO):
             _require_nodes(chosen)
     nodes_of_ingest(chosen)

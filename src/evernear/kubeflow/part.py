@@ -32,10 +32,6 @@ def worker_of(kind: str) -> OpenWorker:
         from evernear.embedding.embed import open_worker
 
         return open_worker
-    if kind == "evaluate":
-        from evernear.release.champion import open_worker
-
-        return open_worker
     if kind == "predict":
         from evernear.serving.batch import open_worker
 

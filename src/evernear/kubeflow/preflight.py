@@ -19,7 +19,7 @@ def require_runnable(chosen: RunSettings) -> None:
         )
     open_source(chosen.data.source)  # a mistyped directory is reported before a busy port
     open_target(chosen).require_deployable()
-    if (chosen.data.nodes, chosen.index.nodes, chosen.evaluation.nodes) != (1, 1, 1):
+    if (chosen.data.nodes, chosen.index.nodes) != (1, 1):
         require_nodes(chosen)
     if chosen.index.backend != FAISS:
         from evernear.index.vectors import index_backend

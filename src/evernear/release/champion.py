@@ -9,9 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from evernear.common.disk import disk_errors
-from evernear.common.parts import Parts, Worker
 from evernear.common.store import Store
-from evernear.common.store.base import fetch_folder
 from evernear.data.shards import Dataset
 from evernear.errors import DataError, IntegrityError, StoreError, TransientStoreError
 from evernear.evaluation.evaluate import ReleasedSystem, UnavailableSystem
@@ -157,22 +155,3 @@ def reuse_network(store: Store, dataset: Dataset, network_dir: Path) -> tuple[Re
         calibration = describe_index(parts.directory).calibration
     threshold = calibration.threshold if calibration.found_by == "unseen classes" else None
     return manifest, OpenSet(held_out=(), threshold=threshold)
-
-
-def open_worker(parts: Parts) -> Worker:
-    """A worker that recognizes the images in one part of the test split."""
-    from evernear.evaluation.in_parts import Shared, candidate_folder, open_here  # torch takes seconds to import
-    from evernear.evaluation.recognizer import Recognizer
-
-    shared = Shared.model_validate(parts.plan.shared)
-    dataset = Dataset.find(parts.store, shared.dataset, shared.digest)
-    if dataset is None:
-        raise IntegrityError(f"{parts.store.uri} no longer has the snapshot {shared.digest[:12]} of {shared.dataset}.")
-    scratch = Path(tempfile.mkdtemp(prefix="evernear-systems-"))  # the process ends with the part
-    network, index = scratch / "network", scratch / "index"
-    fetch_folder(parts.store, candidate_folder(parts, "network"), network)
-    fetch_folder(parts.store, candidate_folder(parts, "index"), index)
-    systems = {"candidate": Recognizer.open(network, index, store=parts.store)}
-    for name, version in shared.released.items():
-        systems[name] = open_released(parts.store, version, scratch / name)
-    return open_here(systems, dataset, parts)

@@ -1,6 +1,5 @@
 from pydantic import Field
 
-from evernear.settings.parts_job import Nodes
 from evernear.settings.section import Section
 
 
@@ -11,8 +10,4 @@ class EvaluationSettings(Section):
         default=0,
         ge=0,
         description="Epochs of the open-set probe; 0: a quarter of those of training, 60% with Muon.",
-    )
-    nodes: Nodes = Field(
-        default=1,
-        description="Nodes that answer the queries of the test split, as ``index.nodes``.",
     )

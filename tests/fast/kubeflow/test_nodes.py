@@ -80,7 +80,7 @@ def test_nodes_are_limited_by_work_parts_and_the_setting(left_s: float, parts: i
     assert nodes_for(left_s, parts, max_nodes) == nodes
 
 
-@pytest.mark.parametrize("section", ["data", "index", "evaluation"])
+@pytest.mark.parametrize("section", ["data", "index"])
 def test_several_nodes_need_a_bucket_and_an_image(section: str) -> None:
     tree = {"data": {"source": "s3://images"}, "store": "file:///data/store", "parts_job": JOB}
     tree[section] = {"nodes": 2, **(tree["data"] if section == "data" else {})}
@@ -137,7 +137,7 @@ def test_auto_without_a_cluster_is_one_process(store: str, parts: Parts) -> None
 
 def test_nodes_are_a_number_or_auto() -> None:
     assert load(overrides=["index.nodes=auto"], environment={}).index.nodes == "auto"
-    assert load(overrides=["evaluation.nodes=3"], environment={}).evaluation.nodes == 3
+    assert load(overrides=["data.nodes=3"], environment={}).data.nodes == 3
     assert repr(of_run({"index": {"nodes": 2.0}}).index.nodes) == "2", "Kubeflow Pipelines passes numbers as floats"
     for value in ("0", "many", "1.5", "true", ""):
         with pytest.raises(SettingsError, match=rf"index\.nodes = {value}: should be a number above 0, or auto"):

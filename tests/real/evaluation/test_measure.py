@@ -135,16 +135,9 @@ def test_index_of_another_network_is_rejected(system: System, index_without, tmp
         Recognizer.open(system.network_dir, tmp_path)
 
 
-def test_memory_is_bounded_by_the_batch_size(system: System, recognizer: Recognizer, monkeypatch):
+def test_memory_is_bounded_by_the_batch_size(system: System, recognizer: Recognizer):
     """Blocks are read one at a time, and none is larger than the batch."""
     sizes: list[int] = []
-    embedding = Recognizer.embed
-
-    def noted(self, images):
-        sizes.append(len(images))
-        return embedding(self, images)
-
-    monkeypatch.setattr(Recognizer, "embed", noted)
-    measure(recognizer, system.dataset, batch_size=32)
+    measure(recognizer, system.dataset, batch_size=32, observers=[lambda each: sizes.append(len(each.block))])
     assert max(sizes) == 32
     assert np.sum(sizes) == system.dataset.count("test")

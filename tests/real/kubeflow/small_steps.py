@@ -58,11 +58,11 @@ def embedded(directory: Path) -> list[tuple[str, str]]:
     return [(shard.sha256, shard.split) for shard in Embeddings.open(directory).description.shards]
 
 
-def evaluate(run: str, nodes: int, system: System, dataset: Path, store: Store, job: Tree, out: Path) -> Tree:
-    """Run the evaluate step with one shard per part, and return the evaluation."""
+def evaluate(run: str, system: System, dataset: Path, store: Store, out: Path) -> Tree:
+    """Run the evaluate step, and return the evaluation."""
     OpenSet(held_out=()).save(out / "open-set.json")
-    settings = {"store": store.uri, "evaluation": {"nodes": nodes}, "parts_job": job}
     candidate = [str(path) for path in (dataset, system.network_dir, system.index_dir)]
-    with limits(part_size_bytes=1):
-        made = steps.evaluate(run, settings, *candidate, str(out / "open-set.json"), str(out / f"evaluation-{run}"))
+    made = steps.evaluate(
+        run, {"store": store.uri}, *candidate, str(out / "open-set.json"), str(out / f"evaluation-{run}")
+    )
     return made.model_dump()

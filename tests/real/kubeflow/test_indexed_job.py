@@ -428,18 +428,19 @@ def test_step_embeds_on_nodes_what_it_embeds_alone(
 
 
 @pytest.mark.slow
-def test_step_evaluates_on_nodes_what_it_evaluates_alone(
+def test_evaluation_is_the_same_when_nodes_embedded_the_test_split(
     loopback: LoopbackCluster, bucket: str, system: System, make_release: MakeRelease, tmp_path: Path
 ) -> None:
     store, release = open_store(f"s3://{bucket}/store"), make_release()
     dataset = small_steps.put_system(system, store, tmp_path)
     Registry(store).publish(release.archive)
     Registry(store).set_champion(release.version, None)
-    measured = [
-        small_steps.evaluate(run, nodes, system, dataset, store, JOB_SETTINGS, tmp_path)
-        for run, nodes in (("on-nodes", 2), ("alone", 1))
-    ]
+    measured: list[dict[str, Any]] = []
+    for run, nodes in (("on-nodes", 2), ("alone", 1)):
+        small_steps.embed(run, nodes, system, dataset, store, JOB_SETTINGS, tmp_path)
+        cached = len([*store.list("embeddings/")])
+        measured.append(small_steps.evaluate(run, system, dataset, store, tmp_path))
+        assert (len([*store.list("embeddings/")]) == cached) == (nodes > 1), "nodes also embed the test split"
     assert measured[0]["champion"]["name"] == release.version
     assert measured[0] == measured[1]
     assert jobs(loopback) == []
-    assert RunRecord(store, "on-nodes").find("parts_evaluate", PartsRecord) is not None
