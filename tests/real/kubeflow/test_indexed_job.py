@@ -422,7 +422,7 @@ def test_step_embeds_on_nodes_what_it_embeds_alone(
     assert jobs(loopback) == []
     ran = RunRecord(store, "on-nodes").find("parts_embed", PartsRecord)
     assert ran is not None
-    assert (ran.nodes, ran.parts, ran.retries, ran.cpus, ran.memory_bytes) == (2, 2, 0, 2.0, 4 * 2**30)
+    assert (ran.nodes, ran.parts, ran.retries, ran.cpus, ran.memory_bytes) == (2, 3, 0, 2.0, 4 * 2**30)
     assert ran.parts_s > 0
     assert RunRecord(store, "alone").find("parts_embed", PartsRecord) is None
 
