@@ -15,8 +15,7 @@ import numpy as np
 from PIL import Image, ImageFile
 
 from evernear.data.encoded_image import CODE_GROUP_COST, WEBP_PIXEL_COST
-from evernear.data.image_file import MAX_SCANS, MAX_TABLES_SIZE_BYTES
-from evernear.data.webp_file import CODE_GROUP_BLOCK_PX
+from evernear.data.image_file import CODE_GROUP_BLOCK_PX, MAX_SCANS, MAX_TABLES_SIZE_BYTES
 
 SIGNATURE = b"\x89PNG\r\n\x1a\n"
 GRAY, RGB, PALETTE, GRAY_ALPHA, RGBA = 0, 2, 3, 4, 6

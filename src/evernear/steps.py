@@ -41,8 +41,8 @@ def ingest(run: str, store: str, parameters: dict[str, str], settings: Tree, dat
     cannot deploy."""
     with step("ingest", run, store) as running:
         from evernear.data.ingest import ingest_source
+        from evernear.data.listing import ClassMinimum
         from evernear.data.manifest import save_manifest
-        from evernear.data.waiting import ClassMinimum
         from evernear.kubeflow.nodes import StepNodes, nodes_of_ingest
         from evernear.kubeflow.preflight import require_runnable
         from evernear.release.champion import live_classes

@@ -9,15 +9,14 @@ files may have been removed or relabeled.
 from collections.abc import Callable, Iterator
 
 from evernear.common.output import quantity
-from evernear.data.batch import Batch
-from evernear.data.decode_part import DecodedFiles
+from evernear.data.decode_part import Batch, DecodedFiles
 from evernear.data.decoding import ImageForm
 from evernear.data.groups import Grouping
 from evernear.data.ledger import Ledger
 from evernear.data.manifest import SPLITS, Split
-from evernear.data.placing import Placer
 from evernear.data.preprocess import Pixels
 from evernear.data.sources import ArraySource
+from evernear.data.splits import Placer
 from evernear.data.writer import ShardWriter
 from evernear.errors import ConflictError
 from evernear.settings import DataSettings

@@ -11,26 +11,27 @@ object with the pixels. Parts and results are stored as columns, because columns
 than rows.
 """
 
+import math
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from PIL import Image
 
 from evernear.common.disk import disk_errors, sha256_file
 from evernear.common.frozen import Frozen
 from evernear.common.parts import Part, Parts, Worker, concurrently
 from evernear.common.processes import available_cpus
-from evernear.data.batch import images_at_once
 from evernear.data.decoding import DecodedImage, DecodeFailure, Decoder, ImageForm
 from evernear.data.manifest import Split
-from evernear.data.preprocess import Pixels
-from evernear.data.sources import FileEntry, FileSource, open_source
+from evernear.data.preprocess import Pixels, pixels_digest, to_array
+from evernear.data.sources import ArrayBlock, FileEntry, FileSource, open_source
 from evernear.data.sqlite import batched
 from evernear.errors import DataError, IntegrityError, MissingObjectError
 from evernear.settings import DataSettings
@@ -271,3 +272,50 @@ def _stored_part(parts: Parts, number: int) -> tuple[IngestPart, DecodedPart]:
 def _numbers(parts: Parts) -> list[int]:
     missing = set(parts.missing())
     return [number for number in range(parts.plan.parts) if number not in missing]
+
+
+_MAX_IMAGES = 500
+_MAX_BYTES = 16 * 2**20
+
+
+def images_at_once(form: ImageForm) -> int:
+    return max(1, min(_MAX_IMAGES, _MAX_BYTES // math.prod(form.shape)))
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Images that are ready for a shard: ``pixels`` is a uint8 array of shape (N, H, W, C), in
+    which each image has the dataset's shape."""
+
+    names: Sequence[str]
+    labels: Sequence[str]
+    explicit_splits: Sequence[Split | None]
+    digests: Sequence[bytes]
+    widths_px: Sequence[int]
+    heights_px: Sequence[int]
+    flaws: Sequence[int]
+    pixels: Pixels
+    former_splits: Mapping[str, Split] = field(default_factory=dict[str, Split])
+    """Maps file names to former splits, for unchanged files that are decoded again."""
+
+    @classmethod
+    def of_arrays(cls, block: ArrayBlock, form: ImageForm) -> "Batch":
+        """Make a batch of images that a source provides as decoded arrays. Pillow is only used to
+        resize the images."""
+        shape, resize = form.shape, form.resize
+        count, height, width = block.images.shape
+        flat = block.images.reshape(count, -1)
+        if (height, width) == shape[:2]:
+            pixels = np.repeat(block.images[..., None], shape[2], axis=3)
+        else:
+            pixels = np.stack([to_array(Image.fromarray(image), *shape, resize) for image in block.images])
+        return cls(
+            names=block.names,
+            labels=block.labels,
+            explicit_splits=[block.explicit_split] * count,
+            digests=[pixels_digest("L", width, height, row.tobytes()) for row in flat],
+            widths_px=[width] * count,
+            heights_px=[height] * count,
+            flaws=(flat.min(axis=1) == flat.max(axis=1)).astype(int).tolist(),
+            pixels=pixels,
+        )

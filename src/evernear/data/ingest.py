@@ -29,19 +29,24 @@ from evernear.common.outputs import mark
 from evernear.common.parts import OpenWorker, Parts
 from evernear.common.run_parts import Processes, run_parts
 from evernear.common.store import open_store
-from evernear.data.batch import images_at_once
 from evernear.data.combine import array_batches, combine, file_batches
-from evernear.data.decode_part import MissingObjectError, stored_results
+from evernear.data.decode_part import MissingObjectError, images_at_once, stored_results
 from evernear.data.decoding import ImageForm
 from evernear.data.form import choose_form
 from evernear.data.groups import grouping
 from evernear.data.ledger import Ledger
-from evernear.data.listing import ANY_NUMBER, dataset_name, list_source, require_groups, require_one_source
+from evernear.data.listing import (
+    ANY_NUMBER,
+    ClassMinimum,
+    dataset_name,
+    list_source,
+    require_groups,
+    require_one_source,
+)
 from evernear.data.manifest import SPLITS, Manifest
 from evernear.data.plan import RunParts, decode_in_parts, in_order, parts_folder, planned_form
 from evernear.data.snapshots import Snapshots
 from evernear.data.sources import FileSource, open_source
-from evernear.data.waiting import ClassMinimum
 from evernear.data.writer import ShardWriter
 from evernear.errors import SettingsError, StoreError
 from evernear.settings import DataSettings

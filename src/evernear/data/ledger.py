@@ -14,11 +14,10 @@ from typing import Any, cast
 
 from evernear.data import ledger_changes
 from evernear.data.group_table import GroupTable
+from evernear.data.ledger_changes import INDEXES, SCHEMA, source_uri, without_journal
 from evernear.data.ledger_problems import list_problems
-from evernear.data.ledger_schema import INDEXES, SCHEMA, source_uri, without_journal
-from evernear.data.listed_files import PAGE_NAMES, ListedFiles
+from evernear.data.listed_files import PAGE_NAMES, ListedFiles, members
 from evernear.data.manifest import Problem, Shard, Split
-from evernear.data.members import members
 from evernear.data.preprocess import Resize
 from evernear.data.reviewed import ReviewedImages
 from evernear.data.sources import FileEntry, NameSample
@@ -183,7 +182,7 @@ class Ledger:
         self._all("UPDATE files SET pending = 1 WHERE source = ? AND NOT pending", self._source)
 
     def note_waiting(self, names: Iterable[str]) -> None:
-        """Replace the list of files that the source has, but that wait (`evernear.data.waiting`).
+        """Replace the list of files that the source has, but that wait (`evernear.data.listing`).
         Only files that were decoded before are noted, so that `evernear forget` does not treat
         their images as removed. Call this before `forget_unlisted`."""
         self._all("CREATE TEMP TABLE left_out (name TEXT PRIMARY KEY)")

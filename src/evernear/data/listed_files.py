@@ -3,7 +3,7 @@ large source are unchanged, and most sources list their files sorted by name. A 
 listing is compared with one range of the ledger, without a lookup for each name."""
 
 import sqlite3
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from operator import lt
 from typing import Any
@@ -80,3 +80,23 @@ class ListedFiles:
 def _difference(page: Sequence[FileEntry], rows: Iterable[tuple[Any, ...]]) -> list[FileEntry]:
     known = {row[0]: row for row in rows}
     return [entry for entry in page if known.get(entry.name) != entry]
+
+
+_PAGE = 500
+
+
+def members(db: sqlite3.Connection, source: int | None, file: str, etag: str) -> Iterator[FileEntry]:
+    """If ``file`` had the given ``etag`` in its last listing, yield the images in the file, sorted
+    by name. Otherwise yield nothing."""
+    query = (
+        "SELECT name, etag, label, given, size_bytes FROM files"
+        " WHERE source = ? AND name > ? AND name < ? ORDER BY name LIMIT ?"
+    )
+    after, end = f"{file}/", f"{file}0"  # the character after the slash
+    while True:
+        with sqlite_errors():  # a page at a time, because the caller writes to the table
+            rows = db.execute(query, (source, after, end, _PAGE)).fetchall()
+        if not rows or any(row[1] != etag for row in rows):
+            return
+        after = rows[-1][0]
+        yield from (FileEntry(*row) for row in rows)

@@ -44,7 +44,7 @@ class Problem(Frozen):
 
 class SmallClasses(Frozen):
     """Classes with fewer than ``minimum`` images, all of which come from review
-    (`evernear.data.waiting`). The values are numbers of images."""
+    (`evernear.data.listing`). The values are numbers of images."""
 
     minimum: int = 0
     waiting: dict[str, int] = {}

@@ -17,9 +17,9 @@ from PIL import Image
 
 from evernear.common.frozen import Frozen
 from evernear.common.output import quantity
+from evernear.data.groups import propose_group
 from evernear.data.manifest import Shard, Split
 from evernear.data.preprocess import Pixels
-from evernear.data.propose_group import propose_group
 from evernear.data.shards import Block, Dataset
 
 SIDE_PX = 16

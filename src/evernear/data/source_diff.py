@@ -32,7 +32,7 @@ from evernear.common.disk import disk_errors, sha256_bytes
 from evernear.common.output import quantity
 from evernear.common.store import Store
 from evernear.data.decoding import read_image
-from evernear.data.listing import ANY_NUMBER
+from evernear.data.listing import ANY_NUMBER, Admission, ClassMinimum
 from evernear.data.manifest import Manifest, Split
 from evernear.data.preprocess import decode_inspected
 from evernear.data.reduction import BitDepth
@@ -42,7 +42,6 @@ from evernear.data.sources.base import Source, without_change_time
 from evernear.data.sources.packed import PackedFiles
 from evernear.data.splits import split_fractions
 from evernear.data.stored_ledger import PublishedLedger, ReadFile
-from evernear.data.waiting import Admission, ClassMinimum
 from evernear.errors import DataError
 from evernear.settings import DataSettings
 

@@ -2,9 +2,16 @@
 determined by a hash."""
 
 import hashlib
+from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence
+from functools import cache
 
-from evernear.data.manifest import Split
+from evernear.data.group_table import Members
+from evernear.data.groups import Grouping
+from evernear.data.ledger import Ledger
+from evernear.data.manifest import SPLITS, Split
+from evernear.data.reviewed import TRAINING
+from evernear.data.sources.names import is_reviewed
 from evernear.settings import DataSettings
 
 _FIRST_GROUPS: tuple[Split, ...] = ("train", "test", "gallery")
@@ -69,3 +76,83 @@ def hash_split(digest: bytes, fractions: Mapping[Split, float]) -> Split:
             return split
         position -= fraction
     return "train"
+
+
+class Placer:
+    """Chooses splits. Each group counts as one image, so that a class with a few large groups also
+    has test images."""
+
+    def __init__(self, settings: DataSettings, candidates: tuple[Split, ...], ledger: Ledger, group: Grouping) -> None:
+        self._candidates, self._ledger, self._group = candidates, ledger, group
+        self._fractions = cache(lambda candidates: split_fractions(candidates, settings))
+        self._counts: defaultdict[str, Counter[Split]] = defaultdict(Counter)
+        for shard in ledger.shards().values():
+            for label, count in shard.label_counts.items():
+                self._counts[label][shard.split] += count
+        ledger.groups.start_placing()
+        for label, split, groups, images in ledger.groups.units():
+            self._counts[label][split] += groups - images
+
+    def place(
+        self,
+        names: Sequence[str],
+        labels: Sequence[str],
+        digests: Sequence[bytes],
+        explicit_splits: Sequence[Split | None],
+        former_splits: Mapping[str, Split],
+    ) -> dict[int, Split]:
+        """Map the positions of new images to the splits of these images. Images that are already in
+        the dataset are omitted from the result. A call takes at most 500 images. ``former_splits``
+        maps the name of each unchanged file that is decoded again to its split."""
+        known = self._ledger.stored_digests(digests)
+        reviewed = self._ledger.reviewed.among(digests)
+        earlier = self._ledger.removed_splits(digests)
+        groups = [self._group(name, label) for name, label in zip(names, labels, strict=True)]
+        keys = set(groups) - {""}
+        placed, listed = self._ledger.groups.placed(keys), self._ledger.groups.labels(keys)
+        splits: dict[int, Split] = {}
+        rows = zip(names, labels, digests, groups, explicit_splits, strict=True)
+        for row, (name, label, digest, group, explicit) in enumerate(rows):
+            if digest in known:
+                continue
+            known.add(digest)
+            candidates: tuple[Split, ...] = self._candidates
+            counts = self._counts[label]
+            split = explicit or earlier.get(digest) or former_splits.get(name)
+            if digest in reviewed or is_reviewed(name):
+                candidates = tuple(each for each in candidates if each in TRAINING) or TRAINING[:1]
+                split = split if split in TRAINING else None
+            if group:
+                members = placed[group]
+                split = split or self._choose_for_group(label, group, members, listed[group], candidates)
+                counts[split] += (label, split) not in members
+                members[label, split] += 1
+            else:
+                split = split or choose_split(digest, counts, self._fractions(candidates))
+                counts[split] += 1
+            splits[row] = split
+        self._ledger.groups.place(placed)
+        return splits
+
+    def _choose_for_group(
+        self, label: str, group: str, members: Members, labels: Sequence[str], candidates: tuple[Split, ...]
+    ) -> Split:
+        if followed := _followed(members, candidates):
+            return followed
+        others = [other for other in labels if other != label]
+        counts = [self._counts[each] for each in (label, *others)]
+        split = choose_group_split(group, counts, self._fractions(candidates))
+        for other in others:  # counts the group in all its classes at once
+            members[other, split] = 0
+            self._counts[other][split] += 1
+        return split
+
+
+def _followed(members: Members, candidates: Sequence[Split]) -> Split | None:
+    """The split among ``candidates`` that contains the most images of a group, or None if no
+    candidate contains an image of the group."""
+    images: Counter[Split] = Counter()
+    for (_, split), count in members.items():
+        images[split] += count
+    present: list[Split] = [split for split in SPLITS if images[split] and split in candidates]
+    return max(present, key=lambda split: images[split], default=None)

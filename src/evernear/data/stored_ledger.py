@@ -10,8 +10,8 @@ from typing import NamedTuple, cast
 
 from evernear.common.disk import disk_errors
 from evernear.data import ledger_changes
-from evernear.data.ledger_schema import source_uri, without_journal
-from evernear.data.members import members
+from evernear.data.ledger_changes import source_uri, without_journal
+from evernear.data.listed_files import members
 from evernear.data.sources import FileEntry
 from evernear.data.sources.names import answer_in
 from evernear.data.sqlite import marks, sqlite_errors
@@ -46,7 +46,7 @@ def expand(changes: Path) -> None:
 
 def stored_digests(ledger: Path) -> list[bytes]:
     """The digests of all images in the shards that a ledger lists, and of earlier images that wait
-    (`evernear.data.waiting`)."""
+    (`evernear.data.listing`)."""
     with sqlite_errors(), closing(sqlite3.connect(ledger)) as db:
         return [row[0] for row in db.execute("SELECT digest FROM images UNION SELECT digest FROM waiting")]
 

@@ -14,8 +14,8 @@ from evernear.common.frozen import Frozen
 from evernear.data.groups import group_numbers
 from evernear.data.manifest import Split
 from evernear.data.near_duplicates import NearDuplicates
-from evernear.data.rebuild import split_digests
 from evernear.data.shards import Dataset
+from evernear.data.snapshots import split_digests
 from evernear.errors import IntegrityError
 from evernear.evaluation.baselines import Baseline, FewGroups, measure_baselines
 from evernear.evaluation.compare import Comparison, compare

@@ -22,8 +22,7 @@ from evernear.common.output import quantity
 from evernear.common.store import FileStore, Store
 from evernear.common.store.lease import Lease
 from evernear.console.live_labels import LIVE_LABELS, labeled_queries
-from evernear.data.rebuild import drop_shards, gone_names, lost_names, rebuild_ledger
-from evernear.data.snapshots import DATASETS, Snapshots
+from evernear.data.snapshots import DATASETS, Snapshots, drop_shards, gone_names, lost_names, rebuild_ledger
 from evernear.errors import DataError, IntegrityError, MissingObjectError, StoreError
 from evernear.maintenance.references import NEWEST, Unreadable, references
 from evernear.release.promotions import CHAMPION, HISTORY

@@ -11,7 +11,7 @@ import pytest
 from PIL import Image, ImageFile
 from PIL.ExifTags import Base
 
-from evernear.data import image_file, webp_file
+from evernear.data import image_file
 from evernear.data.image_file import MAX_SCANS, inspect
 from evernear.data.preprocess import decode
 from evernear.errors import DataError
@@ -99,7 +99,7 @@ def test_webp_counts_its_pixels_and_its_groups_of_codes() -> None:
     assert inspect(hostile.webp("RGB", (30, 40)), LIMIT).pixels == 2_000
     assert inspect(hostile.code_groups(400, 10_000), LIMIT).code_groups == 10_000, "as many as there are blocks"
     small = hostile.webp("RGB", (2_000, 2_000), lossless=True, quality=100)
-    assert 0 < inspect(small, 80_000_000).code_groups <= len(small) * 8 / webp_file.CODE_GROUP_MIN_BITS
+    assert 0 < inspect(small, 80_000_000).code_groups <= len(small) * 8 / image_file.CODE_GROUP_MIN_BITS
     transparent = inspect(hostile.webp("RGBA", (40, 40)), LIMIT)
     assert 0 < transparent.code_groups <= 100
 

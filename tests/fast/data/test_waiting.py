@@ -10,12 +10,12 @@ import pytest
 
 from evernear.common.store import open_store
 from evernear.data.ingest import ingest_source
+from evernear.data.listing import ClassMinimum
 from evernear.data.manifest import SPLITS, Manifest
 from evernear.data.shards import Dataset
 from evernear.data.snapshots import Snapshots
 from evernear.data.source_diff import diff_source, fetch_ledger
 from evernear.data.validate import Report, require_valid, validate_dataset
-from evernear.data.waiting import ClassMinimum
 from evernear.errors import DataError
 from evernear.settings import ClassSettings, DataSettings, ValidationSettings
 

@@ -11,8 +11,8 @@ from evernear.console.answers import Answer, Answers
 from evernear.console.label_target import open_label_target
 from evernear.console.released import ReleasedAnswers
 from evernear.data.ingest import ingest_source
+from evernear.data.listing import ClassMinimum
 from evernear.data.manifest import Manifest, manifest_key
-from evernear.data.waiting import ClassMinimum
 from evernear.release.manifest import ReleaseManifest
 from evernear.settings import DataSettings
 from tests.releases import MakeRelease

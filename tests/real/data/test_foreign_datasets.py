@@ -17,7 +17,7 @@ import pytest
 
 from evernear.common.store import open_store
 from evernear.data.sources import FileEntry, FileSource, open_source
-from evernear.data.sources.field_text import field_text
+from evernear.data.sources.base import field_text
 from evernear.errors import DataError
 from evernear.settings import DataSettings
 

@@ -10,9 +10,8 @@ from PIL import Image
 from evernear.common.store import Store, open_store
 from evernear.data.ingest import ingest_source
 from evernear.data.manifest import Manifest, ledger_key, manifest_key
-from evernear.data.rebuild import lost_names
 from evernear.data.shards import Dataset
-from evernear.data.snapshots import Snapshots
+from evernear.data.snapshots import Snapshots, lost_names
 from evernear.data.writer import shard_key
 from evernear.errors import IntegrityError
 from evernear.evaluation.evaluate import count_leakage

@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from evernear.common.disk import disk_errors
-from evernear.data.sources.field_text import field_text
+from evernear.data.sources.base import field_text
 from evernear.errors import DataError
 
 _TEXT_ROWS = 4096

@@ -27,9 +27,8 @@ from evernear.common.text import class_name
 from evernear.data.manifest import Split
 from evernear.data.sources.base import FileEntry, FileSource, NameSample, file_etag
 from evernear.data.sources.folder import dataset_name
-from evernear.data.sources.layout import SPLIT_WORDS, split_option
+from evernear.data.sources.layout import SPLIT_WORDS, NamedSplit, NamedSplits, split_option
 from evernear.data.sources.named_groups import NamedGroups
-from evernear.data.sources.named_splits import NamedSplit, NamedSplits
 from evernear.data.sources.names import skipped_path
 from evernear.errors import DataError
 from evernear.settings.data import DataSettings

@@ -67,9 +67,9 @@ def _ingest_source(settings: Settings, directory: Path) -> "Dataset":
     """Ingest the source. The dataset's manifest is written to ``directory``."""
     from evernear.common.store import open_store
     from evernear.data.ingest import ingest_source
+    from evernear.data.listing import ClassMinimum
     from evernear.data.manifest import save_manifest
     from evernear.data.shards import Dataset
-    from evernear.data.waiting import ClassMinimum
     from evernear.release.champion import live_classes
 
     directory.mkdir(parents=True, exist_ok=True)

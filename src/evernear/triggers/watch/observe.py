@@ -22,11 +22,11 @@ from evernear.common.store import Store
 from evernear.common.text import class_name
 from evernear.console.live_labels import labels_of_release
 from evernear.data.drift import Measure, Queries, Shift, measure_drift
+from evernear.data.listing import ClassMinimum
 from evernear.data.manifest import Manifest, find_manifest, manifest_key
 from evernear.data.query_blocks import independent_queries
 from evernear.data.snapshots import Snapshots
 from evernear.data.source_diff import Newest, SourceDiff, diff_source, fetch_ledger
-from evernear.data.waiting import ClassMinimum
 from evernear.errors import EvernearError, StoreError
 from evernear.evaluation.live_accuracy import Assessment, assess, expected_accuracy
 from evernear.release.archive_reader import ARCHIVE_FILE, read_part
