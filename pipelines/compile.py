@@ -58,7 +58,7 @@ def compile_all(directory: Path) -> list[Path]:
 
 def _for_cluster(options: argparse.Namespace) -> int:
     """Write the golden files with the image and the defaults in ``options``; returns the exit code."""
-    from evernear.kubeflow.compiled import as_manifests, compile_pipelines, default_version, words_of_section
+    from evernear.kubeflow.publish import as_manifests, compile_pipelines, default_version, words_of_section
 
     try:
         of_cluster, defaults = words_of_section(options.set or ())

@@ -121,7 +121,7 @@ def upload(
     The version's name ends in a hash of the settings that describe the cluster, such as
     pipeline.task_memory. A version that already exists with the same content is left unchanged.
     """
-    from evernear.kubeflow.compiled import compile_pipelines, default_version, words_of_section
+    from evernear.kubeflow.publish import compile_pipelines, default_version, words_of_section
 
     of_server, defaults = words_of_section(defaults or ())
     server = server_settings(endpoint, namespace, config, of_server)
@@ -164,7 +164,7 @@ def run(
     """Start the newest version of a pipeline. Parameters that are not set keep the defaults of the
     pipeline version."""
     from evernear.kubeflow.client import KfpRuns
-    from evernear.kubeflow.parameters import caller, combine, from_words
+    from evernear.kubeflow.runs import caller, combine, from_words
 
     assigned = run_assignments(source, preset, target, serving_image, parameters)
     server = server_settings(endpoint, namespace, config)
@@ -218,7 +218,7 @@ def schedule(
         else:
             print_line(f"{pipeline}: {removed or 'no'} schedule removed.")
         return
-    from evernear.kubeflow.parameters import caller, combine, from_words
+    from evernear.kubeflow.runs import caller, combine, from_words
 
     arguments = from_words(assigned, publisher.runs.parameters(pipeline))
     started_by = f"the schedule {cron} of {caller()}"
@@ -273,7 +273,7 @@ def stop(
 ) -> None:
     """Stop a run. The run's exit step still runs, and records who stopped the run."""
     from evernear.kubeflow.client import KfpRuns
-    from evernear.kubeflow.parameters import caller
+    from evernear.kubeflow.runs import caller
 
     server = server_settings(endpoint, namespace, config)
     runs = KfpRuns(server)

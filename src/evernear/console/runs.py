@@ -17,7 +17,7 @@ from evernear.common.store import Store
 from evernear.deployment import promote_release, roll_back
 from evernear.errors import BusyError, IntegrityError, SettingsError
 from evernear.kubeflow.local_run import STARTED_BY_VARIABLE, last_outcome
-from evernear.kubeflow.parameters import combine, from_settings
+from evernear.kubeflow.runs import combine, from_settings
 from evernear.release.promotions import Cause
 from evernear.release.registry import Registry
 from evernear.reporting.notify import RunOutcome

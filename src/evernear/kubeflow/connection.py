@@ -229,7 +229,7 @@ def _is_rejection(error: ApiException) -> bool:
     return 0 < (error.status or 0) < 500 and error.status != 429
 
 
-def _never_sent(error: urllib3.exceptions.HTTPError) -> bool:
+def _never_sent(error: Exception) -> bool:
     reason = getattr(error, "reason", None) or error
     return isinstance(reason, urllib3.exceptions.NewConnectionError | urllib3.exceptions.ConnectTimeoutError)
 

@@ -19,16 +19,7 @@ from evernear.common.parts import Parts
 from evernear.common.run_parts import FINAL_EXIT_CODE, PodUsage
 from evernear.deployment.kubernetes.cluster import Cluster
 from evernear.errors import ClusterError, SettingsError
-from evernear.kubeflow.job import (
-    CREATION_TIMEOUT_S,
-    START_GRACE_S,
-    condition,
-    image_of,
-    namespace_of,
-    newest_warnings,
-    owned,
-    reasons_for_no_pods,
-)
+from evernear.kubeflow import job
 from evernear.settings import KubernetesSettings, PartsJobSettings
 
 Tree = dict[str, Any]
@@ -77,7 +68,7 @@ class IndexedJob:
         if not numbers:
             return None
         require_shared(parts.store.uri, "the parts")
-        namespace = namespace_of(self.settings.namespace, "parts_job.namespace", "Job")
+        namespace = job.namespace_of(self.settings.namespace, "parts_job.namespace", "Job")
         cluster = Cluster.of(self.kubernetes.model_copy(update={"namespace": namespace}))
         template = cluster.get("PodTemplate", TEMPLATE)
         if template is None:
@@ -86,7 +77,7 @@ class IndexedJob:
                 "deploy/components/many-machines."
             )
         manifest = indexed_job(parts, self.nodes, self.settings, template)
-        with owned(cluster, manifest, _has_ended, POLL_S) as name:
+        with job.owned(cluster, manifest, _has_ended, POLL_S) as name:
             self.report(f"Job {name}: {len(numbers)} of {parts.plan.parts} parts on up to {self.nodes} nodes")
             status = self._follow(cluster, name, parts, frozenset(numbers), on_done)
         return _usage(manifest, status)
@@ -95,47 +86,36 @@ class IndexedJob:
         self, cluster: Cluster, name: str, parts: Parts, numbers: frozenset[int], on_done: Callable[[int], None]
     ) -> Tree:
         """Wait until the Job is complete, and return its status."""
-        deadline_s = time.monotonic() + TIMEOUT_S + START_GRACE_S
-        done, state, has_started, waiting_since_s = 0, "", False, time.monotonic()
-        ready_s = time.monotonic()
-        while True:
-            try:
-                resource = cluster.get("Job", name)
-            except ClusterError as error:
-                if error.status != 503:
-                    raise
-                self.report(str(error))
-                waiting_since_s = time.monotonic()  # the controller may not reach the API server either
-            else:
-                if resource is None:
-                    raise ClusterError(f"The Job {name} was deleted by someone else; run again to continue.")
-                status = resource.get("status", {})
-                completed = len(numbers & indexes(status.get("completedIndexes", "")))
-                if completed > done:
-                    on_done(completed - done)
-                    done = completed
-                if condition(resource, "Complete"):
-                    return status
-                if failed := condition(resource, "FailureTarget") or condition(resource, "Failed"):
-                    raise ClusterError(_cause(cluster, resource, failed, parts))
-                current = _state(status)
-                if status.get("ready") or not status.get("active"):
-                    ready_s = time.monotonic()
-                elif time.monotonic() - ready_s > CREATION_TIMEOUT_S:
-                    current = "; ".join([current, *newest_warnings(cluster, resource)])
-                if current != state:
-                    self.report(current)
-                    state = current
-                has_started = has_started or _has_pods(resource)
-                if not has_started and time.monotonic() - waiting_since_s > CREATION_TIMEOUT_S:
-                    raise ClusterError(
-                        f"The pods of the Job {name} were not created within {CREATION_TIMEOUT_S} s: "
-                        f"{reasons_for_no_pods(cluster, resource)}. Correct the PodTemplate {TEMPLATE} "
-                        "or its quota, and run again."
-                    )
-            if time.monotonic() > deadline_s:
-                raise ClusterError(f"The Job {name} has not ended after its deadline; see its events.")
-            time.sleep(POLL_S)
+        done, state, ready_s = 0, "", time.monotonic()
+        for resource in job.follow(
+            cluster,
+            "Job",
+            name,
+            self.report,
+            has_started=_has_pods,
+            poll_s=POLL_S,
+            timeout_s=TIMEOUT_S,
+            fails=ClusterError,
+            remedy=f"Correct the PodTemplate {TEMPLATE} or its quota, and run again.",
+        ):
+            status = resource.get("status", {})
+            completed = len(numbers & indexes(status.get("completedIndexes", "")))
+            if completed > done:
+                on_done(completed - done)
+                done = completed
+            if job.condition(resource, "Complete"):
+                return status
+            if failed := job.condition(resource, "FailureTarget") or job.condition(resource, "Failed"):
+                raise ClusterError(_cause(cluster, resource, failed, parts))
+            current = _state(status)
+            if status.get("ready") or not status.get("active"):
+                ready_s = time.monotonic()
+            elif time.monotonic() - ready_s > job.CREATION_TIMEOUT_S:
+                current = "; ".join([current, *job.newest_warnings(cluster, resource)])
+            if current != state:
+                self.report(current)
+                state = current
+        raise AssertionError("job.follow ends with an error")
 
 
 def require_shared(uri: str, what: str) -> None:
@@ -164,7 +144,7 @@ def indexed_job(parts: Parts, nodes: int, settings: PartsJobSettings, template: 
     container = next((item for item in pod["spec"]["containers"] if item["name"] == CONTAINER), None)
     if container is None:
         raise SettingsError(f"The PodTemplate {TEMPLATE} has no container {CONTAINER!r}; add one.")
-    container["image"] = image_of(settings.image, "parts_job.image")
+    container["image"] = job.image_of(settings.image, "parts_job.image")
     # The API server stores Always with the PodTemplate if its placeholder image has no tag. Without
     # the field, it chooses the policy that suits the actual image.
     if container.get("imagePullPolicy") == "Always":
@@ -228,14 +208,15 @@ def _usage(manifest: Tree, status: Tree) -> PodUsage:
 def _has_ended(resource: Tree) -> bool:
     """Whether the Job starts no more pods. A failed or deleted Job still exists until its pods have
     terminated."""
-    ended = any(condition(resource, kind) for kind in ("Complete", "FailureTarget", "Failed"))
+    ended = any(job.condition(resource, kind) for kind in ("Complete", "FailureTarget", "Failed"))
     return ended or "deletionTimestamp" in resource["metadata"]
 
 
 def _has_pods(resource: Tree) -> bool:
     """Whether the Job has or had pods, or is suspended, for example by a queue."""
     status = resource.get("status", {})
-    return condition(resource, "Suspended") is not None or any(status.get(n) for n in ("active", "succeeded", "failed"))
+    suspended = job.condition(resource, "Suspended") is not None
+    return suspended or any(status.get(count) for count in ("active", "succeeded", "failed"))
 
 
 def _state(status: Tree) -> str:
@@ -254,6 +235,6 @@ def _cause(cluster: Cluster, resource: Tree, failed: Tree, parts: Parts) -> str:
     if failed["reason"] in ("MaxFailedIndexesExceeded", "FailedIndexes"):
         return f"{reason} If a pod ran out of memory, raise its limit in the PodTemplate {TEMPLATE}."
     if failed["reason"] == "DeadlineExceeded":
-        warnings = "".join(f" {warning}." for warning in newest_warnings(cluster, resource))
+        warnings = "".join(f" {warning}." for warning in job.newest_warnings(cluster, resource))
         return f"{reason}{warnings} Correct the PodTemplate {TEMPLATE} if needed, and run again; finished parts stay."
     return reason

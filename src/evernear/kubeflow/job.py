@@ -1,4 +1,4 @@
-"""The life of a TrainJob or Job: create or adopt it, and delete it at the end and on SIGTERM."""
+"""Create or adopt a TrainJob or Job, follow it, and delete it at the end and on SIGTERM."""
 
 import os
 import signal
@@ -11,7 +11,7 @@ from typing import Any
 
 from evernear.deployment.kubernetes.cluster import Cluster
 from evernear.deployment.kubernetes.rollout import event_time
-from evernear.errors import ClusterError, SettingsError
+from evernear.errors import ClusterError, EvernearError, SettingsError
 from evernear.kubeflow import IMAGE_VARIABLE, PLACEHOLDER_IMAGE
 
 Tree = dict[str, Any]
@@ -58,13 +58,55 @@ def _create(cluster: Cluster, manifest: Tree, is_stale: Callable[[Tree], bool], 
         cluster.create(manifest)
 
 
+def follow(
+    cluster: Cluster,
+    kind: str,
+    name: str,
+    report: Callable[[str], None],
+    *,
+    has_started: Callable[[Tree], bool],
+    poll_s: float,
+    timeout_s: float,
+    fails: type[EvernearError],
+    remedy: str,
+) -> Generator[Tree]:
+    """Yield the job every ``poll_s`` seconds. The caller leaves the loop when it has ended.
+
+    Raises the error ``fails`` if the job was deleted, ran for ``timeout_s``, or has no pods, which
+    ``remedy`` may mend.
+    """
+    deadline_s = time.monotonic() + timeout_s + START_GRACE_S
+    is_started, waiting_since_s = False, time.monotonic()
+    while True:
+        try:
+            resource = cluster.get(kind, name)
+        except ClusterError as error:
+            if error.status != 503:
+                raise
+            report(str(error))
+            waiting_since_s = time.monotonic()  # the controllers may not reach the API server either
+        else:
+            if resource is None:
+                raise fails(f"The {kind} {name} was deleted by someone else; run again to continue.")
+            yield resource
+            is_started = is_started or has_started(resource)
+            if not is_started and time.monotonic() - waiting_since_s > CREATION_TIMEOUT_S:
+                raise fails(
+                    f"The pods of the {kind} {name} were not created within {CREATION_TIMEOUT_S} s: "
+                    f"{_reasons_for_no_pods(cluster, resource)}. {remedy}"
+                )
+        if time.monotonic() > deadline_s:
+            raise fails(f"The {kind} {name} has not ended after its deadline; see its events.")
+        time.sleep(poll_s)
+
+
 def condition(resource: Tree, kind: str) -> Tree | None:
     """The condition of type ``kind``, or None if it is not true."""
     conditions: list[Tree] = resource.get("status", {}).get("conditions") or []
     return next((item for item in conditions if item["type"] == kind and item["status"] == "True"), None)
 
 
-def reasons_for_no_pods(cluster: Cluster, resource: Tree) -> str:
+def _reasons_for_no_pods(cluster: Cluster, resource: Tree) -> str:
     """Why a job has no pods, in one line, from its conditions and the newest warnings."""
     conditions: list[Tree] = resource.get("status", {}).get("conditions") or []
     reasons = [f"condition {item['type']}: {_text(item)}" for item in conditions if item["status"] == "True"]

@@ -5,9 +5,7 @@ except for image and command. Input, progress and result pass through the object
 (`evernear.embedding.node`), so this process only needs TrainJobs and a list of events.
 """
 
-import time
 from collections.abc import Callable
-from datetime import UTC, datetime
 from typing import Any
 
 from evernear.common.disk import sha256_bytes
@@ -19,16 +17,8 @@ from evernear.deployment.kubernetes.cluster import Cluster
 from evernear.embedding.artifact import Epoch
 from evernear.embedding.node import TASK, NodeLog, NodeTask
 from evernear.embedding.recipe import Recipe
-from evernear.errors import ClusterError, TrainingError
-from evernear.kubeflow.job import (
-    CREATION_TIMEOUT_S,
-    START_GRACE_S,
-    condition,
-    image_of,
-    namespace_of,
-    owned,
-    reasons_for_no_pods,
-)
+from evernear.errors import TrainingError
+from evernear.kubeflow.job import condition, follow, image_of, namespace_of, owned
 from evernear.settings import RunSettings
 from evernear.settings.train import TrainingChoices
 
@@ -113,41 +103,31 @@ def _follow(
     on_epoch: Callable[[Epoch], None],
     report: Callable[[str], None],
 ) -> None:
-    started, deadline_s = datetime.now(UTC), time.monotonic() + TIMEOUT_S + START_GRACE_S
     report(f"TrainJob {name} on {recipe.nodes} nodes")
     last_epoch, last_state = 0, ""
-    has_started, waiting_since_s = False, time.monotonic()
-    while True:
-        try:
-            resource = cluster.get("TrainJob", name)
-        except ClusterError as error:
-            if error.status != 503:
-                raise
-            report(str(error))
-            waiting_since_s = time.monotonic()  # the controllers may not reach the API server either
-        else:
-            if resource is None:
-                raise TrainingError(f"The TrainJob {name} was deleted by someone else; run again to resume.")
-            state = _nodes_ready(resource, recipe.nodes)
-            if state != last_state:
-                report(state)
-            last_state = state
-            for epoch in NodeLog.of(record, 0).epochs:
-                if epoch.epoch > last_epoch:
-                    on_epoch(epoch)
-                    last_epoch = epoch.epoch
-            if condition(resource, "Complete"):
-                return
-            if failed := condition(resource, "Failed"):
-                raise TrainingError(_cause(name, failed, record, recipe.nodes))
-            has_started = has_started or _has_jobs(resource) or bool(NodeLog.of(record, 0).lines)
-            if not has_started and time.monotonic() - waiting_since_s > CREATION_TIMEOUT_S:
-                raise TrainingError(_nothing_created(cluster, resource))
-        if time.monotonic() > deadline_s:
-            raise TrainingError(
-                f"The TrainJob {name} has not ended since {started:%Y-%m-%d %H:%M} UTC; see its events."
-            )
-        time.sleep(POLL_S)
+    for resource in follow(
+        cluster,
+        "TrainJob",
+        name,
+        report,
+        has_started=lambda resource: _has_jobs(resource) or bool(NodeLog.of(record, 0).lines),
+        poll_s=POLL_S,
+        timeout_s=TIMEOUT_S,
+        fails=TrainingError,
+        remedy=f"Correct the TrainingRuntime {RUNTIME} or its quota, and run again; see the logs of {CONTROLLERS}.",
+    ):
+        state = _nodes_ready(resource, recipe.nodes)
+        if state != last_state:
+            report(state)
+        last_state = state
+        for epoch in NodeLog.of(record, 0).epochs:
+            if epoch.epoch > last_epoch:
+                on_epoch(epoch)
+                last_epoch = epoch.epoch
+        if condition(resource, "Complete"):
+            return
+        if failed := condition(resource, "Failed"):
+            raise TrainingError(_cause(name, failed, record, recipe.nodes))
 
 
 def _has_jobs(resource: Tree) -> bool:
@@ -166,16 +146,6 @@ def _nodes_ready(resource: Tree, nodes: int) -> str:
 
 def _jobs(resource: Tree) -> list[Tree]:
     return resource.get("status", {}).get("jobsStatus") or []
-
-
-def _nothing_created(cluster: Cluster, resource: Tree) -> str:
-    """Why a TrainJob has no pods, and where to look further."""
-    name, runtime = resource["metadata"]["name"], resource["spec"]["runtimeRef"]["name"]
-    return (
-        f"The pods of the TrainJob {name} were not created within {CREATION_TIMEOUT_S} s: "
-        f"{reasons_for_no_pods(cluster, resource)}. Correct the TrainingRuntime {runtime} or its quota, and run again; "
-        f"the logs of {CONTROLLERS} say more."
-    )
 
 
 def _cause(name: str, failed: Tree, record: RunRecord, nodes: int) -> str:

@@ -111,10 +111,10 @@ def test_missing_library_of_a_command_is_reported(
     for name in [name for name in sys.modules if name.startswith("evernear.kubeflow")]:
         monkeypatch.delitem(sys.modules, name)  # another test may have imported them together with kfp
     monkeypatch.setattr(sys, "argv", ["evernear", "pipeline", "upload", "--image", f"r/x@sha256:{64 * 'a'}"])
-    monkeypatch.setitem(sys.modules, "evernear.kubeflow.compiled", None)
+    monkeypatch.setitem(sys.modules, "evernear.kubeflow.publish", None)
     with pytest.raises(ModuleNotFoundError):
         main()  # a missing module of our own is a bug and needs its traceback
-    monkeypatch.delitem(sys.modules, "evernear.kubeflow.compiled")
+    monkeypatch.delitem(sys.modules, "evernear.kubeflow.publish")
     monkeypatch.setitem(sys.modules, "kfp", None)
     with pytest.raises(SystemExit) as exited:
         main()

@@ -19,7 +19,7 @@ from evernear.common.store import open_store
 from evernear.errors import EvernearError, PipelineServerError, SettingsError, UserInterruptError
 from evernear.kubeflow import GOLDEN, NAMES, connection
 from evernear.kubeflow.client import KfpRuns
-from evernear.kubeflow.compiled import cluster_version
+from evernear.kubeflow.publish import cluster_version
 from evernear.reporting.notify import finalize
 from evernear.settings import PipelineSettings
 from tests.loopback.kfp import KfpServer, RunControl

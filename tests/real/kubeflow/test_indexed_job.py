@@ -23,6 +23,7 @@ from evernear.common.run_record import RunRecord
 from evernear.common.store import Store, open_store
 from evernear.errors import ClusterError, SettingsError
 from evernear.kubeflow import indexed_job
+from evernear.kubeflow import job as job_module
 from evernear.kubeflow.indexed_job import IndexedJob, indexes
 from evernear.release.registry import Registry
 from evernear.settings import KubernetesSettings, PartsJobSettings
@@ -268,7 +269,7 @@ def test_pods_that_cannot_start_name_the_reason_and_the_deadline_the_setting(
     core = client.CoreV1Api(config.new_client_from_config(str(loopback.kubeconfig())))
     patch = {"template": {"spec": {"nodeSelector": {"example.org/gpu": "yes"}}}}
     core.patch_namespaced_pod_template("evernear-parts", "kubeflow", patch)
-    monkeypatch.setattr(indexed_job, "CREATION_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(job_module, "CREATION_TIMEOUT_S", 0.3)
     monkeypatch.setattr(indexed_job, "TIMEOUT_S", 2)
     states: list[str] = []
     with pytest.raises(
@@ -345,7 +346,7 @@ def test_pods_that_the_kubelet_refuses_name_the_reason(
     spec["containers"].append({"name": "proxy", "image": "docker.io/istio/proxyv2:1.27.0"})
     core.delete_namespaced_pod_template("evernear-parts", "kubeflow")
     core.create_namespaced_pod_template("kubeflow", manifests["PodTemplate"])
-    monkeypatch.setattr(indexed_job, "CREATION_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(job_module, "CREATION_TIMEOUT_S", 0.3)
     monkeypatch.setattr(indexed_job, "TIMEOUT_S", 2)
     states: list[str] = []
     with pytest.raises(ClusterError, match="DeadlineExceeded"):

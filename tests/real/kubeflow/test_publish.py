@@ -12,8 +12,7 @@ import yaml
 
 from evernear.errors import PipelineServerError, SettingsError
 from evernear.kubeflow import NAMES, connection
-from evernear.kubeflow.compiled import as_manifests, fill_defaults, for_cluster
-from evernear.kubeflow.publish import Publisher
+from evernear.kubeflow.publish import Publisher, as_manifests, fill_defaults, for_cluster
 from evernear.settings import PipelineSettings
 from tests.loopback.kfp import KfpServer
 

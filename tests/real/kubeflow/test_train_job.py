@@ -231,7 +231,7 @@ def test_stopped_run_and_deleted_train_job(
                 "trainer.kubeflow.org", "v1alpha1", "kubeflow", "trainjobs", job["metadata"]["name"]
             )
 
-    with pytest.raises(TrainingError, match="was deleted by someone else; run again to resume"):
+    with pytest.raises(TrainingError, match="was deleted by someone else; run again to continue"):
         follow(digits, settings, report=delete)
 
 
@@ -258,7 +258,7 @@ def test_refused_job_set_ends_the_step_with_the_event(
     loopback: LoopbackCluster, manifests: Objects, digits: Dataset, settings: RunSettings,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    monkeypatch.setattr(train_job, "CREATION_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(job_module, "CREATION_TIMEOUT_S", 0.5)
     name = train_job.train_job("run-1", settings.train, settings)["metadata"]["name"]
     for year, subject in ((2101, f"{name}-node-0"), (2001, name), (2101, "another")):
         event = {"metadata": {"name": subject}, "involvedObject": {"kind": "Job", "name": subject, "uid": subject}}
@@ -284,7 +284,7 @@ def test_step_that_cannot_list_events_still_names_condition_and_controller(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     """Someone reduced the Role of deploy/ to what they know to be needed."""
-    monkeypatch.setattr(train_job, "CREATION_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(job_module, "CREATION_TIMEOUT_S", 0.5)
     role = loopback.api.get(ROLE, "kubeflow", manifests["Role"]["metadata"]["name"])
     loopback.api.edit(ROLE, role | {"rules": role["rules"][:1]}, manager="test")
 

@@ -15,7 +15,7 @@ import yaml
 
 from evernear.errors import SettingsError
 from evernear.kubeflow import GOLDEN, IMAGE_VARIABLE, NAMES, PIPELINES
-from evernear.kubeflow.compiled import cluster_version, for_cluster
+from evernear.kubeflow.publish import cluster_version, for_cluster
 from evernear.settings import PipelineSettings
 from pipelines.compile import main as compile_main
 from tests import ROOT

@@ -6,8 +6,7 @@ from typing import Any
 
 from evernear.common.audit import request_id
 from evernear.errors import ConflictError, SettingsError, SlackError
-from evernear.kubeflow.parameters import combine, from_settings, from_words, split_words
-from evernear.kubeflow.runs import Run
+from evernear.kubeflow.runs import Run, combine, from_settings, from_words, split_words
 from evernear.kubeflow.runs import State as RunState
 from evernear.settings import DataSettings
 from evernear.settings.sources import flat

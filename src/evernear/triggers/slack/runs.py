@@ -11,8 +11,7 @@ from evernear.common.output import printable, quantity
 from evernear.common.run_record import RunRecord
 from evernear.errors import SettingsError
 from evernear.evaluation.verdict import Rule, classes_tested
-from evernear.kubeflow.parameters import combine, from_settings
-from evernear.kubeflow.runs import KfpStep, Run, State
+from evernear.kubeflow.runs import KfpStep, Run, State, combine, from_settings
 from evernear.release.promotions import Champion
 from evernear.reporting.notify import CONFUSION_MATRIX, RunOutcome, load_outcome, load_rules
 from evernear.triggers.requests import Request

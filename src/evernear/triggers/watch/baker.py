@@ -18,8 +18,7 @@ from evernear.common.retry import backoff_s
 from evernear.common.store import Store
 from evernear.errors import ConflictError
 from evernear.evaluation.bake import Comparison, Figures, Share, total
-from evernear.kubeflow.parameters import combine, from_settings
-from evernear.kubeflow.runs import State
+from evernear.kubeflow.runs import State, combine, from_settings
 from evernear.release.bake import Bake, BakeState, BakeStore, Breach, Breaches, PodCounters
 from evernear.release.promotions import Cause, Champion, Promotion
 from evernear.release.registry import Registry

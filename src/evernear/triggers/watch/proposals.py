@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from evernear.common.store import Store
 from evernear.errors import ConflictError
-from evernear.kubeflow.parameters import combine, from_settings
+from evernear.kubeflow.runs import combine, from_settings
 from evernear.reporting.notify import load_outcome
 from evernear.settings import Settings
 from evernear.triggers.requests import POLICY, TRAINING, WATCHER, Request, RequestStore

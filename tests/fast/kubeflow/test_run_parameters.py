@@ -9,8 +9,8 @@ import yaml
 from evernear.errors import SettingsError
 from evernear.kubeflow import GOLDEN
 from evernear.kubeflow.client import arguments_for, parameters_of
-from evernear.kubeflow.compiled import fill_defaults
-from evernear.kubeflow.parameters import combine, for_pipeline, from_settings, from_words, split_words
+from evernear.kubeflow.publish import fill_defaults
+from evernear.kubeflow.runs import combine, for_pipeline, from_settings, from_words, split_words
 from evernear.settings import load, of_run
 from tests import ROOT
 
