@@ -4,9 +4,9 @@ from starlette.testclient import TestClient
 
 from evernear.common.store import Store
 from evernear.console.access import SignIn
-from evernear.console.app import create_console_app
 from evernear.console.backend import Backend
 from evernear.console.runs import Runner
+from evernear.console.server import create_console_app
 from evernear.settings import Settings
 
 TOKEN = "secret"

@@ -56,10 +56,9 @@ def console(layers: Layers[Settings]) -> None:
 
     try:
         from evernear.console.access import SignIn
-        from evernear.console.app import create_console_app
         from evernear.console.backend import Backend
         from evernear.console.runs import LocalRuns, PipelineRuns
-        from evernear.console.server import require_private, serve_console
+        from evernear.console.server import create_console_app, require_private, serve_console
     except ModuleNotFoundError as error:
         raise ServingError(f"{error.name} is not installed; run `pip install 'evernear[console]'`.") from None
 

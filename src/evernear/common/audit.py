@@ -22,28 +22,20 @@ _log = logging.getLogger(__name__)
 
 
 class AuditEvent(Frozen):
-    """One action of a person."""
-
     request: str
     """Id of the request. If an action is repeated after a crash, the same object is written."""
     at: AwareDatetime
     who: str
     what: str
-    """The action, such as ``start``, ``stop``, ``promote`` or ``roll_back``."""
     result: Result
     where: str = ""
-    """Id of the channel."""
     run: str = ""
     release: str = ""
     detail: str = ""
 
 
 def write(store: Store, event: AuditEvent) -> None:
-    """Log ``event`` and store it. An event that is already stored is not overwritten.
-
-    Raises:
-        StoreError: the store is unavailable.
-    """
+    """Log ``event`` and store it. An event that is already stored is not overwritten."""
     _log.info("audit %s", event.model_dump_json(exclude_defaults=True))
     with suppress(ConflictError):
         key = f"{AUDIT}{event.at:%Y-%m-%d}/{event.request}-{event.what}-{event.result}.json"

@@ -43,8 +43,6 @@ _HEADERS = {
 
 
 class User(Frozen):
-    """The user who makes a request, and the user's permissions."""
-
     name: str
     may: frozenset[Right]
 
@@ -61,7 +59,6 @@ class SignIn:
 
     @property
     def by_token(self) -> bool:
-        """Whether users sign in with the token."""
         return not self._settings.identity_header
 
     def identify(self, request: Request) -> User | None:
@@ -114,7 +111,6 @@ class Guard:
         self._sign_in = sign_in
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Call the application, or reject the request."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -156,11 +152,7 @@ class Guard:
 
 def require(request: Request, right: Right) -> User:
     """Return the user who made ``request`` after checking that the user has the permission
-    ``right``.
-
-    Raises:
-        HTTPException: the user does not have the permission.
-    """
+    ``right``."""
     user: User = request.state.user
     if right not in user.may:
         raise HTTPException(403, f"{user.name} may not do this; permissions.{right} lists who may.")

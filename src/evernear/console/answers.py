@@ -16,19 +16,29 @@ people answer at the same time, the second answer is rejected. Changes to the so
 undone, and later ones are still processed.
 """
 
-from collections.abc import Iterator
-from pathlib import PurePosixPath
+import re
+import threading
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from difflib import get_close_matches
+from pathlib import Path, PurePosixPath
+from tempfile import TemporaryDirectory
 from typing import Literal
 
 from pydantic import AwareDatetime, Field
 
 from evernear.common.frozen import Frozen
 from evernear.common.store import Store
+from evernear.common.text import class_name, lookalike_key
 from evernear.console.label_target import LabelTarget
 from evernear.data.image_file import suffix_of
+from evernear.data.manifest import Manifest, find_manifest
+from evernear.data.snapshots import Snapshots
 from evernear.data.sources.layout import SPLIT_WORDS, Layout
 from evernear.data.sources.names import reviewed_stem
+from evernear.data.stored_ledger import answered_files
 from evernear.errors import ConflictError, DataError, EvernearError, IntegrityError, SettingsError, StoreError
+from evernear.release.manifest import ReleaseManifest
 
 ANSWERS = "review/answers.jsonl"
 PENDING = "review/pending/"
@@ -47,7 +57,6 @@ class Answer(Frozen):
     new_folder: bool = False
     """Whether the answer created the folder for its class."""
     suffix: Literal[".png", ".jpg", ".webp"] = ".png"
-    """Of a live query's image file."""
     who: str
     at: AwareDatetime
 
@@ -63,11 +72,7 @@ class Answers:
         self._parsed: tuple[str, list[Answer]] = ("", [])
 
     def latest(self) -> dict[str, Answer]:
-        """The effective answer for each image, oldest first, without undone ones.
-
-        Raises:
-            IntegrityError: the audit log is damaged.
-        """
+        """The effective answer for each image, oldest first, without undone ones."""
         return _fold(self._read()[0])
 
     def label(self, image: bytes, answer: Answer) -> None:
@@ -220,11 +225,7 @@ class Answers:
 
 
 def labels_given(store: Store) -> dict[str, frozenset[str]]:
-    """All labels that people gave to each image, including those that were undone.
-
-    Raises:
-        IntegrityError: the audit log is damaged.
-    """
+    """All labels that people gave to each image, including those that were undone."""
     labels: dict[str, frozenset[str]] = {}
     stored = store.find(ANSWERS)
     for answer in _parse(stored[0], store) if stored else ():
@@ -280,3 +281,70 @@ def _refused(answer: Answer, reason: EvernearError) -> DataError:
 
 def _subject(answer: Answer) -> str:
     return answer.files[0] if answer.files else f"query {answer.image[:8]}"
+
+
+class ReleasedAnswers:
+    """Looks answers up in the snapshot from which a release was built. For each release, the ledger
+    of its snapshot, about 100 bytes per image, is read once."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._lock = threading.Lock()
+        self._read: tuple[Manifest | None, Mapping[str, str]] = (None, {})
+
+    def missing(self, answers: Iterable[Answer], layout: Layout, release: ReleaseManifest) -> list[Answer]:
+        """The answers whose images are not in ``release`` under the label that they give. If the
+        store no longer has the release's snapshot, answers that are younger than the release count
+        as missing."""
+        labeled = [answer for answer in answers if answer.action == "label"]
+        manifest = find_manifest(self._store, release.dataset_name, release.dataset_digest) if labeled else None
+        if manifest is None:
+            return [answer for answer in labeled if answer.at > release.created]
+        with self._lock:
+            known = self._labels(manifest)
+        return [
+            answer
+            for answer in labeled
+            if any(known.get(name) != class_name(answer.label) for name in named_files(answer, layout))
+        ]
+
+    def _labels(self, manifest: Manifest) -> Mapping[str, str]:
+        if self._read[0] != manifest:
+            with TemporaryDirectory(prefix="evernear-ledger-") as scratch:
+                path = Path(scratch) / "ledger.sqlite"
+                Snapshots(self._store, manifest.name).fetch_ledger(manifest, path)
+                self._read = (manifest, answered_files(path))
+        return self._read[1]
+
+
+_SIMILARITY = 0.65
+"""Smallest `difflib` ratio of two names that may be one name, mistyped. A wrong letter among three
+has the ratio 0.67."""
+_MAX_MEANT = 3
+
+
+def images_by_class(answers: Iterable[Answer]) -> Counter[str]:
+    return Counter(class_name(answer.label) for answer in answers if answer.action == "label")
+
+
+def waiting_classes(answers: Iterable[Answer], used: Collection[str], minimum: int) -> dict[str, int]:
+    """The number of images of each class that a run leaves out, because ``answers`` give it fewer
+    than ``minimum`` images and it is not in ``used``: neither the source itself nor the live
+    release has it."""
+    images = images_by_class(answers).items()
+    return {label: count for label, count in sorted(images) if label not in used and count < minimum}
+
+
+def meant_classes(name: str, classes: Iterable[str]) -> list[str]:
+    """The ``classes`` whose names a user may have meant by the new ``name``, most similar first.
+    Names whose numbers differ, such as ``cup 1`` and ``cup 2``, count as intended."""
+    keys = {_key(each): each for each in classes if _numbers(each) == _numbers(name)}
+    return [keys[key] for key in get_close_matches(_key(name), keys, _MAX_MEANT, _SIMILARITY)]
+
+
+def _key(name: str) -> str:
+    return re.sub(r"[\s_.-]+", " ", lookalike_key(name))
+
+
+def _numbers(name: str) -> list[int]:
+    return [int(number) for number in re.findall(r"\d+", name)]

@@ -5,6 +5,8 @@ from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from functools import lru_cache
+from itertools import islice
 from uuid import uuid4
 
 from starlette.exceptions import HTTPException
@@ -14,19 +16,17 @@ from evernear.common import audit
 from evernear.common.audit import AuditEvent
 from evernear.common.store import Store
 from evernear.console.access import User, require
-from evernear.console.answers import Answer, Answers
-from evernear.console.classes import images_by_class, waiting_classes
+from evernear.console.answers import Answer, Answers, ReleasedAnswers, images_by_class, waiting_classes
 from evernear.console.label_target import LabelTarget, open_label_target
-from evernear.console.queue import Item, Queue
-from evernear.console.random_queries import RandomQueries
-from evernear.console.released import ReleasedAnswers
-from evernear.console.releases import Releases
-from evernear.console.run_records import RunRecords
+from evernear.console.live_labels import RandomQueries
+from evernear.console.queue import Item, Queue, Submissions, read_all
 from evernear.console.runs import Done, Runner
-from evernear.console.submissions import Submissions
 from evernear.console.suspects import Suspect, load_suspects
-from evernear.errors import EvernearError, ServingError, SettingsError, StoreError
+from evernear.errors import EvernearError, IntegrityError, MissingObjectError, ServingError, SettingsError, StoreError
 from evernear.release.manifest import ReleaseManifest
+from evernear.release.promotions import Champion, Promotion
+from evernear.release.records import Record
+from evernear.release.registry import Registry
 from evernear.serving.gallery_images import GalleryImages
 from evernear.settings import Settings
 from evernear.settings.permissions import Right
@@ -46,11 +46,9 @@ class Backend:
     target: LabelTarget | None
     fault: str = ""
     lock: threading.Lock = field(default_factory=threading.Lock)
-    """A lock that serializes changes to the source."""
 
     def __post_init__(self) -> None:
         self.releases = Releases(self.store)
-        self.records = RunRecords(self.store)
         self.queue = Queue(self.store)
         self.random_queries = RandomQueries(self.store)
         self.submissions = Submissions(self.store)
@@ -60,11 +58,7 @@ class Backend:
     @staticmethod
     def open(settings: Settings, store: Store, runner: Runner) -> "Backend":
         """Open the backend for a store and a source. If the source is not writable, users cannot
-        submit answers.
-
-        Raises:
-            StoreError: the store is unavailable.
-        """
+        submit answers."""
         try:
             target = open_label_target(settings.data.source, settings.data)
         except EvernearError as error:
@@ -74,21 +68,15 @@ class Backend:
         return Backend(settings, store, runner, answers, target)
 
     def require_answers(self) -> tuple[Answers, LabelTarget]:
-        """The answers, and the source to which the answers are written.
-
-        Raises:
-            SettingsError: the source is not writable.
-        """
+        """The answers, and the source to which the answers are written."""
         if self.answers is None or self.target is None:
             raise SettingsError(self.fault)
         return self.answers, self.target
 
     def latest(self) -> dict[str, Answer]:
-        """The effective answer for each image, oldest first."""
         return self.answers.latest() if self.answers else {}
 
     def live(self) -> ReleaseManifest | None:
-        """The manifest of the live release, or None before the first release."""
         champion = self.releases.champion()
         record = self.releases.find(champion.version) if champion else None
         return record.manifest if record else None
@@ -113,16 +101,11 @@ class Backend:
         return [*sent, *self.queue.pending(known, QUEUE_ITEMS - len(sent))]
 
     def find(self, image: str) -> Item | None:
-        """A pending or reviewed image, or None if the image no longer exists."""
         return self.submissions.find(image) or self.queue.find(image)
 
     def original(self, image: str) -> bytes:
         """The image file under review: the submitted file or, for a logged query, the network's
-        input.
-
-        Raises:
-            ServingError: the file no longer exists.
-        """
+        input."""
         sent = self.submissions.original(image)
         item = None if sent else self.queue.find(image)
         if sent is None and item is None:
@@ -133,42 +116,89 @@ class Backend:
         self, request: Request, right: Right, what: str, act: Callable[[User], Done], release: str = ""
     ) -> Done:
         """Call ``act`` if the user who made ``request`` has the permission ``right``, and record
-        the result in the audit log.
-
-        Raises:
-            HTTPException: the user does not have the permission.
-        """
+        the result in the audit log."""
         user: User = request.state.user
-        event = AuditEvent(
-            request=f"console-{uuid4().hex[:16]}",
-            at=self.now(),
-            who=user.name,
-            what=what,
-            result="done",
-            where="console",
-            release=release,
-        )
+
+        def record(result: audit.Result, **details: str) -> None:
+            event = AuditEvent(
+                request=f"console-{uuid4().hex[:16]}",
+                at=self.now(),
+                who=user.name,
+                what=what,
+                result=result,
+                where="console",
+                release=release,
+            )
+            audit.write(self.store, event.model_copy(update=details))
+
         try:
             require(request, right)
             done = act(user)
-        except HTTPException as error:
-            self._audit_failure(event.model_copy(update={"result": "refused", "detail": str(error.detail)}))
+        except (HTTPException, EvernearError) as error:
+            is_refused = isinstance(error, HTTPException)
+            with suppress(StoreError):  # the failure itself is displayed
+                record("refused" if is_refused else "failed", detail=error.detail if is_refused else str(error))
             raise
-        except EvernearError as error:
-            self._audit_failure(event.model_copy(update={"result": "failed", "detail": str(error)}))
-            raise
-        audit.write(self.store, event.model_copy(update={"run": done.run}))
+        record("done", run=done.run)
         return done
 
-    def _audit_failure(self, event: AuditEvent) -> None:
-        with suppress(StoreError):  # the failure itself is displayed
-            audit.write(self.store, event)
-
     def suspects(self) -> tuple[Suspect, ...]:
-        """The source images with suspect labels."""
         return load_suspects(self.store, self.settings.data.source)
 
     @staticmethod
     def now() -> datetime:
-        """The current time in UTC."""
         return datetime.now(UTC)
+
+
+PAGE_RELEASES = 25
+"""Maximum number of releases on a page, and maximum number of promotions on a page."""
+_RECORDS = 64
+_PROMOTIONS = 10_000
+
+
+class Releases:
+    """The releases of one store. Every method may raise `StoreError`."""
+
+    def __init__(self, store: Store) -> None:
+        self._registry = Registry(store)
+        self.champion = self._registry.champion
+        self.record = lru_cache(_RECORDS)(self._record)
+        self._promotion = lru_cache(_PROMOTIONS)(self._registry.pointer.find_in_history)
+
+    def newest(self) -> tuple[list[Record], list[str]]:
+        """The most recent releases, newest first, and an error message for each damaged release
+        record."""
+        versions = islice(reversed([*self._registry.list()]), PAGE_RELEASES)
+        found = list(read_all(self._record_or_fault, list(versions)))
+        return [each for each in found if isinstance(each, Record)], [each for each in found if isinstance(each, str)]
+
+    def history(self, champion: Champion, since: datetime) -> list[Promotion]:
+        """The readable promotions and rollbacks since ``since``, newest first, and at least a page
+        of them."""
+        found = [champion.promotion]
+        numbers = range(champion.promotion.number - 1, 0, -1)
+        for first in range(0, len(numbers), PAGE_RELEASES):
+            earlier = read_all(self._promotion, numbers[first : first + PAGE_RELEASES])
+            found += [promotion for promotion in earlier if promotion is not None]
+            if found[-1].since < since:
+                break
+        return found
+
+    def find(self, version: str) -> Record | None:
+        """The record of a release or pruned release, or None if the store has no such record."""
+        try:
+            return self.record(version)
+        except MissingObjectError:
+            return None
+
+    def _record(self, version: str) -> Record:
+        record = self._registry.find(version)
+        if record is None:  # an exception is not cached
+            raise MissingObjectError(f"Release {version} does not exist in {self._registry.uri}.")
+        return record
+
+    def _record_or_fault(self, version: str) -> Record | str:
+        try:
+            return self.record(version)
+        except IntegrityError as error:
+            return str(error)

@@ -27,9 +27,6 @@ from evernear.release.manifest import is_version
 from evernear.release.records import Record
 from evernear.settings.section import MAX_PIXELS
 
-MAX_ITEMS = 2000
-"""Maximum number of items to group. Time and memory grow with its square. Grouping 2000 items takes
-0.3 s and 35 MB."""
 DEFAULT_DISTANCE = 1.0
 """``group_distance`` for releases that have none or were pruned, as an L2 distance between unit
 vectors (0 to 2)."""
@@ -38,20 +35,6 @@ PIXEL_DISTANCE = 0.9
 two images."""
 _SIDE_PX = 12
 Vector = NDArray[np.float32]
-
-
-class Group(NamedTuple):
-    """Similar items, at least one, in the given order."""
-
-    items: tuple[Item, ...]
-
-
-class Grouping(NamedTuple):
-    """The groups, largest first."""
-
-    groups: tuple[Group, ...]
-    left_out: int
-    """Number of items beyond the first `MAX_ITEMS`, which are not grouped."""
 
 
 class _Space(NamedTuple):
@@ -69,19 +52,18 @@ class _Release(NamedTuple):
     group_distance: float
 
 
-def group_items(items: Sequence[Item], find: Callable[[str], Record | None], limit: int = MAX_ITEMS) -> Grouping:
-    """Group the first ``limit`` items, the newest ones if they come from the queue. ``find`` is a
-    function such as `evernear.release.registry.Registry.find`, with the same errors."""
-    grouped = items[:limit]
-    releases = {version: _release(version, find) for version in {item.version for item in grouped}}
+def group_items(items: Sequence[Item], find: Callable[[str], Record | None]) -> list[list[Item]]:
+    """Groups of similar items, largest first, each in the given order. Time and memory grow with
+    the square of their number: 2000 items take 0.3 s and 35 MB. ``find`` is a function such as
+    `evernear.release.registry.Registry.find`, with the same errors."""
+    releases = {version: _release(version, find) for version in {item.version for item in items}}
     spaces: defaultdict[_Space, list[tuple[Item, Vector]]] = defaultdict(list)
-    for item in grouped:
+    for item in items:
         space, vector = _compared(item, releases[item.version])
         spaces[space].append((item, vector))
     groups = [group for space, members in spaces.items() for group in _cluster(members, space.distance)]
-    order = {item.id: number for number, item in enumerate(grouped)}
-    groups.sort(key=lambda group: (-len(group.items), order[group.items[0].id]))
-    return Grouping(tuple(groups), len(items) - len(grouped))
+    order = {item.id: number for number, item in enumerate(items)}
+    return sorted(groups, key=lambda group: (-len(group), order[group[0].id]))
 
 
 def _release(version: str, find: Callable[[str], Record | None]) -> _Release:
@@ -103,17 +85,17 @@ def _compared(item: Item, release: _Release) -> tuple[_Space, Vector]:
     return _Space("pixels", "", len(vector), PIXEL_DISTANCE), vector
 
 
-def _cluster(members: Sequence[tuple[Item, Vector]], distance: float) -> list[Group]:
+def _cluster(members: Sequence[tuple[Item, Vector]], distance: float) -> list[list[Item]]:
     from scipy.cluster.hierarchy import fcluster, linkage
 
     if len(members) == 1:
-        return [Group((members[0][0],))]
+        return [[members[0][0]]]
     vectors = np.stack([vector for _, vector in members]).astype(np.float64)
     numbers = fcluster(linkage(vectors, "average", "euclidean"), distance, "distance")
     groups: defaultdict[int, list[Item]] = defaultdict(list)
     for (item, _), number in zip(members, numbers.tolist(), strict=True):
         groups[number].append(item)
-    return [Group(tuple(group)) for group in groups.values()]
+    return list(groups.values())
 
 
 def _gray(image: bytes) -> Vector:

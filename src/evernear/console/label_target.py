@@ -2,7 +2,6 @@
 
 import errno
 from pathlib import Path
-from typing import Protocol
 
 from evernear.common.disk import disk_errors, write_atomically
 from evernear.common.store import open_store
@@ -17,32 +16,10 @@ _MISSING = (errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG)
 """Error numbers for a path that does not exist and cannot exist at this time."""
 
 
-class LabelTarget(Protocol):
-    """The source to which labeled images are written. All names are file names in it."""
-
-    labels: list[str]
-    """The classes that have an image of the source itself. The others consist of answers."""
-    layout: Layout
-
-    def has_folder(self, name: str) -> bool:
-        """Whether the folder of the file ``name`` exists."""
-        ...
-
-    def add(self, name: str, image: bytes) -> None:
-        """Write an image."""
-        ...
-
-    def remove(self, name: str, prune: bool) -> None:
-        """With ``prune``, also remove folders that become empty. Do nothing if the image does not
-        exist."""
-        ...
-
-    def read(self, name: str) -> bytes | None:
-        """The content of a file, or None if it does not exist."""
-        ...
-
-
 class FolderTarget:
+    """A folder of images, in whose files labels are written. ``labels`` are the classes that have
+    an image of the source itself. The others consist of answers."""
+
     def __init__(self, directory: Path, settings: DataSettings) -> None:
         self.labels, self.layout = _layout(Folder(directory, settings))
         self._directory = directory
@@ -53,12 +30,7 @@ class FolderTarget:
             return folder.is_dir()
 
     def add(self, name: str, image: bytes) -> None:
-        """Write the file atomically.
-
-        Raises:
-            DataError: the source no longer exists, or the file system does not support a name
-                of this length.
-        """
+        """Write the file atomically."""
         if not self._directory.is_dir():  # creating the directory could hide an empty mount point
             raise DataError(f"The image directory {self._directory} does not exist.")
         path = self._directory / name
@@ -73,6 +45,7 @@ class FolderTarget:
             raise
 
     def remove(self, name: str, prune: bool) -> None:
+        """With ``prune``, also remove folders that become empty."""
         path = self._directory / name
         with disk_errors(path):
             if _exists(path):  # a read-only file system does not report a missing file
@@ -111,14 +84,12 @@ class BucketTarget:
         return stored[0] if stored else None
 
 
+LabelTarget = FolderTarget | BucketTarget
+
+
 def open_label_target(source: str, settings: DataSettings = DEFAULTS) -> LabelTarget:
     """Open ``source`` for writing, and list its files once to find the classes. ``settings``
-    determine the meaning of its folders.
-
-    Raises:
-        SettingsError: the source is neither a folder nor a bucket.
-        DataError: the directory is missing.
-    """
+    determine the meaning of its folders."""
     match source.partition(":"):
         case "folder", _, directory if directory:
             return FolderTarget(Path(directory), settings)

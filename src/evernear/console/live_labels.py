@@ -1,11 +1,14 @@
 """True labels of live queries, keyed by the ID in the answer, in
-``live-labels/<time>-<random>.jsonl`` in the store.
+``live-labels/<time>-<random>.jsonl`` in the store, and the random queries that people label.
 
 A label is stored together with the logged answer, because the query log is deleted after some time.
-Images are neither read nor stored, and no label enters a dataset.
+Images are neither read nor stored, and no label enters a dataset. The random queries come from the
+uniform sample of image files in the query log (`evernear.serving.query_log`), regardless of the
+release's answers.
 """
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -14,9 +17,11 @@ from uuid import uuid4
 
 from pydantic import StringConstraints
 
+from evernear.common.disk import sha256_bytes
 from evernear.common.frozen import Frozen
-from evernear.common.store import Store
+from evernear.common.store import ObjectInfo, Store
 from evernear.common.text import class_name, column_positions, csv_rows
+from evernear.console.suspects import picture
 from evernear.errors import IntegrityError, StoreError
 from evernear.evaluation.examples import Examples
 from evernear.evaluation.live_accuracy import LabeledQuery, LiveAccuracy, accuracy_by_week
@@ -24,7 +29,7 @@ from evernear.evaluation.measure import Measurement
 from evernear.release.manifest import version_time
 from evernear.release.registry import Registry
 from evernear.serving.live_queries import live_distances
-from evernear.serving.query_log_files import MAX_FILE_BYTES, QUERIES, closed_at, parse_file
+from evernear.serving.query_log_files import MAX_FILE_BYTES, QUERIES, closed_at, parse_file, sampled_queries
 
 LIVE_LABELS = "live-labels/"
 _COLUMNS = ("id", "label")
@@ -56,18 +61,12 @@ class LabelFile(NamedTuple):
 
     labels: dict[str, str]
     corrected: tuple[str, ...]
-    """IDs with rows of different labels."""
     without_label: int
-    """Number of rows that have an ID and no label."""
     without_id: int
 
 
 def read_labels(path: Path) -> LabelFile:
-    """Read a CSV file with the columns ``id`` and ``label``.
-
-    Raises:
-        DataError: the file is unreadable or lacks a column.
-    """
+    """Read a CSV file with the columns ``id`` and ``label``."""
     rows = csv_rows(path, str(path))
     at = column_positions(next(rows)[1], str(path), _COLUMNS)
     labels: dict[str, str] = {}
@@ -91,9 +90,6 @@ def import_labels(store: Store, labels: Mapping[str, str], now: datetime) -> Imp
 
     A label that differs from an earlier one replaces it, even if the query is no longer in the log.
     An equal one counts as stored and changes nothing, so a growing file can be imported repeatedly.
-
-    Raises:
-        StoreError: the store fails. Nothing is stored.
     """
     labels = {query: class_name(label) for query, label in labels.items()}
     logged = _logged(store, labels, now)
@@ -158,7 +154,6 @@ class LabeledQueries(NamedTuple):
 
     queries: list[LabeledQuery]
     damaged: dict[str, str]
-    """Error messages, keyed by object key."""
 
     def of(self, version: str) -> list[LabeledQuery]:
         return [query for query in self.queries if query.version == version]
@@ -198,3 +193,102 @@ def live_accuracy(store: Store, version: str) -> tuple[tuple[LiveAccuracy, ...],
     file."""
     labels = labels_of_release(store, version)
     return tuple(accuracy_by_week(labels.queries)), tuple(labels.damaged.values())
+
+
+WEEKLY = 12
+WEEK_FILES = 50
+"""Maximum number of log files to read per week, chosen at random. Files larger than
+`MAX_FILE_BYTES` are skipped."""
+
+
+class RandomQuery(NamedTuple):
+    """A query to label, without the release's answer, which would suggest a label."""
+
+    id: str
+    image: bytes
+    """A small PNG version of the image that the client sent."""
+
+
+class Week(NamedTuple):
+    """The random queries of the current week, which begins on Monday (UTC)."""
+
+    labels: dict[str, str]
+    pending: list[RandomQuery]
+    """The queries to label next. There are at most `WEEKLY` labeled and pending queries."""
+
+
+class _Drawn(NamedTuple):
+    arrival: float
+    """An exponentially distributed arrival time, whose rate is the number of queries that this one
+    represents. The earliest arrivals are a weighted sample without replacement (Efraimidis and
+    Spirakis 2006, doi:10.1016/j.ipl.2005.11.003). The time is derived from the query ID, so that
+    all users see the same queries."""
+    id: str
+    log: ObjectInfo
+
+
+class RandomQueries:
+    """The random queries of a store. Those from a log file are cached until the file changes, for
+    example because `evernear forget` deletes an image."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._drawn: dict[ObjectInfo, tuple[str, list[_Drawn]]] = {}
+        self._images: dict[_Drawn, bytes | None] = {}
+
+    def this_week(self, version: str, now: datetime) -> Week:
+        """The queries of this week that the release ``version`` answered. Damaged files and images
+        are skipped."""
+        monday = _monday(now)
+        drawn = {each.id: each for each in sorted(self._of_release(version, monday))}
+        known = {query.id: query.label for query in labeled_queries(self._store, monday).queries}
+        labels = {each: known[each] for each in drawn if each in known}
+        pending: list[RandomQuery] = []
+        images: dict[_Drawn, bytes | None] = {}
+        for each in drawn.values():
+            if len(labels) + len(pending) >= WEEKLY:
+                break
+            if each.id not in labels:
+                images[each] = image = self._image(each)
+                if image is not None:
+                    pending.append(RandomQuery(each.id, image))
+        self._images = images
+        return Week(labels, pending)
+
+    def _of_release(self, version: str, monday: datetime) -> Iterator[_Drawn]:
+        logs = (info for info in self._store.list(QUERIES) if info.size_bytes <= MAX_FILE_BYTES)
+        of_week = [info for info in logs if (closed := closed_at(info.key)) and closed >= monday]
+        chosen = sorted(of_week, key=lambda info: sha256_bytes(info.key.encode()))[:WEEK_FILES]
+        self._drawn = {info: self._drawn.get(info) or self._draw(info) for info in chosen}
+        for answered_by, drawn in self._drawn.values():
+            if answered_by == version:
+                yield from drawn
+
+    def _draw(self, log: ObjectInfo) -> tuple[str, list[_Drawn]]:
+        """The release that answered the queries in a log file, and those queries whose image file
+        was logged, with arrival times."""
+        stored = self._store.find(log.key)  # the file may have been removed since
+        try:
+            period, rows = parse_file(stored[0] if stored else b"", log.key)
+        except IntegrityError:  # the watcher reports the damage
+            return "", []
+        ids = [row.id for row in rows if row.id and row.file]
+        return period.version, [_Drawn(_arrival(each, period.queries / len(ids)), each, log) for each in ids]
+
+    def _image(self, drawn: _Drawn) -> bytes | None:
+        if drawn not in self._images:
+            stored = self._store.find(drawn.log.key)
+            queries = sampled_queries(stored[0], drawn.log.key) if stored else []
+            file = next((query.file for query in queries if query.id == drawn.id), None)
+            return picture(lambda _: file, drawn.id)
+        return self._images[drawn]
+
+
+def _arrival(query: str, rate: float) -> float:
+    uniform = (int(sha256_bytes(query.encode())[:13], 16) + 0.5) / 16**13
+    return -math.log(uniform) / rate
+
+
+def _monday(now: datetime) -> datetime:
+    today = now.astimezone(UTC).replace(hour=0, minute=0, second=0, microsecond=0)
+    return today - timedelta(days=today.weekday())

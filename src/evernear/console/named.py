@@ -1,17 +1,26 @@
-"""The classes of named images that the live release does not contain, and the gate rules that block
-these classes."""
+"""What became of named images: the classes that the live release does not contain, the gate rules
+that block these classes, and the live release's answers about images that are in its gallery."""
 
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from datetime import datetime
 from typing import NamedTuple
 
+from evernear.common.run_record import OUTCOME, RUNS, RunRecord
 from evernear.common.store import Store
 from evernear.console.answers import Answer
-from evernear.console.run_records import RunRecords
+from evernear.data.image_file import inspect
+from evernear.data.preprocess import decode_inspected
+from evernear.errors import IntegrityError
 from evernear.evaluation.verdict import Rule
+from evernear.index.description import DISTANCE_TOLERANCE
+from evernear.release.manifest import ReleaseManifest
 from evernear.reporting.notify import RunOutcome, load_rules
+from evernear.serving.gallery_images import GalleryImages
+from evernear.serving.responses import Neighbor, Prediction
+from evernear.settings.section import MAX_PIXELS
 
 _CLASS_RULES = ("class_recall", "classes_kept")
 """Rules whose reasons mention classes."""
@@ -33,7 +42,6 @@ class NamedClass(NamedTuple):
     label: str
     images: int
     is_new: bool
-    """Whether the class is missing from the live release."""
     is_held: bool
     """Whether the last run was held or failed and began after the latest answer about the class."""
     rules: tuple[Rule, ...]
@@ -48,13 +56,22 @@ class Named(NamedTuple):
     rules: tuple[Rule, ...]
 
 
-def last_hold(store: Store, records: RunRecords) -> Hold | None:
+def last_hold(store: Store) -> Hold | None:
     """The last run that ended, or None if that run was neither held nor failed."""
-    entry = next((entry for entry in records.entries() if entry.ended), None)
-    outcome = records.outcome(entry.run) if entry else None
-    if entry is None or outcome is None or outcome.state not in ("held", "failed"):
+    begun: dict[str, datetime] = {}
+    ended: dict[str, datetime] = {}
+    for info in store.list(RUNS):
+        run, _, name = info.key.removeprefix(RUNS).partition("/")
+        begun[run] = min(info.modified, begun.get(run, info.modified))
+        if name == f"{OUTCOME}.json":
+            ended[run] = info.modified
+    last = max(ended, key=ended.__getitem__, default="")
+    outcome = None
+    with suppress(IntegrityError):  # `evernear store check` reports it
+        outcome = RunRecord(store, last).find(OUTCOME, RunOutcome) if last else None
+    if outcome is None or outcome.state not in ("held", "failed"):
         return None
-    return Hold(outcome, entry.begun, tuple(rule for rule in load_rules(store, entry.run) if not rule.passed))
+    return Hold(outcome, begun[last], tuple(rule for rule in load_rules(store, last) if not rule.passed))
 
 
 def named_since(answers: Iterable[Answer], known: Sequence[str], hold: Hold | None) -> Named:
@@ -96,3 +113,41 @@ def _names(rule: Rule, label: str) -> bool:
         rule.name in _CLASS_RULES
         and re.search(rf"(?<![\w.%]){re.escape(label)}(?![\w%]|\.\d)", rule.reason) is not None
     )
+
+
+class AnswerOfOthers(NamedTuple):
+    """The label that the other gallery images give to an image, and whether it is unknown."""
+
+    label: str
+    unknown: bool
+
+
+def answer_of_others(
+    prediction: Prediction, image: bytes, gallery: GalleryImages, release: ReleaseManifest
+) -> AnswerOfOthers | None:
+    """Leave ``image`` out of its own neighbors, because a gallery recognizes each of its own
+    images. None if the prediction lists no other neighbor (``index.k=1``).
+
+    The other neighbors vote. If the release labels by centroids, which the neighbors of the
+    prediction contradict, the label of the prediction is kept."""
+    nearest = prediction.neighbors[0].dist if prediction.neighbors else 0.0
+    itself = decode_inspected(inspect(image, MAX_PIXELS), release.preprocessing.bit_depth).digest().hex()
+    others = [
+        near
+        for near in prediction.neighbors
+        if near.dist > nearest + DISTANCE_TOLERANCE or not _shows(near, itself, release.version, gallery)
+    ]
+    if not others:
+        return None
+    label = _vote(others) if _vote(prediction.neighbors) == prediction.pred else prediction.pred
+    return AnswerOfOthers(label, others[0].dist > release.threshold)
+
+
+def _shows(near: Neighbor, digest: str, version: str, gallery: GalleryImages) -> bool:
+    found = gallery.find(version, near.row)
+    return found is not None and found.digest == digest
+
+
+def _vote(neighbors: tuple[Neighbor, ...] | list[Neighbor]) -> str:
+    """The most common label. The nearest neighbor wins a tie."""
+    return Counter(near.label for near in neighbors).most_common(1)[0][0]

@@ -1,21 +1,39 @@
-"""The review queue: uncertain live queries that the servers logged with their images, without those
-that people have already answered."""
+"""The review queue: uncertain live queries that the servers logged with their images, and images
+that users sent from the console, without those that people have already answered.
+
+::
+
+    review/submitted/<sha256 of the file>.json    a `Submission`
+    review/originals/<sha256 of the file>         the file as it was sent
+
+To list the submissions, only the small `Submission` objects are read. Like logged queries, they are
+deleted after ``watch.query_retention_s`` or by `evernear forget`.
+"""
 
 import base64
 import threading
-from collections.abc import Collection, Mapping, Sequence
-from typing import NamedTuple
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from datetime import datetime
+from io import BytesIO
+from itertools import chain
+from pathlib import PurePosixPath
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import AwareDatetime
+from pydantic import AwareDatetime, Field
 
 from evernear.common.disk import sha256_bytes
+from evernear.common.frozen import Frozen
 from evernear.common.store import ObjectInfo, Store
-from evernear.console.listing import Listing
 from evernear.data.image_file import inspect
+from evernear.data.preprocess import bit_depth_of, decode_inspected
 from evernear.errors import DataError, IntegrityError
+from evernear.serving.decoding import inspect_image
 from evernear.serving.query_log_files import (
+    MAX_CHARACTERS,
     MAX_FILE_BYTES,
     QUERIES,
     LoggedQuery,
@@ -23,13 +41,15 @@ from evernear.serving.query_log_files import (
     decode_embedding,
     parse_file,
 )
+from evernear.serving.responses import Prediction
+from evernear.settings.section import MAX_PIXELS
 
 MAX_FILES = 200
 """Maximum number of log files to read, newest first. Files larger than `MAX_FILE_BYTES` are
 skipped."""
 CACHED_BYTES = 32 * 2**20
 """Maximum total size of logged images that are cached in memory."""
-MAX_PIXELS = 2**20
+LOGGED_MAX_PIXELS = 2**20
 """Maximum number of pixels in a logged image, which has the size of the network's input."""
 
 
@@ -45,9 +65,7 @@ class Item(NamedTuple):
     dist: float
     candidates: tuple[str, ...]
     version: str = ""
-    """The release that answered the query, or an empty string if it is unknown."""
     embedding: NDArray[np.float32] | None = None
-    """The release's embedding (D,) of the image, or None if the log has none."""
 
 
 class _LogFile(NamedTuple):
@@ -79,18 +97,19 @@ class Queue:
         images are skipped."""
         items: dict[str, Item] = {}
         answered = frozenset(answered)
-        for info in self._infos(self._listing.now()):
-            if self._ids(info, frozenset("?")) <= answered:
-                continue
-            for item in self._read(info):
+        infos = self._infos(self._listing.now())
+        for first in range(0, len(infos), READERS):
+            unknown = [
+                info for info in infos[first : first + READERS] if not self._ids(info, frozenset("?")) <= answered
+            ]
+            for item in chain.from_iterable(read_all(self._read, unknown)):
                 if item.id not in answered:
                     items.setdefault(item.id, item)
-                if len(items) == limit:
-                    return list(items.values())
-        return list(items.values())
+            if len(items) >= limit:
+                break
+        return list(items.values())[:limit]
 
     def find(self, image: str) -> Item | None:
-        """The item with the ID ``image``, or None if the log no longer contains it."""
         for info in self._infos(self._listing.recent()):
             if image in self._ids(info, frozenset([image])):
                 for item in self._read(info):
@@ -151,7 +170,7 @@ def _item(version: str, query: LoggedQuery) -> Item | None:
         return None
     try:
         image = base64.b64decode(query.image, validate=True)
-        inspect(image, MAX_PIXELS)
+        inspect(image, LOGGED_MAX_PIXELS)
     except (ValueError, DataError):
         return None
     return Item(
@@ -164,3 +183,170 @@ def _item(version: str, query: LoggedQuery) -> Item | None:
         version=version,
         embedding=decode_embedding(query.embedding),
     )
+
+
+SUBMITTED = "review/submitted/"
+ORIGINALS = "review/originals/"
+MAX_SUBMISSIONS = 1000
+SUBMITTED_MAX_BYTES = 16 * 2**20
+
+
+class Submission(Frozen, allow_inf_nan=False):
+    at: AwareDatetime
+    who: str
+    dist: float
+    unknown: bool
+    candidates: tuple[str, ...]
+    version: str
+    embedding: str = Field(default="", max_length=MAX_CHARACTERS)
+    """The embedding from the release `version` (`evernear.serving.query_log_files`), or an empty
+    string if the answer contained none."""
+    picture: str = Field(repr=False)
+
+    def item(self, image: str) -> Item:
+        """As a queue item. ``image`` is the SHA-256 digest of the file."""
+        return Item(
+            id=image,
+            image=base64.b64decode(self.picture),
+            at=self.at,
+            unknown=self.unknown,
+            dist=self.dist,
+            candidates=self.candidates,
+            version=self.version,
+            embedding=decode_embedding(self.embedding),
+        )
+
+
+class Submissions:
+    """The submissions in a store. A submission never changes, so it is read only once. Original
+    files are read on demand."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._listing = Listing(store, SUBMITTED)
+        self._items: dict[str, Item] = {}
+
+    def add(self, image: bytes, prediction: Prediction, who: str, now: datetime) -> str:
+        """Store an image for review, and return its ID. If it is already stored, only the answer is
+        replaced."""
+        if len(image) > SUBMITTED_MAX_BYTES:
+            raise DataError(
+                f"The image has {len(image):,} bytes; at most {SUBMITTED_MAX_BYTES:,} can be sent to review."
+            )
+        inspect_image(image, MAX_PIXELS)
+        labels = dict.fromkeys([prediction.pred, *(neighbor.label for neighbor in prediction.neighbors)])
+        submission = Submission(
+            at=now,
+            who=who,
+            dist=prediction.dist,
+            unknown=prediction.unknown,
+            candidates=tuple(labels),
+            version=prediction.version,
+            embedding=prediction.embedding,
+            picture=base64.b64encode(thumbnail(image)).decode(),
+        )
+        digest = sha256_bytes(image)
+        self._store.put(original_key(digest), image)
+        self._store.put(_submission_key(digest), submission.to_json())
+        self._items.pop(digest, None)
+        return digest
+
+    def pending(self, answered: Collection[str], limit: int) -> list[Item]:
+        """The newest ``limit`` items that are not in ``answered``, newest first. Damaged
+        submissions are skipped."""
+        listed = self._listing.now()
+        infos = sorted(listed.values(), key=lambda info: info.modified, reverse=True)[:MAX_SUBMISSIONS]
+        images = [info.key.removeprefix(SUBMITTED).removesuffix(".json") for info in infos]
+        self._items = {image: item for image, item in self._items.items() if _submission_key(image) in listed}
+        unanswered = [image for image in images if image not in answered][:limit]
+        return [item for item in read_all(self._read, unanswered) if item is not None]
+
+    def find(self, image: str) -> Item | None:
+        """The item with the ID ``image``, or None if its submission does not exist or is
+        damaged."""
+        return self._read(image) if _submission_key(image) in self._listing.recent() else None
+
+    def original(self, image: str) -> bytes | None:
+        stored = self._store.find(original_key(image))
+        return stored[0] if stored else None
+
+    def _read(self, image: str) -> Item | None:
+        if image not in self._items:
+            stored = self._store.find(_submission_key(image))
+            if stored is None:
+                return None
+            try:
+                self._items[image] = Submission.from_json(stored[0], _submission_key(image)).item(image)
+            except (IntegrityError, ValueError):
+                return None
+        return self._items[image]
+
+
+def remove_submissions(store: Store, before: datetime) -> int:
+    sent = {PurePosixPath(info.key).stem: info.modified < before for info in store.list(SUBMITTED)}
+    for info in store.list(ORIGINALS):
+        if sent.get(PurePosixPath(info.key).name, info.modified < before):
+            store.delete(info.key)
+    old = [image for image, is_old in sent.items() if is_old]
+    for image in old:
+        store.delete(_submission_key(image))
+    return len(old)
+
+
+def original_key(image: str) -> str:
+    return f"{ORIGINALS}{image}"
+
+
+def _submission_key(image: str) -> str:
+    return f"{SUBMITTED}{image}.json"
+
+
+RECENT_S = 2.0
+"""Maximum age, in seconds, of a listing that is used to check whether an object still exists."""
+
+
+class Listing:
+    def __init__(self, store: Store, prefix: str) -> None:
+        self._store = store
+        self._prefix = prefix
+        self._lock = threading.Lock()
+        self._listed: tuple[float, dict[str, ObjectInfo]] = (float("-inf"), {})
+
+    def now(self) -> dict[str, ObjectInfo]:
+        found = {info.key: info for info in self._store.list(self._prefix)}
+        self._listed = (time.monotonic(), found)
+        return found
+
+    def recent(self) -> dict[str, ObjectInfo]:
+        """Like `now`, but return the last listing if it is younger than `RECENT_S`."""
+        with self._lock:
+            listed_s, found = self._listed
+            return found if time.monotonic() - listed_s < RECENT_S else self.now()
+
+
+SIDE_PX = 192
+
+
+def thumbnail(image: bytes) -> bytes:
+    """A PNG file of at most `SIDE_PX` x `SIDE_PX` pixels."""
+    file = inspect(image, MAX_PIXELS)
+    picture = decode_inspected(file, bit_depth_of(file) or 16).image
+    picture.thumbnail((SIDE_PX, SIDE_PX))
+    buffer = BytesIO()
+    picture.save(buffer, format="PNG")
+    return buffer.getvalue()
+
+
+READERS = 16
+_Key = TypeVar("_Key")
+_Value = TypeVar("_Value")
+
+
+def read_all(read: Callable[[_Key], _Value], keys: Sequence[_Key]) -> Iterator[_Value]:
+    """Read objects concurrently to hide the store's latency, about 20 ms per read in a cluster.
+    Yield the results of ``read``, in the order of ``keys``. Raises the errors of ``read``."""
+    if len(keys) < 2:
+        yield from map(read, keys)
+        return
+    with ThreadPoolExecutor(min(READERS, len(keys)), "console-reader") as pool:
+        yield from pool.map(read, keys)

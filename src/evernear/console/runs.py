@@ -7,7 +7,7 @@ import threading
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from evernear.common.audit import request_id
 from evernear.common.disk import disk_errors
@@ -53,30 +53,6 @@ class RunState(NamedTuple):
         return RunState(f"The last run: {outcome.summary()}", is_failed=outcome.state == "failed")
 
 
-class Runner(Protocol):
-    """Starts a reindex and changes the champion."""
-
-    def reindex(self, by: str) -> Done:
-        """Start a reindex that continues after the console exits.
-
-        Raises:
-            BusyError: another run is in progress.
-        """
-        ...
-
-    def promote(self, version: str, why: str, by: str, *, force: bool) -> Done:
-        """Promote a release."""
-        ...
-
-    def roll_back(self, expected: str, why: str, by: str) -> Done:
-        """Roll back, or fail if ``expected`` is not the current champion."""
-        ...
-
-    def state(self) -> RunState:
-        """The run in progress, or the last run."""
-        ...
-
-
 class LocalRuns:
     """Runs ``evernear reindex`` on this machine, with the options in ``words``."""
 
@@ -87,7 +63,7 @@ class LocalRuns:
         self._process: subprocess.Popen[bytes] | None = None
 
     def reindex(self, by: str) -> Done:
-        """Like `Runner.reindex`."""
+        """The reindex continues after the console exits."""
         with self._lock:
             if self.state().is_running:
                 raise BusyError("A run is already in progress; wait for it to end.")
@@ -104,17 +80,15 @@ class LocalRuns:
         return Done("The run has started.")
 
     def promote(self, version: str, why: str, by: str, *, force: bool) -> Done:
-        """Like `Runner.promote`."""
         deployed = promote_release(version, self._settings, force=force, cause=Cause(by=by, why=why))
         return Done(f"Release {deployed.version} {deployed.state()}.")
 
     def roll_back(self, expected: str, why: str, by: str) -> Done:
-        """Like `Runner.roll_back`."""
+        """Fails if ``expected`` is not the current champion."""
         deployed = roll_back(self._settings, cause=Cause(by=by, why=why), expected=expected)
         return Done(f"Release {deployed.version} {deployed.state()}.")
 
     def state(self) -> RunState:
-        """Like `Runner.state`."""
         running = progress(self._settings.workdir)
         if running is not None:
             where = ": ".join(filter(None, [running.step, running.message])) or "starting"
@@ -143,7 +117,7 @@ class PipelineRuns:
         self._runs = KfpRuns(settings.pipeline)
 
     def reindex(self, by: str) -> Done:
-        """Like `Runner.reindex`. Two simultaneous clicks start only one run, because both requests
+        """Two simultaneous clicks start only one run, because both requests
         derive the same key from the newest run."""
         runs = self._runs.list(_REINDEX, limit=10)
         if any(not run.state.is_final for run in runs):
@@ -152,7 +126,7 @@ class PipelineRuns:
         return Done("The run has started.", self._start(_REINDEX, by, request_id("run", _REINDEX, newest), {}))
 
     def promote(self, version: str, why: str, by: str, *, force: bool) -> Done:
-        """Like `Runner.promote`. The pipeline does not reject a release with the verdict hold, so
+        """The pipeline does not reject a release with the verdict hold, so
         this method checks ``force``."""
         registry = Registry(self._store)
         if not registry.get(version).verdict.promote and not force:
@@ -163,14 +137,13 @@ class PipelineRuns:
         return Done(f"A run promotes release {version}.", run)
 
     def roll_back(self, expected: str, why: str, by: str) -> Done:
-        """Like `Runner.roll_back`."""
         champion = Registry(self._store).champion()
         number = champion.promotion.number if champion else 0
         run = self._start("rollback", by, request_id("roll_back", number), {"release": expected, "reason": why})
         return Done(f"A run rolls back from release {expected}.", run)
 
     def state(self) -> RunState:
-        """Like `Runner.state`. Only reindexes count."""
+        """Only reindexes count."""
         run = next(iter(self._runs.list(_REINDEX, limit=1)), None)
         if run is None:
             return RunState.of_outcome(None)
@@ -183,6 +156,9 @@ class PipelineRuns:
     def _start(self, pipeline: str, by: str, key: str, parameters: dict[str, str]) -> str:
         defaults = from_settings(self._settings, self._runs.parameters(pipeline))
         return self._runs.start(pipeline, combine(defaults, {"started_by": by}, parameters), key, self._store).id
+
+
+Runner = LocalRuns | PipelineRuns
 
 
 def _where(record: RunRecord) -> str:

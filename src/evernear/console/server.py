@@ -1,13 +1,26 @@
-"""Run the console as a server process."""
+"""The console as an ASGI application, and as a server process."""
 
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable
+from contextlib import asynccontextmanager
+from importlib import resources
 from ipaddress import ip_address
 from pathlib import Path
 
 import uvicorn
 from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, RedirectResponse, Response
+from starlette.routing import Mount, Route
+from starlette.staticfiles import StaticFiles
 
-from evernear.errors import SettingsError
+from evernear.console.access import Guard, SignIn
+from evernear.console.backend import Backend
+from evernear.console.pages import DataPage, ReleasesPage, TryPage
+from evernear.console.review_page import ReviewPage
+from evernear.console.web import Predictor, error_response
+from evernear.errors import EvernearError, SettingsError
 from evernear.serving.endpoints import host_and_port, listening_socket
 from evernear.serving.http_limits import limited_server
 from evernear.settings.console import ConsoleSettings
@@ -18,12 +31,7 @@ UPLOAD_TIMEOUT_S = 30.0  # for an image: 10 MiB at 3 Mbit/s
 
 
 def require_private(settings: ConsoleSettings) -> None:
-    """Require that the token is never sent over a network in plaintext.
-
-    Raises:
-        SettingsError: the address is not a loopback address, and neither TLS nor a
-            trusted proxy is configured.
-    """
+    """Require that the token is never sent over a network in plaintext."""
     try:
         is_loopback = settings.host == "localhost" or ip_address(settings.host).is_loopback
     except ValueError:
@@ -37,11 +45,7 @@ def require_private(settings: ConsoleSettings) -> None:
 
 def _require_usable(certificate: Path | None, key: Path | None) -> None:
     """Require that both files are readable and unencrypted. OpenSSL prompts for the password of an
-    encrypted file.
-
-    Raises:
-        SettingsError: a file is unusable.
-    """
+    encrypted file."""
     for name, path in (("certificate", certificate), ("private_key", key)):
         try:
             content = path.read_bytes() if path else b""
@@ -55,14 +59,7 @@ def _require_usable(certificate: Path | None, key: Path | None) -> None:
 
 
 def serve_console(app: Starlette, settings: ConsoleSettings, on_bound: Callable[[str], None]) -> None:
-    """Serve until SIGTERM or Ctrl-C. ``on_bound`` receives the URL.
-
-    Raises:
-        ServingError: the server cannot bind to ``console.host`` and
-            ``console.port``.
-        SettingsError: `require_private` rejects the address, or the certificate is
-            unusable.
-    """
+    """Serve until SIGTERM or Ctrl-C. ``on_bound`` receives the URL."""
     require_private(settings)
     _require_usable(settings.certificate, settings.private_key)
     server = create_server(app, settings)
@@ -90,3 +87,39 @@ def create_server(app: Starlette, settings: ConsoleSettings) -> uvicorn.Server:
             "certificate and of the key to it."
         ) from None
     return server
+
+
+PAGES = (TryPage, ReviewPage, DataPage, ReleasesPage)
+
+
+def create_console_app(backend: Backend, sign_in: SignIn) -> Starlette:
+    """Create the console as an ASGI application. The console recognizes images with `PrepService`,
+    as the preprocessing server does."""
+
+    @asynccontextmanager
+    async def lifespan(app: Starlette) -> AsyncGenerator[None]:
+        app.state.predictor = Predictor(backend.settings)
+        try:
+            yield
+        finally:
+            await app.state.predictor.close()
+
+    return Starlette(
+        routes=[
+            Route("/health", _health),
+            Route("/", _first_page),
+            *(route for page in PAGES for route in page(backend).routes()),
+            Mount("/static", StaticFiles(directory=str(resources.files("evernear.console") / "static"))),
+        ],
+        middleware=[Middleware(Guard, sign_in=sign_in)],
+        exception_handlers={EvernearError: error_response, HTTPException: error_response},
+        lifespan=lifespan,
+    )
+
+
+async def _health(_: Request) -> Response:
+    return PlainTextResponse("ok")
+
+
+async def _first_page(_: Request) -> Response:
+    return RedirectResponse("/try", 303)

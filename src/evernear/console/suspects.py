@@ -2,7 +2,6 @@
 listed in ``review/suspects.json``."""
 
 from collections.abc import Callable
-from io import BytesIO
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -10,20 +9,17 @@ from pydantic import AwareDatetime, Field
 
 from evernear.common.frozen import Frozen
 from evernear.common.store import Store
-from evernear.data.image_file import inspect
+from evernear.console.queue import thumbnail
 from evernear.data.listing import dataset_name
-from evernear.data.preprocess import bit_depth_of, decode_inspected
 from evernear.data.shards import Dataset
 from evernear.data.snapshots import Snapshots
 from evernear.data.sources import open_source
 from evernear.data.stored_ledger import PublishedLedger
 from evernear.errors import DataError, StoreError
 from evernear.settings import Settings
-from evernear.settings.section import MAX_PIXELS
 
 SUSPECTS = "review/suspects.json"
 MAX_SUSPECTS = 500
-PICTURE_PX = 192
 
 
 class Suspect(Frozen):
@@ -58,22 +54,14 @@ class Suspects(Frozen):
 
 
 def load_suspects(store: Store, source: str) -> tuple[Suspect, ...]:
-    """The suspects from the last check, or an empty tuple if it was of another source.
-
-    Raises:
-        IntegrityError: the stored result is damaged.
-    """
+    """The suspects from the last check, or an empty tuple if it was of another source."""
     stored = store.find(SUSPECTS)
     checked = Suspects.from_json(stored[0], f"{store.uri}/{SUSPECTS}") if stored else None
     return checked.suspects if checked and checked.source == source else ()
 
 
 def newest_dataset(store: Store, settings: Settings) -> Dataset:
-    """The newest snapshot of the source.
-
-    Raises:
-        DataError: the source has not been ingested.
-    """
+    """The newest snapshot of the source."""
     name = dataset_name(settings.data, open_source(settings.data.source))
     manifest = Snapshots(store, name).head()
     if manifest is None or manifest.source != settings.data.source:
@@ -82,11 +70,8 @@ def newest_dataset(store: Store, settings: Settings) -> Dataset:
 
 
 def check_labels(store: Store, settings: Settings, now: AwareDatetime) -> Suspects:
-    """Look for wrong labels in the newest snapshot of the source, and save the result in the store.
-
-    Raises:
-        DataError: the source has not been ingested, or has too few images to train on.
-    """
+    """Look for wrong labels in the newest snapshot of the source, and save the result in the
+    store."""
     from evernear.evaluation.label_errors import embed_folds, find_label_errors
     from evernear.evaluation.probe import probe_recipe
 
@@ -135,13 +120,6 @@ def picture(read: Callable[[str], bytes | None], name: str) -> bytes | None:
     unreadable or broken."""
     try:
         data = read(name)
-        if data is None:
-            return None
-        file = inspect(data, MAX_PIXELS)
-        image = decode_inspected(file, bit_depth_of(file) or 16).image
+        return None if data is None else thumbnail(data)
     except (DataError, StoreError):
         return None
-    image.thumbnail((PICTURE_PX, PICTURE_PX))
-    buffer = BytesIO()
-    image.save(buffer, format="PNG")
-    return buffer.getvalue()

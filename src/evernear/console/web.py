@@ -1,5 +1,7 @@
-"""Helpers for the console's endpoints: templates, forms, images and errors."""
+"""What the console's endpoints share: templates, forms, images, errors, the predictor, and the
+warm-up."""
 
+import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from functools import cache, lru_cache
 from http import HTTPStatus
@@ -14,22 +16,22 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
 
 from evernear.common.output import printable
-from evernear.console.warm_up import WarmUp
-from evernear.errors import BusyError, ConflictError, DataError, EvernearError, SettingsError
+from evernear.errors import BusyError, ConflictError, DataError, EvernearError, ServerUnreachableError, SettingsError
 from evernear.evaluation.verdict import classes_tested
 from evernear.serving.decoding import OverloadedError
+from evernear.serving.prep.service import PrepService
+from evernear.serving.responses import Prediction
+from evernear.settings import Settings
 
 MAX_FORM_BYTES = 256 * 2**10
 Form = Mapping[str, list[str]]
 
 
 def page(request: Request, template: str, **values: Any) -> HTMLResponse:
-    """Render a page or a part of a page. Templates escape every value."""
     return HTMLResponse(render(template, request=request, **values))
 
 
 def render(template: str, **values: Any) -> str:
-    """Render a template as text."""
     return _environment().get_template(template).render(**values)
 
 
@@ -42,21 +44,6 @@ def action(handle: Callable[[Request, Form], Response]) -> Callable[[Request], A
             raise HTTPException(413, "The form is too large.")
         fields = parse_qs(body.decode(errors="replace"))
         return await run_in_threadpool(handle, request, fields)
-
-    return endpoint
-
-
-def after_warm_up(show: Callable[[Request], Response]) -> Callable[[Request], Response]:
-    """Create an endpoint that shows progress until the application's `WarmUp` has ended, and then
-    calls ``show``."""
-
-    def endpoint(request: Request) -> Response:
-        warm_up: WarmUp = request.app.state.warm_up
-        if warm_up.wait():
-            return show(request)
-        response = page(request, "reading.html.j2", progress=warm_up.progress)
-        response.headers["Refresh"] = "1"
-        return response
 
     return endpoint
 
@@ -112,3 +99,35 @@ def _environment() -> Environment:
     )
     environment.filters.update(tested=classes_tested, time=lambda at: f"{at:%Y-%m-%d %H:%M} UTC")
     return environment
+
+
+class Predictor:
+    """Creates a `PrepService` on demand, because the console may start before the servers.
+
+    If a server becomes unreachable, the `PrepService` is replaced, because the server may restart
+    on a different port.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._service: PrepService | None = None
+        self._lock = asyncio.Lock()
+
+    async def predict(self, image: bytes) -> Prediction:
+        """Recognize an image file. Raises the same errors as `PrepService.predict_image`."""
+        async with self._lock:
+            if self._service is None:
+                self._service = PrepService(self._settings, embeddings=True)  # bound to this event loop
+            service = self._service
+        try:
+            return await service.predict_image(image)
+        except ServerUnreachableError:
+            async with self._lock:
+                if self._service is service:
+                    self._service = None
+            await service.close()
+            raise
+
+    async def close(self) -> None:
+        if self._service is not None:
+            await self._service.close()

@@ -37,7 +37,7 @@ from evernear.common.step_results import CHECKPOINTS
 from evernear.common.store import Store
 from evernear.common.store.lease import Lease
 from evernear.console.answers import ANSWERS, labels_given
-from evernear.console.submissions import ORIGINALS, SUBMITTED, Submission
+from evernear.console.queue import ORIGINALS, SUBMITTED, Submission
 from evernear.console.suspects import SUSPECTS, Suspects
 from evernear.data.manifest import Manifest, Shard, manifest_key
 from evernear.data.shards import Dataset, remove_cached

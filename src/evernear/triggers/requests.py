@@ -33,7 +33,6 @@ RETENTION = timedelta(days=7)
 """Age at which finished user requests are removed. Slack retries a delivery for the last time after
 an hour."""
 TEXT_MAX_CHARACTERS = 2000
-"""Maximum length of a command's text."""
 TRAINING = "continuous-training"
 
 Kind = Literal["run", "stop", "promote", "roll_back", "help"]
@@ -65,8 +64,6 @@ POLICY = Person(id="", name="the watcher's policy")
 
 
 class Request(Frozen):
-    """A request and its state."""
-
     id: Annotated[str, Field(pattern=r"^[^/\\.][^/\\]{0,127}$")]
     kind: Kind = "run"
     state: State = "accepted"
@@ -80,7 +77,6 @@ class Request(Frozen):
     answered_by: Person | None = None
     answered: AwareDatetime | None = None
     attempt: int = 0
-    """Number of times that a failed request was repeated."""
 
     pipeline: str = TRAINING
     text: str = ""
@@ -90,11 +86,8 @@ class Request(Frozen):
     """Arguments of the run. The arguments take precedence over the settings of the process that
     starts the run."""
     causes: tuple[str, ...] = ()
-    """Names of the watcher's causes. Empty in user requests."""
     reasons: tuple[str, ...] = ()
-    """The watcher's reasons, one sentence each."""
     figures: dict[str, float] = Field(default={})
-    """The watcher's measurements at the time of the request."""
     champion: str | None = None
     """The champion at the time of the watcher's request, or None without a champion and in user
     requests."""
@@ -106,7 +99,6 @@ class Request(Frozen):
     grown: int = 0
     """Number of times that a cause became worse or was added while the proposal was pending."""
     shown: int = 0
-    """The value of ``grown`` that the prompt shows."""
     run: str = ""
     release: str = ""
     """For the kind ``promote``: the release to promote. For the kind ``roll_back``: the champion to
@@ -124,26 +116,22 @@ class Request(Frozen):
     """The address (``channel/ts``) of the message that shows the prompt, and later the run's
     status."""
     progress: str = ""
-    """The address of the message that lists the run's steps."""
     verdict: str = ""
     is_closed: bool = False
     """Whether ``message`` says that the request was declined or has expired."""
 
     @property
     def key(self) -> str:
-        """Idempotency key of the run."""
         return f"{self.id}-{self.attempt}" if self.attempt else self.id
 
     @property
     def is_open(self) -> bool:
-        """Whether the bot still has work to do for the request."""
         if self.state in ("declined", "expired"):
             return bool(self.message) and not self.is_closed
         return self.state in ("pending", "accepted", "started")
 
     @property
     def is_proposal(self) -> bool:
-        """Whether the watcher made the request."""
         return self.asked_by == WATCHER
 
     @property
@@ -154,13 +142,11 @@ class Request(Frozen):
 
     @property
     def started_by(self) -> str:
-        """The value of ``started_by`` for the run, which the champion's history shows."""
         if self.asked_by.id or self.by == self.asked_by:
             return str(self.by)
         return f"{self.asked_by}, accepted by {self.by}"
 
     def is_expired(self, now: datetime) -> bool:
-        """Whether the deadline for answering has passed."""
         return self.state == "expired" or (self.state == "pending" and self.expires is not None and now >= self.expires)
 
 
@@ -174,15 +160,10 @@ class RequestStore:
         changed objects. None if not readable."""
 
     def add(self, request: Request) -> None:
-        """Create a request.
-
-        Raises:
-            ConflictError: a request with this id already exists.
-        """
+        """Create a request."""
         self._store.put_if(_key(request.id), request.to_json(), None)
 
     def ids(self) -> list[str]:
-        """The ids of all requests, including unreadable requests."""
         return [info.key.removeprefix(REQUESTS).removesuffix(".json") for info in self._store.list(REQUESTS)]
 
     def list(self) -> Iterator[Request]:
@@ -204,17 +185,10 @@ class RequestStore:
                 yield request
 
     def find(self, request_id: str) -> Request | None:
-        """The request with this id, or None if no such request exists."""
         return self._read(_key(request_id))[1]
 
     def change(self, request: Request, **fields: object) -> Request:
-        """Replace fields of ``request`` if the stored request has not changed since it was read.
-
-        Raises:
-            ConflictError: a different process changed the request.
-            ValueError: the transition from the current state to the new state is not
-                allowed.
-        """
+        """Replace fields of ``request`` if the stored request has not changed since it was read."""
         key = _key(request.id)
         etag, current = self._read(key)
         if current != request:

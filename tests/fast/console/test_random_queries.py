@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from evernear.common.store import Store, open_store
-from evernear.console.live_labels import import_labels
-from evernear.console.random_queries import WEEKLY, RandomQueries
+from evernear.console.live_labels import WEEKLY, RandomQueries, import_labels
 from evernear.serving.query_log_files import QUERIES, LoggedQuery, Period
 from tests.review_queue import png
 

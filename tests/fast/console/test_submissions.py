@@ -10,8 +10,8 @@ from PIL import Image
 
 from evernear.common.disk import sha256_bytes
 from evernear.common.store import FileStore, Store
-from evernear.console import listing, submissions
-from evernear.console.submissions import ORIGINALS, SUBMITTED, Submissions, original_key, remove_submissions
+from evernear.console import queue
+from evernear.console.queue import ORIGINALS, SUBMITTED, Submissions, original_key, remove_submissions
 from evernear.errors import DataError
 from evernear.serving.query_log_files import encode_embedding
 from evernear.serving.responses import Neighbor, Prediction
@@ -71,7 +71,7 @@ def test_original_is_stored_beside_a_small_picture(store: Store, reads: list[str
 
 
 def test_deleted_one_is_not_found_in_memory(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(listing, "RECENT_S", 0.0)
+    monkeypatch.setattr(queue, "RECENT_S", 0.0)
     sent = Submissions(store)
     image = sent.add(png(7), ANSWER, "ann", NOW)
     assert sent.find(image) is not None
@@ -105,7 +105,7 @@ def test_file_that_is_no_image_is_refused(store: Store, file: bytes, named: str)
 
 
 def test_large_file_is_refused(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(submissions, "MAX_FILE_BYTES", len(png(1)) - 1)
+    monkeypatch.setattr(queue, "SUBMITTED_MAX_BYTES", len(png(1)) - 1)
     with pytest.raises(DataError, match="at most"):
         Submissions(store).add(png(1), ANSWER, "ann", NOW)
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from evernear.common.store import open_store
-from evernear.console.submissions import Submissions
+from evernear.console.queue import Submissions
 from tests.integrations.browser.served import IN_A_BROWSER, picture, serve_digits
 
 pytest.importorskip("playwright", reason="playwright is not installed")

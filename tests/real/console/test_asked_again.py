@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 
 from evernear.common.store import open_store
-from evernear.console.asked_again import answer_of_others
+from evernear.console.named import answer_of_others
 from evernear.embedding.image_vectors import embed_images
 from evernear.embedding.torchscript import load_torchscript
 from evernear.release.archive_reader import open_release

@@ -7,7 +7,6 @@ import re
 import shutil
 import subprocess
 import sys
-import threading
 from importlib import resources
 from io import BytesIO
 from pathlib import Path
@@ -23,11 +22,10 @@ from starlette.testclient import TestClient
 from evernear.common.store import Store, open_store
 from evernear.console.access import SignIn
 from evernear.console.answers import ANSWERS, PENDING, Answer
-from evernear.console.pages.data import DataPage
-from evernear.console.run_records import RunEntry, RunRecords
+from evernear.console.pages import DataPage
+from evernear.console.queue import Submissions
 from evernear.console.runs import LocalRuns
 from evernear.console.server import require_private
-from evernear.console.submissions import Submissions
 from evernear.console.suspects import SUSPECTS, Suspect, Suspects
 from evernear.data.sources import open_source
 from evernear.errors import SettingsError
@@ -293,28 +291,6 @@ def test_original_keeps_its_format(store: Store, source: Path) -> None:
     assert image in client.get("/review").text
 
 
-def test_pages_show_the_progress_of_the_first_read(store: Store, source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    reading, may_end = threading.Event(), threading.Event()
-    entries = RunRecords.entries
-
-    def wait(self: RunRecords) -> list[RunEntry]:
-        reading.set()
-        assert may_end.wait(30)
-        return entries(self)
-
-    monkeypatch.setattr(RunRecords, "entries", wait)
-    with open_console(store, f"folder:{source}") as client:
-        assert reading.wait(30)
-        page = client.get(f"/review?token={TOKEN}")
-        assert (page.status_code, page.headers["Refresh"]) == (200, "1")
-        assert "It reads the list of runs." in page.text
-        may_end.set()
-        monkeypatch.setattr("evernear.console.warm_up.PATIENCE_S", 30.0)
-        page = client.get("/review")
-        assert "Refresh" not in page.headers
-        assert "Nothing to review." in page.text
-
-
 def test_large_bodies_and_images_that_are_none_get_one_sentence(store: Store, source: Path) -> None:
     client = signed_in(store, source)
     assert client.post("/review", content=b"x" * (300 * 1024)).status_code == 413
@@ -335,20 +311,6 @@ def test_every_page_opens_in_an_empty_store(store: Store, source: Path) -> None:
         assert client.get(path).status_code == 200, path
     assert client.get("/").url.path == "/try"
     assert [info.key for info in store.list("")] == [], "a page writes nothing"
-
-
-def test_images_with_alike_embeddings_are_one_group(store: Store, source: Path) -> None:
-    vectors = np.eye(4, dtype=np.float32)[[0, 1, 0]]
-    for number, vector in enumerate(vectors):
-        answer = Prediction(
-            pred="cat", dist=0.9, unknown=True, neighbors=(), version="v", embedding=encode_embedding(vector)
-        )
-        Submissions(store).add(png(number), answer, "ann", NOW)
-    page = signed_in(store, source).get("/review").text
-    assert [" ".join(legend.split("<")[0].split()) for legend in page.split("<legend>")[1:]] == [
-        "2 images look alike",
-        "1 image",
-    ]
 
 
 @pytest.fixture
@@ -425,7 +387,7 @@ def test_settings_that_contradict_each_other_are_refused() -> None:
 
 
 def test_console_imports_neither_torch_nor_faiss() -> None:
-    imports = "import json, sys, evernear.console.app, evernear.console.runs"
+    imports = "import json, sys, evernear.console.server, evernear.console.runs"
     code = f"{imports}; print(json.dumps([*sys.modules]))"
     loaded = json.loads(subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout)
     assert not {"torch", "faiss", "kfp", "sklearn"} & {*loaded}

@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 
 from evernear.common.store import Store
-from evernear.console.answers import Answer, Answers
+from evernear.console.answers import Answer, Answers, ReleasedAnswers
 from evernear.console.label_target import open_label_target
-from evernear.console.released import ReleasedAnswers
 from evernear.data.ingest import ingest_source
 from evernear.data.listing import ClassMinimum
 from evernear.data.manifest import Manifest, manifest_key

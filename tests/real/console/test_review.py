@@ -20,6 +20,19 @@ def answer(item: Item, action: str = "label", label: str = "") -> Answer:
     return Answer.model_validate({"image": item.id, "action": action, "label": label, "who": "ann", "at": NOW})
 
 
+@pytest.fixture
+def answers(store: Store, source: Path) -> Answers:
+    return Answers(store, open_label_target(f"folder:{source}"))
+
+
+@pytest.fixture
+def item(store: Store) -> Item:
+    """The only one of the queue."""
+    log_queries(store, png(1))
+    (item,) = Queue(store).pending((), 10)
+    return item
+
+
 def names(source: Path) -> set[tuple[str, str]]:
     return {(entry.name, entry.label) for entry in open_source(f"folder:{source}").entries()}
 
@@ -47,11 +60,10 @@ def test_label_is_an_object_of_the_bucket_and_undo_removes_it(store: Store, buck
     assert [entry.label for entry in open_source(uri).entries()] == ["cat"]
 
 
-def test_label_is_an_image_of_the_source_and_undo_removes_it(store: Store, source: Path) -> None:
+def test_label_is_an_image_of_the_source_and_undo_removes_it(
+    store: Store, source: Path, item: Item, answers: Answers
+) -> None:
     before = names(source)
-    log_queries(store, png(1))
-    answers = Answers(store, open_label_target(f"folder:{source}"))
-    (item,) = Queue(store).pending((), 10)
     answers.label(item.image, answer(item, label="bird"))
     assert names(source) - before == {(f"bird/review-{item.id[:16]}.png", "bird")}
     assert Queue(store).pending(answers.latest().keys(), 10) == []
@@ -77,9 +89,9 @@ def test_source_with_split_folders_gets_training_images(store: Store, tmp_path: 
 
 
 @pytest.mark.parametrize("label", ["", "../up", "a/b", ".hidden", "train", "a\nb", " a", "x" * 300])
-def test_unusable_class_name_is_refused_and_nothing_is_recorded(store: Store, source: Path, label: str) -> None:
-    log_queries(store, png(1))
-    (item,) = Queue(store).pending((), 10)
+def test_unusable_class_name_is_refused_and_nothing_is_recorded(
+    store: Store, source: Path, item: Item, label: str
+) -> None:
     before = names(source)
     with pytest.raises(SettingsError, match="cannot be the name of a class"):
         Answers(store, open_label_target(f"folder:{source}")).label(item.image, answer(item, label=label))
@@ -93,10 +105,8 @@ class KilledError(Exception):
 
 @pytest.mark.parametrize("action", ["label", "undo"])
 def test_change_of_a_killed_process_is_completed(
-    store: Store, source: Path, action: str, monkeypatch: pytest.MonkeyPatch
+    store: Store, source: Path, item: Item, action: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    log_queries(store, png(1))
-    (item,) = Queue(store).pending((), 10)
     target = open_label_target(f"folder:{source}")
     answers, path = Answers(store, target), source / "cat" / f"review-{item.id[:16]}.png"
     if action == "undo":
@@ -115,10 +125,7 @@ def test_change_of_a_killed_process_is_completed(
     assert list(store.list(PENDING)) == []
 
 
-def test_undo_that_was_not_recorded_leaves_the_label(store: Store, source: Path) -> None:
-    log_queries(store, png(1))
-    (item,) = Queue(store).pending((), 10)
-    answers = Answers(store, open_label_target(f"folder:{source}"))
+def test_undo_that_was_not_recorded_leaves_the_label(store: Store, source: Path, item: Item, answers: Answers) -> None:
     answers.label(item.image, answer(item, label="cat"))
     store.put(PENDING + item.id, b"")
     answers.recover()
@@ -126,11 +133,10 @@ def test_undo_that_was_not_recorded_leaves_the_label(store: Store, source: Path)
     assert list(store.list(PENDING)) == []
 
 
-def test_undo_leaves_a_class_folder_that_was_empty_before(store: Store, source: Path) -> None:
+def test_undo_leaves_a_class_folder_that_was_empty_before(
+    store: Store, source: Path, item: Item, answers: Answers
+) -> None:
     (source / "bird").mkdir()
-    log_queries(store, png(1))
-    answers = Answers(store, open_label_target(f"folder:{source}"))
-    (item,) = Queue(store).pending((), 10)
     answers.label(item.image, answer(item, label="bird"))
     answers.undo(answer(item, "undo"))
     assert list((source / "bird").iterdir()) == []
@@ -178,10 +184,7 @@ def test_queue_keeps_no_more_images_in_memory_than_it_may(
     assert len(reads) == 3, "only the file that is not in memory is read again"
 
 
-def test_failed_write_returns_the_image_to_the_queue(store: Store, source: Path) -> None:
-    log_queries(store, png(1))
-    answers = Answers(store, open_label_target(f"folder:{source}"))
-    (item,) = Queue(store).pending((), 10)
+def test_failed_write_returns_the_image_to_the_queue(store: Store, source: Path, item: Item, answers: Answers) -> None:
     (source / "bird").write_text("in the way")
     with pytest.raises(Exception, match="bird"):
         answers.label(item.image, answer(item, label="bird"))
@@ -198,8 +201,9 @@ def relabel(source: Path, name: str, digit: int = 1) -> Answer:
     return Answer(image=f"{digit}" * 64, action="label", label="dog", files=(f"cat/{name}",), who="ann", at=NOW)
 
 
-def test_answer_that_the_file_system_refuses_is_undone_and_the_others_go_on(store: Store, source: Path) -> None:
-    answers = Answers(store, open_label_target(f"folder:{source}"))
+def test_answer_that_the_file_system_refuses_is_undone_and_the_others_go_on(
+    store: Store, source: Path, answers: Answers
+) -> None:
     too_long, other = relabel(source, LONG), relabel(source, "b.png", 2)
     before = names(source)
     with pytest.raises(DataError, match=r"is undone: .* too long a name .* shorten the name"):
@@ -211,8 +215,7 @@ def test_answer_that_the_file_system_refuses_is_undone_and_the_others_go_on(stor
     Answers(store, open_label_target(f"folder:{source}")).recover()
 
 
-def test_file_with_a_name_as_long_as_possible_can_be_moved_back(store: Store, source: Path) -> None:
-    answers = Answers(store, open_label_target(f"folder:{source}"))
+def test_file_with_a_name_as_long_as_possible_can_be_moved_back(store: Store, source: Path, answers: Answers) -> None:
     answer = relabel(source, f"{'y' * 227}.png")
     before = names(source)
     answers.label(b"", answer)
@@ -221,24 +224,24 @@ def test_file_with_a_name_as_long_as_possible_can_be_moved_back(store: Store, so
     assert names(source) == before
 
 
-def test_store_with_a_stuck_answer_heals(store: Store, source: Path) -> None:
+def test_store_with_a_stuck_answer_heals(store: Store, source: Path, answers: Answers) -> None:
     answer = relabel(source, LONG)
     undo = answer.model_copy(update={"action": "undo", "label": ""})
     store.put(ANSWERS, b"".join(each.model_dump_json().encode() + b"\n" for each in (answer, undo)))
     store.put(PENDING + answer.image, b"")
-    answers = Answers(store, open_label_target(f"folder:{source}"))
     answers.label(b"", relabel(source, "b.png", 2))
     assert answers.set_aside == {}
     assert list(store.list(PENDING)) == []
 
 
-def test_answer_of_a_killed_process_that_cannot_be_completed_is_set_aside(store: Store, source: Path) -> None:
+def test_answer_of_a_killed_process_that_cannot_be_completed_is_set_aside(
+    store: Store, source: Path, answers: Answers
+) -> None:
     answer, gone = relabel(source, LONG), relabel(source, "gone.png", 3)
     store.put(ANSWERS, b"".join(each.model_dump_json().encode() + b"\n" for each in (answer, gone)))
     for each in (answer, gone):
         store.put(PENDING + each.image, b"")
     (source / "cat" / "gone.png").unlink()
-    answers = Answers(store, open_label_target(f"folder:{source}"))
     answers.recover()
     assert answers.latest() == {}, "they are open again"
     assert "too long" in answers.set_aside[answer.image]
@@ -260,11 +263,12 @@ def test_image_in_several_files_is_moved_completely_or_not_at_all(store: Store, 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
 @pytest.mark.parametrize("folder", ["cat", "dog"])
-def test_source_that_cannot_be_written_keeps_its_labels(store: Store, source: Path, folder: str) -> None:
+def test_source_that_cannot_be_written_keeps_its_labels(
+    store: Store, source: Path, answers: Answers, folder: str
+) -> None:
     answer, other = relabel(source, "b.png"), relabel(source, "c.png", 2)
     before = names(source)
     (source / folder).chmod(0o555)
-    answers = Answers(store, open_label_target(f"folder:{source}"))
     with pytest.raises(DataError, match="Permission denied"):
         answers.label(b"", answer)
     assert names(source) == before
@@ -307,10 +311,7 @@ def test_change_that_cannot_be_taken_back_now_is_taken_back_later(store: Store, 
     assert names(source) == before
 
 
-def test_missing_source_is_not_created_again(store: Store, source: Path) -> None:
-    log_queries(store, png(1))
-    (item,) = Queue(store).pending((), 10)
-    answers = Answers(store, open_label_target(f"folder:{source}"))
+def test_missing_source_is_not_created_again(store: Store, source: Path, item: Item, answers: Answers) -> None:
     source.rename(source.with_name("unmounted"))
     with pytest.raises(DataError, match="does not exist"):
         answers.label(item.image, answer(item, label="cat"))

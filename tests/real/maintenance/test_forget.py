@@ -19,7 +19,7 @@ from evernear.common.run_record import RunRecord
 from evernear.common.store import FileStore, open_store
 from evernear.common.store.base import owner_of, put_folder
 from evernear.console.answers import ANSWERS, Answer
-from evernear.console.submissions import ORIGINALS, SUBMITTED, Submission
+from evernear.console.queue import ORIGINALS, SUBMITTED, Submission
 from evernear.console.suspects import SUSPECTS, Suspect, Suspects
 from evernear.data.ingest import ingest_source
 from evernear.data.ledger import Ledger

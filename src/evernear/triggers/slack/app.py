@@ -34,11 +34,7 @@ _log = logging.getLogger(__name__)
 
 def create_slack_app(client: SlackClient, signing_secret: str, services: Services) -> App:
     """Create the Bolt app. Slack waits 3 seconds for an acknowledgement, so ``client`` must not
-    retry.
-
-    Raises:
-        SlackError: Slack rejects the token of ``client``, or is unavailable.
-    """
+    retry."""
     quiet = logging.getLogger("evernear.slack.bolt")
     quiet.setLevel(logging.WARNING)  # at lower levels, Bolt logs the bodies of unsigned requests
     # Listeners run before the response, so that every acknowledged request is stored.

@@ -29,7 +29,6 @@ from evernear.triggers.requests import Person
 TEXT_MAX, FIELD_MAX, HEADER_MAX = 3000, 2000, 150
 """Slack's limits, in characters, for a section, a field and a header."""
 LINK = "link"
-"""Action id of the buttons that open a page."""
 EMOJI = {
     State.PENDING: ":white_circle:",
     State.RUNNING: ":hourglass_flowing_sand:",
@@ -56,7 +55,6 @@ def line(text: str) -> Message:
 
 
 def paragraph(text: str) -> Message:
-    """A message of one paragraph of mrkdwn."""
     return Message(text=text, blocks=(section(text),))
 
 
@@ -90,7 +88,6 @@ def date(at: datetime) -> str:
 
 
 def duration(time: timedelta) -> str:
-    """A duration, expressed in its two largest units."""
     return seconds_in_words(max(0.0, time.total_seconds()))
 
 
@@ -102,7 +99,6 @@ def link(url: str, name: str) -> str:
 
 
 def code(text: str) -> str:
-    """Escaped text as inline code."""
     return "`" + escape(text).replace("`", "'") + "`"
 
 
@@ -123,17 +119,14 @@ def header(text: str) -> Block:
 
 
 def section(text: str) -> Block:
-    """A paragraph of mrkdwn."""
     return SectionBlock(text=_mrkdwn(text))
 
 
 def fields(texts: Mapping[str, str]) -> Block:
-    """Fields with titles and mrkdwn texts, in two columns."""
     return SectionBlock(fields=[_mrkdwn(f"*{title}*\n{text}", FIELD_MAX) for title, text in texts.items()])
 
 
 def context(text: str) -> Block:
-    """A small line of mrkdwn."""
     return ContextBlock(elements=[_mrkdwn(text)])
 
 
@@ -167,7 +160,6 @@ def danger_button(text: str, action: str, value: str, question: str, explanation
 
 
 def as_text(value: Any) -> str:
-    """A parameter's value, shortened."""
     return cut(value if isinstance(value, str) else json.dumps(value), 100)
 
 

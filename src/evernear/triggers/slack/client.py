@@ -82,7 +82,6 @@ class SlackClient(WebClient):
             self.post(user, message)
 
     def upload(self, address: str, data: bytes, filename: str, title: str, alt_text: str) -> None:
-        """Upload a file to the thread of the message at ``address``."""
         channel, _, ts = address.partition("/")
         with _slack_errors("files.upload"):  # the file itself is sent without `api_call`
             self.files_upload_v2(
@@ -90,7 +89,6 @@ class SlackClient(WebClient):
             )
 
     def members(self, group: str) -> frozenset[str]:
-        """The user ids of all members of a user group."""
         users: list[str] = self.usergroups_users_list(usergroup=group)["users"] or []
         return frozenset(users)
 

@@ -15,11 +15,7 @@ MAX_AGE_S = 60.0
 
 
 def write(settings: Settings) -> None:
-    """Record that the bot is healthy.
-
-    Raises:
-        StoreError: the working directory is not writable.
-    """
+    """Record that the bot is healthy."""
     write_atomically(_file(settings), datetime.now(UTC).isoformat())
 
 

@@ -25,8 +25,6 @@ _log = logging.getLogger(__name__)
 
 
 class _Target(Frozen):
-    """The value of a button that moves the champion."""
-
     release: Annotated[str, Field(max_length=100)]
     move: int
 
@@ -37,11 +35,6 @@ def request_promotion(call: Call) -> None:
 
 def request_rollback(call: Call) -> None:
     _record(call, "roll_back")
-
-
-def is_done_here(services: Services, request: Request) -> bool:
-    """Whether this process itself executes the request."""
-    return request.kind in ("promote", "roll_back") and services.settings.target != "kubernetes"
 
 
 def prepare_run(services: Services, request: Request) -> Request | None:
@@ -115,7 +108,6 @@ def _record(call: Call, kind: Literal["promote", "roll_back"]) -> None:
 
 
 def _try_move(services: Services, request: Request) -> str:
-    """Promote or roll back. Returns the error message, or an empty string on success."""
     cause = Cause(by=str(request.by), why=_reason(request))
     try:  # the bot's image lacks the serving packages, but there a pipeline moves the champion
         from evernear.deployment import promote_release, roll_back

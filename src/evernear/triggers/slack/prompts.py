@@ -70,7 +70,6 @@ def request_run(call: Call, pipeline: str) -> None:
 
 
 def advance(services: Services, request: Request) -> None:
-    """Post or update the prompt of a pending request, or let the request expire."""
     if request.is_expired(services.clock()) and (request.message or request.is_proposal):
         services.requests.change(request, state="expired")
     elif request.message and request.shown < request.grown:
@@ -85,13 +84,11 @@ def advance(services: Services, request: Request) -> None:
 
 
 def close(services: Services, request: Request) -> None:
-    """Show in the prompt that the request was declined or has expired."""
     services.slack.edit(request.message, closed_prompt(request))
     services.requests.change(request, is_closed=True)
 
 
 def accept(call: Call) -> None:
-    """Accept the request. The worker starts the run."""
     _answer(call, _find(call), "accepted")
 
 
@@ -133,7 +130,6 @@ def prompt(
 
 
 def proposal(request: Request) -> Message:
-    """The watcher's prompt."""
     text = "Train" if request.pipeline == TRAINING else "Index"
     buttons = [button(text, ACCEPT, request.id, "primary"), button("Not now", DECLINE, request.id)]
     origin = f"Proposed by the watcher {date(request.created)}. Nothing starts without confirmation."

@@ -84,13 +84,11 @@ class RunTracker:
         services.slack.edit(request.message, self._status(request, run, None))
 
     def give_up(self, request: Request, error: str) -> None:
-        """Show that the run of an accepted request was not started."""
         self._services.slack.edit(request.message, not_started(request, error))
         self._services.audit(request, _AUDITED_AS[request.kind], "failed", detail=error)
         self._services.finish(request, "failed")
 
     def follow(self, request: Request) -> None:
-        """Show the progress of a started run, and its verdict after the run has ended."""
         services = self._services
         run = services.runs.show(request.run)
         outcome = load_outcome(services.store, run.id) if run.state.is_final else None
@@ -110,7 +108,6 @@ class RunTracker:
             self._edit(request.message, self._status(request, run, None))
 
     def stop(self, request: Request) -> None:
-        """Stop the run that ``request`` identifies by its id or the beginning of its id."""
         services = self._services
         if request.run:
             matches = [services.runs.show(request.run)]

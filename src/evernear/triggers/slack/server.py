@@ -44,9 +44,9 @@ PING_S = 5
 EVENTS_PATH = "/slack/events"
 POLL_S = 5.0
 """Time between two polls of runs and proposals, which cost a request each."""
-POLL_MAX_S = 300.0
-"""Maximum duration of a poll. A poll that takes longer than this time counts as stuck. For polls
-that move the champion, the rollout timeout is added to this limit."""
+POLL_MAX_S = 900.0
+"""Maximum duration of a poll, which may load a release into the local server. A poll that takes
+longer counts as stuck."""
 DISCONNECTED_MAX_S = 600.0
 """Time without a connection after which the heartbeat stops, so that the orchestrator restarts the
 process."""
@@ -71,11 +71,7 @@ class Secrets:
     def of_environment(settings: SlackSettings) -> "Secrets":
         """Read ``SLACK_BOT_TOKEN``, and ``SLACK_APP_TOKEN`` or ``SLACK_SIGNING_SECRET``, or the
         file that the variable with the suffix ``_FILE`` names. The secrets are removed from the
-        environment, so that child processes do not inherit them.
-
-        Raises:
-            SettingsError: a secret that the mode needs is missing or has the wrong format.
-        """
+        environment, so that child processes do not inherit them."""
         in_socket_mode = settings.mode == "socket"
         return Secrets(
             bot_token=_secret("SLACK_BOT_TOKEN", "xoxb-"),
@@ -105,94 +101,61 @@ def serve_slack(
     settings: Settings, runs: "KfpRuns", stop: threading.Event, clock: Clock = lambda: datetime.now(UTC)
 ) -> None:
     """Run the bot until ``stop`` is set. The next process continues acknowledged requests that are
-    still open.
-
-    Raises:
-        SettingsError: a token is missing.
-        SlackError: Slack rejects a token.
-        ServingError: the mode is ``http``, and ``slack.port`` is in use.
-    """
+    still open."""
     secrets = Secrets.of_environment(settings.slack)
     slack = SlackClient(secrets.bot_token, settings.slack.api_url, retries=True)
     unretried = SlackClient(secrets.bot_token, settings.slack.api_url, retries=False)
-    loops: list[_Loop] = []
-
-    def wake() -> None:
-        for loop in loops:
-            loop.wake()
-
+    woken = threading.Event()
     store, access = open_store(settings.store_uri), Access(settings.permissions, unretried, clock)
-    services = Services(settings, store, runs, slack, access, clock, wake)
-    worker = Worker(services)
-    loops += [
-        _Loop(worker.follow, POLL_MAX_S),
-        _Loop(worker.move, POLL_MAX_S + settings.kubernetes.rollout_timeout_s),
-    ]
+    services = Services(settings, store, runs, slack, access, clock, woken.set)
     app = _connect(lambda: create_slack_app(unretried, secrets.signing_secret, services), stop)
     if app is None:
         return
     is_socket = settings.slack.mode == "socket"
     connection = _socket_mode(app, secrets.app_token, stop) if is_socket else _http_mode(app, settings.slack)
-    with connection as is_connected, _running(loops):
+    with connection as is_connected, _polling(Worker(services), woken) as polled_s:
         _log.info("The bot is up, in mode %s.", settings.slack.mode)
-        _beat(settings, is_connected, loops, stop)
+        _beat(settings, is_connected, polled_s, stop)
     _log.info("The bot has stopped.")
 
 
-def _beat(settings: Settings, is_connected: Callable[[], bool], loops: "list[_Loop]", stop: threading.Event) -> None:
-    """Write heartbeats until ``stop`` is set, while all threads are working and Slack is connected
-    or was connected recently."""
+def _beat(
+    settings: Settings, is_connected: Callable[[], bool], polled_s: Callable[[], float], stop: threading.Event
+) -> None:
+    """Write heartbeats until ``stop`` is set, while the worker polls and Slack is connected or was
+    connected recently."""
     connected_s = time.monotonic()
     while True:
         now_s = time.monotonic()
         connected_s = now_s if is_connected() else connected_s
-        if now_s - connected_s < DISCONNECTED_MAX_S and all(loop.is_healthy() for loop in loops):
+        if now_s - connected_s < DISCONNECTED_MAX_S and now_s - polled_s() < POLL_MAX_S:
             heartbeat.write(settings)
         if stop.wait(heartbeat.INTERVAL_S):
             return
 
 
-class _Loop(threading.Thread):
-    """Polls every `POLL_S` seconds, and immediately when it is woken."""
-
-    def __init__(self, poll: Callable[[], None], poll_max_s: float) -> None:
-        super().__init__(daemon=True)
-        self._poll = poll
-        self._poll_max_s = poll_max_s
-        self._woken = threading.Event()
-        self._stopping = False
-        self._polled_s = time.monotonic()
-
-    def wake(self) -> None:
-        self._woken.set()
-
-    def stop(self) -> None:
-        self._stopping = True
-        self._woken.set()
-
-    def is_healthy(self) -> bool:
-        return self.is_alive() and time.monotonic() - self._polled_s < self._poll_max_s
-
-    def run(self) -> None:
-        while not self._stopping:
-            self._woken.clear()
-            self._poll()
-            self._polled_s = time.monotonic()
-            self._woken.wait(POLL_S)
-
-
 @contextmanager
-def _running(loops: list[_Loop]) -> Generator[None]:
-    for loop in loops:
-        loop.start()
+def _polling(worker: Worker, woken: threading.Event) -> Generator[Callable[[], float]]:
+    """Poll in a thread every `POLL_S` seconds, and immediately when ``woken`` is set. Yields a
+    function that returns the time of the last poll."""
+    stopping, polled_s = threading.Event(), time.monotonic()
+
+    def run() -> None:
+        nonlocal polled_s
+        while not stopping.is_set():
+            woken.clear()
+            worker.poll()
+            polled_s = time.monotonic()
+            woken.wait(POLL_S)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
     try:
-        yield
+        yield lambda: polled_s
     finally:
-        for loop in loops:
-            loop.stop()
-        deadline_s = time.monotonic() + SHUTDOWN_S
-        for loop in loops:  # a slower thread is abandoned, and the next process continues its request
-            loop.join(max(0.0, deadline_s - time.monotonic()))
+        stopping.set()
+        woken.set()
+        thread.join(SHUTDOWN_S)  # a slower thread is abandoned, and the next process continues its request
 
 
 def _connect(connect: Callable[[], _T], stop: threading.Event) -> _T | None:

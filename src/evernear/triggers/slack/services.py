@@ -52,10 +52,6 @@ class Access:
         return bool(self._permitted(right))
 
     def require(self, right: Right, call: "Call") -> None:
-        """
-        Raises:
-            RequestRefusedError: the user does not have the ``right``.
-        """
         setting, allowed, person = f"permissions.{right}", self._permitted(right), call.person
         if not call.is_of_workspace:
             raise RequestRefusedError("Sorry, only members of this workspace may do that.")
@@ -90,8 +86,6 @@ class Access:
 
 @dataclass
 class Services:
-    """The connections and stores of one bot."""
-
     settings: Settings
     store: Store
     runs: "KfpRuns"
@@ -108,7 +102,6 @@ class Services:
         self.registry = Registry(self.store)
 
     def finish(self, request: Request, state: Literal["ended", "failed"], **fields: object) -> None:
-        """Write the final state of ``request``."""
         current = self.requests.find(request.id)
         if current is not None and current.is_open:
             self.requests.change(current, state=state, **fields)
@@ -122,7 +115,6 @@ class Services:
             self.slack.post(request.channel or self.settings.slack.channel, line(text))
 
     def audit(self, request: Request, what: str, result: audit.Result, **details: Any) -> None:
-        """Record an action for ``request``. ``details`` are fields of `AuditEvent`."""
         event = AuditEvent(
             request=request.id,
             at=request.answered or request.created,
@@ -201,7 +193,6 @@ class Call:
         services.wake()
 
     def audit(self, what: str, result: audit.Result, request: str = "", detail: str = "") -> None:
-        """Record an action that needs no request, or the rejection of a request."""
         event = AuditEvent(
             request=request or request_id("help", self.trigger),
             at=self.services.clock(),

@@ -32,8 +32,6 @@ _log = logging.getLogger(__name__)
 
 
 class Worker:
-    """`follow` and `move` may run in two different threads. Neither method raises an exception."""
-
     def __init__(self, services: Services) -> None:
         self._services = services
         self._runs = RunTracker(services)
@@ -42,21 +40,17 @@ class Worker:
         restart, every step is due."""
         self._removed_old = services.clock()
 
-    def follow(self) -> None:
-        """Advance all requests except the promotions and rollbacks that this process itself
-        executes."""
-        self._attempt("requests", lambda: self._advance_all(changes_champion=False))
+    def poll(self) -> None:
+        """Advance all requests. Raises no exception. Outside a cluster, a promotion takes as long
+        as the server needs to load the release."""
+        self._attempt("requests", self._advance_all)
         if self._services.clock() - self._removed_old > timedelta(hours=1):
             self._removed_old = self._services.clock()
             self._attempt("removal", lambda: self._services.requests.remove_old(self._services.clock()))
 
-    def move(self) -> None:
-        """Execute promotions and rollbacks, each of which may take as long as a rollout."""
-        self._attempt("moves", lambda: self._advance_all(changes_champion=True))
-
-    def _advance_all(self, changes_champion: bool) -> None:
+    def _advance_all(self) -> None:
         for request in self._services.requests.list():
-            if self._is_due(request) and promotions.is_done_here(self._services, request) is changes_champion:
+            if self._is_due(request):
                 with log_fields(request=request.id, run=request.run, release=request.release):
                     self._attempt(request.id, lambda request=request: self._advance(request))
 
@@ -112,7 +106,7 @@ class Worker:
             case "help", _:
                 services.slack.post(request.channel, help_message(), request.thread)
                 services.finish(request, "ended")
-            case _ if promotions.is_done_here(services, request):
+            case _ if services.settings.target != "kubernetes":
                 promotions.move(services, request)
             case _:
                 prepared = promotions.prepare_run(services, request)

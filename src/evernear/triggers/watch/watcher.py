@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from evernear.common.output import quantity
 from evernear.common.store import Store
-from evernear.console.submissions import remove_submissions
+from evernear.console.queue import remove_submissions
 from evernear.errors import EvernearError, SettingsError
 from evernear.serving.configuration import logged_queries
 from evernear.serving.endpoints import home_of

@@ -165,14 +165,20 @@ class Bot:
     def poll(self, seconds: float = 0.0) -> None:
         """Advance the clock and poll once."""
         self.clock.move(seconds)
-        self.worker.follow()
-        self.worker.move()
+        self.worker.poll()
 
     def prompt(self, text: str = "/retrain", person: Person = ADA) -> PostedMessage:
         """The prompt that follows the command ``text``."""
         assert self.command(person, text).status == 200
         self.poll()
         return self.slack.messages[-1]
+
+    def start(self, text: str = "/retrain") -> PostedMessage:
+        """The prompt of a run that has started."""
+        prompt = self.prompt(text)
+        self.click(ADA, prompt, "Start training")
+        self.poll()
+        return prompt
 
     def audit(self) -> list[dict[str, Any]]:
         return [json.loads(self.store.get(entry.key)) for entry in self.store.list("triggers/audit/")]

@@ -166,36 +166,6 @@ def test_crash_before_the_prompt_is_recorded_leaves_two_prompts_for_one_run(
     assert len(runs.started) == 1
 
 
-def test_copies_of_a_click_start_one_run(bot: Bot, slack: SlackServer, runs: MemoryRuns) -> None:
-    prompt = bot.prompt()
-    click = slack.button(prompt, "Start training").by(ADA)
-    assert bot.deliver(click).status == 200
-    assert bot.deliver(click).status == 200
-    bot.poll()
-    assert bot.deliver(click).status == 200
-    bot.poll(300)
-    assert len(runs.started) == 1
-    assert slack.ephemeral == []
-
-
-def test_concurrent_clicks_start_one_run(bot: Bot, slack: SlackServer, runs: MemoryRuns) -> None:
-    prompt = bot.prompt()
-    clicks = [slack.button(prompt, "Start training").by(ADA) for _ in range(8)]
-    together = threading.Barrier(len(clicks))
-
-    def deliver(click: dict[str, Any]) -> None:
-        together.wait()
-        bot.deliver(click)
-
-    threads = [threading.Thread(target=deliver, args=(click,)) for click in clicks]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    bot.poll()
-    assert len(runs.started) == 1
-
-
 def test_double_click_is_not_reported_as_refused(
     bot: Bot, slack: SlackServer, runs: MemoryRuns, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -344,9 +314,7 @@ def test_retries_back_off(bot: Bot, runs: MemoryRuns, monkeypatch: pytest.Monkey
 
 
 def test_kfp_outage_during_a_run_is_reported_once(bot: Bot, slack: SlackServer, runs: MemoryRuns) -> None:
-    prompt = bot.prompt()
-    bot.click(ADA, prompt, "Start training")
-    bot.poll()
+    prompt = bot.start()
     runs.is_down = True
     for _ in range(5):
         bot.poll(300)

@@ -39,8 +39,7 @@ def end_run(
 
     def run(promote: bool) -> PostedMessage:
         champion, release = registry.champion(), next(next_of[promote])
-        bot.click(ADA, bot.prompt(), "Start training")
-        bot.poll()
+        bot.start()
         (started,) = [run for run in runs.started.values() if run.state is State.PENDING]
         record = registry.publish(release.archive)
         verdict = Verdict.load(release.verdict).model_dump(mode="json")

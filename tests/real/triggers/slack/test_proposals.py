@@ -109,31 +109,6 @@ def test_accepted_proposal_starts_one_run_with_its_id_as_key(bot: Bot, slack: Sl
     assert stored(bot).state == "failed", "requests of the watcher are its memory and stay"
 
 
-def test_kfp_outage_during_the_run_of_a_proposal_is_reported_once(
-    bot: Bot, slack: SlackServer, runs: MemoryRuns
-) -> None:
-    bot.click(ADA, prompted(bot, slack), "Train")
-    bot.poll()
-    runs.is_down = True
-    for _ in range(5):
-        bot.poll(300)
-    assert [("status of the run is unknown" in posted.text) for posted in slack.messages] == [False, True]
-
-
-def test_proposal_with_an_abandoned_start_is_not_started_later(bot: Bot, slack: SlackServer, runs: MemoryRuns) -> None:
-    prompt = prompted(bot, slack)
-    runs.is_down = True
-    bot.click(ADA, prompt, "Train")
-    bot.poll()
-    bot.poll(3601)
-    assert "*Not started.*" in prompt.text
-    assert stored(bot).state == "failed"
-    runs.is_down = False
-    for _ in range(3):
-        bot.poll(8 * 24 * 3600)
-    assert runs.started == {}
-
-
 def test_slack_outage_does_not_give_up_a_pending_proposal(bot: Bot, slack: SlackServer) -> None:
     slack.closed_channels.add(CHANNEL)
     make_request(bot)

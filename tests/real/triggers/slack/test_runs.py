@@ -63,9 +63,7 @@ def test_prompt_shows_settings_data_last_duration_and_active_runs(
 def test_run_is_followed_in_one_message_and_ends_with_the_verdict(
     bot: Bot, slack: SlackServer, runs: MemoryRuns
 ) -> None:
-    prompt = bot.prompt("/retrain train.epochs=3")
-    bot.click(ADA, prompt, "Start training")
-    bot.poll()
+    prompt = bot.start("/retrain train.epochs=3")
     (run,) = runs.started.values()
     assert run.parameters == {
         "store": bot.settings.store_uri,
@@ -150,9 +148,7 @@ def test_message_is_edited_only_after_changes_and_within_the_rate_limit(
 def test_failed_and_canceled_runs_are_reported(
     bot: Bot, slack: SlackServer, runs: MemoryRuns, state: State, word: str
 ) -> None:
-    prompt = bot.prompt()
-    bot.click(ADA, prompt, "Start training")
-    bot.poll()
+    prompt = bot.start()
     run = runs.set(state, ended=bot.clock(), ingest=State.SUCCEEDED, train=state)
     bot.poll(30)
     assert word in prompt.text
@@ -162,9 +158,7 @@ def test_failed_and_canceled_runs_are_reported(
 
 
 def test_paused_run_is_followed(bot: Bot, slack: SlackServer, runs: MemoryRuns) -> None:
-    prompt = bot.prompt()
-    bot.click(ADA, prompt, "Start training")
-    bot.poll()
+    prompt = bot.start()
     runs.set(State.PAUSED, ingest=State.SUCCEEDED, train=State.PAUSED)
     bot.poll(30)
     assert "*Paused*" in prompt.text
@@ -172,9 +166,7 @@ def test_paused_run_is_followed(bot: Bot, slack: SlackServer, runs: MemoryRuns) 
 
 
 def test_run_without_an_outcome_is_not_called_promoted(bot: Bot, slack: SlackServer, runs: MemoryRuns) -> None:
-    prompt = bot.prompt()
-    bot.click(ADA, prompt, "Start training")
-    bot.poll()
+    prompt = bot.start()
     runs.set(State.SUCCEEDED, ended=bot.clock(), ingest=State.SUCCEEDED)
     bot.poll(5)
     assert slack.messages == [prompt], "the outcome may appear a moment later"
@@ -183,9 +175,7 @@ def test_run_without_an_outcome_is_not_called_promoted(bot: Bot, slack: SlackSer
 
 
 def test_run_without_an_end_time_is_reported(bot: Bot, slack: SlackServer, runs: MemoryRuns) -> None:
-    prompt = bot.prompt()
-    bot.click(ADA, prompt, "Start training")
-    bot.poll()
+    bot.start()
     runs.set(State.SUCCEEDED, ended=None, ingest=State.SUCCEEDED)
     bot.poll(5)
     assert "Ended without a verdict" in slack.messages[-1].text
@@ -248,23 +238,16 @@ def test_delayed_prompt_shows_its_expiry(bot: Bot, slack: SlackServer, runs: Mem
     ("text", "sentence"),
     [
         ("epoch=3", "No parameter or setting 'epoch'; did you mean 'train.epochs'?"),
-        ("train.epoch=3", "did you mean 'train.epochs'?"),
         ("train.epochs=many", "Invalid setting train.epochs = many: "),
-        ("train.epochs=1.5", "Invalid setting train.epochs = 1.5: "),
         ("train.learning_rate=NaN", "Invalid setting train.learning_rate = NaN: "),
-        ("train.learning_rate=1e999", "Invalid setting train.learning_rate = 1e999: "),
         ("train.epochs=" + "[" * 1900, "Invalid setting train.epochs = "),
         ("preset=bset", "No preset 'bset'; known: best"),
         ("settings={}", "'settings' cannot be set from here"),
         ("gate.accuracy_floor=0", "'gate.accuracy_floor' cannot be set from here; these can: preset"),
-        ("data.size_px=28", "'data.size_px' cannot be set from here"),
-        ("data.source=digits", "'data.source' cannot be set from here"),
         ("source=digits", "'source' cannot be set from here"),
         ("started_by=eve", "'started_by' cannot be set from here"),
-        ("store=s3://mine", "'store' cannot be set from here"),
         ("quickly", "'quickly' has no '='"),
         ("preset='x", "a quote"),
-        ("preset=x\\", "ends in a backslash"),
         ("x" * 3000, "more than 2000 characters"),
     ],
 )
@@ -296,9 +279,7 @@ def test_prompt_in_a_closed_channel_is_answered_by_direct_message(bot: Bot, slac
 
 
 def test_run_is_stopped_by_button_and_by_id_prefix(bot: Bot, slack: SlackServer, runs: MemoryRuns) -> None:
-    prompt = bot.prompt()
-    bot.click(ADA, prompt, "Start training")
-    bot.poll()
+    prompt = bot.start()
     (run,) = runs.started.values()
     click = slack.button(prompt, "Stop")
     assert click.button["confirm"]["title"]["text"] == "Stop this run?"
@@ -323,9 +304,7 @@ def test_run_is_stopped_by_button_and_by_id_prefix(bot: Bot, slack: SlackServer,
 
 
 def test_button_stops_a_run_older_than_the_newest_fifty(bot: Bot, slack: SlackServer, runs: MemoryRuns) -> None:
-    prompt = bot.prompt()
-    bot.click(ADA, prompt, "Start training")
-    bot.poll()
+    prompt = bot.start()
     (run,) = runs.started.values()
     for number in range(60):
         runs.start("translation", {}, f"theirs {number}")

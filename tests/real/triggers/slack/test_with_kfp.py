@@ -16,7 +16,7 @@ from evernear.settings import PipelineSettings
 from tests import ROOT
 from tests.loopback.kfp import KfpServer
 from tests.loopback.slack import SlackServer
-from tests.real.triggers.slack.bot import ADA, BOB, Bot
+from tests.real.triggers.slack.bot import ADA, Bot
 from tests.releases import MakeRelease
 
 GOLDEN = ROOT / "pipelines" / "golden" / "continuous_training.yaml"
@@ -70,7 +70,7 @@ def test_concurrent_clicks_and_a_lost_response_start_one_run(bot: Bot, slack: Sl
 
     def deliver(click: dict[str, Any]) -> None:
         bot.deliver(click)
-        bot.worker.follow()
+        bot.worker.poll()
 
     threads = [threading.Thread(target=deliver, args=(click,)) for click in clicks]
     for thread in threads:
@@ -81,66 +81,6 @@ def test_concurrent_clicks_and_a_lost_response_start_one_run(bot: Bot, slack: Sl
         bot.poll(600)
     assert len(kfp.runs) == 1
     assert kfp.runs[0].id in prompt.text
-
-
-def test_start_is_retried_until_kfp_is_back(bot: Bot, slack: SlackServer, kfp: KfpServer) -> None:
-    prompt = bot.prompt()
-    kfp.fail(status=503, times=8)
-    bot.click(ADA, prompt, "Start training")
-    bot.poll()
-    assert "The request is stored" in prompt.text
-    for _ in range(20):
-        bot.poll(60)
-        if kfp.runs:
-            break
-    bot.poll(60)
-    assert len(kfp.runs) == 1
-    assert "*Pending*" in prompt.text
-
-
-@pytest.mark.parametrize("button", [True, False])
-def test_run_is_stopped(bot: Bot, slack: SlackServer, kfp: KfpServer, button: bool) -> None:
-    prompt = bot.prompt()
-    bot.click(ADA, prompt, "Start training")
-    bot.poll()
-    run = kfp.wait_for_run()
-    run.begin()
-    run.task("train", "RUNNING")
-    bot.poll(20)
-    if button:
-        bot.click(BOB, prompt, "Stop")
-        bot.poll()
-        assert run.resource["state"] == "RUNNING"
-        bot.click(ADA, prompt, "Stop")
-    else:
-        bot.command(ADA, f"/evernear stop {run.id[:8]}")
-    bot.poll()
-    assert run.resource["state"] == "CANCELING"
-    run.end("CANCELED")
-    bot.poll(20)
-    assert "*Stopped* after" in prompt.text
-    assert bot.audit()[-1]["run"] == run.id
-
-
-def test_failed_step_is_shown_with_its_error(bot: Bot, slack: SlackServer, kfp: KfpServer) -> None:
-    prompt = bot.prompt()
-    bot.click(ADA, prompt, "Start training")
-    bot.poll()
-    run = kfp.wait_for_run()
-    run.begin()
-    run.task("train", "FAILED", error="Training cannot continue: the loss is not finite.")
-    run.end("FAILED")
-    bot.poll(20)
-    assert "*Failed*" in prompt.text
-    assert "train: Training cannot continue: the loss is not finite." in slack.messages[-1].text
-
-
-def test_status_and_runs_are_read_from_kfp(bot: Bot, slack: SlackServer, kfp: KfpServer) -> None:
-    bot.click(ADA, bot.prompt(), "Start training")
-    bot.poll()
-    run = kfp.wait_for_run()
-    assert f"`{run.id[:8]}`" in bot.query(BOB, "/evernear runs").text
-    assert "continuous-training" in bot.query(BOB, "/evernear status").text
 
 
 def test_rollback_in_a_cluster_is_a_pipeline_run(
@@ -197,9 +137,7 @@ def test_promotion_in_a_cluster_is_a_pipeline_run(bot: Bot, slack: SlackServer, 
     kfp.publish(GOLDEN.with_name("promote.yaml"), version="c0ffee1")
     bot.settings = bot.settings.model_copy(update={"target": "kubernetes"})
     bot.restart()
-    prompt = bot.prompt()
-    bot.click(ADA, prompt, "Start training")
-    bot.poll()
+    bot.start()
     run = kfp.wait_for_run()
     record = RunRecord(bot.store, run.id)
     record.save(archived={"version": "20261122.090000.0a0b0c0d"})

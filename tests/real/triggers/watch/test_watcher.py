@@ -15,7 +15,7 @@ from evernear.common.store import open_store
 from evernear.console.answers import Answer, Answers
 from evernear.console.label_target import open_label_target
 from evernear.console.live_labels import import_labels
-from evernear.console.submissions import SUBMITTED
+from evernear.console.queue import SUBMITTED
 from evernear.data.ingest import ingest_source
 from evernear.data.manifest import Split, save_manifest
 from evernear.data.shards import Dataset

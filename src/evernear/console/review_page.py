@@ -1,11 +1,12 @@
 """The Review page: name groups of images, correct suspect labels, undo answers, start a reindex,
-and recognize named images again."""
+recognize named images again, and label random live queries."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
 from itertools import groupby, islice
 
+from pydantic import TypeAdapter, ValidationError
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import Response
@@ -14,16 +15,14 @@ from starlette.routing import Route
 from evernear.common.output import quantity
 from evernear.common.text import class_name
 from evernear.console.access import require
-from evernear.console.answers import Answer, Answers
-from evernear.console.asked_again import AnswerOfOthers, answer_of_others
+from evernear.console.answers import Answer, Answers, meant_classes
 from evernear.console.backend import QUEUE_ITEMS, Backend
-from evernear.console.classes import meant_classes
 from evernear.console.groups import group_items
-from evernear.console.named import last_hold, named_since, remedy
-from evernear.console.predictor import Predictor
+from evernear.console.live_labels import WEEKLY, Labels, Week, import_labels
+from evernear.console.named import AnswerOfOthers, answer_of_others, last_hold, named_since, remedy
+from evernear.console.queue import thumbnail
 from evernear.console.suspects import Suspect, picture
-from evernear.console.thumbnails import thumbnail
-from evernear.console.web import Form, action, after_warm_up, field, page, png
+from evernear.console.web import Form, Predictor, action, field, page, png
 from evernear.errors import DataError, EvernearError
 from evernear.serving.responses import Prediction
 
@@ -31,6 +30,7 @@ RECENT_ANSWERS = 12
 """Maximum number of recent answers shown below the groups of images. One answer may cover several
 images."""
 SHOWN_SUSPECTS = 24
+_LABELS = TypeAdapter(Labels)
 ASKED_AGAIN = 100
 """Maximum number of recently named images that are recognized again after a reindex."""
 
@@ -43,14 +43,18 @@ class ReviewPage:
         self._backend = backend
 
     def routes(self) -> list[Route]:
-        """The routes."""
         return [
-            Route("/review", after_warm_up(self._show)),
+            Route("/review", self._show),
             Route("/review", action(self._answer), methods=["POST"]),
             Route("/review/named", self._named),
             Route("/review/again", self._again),
             Route("/review/image/{image}", self._image),
             Route("/review/suspect/{image}", self._suspect_image),
+            Route("/review/reindex", self._show_state),
+            Route("/review/reindex", action(self._reindex), methods=["POST"]),
+            Route("/review/live", self._show_week),
+            Route("/review/live", action(self._label_query), methods=["POST"]),
+            Route("/review/live/image", self._query_image),
         ]
 
     def _content(self, request: Request, template: str, notice: str = "", failures: Sequence[str] = ()) -> Response:
@@ -66,7 +70,7 @@ class ReviewPage:
         return page(
             request,
             template,
-            groups=group_items(pending, self._backend.releases.find).groups,
+            groups=group_items(pending, self._backend.releases.find),
             limit=QUEUE_ITEMS if len(pending) == QUEUE_ITEMS else 0,
             labels=list(dict.fromkeys([*suggested, *self._backend.classes(latest)])) if target else [],
             suspects=list(islice(suspects, SHOWN_SUSPECTS)),
@@ -84,7 +88,7 @@ class ReviewPage:
         answers = list(latest.values())
         if live and target:
             answers = self._backend.released.missing(answers, target.layout, live)
-        hold = last_hold(self._backend.store, self._backend.records) if answers else None
+        hold = last_hold(self._backend.store) if answers else None
         return {
             "named": named_since(answers, live.labels if live else (), hold),
             "waiting": self._backend.waiting(latest, live),
@@ -195,6 +199,55 @@ class ReviewPage:
         release = self._backend.releases.record(prediction.version).manifest
         return answer_of_others(prediction, image, self._backend.gallery, release)
 
+    def _reindex(self, request: Request, _: Form) -> Response:
+        runner = self._backend.runner
+        self._backend.perform(request, "start", "start", lambda user: runner.reindex(user.name))
+        return page(request, "reindex.html.j2", state=runner.state())
+
+    def _show_state(self, request: Request) -> Response:
+        """The line below the button. A browser that saw the run in progress also receives the event
+        on which other parts of the page load again."""
+        state = self._backend.runner.state()
+        response = page(request, "reindex.html.j2", state=state)
+        if "watching" in request.query_params and not state.is_running:
+            response.headers["HX-Trigger"] = "run-ended"
+        return response
+
+    def _week(self) -> tuple[Week, tuple[str, ...]] | None:
+        """This week's random queries and the live release's classes, or None before the first
+        release."""
+        live = self._backend.live()
+        return (
+            (self._backend.random_queries.this_week(live.version, self._backend.now()), live.labels) if live else None
+        )
+
+    def _show_week(self, request: Request, notice: str = "") -> Response:
+        found = self._week()
+        if found is None:
+            return Response()
+        return page(request, "live.html.j2", week=found[0], classes=found[1], weekly=WEEKLY, notice=notice)
+
+    def _query_image(self, request: Request) -> Response:
+        found = self._week()
+        query = request.query_params.get("id", "")
+        for each in found[0].pending if found else ():
+            if each.id == query:
+                return png(each.image)
+        raise DataError("The query is no longer among those to label.")
+
+    def _label_query(self, request: Request, form: Form) -> Response:
+        require(request, "label")
+        query, label = field(form, "query"), field(form, "label")
+        if not label:
+            raise DataError("Type the name of the class first.")
+        result = import_labels(self._backend.store, _valid(query, label), self._backend.now())
+        if result.missing:
+            raise DataError("The query is no longer in the log.")
+        note = f"Labeled {label}."
+        if result.unknown_classes:
+            note += " The release has no class of this name, so its answer counts as wrong."
+        return self._show_week(request, note)
+
 
 def _question(request: Request, label: str, meant: Sequence[str], suspect: str) -> Response:
     """Ask, below the name field of a form, whether the user means one of the classes in ``meant``.
@@ -244,3 +297,10 @@ def _named(backend: Backend) -> tuple[Sequence[tuple[Answer, bytes]], dict[str, 
         if len(named) == ASKED_AGAIN:
             break
     return named, waiting
+
+
+def _valid(query: str, label: str) -> Labels:
+    try:
+        return _LABELS.validate_python({query: label})
+    except ValidationError:
+        raise DataError("The form is invalid; reload the page.") from None

@@ -1,1 +1,0 @@
-"""The pages. Each module contains a class whose methods are the endpoints of one page."""
