@@ -1,13 +1,11 @@
 """Compare the live requests to a release with those to the previous release.
 
-The entry is `Comparison.find_breach`. A rule is broken if the share of requests that it concerns
-has risen by more than a margin. The comparison is repeated every few seconds, so a fixed
-significance level per comparison would eventually roll back nearly every release. Each rule
-therefore uses an e-process, a mixture of likelihood ratios against the largest share that it
-tolerates (Robbins 1970; Howard, Ramdas, McAuliffe and Sekhon, "Time-uniform, nonparametric,
-nonasymptotic confidence sequences", 2021). While the share is within the tolerance, the probability
-that the e-process ever exceeds 1 / level is at most the level, after any number of comparisons
-(Ville 1939).
+A rule is broken if the share of requests that it concerns has risen by more than a margin. The
+comparison is repeated every few seconds, so a fixed significance level per comparison would
+eventually roll back nearly every release. Each rule therefore uses an e-process, a mixture of
+likelihood ratios against the largest share that it tolerates (Robbins 1970; Howard, Ramdas,
+McAuliffe and Sekhon 2021). While the share is within the tolerance, the probability that it ever
+exceeds 1 / level is at most the level, after any number of comparisons (Ville 1939).
 
 Requests come in bursts. Their counts are therefore divided by their dispersion, the ratio of the
 variance between the cells of a window to that of independent requests (Pearson's chi-squared
@@ -39,10 +37,9 @@ class Figures(Frozen):
     """Request counts: the counter values of a pod, or their increments.
 
     The worker counts ``answered`` and ``refused`` requests (status 500 or more). ``failed`` counts
-    all of TorchServe's responses with such a status: the worker's, and those because the queue is
-    full or the worker is dead. The frontend counts the ``timed`` requests, which got a prediction.
-    ``within`` maps an upper bound in seconds to the number of those whose client waited no longer,
-    queue included.
+    all responses with such a status, also those because the queue is full or the worker is dead.
+    ``timed`` requests got a prediction. ``within`` maps an upper bound in seconds to the number of
+    those whose client waited no longer, queue included.
     """
 
     answered: int = 0
@@ -120,8 +117,8 @@ def total(cells: Cells) -> Figures:
 
 
 class Comparison:
-    """Compares a release with the previous one, which answered the requests in ``before``. If
-    ``before`` contains no requests, only errors are compared, with a fixed bound."""
+    """Compares a release with the previous one, which answered the requests in ``before``. Without
+    any, only errors are compared, with a fixed bound."""
 
     def __init__(self, before: Cells) -> None:
         reference = total(before)
@@ -181,8 +178,7 @@ def slow_limit_s(before: Figures) -> float | None:
 
 
 def dispersion(shares: Sequence[Share]) -> float:
-    """Pearson's chi-squared of the cells divided by its degrees of freedom, but at least 1.
-    Independent requests have a dispersion of about 1."""
+    """Pearson's chi-squared of the cells divided by its degrees of freedom, but at least 1."""
     shares = [share for share in shares if share.total]
     events, count = (sum(part) for part in zip(*shares, strict=True)) if shares else (0, 0)
     if len(shares) < MIN_CELLS or not 0 < events < count:

@@ -46,9 +46,9 @@ class Baseline(Frozen):
     """A recognizer must be better than a baseline that predicts without looking at the image."""
 
     def is_undecided(self, level: float) -> bool:
-        """Whether the queries are too few to compare any recognizer with the baseline. If it makes
-        too few errors to be beaten significantly, it is decisive only if it could be significantly
-        better than a recognizer, and reads the image."""
+        """Whether the queries are too few to compare any recognizer with the baseline. One with too
+        few errors to be beaten is decisive only if it could beat a recognizer, and reads the
+        image."""
         return self.p_perfect > level and (self.p_worst > level or self.ignores_images)
 
     @property
@@ -61,11 +61,10 @@ class Baseline(Frozen):
 def measure_baselines(outcomes: Outcomes, dataset: Dataset, batch_size: int = BATCH_SIZE) -> tuple[Baseline, ...]:
     """Measure both baselines against the candidate's ``outcomes`` on the test split.
 
-    No recognizer that ignores the image is more accurate than one that always predicts the most
-    common class of the test split. The nearest gallery image by pixels (`SIDE_PX`, each image
-    standardized) requires no training. Its gallery and queries are spread evenly over the splits,
-    with at most `GALLERY_MAX` and `QUERIES_MAX` images. For a class without an image in the gallery
-    split, it uses the same train images as the candidate's index.
+    No recognizer that ignores the image is more accurate than the most common class. The nearest
+    gallery image by pixels (`SIDE_PX`, standardized) requires no training. Its gallery and queries
+    are spread evenly over the splits, with at most `GALLERY_MAX` and `QUERIES_MAX` images. For a
+    class without gallery images, it uses the same train images as the candidate's index.
     """
     most_common = np.full_like(outcomes.labels, np.bincount(outcomes.labels).argmax())
     baselines = [_baseline("the most common class", most_common, outcomes, ignores_images=True)]

@@ -196,15 +196,11 @@ def _paired(
 ) -> dict[int, PairedCounts]:
     """The counts for each stratum that has queries. A change is 1 for a regression and -1 for an
     improvement."""
+    size = int(strata.max(initial=0)) + 1
     totals, lost, won = (
-        np.bincount(chosen, minlength=1).tolist() for chosen in (strata, strata[changes > 0], strata[changes < 0])
+        np.bincount(chosen, minlength=size).tolist() for chosen in (strata, strata[changes > 0], strata[changes < 0])
     )
-    if groups is None:
-        numbers, nets = None, {}
-    else:
-        numbers, nets = _nets(changes, strata, groups)
-    size = len(totals)
-    lost, won = lost + [0] * (size - len(lost)), won + [0] * (size - len(won))
+    numbers, nets = (None, {}) if groups is None else _nets(changes, strata, groups)
     return {
         stratum: PairedCounts(
             queries=total,

@@ -58,9 +58,8 @@ class UnavailableSystem(NamedTuple):
 
 
 class AnchorEvaluation(Frozen):
-    """The measurement of the anchor on the same queries as the candidate. See
-    `evernear.evaluation.gate_anchor`. If the anchor was not measured, ``fault`` or ``difference``
-    states the reason as a sentence."""
+    """If the anchor was not measured, ``fault`` or ``difference`` states the reason as a
+    sentence."""
 
     name: str
     measurement: Measurement | None = None
@@ -177,15 +176,11 @@ def evaluate_systems(
     anchor: ReleasedSystem | UnavailableSystem | None = None,
     batch_size: int = BATCH_SIZE,
 ) -> Evaluation:
-    """Measure ``candidate``, ``champion`` and ``anchor`` on the test split of ``dataset``.
+    """Measure the systems on the test split of ``dataset``, and count leaked test images.
 
-    Also count leaked test images. ``anchor`` is None if the champion is the anchor. An anchor or an
-    earlier snapshot that cannot be read is not an error. The gate then holds the candidate.
-
-    If the champion was trained on test images, its accuracy is overstated, which the gate reports.
-    Images of a renamed class count under the new name. Those of a retired class are left out.
-    ``trained_on`` is the snapshot on which the candidate's network was trained, by default
-    ``dataset``.
+    ``anchor`` is None if the champion is the anchor. An anchor or an earlier snapshot that cannot
+    be read is not an error. The gate then holds the candidate. ``trained_on`` is the snapshot on
+    which the candidate's network was trained, by default ``dataset``.
 
     Raises:
         DataError: the test split is empty, or its images do not have the input shape of a
@@ -273,12 +268,8 @@ def _test_overlap(dataset: Dataset, champion_dataset: Dataset, classes: ClassSet
 
 def count_leakage(dataset: Dataset, training_dataset: Dataset, splits: Sequence[Split] = SEEN) -> dict[str, int]:
     """For each of ``splits`` of ``training_dataset``, count the images that are also in the test
-    split of ``dataset``.
-
-    The images are read from the shards, not from the ledger that assigned the splits, unless a
-    shard is lost. Two images are equal if their pixels at source resolution are, so two scans of
-    the same digit count as two.
-    """
+    split of ``dataset``. They are read from the shards, not from the ledger that assigned the
+    splits, unless a shard is lost. Images are equal if their pixels at source resolution are."""
     leakage = dict.fromkeys(splits, 0)
     for test in _merge_blocks(_digests(dataset, "test")):
         test.sort()

@@ -5,9 +5,8 @@ import hashlib
 import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from statistics import median
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -46,11 +45,11 @@ MAP_TILE_PX = 32
 TIMED_QUERIES = 30
 
 
-@dataclass(frozen=True)
-class _Query:
-    """A wrong prediction whose neighbors' images are not yet known."""
+class _Query(NamedTuple):
+    """An answer whose neighbors' images are not yet known."""
 
     image: Pixels
+    embedding: NDArray[np.float32]
     label: int
     predicted: int
     unknown: bool
@@ -59,9 +58,13 @@ class _Query:
     neighbors: NDArray[np.int32]
     distances: NDArray[np.float32]
 
-    @property
-    def rank(self) -> tuple[bool, float]:
-        return self.unknown, self.distance
+    @staticmethod
+    def of(answered: AnsweredBlock, row: int) -> "_Query":
+        block, embeddings, near, answers = answered
+        answer = int(answers.labels[row]), bool(answers.unknown[row]), float(answers.distances[row])
+        first = row, slice(NEIGHBORS)
+        neighbors = near.rows[first], near.labels[first], near.distances[first]
+        return _Query(block.images[row], embeddings[row], int(block.labels[row]), *answer, *neighbors)
 
 
 class ExampleCollector:
@@ -72,44 +75,31 @@ class ExampleCollector:
         self._sampled = np.sort(np.random.default_rng(0).choice(total, min(total, MAP_POINTS), replace=False))
         self._seen = 0
         self._mistakes: list[_Query] = []
-        self._map: list[tuple[Pixels, NDArray[np.float32], int, int, bool]] = []
+        self._map: list[_Query] = []
         self._histograms = np.zeros((2, BINS), np.int64)
 
     def add(self, answered: AnsweredBlock) -> None:
         """Collect the examples of the next block. Wrong answers are sorted by distance, those that
         were called unknown last."""
-        block, embeddings, neighbors, answers = answered
+        block, answers = answered.block, answered.answers
         wrong = answers.labels != block.labels
         for group, selected in enumerate((~wrong, wrong)):
             self._histograms[group] += histogram(answers.distances[selected])
         clearest = np.flatnonzero(wrong)
         clearest = clearest[np.lexsort((answers.distances[wrong], answers.unknown[wrong]))][:MISTAKES]
-        self._mistakes += [
-            _Query(
-                block.images[row],
-                int(block.labels[row]),
-                int(answers.labels[row]),
-                bool(answers.unknown[row]),
-                float(answers.distances[row]),
-                neighbors.rows[row, :NEIGHBORS],
-                neighbors.labels[row, :NEIGHBORS],
-                neighbors.distances[row, :NEIGHBORS],
-            )
-            for row in clearest
-        ]
-        self._mistakes = sorted(self._mistakes, key=lambda query: query.rank)[:MISTAKES]
+        self._mistakes += [_Query.of(answered, row) for row in clearest]
+        self._mistakes = sorted(self._mistakes, key=lambda query: (query.unknown, query.distance))[:MISTAKES]
         first, self._seen = self._seen, self._seen + len(block)
-        for row in self._sampled[(self._sampled >= first) & (self._sampled < self._seen)] - first:
-            labels = int(block.labels[row]), int(answers.labels[row])
-            self._map.append((block.images[row], embeddings[row], *labels, bool(answers.unknown[row])))
+        rows = self._sampled[(self._sampled >= first) & (self._sampled < self._seen)] - first
+        self._map += [_Query.of(answered, row) for row in rows]
 
     def finish(self, champion_dataset: Dataset | None = None) -> Examples:
         """With the champion's dataset, the examples include images that were added since."""
         tiles = Tiles(self._dataset.shape, TILE_PX)
         mistakes = self._with_neighbors(tiles)
         map_tiles = Tiles(self._dataset.shape, MAP_TILE_PX)
-        for image, *_ in self._map:
-            map_tiles.add(image)
+        for query in self._map:
+            map_tiles.add(query.image)
         return Examples(
             mistakes=mistakes,
             map=self._points(),
@@ -158,25 +148,25 @@ class ExampleCollector:
     def _points(self) -> tuple[MapPoint, ...]:
         if not self._map:
             return ()
-        positions = map_positions(np.stack([embedding for _, embedding, *_ in self._map]), self._dataset.store)
+        positions = map_positions(np.stack([query.embedding for query in self._map]), self._dataset.store)
         return tuple(
             MapPoint(
                 x=round(float(x), 4),
                 y=round(float(y), 4),
-                label=self._name(label),
-                predicted=self._name(predicted),
-                unknown=unknown,
+                label=self._name(query.label),
+                predicted=self._name(query.predicted),
+                unknown=query.unknown,
             )
-            for (x, y), (_, _, label, predicted, unknown) in zip(positions, self._map, strict=True)
+            for (x, y), query in zip(positions, self._map, strict=True)
         )
 
     def _index_figures(self) -> IndexFigures:
         gallery = self._recognizer.gallery
         described = gallery.description
         embed_ms, search_ms = [0.0], [0.0]
-        for image, *_ in self._map[:TIMED_QUERIES]:
+        for query in self._map[:TIMED_QUERIES]:
             started_s = time.perf_counter()
-            embedded = self._recognizer.embed(image[None])
+            embedded = self._recognizer.embed(query.image[None])
             embedded_s = time.perf_counter()
             gallery.search(embedded, described.k)
             embed_ms.append(1000 * (embedded_s - started_s))

@@ -1,11 +1,10 @@
 """Find images whose label looks wrong, by confident learning (Northcutt, Jiang and Chuang 2021,
 "Confident Learning: Estimating Uncertainty in Dataset Labels", arXiv:1911.00068).
 
-The class shares among an image's nearest neighbors serve as its class probabilities. A network has
-fitted the labels, right or wrong, of its training images, and embeds each among other images of the
-labeled class. For this reason, the images are divided into folds, and each fold is embedded by a
-network that is trained briefly on the others. Neighbors are searched within the fold. As a result,
-no embedding and no vote depends on the label that is checked.
+The class shares among an image's nearest neighbors serve as its class probabilities. A network
+embeds each of its training images among others of the labeled class, even if the label is wrong.
+Each fold of the images is therefore embedded by a network that is trained briefly on the others,
+and neighbors are searched within it, so that nothing depends on the label that is checked.
 """
 
 import io
@@ -61,12 +60,8 @@ class LabelError(NamedTuple):
 
 
 def embed_folds(dataset: Dataset, recipe: Recipe) -> Iterator[Embedded]:
-    """Embed the images of all splits, fold by fold, each with a network that was not trained on it.
-
-    ``recipe`` applies to every training run. `evernear.evaluation.probe.probe_recipe` shortens it.
-    The networks are discarded. Only the images of the current fold are in memory. The others are in
-    a temporary directory.
-    """
+    """Embed the images of all splits, fold by fold, each with a network that was not trained on it
+    and is discarded. Only the images of the current fold are in memory."""
     for fold in range(FOLDS):
         with TemporaryDirectory(prefix="evernear-labels-") as scratch:
             others = _without_fold(dataset, fold, Path(scratch))
@@ -82,9 +77,8 @@ def embed_folds(dataset: Dataset, recipe: Recipe) -> Iterator[Embedded]:
 
 
 def find_label_errors(embedded: Embedded) -> list[LabelError]:
-    """The images whose label looks wrong, with the most suspect image first. Near-duplicates with
-    different labels come first, both images of each pair. Images whose neighbors vote against the
-    label follow."""
+    """The images whose label looks wrong, the most suspect first: both of each pair of
+    near-duplicates with different labels, then those whose neighbors vote against the label."""
     rows = nearest_others(embedded.vectors, NEIGHBORS)
     duplicates = _near_duplicates(embedded, rows)
     listed = {error.row for error in duplicates}
@@ -112,11 +106,10 @@ def by_votes(labels: NDArray[np.int64], rows: NDArray[np.int64]) -> list[LabelEr
     """The off-diagonal entries of the confident joint (arXiv:1911.00068, section 3), sorted by
     margin.
 
-    ``rows`` (N, K) contains the neighbors. Votes are stored per neighbor rather than per class, so
-    memory use does not grow with the number of classes. The threshold for a class is the mean share
-    of votes that it receives from the neighbors of images with that label. A class is a candidate
-    for an image only if its share of the votes reaches this threshold. The image is listed if the
-    candidate with the largest share differs from its label.
+    ``rows`` (N, K) contains the neighbors. The threshold for a class is the mean share of votes
+    that it receives from the neighbors of images with that label. An image is listed if, of the
+    classes whose share of its votes reaches their threshold, the largest is not its label.
+    Votes are stored per neighbor, so memory use does not grow with the number of classes.
     """
     votes = np.where(rows >= 0, labels[rows], -1)
     own_shares = (votes == labels[:, None]).mean(axis=1)

@@ -2,13 +2,10 @@
 
 The labels for a release are tested in blocks of fixed size, in the order in which they arrive: does
 the block contain more wrong predictions than the accuracy on the test split explains? Their number
-never decreases, so the result is known as soon as it exceeds the limit. Therefore, each label may
-be checked on arrival, and the test is as powerful as a single check of the complete block
-(curtailed inspection; Girshick, Mosteller and Savage 1946, Ann Math Stat 17:13). A sequential test
-without a fixed end, such as a likelihood ratio test, needs more labels to detect the same loss.
-
-The limit is a quantile of the beta-binomial distribution, which predicts the number of wrong
-predictions from the results on the test split, and thus accounts for its size.
+never decreases, so each label may be checked on arrival, and the test is as powerful as a single
+check of the complete block (curtailed inspection; Girshick, Mosteller and Savage 1946, Ann Math
+Stat 17:13). A test without a fixed end needs more labels to detect the same loss. The limit is a
+quantile of the beta-binomial distribution, which accounts for the size of the test split.
 """
 
 from collections import defaultdict
@@ -123,8 +120,7 @@ def assess(queries: Sequence[LabeledQuery], expected: ExpectedAccuracy | None, n
 
 def expected_accuracy(metrics: Mapping[str, float]) -> ExpectedAccuracy | None:
     """The accuracy on the test split, or None if ``metrics`` do not contain its confidence
-    interval. The number of independent images is computed from the interval with Wilson's formula.
-    It can be smaller than the number of images, because images of a group count as fewer."""
+    interval. The effective number of images is computed from it with Wilson's formula."""
     value, low = metrics.get("accuracy"), metrics.get("accuracy_low")
     if value is None or low is None or not low < value:
         return None
@@ -158,8 +154,7 @@ def is_loss(correct: NDArray[np.bool_], months: NDArray[np.int_], expected: Expe
 
 def _blocks(months: NDArray[np.int_]) -> Iterator[tuple[int, int, int, float]]:
     """Yield the start, the end, the full size and the level of each block. A block ends when it
-    reaches its full size or, with at least `BLOCK` labels, at the end of a month. If labels are
-    rare, it lasts several months."""
+    reaches its full size or, with at least `BLOCK` labels, at the end of a month."""
     start, size, level = 0, BLOCK, LEVEL * (1 - _LATER)
     while start < len(months):
         next_month = int(np.searchsorted(months, months[start], side="right"))
@@ -177,11 +172,7 @@ def _limit(expected: ExpectedAccuracy, labels: int, level: float) -> int:
     from scipy.stats import betabinom
 
     right = expected.value * expected.images
-    counts = np.arange(labels + 1)
-    # Jeffreys' prior
-    probabilities = betabinom.pmf(counts, labels, expected.images - right + 0.5, right + 0.5)
-    at_least = probabilities[::-1].cumsum()[::-1]
-    return int((at_least > level).sum()) - 1
+    return int(betabinom.isf(level, labels, expected.images - right + 0.5, right + 0.5))  # Jeffreys' prior
 
 
 def _month(at: datetime) -> int:

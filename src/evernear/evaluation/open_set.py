@@ -6,18 +6,14 @@ from evernear.evaluation.statistics import Auroc, Interval, Proportion, Roc
 
 
 class OpenSet(Frozen):
-    """The result of a probe.
-
-    If there are too few classes to hold any out, ``held_out`` is empty and all figures are None. At
-    most one of ``threshold`` and ``reject_rate`` is set, and determines the release's threshold:
-    ``threshold`` if the network is reused from an earlier release, otherwise ``reject_rate``.
+    """If there are too few classes to hold any out, ``held_out`` is empty and all figures are None.
+    At most one of ``threshold`` and ``reject_rate`` is set, and determines the release's threshold.
     """
 
     held_out: tuple[str, ...]
     """The classes that were held out in at least one draw."""
     draws: int = 0
-    """Number of probed networks, each trained without some classes. No class is left out twice. 0
-    if there was no probe."""
+    """Number of probed networks, each trained without other classes."""
     auroc: Auroc | None = None
     false_accepts_at_95: Interval | None = None
     """Share of test images of held-out classes that are accepted at the threshold that accepts 95%

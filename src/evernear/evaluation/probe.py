@@ -111,18 +111,16 @@ def probe_open_set(
 ) -> OpenSet:
     """Train without some classes, and measure the distances of their images.
 
-    The candidate itself cannot be probed, because it was trained on all classes. The probe uses the
-    same recipe with fewer epochs, and excludes the held-out classes, which ``train_settings.seed``
-    determines, from training and from the gallery. A frozen backbone is probed in several draws
-    with different held-out classes, because its features are cached. The share of known images to
-    reject is determined from the query and gallery images of the held-out classes and the query
-    images of the others. The figures come from the test split. The networks are discarded, because
-    the result describes the recipe and not a network. If images of unseen classes are not
-    significantly farther from the gallery than known images, the release calls no image unknown.
+    The candidate was trained on all classes. The probe uses its recipe with fewer epochs, and
+    excludes the held-out classes, which ``train_settings.seed`` determines, from training and from
+    the gallery. A frozen backbone, whose features are cached in ``store``, is probed in several
+    draws with different held-out classes. The share of known images to reject is determined from
+    the query and gallery images of the held-out classes and the query images of the others, the
+    figures from the test split. If images of unseen classes are not significantly farther from the
+    gallery than known images, the release calls no image unknown.
 
-    ``on_draw`` is called after each draw with the numbers of completed and of all draws. Features
-    of a frozen backbone are read from ``store``. With the ``plan`` of a run with ``train.minutes``,
-    no draw begins after the planned time.
+    ``on_draw`` is called after each draw with the numbers of completed and of all draws. With the
+    ``plan`` of a run with ``train.minutes``, no draw begins after the planned time.
     """
     manifest = dataset.manifest
     counts = [manifest.label_counts(split) for split in SPLITS]
@@ -150,9 +148,8 @@ def probe_open_set(
 def probe_recipe(
     dataset: Dataset, train_settings: TrainSettings, settings: EvaluationSettings, store: Store | None = None
 ) -> Recipe:
-    """The recipe of ``train_settings`` with other epochs: ``settings.probe_epochs`` or, if that is
-    0, a share of the training's. If ``train.minutes`` is set, the recipe is part of the plan in
-    ``store``."""
+    """The recipe of ``train_settings`` with ``settings.probe_epochs`` or, if that is 0, a share of
+    its epochs. With ``train.minutes``, it is part of the plan in ``store``."""
     if train_settings.minutes:
         return plan_training(dataset, train_settings, store).probe
     recipe = with_defaults(train_settings, dataset)
@@ -330,8 +327,7 @@ def _open_head(
     pretrained: Pretrained,
     held_out: frozenset[str],
 ) -> ProbedRecognizer:
-    """Fit the last layer of a pretrained network. It is not exported, because that would take
-    longer than the training."""
+    """Fit the last layer of a pretrained network. Exporting it would take longer."""
     from evernear.embedding.features import HeadEmbedder  # timm takes seconds to import
 
     images = TrainingImages(dataset, held_out)

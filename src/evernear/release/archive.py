@@ -126,11 +126,7 @@ def make_archive(
     """Pack a release into ``out_dir``.
 
     ``handler`` is the module that TorchServe runs (`evernear.serving.HANDLER`). ``created``
-    defaults to now. Embeddings of query images that ``store`` has cached are used.
-
-    Raises:
-        IntegrityError: the network, index and dataset do not match, or a file has changed.
-        DataError: the query split is empty, so there are no smoke queries.
+    defaults to now. Embeddings that ``store`` has cached are used.
     """
     created = created or datetime.now(UTC)
     dataset, network_dir = candidate.dataset, candidate.network_dir

@@ -83,11 +83,7 @@ def smoke_file(queries: tuple[SmokeQuery, ...]) -> bytes:
 
 
 def open_parts(directory: Path) -> ReleaseParts:
-    """Open an unpacked release and check every part.
-
-    Raises:
-        IntegrityError: ``directory`` is not a release, or a part is missing or modified.
-    """
+    """Open an unpacked release and check every part."""
     path = directory / MANIFEST_FILE
     if not path.is_file() or path.stat().st_size > MAX_MANIFEST_BYTES:
         raise IntegrityError(f"{directory} is not a release: {MANIFEST_FILE} is missing or too large.")
@@ -104,9 +100,9 @@ def open_release(archive: Path, out_dir: Path, max_size_bytes: int = MAX_RELEASE
     it is deleted.
 
     Raises:
-        IntegrityError: the archive is not a release or is larger than ``max_size_bytes``, a
-            member is unknown, duplicate or compressed, a size or a hash does not match, or
-            TorchServe's manifest specifies a different version or handler.
+        IntegrityError: the archive is not a release or too large, a member is unknown, duplicate or
+            compressed, a size or a hash does not match, or TorchServe's manifest specifies another
+            version or handler.
     """
     with disk_errors(out_dir):
         out_dir.mkdir(parents=True, exist_ok=True)
@@ -124,11 +120,7 @@ def open_release(archive: Path, out_dir: Path, max_size_bytes: int = MAX_RELEASE
 
 def read_release(archive: Path) -> tuple[ReleaseManifest, dict[str, bytes]]:
     """The manifest of a ``.mar`` file and its JSON parts, keyed by name. All parts are hashed.
-    Nothing is written to disk.
-
-    Raises:
-        IntegrityError: as for `open_release`.
-    """
+    Nothing is written to disk. Raises `IntegrityError` like `open_release`."""
     with _checked(archive, MAX_RELEASE_BYTES) as (members, manifest):
         texts: dict[str, bytes] = {}
         for name in manifest.parts:
@@ -143,21 +135,13 @@ def read_release(archive: Path) -> tuple[ReleaseManifest, dict[str, bytes]]:
 
 def read_part(archive: Path, name: str) -> bytes | None:
     """Read one small part of a ``.mar`` file, and check its hash. Return None if the release has no
-    such part.
-
-    Raises:
-        IntegrityError: as for `open_release`.
-    """
+    such part. Raises `IntegrityError` like `open_release`."""
     with _checked(archive, MAX_RELEASE_BYTES) as (members, manifest):
         return b"".join(_content(members, name, manifest, archive)) if name in manifest.parts else None
 
 
 def read_release_manifest(archive: Path) -> ReleaseManifest:
-    """The manifest of a ``.mar``. Its parts are not checked.
-
-    Raises:
-        IntegrityError: the archive is unreadable or has no manifest.
-    """
+    """The manifest of a ``.mar``. Its parts are not checked."""
     with _zip(archive) as members:
         return _read_manifest(members, archive)
 
@@ -231,12 +215,8 @@ def _check_members(members: zipfile.ZipFile, manifest: ReleaseManifest, archive:
 
 def _check_layout(members: zipfile.ZipFile, archive: Path) -> None:
     """Check that the file consists only of the listed members, in order, with the headers that
-    `zipfile` writes.
-
-    `zipfile` finds members through the list at the end of the file. TorchServe uses Java's
-    ``ZipInputStream``, which reads them in sequence through their local headers. An unlisted member
-    would therefore also be unpacked.
-    """
+    `zipfile` writes. TorchServe uses Java's ``ZipInputStream``, which ignores the list at the end
+    of the file, and would also unpack an unlisted member."""
     scattered = IntegrityError(f"{archive} must consist of its listed members only, one after another.")
     end = 0
     with open_regular(archive) as file:

@@ -127,11 +127,7 @@ class BakeStore:
         return BakeState.from_json(stored[0], f"{self._store.uri}/{STATE}"), stored[1]
 
     def save(self, state: BakeState, etag: str | None) -> str:
-        """Replace the state if it still has the etag ``etag``, and return the new one.
-
-        Raises:
-            ConflictError: a different watcher wrote the state.
-        """
+        """Replace the state if it still has the etag ``etag``, and return the new one."""
         return self._store.put_if(STATE, state.to_json(), etag)
 
 
@@ -169,11 +165,8 @@ class Breaches:
         return Breach.from_json(stored[0], f"{self._store.uri}/{_key(version)}") if stored else None
 
     def require_none(self, manifest: ReleaseManifest) -> None:
-        """Check that no bake rolled back this release or one with the same network and index.
-
-        Raises:
-            ConflictError: a bake did, and the release has not been promoted manually since.
-        """
+        """Check that no bake rolled back this release or one with the same network and index,
+        unless it has been promoted manually since."""
         for info in list(self._store.list(BREACHES)):
             breach = self.find(info.key.removeprefix(BREACHES).removesuffix(".json"))
             if breach is None or breach.overruled_by or breach.parts != deciding_parts(manifest):

@@ -27,14 +27,8 @@ if TYPE_CHECKING:
 
 @contextmanager
 def open_champion(store: Store, classes: ClassSettings = NO_CHANGES) -> Generator[ReleasedSystem | None]:
-    """Open the champion of a store, if any, and apply the removed and renamed ``classes``.
-
-    The recognizer is named after the champion's version. Its files are in a temporary directory,
-    which is deleted on exit.
-
-    Raises:
-        IntegrityError: the champion's archive is damaged.
-    """
+    """Open the champion, if any, and apply the removed and renamed ``classes``. Its files are in a
+    temporary directory, which is deleted on exit."""
     champion = Registry(store).champion()
     if champion is None:
         yield None
@@ -51,15 +45,8 @@ def open_champion(store: Store, classes: ClassSettings = NO_CHANGES) -> Generato
 
 
 def champion_labels(store: Store, dataset: Dataset) -> tuple[str, ...]:
-    """The labels that the champion knows, or an empty tuple without a champion.
-
-    The image format is checked here, because the evaluation would check it only after hours of
-    training.
-
-    Raises:
-        DataError: the champion expects images with a different shape or bit depth than those in
-            ``dataset``.
-    """
+    """The labels that the champion knows, or an empty tuple without a champion. The form of the
+    images is checked here, because the evaluation would check it only after hours of training."""
     registry = Registry(store)
     champion = registry.champion()
     if champion is None:
@@ -109,11 +96,7 @@ def _open_system(store: Store, version: str, classes: ClassSettings, scratch: Pa
 
 
 def open_released(store: Store, version: str, scratch: Path) -> "Recognizer":
-    """Open the recognizer of a release. The release is unpacked in ``scratch``.
-
-    Raises:
-        IntegrityError: the archive is damaged.
-    """
+    """Open the recognizer of a release, which is unpacked in ``scratch``."""
     from evernear.evaluation.recognizer import Recognizer  # torch takes seconds to import
 
     archive = scratch / "release.mar"
@@ -126,14 +109,10 @@ def reuse_network(store: Store, dataset: Dataset, network_dir: Path) -> tuple[Re
     """Copy the champion's network to ``network_dir``, in the format of
     `evernear.embedding.export.export_network`.
 
-    Return the champion's manifest and its open-set threshold. A threshold that was measured on
-    unseen classes is a property of the network, so it is reused. One that was calibrated on
-    impostors (`evernear.index.calibrate.calibrate`) is a property of the gallery. None is then
-    returned, and the caller calibrates again.
-
-    Raises:
-        DataError: the champion was built from a different dataset, so the training images of
-            its network are unknown.
+    Return the champion's manifest and its open-set threshold. One that was measured on unseen
+    classes is a property of the network, so it is reused. One that was calibrated on impostors
+    (`evernear.index.calibrate.calibrate`) is a property of the gallery, so it is None, and the
+    caller calibrates again.
     """
     registry = Registry(store)
     champion = registry.champion()

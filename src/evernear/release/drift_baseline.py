@@ -49,11 +49,7 @@ class DriftBaseline:
 
     @staticmethod
     def parse(data: bytes, source: str) -> "DriftBaseline":
-        """Parse the output of `to_bytes`. Error messages name ``source``.
-
-        Raises:
-            IntegrityError: ``data`` is not a drift baseline.
-        """
+        """Parse the output of `to_bytes`. Errors name ``source``."""
         try:
             with np.load(io.BytesIO(data), allow_pickle=False) as arrays:
                 projection, coordinates, distances, unknown, labels = (arrays[name] for name in _NAMES)

@@ -22,15 +22,7 @@ _SHOWN = 5
 
 def select_snapshot(store: Store, dataset: str, snapshot: str | None, release: str | None) -> Manifest:
     """The snapshot whose digest begins with ``snapshot``, otherwise the snapshot of ``release``,
-    otherwise the newest one of ``dataset``.
-
-    If ``dataset`` is empty, it comes from the store's only dataset.
-
-    Raises:
-        DataError: the store has no matching snapshot or more than one.
-        SettingsError: ``snapshot`` is not the beginning of a digest, or ``dataset`` is empty
-            and the store has several datasets.
-    """
+    otherwise the newest one of ``dataset`` or, if that is empty, of the store's only dataset."""
     released = Registry(store).get(release).manifest if release else None
     if snapshot is None and released is not None:
         return _require_snapshot(store, released.dataset_name, released.dataset_digest)
@@ -81,13 +73,7 @@ def export_snapshot(
     report: Callable[[int], None] = lambda _: None,
 ) -> None:
     """Write a snapshot to ``out``, with the embeddings of ``release``. ``report`` receives the
-    number of images so far.
-
-    Raises:
-        ConflictError: ``out`` has other contents than this export.
-        DataError: the release takes images of another size than the snapshot.
-        SettingsError: a label cannot be the name of a folder.
-    """
+    number of images so far."""
     dataset = Dataset(manifest, store)
     if form == "folder":
         require_folder_names(manifest)

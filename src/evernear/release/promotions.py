@@ -45,7 +45,6 @@ class Cause(Frozen):
 
     @classmethod
     def of_this_process(cls, why: str = "") -> "Cause":
-        """See `whoami`."""
         return cls(by=whoami(), why=why)
 
     @classmethod
@@ -74,17 +73,15 @@ class Promotion(Frozen):
     by: str = ""
     why: str = ""
     run: str = ""
-    """The ID of the pipeline run, or an empty string if a command made the change."""
+    """As in `Cause`."""
 
 
 class Pointer(Promotion):
     """The object at `CHAMPION`: the last promotion, and the releases that are being pruned.
 
-    Before a prune removes anything, it adds the affected releases to this object. The
-    compare-and-swap of a process that read the pointer earlier then fails, so it cannot promote a
-    release that is about to be removed. If a prune is killed, the next one completes it. ``prunes``
-    is the number of prunes so far, so that the object never returns to earlier content with the
-    same etag.
+    A prune adds them to this object before it removes anything. The compare-and-swap of a process
+    that read the pointer earlier then fails, so it cannot promote a release that is about to be
+    removed. If a prune is killed, the next one completes it.
     """
 
     remedy = "run `evernear registry restore`"
@@ -92,6 +89,7 @@ class Pointer(Promotion):
     pruning: dict[Version, Sha256] = {}
     """The releases whose records and archives are being removed, each with its archive's hash."""
     prunes: int = 0
+    """Number of prunes so far, so that the object never returns to earlier content and etag."""
 
 
 @dataclass(frozen=True)
@@ -134,7 +132,8 @@ def whoami() -> str:
 
 
 class ChampionPointer:
-    """Reads and moves the champion pointer of one store."""
+    """Reads and moves the champion pointer of one store. What writes it raises `ConflictError` if
+    another process did in the meantime. Nothing was changed then."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -169,25 +168,15 @@ class ChampionPointer:
         return stored[1]
 
     def write_again(self, promotion: Promotion, damaged_etag: str | None) -> Champion:
-        """Write the lost or damaged pointer again.
-
-        Raises:
-            ConflictError: a different process wrote the pointer in the meantime. Nothing was
-                changed.
-        """
+        """Write the lost or damaged pointer again."""
         pointer = Pointer.model_validate(promotion.model_dump())
         etag = self._store.put_if(CHAMPION, pointer.to_json(), damaged_etag)
         self._record_in_history(promotion)
         return Champion(pointer, etag)
 
     def move(self, promotion: Promotion, expected: Champion | None) -> Champion:
-        """Move the pointer if the champion is still ``expected``. If the response was lost, the
-        call can be repeated.
-
-        Raises:
-            ConflictError: the pointer moved in the meantime. Nothing was changed.
-            StoreError: the release is being pruned.
-        """
+        """Move the pointer if the champion is still ``expected``, and the release is not being
+        pruned. If the response was lost, the call can be repeated."""
         pointer = Pointer.model_validate(promotion.model_dump())
         if expected is not None:
             if promotion.version in expected.pointer.pruning:
@@ -214,11 +203,7 @@ class ChampionPointer:
         return moved
 
     def replace(self, pointer: Pointer, expected: Champion | None) -> Champion:
-        """Write the pointer if the champion is still ``expected``.
-
-        Raises:
-            ConflictError: the pointer moved in the meantime. Nothing was changed.
-        """
+        """Write the pointer if the champion is still ``expected``."""
         try:
             etag = self._store.put_if(CHAMPION, pointer.to_json(), expected.etag if expected else None)
         except ConflictError:

@@ -21,11 +21,8 @@ def prune_releases(registry: Registry, keep: int) -> tuple[str, ...]:
     """Remove the releases that `surplus_releases` lists, and return their versions.
 
     Their records remain available to `Registry.get` with ``include_pruned``. Milvus collections
-    that no remaining release uses are deleted.
-
-    Raises:
-        ConflictError: the champion changed in the meantime. Nothing was removed.
-        StoreError: the store or Milvus is unreachable. Repeat the call.
+    that no remaining release uses are deleted. If the champion changed in the meantime
+    (`ConflictError`), nothing was removed. After a `StoreError`, repeat the call.
     """
     champion = registry.champion()
     return _prune(registry, _surplus(registry, keep, champion), champion) if champion else ()
@@ -43,15 +40,8 @@ def surplus_releases(registry: Registry, keep: int) -> tuple[str, ...]:
 
 def remove_releases(registry: Registry, versions: Collection[str]) -> tuple[str, ...]:
     """Remove releases, and return their versions. Rollback targets can be removed, but the champion
-    cannot.
-
-    If one of the releases is the anchor, the champion becomes the anchor.
-
-    Raises:
-        ConflictError: the champion is one of the releases, or changed in the meantime. Nothing
-            was removed.
-        StoreError: the store has no champion, or the store or Milvus fails. Repeat the call.
-    """
+    cannot. If one of the releases is the anchor, the champion becomes the anchor. Raises the errors
+    of `prune_releases`."""
     champion = registry.champion()
     if not versions:
         return ()

@@ -56,11 +56,6 @@ def record_key(folder: str, version: str) -> str:
 
 
 def describe_archive(archive: Path) -> Record:
-    """Create the record for an archive.
-
-    Raises:
-        IntegrityError: the archive is not a valid release.
-    """
     manifest, texts = read_release(archive)
     verdict = Verdict.from_json(texts[VERDICT_FILE], f"{VERDICT_FILE} in {archive}")
     return Record(
@@ -137,14 +132,7 @@ class Description(Frozen):
 
 def describe(archive: Path, handler: Path) -> Description:
     """Describe an untrusted ``.mar``. The archived handler is compared with this installation's
-    ``handler``.
-
-    All members are hashed before any is parsed. Only JSON files are parsed, never the network or
-    the index.
-
-    Raises:
-        IntegrityError: the archive is not a valid release, or its parts contradict each other.
-    """
+    ``handler``. All members are hashed before any is parsed, and only JSON files are."""
     manifest, texts = read_release(archive)
     index = IndexDescription.from_json(texts[DESCRIPTION_FILE], f"{DESCRIPTION_FILE} in {archive}")
     preprocessing = Preprocessing.from_json(texts[PREPROCESSING_FILE], f"{PREPROCESSING_FILE} in {archive}")

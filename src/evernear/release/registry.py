@@ -29,7 +29,14 @@ from evernear.release.records import ARCHIVES, MANIFESTS, PRUNED, Record, descri
 
 
 class Registry:
-    """The releases of one store. Every method may raise `StoreError`."""
+    """The releases of one store.
+
+    Every method may raise `StoreError`, if the store fails or a named release does not exist or was
+    pruned, and `IntegrityError` for a damaged record, archive or champion pointer. Methods that
+    take the ``expected`` champion raise `ConflictError` if another process moved the pointer in the
+    meantime. Nothing was changed then. If the store is unreachable, they retry for up to 5 minutes.
+    After a `TransientStoreError`, the pointer may have moved.
+    """
 
     def __init__(self, store: Store) -> None:
         self.store = store
@@ -40,9 +47,7 @@ class Registry:
         """Add a release. Publishing it again changes nothing.
 
         Raises:
-            ConflictError: a different archive with this version is already published, or a
-                release with this version was pruned.
-            IntegrityError: the archive is not a valid release.
+            ConflictError: another archive of this version is published, or one was pruned.
         """
         record = describe_archive(archive)
         manifest = record.manifest
@@ -67,12 +72,6 @@ class Registry:
         yield from sorted(filter(is_version, names), key=lambda version: (version < tomorrow, version))
 
     def get(self, version: str, *, include_pruned: bool = False) -> Record:
-        """The record of a release.
-
-        Raises:
-            StoreError: the release does not exist, or was pruned.
-            IntegrityError: its record is damaged.
-        """
         record = self._record(MANIFESTS, version)
         if record is not None:
             return record
@@ -86,11 +85,7 @@ class Registry:
         raise StoreError(f"Release {version} {fault}.")
 
     def find(self, version: str) -> Record | None:
-        """The record of a release, which may be pruned, or None if the store has none.
-
-        Raises:
-            IntegrityError: the record is damaged.
-        """
+        """The record of a release, which may be pruned, or None if the store has none."""
         return self._record(MANIFESTS, version) or self._record(PRUNED, version)
 
     def records(self, *, include_pruned: bool = False) -> tuple[dict[str, Record], dict[str, str]]:
@@ -106,11 +101,7 @@ class Registry:
         return records, faults
 
     def rebuild_record(self, version: str) -> None:
-        """Rewrite the missing or damaged record of a release from its archive.
-
-        Raises:
-            IntegrityError: the store has no intact archive with this version.
-        """
+        """Rewrite the missing or damaged record of a release from its archive."""
         described = {record.archive_sha256 for record in self.records()[0].values()}
         with tempfile.TemporaryDirectory(prefix="evernear-repair-") as scratch:
             archive = Path(scratch) / "release.mar"
@@ -132,22 +123,12 @@ class Registry:
         return self.store.find(record_key(MANIFESTS, version)) is not None
 
     def contains(self, archive: Path) -> bool:
-        """Whether ``archive`` is byte-for-byte identical to a published release that was not
-        pruned.
-
-        Raises:
-            IntegrityError: ``archive`` is not a release.
-        """
+        """Whether ``archive`` is identical to a published release that was not pruned."""
         record = self._record(MANIFESTS, read_release_manifest(archive).version)
         return record is not None and record.archive_sha256 == sha256_file(archive)
 
     def fetch(self, version: str, path: Path) -> Record:
-        """Download a release's archive to ``path`` and check its hash.
-
-        Raises:
-            StoreError: the release does not exist, or was pruned.
-            IntegrityError: the archive differs from the published one.
-        """
+        """Download a release's archive to ``path`` and check its hash."""
         record = self.get(version)
         self.store.fetch(record.archive_key, path, sha256=record.archive_sha256)
         return record
@@ -165,36 +146,22 @@ class Registry:
         )
 
     def require_champion(self) -> Champion:
-        """The champion, which must exist.
-
-        Raises:
-            StoreError: no release has been promoted yet.
-            IntegrityError: the champion pointer is damaged or lost.
-        """
+        """The champion, which must exist."""
         champion = self.champion()
         if champion is None:
             raise StoreError(self.explain_no_champion())
         return champion
 
     def champion(self) -> Champion | None:
-        """The champion, or None before the first promotion.
-
-        Raises:
-            IntegrityError: the champion pointer is damaged or lost.
-        """
+        """The champion, or None before the first promotion."""
         return self.pointer.find()
 
     def restore(self, version: str | None = None, cause: Cause | None = None) -> Champion:
-        """Rewrite the lost or damaged champion pointer as a new promotion of ``version``.
-
-        ``version`` defaults to the release of the newest promotion in the history. The rollback
-        target then stays the same.
+        """Rewrite the lost or damaged champion pointer as a new promotion of ``version``. It
+        defaults to the newest promotion in the history, whose rollback target then stays the same.
 
         Raises:
-            StoreError: the pointer is intact, the history contains no release, or the release
-                does not exist.
-            ConflictError: a different process wrote the pointer in the meantime. Nothing was
-                changed.
+            StoreError: also if the pointer is intact, or the history contains no release.
         """
         damaged_etag = self.pointer.etag_if_damaged()
         highest, newest = self.pointer.newest_in_history()
@@ -211,16 +178,8 @@ class Registry:
         anchor = (newest.anchor or newest.version) if newest else None
         if newest is not None and newest.version == version:
             previous, undo_to = newest.previous, newest.undo_to
-        promotion = Promotion(
-            version=version,
-            previous=previous,
-            since=datetime.now(UTC),
-            number=highest + 1,
-            undo_to=undo_to,
-            anchor=anchor if anchor and self.is_published(anchor) else None,
-            how="restore",
-            **(cause or Cause.of_this_process()).model_dump(),
-        )
+        anchor = anchor if anchor and self.is_published(anchor) else None
+        promotion = _promotion(version, "restore", highest + 1, previous, undo_to, anchor, cause)
         return self.pointer.write_again(promotion, damaged_etag)
 
     def set_champion(
@@ -232,45 +191,22 @@ class Registry:
         anchor: str | None = None,
     ) -> Champion:
         """If the champion is still ``expected``, make a published release the champion. ``anchor``
-        replaces the anchor.
-
-        ``cause`` defaults to the user and host of this process. If the store is unreachable, the
-        request is retried for up to 5 minutes.
-
-        Raises:
-            ConflictError: the pointer moved in the meantime. Nothing was changed.
-            TransientStoreError: the store is unreachable. The pointer may have moved.
-            StoreError: the release does not exist, or is being pruned.
-        """
-        promotion = Promotion(
-            version=version,
-            previous=expected.version if expected else None,
-            since=datetime.now(UTC),
-            number=expected.pointer.number + 1 if expected else 1,
-            undo_to=expected.pointer.number if expected else None,
-            anchor=anchor or (expected.anchor if expected else None),
-            how=how,
-            **(cause or Cause.of_this_process()).model_dump(),
-        )
+        replaces the anchor. ``cause`` defaults to the user and host of this process."""
+        if expected is None:
+            promotion = _promotion(version, how, 1, None, None, anchor, cause)
+        else:
+            number = expected.pointer.number
+            promotion = _promotion(version, how, number + 1, expected.version, number, anchor or expected.anchor, cause)
         return self._promote(promotion, expected)
 
     def record_settings(self, expected: Champion, cause: Cause | None = None) -> Champion:
         """If the champion is still ``expected``, record that its settings changed. Rollbacks skip
-        this entry.
-
-        Raises:
-            ConflictError, TransientStoreError, StoreError: as for `set_champion`.
-        """
+        this entry."""
         return self._record_again(expected, "apply", expected.anchor, cause)
 
     def set_anchor(self, version: str, expected: Champion, cause: Cause | None = None) -> Champion:
         """If the champion is still ``expected``, make a published release the anchor. Rollbacks
-        skip this entry.
-
-        Raises:
-            StoreError: the release does not exist, is being pruned, or is already the anchor.
-            ConflictError, TransientStoreError: as for `set_champion`.
-        """
+        skip this entry."""
         self.get(version)
         if version == expected.anchor:
             raise StoreError(f"Release {version} is the anchor already.")
@@ -279,15 +215,9 @@ class Registry:
         return self._record_again(expected, "anchor", version, cause)
 
     def _record_again(self, expected: Champion, how: How, anchor: str, cause: Cause | None) -> Champion:
-        promotion = Promotion(
-            version=expected.version,
-            previous=expected.previous,
-            since=datetime.now(UTC),
-            number=expected.pointer.number + 1,
-            undo_to=expected.pointer.undo_to,
-            anchor=anchor,
-            how=how,
-            **(cause or Cause.of_this_process()).model_dump(),
+        pointer = expected.pointer
+        promotion = _promotion(
+            pointer.version, how, pointer.number + 1, pointer.previous, pointer.undo_to, anchor, cause
         )
         return self._promote(promotion, expected)
 
@@ -296,26 +226,15 @@ class Registry:
 
         A second rollback undoes the preceding promotion, and never restores a release that the
         previous rollback replaced. If the history entry of a promotion is lost, the promotion has
-        no predecessor. If the store is unreachable, the request is retried for up to 5 minutes. The
-        anchor changes only if it is the replaced release. The previous anchor is then restored.
-
-        Raises:
-            ConflictError: the pointer moved in the meantime. Nothing was changed.
-            TransientStoreError: the store is unreachable. The pointer may have moved.
-            StoreError: no previous champion exists, or it was pruned.
+        no predecessor. The anchor changes only if it is the replaced release. The previous anchor
+        is then restored.
         """
         undo_to = expected.pointer.undo_to
         restored = self.pointer.find_in_history(undo_to) if undo_to is not None else None
-        promotion = Promotion(
-            version=expected.rollback_target(),
-            previous=restored.previous if restored else None,
-            since=datetime.now(UTC),
-            number=expected.pointer.number + 1,
-            undo_to=restored.undo_to if restored else None,
-            anchor=self._anchor_after_rollback(expected, restored),
-            how="rollback",
-            **(cause or Cause.of_this_process()).model_dump(),
-        )
+        previous, before = (restored.previous, restored.undo_to) if restored else (None, None)
+        anchor = self._anchor_after_rollback(expected, restored)
+        number = expected.pointer.number + 1
+        promotion = _promotion(expected.rollback_target(), "rollback", number, previous, before, anchor, cause)
         return self._promote(promotion, expected)
 
     def _anchor_after_rollback(self, expected: Champion, restored: Promotion | None) -> str | None:
@@ -325,7 +244,6 @@ class Registry:
         return anchor if anchor and self.is_published(anchor) else None
 
     def history(self) -> Iterator[Promotion]:
-        """As `ChampionPointer.history`."""
         return self.pointer.history()
 
     def _promote(self, promotion: Promotion, expected: Champion | None) -> Champion:
@@ -339,3 +257,20 @@ class Registry:
         key = record_key(folder, version)
         entry = self.store.find(key) if is_version(version) else None
         return Record.from_json(entry[0], f"The record {key} in {self.store.uri}") if entry else None
+
+
+def _promotion(
+    version: str,
+    how: How,
+    number: int,
+    previous: str | None,
+    undo_to: int | None,
+    anchor: str | None,
+    cause: Cause | None,
+) -> Promotion:
+    """A promotion by ``cause``, now."""
+    who = (cause or Cause.of_this_process()).model_dump()
+    since = datetime.now(UTC)
+    return Promotion(
+        version=version, how=how, number=number, previous=previous, undo_to=undo_to, anchor=anchor, since=since, **who
+    )

@@ -77,12 +77,7 @@ class RunReport:
 
     @staticmethod
     def load(record: RunRecord) -> "RunReport":
-        """Read the record of a run that has ended.
-
-        Raises:
-            StoreError: the run is unknown or has no outcome yet, or the store fails.
-            IntegrityError: the record is damaged.
-        """
+        """Read the record of a run that has ended."""
         outcome = record.find("outcome", RunOutcome)
         if outcome is None:
             raise StoreError(f"{record.store.uri} has no outcome of a run {record.run}; it may not have ended.")
@@ -218,11 +213,7 @@ class RunReport:
 
 
 def find_run(store: Store, name: str) -> RunRecord:
-    """The record of the run ``name``, or of the run that built the release ``name``.
-
-    Raises:
-        StoreError: no run built the release ``name``, or the store is unavailable.
-    """
+    """The record of the run ``name``, or of the run that built the release ``name``."""
     if not is_version(name):
         return RunRecord(store, name)
     for info in store.list("runs/"):
