@@ -9,6 +9,7 @@ import tests.environment  # noqa: F401 - first, because libraries and `evernear`
 
 import itertools
 import os
+import random
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -44,16 +45,32 @@ LONGEST_FIRST = (
 )
 """Directories whose tests take longest: if started last, they would run alone at the end, on one of
 two cores."""
+SEED = "EVERNEAR_TEST_SEED"
+"""The environment variable with the seed of the order of the tests."""
 SLOW_TIMEOUT_S = 1800
 """Default time limit of a slow test. A test that takes minutes on an idle processor can take many
 times as long on a busy one."""
 
 
+def pytest_configure() -> None:
+    os.environ.setdefault(SEED, str(random.SystemRandom().randrange(10**6)))  # the workers have the same one
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Run the tests of a file in random order, and the files of a directory."""
+    rng = random.Random(os.environ[SEED])
+    rank = {path: rng.random() for path in dict.fromkeys(item.path for item in items)}
+    rng.shuffle(items)
+    items.sort(key=lambda item: rank[item.path])
     items.sort(key=lambda item: min(map(LONGEST_FIRST.index, _directories(item)), default=len(LONGEST_FIRST)))
     for item in items:
         if item.get_closest_marker("slow") and not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(SLOW_TIMEOUT_S))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    if terminalreporter.stats.keys() & {"failed", "error"}:
+        terminalreporter.write_line(f"{SEED}={os.environ[SEED]} repeats the order of these tests.")
 
 
 def _directories(item: pytest.Item) -> list[str]:

@@ -1,4 +1,5 @@
-"""The initial environment of every test and its subprocesses, isolated from the user's shell.
+"""The initial environment of every test and its subprocesses, isolated from the user's shell, and
+with temporary files in memory.
 
 conftest.py imports this module before anything that reads the environment. The removed variables
 are saved for the few tests that need them, which install packages or use a real cluster.
@@ -7,12 +8,19 @@ are saved for the few tests that need them, which install packages or use a real
 import json
 import os
 import re
+import shutil
 import signal
 import sys
+import tempfile
+from pathlib import Path
 
 SHELL_VARIABLE = "EVERNEAR_TEST_SHELL"
 """An environment variable, because pytest-xdist workers inherit an environment that is already
 isolated."""
+
+MEMORY = Path("/dev/shm")
+"""A file system in memory, on Linux."""
+LEAST_MEMORY_BYTES = 8 * 2**30
 
 _PROXIES = r"(all|ftp|http|https|no)_proxy"
 _CERTIFICATES = r"ssl_cert_(file|dir)|(requests|curl)_ca_bundle"
@@ -32,6 +40,9 @@ def isolate() -> None:
     removed = {name: os.environ.pop(name) for name in list(os.environ) if _FOREIGN.fullmatch(name)}
     os.environ.setdefault(SHELL_VARIABLE, json.dumps(removed))
     os.environ["OMP_NUM_THREADS"] = "1"
+    if MEMORY.is_dir() and shutil.disk_usage(MEMORY).free > LEAST_MEMORY_BYTES:
+        os.environ.setdefault("TMPDIR", str(MEMORY))  # tests write tens of thousands of small files
+        tempfile.tempdir = None  # pytest has used the other one
     sys.dont_write_bytecode = False
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         # A shell starts a background job this way, and the commands under test would inherit it.

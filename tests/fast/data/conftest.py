@@ -1,6 +1,7 @@
 """Small trees of real image files, and readers for ingested snapshots."""
 
 from collections.abc import Callable
+from functools import cache
 from io import BytesIO
 from pathlib import Path
 
@@ -22,6 +23,7 @@ Ingest = Callable[..., Manifest]
 def make_image() -> MakeImage:
     """``make_image(number)`` returns a PNG file of noise, unique for each number."""
 
+    @cache
     def make_image(number: int, size: tuple[int, int] = (6, 5), mode: str = "L", kind: str = "PNG") -> bytes:
         channels = len(Image.new(mode, (1, 1)).getbands())
         shape = (size[1], size[0], channels)

@@ -41,6 +41,7 @@ from evernear.settings import Settings
 from tests.releases import MakeRelease, PackedRelease, forge, settings_on_free_ports
 
 BROKEN = b"class H:\n    def initialize(self, c): raise RuntimeError('no')\n    def handle(self, d, c): ...\n"
+CLIENTS = 2
 FAILING = b"class H:\n    def initialize(self, c): ...\n    def handle(self, d, c): raise RuntimeError('no')\n"
 
 
@@ -81,11 +82,11 @@ class Sandbox:
         failures: list[str] = []
         versions: set[str] = set()
         stop = threading.Event()
-        requests = [0] * 4
+        requests = [0] * CLIENTS
 
         def send_requests(number: int) -> None:
             client = Client.of(self.settings)
-            while not stop.wait(0.03):
+            while not stop.wait(0.1):
                 requests[number] += 1
                 try:
                     versions.add(client.predict(self.image).version)
@@ -99,7 +100,7 @@ class Sandbox:
                 assert time.monotonic() < deadline_s
                 time.sleep(0.01)
 
-        threads = [threading.Thread(target=send_requests, args=(number,)) for number in range(4)]
+        threads = [threading.Thread(target=send_requests, args=(number,)) for number in range(CLIENTS)]
         for thread in threads:
             thread.start()
         try:

@@ -148,6 +148,7 @@ def test_another_network_does_not_use_the_cache(
     assert embed_newest(tmp_path / "network", growing, tmp_path / "other", batch_sizes) == 0
 
 
+@pytest.mark.slow
 def test_the_same_weights_exported_by_another_process_use_the_cache(
     digits_dir: Path,
     trained_dir: Path,

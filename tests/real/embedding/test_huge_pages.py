@@ -19,7 +19,7 @@ print(sum("hg" in each for each in flags))
 
 
 @pytest.mark.skipif(not HUGE_PAGES.exists(), reason="The kernel has no transparent huge pages.")
-@pytest.mark.parametrize(("chosen", "is_advised"), [(None, True), ("0", False)])
+@pytest.mark.parametrize(("chosen", "is_advised"), [(None, True), pytest.param("0", False, marks=pytest.mark.slow)])
 def test_large_tensors_are_in_huge_pages(chosen: str | None, is_advised: bool) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "THP_MEM_ALLOC_ENABLE"}
     if chosen is not None:

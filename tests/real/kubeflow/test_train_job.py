@@ -104,6 +104,7 @@ def follow(
     run_train_job("run-1", digits, with_defaults(settings.train, digits), settings, on_epoch, report)
 
 
+@pytest.mark.slow
 def test_two_nodes_train_as_one_process(
     loopback: LoopbackCluster, digits: Dataset, settings: RunSettings, tmp_path: Path, capfd: pytest.CaptureFixture
 ) -> None:

@@ -38,7 +38,7 @@ def splits(manifest: Manifest, store: Store) -> dict[bytes, str]:
     return {digest.tobytes(): split for split in SPLITS for block in dataset.blocks(split) for digest in block.digests}
 
 
-@pytest.fixture(params=["folder", "bucket"])
+@pytest.fixture(params=["folder", pytest.param("bucket", marks=pytest.mark.slow)])
 def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
     if request.param == "folder":
         return open_store((tmp_path / "store").as_uri())

@@ -50,7 +50,7 @@ prune_store(open_store(sys.argv[1]), 1)
 """
 
 
-@pytest.fixture(params=["folder", "bucket"])
+@pytest.fixture(params=["folder", pytest.param("bucket", marks=pytest.mark.slow)])
 def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
     if request.param == "folder":
         return open_store((tmp_path / "store").as_uri())

@@ -90,6 +90,7 @@ def test_every_image_has_the_answer_of_a_server(shared: Shared, photos: Path, tm
     assert "Skipped 2 files or folders that are no images" in parts.plan.notes[0]
 
 
+@pytest.mark.slow  # tests/real/embedding/test_embed_in_parts.py has two processes
 def test_two_processes_write_the_same_files_as_one(shared: Shared, tmp_path: Path) -> None:
     predict(shared, tmp_path / "one")
     predict(shared, tmp_path / "two", processes=2)

@@ -35,7 +35,9 @@ def contended_store(request: pytest.FixtureRequest) -> tuple[str, int]:
     return f"s3://{request.getfixturevalue('bucket')}/team", 8
 
 
-@pytest.mark.parametrize("in_lockstep", [True, False], ids=["all at once", "each at its own pace"])
+@pytest.mark.parametrize(
+    "in_lockstep", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["all at once", "each at its own pace"]
+)
 def test_contended_promotions_neither_fail_nor_get_lost(
     contended_store: tuple[str, int], releases: list[PackedRelease], in_lockstep: bool
 ) -> None:

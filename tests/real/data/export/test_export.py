@@ -161,7 +161,7 @@ def test_memory_does_not_grow_with_the_number_of_images(form: Format, tmp_path: 
             tracemalloc.stop()
 
     peak_bytes(1)
-    assert peak_bytes(40) < 1.5 * peak_bytes(10)
+    assert peak_bytes(16) < 1.5 * peak_bytes(4)
 
 
 @pytest.fixture(scope="module")
