@@ -26,7 +26,6 @@ from evernear.common.output import (
     print_line,
     print_table,
     printable,
-    quantity,
 )
 from evernear.common.progress import EVENTS_VARIABLE, Event, read_events, step
 from evernear.common.store import open_store
@@ -77,18 +76,6 @@ def test_every_text_becomes_one_encodable_line(text: str) -> None:
     output = printable(text)
     assert output.isprintable()
     output.encode()  # fails for a surrogate
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        (quantity(1, "image"), "1 image"),
-        (quantity(0, "image"), "0 images"),
-        (quantity(1200, "class", "classes"), "1,200 classes"),
-    ],
-)
-def test_quantity_agrees_with_its_noun(text: str, expected: str) -> None:
-    assert text == expected
 
 
 def test_line_and_json_output(capsys: pytest.CaptureFixture[str]) -> None:

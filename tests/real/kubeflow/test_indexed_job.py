@@ -354,16 +354,6 @@ def test_pods_that_the_kubelet_refuses_name_the_reason(
     assert any("container has runAsNonRoot and image will run as root" in state for state in states)
 
 
-def test_api_server_checks_the_job(
-    loopback: LoopbackCluster, manifests: Objects, store: Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    manifest = indexed_job.indexed_job(plan(store), 2, SETTINGS, manifests["PodTemplate"])
-    manifest["spec"]["podFailurePolicy"]["rules"][1]["onExitCodes"]["containerName"] = "other"
-    monkeypatch.setattr(indexed_job, "indexed_job", lambda *_: manifest)
-    with pytest.raises(ClusterError, match="must be one of the container names"):
-        run(plan(store, "other"))
-
-
 def test_missing_template_directory_and_namespace_have_a_remedy(
     loopback: LoopbackCluster, store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

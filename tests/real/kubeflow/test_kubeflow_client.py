@@ -13,9 +13,9 @@ from evernear.common.store import Store, open_store
 from evernear.errors import PipelineServerError, SettingsError
 from evernear.kubeflow import GOLDEN, client, connection
 from evernear.kubeflow.client import KfpRuns
-from evernear.kubeflow.runs import Run, State
+from evernear.kubeflow.runs import State
 from evernear.settings import PipelineSettings
-from tests.loopback.kfp import KfpServer, RunControl
+from tests.loopback.kfp import KfpServer
 
 PIPELINE = "continuous-training"
 COMPILED = GOLDEN / "continuous_training.yaml"
@@ -297,22 +297,3 @@ def test_multi_user_kfp_requires_the_namespace() -> None:
             runs_of(server).start(PIPELINE, {}, "b")
         with pytest.raises(PipelineServerError, match=r"denied the request .*pipeline\.namespace"):
             runs_of(server, namespace="bob").list()
-
-
-def test_loopback_executor_runs_and_stops() -> None:
-    stopped = threading.Event()
-
-    def work(run: RunControl) -> None:
-        run.begin()
-        run.task("ingest", "RUNNING")
-        while not run.is_canceling:
-            stopped.wait(0.01)
-        run.end("CANCELED")
-
-    with KfpServer(executor=work) as server:
-        server.publish(COMPILED, version="first")
-        runs = runs_of(server)
-        started: Run = runs.start(PIPELINE, {}, "a")
-        runs.stop(started.id)
-        assert server.run(started.id).ended.wait(5)
-        assert runs.show(started.id).state is State.CANCELED

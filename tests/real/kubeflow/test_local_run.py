@@ -129,11 +129,3 @@ def test_setting_that_is_not_utf8_is_refused_before_the_run(tmp_path: Path) -> N
     with pytest.raises(SettingsError, match=r"^data\.source = .* is not UTF-8, .* rename it\.$"):
         local_run.run_pipeline(settings, lambda _: None)
     assert not (tmp_path / "work").exists()
-
-
-def test_run_keeps_its_own_directory_and_those_of_the_setting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(local_run, "_follow", lambda *_: ([], {}))
-    monkeypatch.setattr(local_run, "_result", lambda directory, *_: directory)
-    settings = load(environment={}, overrides=[f"workdir={tmp_path}", "keep_runs=2"])
-    directories = [local_run.run_pipeline(settings, lambda _: None) for _ in range(3)]
-    assert sorted((tmp_path / "runs").iterdir()) == directories[1:]

@@ -2,8 +2,6 @@
 really train."""
 
 import copy
-import os
-import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -212,38 +210,6 @@ def test_running_train_job_is_adopted_and_a_failed_one_is_replaced(
     running, seen = left_behind(), set[str]()
     follow(digits, settings, report=lambda _: seen.update(job["metadata"]["uid"] for job in train_jobs(loopback)))
     assert seen == {running}
-
-
-def test_stopped_run_and_deleted_train_job(
-    loopback: LoopbackCluster, digits: Dataset, settings: RunSettings, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run_command(monkeypatch, "import time; time.sleep(60)")
-    with pytest.raises(SystemExit) as stopped:
-        follow(digits, settings, report=lambda _: os.kill(os.getpid(), signal.SIGTERM))
-    assert stopped.value.code == 128 + signal.SIGTERM
-    assert train_jobs(loopback) == []
-    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
-
-    admin = client.CustomObjectsApi(config.new_client_from_config(str(loopback.kubeconfig())))
-
-    def delete(_: str) -> None:
-        for job in train_jobs(loopback):
-            admin.delete_namespaced_custom_object(
-                "trainer.kubeflow.org", "v1alpha1", "kubeflow", "trainjobs", job["metadata"]["name"]
-            )
-
-    with pytest.raises(TrainingError, match="was deleted by someone else; run again to continue"):
-        follow(digits, settings, report=delete)
-
-
-def test_api_server_checks_the_train_job(
-    loopback: LoopbackCluster, digits: Dataset, settings: RunSettings, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    manifest = train_job.train_job("run-1", settings.train, settings)
-    manifest["spec"]["trainer"]["numberOfNodes"] = 2
-    monkeypatch.setattr(train_job, "train_job", lambda *_: manifest)
-    with pytest.raises(ClusterError, match=r'unknown field "spec\.trainer\.numberOfNodes"'):
-        follow(digits, settings)
 
 
 def refuse(cluster: LoopbackCluster, manifests: Objects, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,9 +2,7 @@
 conditions."""
 
 import re
-import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -80,44 +78,6 @@ def test_server_that_rejects_conditions_is_refused(altering_proxy: FaultyProxy, 
     altering_proxy.inject("PUT", *[refuse(501, "NotImplemented")] * 8)
     with pytest.raises(StoreError, match="0 of 8 concurrent writers created an object and 0 replaced it"):
         S3Store(bucket, "prefix").put_if("head", b"1", None)
-
-
-def test_conditional_put_rejects_a_stale_etag(connect) -> None:
-    store = connect()
-    first = store.put_if("head", b"1", None)
-    for etag in (None, "0" * 32):
-        with pytest.raises(ConflictError, match=r"Another writer changed s3://.*/prefix/head"):
-            store.put_if("head", b"2", etag)
-    assert store.find("head") == (b"1", first)
-    second = store.put_if("head", b"2", first)
-    with pytest.raises(ConflictError):
-        store.put_if("head", b"3", first)
-    with pytest.raises(ConflictError):
-        store.put_if("never-written", b"1", first)
-    assert store.find("head") == (b"2", second)
-    assert store.find("never-written") is None
-
-
-def test_exactly_one_concurrent_writer_succeeds(connect) -> None:
-    writers = [connect() for _ in range(3)]
-    for writer in writers:
-        assert writer._conditional_writer.race_winners  # each has probed the server
-    etag: str | None = None
-    for round_number in range(2):
-        start = threading.Barrier(len(writers), timeout=60)
-
-        def write(store: S3Store, data: bytes, etag: str | None, start: threading.Barrier) -> str | None:
-            start.wait()
-            try:
-                return store.put_if("champion", data, etag)
-            except ConflictError:
-                return None
-
-        offers = [b"%d-%d" % (round_number, number) for number in range(len(writers))]
-        with ThreadPoolExecutor(len(writers)) as pool:
-            new_etags = list(pool.map(write, writers, offers, [etag] * 3, [start] * 3))
-        ((written, etag),) = [(data, new) for data, new in zip(offers, new_etags, strict=True) if new]
-        assert connect().find("champion") == (written, etag)
 
 
 def test_probe_leaves_no_objects(connect) -> None:
@@ -235,23 +195,6 @@ def test_throttled_write_is_retried(atomic: FaultyProxy, bucket: str) -> None:
     with pytest.raises(StoreError, match=r"overloaded or broken \(503 SlowDown\) after 4 attempts; run again later"):
         store.put_if("head", b"3", None)
     assert store.get("head") == b"2"
-
-
-def test_concurrent_increments_are_not_lost(atomic: FaultyProxy, bucket: str) -> None:
-    def count(_: int) -> None:
-        store = S3Store(bucket, "prefix")
-        for _ in range(3):
-            while True:
-                data, etag = store.find("counter") or (b"0", None)
-                try:
-                    store.put_if("counter", b"%d" % (int(data) + 1), etag)
-                    break
-                except ConflictError:
-                    continue
-
-    with ThreadPoolExecutor(4) as pool:
-        list(pool.map(count, range(4)))
-    assert S3Store(bucket, "prefix").get("counter") == b"12"
 
 
 def test_missing_permission_is_not_reported_as_a_conflict(s3_endpoint: str, bucket: str, monkeypatch) -> None:

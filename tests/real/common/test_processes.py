@@ -1,6 +1,8 @@
-"""Thread counts follow the CPU limit, reach every library, and can be overridden by the user."""
+"""Limits of the container are read, and thread counts follow the CPU limit and reach every library.
+Users can override them."""
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -13,6 +15,7 @@ import pytest
 
 from evernear.common import processes as threads
 
+GIB = 2**30
 CPUS = len(os.sched_getaffinity(0))
 ASK_THE_LIBRARIES = """
 import json, os
@@ -104,6 +107,41 @@ def many_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_cpu_count_follows_the_limit(tmp_path: Path, cpus: int, contents: dict[str, str]) -> None:
     assert threads.available_cpus(files(tmp_path, contents)) == cpus
+
+
+@pytest.mark.parametrize(
+    ("limit_bytes", "contents"),
+    [
+        pytest.param(math.inf, {}, id="no cgroups"),
+        pytest.param(math.inf, {"proc/self/cgroup": "0::/", "sys/fs/cgroup/memory.max": "max"}, id="v2, no limit"),
+        pytest.param(GIB, {"proc/self/cgroup": "0::/", "sys/fs/cgroup/memory.max": f"{GIB}"}, id="v2, a container"),
+        pytest.param(
+            GIB,
+            {
+                "proc/self/cgroup": "0::/pod/container",
+                "sys/fs/cgroup/pod/memory.max": f"{GIB}",
+                "sys/fs/cgroup/pod/container/memory.max": f"{2 * GIB}",
+            },
+            id="v2, a lower limit above",
+        ),
+        pytest.param(
+            GIB,
+            {
+                "proc/self/cgroup": "12:memory:/docker/7\n4:cpu,cpuacct:/docker/7",
+                "sys/fs/cgroup/memory/memory.limit_in_bytes": f"{GIB}",
+                "sys/fs/cgroup/cpu/memory.limit_in_bytes": "1",
+            },
+            id="v1, a container",
+        ),
+        pytest.param(
+            math.inf,
+            {"proc/self/cgroup": "1:memory:/", "sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712"},
+            id="v1, no limit",
+        ),
+    ],
+)
+def test_memory_limit(tmp_path: Path, limit_bytes: float, contents: dict[str, str]) -> None:
+    assert threads.memory_limit_bytes(files(tmp_path, contents)) == limit_bytes
 
 
 def test_limit_above_the_cpu_count_is_ignored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
