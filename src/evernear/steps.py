@@ -43,8 +43,7 @@ def ingest(run: str, store: str, parameters: dict[str, str], settings: Tree, dat
         from evernear.data.ingest import ingest_source
         from evernear.data.listing import ClassMinimum
         from evernear.data.manifest import save_manifest
-        from evernear.kubeflow.nodes import StepNodes, nodes_of_ingest
-        from evernear.kubeflow.preflight import require_runnable
+        from evernear.kubeflow.nodes import StepNodes, nodes_of_ingest, require_runnable
         from evernear.release.champion import live_classes
 
         chosen, swaps = of_run(settings, **parameters, store=store), list[str]()

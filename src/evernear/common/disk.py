@@ -93,11 +93,9 @@ def scratch_name(owner: Path) -> str:
 
 
 def make_private(directory: Path) -> None:
-    """Create ``directory`` as an empty directory that only this user can access.
-
-    An earlier one of this user is removed. Another user may have created one or a link under this
-    predictable name, which raises `StoreError`.
-    """
+    """Create ``directory`` as an empty directory that only this user can access. An earlier one of
+    this user is removed. Another user may have created one or a link under this predictable name,
+    which raises `StoreError`."""
     remove_own(directory)
     with disk_errors(directory):
         try:

@@ -25,13 +25,8 @@ class Frozen(BaseModel):
 
     @classmethod
     def from_json(cls, data: bytes | str, source: Path | str, remedy: str | None = None) -> Self:
-        """Parse a stored document. ``remedy`` overrides the class's own.
-
-        Raises:
-            IntegrityError: ``data`` is not valid. The message contains ``source``, the first
-                invalid field and the remedy. If only unknown fields are wrong, it says that a later
-                version may have written them. If ``format`` is another, it asks for a new store.
-        """
+        """Parse a stored document. ``remedy`` overrides the class's own. An `IntegrityError` names
+        ``source``, the first invalid field and the remedy."""
         if not data:
             raise IntegrityError(f"{source} is not a valid {_words(cls)}: it is empty{cls._ending(remedy)}")
         try:

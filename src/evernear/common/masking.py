@@ -155,7 +155,6 @@ class MaskedStream:
         self.unmasked = unmasked
 
     def write(self, text: str) -> int:
-        """Returns the number of characters in ``text``, not in the masked text."""
         self.unmasked.write(mask(text))
         return len(text)
 
@@ -182,7 +181,7 @@ def copy_masked(source: IO[bytes], path: Path) -> None:
     If the disk is full, the rest is discarded, because a full pipe would block the child."""
     with source:
         with path.open("ab", buffering=0) as log:
-            for text in masked_parts(source):
+            for text in _masked_parts(source):
                 try:
                     log.write(text)
                 except OSError:
@@ -191,7 +190,7 @@ def copy_masked(source: IO[bytes], path: Path) -> None:
             pass
 
 
-def masked_parts(source: IO[bytes]) -> Iterator[bytes]:
+def _masked_parts(source: IO[bytes]) -> Iterator[bytes]:
     """Complete, masked lines from ``source``."""
     rest = b""
     while chunk := os.read(source.fileno(), LINE_MAX_BYTES):

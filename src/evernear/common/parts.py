@@ -112,11 +112,9 @@ class Parts:
         parts: Iterable[Part],
         notes: Callable[[], tuple[str, ...]] = tuple,
     ) -> "Parts":
-        """Write ``parts``, then the plan. ``notes`` is called after the last part.
-
-        If a different process wrote its plan first, that plan is returned and the parts from this
-        call are deleted.
-        """
+        """Write ``parts``, then the plan. ``notes`` is called after the last part. If a different
+        process wrote its plan first, that plan is returned and the parts from this call are
+        deleted."""
         plan_id, count, units = uuid4().hex[:12], 0, 0
 
         def write(numbered: tuple[int, Part]) -> int:
@@ -156,11 +154,7 @@ class Parts:
         return _parse_result(stored[0]).value if stored else None
 
     def results(self) -> Iterator[PartResult]:
-        """The results of all parts, in order.
-
-        Raises:
-            MissingObjectError: a part has no result.
-        """
+        """The results of all parts, in order."""
 
         def read(number: int) -> PartResult:
             return _parse_result(self.store.get(self._key("results", number)))
@@ -189,11 +183,8 @@ class Parts:
         self.store.put(self._key("failed", number), failure.to_json())
 
     def forget_failures(self) -> None:
-        """Let failed parts run again.
-
-        The records of failures are emptied and not deleted, because the pipeline's credentials may
-        not permit deletion.
-        """
+        """Let failed parts run again. The records of failures are emptied and not deleted, because
+        the pipeline's credentials may not permit deletion."""
         for number in [*self._numbers("failed")]:
             self.store.put(self._key("failed", number), b"")
 

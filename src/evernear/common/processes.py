@@ -23,20 +23,16 @@ UNLIMITED_BYTES = 2**62
 
 
 def cpu_limit(root: Path = ROOT) -> float:
-    """The lowest CPU limit among this process's cgroups, or infinity.
-
-    Version 2: https://docs.kernel.org/admin-guide/cgroup-v2.html#cpu-interface-files. Version 1:
-    https://docs.kernel.org/scheduler/sched-bwc.html#management.
-    """
+    """The lowest CPU limit among this process's cgroups, or infinity. Version 2:
+    https://docs.kernel.org/admin-guide/cgroup-v2.html#cpu-interface-files. Version 1:
+    https://docs.kernel.org/scheduler/sched-bwc.html#management."""
     return min(map(_cpus, _cgroups(root, "cpu")), default=math.inf)
 
 
 def memory_limit_bytes(root: Path = ROOT) -> float:
-    """The lowest memory limit among this process's cgroups, or infinity.
-
-    Version 2: https://docs.kernel.org/admin-guide/cgroup-v2.html#memory-interface-files. Version 1:
-    https://docs.kernel.org/admin-guide/cgroup-v1/memory.html.
-    """
+    """The lowest memory limit among this process's cgroups, or infinity. Version 2:
+    https://docs.kernel.org/admin-guide/cgroup-v2.html#memory-interface-files. Version 1:
+    https://docs.kernel.org/admin-guide/cgroup-v1/memory.html."""
     return min(map(_memory_bytes, _cgroups(root, "memory")), default=math.inf)
 
 
@@ -170,10 +166,8 @@ def last_line(output: str) -> str:
 
 def shadowed_modules(python_path: str | None = None) -> str:
     """A sentence about modules on ``PYTHONPATH`` that hide installed ones, or an empty string.
-
     Python and all libraries import a user's ``random.py`` or ``faiss.py`` instead of the module
-    that they need, and fail with misleading errors.
-    """
+    that they need, and fail with misleading errors."""
     if python_path is None:
         python_path = os.environ.get("PYTHONPATH", "")
     directories = [directory for directory in python_path.split(os.pathsep) if directory]

@@ -173,11 +173,9 @@ class _Writer:
 
 @contextmanager
 def step(name: str, run: str, store_uri: str) -> Generator[Step]:
-    """Run the body as the step ``name``, and record its state in the store.
-
-    An `EvernearError` or a full disk ends the process with a message and an exit code. Any other
-    exception is a bug and propagates with its traceback.
-    """
+    """Run the body as the step ``name``, and record its state in the store. An `EvernearError` or a
+    full disk ends the process with a message and an exit code. Any other exception is a bug and
+    propagates with its traceback."""
     mask_streams()
     running = Step(name, run, store_uri)
     running.emit("started", "")
@@ -344,14 +342,9 @@ def progress(workdir: Path) -> RunProgress | None:
 
 
 def run_directories(workdir: Path) -> list[Path]:
-    """The run directories in ``workdir``, in start order.
-
-    `ORDER_FILE` has the order, because a clock may be set back. Unlisted directories are sorted by
-    the time in their names, and those with a future time count as the oldest.
-
-    Raises:
-        OSError: ``workdir`` has no directory for runs.
-    """
+    """The run directories in ``workdir``, in start order. `ORDER_FILE` has the order, because a
+    clock may be set back. Unlisted directories are sorted by the time in their names, and those
+    with a future time count as the oldest."""
     try:
         listed = (workdir / ORDER_FILE).read_text().splitlines()
     except (OSError, ValueError):

@@ -41,11 +41,8 @@ def is_final(error: EvernearError) -> bool:
 
 
 def run_part(parts: Parts, number: int, worker: Worker) -> None:
-    """Run a part with ``worker``, unless the part already has a result.
-
-    Raises:
-        EvernearError: the part failed. An error that would occur again is recorded.
-    """
+    """Run a part with ``worker``, unless it already has a result. An error that would occur again
+    is recorded."""
     if parts.result(number) is not None:
         return
     started_s = time.monotonic()
@@ -93,14 +90,8 @@ class Executor(Protocol):
     """Runs parts, follows their progress, and returns when all parts have a result."""
 
     def run(self, parts: Parts, numbers: Sequence[int], on_done: Callable[[int], None]) -> "PodUsage | None":
-        """Run the parts ``numbers``.
-
-        Calls ``on_done`` with the number of parts that finished since the last call. Returns the
-        usage of pods, or None if no pods ran.
-
-        Raises:
-            EvernearError: a part failed. The message is the part's error message.
-        """
+        """Run the parts ``numbers``. Calls ``on_done`` with the number of parts that finished since
+        the last call. Returns the usage of pods, or None if no pods ran."""
         ...
 
 
@@ -148,10 +139,8 @@ _run_in_this_process: Callable[[int], None] | None = None
 
 
 def _start_process(uri: str, folder: str, open_worker: OpenWorker) -> None:
-    """Open the worker in a process of the pool.
-
-    The process ends when its parent ends. Ctrl-C ends the process immediately.
-    """
+    """Open the worker in a process of the pool. The process ends when its parent ends. Ctrl-C ends
+    the process immediately."""
     global _run_in_this_process
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     parent = multiprocessing.parent_process()
@@ -179,14 +168,8 @@ def _run_in_process(number: int) -> None:
 
 
 def run_parts(parts: Parts, executor: Executor, report: Callable[[int, int], None]) -> PodUsage | None:
-    """Run every part without a result.
-
-    ``report`` receives the number of finished parts and the total number of parts. Returns the
-    usage of pods, or None if no pods ran.
-
-    Raises:
-        EvernearError: a part failed. A second call skips finished parts.
-    """
+    """Run every part without a result. ``report`` receives the number of finished parts and the
+    total number of parts. Returns the usage of pods, or None if no pods ran."""
     missing, total = parts.missing(), parts.plan.parts
     parts.forget_failures()
     done = total - len(missing)

@@ -84,7 +84,6 @@ def _artifact_location() -> str | None:
 
 
 def _curves(report: "RunReport") -> Iterator[tuple[str, float, int]]:
-    """Yield the name, value and epoch of each point in the training curves."""
     for epoch in report.training.get("epochs", ()):
         for key in ("train_loss", "gallery_loss", "gallery_accuracy", "learning_rate"):
             yield key, epoch[key], epoch["epoch"]

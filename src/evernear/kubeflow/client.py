@@ -58,14 +58,9 @@ class KfpRuns:
         return page.pipeline_versions[0]
 
     def start(self, pipeline: str, parameters: Mapping[str, Any], key: str, store: Store | None = None) -> Run:
-        """Start the newest version of ``pipeline``, or return the run with this ``key``.
-
-        The key is part of the run's name, which is looked up first. With a ``store``, a lock
-        serializes starts. Without one, two simultaneous starts can create two runs.
-
-        Raises:
-            SettingsError: a parameter is unknown or of the wrong type.
-        """
+        """Start the newest version of ``pipeline``, or return the run with this ``key``. The key is
+        part of the run's name, which is looked up first. With a ``store``, a lock serializes
+        starts. Without one, two simultaneous starts can create two runs."""
         name = f"{pipeline} [{key}]"
         if (existing := self._find_run(name)) is not None:
             return existing
@@ -129,11 +124,9 @@ class KfpRuns:
 
     @contextmanager
     def _lock(self, name: str, store: Store | None) -> Generator[Run | float]:
-        """Lock the start of the run ``name``. Yield the time of the acquisition, or the run.
-
-        If the process dies or gets no response, the lock remains until others take it over at the
-        end of its lease. By then, the server has either executed the request or never will.
-        """
+        """Lock the start of the run ``name``. Yield the time of the acquisition, or the run. If the
+        process dies or gets no response, the lock remains until others take it over at the end of
+        its lease. By then, the server has either executed the request or never will."""
         if store is None:
             locked_at_s = time.monotonic()
             yield self._find_run(name) or locked_at_s
@@ -264,12 +257,7 @@ def parameters_in(root: Mapping[str, Any]) -> Sequence[Parameter]:
 
 def arguments_for(version: Any, values: Mapping[str, Any]) -> dict[str, Any]:
     """``values`` as arguments for a run of ``version``, with JSON objects merged into the defaults.
-
-    KFP replaces a whole default, so a run that sends one key of an object would lose the others.
-
-    Raises:
-        SettingsError: a parameter is unknown, missing or has the wrong type.
-    """
+    KFP replaces a whole default, so a run that sends one key of an object would lose the others."""
     declared = {parameter.name: parameter for parameter in parameters_of(version)}
     for name, value in values.items():
         if name not in declared:

@@ -59,13 +59,7 @@ class Connection:
 
     def call(self, operation: str, **arguments: Any) -> Any:
         """Call the operation named ``operation`` in KFP's Swagger file, without empty arguments.
-
-        Failed requests are retried, those that create a resource only if they were never sent.
-
-        Raises:
-            PipelineServerError: the API rejects the request, with its ``status``, or fails, with
-                the status 0. It may then have executed the request.
-        """
+        Failed requests are retried, those that create a resource only if they were never sent."""
         nonempty = {key: value for key, value in arguments.items() if value not in ("", None)}
         creates = "create" in operation or "upload" in operation
 

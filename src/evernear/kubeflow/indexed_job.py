@@ -53,18 +53,8 @@ class IndexedJob:
     report: Callable[[str], None]
 
     def run(self, parts: Parts, numbers: Sequence[int], on_done: Callable[[int], None]) -> PodUsage | None:
-        """Run the parts ``numbers``, like `Executor.run`.
-
-        A Job that an earlier attempt left behind is adopted if it is still running. A pod whose
-        part already has a result ends at once.
-
-        Raises:
-            ClusterError: a part failed permanently, or the Job failed, disappeared,
-                or exceeded its deadline.
-            ClusterError: the cluster is unreachable or rejects the Job.
-            SettingsError: the store is a directory, no namespace or no image is known,
-                or the PodTemplate is missing.
-        """
+        """Run the parts ``numbers``, like `Executor.run`. A Job that an earlier attempt left behind
+        is adopted if it is still running. A pod whose part already has a result ends at once."""
         if not numbers:
             return None
         require_shared(parts.store.uri, "the parts")
@@ -119,25 +109,15 @@ class IndexedJob:
 
 
 def require_shared(uri: str, what: str) -> None:
-    """Check that other nodes can read ``what`` at ``uri``.
-
-    Raises:
-        SettingsError: ``uri`` is on this machine.
-    """
+    """Check that other nodes can read ``what`` at ``uri``."""
     if not uri.startswith("s3://"):
         raise SettingsError(f"Other nodes cannot reach {what}, {uri}; use s3://bucket/prefix, or one node.")
 
 
 def indexed_job(parts: Parts, nodes: int, settings: PartsJobSettings, template: Tree) -> Tree:
-    """The manifest of the Job that runs ``parts``, with pods from the PodTemplate ``template``.
-
-    The Job's name contains the kind of the parts and a hash of their plan, so that concurrent steps
-    do not adopt each other's Jobs.
-
-    Raises:
-        SettingsError: no image is known, the template has no ``part`` container,
-            or the number of parts is too large.
-    """
+    """The manifest of the Job that runs ``parts``, with pods from the PodTemplate ``template``. The
+    Job's name contains the kind of the parts and a hash of their plan, so that concurrent steps do
+    not adopt each other's Jobs."""
     if parts.plan.parts > MAX_PARTS:
         raise SettingsError(f"{parts.plan.parts:,} parts are more than {MAX_PARTS:,}; choose larger parts.")
     pod = deepcopy(template["template"])

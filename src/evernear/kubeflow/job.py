@@ -26,11 +26,9 @@ MAX_EVENTS = 3
 
 @contextmanager
 def owned(cluster: Cluster, manifest: Tree, is_stale: Callable[[Tree], bool], poll_s: float) -> Generator[str]:
-    """Create the object ``manifest``, yield its name, and delete it when the context exits.
-
-    One from an earlier attempt is replaced if ``is_stale``, and adopted otherwise. SIGTERM, which
-    Kubeflow Pipelines sends when someone stops the run, raises `SystemExit`.
-    """
+    """Create the object ``manifest``, yield its name, and delete it when the context exits. One
+    from an earlier attempt is replaced if ``is_stale``, and adopted otherwise. SIGTERM, which
+    Kubeflow Pipelines sends when someone stops the run, raises `SystemExit`."""
     kind, name = manifest["kind"], manifest["metadata"]["name"]
     handler = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
@@ -70,11 +68,9 @@ def follow(
     fails: type[EvernearError],
     remedy: str,
 ) -> Generator[Tree]:
-    """Yield the job every ``poll_s`` seconds. The caller leaves the loop when it has ended.
-
-    Raises the error ``fails`` if the job was deleted, ran for ``timeout_s``, or has no pods, which
-    ``remedy`` may mend.
-    """
+    """Yield the job every ``poll_s`` seconds. The caller leaves the loop when it has ended. Raises
+    the error ``fails`` if the job was deleted, ran for ``timeout_s``, or has no pods, which
+    ``remedy`` may mend."""
     deadline_s = time.monotonic() + timeout_s + START_GRACE_S
     is_started, waiting_since_s = False, time.monotonic()
     while True:

@@ -20,7 +20,7 @@ import yaml
 from kfp import components, local
 from kfp.local import subprocess_task_handler
 
-from evernear.common.masking import mask_streams, masked_parts
+from evernear.common.masking import mask_streams
 from evernear.common.output import print_line
 from evernear.common.processes import describe_ending, oom_kills, shadowed_modules
 from evernear.common.progress import EVENTS_VARIABLE, read_events, record_failure
@@ -65,7 +65,7 @@ def _run_step(full_command: list[str], env_vars: dict[str, str] | None = None) -
         full_command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=os.environ | (env_vars or {})
     ) as process:
         assert process.stdout is not None  # noqa: S101 - because of stdout=PIPE
-        for part in masked_parts(process.stdout):
+        while part := os.read(process.stdout.fileno(), LAST_OUTPUT_BYTES):
             last_output = (last_output + part)[-LAST_OUTPUT_BYTES:]
             _print(part)
     if process.returncode:
@@ -78,6 +78,7 @@ def _run_step(full_command: list[str], env_vars: dict[str, str] | None = None) -
 
 
 def _print(part: bytes) -> None:
+    """Print a step's output, which the parent of this process masks."""
     try:
         sys.stdout.buffer.write(part)
         sys.stdout.flush()

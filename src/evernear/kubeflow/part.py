@@ -7,6 +7,7 @@ only occur again ends the process with `FINAL_EXIT_CODE`, so that the Job does n
 
 import os
 import sys
+from importlib import import_module
 
 from evernear.common.masking import mask_streams
 from evernear.common.output import print_line
@@ -16,27 +17,20 @@ from evernear.common.store import open_store
 from evernear.errors import EvernearError, MissingObjectError, SettingsError
 
 INDEX_VARIABLE = "JOB_COMPLETION_INDEX"
+MODULES = {
+    "ingest": "evernear.data.decode_part",
+    "embed": "evernear.embedding.embed",
+    "predict": "evernear.serving.batch",
+}
+"""Each has a function ``open_worker``."""
 
 
 def worker_of(kind: str) -> OpenWorker:
-    """A function that opens the worker for a kind of plan.
-
-    Raises:
-        SettingsError: a different version of evernear made the plan.
-    """
-    if kind == "ingest":
-        from evernear.data.decode_part import open_worker
-
-        return open_worker
-    if kind == "embed":
-        from evernear.embedding.embed import open_worker
-
-        return open_worker
-    if kind == "predict":
-        from evernear.serving.batch import open_worker
-
-        return open_worker
-    raise SettingsError(f"This version of evernear runs no parts of the kind {kind!r}; use the version that planned.")
+    if kind not in MODULES:
+        raise SettingsError(
+            f"This version of evernear runs no parts of the kind {kind!r}; use the version that planned."
+        )
+    return import_module(MODULES[kind]).open_worker
 
 
 def main(uri: str, folder: str, number: int) -> int:

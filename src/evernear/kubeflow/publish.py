@@ -91,9 +91,6 @@ class Publisher:
         KFP cannot update a recurring run. The old one is disabled before a new one is created, so
         that a start due in between is skipped rather than duplicated. If KFP rejects the new one,
         the old one is enabled again.
-
-        Raises:
-            SettingsError: the schedule is invalid, or a parameter is unknown or of the wrong type.
         """
         kfp_cron = _with_seconds(cron)
         version = self.runs.newest(pipeline)
@@ -201,11 +198,7 @@ def _schedule(recurring: Any) -> Schedule:
 
 
 def _with_seconds(cron: str) -> str:
-    """Prepend the seconds, without which KFP would run ``0 3 * * *`` at minute 3 of every hour.
-
-    Raises:
-        SettingsError: ``cron`` does not have five valid fields.
-    """
+    """Prepend the seconds, without which KFP would run ``0 3 * * *`` at minute 3 of every hour."""
     reason = "it does not have five fields"
     if len(cron.split()) == UNIX_FIELDS:
         try:
@@ -228,7 +221,6 @@ def _next_run(cron: str) -> datetime | None:
 
 
 def _documents(compiled: bytes) -> tuple[dict[str, Any], dict[str, Any] | None]:
-    """The pipeline spec and, if present, the platform spec."""
     spec, *platform = yaml.load_all(compiled, Loader=yaml.CSafeLoader)
     return spec, platform[0] if platform else None
 
@@ -242,11 +234,7 @@ def _normalize(spec: Mapping[str, Any], platform: Mapping[str, Any] | None) -> t
 
 
 def for_cluster(pipeline: str, image: str, settings: PipelineSettings) -> bytes:
-    """The golden file of ``pipeline`` with ``image`` and the cluster's ``settings``.
-
-    Raises:
-        SettingsError: ``pipeline`` is unknown, or ``image`` has no digest.
-    """
+    """The golden file of ``pipeline`` with ``image`` and the cluster's ``settings``."""
     if pipeline not in NAMES:
         raise SettingsError(f"Unknown pipeline {pipeline!r}; known: {', '.join(NAMES)}.")
     if not re.fullmatch(r"[\w.:/-]+@sha256:[0-9a-f]{64}", image):

@@ -95,10 +95,8 @@ class Parameter(Frozen):
 
 def from_settings(settings: Settings, known: Sequence[Parameter]) -> dict[str, Any]:
     """The run arguments that ``settings`` sets, limited to the pipeline's parameters (``known``).
-
     The store is always sent, because the caller reads the outcome from it. The ``local`` target is
-    not, because it means this machine, not the cluster.
-    """
+    not, because it means this machine, not the cluster."""
     sections = set(RunSettings.model_fields) - {"workdir", "store", "target"}
     tree: dict[str, Any] = settings.model_dump(mode="json", include=sections, exclude_unset=True, exclude_none=True) | {
         "store": settings.store_uri
@@ -122,12 +120,7 @@ def from_settings(settings: Settings, known: Sequence[Parameter]) -> dict[str, A
 def from_words(
     words: Sequence[str], known: Sequence[Parameter], allowed: Sequence[str] | None = None
 ) -> dict[str, Any]:
-    """Convert ``key=value`` words to run arguments.
-
-    Raises:
-        SettingsError: a key is unknown or not among ``allowed``, or a value has the wrong type or
-            contains a secret.
-    """
+    """Convert ``key=value`` words to run arguments."""
     by_name = {parameter.name: parameter for parameter in known}
     arguments: dict[str, Any] = {}
     for word in words:
@@ -168,11 +161,7 @@ def _is_setting(name: str, names: Container[str]) -> bool:
 
 
 def split_words(text: str) -> list[str]:
-    """Split a typed line into words as a shell does.
-
-    Raises:
-        SettingsError: a quote is not closed, or the line ends with a backslash.
-    """
+    """Split a typed line into words as a shell does."""
     try:
         return shlex.split(text.translate(_QUOTES))
     except ValueError:
@@ -180,7 +169,6 @@ def split_words(text: str) -> list[str]:
 
 
 def combine(*arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Merge ``arguments``, JSON objects key by key. Later ones override earlier ones."""
     combined: dict[str, Any] = {}
     for mapping in arguments:
         merge(combined, mapping)
@@ -241,7 +229,6 @@ def _unknown(key: str, by_name: Mapping[str, Parameter]) -> str:
 
 
 def _value(parameter: Parameter, text: str) -> Any:
-    """Parse ``text`` as the parameter's KFP type."""
     if parameter.type == "STRING":
         return text
     try:

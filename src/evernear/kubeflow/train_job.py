@@ -39,15 +39,9 @@ def run_train_job(
     on_epoch: Callable[[Epoch], None],
     report: Callable[[str], None],
 ) -> None:
-    """Train on ``recipe.nodes`` nodes. The result is the last checkpoint in the store.
-
-    A TrainJob from an earlier attempt of ``run`` is replaced if it failed, and adopted otherwise.
-    ``report`` receives the nodes' state, and ``on_epoch`` each finished epoch.
-
-    Raises:
-        TrainingError: the TrainJob failed, disappeared or exceeded its deadline, or its resources
-            cannot be created.
-    """
+    """Train on ``recipe.nodes`` nodes. The result is the last checkpoint in the store. A TrainJob
+    from an earlier attempt of ``run`` is replaced if it failed, and adopted otherwise. ``report``
+    receives the nodes' state, and ``on_epoch`` each finished epoch."""
     record = RunRecord(open_store(chosen.store_uri), run)
     task = NodeTask(dataset=dataset.manifest.name, digest=dataset.digest, recipe=recipe)
     record.save(**{TASK: task.model_dump(mode="json")})

@@ -92,11 +92,7 @@ class Store(Protocol):
 
 
 def write_chunks(chunks: Iterator[bytes], path: Path, sha256: str | None, name: str) -> None:
-    """Write ``chunks`` to ``path`` atomically.
-
-    Raises:
-        IntegrityError: the content does not match ``sha256``.
-    """
+    """Write ``chunks`` to ``path`` atomically."""
     with disk_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         with staged_file(path.parent, path.name) as (file, staged):
@@ -153,11 +149,9 @@ class StoreIdentity(Frozen):
 
 
 def owner_of(store: Store) -> str:
-    """12 hexadecimal digits for this store at this location.
-
-    A copied store has the original's id, but must not delete what the original needs. A copy cannot
-    be distinguished from a moved store, so the digits also depend on the location.
-    """
+    """12 hexadecimal digits for this store at this location. A copied store has the original's id,
+    but must not delete what the original needs. A copy cannot be distinguished from a moved store,
+    so the digits also depend on the location."""
     stored = store.find(IDENTITY)
     if stored is None:
         with suppress(ConflictError):  # a different process was first

@@ -130,7 +130,6 @@ class FileStore(Store):
 
 
 def _copy(data: bytes | Path, file: BinaryIO) -> str:
-    """Copy ``data`` to ``file`` and return its sha256."""
     if isinstance(data, bytes):
         file.write(data)
         return sha256_bytes(data)

@@ -229,12 +229,7 @@ class ConditionalWriter:
         self._uri = f"s3://{bucket}/{prefix}".rstrip("/")
 
     def put_if(self, key: str, data: bytes, etag: str | None, headers: dict[str, str]) -> str:
-        """Write if the object has ``etag`` or, without one, does not exist. Return the new etag.
-
-        Raises:
-            ConflictError: another writer was first and this call changed nothing, or the response
-                was lost and another writer has written since.
-        """
+        """Write if the object has ``etag`` or, without one, does not exist. Return the new etag."""
         if self.race_winners != (1, 1):
             raise StoreError(self._explain_unsupported(*self.race_winners))
         written = self._put(self._prefix + key, data, etag, headers)
@@ -244,11 +239,9 @@ class ConditionalWriter:
 
     @cached_property
     def race_winners(self) -> tuple[int, int]:
-        """How many of eight concurrent writers create an object, and how many replace it.
-
-        Both are 1 if compare-and-swap works, and 0 if the server rejects the condition. If it
-        ignores the condition, or checks it before the write, at least one is above 1.
-        """
+        """How many of eight concurrent writers create an object, and how many replace it. Both are
+        1 if compare-and-swap works, and 0 if the server rejects the condition. If it ignores the
+        condition, or checks it before the write, at least one is above 1."""
         name = f"{self._prefix}{OWN_PREFIX}probe-{uuid4().hex}"
         created = self._race(name, None)
         if not created:
@@ -276,11 +269,9 @@ class ConditionalWriter:
             return [etag for etag in etags if etag is not None]
 
     def _put(self, name: str, data: bytes, etag: str | None, headers: dict[str, str]) -> str | None:
-        """Return the new etag, or None if the condition failed or is not supported.
-
-        If the response is lost and the object is unchanged, the write is sent again. The condition
-        lets at most one of the two succeed.
-        """
+        """Return the new etag, or None if the condition failed or is not supported. If the response
+        is lost and the object is unchanged, the write is sent again. The condition lets at most one
+        of the two succeed."""
         write_id = uuid4().hex
         conditional = {
             **headers,

@@ -18,14 +18,9 @@ def follow_alias(store: Store, before: str | None) -> list[str]:
 
 
 def _point_alias(registry: Registry, before: str | None) -> None:
-    """Point the alias at the champion's collection, if it has one.
-
-    If the collection of ``before`` has a different alias, that one is removed. One that points at
-    another store's collection is not changed, because this store may be a copy.
-
-    Raises:
-        StoreError: the alias is another store's, or the registry or Milvus fails.
-    """
+    """Point the alias at the champion's collection, if it has one. If the collection of ``before``
+    has a different alias, that one is removed. One that points at another store's collection is not
+    changed, because this store may be a copy."""
     while True:
         champion = registry.champion()
         collection = _collection(registry, champion and champion.version)

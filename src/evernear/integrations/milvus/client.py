@@ -49,15 +49,6 @@ def uri_of(settings: IndexSettings) -> str:
     return uri if urlsplit(uri).scheme else str(Path(uri).resolve())
 
 
-def require_reachable(settings: IndexSettings) -> None:
-    """Before a run starts, check that the gallery can be written.
-
-    Raises:
-        SettingsError: ``index.uri`` is missing, or the token is unusable.
-    """
-    connect(uri_of(settings))
-
-
 def address(uri: str) -> str:
     """The Milvus address in the environment, or ``uri``."""
     return os.environ.get(MILVUS_URI_VARIABLE) or uri
@@ -82,7 +73,6 @@ def _token() -> str:
 
 @contextmanager
 def milvus_errors(uri: str) -> Generator[None]:
-    """Convert pymilvus errors to errors with a one-sentence message."""
     import grpc
     from pymilvus import MilvusException
 

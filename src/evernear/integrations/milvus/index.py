@@ -31,7 +31,6 @@ from evernear.integrations.milvus.client import (
     drop,
     is_transient,
     milvus_errors,
-    require_reachable,
     sentence,
     uri_of,
 )
@@ -57,7 +56,7 @@ class MilvusBackend:
     """``index.backend = milvus``, an `evernear.index.vectors.IndexBackend`."""
 
     def check(self, settings: IndexSettings) -> None:
-        require_reachable(settings)
+        connect(uri_of(settings))
 
     def create(
         self, gallery: GalleryVectors, settings: IndexSettings, queries: EmbeddingBlock, exact: ExactNeighbors
@@ -88,11 +87,7 @@ class MilvusIndex:
 
     @staticmethod
     def open(collection: Collection, shape: tuple[int, int], search: str) -> "MilvusIndex":
-        """Open a release's collection. ``shape`` is the number of vectors and of dimensions.
-
-        Raises:
-            IntegrityError: the collection is missing, or has a different shape.
-        """
+        """Open a release's collection. ``shape`` is the number of vectors and of dimensions."""
         index = MilvusIndex(collection, shape, search)
         with milvus_errors(collection.uri):
             if not index._client.has_collection(collection.name, timeout=TIMEOUT_S):
@@ -106,11 +101,7 @@ class MilvusIndex:
         return index
 
     def search(self, vectors: NDArray[np.float32], k: int) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
-        """L2 distances and row numbers of the nearest vectors, both (N, k), as in `VectorIndex`.
-
-        Raises:
-            TransientStoreError: Milvus does not respond within `SEARCH_TIMEOUT_S`.
-        """
+        """L2 distances and row numbers of the nearest vectors, both (N, k), as in `VectorIndex`."""
         scores = np.full((len(vectors), k), -np.inf, np.float32)
         rows = np.full((len(vectors), k), -1, np.int64)
         for start in range(0, len(vectors), QUERY_BLOCK_SIZE):
@@ -121,11 +112,7 @@ class MilvusIndex:
         return np.where(rows >= 0, np.sqrt(np.maximum(squared, 0)), np.float32(np.inf)), rows
 
     def set_search(self, parameters: str) -> None:
-        """Set the parameters for later searches, such as ``ef=64``.
-
-        Raises:
-            RuntimeError: they do not have the form ``name=number``.
-        """
+        """Set the parameters for later searches, such as ``ef=64``."""
         self._parameters = _numbers(parameters.split(",") if parameters else [])
 
     def save(self, directory: Path) -> Collection:
@@ -160,12 +147,7 @@ class MilvusIndex:
 
 def fill(gallery: GalleryVectors, settings: IndexSettings, factory: str) -> MilvusIndex:
     """Fill a collection with ``gallery`` under an index of type ``factory``, such as ``HNSW,M=32``.
-
-    An existing collection of the same store and content is reused, and completed if need be.
-
-    Raises:
-        SettingsError: ``index.uri`` is missing, or the index type does not work.
-    """
+    An existing collection of the same store and content is reused, and completed if need be."""
     owner = f"_s{gallery.owner}" if gallery.owner else ""
     name = f"{settings.collection}{owner}_{_digest(gallery, factory)}"
     collection = Collection(uri=uri_of(settings), name=name)
@@ -248,7 +230,6 @@ def _rows(gallery: GalleryVectors) -> Iterator[list[dict[str, Any]]]:
 
 
 def _digest(gallery: GalleryVectors, factory: str) -> str:
-    """A hash of the collection's content and index type."""
     description = gallery.embeddings.description
     content = {
         "network": description.network_sha256,

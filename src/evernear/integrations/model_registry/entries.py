@@ -32,11 +32,9 @@ _ERRORS = (EvernearError, httpx.HTTPError, httpx.InvalidURL, OSError, ValueError
 
 
 def register(record: RunRecord) -> list[str]:
-    """Register the release that a run created, and mark the champion. A failure is a warning.
-
-    If the deployment failed, the release was not published and gets no entry. A run without a
-    release may have been a rollback or promotion, so the champion is always marked.
-    """
+    """Register the release that a run created, and mark the champion. A failure is a warning. If
+    the deployment failed, the release was not published and gets no entry. A run without a release
+    may have been a rollback or promotion, so the champion is always marked."""
     report = RunReport.load(record)
     if version := report.outcome.candidate:
         try:
@@ -78,11 +76,9 @@ def _model_registry() -> httpx.Client:
 
 
 def _mark_champion(registry: Registry) -> None:
-    """Set the `PROMOTED` property of the champion's entry, and clear it on others.
-
-    Only entries for the datasets of the champion and its predecessor are updated. They are compared
-    with the champion, not with the last promotion, so that a later call makes up for a missed one.
-    """
+    """Set the `PROMOTED` property of the champion's entry, and clear it on others. Only entries for
+    the datasets of the champion and its predecessor are updated. They are compared with the
+    champion, not with the last promotion, so that a later call makes up for a missed one."""
     promotions = deque(registry.history(), maxlen=2)
     releases = [registry.get(promotion.version, include_pruned=True) for promotion in promotions]
     with _model_registry() as client:
@@ -98,7 +94,6 @@ def _mark_champion(registry: Registry) -> None:
 
 
 def _versions(client: httpx.Client, name: str) -> list[dict[str, Any]]:
-    """All versions of the registered model ``name``, or none if it does not exist."""
     response = client.get("/registered_model", params={"name": name})
     if response.status_code == HTTPStatus.NOT_FOUND.value:
         return []

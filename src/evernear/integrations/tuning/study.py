@@ -9,6 +9,7 @@ from tempfile import TemporaryDirectory
 from typing import Any, cast
 
 import optuna
+import tomlkit
 from optuna.storages import JournalStorage
 from optuna.storages.journal import JournalFileBackend
 from optuna.trial import FrozenTrial, Trial, TrialState
@@ -42,10 +43,8 @@ class StudyResult(Frozen):
 def run_study(
     dataset: Dataset, settings: RunSettings, space: SearchSpace, trials: int, directory: Path, report: Report
 ) -> StudyResult:
-    """Run trials until ``directory`` contains ``trials``, and write the best to `BEST_FILE`.
-
-    The unchanged settings are trial 0. A ``directory`` with another study is a `SettingsError`.
-    """
+    """Run trials until ``directory`` contains ``trials``, and write the best to `BEST_FILE`. The
+    unchanged settings are trial 0. A ``directory`` with another study is a `SettingsError`."""
     directory.mkdir(parents=True, exist_ok=True)
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     storage = JournalStorage(JournalFileBackend(str(directory / JOURNAL_FILE)))
@@ -96,9 +95,7 @@ def _suggest(trial: Trial, name: str, parameter: Parameter) -> int | float | str
 def with_changes(settings: RunSettings, changes: dict[str, int | float | str]) -> RunSettings:
     """``changes`` are keyed by name, as in ``{"train.margin": 0.2}``."""
     tree: dict[str, Any] = settings.model_dump(mode="json", include=set(RunSettings.model_fields))
-    for name, value in changes.items():
-        section, key = name.split(".")
-        merge(tree, {section: {key: value}})
+    merge(tree, _tree(changes))
     return of_run(tree)
 
 
@@ -136,8 +133,8 @@ def _baseline(study: optuna.Study) -> FrozenTrial | None:
 def _conclude(study: optuna.Study, directory: Path) -> StudyResult:
     complete = study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
     baseline, best = _baseline(study) or complete[0], study.best_trial
-    lines = [f"[{section}]\n{assignments}" for section, assignments in _tables(best.params).items()]
-    write_atomically(directory / BEST_FILE, "# The best trial of a study by `evernear tune`.\n" + "".join(lines))
+    settings = tomlkit.dumps(_tree(best.params))
+    write_atomically(directory / BEST_FILE, f"# The best trial of a study by `evernear tune`.\n{settings}")
     return StudyResult(
         trials=len(complete) - 1,
         failed=len(_finished(study)) - len(complete),
@@ -147,10 +144,9 @@ def _conclude(study: optuna.Study, directory: Path) -> StudyResult:
     )
 
 
-def _tables(settings: dict[str, Any]) -> dict[str, str]:
-    tables: dict[str, str] = {}
-    for name, value in settings.items():
+def _tree(changes: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    tree: dict[str, dict[str, Any]] = {}
+    for name, value in changes.items():
         section, key = name.split(".")
-        text = f'"{value}"' if isinstance(value, str) else repr(value)
-        tables[section] = tables.get(section, "") + f"{key} = {text}\n"
-    return tables
+        tree.setdefault(section, {})[key] = value
+    return tree

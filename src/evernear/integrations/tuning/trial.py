@@ -21,14 +21,9 @@ from evernear.settings import RunSettings
 def measure_trial(
     dataset: Dataset, settings: RunSettings, directory: Path, report: Callable[[str], None]
 ) -> Proportion:
-    """Measure the accuracy on the query split, from which neither network nor index was built.
-
-    Not on the test split, so that the gate can judge the chosen settings on images that did not
-    choose them. The features of a backbone that is not trained are cached in the dataset's store.
-
-    Raises:
-        TrainingError: training fails with these settings.
-    """
+    """Measure the accuracy on the query split, from which neither network nor index was built. Not
+    on the test split, so that the gate can judge the chosen settings on images that did not choose
+    them. The features of a backbone that is not trained are cached in the dataset's store."""
     trained, network, embeddings, index = (directory / name for name in ("trained", "network", "embeddings", "index"))
     recipe = with_defaults(settings.train, dataset)
 
