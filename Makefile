@@ -29,7 +29,7 @@ AXE_SHA256 := e6b0ce02b84d892e2e33e403485e7f3d6c29e2be6df65daf44d89ba564139745
 # tests/conftest.py starts the longest tests first.
 PYTEST_OPTIONS := --numprocesses 3 --dist loadfile --no-loadscope-reorder
 PYTEST := $(BIN)/pytest $(PYTEST_OPTIONS)
-TESTS := tests/real tests/cluster
+TESTS := tests/real
 # The rooms whose slow tests `make test-slow` runs, for example ROOMS="embedding serving"; empty: all.
 ROOMS ?=
 COMPILE := $(UV) pip compile --quiet --universal --generate-hashes --python-version 3.11 --no-header
@@ -104,7 +104,7 @@ golden: .venv/.installed ## Compile the pipelines again after a change
 
 # Rebuild the frontend after changes to its Java code. Requires a JDK.
 frontend: .venv/.installed ## Rebuild TorchServe's frontend after changes to its Java code (requires a JDK)
-	$(BIN)/python -m evernear.serving.build_frontend
+	$(BIN)/python .ci/build_frontend.py
 
 lock: $(UV) ## Upgrade the lock files
 	$(COMPILE) --upgrade --excludes requirements/torch.in pyproject.toml $(EXTRAS) --group dev --group integrations -o requirements/main.lock

@@ -33,7 +33,7 @@ _LEVELS = ("enforce", "audit", "warn")
 
 @dataclass(frozen=True)
 class Sandbox:
-    """Environment of a scenario, on loopback or on a real cluster."""
+    """Environment of a scenario."""
 
     namespace: str
     image: str
@@ -41,7 +41,6 @@ class Sandbox:
     egress_ports: tuple[int, ...]
     admin: ApiClient
     rollout_timeout_s: int
-    """A real cluster pulls images and loads networks, loopback does neither."""
 
     def settings(self, **kubernetes: Any) -> Settings:
         """Settings of a small deployment into the namespace."""

@@ -1,4 +1,4 @@
-"""Deployments that succeed and fail, on loopback and, marked ``cluster``, on a real cluster."""
+"""Deployments that succeed and fail on a real cluster."""
 
 import os
 from pathlib import Path
@@ -16,6 +16,7 @@ from evernear.settings import Settings
 from tests.cluster.sandbox import MISSING_IMAGE, Sandbox, administrator
 from tests.releases import MakeRelease, PackedRelease
 
+pytestmark = pytest.mark.cluster
 NAME = "evernear-serving"
 
 
@@ -50,7 +51,6 @@ def test_deploy_two_releases_and_roll_back(sandbox: Sandbox, make_release: MakeR
     assert (champion(sandbox), live_release(sandbox)) == (first.version, first.version)
 
 
-@pytest.mark.slow  # tests/deployment/kubernetes covers it on loopback
 def test_failed_release_is_replaced_by_the_previous_one(sandbox: Sandbox, make_release: MakeRelease) -> None:
     first = make_release()
     deploy(first, sandbox.settings())
@@ -63,7 +63,6 @@ def test_failed_release_is_replaced_by_the_previous_one(sandbox: Sandbox, make_r
     assert deploy(second, sandbox.settings()).version == second.version
 
 
-@pytest.mark.slow  # tests/deployment/kubernetes covers it on loopback
 def test_failed_first_release_leaves_no_objects(sandbox: Sandbox, make_release: MakeRelease) -> None:
     with pytest.raises(ClusterError, match="its objects were removed"):
         deploy(make_release(), sandbox.settings(image=MISSING_IMAGE))
@@ -73,7 +72,6 @@ def test_failed_first_release_leaves_no_objects(sandbox: Sandbox, make_release: 
     assert exc_info.value.status == 404
 
 
-@pytest.mark.slow  # tests/deployment/kubernetes covers it on loopback
 def test_field_conflict_names_the_field_and_its_manager(sandbox: Sandbox, make_release: MakeRelease) -> None:
     first = make_release()
     deploy(first, sandbox.settings())

@@ -4,8 +4,7 @@
 """
 
 import tempfile
-from collections.abc import Generator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
 from evernear.common.disk import sha256_bytes
@@ -78,12 +77,12 @@ def promote_release(
     champion = registry.champion()  # read before the lock is taken, so that one of two concurrent promotions fails
     if champion is not None and champion.version == version:
         return apply(settings, cause=cause)
-    with _fetch_release(version, settings, registry) as (target, archive, parts):
-        check_promotable(parts, force=force)
-        with target.rollout(archive, parts) as rollout:
-            Breaches(open_store(settings.store_uri)).overrule(version, cause)
-            promoted = registry.set_champion(version, champion, "force" if force else "promote", cause)
-            deployed = Deployment.of(promoted, rollout)
+
+    def record() -> Champion:
+        Breaches(open_store(settings.store_uri)).overrule(version, cause)
+        return registry.set_champion(version, champion, "force" if force else "promote", cause)
+
+    deployed = _roll_out(version, settings, registry, record, lambda parts: check_promotable(parts, force=force))
     champion_moved(registry.store, champion and champion.version)
     return deployed
 
@@ -105,11 +104,7 @@ def apply(settings: RunSettings, *, cause: Cause | None = None) -> Deployment:
             "it: only kubernetes does (--set target=kubernetes). TorchServe reads its settings when it starts; run "
             "`evernear stop`, then `evernear serve`."
         )
-    with (
-        _fetch_release(champion.version, settings, registry) as (target, archive, parts),
-        target.rollout(archive, parts) as rollout,
-    ):
-        return Deployment.of(registry.record_settings(champion, cause), rollout)
+    return _roll_out(champion.version, settings, registry, lambda: registry.record_settings(champion, cause))
 
 
 def roll_back(settings: RunSettings, *, cause: Cause | None = None, expected: str | None = None) -> Deployment:
@@ -126,11 +121,8 @@ def roll_back(settings: RunSettings, *, cause: Cause | None = None, expected: st
         raise StoreError(f"There is nothing to roll back to: no release was promoted in {settings.store_uri} yet.")
     if expected not in (None, champion.version):
         raise ConflictError(f"The champion is now {champion.version}, not {expected}; check it and decide again.")
-    with (
-        _fetch_release(champion.rollback_target(), settings, registry) as (target, archive, parts),
-        target.rollout(archive, parts) as rollout,
-    ):
-        deployed = Deployment.of(registry.roll_back(champion, cause), rollout)
+    target = champion.rollback_target()
+    deployed = _roll_out(target, settings, registry, lambda: registry.roll_back(champion, cause))
     champion_moved(registry.store, champion and champion.version)
     return deployed
 
@@ -166,16 +158,22 @@ def open_target(settings: RunSettings, *, start_server: bool = True) -> Deployme
     return RegistryTarget(settings)
 
 
-@contextmanager
-def _fetch_release(
-    version: str, settings: RunSettings, registry: Registry
-) -> Generator[tuple[DeploymentTarget, Path, ReleaseParts]]:
-    """Lock the target. Yield it, and a published release's archive and verified parts."""
+def _roll_out(
+    version: str,
+    settings: RunSettings,
+    registry: Registry,
+    record: Callable[[], Champion],
+    check: Callable[[ReleaseParts], None] = lambda _: None,
+) -> Deployment:
+    """Roll out a published release that passes ``check``. ``record`` moves the pointer to it."""
     registry.get(version)
     target = open_target(settings, start_server=False)
     with target.exclusive(), tempfile.TemporaryDirectory(prefix="evernear-release-") as temporary:
         archive = target.fetch(version, Path(temporary))
-        yield target, archive, open_release(archive, Path(temporary) / "release")
+        parts = open_release(archive, Path(temporary) / "release")
+        check(parts)
+        with target.rollout(archive, parts) as rollout:
+            return Deployment.of(record(), rollout)
 
 
 def check_candidate(

@@ -132,7 +132,7 @@ class Follower:
         if version == self._failed and time.monotonic() < self._retry_at_s:
             return
         try:
-            self._switch(version)
+            self._switch(lambda directory: self._target.fetch(version, directory))
         except EvernearError as error:
             self._failed, self._failures = version, self._failures + 1 if version == self._failed else 1
             pause_s = backoff_s(self._failures, FIRST_PAUSE_S, LONGEST_PAUSE_S)
@@ -142,9 +142,9 @@ class Follower:
         self._report(f"Release {version} is live{f', after {self._live}' if self._live else ''}.")
         self._became_live(version)
 
-    def _switch(self, version: str) -> None:
+    def _switch(self, fetch: Callable[[Path], Path]) -> None:
         with self._target.exclusive(), tempfile.TemporaryDirectory(prefix="evernear-follow-") as temporary:
-            archive = self._target.fetch(version, Path(temporary))
+            archive = fetch(Path(temporary))
             self._target.switch(archive, open_release(archive, Path(temporary) / "release"))
 
     def _restore(self) -> None:
@@ -159,8 +159,7 @@ class Follower:
         if not archive.is_file() or sha256_file(archive) != state.archive_sha256:
             return
         try:
-            with self._target.exclusive(), tempfile.TemporaryDirectory(prefix="evernear-follow-") as temporary:
-                self._target.switch(archive, open_release(archive, Path(temporary) / "release"))
+            self._switch(lambda _: archive)
         except EvernearError as error:
             self._report(f"Release {state.version}, which was live before, cannot be brought up again: {error}")
             return

@@ -67,7 +67,7 @@ class LocalTarget:
     def fetch(self, version: str, directory: Path) -> Path:
         """The server's copy of the published archive if it is intact, otherwise a download."""
         if self._has_archive(version):
-            return self._stored(version)
+            return self.stored_archive(version)
         self._registry.fetch(version, directory / ARCHIVE_FILE)
         return directory / ARCHIVE_FILE
 
@@ -125,8 +125,8 @@ class LocalTarget:
         return self._management.describe(MODEL_NAME).version if self._registered() else None
 
     def stored_archive(self, version: str) -> Path:
-        """The server's copy of the archive for a loaded release."""
-        return self._stored(version)
+        """The server's copy of a release's archive."""
+        return model_store(self._home) / f"{MODEL_NAME}-{version}.mar"
 
     def follow_champion(self, champion: Champion) -> None:
         """Make the champion the default, and start TorchServe if it is not running."""
@@ -188,7 +188,7 @@ class LocalTarget:
         registered = self._registered()
         if champion.version not in registered:
             if not self._has_archive(champion.version):
-                self._registry.fetch(champion.version, self._stored(champion.version))
+                self._registry.fetch(champion.version, self.stored_archive(champion.version))
             self._load(champion.version)
         self._management.set_default(MODEL_NAME, champion.version)
         self._unload_unpublished(champion.version)
@@ -211,7 +211,7 @@ class LocalTarget:
 
     def _ensure_loaded(self, archive: Path, version: str) -> bool:
         """Load a release, and return True, unless the same archive is loaded and ready."""
-        registered, stored = self._registered(), self._stored(version)
+        registered, stored = self._registered(), self.stored_archive(version)
         if version in registered:
             same = stored.is_file() and (archive == stored or sha256_file(archive) == sha256_file(stored))
             if same and registered[version].ready_workers:
@@ -225,7 +225,7 @@ class LocalTarget:
 
     def _load(self, version: str) -> None:
         """Register a stored archive. It becomes the default only if it is the only one."""
-        stored = self._stored(version)
+        stored = self.stored_archive(version)
         try:
             with disk_errors(self._home):
                 # TorchServe unpacks the archive in its home directory. If the disk is full, its
@@ -240,7 +240,7 @@ class LocalTarget:
 
     def _unload(self, version: str) -> None:
         self._unregister(version)
-        self._stored(version).unlink(missing_ok=True)
+        self.stored_archive(version).unlink(missing_ok=True)
 
     def _unregister(self, version: str) -> None:
         with contextlib.suppress(ServingError):  # TorchServe refuses to unregister a default among several
@@ -267,11 +267,8 @@ class LocalTarget:
 
     def _has_archive(self, version: str) -> bool:
         """Whether the server's copy of an archive is identical to the published one."""
-        stored = self._stored(version)
+        stored = self.stored_archive(version)
         return stored.is_file() and sha256_file(stored) == self._registry.get(version).archive_sha256
-
-    def _stored(self, version: str) -> Path:
-        return model_store(self._home) / f"{MODEL_NAME}-{version}.mar"
 
 
 def at_running_server(settings: RunSettings) -> RunSettings:

@@ -8,16 +8,15 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from evernear.data.encoded_image import EncodedImage
 from evernear.data.preprocess import Pixels
 from evernear.embedding.export import NETWORK_FILE
 from evernear.embedding.image_vectors import embed_images
 from evernear.embedding.torchscript import load_torchscript
-from evernear.errors import DataError, StoreError
+from evernear.errors import StoreError
 from evernear.index.search import Gallery
 from evernear.release.archive_reader import ReleaseParts
 from evernear.release.manifest import ReleaseManifest
-from evernear.serving.decoding import decode_image, inspect_image
+from evernear.serving.decoding import decode_image, inspect_image, or_rejection, pixel_count
 from evernear.serving.responses import Neighbor, Prediction, Rejection
 
 WARM_UP_BATCHES = (1, 1, 32, 32)
@@ -121,28 +120,10 @@ class Predictor:
         ]
 
     def _decode_all(self, images: Sequence[bytes | Rejection], deadline_s: float) -> list[Pixels | Rejection]:
-        files = [image if isinstance(image, Rejection) else self._inspect(image) for image in images]
+        files = [or_rejection(inspect_image, image, self.manifest.max_pixels) for image in images]
         decoded: list[Pixels | Rejection] = [_OUT_OF_TIME] * len(files)
-        for number in sorted(range(len(files)), key=lambda number: _pixel_count(files[number])):
+        for number in sorted(range(len(files)), key=lambda number: pixel_count(files[number])):
             file = files[number]
-            if isinstance(file, Rejection):
-                decoded[number] = file
-            elif time.perf_counter() < deadline_s:
-                decoded[number] = self._decode(file)
+            if isinstance(file, Rejection) or time.perf_counter() < deadline_s:
+                decoded[number] = or_rejection(decode_image, file, self.manifest.preprocessing)
         return decoded
-
-    def _inspect(self, image: bytes) -> EncodedImage | Rejection:
-        try:
-            return inspect_image(image, self.manifest.max_pixels)
-        except DataError as error:
-            return Rejection(message=str(error))
-
-    def _decode(self, file: EncodedImage) -> Pixels | Rejection:
-        try:
-            return decode_image(file, self.manifest.preprocessing)
-        except DataError as error:
-            return Rejection(message=str(error))
-
-
-def _pixel_count(file: EncodedImage | Rejection) -> int:
-    return 0 if isinstance(file, Rejection) else file.pixels

@@ -16,6 +16,7 @@ from evernear.data.encoded_image import EncodedImage
 from evernear.data.image_file import inspect
 from evernear.data.preprocess import Flaw, Pixels, Preprocessing, decode_inspected, decode_size_bytes, to_array
 from evernear.errors import DataError, ServingError
+from evernear.serving.responses import Rejection
 
 SMALL_PIXELS = 1_000_000
 """Number of pixels above which an image counts as large."""
@@ -24,6 +25,8 @@ MAX_WAITING_LARGE = 16
 """Maximum number of large images that wait for a decoding thread."""
 
 Parameters = ParamSpec("Parameters")
+Source = TypeVar("Source")
+Parameter = TypeVar("Parameter")
 Result = TypeVar("Result")
 _log = logging.getLogger(__name__)
 _LOSSES = {
@@ -65,6 +68,22 @@ def _only_data_errors(size_bytes: int) -> Generator[None]:
     except Exception:
         _log.exception("Decoding an image of %d bytes raised an unexpected exception.", size_bytes)
         raise DataError("The image cannot be decoded.") from None
+
+
+def or_rejection(
+    function: Callable[[Source, Parameter], Result], source: Source | Rejection, parameter: Parameter
+) -> Result | Rejection:
+    """Apply ``function`` to ``source``. A `Rejection` stays, and a `DataError` becomes one."""
+    if isinstance(source, Rejection):
+        return source
+    try:
+        return function(source, parameter)
+    except DataError as error:
+        return Rejection(message=str(error))
+
+
+def pixel_count(file: EncodedImage | Rejection) -> int:
+    return 0 if isinstance(file, Rejection) else file.pixels
 
 
 def encode_png(pixels: Pixels) -> bytes:

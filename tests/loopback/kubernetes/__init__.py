@@ -51,7 +51,6 @@ from tests.loopback.kubernetes.cluster import (
     LoopbackCluster,
     internal_error,
     labeled,
-    modified,
     too_many_requests,
 )
 from tests.loopback.kubernetes.pod_lifecycle import (
@@ -78,6 +77,5 @@ __all__ = [
     "Unschedulable",
     "internal_error",
     "labeled",
-    "modified",
     "too_many_requests",
 ]

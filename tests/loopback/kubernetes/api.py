@@ -33,7 +33,7 @@ class Api:
     def __init__(self, version: str) -> None:
         self.schemas = schemas(version)
         self.store = Store()
-        self._addresses, self._node_ports = iter(range(1, 250)), iter(range(30000, 32768))
+        self._addresses = iter(range(1, 250))
         for name in ("default", "kube-system"):
             self.create(NAMESPACE, {"metadata": {"name": name}})
 
@@ -88,14 +88,8 @@ class Api:
         """
         subject = self._incoming(kind, subject, namespace)
         metadata = subject["metadata"]
-        if metadata.get("resourceVersion"):
-            raise status.bad_request("resourceVersion should not be set on objects to be created")
-        if not metadata.get("name"):
-            prefix = metadata.get("generateName")
-            if not prefix:
-                cause = Cause("metadata.name", "Required value: name or generateName is required", "FieldValueRequired")
-                raise status.invalid(kind.name, kind.group, "", [cause])
-            metadata["name"] = prefix[:58] + "".join(random.choices(_SUFFIX, k=5))
+        if "name" not in metadata:
+            metadata["name"] = metadata["generateName"][:58] + "".join(random.choices(_SUFFIX, k=5))
         with self.store.changed:
             self._require_namespace(kind, metadata)
             if self.store.get(kind, metadata.get("namespace", ""), metadata["name"]):
@@ -119,9 +113,7 @@ class Api:
             ApiError: as `create`; 409 if it has been modified since the caller read it.
         """
         subject = self._incoming(kind, subject, namespace)
-        if subject["metadata"].setdefault("name", name) != name:
-            actual = subject["metadata"]["name"]
-            raise status.bad_request(f"the name of the object ({actual}) does not match the name on the URL ({name})")
+        subject["metadata"].setdefault("name", name)
         with self.store.changed:
             live = self.get(kind, namespace, name)
             if not subject["metadata"].get("resourceVersion") and not kind.unconditional_update:
@@ -173,25 +165,15 @@ class Api:
                 the schema.
         """
         config = _without_nulls(config)
-        if config.get("apiVersion") != kind.api_version or config.get("kind") != kind.name:
-            have = f"{config.get('apiVersion')}, Kind={config.get('kind')}"
-            raise status.bad_request(f"Incorrect version specified in apply patch. Specified patch version: {have}")
         metadata = config.setdefault("metadata", {})
-        if metadata.get("managedFields") is not None:
-            raise status.bad_request("metadata.managedFields must be nil")
-        if metadata.setdefault("name", name) != name:
-            raise status.bad_request(
-                f"the name of the object ({metadata['name']}) does not match the name on the URL ({name})"
-            )
-        if kind.namespaced and metadata.setdefault("namespace", namespace) != namespace:
-            raise _wrong_namespace(metadata["namespace"], namespace)
+        metadata.setdefault("name", name)
+        if kind.namespaced:
+            metadata.setdefault("namespace", namespace)
         merge = Merge(self.schemas, self.schemas.of(kind))
         with self.store.changed:
             live = self.store.get(kind, namespace, name)
             if live is None:
                 self._require_namespace(kind, metadata)
-                if metadata.get("resourceVersion"):
-                    raise status.conflict(kind, name)
             else:
                 _check_preconditions(kind, live, metadata)
             base = deep_copy(live) if live else {"metadata": {"name": name}}
@@ -211,7 +193,6 @@ class Api:
         namespace: str,
         name: str,
         *,
-        propagation: str = "",
         grace_period_s: int | None = None,
         dry_run: bool = False,
     ) -> Object:
@@ -224,18 +205,13 @@ class Api:
         with self.store.changed:
             live = self.get(kind, namespace, name)
             metadata = live["metadata"]
-            if propagation == "Foreground" and "foregroundDeletion" not in metadata.get("finalizers", []):
-                metadata.setdefault("finalizers", []).append("foregroundDeletion")
             graceful = kind is POD and grace_period_s != 0
-            if not (graceful or kind is NAMESPACE or metadata.get("finalizers")):
+            if not graceful:
                 return status.success(kind, live if dry_run else self.store.remove(kind, live))
             if metadata.get("deletionTimestamp") is None:
                 metadata["deletionTimestamp"] = now()
-                if graceful:
-                    default = live["spec"].get("terminationGracePeriodSeconds", 30)
-                    metadata["deletionGracePeriodSeconds"] = default if grace_period_s is None else grace_period_s
-                if kind is NAMESPACE:
-                    live["status"]["phase"] = "Terminating"
+                default = live["spec"].get("terminationGracePeriodSeconds", 30)
+                metadata["deletionGracePeriodSeconds"] = default if grace_period_s is None else grace_period_s
                 live = live if dry_run else self.store.put(kind, live)
             return live
 
@@ -256,27 +232,18 @@ class Api:
 
     def _incoming(self, kind: Kind, subject: Object, namespace: str) -> Object:
         subject = _without_nulls(subject)
-        for field, expected in (("apiVersion", kind.api_version), ("kind", kind.name)):
-            if subject.setdefault(field, expected) != expected:
-                raise status.bad_request(
-                    f"the API version in the data ({subject.get('apiVersion')}, Kind={subject.get('kind')}) "
-                    f"does not match the expected API version ({kind.api_version}, Kind={kind.name})"
-                )
+        subject = {"apiVersion": kind.api_version, "kind": kind.name} | subject
         metadata = subject.setdefault("metadata", {})
-        if kind.namespaced and metadata.setdefault("namespace", namespace) != namespace:
-            raise _wrong_namespace(metadata["namespace"], namespace)
+        if kind.namespaced:
+            metadata.setdefault("namespace", namespace)
         return subject
 
     def _require_namespace(self, kind: Kind, metadata: Object) -> None:
         if not kind.namespaced:
             return
         name = metadata["namespace"]
-        namespace = self.store.get(NAMESPACE, "", name)
-        if namespace is None:
+        if self.store.get(NAMESPACE, "", name) is None:
             raise status.not_found(NAMESPACE, name)
-        if namespace["status"]["phase"] == "Terminating":
-            reason = f"unable to create new content in namespace {name} because it is being terminated"
-            raise status.forbidden(kind, metadata["name"], reason)
 
     def _write(
         self,
@@ -309,9 +276,6 @@ class Api:
             new["metadata"]["generation"] = live["metadata"]["generation"] + 1
         if dry_run:
             return new
-        ends = new["metadata"].get("deletionTimestamp") and not new["metadata"].get("finalizers")
-        if live is not None and ends and kind not in (POD, NAMESPACE):
-            return self.store.remove(kind, self.store.put(kind, new))
         return self.store.put(kind, new)
 
     def _owned_after_update(self, kind: Kind, live: Object | None, new: Object, manager: Manager) -> list[Object]:
@@ -343,15 +307,11 @@ class Api:
         return sorted(entries, key=lambda entry: (entry["operation"], entry["time"], entry["manager"]))
 
     def _allocate(self, kind: Kind, live: Object | None, new: Object) -> None:
-        """Allocate a cluster IP and node ports for a Service."""
+        """Allocate a cluster IP for a Service."""
         if kind is SERVICE and new["spec"].get("type") != "ExternalName" and not new["spec"].get("clusterIP"):
             have = (live or {}).get("spec", {}).get("clusterIP")
             new["spec"]["clusterIP"] = have or f"10.96.0.{next(self._addresses)}"
             new["spec"]["clusterIPs"] = [new["spec"]["clusterIP"]]
-        if kind is SERVICE and new["spec"].get("type") == "NodePort":
-            node_ports = {port["port"]: port.get("nodePort") for port in (live or {}).get("spec", {}).get("ports", ())}
-            for port in new["spec"]["ports"]:
-                port.setdefault("nodePort", node_ports.get(port["port"]) or next(self._node_ports))
 
     def _admit(self, kind: Kind, live: Object | None, new: Object) -> None:
         """Run the admission plugins: webhooks, service accounts and Pod Security."""
@@ -440,19 +400,10 @@ def _without_times(subject: Object) -> Object:
 
 
 def _check_preconditions(kind: Kind, live: Object, metadata: Object) -> None:
-    """Check the UID and resourceVersion that the writer sent, if any."""
+    """Check the resourceVersion that the writer sent, if any."""
     current = live["metadata"]
-    if metadata.get("uid") and metadata["uid"] != current["uid"]:
-        reason = f"Precondition failed: UID in precondition: {metadata['uid']}, UID in object meta: {current['uid']}"
-        raise status.conflict(kind, current["name"], reason)
     if metadata.get("resourceVersion") and metadata["resourceVersion"] != current["resourceVersion"]:
         raise status.conflict(kind, current["name"])
-
-
-def _wrong_namespace(actual: str, expected: str) -> status.ApiError:
-    return status.bad_request(
-        f"the namespace of the provided object does not match the namespace sent on the request ({actual}, {expected})"
-    )
 
 
 def _managers(entries: Iterable[Object]) -> dict[Manager, Fields]:

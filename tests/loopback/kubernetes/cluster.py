@@ -148,11 +148,6 @@ def internal_error(reason: str = "etcdserver: request timed out") -> ApiError:
     return status.internal(reason)
 
 
-def modified(call_kind: Any, name: str) -> ApiError:
-    """A 409: the object was modified by another writer."""
-    return status.conflict(call_kind, name)
-
-
 def labeled(name: str, value: str) -> Callable[[Object], bool]:
     """Select pods by a label or an annotation."""
 

@@ -5,27 +5,21 @@ import threading
 import time
 from typing import Any
 
-from tests.loopback.kubernetes import selectors
 from tests.loopback.kubernetes.api import Api
-from tests.loopback.kubernetes.controller_base import Controller, is_ready, share
+from tests.loopback.kubernetes.controller_base import Controller
 from tests.loopback.kubernetes.deployments import Deployments
 from tests.loopback.kubernetes.endpoints import Endpoints
 from tests.loopback.kubernetes.jobs import Jobs
 from tests.loopback.kubernetes.kinds import (
     AUTOSCALER,
-    BUDGET,
     CONFIG_MAP,
     DEPLOYMENT,
     EVENT,
     NAMESPACE,
-    POD,
-    REPLICA_SET,
     SERVICE_ACCOUNT,
-    Kind,
 )
 from tests.loopback.kubernetes.kubelet import Node
 from tests.loopback.kubernetes.replica_sets import ReplicaSets
-from tests.loopback.kubernetes.status import ApiError
 from tests.loopback.kubernetes.train_jobs import TrainJobs
 
 Object = dict[str, Any]
@@ -75,7 +69,6 @@ class Controllers:
             self._deployments.step,
             self._replica_sets.step,
             self._node.step,
-            self._budgets,
             self._endpoints.step,
             self.train_jobs.step,
             self.jobs.step,
@@ -103,30 +96,11 @@ class Controllers:
         changed = False
         for namespace in self._api.store.all(NAMESPACE):
             name = namespace["metadata"]["name"]
-            if namespace["status"]["phase"] == "Terminating":
-                changed = self._empty(name) or changed
-                if not any(self._in_namespace(name)):
-                    self._api.finish(NAMESPACE, namespace)
-                    changed = True
-                continue
             if not self._api.store.get(SERVICE_ACCOUNT, name, "default"):
                 self._api.create(SERVICE_ACCOUNT, {"metadata": {"name": "default"}}, name, trusted=True)
                 self._api.create(CONFIG_MAP, {"metadata": {"name": "kube-root-ca.crt"}, "data": {}}, name, trusted=True)
                 changed = True
         return changed
-
-    def _in_namespace(self, name: str) -> list[tuple[Kind, Object]]:
-        return [
-            (kind, subject)
-            for kind, subject in self._api.store.everything()
-            if kind.namespaced and subject["metadata"]["namespace"] == name
-        ]
-
-    def _empty(self, name: str) -> bool:
-        remaining = self._in_namespace(name)
-        for kind, subject in remaining:
-            self._api.finish(kind, subject)
-        return bool(remaining)
 
     def _autoscalers(self) -> bool:
         """Keep the replicas within the bounds; metrics are not simulated."""
@@ -150,58 +124,15 @@ class Controllers:
             changed = self._autoscaling.set_status(AUTOSCALER, autoscaler, known) or changed
         return changed
 
-    def _budgets(self) -> bool:
-        changed = False
-        for budget in self._api.store.all(BUDGET):
-            spec = budget["spec"]
-            pods = [
-                pod
-                for pod in self._api.store.all(POD, budget["metadata"]["namespace"])
-                if selectors.matches(spec.get("selector"), pod["metadata"].get("labels") or {})
-            ]
-            healthy = sum(is_ready(pod) for pod in pods)
-            if "maxUnavailable" in spec:
-                desired = max(len(pods) - share(spec["maxUnavailable"], len(pods), up=True), 0)
-            else:
-                desired = share(spec.get("minAvailable", 1), len(pods), up=True)
-            status = {
-                "observedGeneration": budget["metadata"]["generation"],
-                "currentHealthy": healthy,
-                "desiredHealthy": desired,
-                "expectedPods": len(pods),
-                "disruptionsAllowed": max(healthy - desired, 0),
-            }
-            changed = self._disruption.set_status(BUDGET, budget, status) or changed
-        return changed
-
     def _collect_garbage(self) -> bool:
-        """Delete dependents of deleted owners, and owners that waited for their dependents."""
+        """Delete dependents of deleted owners."""
         changed = False
         everything = [(kind, item) for kind, item in self._api.store.everything() if kind is not EVENT]
         alive = {subject["metadata"]["uid"] for _, subject in everything}
-        owned_by: dict[str, int] = {}
-        for kind, subject in everything:
-            owners = [owner["uid"] for owner in subject["metadata"].get("ownerReferences") or ()]
-            for uid in owners:
-                owned_by[uid] = owned_by.get(uid, 0) + 1
-            foreground = {
-                item["metadata"]["uid"]
-                for _, item in everything
-                if "foregroundDeletion" in (item["metadata"].get("finalizers") or ())
-            }
-            if owners and not any(uid in alive - foreground for uid in owners):
-                metadata = subject["metadata"]
-                if not metadata.get("deletionTimestamp"):
-                    policy = "Foreground" if foreground & set(owners) and kind is REPLICA_SET else "Background"
-                    try:
-                        self._api.delete(kind, metadata["namespace"], metadata["name"], propagation=policy)
-                    except ApiError:
-                        continue
-                    changed = True
         for kind, subject in everything:
             metadata = subject["metadata"]
-            waits = "foregroundDeletion" in (metadata.get("finalizers") or ()) and metadata.get("deletionTimestamp")
-            if waits and not owned_by.get(metadata["uid"]):
-                self._api.finish(kind, subject)
+            owners = {owner["uid"] for owner in metadata.get("ownerReferences") or ()}
+            if owners and not owners & alive and not metadata.get("deletionTimestamp"):
+                self._api.delete(kind, metadata["namespace"], metadata["name"])
                 changed = True
         return changed

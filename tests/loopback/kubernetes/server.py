@@ -12,7 +12,6 @@ import threading
 import urllib.parse
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import UTC, datetime, timedelta
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -22,13 +21,11 @@ from tests.loopback.kubernetes import proxy, rbac, status, watches
 from tests.loopback.kubernetes.api import Api
 from tests.loopback.kubernetes.calls import HEALTH, REVIEW, Call, name_selected, parse
 from tests.loopback.kubernetes.fields import Manager
-from tests.loopback.kubernetes.kinds import POD, SERVICE_ACCOUNT
+from tests.loopback.kubernetes.kinds import POD
 from tests.loopback.kubernetes.kubelet import Node
 from tests.loopback.kubernetes.status import ApiError
 
 Object = dict[str, Any]
-_PATCHES = ("application/strategic-merge-patch+json", "application/apply-patch+yaml")
-_MAX_BODY_BYTES = 3 * 2**20  # the limit of a real server
 _HOP_BY_HOP = {"connection", "keep-alive", "transfer-encoding", "content-length", "upgrade", "te", "trailer"}
 
 
@@ -75,18 +72,6 @@ class Server(ThreadingHTTPServer):
         for connection in list(self._open):
             _close(connection)
         self.server_close()
-
-    def issue_token(self, call: Call, request: Object) -> Object:
-        """Issue a token for a service account, like the TokenRequest API."""
-        self.api.get(SERVICE_ACCOUNT, call.namespace, call.name)
-        lifetime_s = request.get("spec", {}).get("expirationSeconds", 3600)
-        ends = datetime.now(UTC) + timedelta(seconds=lifetime_s)
-        token = self.create_token(f"system:serviceaccount:{call.namespace}:{call.name}")
-        token_status = {"token": token, "expirationTimestamp": ends.strftime("%Y-%m-%dT%H:%M:%SZ")}
-        spec = {"audiences": ["https://kubernetes.default.svc"], "expirationSeconds": lifetime_s}
-        metadata = {"name": call.name, "namespace": call.namespace}
-        kind = {"kind": "TokenRequest", "apiVersion": "authentication.k8s.io/v1"}
-        return kind | {"metadata": metadata, "spec": spec, "status": token_status}
 
     def create_token(self, user: str) -> str:
         """Create a token for a user."""
@@ -181,8 +166,7 @@ class _Handler(BaseHTTPRequestHandler):
             _close(self.connection)
 
     def _body(self) -> bytes:
-        length = int(self.headers.get("Content-Length") or 0)
-        return self.rfile.read(min(length, _MAX_BODY_BYTES + 1))
+        return self.rfile.read(int(self.headers.get("Content-Length") or 0))
 
     def _read_call(self) -> Call:
         scheme, _, token = (self.headers.get("Authorization") or "").partition(" ")
@@ -195,9 +179,6 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _execute(self, call: Call, body: bytes) -> tuple[int, Object | str | None]:
         assert call.kind is not None
-        if len(body) > _MAX_BODY_BYTES:
-            self.close_connection = True
-            raise ApiError(413, "RequestEntityTooLarge", f"Request entity too large: limit is {_MAX_BODY_BYTES}")
         if call.subresource == "proxy":
             self._proxy(call, body)
             return 200, None
@@ -218,26 +199,14 @@ class _Handler(BaseHTTPRequestHandler):
         api, media_type = self.server.api, (self.headers.get("Content-Type") or "").partition(";")[0]
         subject = _decode(body, media_type)
         manager = self._manager(call)
-        if call.subresource == "token":
-            return 201, self.server.issue_token(call, subject)
         common: dict[str, Any] = {"manager": manager, "dry_run": dry_run}
         if call.verb == "create":
             return 201, api.create(call.kind, subject, call.namespace, **common)
         common["subresource"] = call.subresource
         if call.verb == "update":
             return 200, api.replace(call.kind, subject, call.namespace, call.name, **common)
-        if media_type not in _PATCHES:
-            raise status.unsupported_media_type(", ".join(_PATCHES))
         if media_type != "application/apply-patch+yaml":
-            if call.query.get("force"):
-                cause = status.Cause(
-                    "force", "Forbidden: may not be specified for non-apply patch", "FieldValueForbidden"
-                )
-                raise status.invalid("PatchOptions", "meta.k8s.io", "", [cause])
             return 200, api.patch(call.kind, subject, call.namespace, call.name, **common)
-        if not call.query.get("fieldManager"):
-            cause = status.Cause("fieldManager", "Required value: is required for apply patch", "FieldValueRequired")
-            raise status.invalid("PatchOptions", "meta.k8s.io", "", [cause])
         with api.store.changed:
             if not call.subresource and api.store.get(call.kind, call.namespace, call.name) is None:
                 attempt = rbac.Attempt(call.user, "create", call.kind, call.namespace, call.name)
@@ -364,7 +333,6 @@ def _delete(api: Api, call: Call, options: Object, *, dry_run: bool) -> Object:
         call.kind,
         call.namespace,
         call.name,
-        propagation=options.get("propagationPolicy", ""),
         grace_period_s=None if grace is None else int(grace),
         dry_run=dry_run or bool(options.get("dryRun")),
     )
@@ -373,7 +341,7 @@ def _delete(api: Api, call: Call, options: Object, *, dry_run: bool) -> Object:
 def _options(call: Call, body: bytes) -> Object:
     """Read ``DeleteOptions`` from the body, or from the query if the body is empty."""
     options = _decode(body, "application/json") if body else {}
-    names = ("propagationPolicy", "gracePeriodSeconds")
+    names = ("gracePeriodSeconds",)
     return {name: call.query[name] for name in names if name in call.query} | options
 
 
@@ -388,13 +356,7 @@ def _decode(body: bytes, media_type: str) -> Object:
 
 
 def _dry_run(call: Call) -> bool:
-    value = call.query.get("dryRun")
-    if value not in (None, "All"):
-        cause = status.Cause(
-            "dryRun", f'Unsupported value: "{value}": supported values: "All"', "FieldValueNotSupported"
-        )
-        raise status.invalid("Options", "meta.k8s.io", "", [cause])
-    return value == "All"
+    return call.query.get("dryRun") == "All"
 
 
 def _close(connection: socket.socket) -> None:

@@ -93,11 +93,6 @@ def expired(message: str) -> ApiError:
     return ApiError(410, "Expired", message)
 
 
-def unsupported_media_type(media_type: str) -> ApiError:
-    message = f"the body of the request was in an unknown format - accepted media types include: {media_type}"
-    return ApiError(415, "UnsupportedMediaType", message)
-
-
 def invalid(kind_name: str, group: str, name: str, causes: Sequence[Cause]) -> ApiError:
     faults = [f"{cause.field}: {cause.message}" for cause in causes]
     subject = f"{kind_name}.{group}" if group else kind_name

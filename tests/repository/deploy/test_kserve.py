@@ -87,7 +87,7 @@ def test_field_check_detects_a_misspelled_field() -> None:
 @pytest.mark.parametrize("part", KSERVE)
 def test_containers_get_known_arguments_and_an_immutable_release(part: str) -> None:
     known = set(re.findall(r'"(--[a-z_]+)"', (sdk_package() / "model_server.py").read_text()))
-    known |= set(re.findall(r'"(--[a-z_]+)"', (ROOT / "src/evernear/serving/kserve/command.py").read_text()))
+    known |= set(re.findall(r'"(--[a-z_]+)"', (ROOT / "src/evernear/serving/kserve/server.py").read_text()))
     spec = service(part)["spec"]
     for component in [spec["predictor"], *filter(None, [spec.get("transformer")]), *_canaries(spec)]:
         (container,) = component["containers"]

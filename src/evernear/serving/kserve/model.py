@@ -13,7 +13,6 @@ from prometheus_client import Counter, Gauge
 
 from evernear.data.encoded_image import EncodedImage
 from evernear.data.preprocess import Pixels
-from evernear.errors import DataError
 from evernear.release.manifest import ReleaseManifest
 from evernear.serving.decoding import (
     SMALL_PIXELS,
@@ -22,6 +21,8 @@ from evernear.serving.decoding import (
     OverloadedError,
     decode_image,
     inspect_image,
+    or_rejection,
+    pixel_count,
 )
 from evernear.serving.kserve.batching import Batcher
 from evernear.serving.kserve.protocols import Images, Tensors, build_response, input_types, output_types, parse_request
@@ -98,7 +99,7 @@ class ReleaseModel(Model):
         try:
             files, decoded = await self._small.run(images, size_bytes)
             for group in _groups(files):
-                pixels = sum(map(_pixel_count, group))
+                pixels = sum(map(pixel_count, group))
                 decoded += await self._decoding.run_sized(pixels, _each, decode_image, group, self.shape)
         except OverloadedError as error:
             raise Unavailable(str(error)) from None
@@ -119,7 +120,7 @@ class ReleaseModel(Model):
         """Decode images with at most `SMALL_PIXELS` pixels in total in this thread, because passing
         a request to another takes longer. Otherwise return the inspected files."""
         files = _each(inspect_image, images, self._max_pixels)
-        pixels, limit = sum(map(_pixel_count, files)), MAX_LARGEST_IMAGES * self._max_pixels
+        pixels, limit = sum(map(pixel_count, files)), MAX_LARGEST_IMAGES * self._max_pixels
         if pixels > limit:
             raise ResourceExhausted(f"The images of the request have more than {limit} pixels together; send fewer.")
         return ([], _each(decode_image, files, self.shape)) if pixels <= SMALL_PIXELS else (files, [])
@@ -177,21 +178,7 @@ class ReleaseModel(Model):
 def _each(
     function: Callable[[Source, Parameter], Result], sources: list[Source | Rejection], parameter: Parameter
 ) -> list[Result | Rejection]:
-    """Apply ``function`` to each source. A `Rejection` stays, and a `DataError` becomes one."""
-
-    def apply(source: Source | Rejection) -> Result | Rejection:
-        if isinstance(source, Rejection):
-            return source
-        try:
-            return function(source, parameter)
-        except DataError as error:
-            return Rejection(message=str(error))
-
-    return [apply(source) for source in sources]
-
-
-def _pixel_count(file: EncodedImage | Rejection) -> int:
-    return 0 if isinstance(file, Rejection) else file.pixels
+    return [or_rejection(function, source, parameter) for source in sources]
 
 
 def _groups(files: list[EncodedImage | Rejection]) -> Iterator[list[EncodedImage | Rejection]]:
@@ -199,10 +186,10 @@ def _groups(files: list[EncodedImage | Rejection]) -> Iterator[list[EncodedImage
     group: list[EncodedImage | Rejection] = []
     pixels = 0
     for file in files:
-        if group and pixels + _pixel_count(file) > SMALL_PIXELS:
+        if group and pixels + pixel_count(file) > SMALL_PIXELS:
             yield group
             group, pixels = [], 0
         group.append(file)
-        pixels += _pixel_count(file)
+        pixels += pixel_count(file)
     if group:
         yield group

@@ -26,8 +26,8 @@ from tests.loopback.kubernetes import (
     labeled,
     too_many_requests,
 )
-from tests.loopback.kubernetes.kubectl import until
 from tests.real.deployment.kubernetes.deployer import MakeSettings
+from tests.waiting import until
 
 OLD, NEW = "20260101.000000.00000000", "20260102.000000.00000000"
 

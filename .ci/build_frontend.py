@@ -1,4 +1,4 @@
-"""Compile the frontend with ``python -m evernear.serving.build_frontend``. This needs ``javac``.
+"""Compile the frontend with ``python .ci/build_frontend.py``. This needs ``javac``.
 
 The jar is committed, because users may have a Java runtime but no compiler. It contains a hash of
 its sources, which a test compares with the files.
