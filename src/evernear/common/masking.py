@@ -49,7 +49,7 @@ _FORMS = [
     re.compile(form, re.IGNORECASE)
     for form in (
         # A password may contain a slash, as S3 secret keys do. Digits before a slash are a port.
-        r"(://)(?:[^/?#\s@\"'<>\\]{1,4000}|[^/?#\s:@\[]{0,200}:(?!\d{1,5}\b)[^\s@\"'<>\\]{1,4000})(?=@)",
+        r"(://)(?:[^/?#\s@\"'<>\\]{1,4000}|[^/?#\s:@\[]{0,200}:(?!\d{1,5}\b)[^\s@\"'<>\\]{1,400})(?=@)",
         rf"((?:[?&;]|u0026|\bx-amz-)(?:{_QUERY_NAMES})=|\bx-(?:amz-security-token|api-key|auth-token){_ASSIGNED})"
         r"[^\s\"'<>\\&,;]{4,4000}",
         rf"((?:authorization|cookie){_ASSIGNED})"

@@ -20,15 +20,13 @@ from evernear.index.build import build_index
 from evernear.index.description import Collection, collection_owner
 from evernear.integrations.milvus import client as milvus_client
 from evernear.release.archive_reader import open_release
-from evernear.release.champion import open_champion
 from evernear.release.manifest import ReleaseManifest
 from evernear.release.promotions import Cause
 from evernear.release.pruning import prune_releases
 from evernear.release.registry import Registry
-from evernear.serving.configuration import java_environment
 from evernear.serving.core import Predictor
 from evernear.serving.responses import Prediction, Rejection
-from evernear.settings import IndexSettings, RunSettings, ServingSettings
+from evernear.settings import IndexSettings, RunSettings
 from tests.releases import MakeRelease, PackedRelease, System, release_maker
 
 Make = Callable[..., PackedRelease]
@@ -132,14 +130,6 @@ def test_alias_of_a_collection_that_evernear_did_not_make_stays(make: Make, sett
     assert alias_target(first) == foreign
 
 
-def test_champion_is_opened_for_comparison(make: Make, settings):
-    release = make()
-    deploy_release(release.archive, release.verdict, settings)
-    with open_champion(open_store(settings.store_uri)) as champion:
-        assert champion is not None
-        assert champion.recognizer.gallery.description.collection == collection_of(release)
-
-
 def make_champion_the_anchor(releases: Registry) -> None:
     """The first promoted release, the anchor, is not pruned."""
     champion = releases.champion()
@@ -213,16 +203,6 @@ def _unavailable(*_: object, **__: object) -> None:
     from pymilvus import MilvusException
 
     raise MilvusException(2, "no connection")
-
-
-def test_workers_of_torchserve_get_the_address_and_the_token_but_no_other_secret(tmp_path, monkeypatch):
-    monkeypatch.setenv("EVERNEAR_MILVUS_URI", "http://milvus:19530")
-    monkeypatch.setenv("EVERNEAR_MILVUS_TOKEN", "secret")
-    monkeypatch.setenv("EVERNEAR_TOKEN", "another secret")
-    environment = java_environment(ServingSettings(), tmp_path)
-    assert environment["EVERNEAR_MILVUS_URI"] == "http://milvus:19530"
-    assert environment["EVERNEAR_MILVUS_TOKEN"] == "secret"
-    assert "EVERNEAR_TOKEN" not in environment
 
 
 def test_copied_store_leaves_the_collections_of_the_original(

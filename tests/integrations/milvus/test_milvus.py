@@ -113,22 +113,6 @@ def test_collection_that_the_server_released_is_loaded_again(embeddings, setting
     assert gallery.search(GALLERY[0][:2], 1).rows.tolist() == [[0], [1]]
 
 
-def test_alias_moves_between_collections(embeddings, settings, tmp_path):
-    first = collection_of(build_index(embeddings, LABELS, settings, tmp_path / "a"))
-    second = collection_of(build_index(embeddings, tuple("ABCDE"), settings, tmp_path / "b"))
-    targets = lambda: {milvus_client.alias_target(client(settings), each) for each in (first, second)}  # noqa: E731
-    assert targets() == {None}
-    for collection in (first, first, second):
-        milvus_client.point_alias(collection)
-        assert targets() == {collection.name}
-    milvus_client.drop(first)
-    milvus_client.drop(first)
-    assert not client(settings).has_collection(first.name)
-    for _ in range(2):
-        milvus_client.drop_alias(second)
-        assert targets() == {None}
-
-
 @pytest.mark.parametrize(
     ("changes", "named"),
     [

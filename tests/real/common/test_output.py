@@ -13,10 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel
 from rich.console import Console
-from typer.testing import CliRunner
 
 from evernear.cli import app as command_line
-from evernear.cli import demo, predict, runs, watch
+from evernear.cli import demo, runs, watch
 from evernear.cli import run as run_command
 from evernear.common.output import (
     JsonFormatter,
@@ -28,15 +27,12 @@ from evernear.common.output import (
     printable,
 )
 from evernear.common.progress import EVENTS_VARIABLE, Event, read_events, step
-from evernear.common.store import open_store
 from evernear.errors import DataError, EvernearError
 from evernear.kubeflow.local_run import RunResult
 from evernear.kubeflow.runs import KfpStep, Run, State
-from evernear.release.registry import Registry
 from evernear.reporting.notify import NextStep
 from evernear.settings import Settings
 from evernear.triggers.watch.schedule_state import CheckReport
-from tests.releases import MakeRelease, PackedRelease
 
 HOSTILE = "\x1b]0;owned\x07\x1b[31m[red]cat[/red]\u202egod\nevernear: all is well\r\x00\x9b2J\u2028\udce4"
 """Terminal escapes, rich markup, bidirectional overrides, line breaks and a NUL."""
@@ -199,54 +195,6 @@ def test_command_error_is_escaped(monkeypatch: pytest.MonkeyPatch, capsys: pytes
     err = capsys.readouterr().err
     assert_escaped(err)
     assert len(err.splitlines()) == 1
-
-
-@pytest.fixture(scope="module")
-def release(make_release: MakeRelease) -> PackedRelease:
-    return make_release()
-
-
-def test_registry_output_is_escaped(
-    release: PackedRelease, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """A hostile class name in an otherwise valid release."""
-    store = (tmp_path / "store").as_uri()
-    registry = Registry(open_store(store))
-    registry.publish(release.archive)
-    name = HOSTILE.replace("\udce4", "ä")  # JSON cannot represent a surrogate
-    read = SAFE.replace(r"\udce4", "ä")
-
-    def invoke(*words: str) -> str:
-        completed = CliRunner().invoke(command_line.app, ["registry", *words, "--store", store])
-        assert completed.exit_code == 0, completed.output
-        assert all(line.isprintable() for line in completed.output.split("\n"))
-        return completed.output
-
-    invoke("promote", release.version, "--why", name)
-    assert read in invoke("list", "--history")
-    assert invoke("list", "--history", "--json").isascii()
-    labels = (name, *release.manifest.labels[1:])
-    get = Registry.get
-
-    def renamed(registry: Registry, version: str, include_pruned: bool = False) -> object:
-        record = get(registry, version, include_pruned=include_pruned)
-        fields = {"labels": labels, "git_commit": name, "metrics": {name: 1.0}}
-        return record.model_copy(update={"manifest": record.manifest.model_copy(update=fields)})
-
-    monkeypatch.setattr(Registry, "get", renamed)
-    output = invoke("show", release.version)
-    assert output.count(read) >= 2
-    assert json.loads(invoke("show", release.version, "--json"))["labels"][0] == name
-
-
-def test_server_responses_are_escaped(capsys: pytest.CaptureFixture[str]) -> None:
-    neighbors = [{"label": HOSTILE, "dist": 0.5, "row": 0}]
-    response = {"pred": HOSTILE, "dist": 0.5, "unknown": False, "neighbors": neighbors, "version": HOSTILE}
-    files = [(Path(HOSTILE), response), (Path("b.png"), DataError(HOSTILE))]
-    predict._print_table(iter(files), alone=False)
-    output = capsys.readouterr().out
-    assert_escaped(output)
-    assert output.count(SAFE) == 5
 
 
 def run(state: State) -> Run:
