@@ -20,6 +20,7 @@ from evernear.common.progress import Step, step
 from evernear.common.run_record import RunRecord
 from evernear.common.step_results import Computed, compute_once, result_key
 from evernear.common.store import Store, open_store
+from evernear.embedding import CODE, DESCRIPTION_FILE
 from evernear.reporting import countdowns
 from evernear.settings import RunSettings, TrainSettings, of_run, parse
 from evernear.settings.train import TrainingChoices
@@ -33,6 +34,8 @@ Tree = dict[str, Any]
 """A run's settings (`evernear.settings.RunSettings`) as JSON without defaults."""
 LIBRARIES = ("faiss-cpu", "numpy", "scipy", "timm", "torch")
 """Libraries whose versions affect the results of training, export and probe."""
+PROBE_CODE = ("data", "embedding", "index", "evaluation")
+"""The folders whose code determines the result of the probe."""
 
 
 def ingest(run: str, store: str, parameters: dict[str, str], settings: Tree, dataset: str) -> tuple[str, Tree]:
@@ -113,7 +116,7 @@ def train(run: str, settings: Tree, dataset: str, trained: str, curves: str) -> 
             recipe = plan_of_run(record, data, chosen.train, running.report).train
         train_here = partial(_train, running, record, data, recipe, chosen, Path(trained))
         if recipe.keeps_backbone:
-            key = _training_key("evernear.embedding.train", data, recipe, record.store)
+            key = _training_key("training", CODE, data, recipe, record.store)
             computed = compute_once(record.store, key, Path(trained), train_here)
         else:  # the checkpoints contain the finished epochs
             computed = train_here()
@@ -156,19 +159,20 @@ def _train(
     return Computed(summary, output, reusable=not result.warnings)
 
 
-def _training_key(module: str, data: "Dataset", settings: TrainingChoices, store: Store, **inputs: JsonValue) -> str:
+def _training_key(
+    result: str, code: tuple[str, ...], data: "Dataset", settings: TrainingChoices, store: Store, **inputs: JsonValue
+) -> str:
     """A key for what depends on images, training settings, pretrained weights and code."""
     from evernear.embedding.weights_digest import weights_sha256
 
     weights, train = weights_sha256(settings, store), settings.model_dump(mode="json")
-    return result_key(module, LIBRARIES, dataset=data.digest, train=train, weights=weights, **inputs)
+    return result_key(result, code, LIBRARIES, dataset=data.digest, train=train, weights=weights, **inputs)
 
 
 def export(run: str, settings: Tree, dataset: str, trained: str, network: str) -> Tree:
     """Export the network to TorchScript, and return the artifact's metadata."""
     with _step("export", run, settings) as (running, _, record):
         from evernear.data.shards import Dataset
-        from evernear.embedding import DESCRIPTION_FILE
 
         data = Dataset.open(Path(dataset))
 
@@ -182,7 +186,7 @@ def export(run: str, settings: Tree, dataset: str, trained: str, network: str) -
 
         described = sha256_file(Path(trained) / DESCRIPTION_FILE)  # contains the sha256 of the weights
         inputs = {"dataset": data.digest, "trained": described}
-        key = result_key("evernear.embedding.export", LIBRARIES, **inputs)
+        key = result_key("export", CODE, LIBRARIES, **inputs)
         exported = compute_once(record.store, key, Path(network), export_here)
         running.summary = exported.summary
     return exported.output
@@ -276,7 +280,7 @@ def probe(run: str, settings: Tree, dataset: str, open_set: str) -> None:
             return Computed(summary, result.model_dump(mode="json"))
 
         inputs = chosen.model_dump(mode="json", include={"evaluation", "index"})
-        key = _training_key("evernear.evaluation.probe", data, here, record.store, plan=plan, **inputs)
+        key = _training_key("probe", PROBE_CODE, data, here, record.store, plan=plan, **inputs)
         probed = compute_once(record.store, key, None, probe_here)
         OpenSet.model_validate(probed.output).save(Path(open_set))
         running.summary = probed.summary

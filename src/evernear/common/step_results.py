@@ -44,9 +44,9 @@ class Computed(NamedTuple):
     """Whether only the inputs determined the result, and not, for example, a lack of time."""
 
 
-def result_key(module: str, libraries: tuple[str, ...], **inputs: JsonValue) -> str:
-    """A hash of ``inputs``, the code that ``module`` imports, and the versions of ``libraries``."""
-    document = {"module": module, "code": code_digest(module, libraries), "inputs": inputs}
+def result_key(result: str, code: tuple[str, ...], libraries: tuple[str, ...], **inputs: JsonValue) -> str:
+    """A hash of the result's name, ``inputs``, ``code`` and ``libraries`` (`code_digest`)."""
+    document = {"result": result, "code": code_digest(code, libraries), "inputs": inputs}
     return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()
 
 

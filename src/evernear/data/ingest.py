@@ -56,6 +56,10 @@ SHARD_SIZE_BYTES = 32 * 2**20
 """Maximum size of a shard. Ingest holds one open shard per split, and a reader downloads whole
 shards."""
 _REPORT_INTERVAL_S = 1.0
+DECODING_CODE = tuple(
+    f"data/{name}.py" for name in ("decoding", "encoded_image", "image_file", "preprocess", "reduction", "webp_file")
+)
+"""The files that determine the decoded pixels."""
 DECODING_LIBRARIES = ("numpy", "pillow")
 """Libraries whose versions may affect the decoded pixels."""
 
@@ -132,7 +136,7 @@ def _ingest(
                     " only with --set data.group=column, from the first ingest on"
                 )
 
-            decoder = code_digest("evernear.data.decoding", DECODING_LIBRARIES)
+            decoder = code_digest(DECODING_CODE, DECODING_LIBRARIES)
             folder = parts_folder(snapshots, settings, parent, decoder, max_size_px, adopt)
             form = planned_form(snapshots.store, folder)
             form = form or choose_form(settings, source, ledger, parent, max_size_px)

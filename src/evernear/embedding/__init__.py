@@ -14,5 +14,7 @@ os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16")
 if Path("/sys/kernel/mm/transparent_hugepage").exists():
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
+CODE = ("data/shards.py", "embedding")
+"""The files and folders whose code trains a network and computes its outputs."""
 DESCRIPTION_FILE = "network.json"
 """Describes the network in the output of the train step and of the export step."""

@@ -15,6 +15,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from evernear.common.code_digest import code_digest
 from evernear.common.store import Store
+from evernear.embedding import CODE
 from evernear.embedding.arcface import TrainingModule
 from evernear.embedding.artifact import Epoch, from_bytes, to_bytes
 from evernear.errors import TrainingError
@@ -112,7 +113,7 @@ def checkpoint_key(
         "settings": settings.model_dump(mode="json"),
         "exclude_labels": sorted(exclude_labels),
         "pretrained": pretrained_sha256,
-        "code": code_digest("evernear.embedding.train", LIBRARIES),
+        "code": code_digest(CODE, LIBRARIES),
     }
     return hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()
 

@@ -131,7 +131,7 @@ def _trained(network: EmbeddingNetwork, trained: TrainedNetwork, dataset: Datase
     centered = center(network, dataset, trained.exclude_labels)
     images = to_tensor(_first(dataset, lambda split: dataset.blocks(split, PARITY_IMAGES)).images)
     architecture = trained.architecture.model_dump_json()
-    return _Exportable(centered, network_identity(centered, architecture, __name__), images, centered(images))
+    return _Exportable(centered, network_identity(centered, architecture), images, centered(images))
 
 
 @torch.inference_mode()

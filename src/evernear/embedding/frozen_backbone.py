@@ -69,6 +69,6 @@ class FrozenNetwork(nn.Module):
 
 
 def backbone_identity(network: EmbeddingNetwork, architecture: Architecture) -> str:
-    """Key of the features, which depend on weights, input size, normalization and this module."""
+    """Key of the features, which depend on weights, input size, normalization and code."""
     described = architecture.model_dump_json(include={"shape", "backbone", "input"})
-    return network_identity(FrozenBackbone(network), described, __name__)
+    return network_identity(FrozenBackbone(network), described)

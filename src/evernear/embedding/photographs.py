@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from evernear.common.code_digest import code_digest
 from evernear.data.shards import Block
+from evernear.embedding import CODE
 from evernear.embedding.data_loader import to_tensor
 
 AREAS = (0.35, 1.0)
@@ -51,7 +52,7 @@ def augment_block(block: Block, view: int, mirror: bool) -> NDArray[np.uint8]:
 
 def view_name(view: int, mirror: bool) -> str:
     """The name under which ``view`` is cached, which changes with the augmentation code."""
-    return f"{code_digest(__name__, LIBRARIES)[:12]}-{'mirrored-' if mirror else ''}{view}"
+    return f"{code_digest(CODE, LIBRARIES)[:12]}-{'mirrored-' if mirror else ''}{view}"
 
 
 @cache

@@ -225,6 +225,7 @@ def _images(manifest: Manifest) -> dict[str, int]:
     return {label: total for label in manifest.labels if (total := sum(count[label] for count in counts))}
 
 
+MAP_CODE = ("evaluation/example_collector.py",)
 LIBRARIES = ("numpy", "scikit-learn")
 """Libraries whose versions affect the positions."""
 
@@ -236,7 +237,7 @@ def map_positions(embeddings: NDArray[np.float32], store: Store) -> NDArray[np.f
         return Computed("map of embeddings", {"positions": project(embeddings).tolist()})
 
     sha256 = hashlib.sha256(embeddings.tobytes()).hexdigest()
-    key = result_key(__name__, LIBRARIES, embeddings=sha256, shape=[*embeddings.shape])
+    key = result_key("embedding map", MAP_CODE, LIBRARIES, embeddings=sha256, shape=[*embeddings.shape])
     computed = compute_once(store, key, None, compute)
     return np.array(computed.output["positions"], np.float32)
 

@@ -81,14 +81,14 @@ def test_a_result_that_the_time_cut_short_is_not_stored(store: FileStore, tmp_pa
 
 
 def test_the_key_covers_inputs_module_and_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
-    module = "evernear.common.step_results"
+    code = ("common/step_results.py",)
     keys = {
-        result_key(module, ("numpy",), dataset="a", train={"seed": 0}),
-        result_key(module, ("numpy",), dataset="b", train={"seed": 0}),
-        result_key(module, ("numpy",), dataset="a", train={"seed": 1}),
-        result_key(module, ("numpy", "torch"), dataset="a", train={"seed": 0}),
-        result_key("evernear.common.frozen", ("numpy",), dataset="a", train={"seed": 0}),
+        result_key("a head", code, ("numpy",), dataset="a", train={"seed": 0}),
+        result_key("a head", code, ("numpy",), dataset="b", train={"seed": 0}),
+        result_key("a head", code, ("numpy",), dataset="a", train={"seed": 1}),
+        result_key("a head", code, ("numpy", "torch"), dataset="a", train={"seed": 0}),
+        result_key("a head", ("common/frozen.py",), ("numpy",), dataset="a", train={"seed": 0}),
     }
     monkeypatch.setattr(step_results, "code_digest", lambda *_: "changed code")
-    keys.add(result_key(module, ("numpy",), dataset="a", train={"seed": 0}))
+    keys.add(result_key("a head", code, ("numpy",), dataset="a", train={"seed": 0}))
     assert len(keys) == 6
