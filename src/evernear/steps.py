@@ -21,13 +21,13 @@ from evernear.common.run_record import RunRecord
 from evernear.common.step_results import Computed, compute_once, result_key
 from evernear.common.store import Store, open_store
 from evernear.embedding import CODE, DESCRIPTION_FILE
+from evernear.embedding.clock import Clock
 from evernear.reporting import countdowns
-from evernear.settings import RunSettings, TrainSettings, of_run, parse
+from evernear.settings import RunSettings, of_run, parse
 from evernear.settings.train import TrainingChoices
 
 if TYPE_CHECKING:
     from evernear.data.shards import Dataset
-    from evernear.embedding.recipe import Recipe
     from evernear.evaluation.evaluate import Evaluation
 
 Tree = dict[str, Any]
@@ -104,19 +104,16 @@ def validate(run: str, settings: Tree, dataset: str, report: str) -> None:
 
 
 def train(run: str, settings: Tree, dataset: str, trained: str, curves: str) -> None:
+    clock = Clock()
     with _step("train", run, settings) as (running, chosen, record):
         from evernear.data.shards import Dataset
         from evernear.reporting.page import page
         from evernear.reporting.plots import training_curves
 
-        data, recipe = Dataset.open(Path(dataset)), chosen.train
-        if recipe.minutes:
-            from evernear.embedding.speed import plan_of_run  # torch takes seconds to import
-
-            recipe = plan_of_run(record, data, chosen.train, running.report).train
-        train_here = partial(_train, running, record, data, recipe, chosen, Path(trained))
-        if recipe.keeps_backbone:
-            key = _training_key("training", CODE, data, recipe, record.store)
+        data = Dataset.open(Path(dataset))
+        train_here = partial(_train, running, record, data, chosen, Path(trained), clock)
+        if chosen.train.keeps_backbone:
+            key = _training_key("training", CODE, data, chosen.train, record.store)
             computed = compute_once(record.store, key, Path(trained), train_here)
         else:  # the checkpoints contain the finished epochs
             computed = train_here()
@@ -127,35 +124,33 @@ def train(run: str, settings: Tree, dataset: str, trained: str, curves: str) -> 
             from evernear.embedding.monitor import require_learned
             from evernear.embedding.recipe import with_defaults
 
-            require_learned(TrainingResult.load(Path(trained) / HISTORY_FILE), with_defaults(recipe, data))
+            require_learned(TrainingResult.load(Path(trained) / HISTORY_FILE), with_defaults(chosen.train, data))
         running.summary = computed.summary
 
 
 def _train(
-    running: Step,
-    record: RunRecord,
-    data: "Dataset",
-    settings: "TrainSettings | Recipe",
-    chosen: RunSettings,
-    trained: Path,
+    running: Step, record: RunRecord, data: "Dataset", chosen: RunSettings, trained: Path, clock: Clock
 ) -> Computed:
-    from evernear.embedding.plan import expected_probe_s
-    from evernear.embedding.recipe import shown_images, with_defaults
+    from evernear.embedding.recipe import expected_probe_s, recipe_of_training, shown_images
     from evernear.embedding.train import train_network
 
-    recipe = with_defaults(settings, data)
+    recipe = recipe_of_training(chosen.train, data)
     started = min(step.started for step in record.steps())
     probe_s = expected_probe_s(recipe, chosen.evaluation.probe_epochs, data)
-    on_progress = None if recipe.minutes else countdowns.whole_run(running, started, probe_s)  # the plan has said it
+    on_progress = countdowns.whole_run(running, started, probe_s)
     on_epoch, on_step = countdowns.epochs(running, recipe.epochs), countdowns.training(running, on_progress)
-    on_images = countdowns.images(running, shown_images(recipe, data), on_progress)
+    of_images = on_progress if recipe.keeps_backbone else None  # otherwise, most of the training follows
+    on_images = countdowns.images(running, shown_images(recipe, data), of_images)
     if recipe.nodes > 1 and not recipe.keeps_backbone:
         from evernear.kubeflow.train_job import run_train_job
 
         run_train_job(record.run, data, recipe, chosen, on_epoch, running.report)
-    result = train_network(data, recipe, trained, record.store, on_epoch=on_epoch, on_step=on_step, on_images=on_images)
+    result = train_network(
+        data, recipe, trained, record.store, on_epoch=on_epoch, on_step=on_step, on_images=on_images, clock=clock
+    )
+    views = {"views": result.head.views} if result.head else {}
+    output = {"epochs": result.history(), "best_epoch": result.best_epoch, **views}
     summary = result.summary(limited=bool(recipe.minutes))
-    output = {"epochs": result.history(), "best_epoch": result.best_epoch}
     return Computed(summary, output, reusable=not result.warnings)
 
 
@@ -261,26 +256,27 @@ def index(run: str, settings: Tree, dataset: str, embeddings: str, open_set: str
 
 def probe(run: str, settings: Tree, dataset: str, open_set: str) -> None:
     """Measure how well unseen classes are rejected, and calibrate the threshold."""
+    clock = Clock()
     with _step("probe", run, settings) as (running, chosen, record):
         from evernear.data.shards import Dataset
         from evernear.evaluation.open_set import OpenSet
 
         data = Dataset.open(Path(dataset))
         here = chosen.train.model_copy(update={"nodes": 1})  # the probe trains for fewer epochs
-        plan = record.load("plan") if here.minutes else {}
+        views = record.load("training").get("views")
 
         def probe_here() -> Computed:
-            from evernear.embedding.plan import Plan
             from evernear.evaluation.probe import probe_open_set
 
             on_step, on_draw = countdowns.training(running), countdowns.draws(running)
-            of_run = Plan.model_validate(plan) if plan else None
-            result = probe_open_set(data, here, chosen.evaluation, chosen.index, on_step, record.store, on_draw, of_run)
+            result = probe_open_set(
+                data, here, chosen.evaluation, chosen.index, on_step, record.store, on_draw, clock, views
+            )
             summary = result.summary().removesuffix(".") or "too few classes to hold one out"
             return Computed(summary, result.model_dump(mode="json"))
 
         inputs = chosen.model_dump(mode="json", include={"evaluation", "index"})
-        key = _training_key("probe", PROBE_CODE, data, here, record.store, plan=plan, **inputs)
+        key = _training_key("probe", PROBE_CODE, data, here, record.store, views=views, **inputs)
         probed = compute_once(record.store, key, None, probe_here)
         OpenSet.model_validate(probed.output).save(Path(open_set))
         running.summary = probed.summary

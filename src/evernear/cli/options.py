@@ -65,7 +65,7 @@ ReleaseOption = Annotated[
 ]
 MinutesOption = Annotated[
     float | None,
-    typer.Option("--minutes", help="Time for training and the open-set probe, which chooses what and how to train."),
+    typer.Option("--minutes", help="Time for training and the open-set probe."),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 

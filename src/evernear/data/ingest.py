@@ -57,7 +57,7 @@ SHARD_SIZE_BYTES = 32 * 2**20
 shards."""
 _REPORT_INTERVAL_S = 1.0
 DECODING_CODE = tuple(
-    f"data/{name}.py" for name in ("decoding", "encoded_image", "image_file", "preprocess", "reduction", "webp_file")
+    f"data/{name}.py" for name in ("decoding", "encoded_image", "image_file", "preprocess", "reduction")
 )
 """The files that determine the decoded pixels."""
 DECODING_LIBRARIES = ("numpy", "pillow")

@@ -45,8 +45,11 @@ class Epoch(Frozen):
     duration_s: float
     flip_tests: tuple[FlipTest, ...] = ()
     """Run once, after the first epoch whose accuracy is clearly above chance."""
-    skipped_steps: int = 0
-    """Steps that did not fit in ``train.minutes``."""
+    steps: int = 0
+    progress: float = 0.0
+    """The larger of the shares of the training's steps and time at the end of the epoch."""
+    used_s: float = 0.0
+    """Time at the end of the epoch since the training began, including earlier attempts."""
 
 
 class HeadTest(Frozen):
@@ -58,6 +61,8 @@ class HeadTest(Frozen):
     trained: float
     """The share with the trained head."""
     used: bool
+    views: int = 0
+    """Augmented views of each image on which the head was trained."""
 
     def __str__(self) -> str:
         return (
@@ -73,11 +78,11 @@ class TrainingResult(Frozen):
     """See `evernear.embedding.checkpoint.checkpoint_key`."""
     best_epoch: int
     """The epoch whose weights were saved, or 0 for a frozen network, which has no epochs."""
-    stopped_early: bool
     resumed_after_epoch: int
     epochs: tuple[Epoch, ...]
     chance_accuracy: float
     """Gallery accuracy of always predicting the most frequent class."""
+    planned_steps: int = 0
     warnings: tuple[str, ...] = ()
     head: HeadTest | None = None
     """Set if only a head was trained."""
@@ -88,7 +93,10 @@ class TrainingResult(Frozen):
 
     def history(self) -> list[dict[str, Any]]:
         """As JSON, for the run's record and its curves."""
-        return [epoch.model_dump(mode="json", exclude={"flip_tests", "skipped_steps"}) for epoch in self.epochs]
+        return [
+            epoch.model_dump(mode="json", exclude={"flip_tests", "steps", "progress", "used_s"})
+            for epoch in self.epochs
+        ]
 
     @property
     def resumption(self) -> str:
@@ -104,10 +112,11 @@ class TrainingResult(Frozen):
         warnings = warned(self.warnings)
         if not self.epochs:
             return f"{self.head or 'no training: the backbone is frozen'}{warnings}"
-        early = f", stopped early after epoch {len(self.epochs)}" if limited and self.stopped_early else ""
+        steps = sum(epoch.steps for epoch in self.epochs)
+        of_steps = f", {steps:,} of {self.planned_steps:,} steps" if limited and steps < self.planned_steps else ""
         accuracy = f"gallery accuracy {self.best.gallery_accuracy:.2%}"
         flips = f"; {self.flips}" if self.flips else ""
-        return f"best epoch {self.best_epoch}{early}, {accuracy}{self.resumption}{flips}{warnings}"
+        return f"best epoch {self.best_epoch}{of_steps}, {accuracy}{self.resumption}{flips}{warnings}"
 
     @property
     def flips(self) -> str:

@@ -11,17 +11,18 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.optim.swa_utils import AveragedModel
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from evernear.common.code_digest import code_digest
 from evernear.common.store import Store
 from evernear.embedding import CODE
 from evernear.embedding.arcface import TrainingModule
 from evernear.embedding.artifact import Epoch, from_bytes, to_bytes
+from evernear.embedding.recipe import Recipe
 from evernear.errors import TrainingError
 from evernear.settings.train import TrainingChoices
 
-CHECKPOINT_FORMAT = 4
+CHECKPOINT_FORMAT = 5
 PATIENCE_EPOCHS = 5
 """Epochs without improvement in gallery accuracy, beyond noise, before training stops early."""
 LIBRARIES = ("numpy", "timm", "torch")
@@ -61,10 +62,17 @@ class TrainingState:
         if self._average is not None:
             self._average.update_parameters(self._module)
 
-    def is_finished(self, epochs: int) -> bool:
-        """Whether all ``epochs`` or `PATIENCE_EPOCHS` without improvement have passed."""
+    def average_over(self, decay: float) -> None:
+        if self._average is not None:
+            self._average.multi_avg_fn = get_ema_multi_avg_fn(decay)
+
+    def is_finished(self, recipe: Recipe) -> bool:
+        """Whether all epochs or the time have passed, or without a limit of the time,
+        `PATIENCE_EPOCHS` without improvement."""
         completed = len(self.history)
-        return completed >= epochs or completed - self.best_epoch >= PATIENCE_EPOCHS
+        if recipe.minutes:
+            return completed > 0 and self.history[-1].progress >= 1
+        return completed >= recipe.epochs or completed - self.best_epoch >= PATIENCE_EPOCHS
 
     def record(self, metrics: Epoch) -> None:
         """Add a finished epoch, and copy its weights if they are the best so far."""

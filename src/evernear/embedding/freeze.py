@@ -7,9 +7,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 import torch
 
 from evernear.common.store import Store, open_store
+from evernear.data.manifest import Split
 from evernear.data.shards import Dataset
 from evernear.embedding.architecture import Architecture
 from evernear.embedding.artifact import HISTORY_FILE, TrainedNetwork, TrainingResult, save_trained
+from evernear.embedding.clock import Clock
 from evernear.embedding.data_loader import TrainingImages
 from evernear.embedding.image_vectors import OnImages
 from evernear.embedding.network import MEMBERS, EmbeddingNetwork, build_network, choose_patch
@@ -115,6 +117,7 @@ def fit_last_layer(
     images: TrainingImages,
     recipe: Recipe,
     on_step: "OnHeadStep | None" = None,
+    clock: Clock | None = None,
 ) -> "Head | None":
     """Fit the last layer to the train split.
 
@@ -123,8 +126,9 @@ def fit_last_layer(
     """
     from evernear.embedding.head import train_head, whitening_for
 
-    features = pretrained.features
-    head = None if recipe.frozen else train_head(features, pretrained.architecture, dataset, images, recipe, on_step)
+    features, head = pretrained.features, None
+    if not recipe.frozen:
+        head = train_head(features, pretrained.architecture, dataset, images, recipe, on_step, clock)
     pretrained.member.standardize = head.map if head and head.test.used else whitening_for(features, dataset, images)
     return head
 
@@ -137,6 +141,7 @@ def freeze(
     exclude_labels: frozenset[str] = frozenset(),
     on_images: OnImages | None = None,
     on_step: "OnHeadStep | None" = None,
+    clock: Clock | None = None,
 ) -> TrainingResult:
     """Write a network with a frozen backbone to ``out_dir``, in the format of a trained network.
 
@@ -144,10 +149,12 @@ def freeze(
     """
     from evernear.embedding.timm_member import whitening_of
 
-    images = TrainingImages(dataset, exclude_labels)
-    pretrained = open_pretrained(dataset, recipe, store, on_images)
-    head = fit_last_layer(pretrained, dataset, images, recipe, on_step)
-    pretrained.features.compute(dataset, ("gallery", "query", "test"))
+    images, clock = TrainingImages(dataset, exclude_labels), clock or Clock()
+    others: list[Split] = ["gallery", "query", "test"]
+    clock.passes_after = sum(map(dataset.count, others)) / dataset.count("train")
+    pretrained = open_pretrained(dataset, recipe, store, clock.required(dataset.count("train"), on_images))
+    head = fit_last_layer(pretrained, dataset, images, recipe, on_step, clock)
+    pretrained.features.compute(dataset, others)
     embedding_dim = whitening_of(pretrained.network).matrix.shape[1]
     trained = TrainedNetwork(
         architecture=pretrained.architecture.model_copy(update={"embedding_dim": embedding_dim}),
@@ -160,7 +167,6 @@ def freeze(
     result = TrainingResult(
         key="",
         best_epoch=0,
-        stopped_early=False,
         resumed_after_epoch=0,
         epochs=(),
         chance_accuracy=images.chance_accuracy,

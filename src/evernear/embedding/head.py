@@ -5,7 +5,6 @@ cached. A training step on them takes milliseconds.
 """
 
 import math
-import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import islice
@@ -23,6 +22,7 @@ from evernear.embedding.arcface import ArcFace, TrainingModule
 from evernear.embedding.architecture import Architecture
 from evernear.embedding.artifact import HeadTest
 from evernear.embedding.backbone import whiten
+from evernear.embedding.clock import Clock
 from evernear.embedding.data_loader import TrainingImages
 from evernear.embedding.features import FrozenFeatures, View
 from evernear.embedding.image_vectors import one_torch_thread
@@ -37,6 +37,8 @@ MAX_BYTES = 2**30
 """Maximum size of the training features in memory. Beyond it, only every nth image is used."""
 COMPARED_IMAGES = 16_384
 """Maximum number of images of each split in the comparison with whitened features."""
+VIEWS_SHARE = 0.8
+"""Share of the time (``train.minutes``) after which no more views are computed."""
 MAX_LOSS_ERRORS = 1.645
 """Standard errors by which a head may be worse than whitened features. Without augmented views, it
 must be better by as many. A one-sided test at the 5% level."""
@@ -104,23 +106,26 @@ def train_head(
     images: TrainingImages,
     recipe: Recipe,
     on_step: OnHeadStep | None = None,
+    clock: Clock | None = None,
 ) -> Head:
     """Train a head on the train split, and compare it with whitened features on the gallery split.
 
     Its map is the projection beside the whitened features or, with ``recipe.embedding_dim``, the
-    projection alone, which has that dimension. Views that cannot be computed within
-    ``recipe.minutes`` are left out.
+    projection alone, which has that dimension. Views that take more than `VIEWS_SHARE` of the time
+    are left out.
     """
-    end_s = time.monotonic() + recipe.minutes * 60 if recipe.minutes else math.inf
+    clock = clock or Clock()
+    used_s = clock.used_s
     whitening = whitening_for(features, dataset, images)
-    examples = read_examples(features, whitening, dataset, images, recipe, end_s)
+    clock.reserve(clock.used_s - used_s)
+    examples = read_examples(features, whitening, dataset, images, recipe, clock)
     torch.manual_seed(recipe.seed)
     layer = LinearHead(features.dim, architecture.embedding_dim)
     module = TrainingModule(architecture, images.classes, recipe.scale, recipe.label_smoothing, torch.float32, layer)
     centers = cast(ArcFace, module.heads[0]).centers
     with one_torch_thread():
         _start_at_class_means(centers, layer, examples)
-        _train(module, examples, recipe, on_step)
+        _train(module, examples, recipe, on_step, clock)
     projection = layer.project.weight.detach()
     weight = projection if recipe.embedding_dim else beside_whitened(projection, examples)
     test = compare(weight, whitening, examples, features.batches(dataset, "gallery", images))
@@ -129,11 +134,8 @@ def train_head(
     folded = Whitening(features.dim, len(weight))
     folded.mean.copy_(whitening.mean)
     folded.matrix.copy_(whitening.matrix @ weight.T)
-    views = len(examples.features) - 1
-    warning = (
-        f"The time was enough for {views} of {quantity(recipe.views, 'augmented view')}: the machine became slower."
-    )
-    return Head(folded, centers.detach(), test, (warning,) if views < recipe.views else ())
+    warning = f"The time was enough for {test.views} of {quantity(recipe.views, 'augmented view')}."
+    return Head(folded, centers.detach(), test, (warning,) if test.views < recipe.views else ())
 
 
 @torch.no_grad()
@@ -155,10 +157,10 @@ def read_examples(
     dataset: Dataset,
     images: TrainingImages,
     recipe: Recipe,
-    end_s: float = math.inf,
+    clock: Clock,
 ) -> HeadExamples:
-    """Compute the features of the train split, plain and in ``recipe.views`` views. No view is
-    started once ``time.monotonic()`` exceeds ``end_s``."""
+    """Compute the features of the train split, plain and in ``recipe.views`` views, of which those
+    are left out that ``clock`` leaves no time for."""
     mirror = dataset.shape[2] == 3  # color images are mostly photographs
     views = [
         View(view_name(number, mirror), partial(augment_block, view=number, mirror=mirror))
@@ -166,19 +168,18 @@ def read_examples(
     ]
     every = max(1, math.ceil(images.count * (len(views) + 1) * features.dim * 4 / MAX_BYTES))
     rows = np.empty((len(views) + 1, math.ceil(images.count / every), features.dim), np.float32)
-    numbers, read = np.empty(rows.shape[1], np.int64), 0
-    for view in [None, *views]:
-        if view and time.monotonic() > end_s:
-            break
+    numbers = np.empty(rows.shape[1], np.int64)
+    for read, view in enumerate([None, *views]):
         seen = filled = 0
         for batch, classes in features.batches(dataset, "train", images, view):
+            if view and clock.share >= VIEWS_SHARE:
+                return HeadExamples(rows[:read], numbers)
             chosen = torch.arange(-seen % every, len(classes), every)
             part = slice(filled, filled + len(chosen))
             rows[read, part] = _whitened(whitening, batch[chosen]).numpy()
             numbers[part] = classes[chosen].numpy()
             seen, filled = seen + len(classes), part.stop
-        read += 1
-    return HeadExamples(rows[:read], numbers)
+    return HeadExamples(rows, numbers)
 
 
 @torch.no_grad()
@@ -213,6 +214,7 @@ def compare(
         whitened=float(whitened.float().mean()),
         trained=float(trained.float().mean()),
         used=lost - gained <= tolerance * math.sqrt(lost + gained),
+        views=len(examples.features) - 1,
     )
 
 
@@ -230,16 +232,21 @@ def start_at_head(module: TrainingModule, head: Head) -> None:
     cast(ArcFace, module.heads[0]).centers.copy_(head.centers)
 
 
-def _train(module: TrainingModule, examples: HeadExamples, recipe: Recipe, on_step: OnHeadStep | None) -> None:
+def _train(
+    module: TrainingModule, examples: HeadExamples, recipe: Recipe, on_step: OnHeadStep | None, clock: Clock
+) -> None:
     batch_size = min(recipe.batch_size, len(examples.classes))
     steps = recipe.epochs * steps_per_epoch(recipe, len(examples.classes), batch_size)
-    optimizer = choose_optimizer(module, recipe, torch.float32)
+    optimizer, begin = choose_optimizer(module, recipe, torch.float32), clock.share
     module.train()
     for step, (features, classes) in enumerate(islice(examples.batches(batch_size, recipe.seed), steps)):
+        progress = max(step / steps, (clock.share - begin) / max(1 - begin, 1e-9))
+        if progress >= 1:
+            break
         for group in optimizer.param_groups:
-            group["lr"] = learning_rate(recipe, step / steps)
+            group["lr"] = learning_rate(recipe, progress)
         optimizer.zero_grad()
-        module(features, classes, margin(recipe, step / steps), classes).backward()
+        module(features, classes, margin(recipe, progress), classes).backward()
         optimizer.step()
         if on_step is not None:
             on_step(step + 1, steps)

@@ -19,6 +19,8 @@ from evernear.errors import TrainingError
 
 FLIP_TOLERANCE = 0.1
 """Maximum accuracy loss under a harmless flip, as a fraction of the accuracy above chance."""
+FEWEST_STEPS = 200
+"""Fewest steps of fine-tuning after which a network has learned more than it has forgotten."""
 FLIP_TEST_MIN_ERRORS = 8
 """Number of standard errors above chance at which the accuracy is high enough to compare flips."""
 
@@ -100,21 +102,24 @@ def collapse_warnings(history: Sequence[Epoch], best_epoch: int, recipe: Recipe)
     )
 
 
-def time_warnings(history: Sequence[Epoch]) -> tuple[str, ...]:
-    shortened = [epoch for epoch in history if epoch.skipped_steps]
-    if not shortened:
+def time_warnings(history: Sequence[Epoch], recipe: Recipe) -> tuple[str, ...]:
+    steps = sum(epoch.steps for epoch in history)
+    if not (recipe.minutes and recipe.weights and steps < FEWEST_STEPS):
         return ()
-    skipped = quantity(sum(epoch.skipped_steps for epoch in shortened), "step")
-    return (f"{quantity(len(shortened), 'epoch')} ended early, without {skipped}: the machine became slower.",)
+    return (
+        f"The time was enough for {quantity(steps, 'step')} of fine-tuning, and after fewer than {FEWEST_STEPS} the "
+        "pretrained network is often worse; raise train.minutes, or set train.layers=head.",
+    )
 
 
 def require_learned(result: TrainingResult, recipe: Recipe) -> None:
     """Raise `TrainingError` if the best epoch is within one standard error of chance."""
     best = result.best
+    longer = "longer (train.minutes)" if recipe.minutes else f"more epochs (train.epochs is {recipe.epochs})"
     if best.gallery_accuracy <= result.chance_accuracy + best.gallery_accuracy_error:
         raise TrainingError(
             f"The network learned nothing: its best gallery accuracy in {quantity(len(result.epochs), 'epoch')} is "
             f"{best.gallery_accuracy:.1%}, and always predicting the most frequent class gives "
-            f"{result.chance_accuracy:.1%}. Lower train.learning_rate (it is {recipe.learning_rate:g}), train more "
-            f"epochs (train.epochs is {recipe.epochs}), or check the labels."
+            f"{result.chance_accuracy:.1%}. Lower train.learning_rate (it is {recipe.learning_rate:g}), train "
+            f"{longer}, or check the labels."
         )

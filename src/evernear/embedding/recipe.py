@@ -1,6 +1,7 @@
 """The recipe of training: image-dependent defaults, device, precision, optimizer and schedules."""
 
 import math
+from collections.abc import Callable
 from typing import Any, Literal, cast
 
 import torch
@@ -33,14 +34,26 @@ you scale model and dataset size", arXiv:2405.13698). See docs/decisions/0018-tr
 """
 FIRST_SIZE = 5 / 6
 """Size of fine-tuning's first training images, relative to the last."""
-FIRST_EPOCHS = 0.6
-"""Share of the epochs with the first size. Training on small images first, and on smaller ones than
-in use, is faster and better than at one size (Touvron et al. 2019, "Fixing the train-test
+FIRST_SHARE = 0.6
+"""Share of the training with the first size. Training on small images first, and on smaller ones
+than in use, is faster and better than at one size (Touvron et al. 2019, "Fixing the train-test
 resolution discrepancy", arXiv:1906.06423)."""
 EMA_DECAY = 0.99
 """Largest decay per step of the weight average."""
 EMA_SHARE = 1 / 15
 """Share of the steps over which weights are averaged. Of 1,500, a decay of 0.99 averages 100."""
+MOST_PASSES = 30
+"""Passes over the images after which more time does not help."""
+MOST_REPETITIONS = 4
+"""The same on a small dataset, as a multiple of the default of ``train.min_steps``."""
+PROBE_DRAWS = 5
+"""Draws of the probe if the backbone is frozen. Each holds out another fifth of the classes."""
+PROBE_SHARE = 0.25
+"""Ratio of probe epochs to training epochs, and of their time."""
+PROBE_SHARE_WITH_MUON = 0.6
+"""The same with Muon, whose training is short. After three of ten epochs on CIFAR-10, unseen
+classes are not yet as well separated as after all ten."""
+HEAD_STEP_S = 0.01
 MOST_VIEWS = 4
 """Most augmented views of an image."""
 MOST_VIEWED_IMAGES = 20_000
@@ -64,6 +77,8 @@ class Recipe(TrainingChoices):
     """Whether Muon trains the network, instead of AdamW."""
     learning_rate: float
     weight_decay: float
+    decays_by_steps: bool = False
+    """Whether ``weight_decay`` is for all steps, and rises if the time allows fewer."""
     width: int
     augment: Augment
     label_smoothing: float
@@ -132,12 +147,62 @@ def with_defaults(settings: TrainSettings | Recipe, dataset: Dataset, **chosen: 
     )
     recipe = Recipe(**values)
     images = dataset.manifest.count("train")
+    if settings.minutes and not settings.keeps_backbone and not {"epochs", "min_steps"} & {*given, *chosen}:
+        passes = MOST_PASSES * (images // min(recipe.batch_size, images))
+        recipe = recipe.model_copy(update={"min_steps": max(passes, MOST_REPETITIONS * recipe.min_steps)})
     steps = recipe.epochs * steps_per_epoch(recipe, images, min(recipe.batch_size, images))
     if dataset.shape[2] == 3 and not settings.weights and settings.weight_decay is None:
-        return recipe.model_copy(update={"weight_decay": TOTAL_DECAY / (recipe.learning_rate * steps)})
+        decay = TOTAL_DECAY / (recipe.learning_rate * steps)
+        return recipe.model_copy(update={"weight_decay": decay, "decays_by_steps": True})
     if settings.weights and not settings.keeps_backbone:
-        return recipe.model_copy(update={"ema_decay": min(EMA_DECAY, max(0.0, 1 - 1 / (steps * EMA_SHARE)))})
+        return recipe.model_copy(update={"ema_decay": ema_decay(steps)})
     return recipe
+
+
+def ema_decay(steps: float) -> float:
+    return min(EMA_DECAY, max(0.0, 1 - 1 / (steps * EMA_SHARE)))
+
+
+def recipe_of_training(settings: TrainSettings, dataset: Dataset) -> Recipe:
+    """The recipe of the train step, which shares ``train.minutes`` with the probe."""
+    recipe = with_defaults(settings, dataset)
+    if not settings.minutes:
+        return recipe
+    return with_defaults(settings, dataset, minutes=settings.minutes / (1 + probe_share(recipe)))
+
+
+def recipe_of_probe(settings: TrainSettings, dataset: Dataset, probe_epochs: int, views: int | None = None) -> Recipe:
+    """The recipe of the probe, with ``probe_epochs`` or, if that is 0, a share of the epochs.
+    ``views`` is the number of a head's views for which the training had time."""
+    recipe = with_defaults(settings, dataset)
+    share = probe_share(recipe)
+    epochs = recipe.epochs if recipe.keeps_backbone else math.ceil(recipe.epochs * share)  # a head takes seconds
+    chosen: Values = {"epochs": probe_epochs or epochs} | ({} if views is None else {"views": views})
+    if settings.minutes:
+        chosen |= {"minutes": settings.minutes * share / (1 + share), "min_steps": math.ceil(recipe.min_steps * share)}
+    return with_defaults(settings, dataset, **chosen)
+
+
+def probe_share(recipe: Recipe) -> float:
+    return PROBE_SHARE_WITH_MUON if recipe.muon else PROBE_SHARE
+
+
+def expected_probe_s(recipe: Recipe, probe_epochs: int, dataset: Dataset) -> Callable[[float], float]:
+    """Estimates the probe's time from the training's. With a frozen backbone, training has computed
+    the features, and only heads remain."""
+    images = dataset.count("train")
+
+    def steps(epochs: int) -> int:
+        changed = recipe.model_copy(update={"epochs": epochs})
+        return epochs * steps_per_epoch(changed, images, min(recipe.batch_size, images))
+
+    if recipe.keeps_backbone:
+        heads_s = 0.0 if recipe.frozen else steps(recipe.epochs) * HEAD_STEP_S
+        return lambda _: (1 + PROBE_DRAWS) * heads_s
+    if recipe.minutes:
+        return lambda train_s: train_s * probe_share(recipe)
+    epochs = probe_epochs or math.ceil(recipe.epochs * probe_share(recipe))
+    return lambda train_s: train_s * steps(epochs) / steps(recipe.epochs)
 
 
 def _defaults(settings: TrainSettings, dataset: Dataset) -> Values:
@@ -160,11 +225,12 @@ def _choose_views(images: int) -> int:
     return max(1, min(MOST_VIEWS, MOST_VIEWED_IMAGES // max(1, images)))
 
 
-def size_factor(recipe: Recipe, epoch: int) -> float:
-    """Side of the training images in ``epoch``, counted from 0, relative to the network's input."""
+def size_factor(recipe: Recipe, progress: float) -> float:
+    """Side of the images in an epoch that begins at ``progress``, relative to the network's
+    input."""
     if recipe.size_factor >= 1 or not recipe.weights:
         return recipe.size_factor
-    return recipe.size_factor * (FIRST_SIZE if epoch < FIRST_EPOCHS * recipe.epochs else 1)
+    return recipe.size_factor * (FIRST_SIZE if progress < FIRST_SHARE else 1)
 
 
 def recipe_of_head(recipe: Recipe, embedding_dim: int, dataset: Dataset) -> Recipe:
@@ -255,7 +321,7 @@ def _stage_factors(module: TrainingModule) -> dict[str, float]:
 
 
 def learning_rate(recipe: Recipe, progress: float) -> float:
-    """The learning rate at ``progress`` (0..1) of all steps.
+    """The learning rate at ``progress`` (0..1) of the training.
 
     It rises linearly during `WARM_UP` and then falls linearly to 0, one cycle of Smith 2017,
     "Cyclical Learning Rates", arXiv:1506.01186.
@@ -266,5 +332,5 @@ def learning_rate(recipe: Recipe, progress: float) -> float:
 
 
 def margin(recipe: Recipe, progress: float) -> float:
-    """The margin in radians, at ``progress`` (0..1) of all steps."""
+    """The margin in radians, at ``progress`` (0..1) of the training."""
     return recipe.margin * min(progress / MARGIN_WARM_UP, 1.0)

@@ -34,10 +34,10 @@ from evernear.embedding.artifact import HISTORY_FILE, Epoch, TrainedNetwork, Tra
 from evernear.embedding.augmentation import Draws, Flip, augment, random_flips
 from evernear.embedding.batch_norm import GlobalBatchNorm
 from evernear.embedding.checkpoint import load_checkpoint, save_checkpoint
+from evernear.embedding.clock import Clock
 from evernear.embedding.freeze import freeze
 from evernear.embedding.image_vectors import OnImages
 from evernear.embedding.monitor import choose_flips, collapse_warnings, measure_flips, measure_gallery, time_warnings
-from evernear.embedding.plan import Deadline
 from evernear.embedding.recipe import Recipe, choose_device, learning_rate, margin, size_factor, with_defaults
 from evernear.embedding.training_setup import Training, prepare_training
 from evernear.errors import TrainingError
@@ -47,7 +47,8 @@ OnEpoch = Callable[[Epoch], None]
 
 
 class Steps(NamedTuple):
-    """Counted over all epochs. Early stopping may end training before ``total``."""
+    """Counted over all epochs. ``done`` includes steps that are skipped for lack of time. Early
+    stopping may end training before ``total``."""
 
     done: int
     total: int
@@ -71,6 +72,7 @@ def train_network(
     on_epoch: OnEpoch | None = None,
     on_step: OnStep | None = None,
     on_images: OnImages | None = None,
+    clock: Clock | None = None,
 ) -> TrainingResult:
     """Train on the train split without ``exclude_labels``, and write the network to ``out_dir``.
 
@@ -79,16 +81,17 @@ def train_network(
     epoch's checkpoint is saved, ``on_step`` after each step, and ``on_images`` as features are
     computed. A frozen network has no steps, and a head no epochs.
 
-    ``recipe.minutes`` limits the loop over epochs: if an epoch exceeds its share of the time, its
-    last steps are skipped. `evernear.embedding.speed.plan_training` chooses settings that fit.
+    ``recipe.minutes`` limits the time that ``clock`` measures. The schedules follow the larger of
+    the share of the steps and that of the time, so a slow machine takes fewer steps in an epoch.
 
     Raises:
         TrainingError: there are fewer than two labels, the loss is not finite, a checkpoint is
             unreadable, a process died, or multi-node training is not finished.
     """
-    recipe = with_defaults(settings, dataset)
+    recipe, clock = with_defaults(settings, dataset), clock or Clock()
+    clock.limit(recipe.minutes)
     if recipe.keeps_backbone:
-        return freeze(dataset, recipe, out_dir, store, exclude_labels, on_images, steps_of_head(on_step))
+        return freeze(dataset, recipe, out_dir, store, exclude_labels, on_images, steps_of_head(on_step), clock)
     if recipe.nodes > 1:
         return write_result_of_nodes(dataset, recipe, out_dir, store, exclude_labels)
     if recipe.processes > 1:
@@ -102,7 +105,7 @@ def train_network(
 
         train_in_processes(dataset, recipe, out_dir, store, on_message, exclude_labels)
         return TrainingResult.load(out_dir / HISTORY_FILE)
-    return train_in_this_process(dataset, recipe, out_dir, store, exclude_labels, on_epoch, on_step, on_images)
+    return train_in_this_process(dataset, recipe, out_dir, store, exclude_labels, on_epoch, on_step, on_images, clock)
 
 
 def train_in_processes(
@@ -139,7 +142,7 @@ def write_result_of_nodes(
     """Write multi-node training's result (`evernear.embedding.node`) from its last checkpoint."""
     training = prepare_training(dataset, recipe, exclude_labels, torch.device("cpu"), store, start=False)
     load_checkpoint(store, training.key, training.state)
-    if not training.state.is_finished(training.recipe.epochs):
+    if not training.state.is_finished(training.recipe):
         raise TrainingError(
             f"Training on {recipe.nodes} nodes is not finished: {len(training.state.history)} of "
             f"{quantity(training.recipe.epochs, 'epoch')} are done. "
@@ -157,6 +160,7 @@ def train_in_this_process(
     on_epoch: OnEpoch | None,
     on_step: OnStep | None,
     on_images: OnImages | None = None,
+    clock: Clock | None = None,
 ) -> TrainingResult:
     """Train in this process, which may be one rank of a process group. Every rank returns the
     result. Only rank 0 writes files and checkpoints, and calls ``on_epoch`` and ``on_step``."""
@@ -164,12 +168,15 @@ def train_in_this_process(
     device = choose_device(rank % recipe.processes)
     if device.type == "cuda":
         torch.cuda.set_device(device)  # the device for `distributed.broadcast_from_rank_0`
+    clock = clock or Clock()
+    on_images = clock.required(dataset.count("train") + dataset.count("gallery"), on_images)
     training = prepare_training(dataset, recipe, exclude_labels, device, store, on_images)
     state = training.state
     load_checkpoint(store, training.key, state)
     resumed_after_epoch = len(state.history)
-    while not state.is_finished(recipe.epochs):
-        metrics = train_epoch(training, on_step if rank == 0 else None)
+    clock.resume(state.history[-1].used_s if state.history else 0.0)
+    while not state.is_finished(recipe):
+        metrics = train_epoch(training, on_step if rank == 0 else None, clock)
         state.record(metrics)
         if rank == 0:
             save_checkpoint(store, training.key, state.final_checkpoint() | state.resume_state())
@@ -178,8 +185,9 @@ def train_in_this_process(
     return write_result(training, out_dir, store, resumed_after_epoch)
 
 
-def train_epoch(training: Training, on_step: OnStep | None) -> Epoch:
-    """Train one epoch, and measure the network on the gallery split."""
+def train_epoch(training: Training, on_step: OnStep | None, clock: Clock) -> Epoch:
+    """Train one epoch, and measure the network on the gallery split. The epoch ends early if its
+    share of the time has passed."""
     recipe, steps, images = training.recipe, training.steps_per_epoch, training.images
     epoch, started_s = len(training.state.history), time.monotonic()
     rank, world_size = distributed.rank_and_world_size()
@@ -187,38 +195,48 @@ def train_epoch(training: Training, on_step: OnStep | None) -> Epoch:
     torch.manual_seed(seed)
     generator = torch.Generator().manual_seed(seed)
     flips = choose_flips(training.state.history)
+    begin = max(epoch / recipe.epochs, clock.share)
+    end, total = begin + (1 - begin) / (recipe.epochs - epoch), recipe.epochs * steps
 
     training.module.train()
+    if recipe.minutes and epoch:
+        training.adapt_decay(begin)
     if recipe.weights:
         from evernear.embedding.stages import prepare_epoch  # timm takes seconds to import
 
-        prepare_epoch(training.module, size_factor(recipe, epoch), training.architecture.pretrained)
-    deadline, done = Deadline(recipe, training.state.history), 0
+        prepare_epoch(training.module, size_factor(recipe, begin), training.architecture.pretrained)
+    done = 0
     losses, rate = torch.zeros((), device=training.device), 0.0
     batches = images.batches(training.batch_size, recipe.seed, epoch, rank, world_size)
     for step, (pixels, classes) in enumerate(itertools.islice(batches, steps)):
-        progress = (epoch * steps + step) / (recipe.epochs * steps)
+        progress = max((epoch * steps + step) / total, clock.share)
+        if step and progress >= end:
+            break
         rate = learning_rate(recipe, progress)
         for group in training.optimizer.param_groups:
             group["lr"] = rate * group["rate_factor"]
         losses += train_step(training, pixels, classes, margin(recipe, progress), flips, generator)
         done = step + 1
         if on_step is not None:
-            on_step(Steps(epoch * steps + done, recipe.epochs * steps, steps))
-        if deadline.is_over():
-            break
+            of_time = int(steps * (clock.share - begin) / (end - begin)) if begin < 1 else steps
+            on_step(Steps(epoch * steps + min(steps, max(done, of_time)), total, steps))
 
+    validation_s = clock.used_s
+    measured = measure_gallery(training.state.result, images.gallery(rank, world_size), training.device)
+    clock.reserve(clock.used_s - validation_s)
     metrics = Epoch(
         epoch=epoch + 1,
         learning_rate=rate,
         train_loss=float(distributed.all_reduce_sum(losses)) / (done * world_size),
-        **measure_gallery(training.state.result, images.gallery(rank, world_size), training.device),
+        **measured,
         duration_s=time.monotonic() - started_s,
-        skipped_steps=steps - done,
+        steps=done,
     )
     if not any(earlier.flip_tests for earlier in training.state.history):
         tests = measure_flips(training.state.result, images, training.device, metrics)
         metrics = metrics.model_copy(update={"flip_tests": tests})
+    progress = max((epoch + 1) / recipe.epochs, clock.share)
+    metrics = metrics.model_copy(update={"progress": progress, "used_s": clock.used_s})
     metrics = distributed.broadcast_from_rank_0(metrics)  # all processes must agree on when to stop
     if not math.isfinite(metrics.train_loss + metrics.gallery_loss):
         raise TrainingError(
@@ -266,11 +284,11 @@ def write_result(training: Training, out_dir: Path, store: Store | None, resumed
     result = TrainingResult(
         key=training.key,
         best_epoch=state.best_epoch,
-        stopped_early=len(state.history) < recipe.epochs,
         resumed_after_epoch=resumed_after_epoch,
         epochs=tuple(state.history),
         chance_accuracy=training.images.chance_accuracy,
-        warnings=(*collapse_warnings(state.history, state.best_epoch, recipe), *time_warnings(state.history)),
+        planned_steps=recipe.epochs * training.steps_per_epoch,
+        warnings=(*collapse_warnings(state.history, state.best_epoch, recipe), *time_warnings(state.history, recipe)),
     )
     rank, _ = distributed.rank_and_world_size()
     if rank != 0:

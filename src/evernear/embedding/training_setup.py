@@ -22,6 +22,7 @@ from evernear.embedding.recipe import (
     choose_micro_batches,
     choose_optimizer,
     choose_precision,
+    ema_decay,
     recipe_of_head,
     steps_per_epoch,
 )
@@ -50,6 +51,17 @@ class Training:
     key: str
     """Key of the checkpoint."""
 
+    def adapt_decay(self, progress: float) -> None:
+        """Adapt weight decay and average to the number of steps that the time allows, at
+        ``progress`` after at least one epoch."""
+        planned = self.recipe.epochs * self.steps_per_epoch
+        expected = sum(epoch.steps for epoch in self.state.history) / progress
+        if self.recipe.ema_decay:
+            self.state.average_over(ema_decay(expected))
+        for group in self.optimizer.param_groups if self.recipe.decays_by_steps else ():
+            if group["weight_decay"]:
+                group["weight_decay"] = self.recipe.weight_decay * planned / expected
+
 
 def prepare_training(
     dataset: Dataset,
@@ -61,7 +73,7 @@ def prepare_training(
     start: bool = True,
 ) -> Training:
     """Without ``start``, the last layer of a pretrained network is random, which suffices if
-    training continues from a checkpoint or is only measured."""
+    training continues from a checkpoint."""
     _, world_size = distributed.rank_and_world_size()
     precision = choose_precision(device, recipe.precision)
     images = TrainingImages(dataset, exclude_labels)

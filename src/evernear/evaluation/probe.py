@@ -1,7 +1,5 @@
 """The open-set probe, which measures how well distances separate unseen classes from known ones."""
 
-import math
-import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
@@ -16,14 +14,17 @@ from evernear.data.gallery import joining_gallery
 from evernear.data.groups import GroupNumbers, group_numbers
 from evernear.data.manifest import SPLITS, Split
 from evernear.data.shards import Dataset
+from evernear.embedding.artifact import load_trained
+from evernear.embedding.clock import Clock
 from evernear.embedding.data_loader import TrainingImages
-from evernear.embedding.embed import Embed, ExportedEmbedder, embed_dataset, write_embeddings
+from evernear.embedding.embed import Embed, write_embeddings
+from evernear.embedding.embedding_cache import EmbeddingCache
 from evernear.embedding.embeddings import Embeddings
-from evernear.embedding.export import centered_head, export_network
+from evernear.embedding.export import center, centered_head
 from evernear.embedding.freeze import Pretrained, fit_last_layer, open_pretrained
-from evernear.embedding.plan import PROBE_DRAWS, PROBE_SHARE, PROBE_SHARE_WITH_MUON, Plan
-from evernear.embedding.recipe import Recipe, with_defaults
-from evernear.embedding.speed import plan_training
+from evernear.embedding.image_vectors import ImageVectors
+from evernear.embedding.recipe import PROBE_DRAWS, Recipe, recipe_of_probe
+from evernear.embedding.torchscript import freeze_parameters
 from evernear.embedding.train import OnStep, steps_of_head, train_network
 from evernear.evaluation.measure import BATCH_SIZE
 from evernear.evaluation.open_set import OpenSet
@@ -55,6 +56,8 @@ Distances = NDArray[np.float32]
 FEWEST_KNOWN = 2
 """Minimum number of classes that remain for training. Calibration requires two classes in the
 gallery."""
+TIME_OF_FLIP = 2.0
+"""Time to embed an image together with its mirror image, relative to that of the image alone."""
 FEWEST_HELD_OUT = 2
 """Number of classes to hold out by default with fewer than ten classes. With more, a fifth of
 them."""
@@ -107,7 +110,8 @@ def probe_open_set(
     on_step: OnStep | None = None,
     store: Store | None = None,
     on_draw: Callable[[int, int], None] | None = None,
-    plan: Plan | None = None,
+    clock: Clock | None = None,
+    views: int | None = None,
 ) -> OpenSet:
     """Train without some classes, and measure the distances of their images.
 
@@ -119,43 +123,33 @@ def probe_open_set(
     figures from the test split. If images of unseen classes are not significantly farther from the
     gallery than known images, the release calls no image unknown.
 
-    ``on_draw`` is called after each draw with the numbers of completed and of all draws. With the
-    ``plan`` of a run with ``train.minutes``, no draw begins after the planned time.
+    ``on_draw`` is called after each draw with the numbers of completed and of all draws. Features
+    of a frozen backbone are read from ``store``. If ``train.minutes`` is set, ``clock`` measures
+    the time, and no draw begins that is unlikely to end in it. ``views``: see `recipe_of_probe`.
     """
     manifest = dataset.manifest
     counts = [manifest.label_counts(split) for split in SPLITS]
     # every class needs images in each split, whether it is held out or not
     eligible = [label for label in manifest.labels if all(count[label] for count in counts)]
     wanted = max(FEWEST_HELD_OUT, len(eligible) // 5)
-    recipe = plan.probe if plan else probe_recipe(dataset, train_settings, settings, store)
+    recipe, clock = recipe_of_probe(train_settings, dataset, settings.probe_epochs, views), clock or Clock()
     held_out = choose_held_out(eligible, wanted, PROBE_DRAWS if recipe.keeps_backbone else 1, train_settings.seed)
     if not held_out:
         return OpenSet(held_out=())
-    open_without = choose_opener(dataset, recipe, index_settings, on_step, store)
+    clock.limit(recipe.minutes)
+    gallery, query, test = (manifest.count(split) for split in ("gallery", "query", "test"))
+    clock.passes_after = 1 + TIME_OF_FLIP * (3 * gallery + 2 * query + test) / gallery
+    open_without = choose_opener(dataset, recipe, index_settings, on_step, store, clock)
     draws: list[Draw] = []
-    end_s = time.monotonic() + (plan.probe_s if plan and plan.probe_s is not None else math.inf)
     with group_numbers(dataset) as groups:
         for labels in held_out:
             draws.append(_measure_draw(open_without(labels), dataset, labels, groups))
             if on_draw is not None:
                 on_draw(len(draws), len(held_out))
-            if time.monotonic() > end_s:
+            if clock.share * (len(draws) + 1) / len(draws) > 1:
                 break
     all_held_out = tuple(sorted(frozenset[str]().union(*held_out[: len(draws)])))
     return assess(draws, index_settings).model_copy(update={"held_out": all_held_out})
-
-
-def probe_recipe(
-    dataset: Dataset, train_settings: TrainSettings, settings: EvaluationSettings, store: Store | None = None
-) -> Recipe:
-    """The recipe of ``train_settings`` with ``settings.probe_epochs`` or, if that is 0, a share of
-    its epochs. With ``train.minutes``, it is part of the plan in ``store``."""
-    if train_settings.minutes:
-        return plan_training(dataset, train_settings, store).probe
-    recipe = with_defaults(train_settings, dataset)
-    share = PROBE_SHARE_WITH_MUON if recipe.muon else PROBE_SHARE
-    epochs = recipe.epochs if recipe.keeps_backbone else math.ceil(recipe.epochs * share)  # a head takes seconds
-    return with_defaults(train_settings, dataset, epochs=settings.probe_epochs or epochs)
 
 
 def assess(draws: Sequence[Draw], settings: IndexSettings) -> OpenSet:
@@ -295,28 +289,40 @@ def _distances(
 
 
 def choose_opener(
-    dataset: Dataset, recipe: Recipe, settings: IndexSettings, on_step: OnStep | None, store: Store | None
+    dataset: Dataset,
+    recipe: Recipe,
+    settings: IndexSettings,
+    on_step: OnStep | None,
+    store: Store | None,
+    clock: Clock,
 ) -> Callable[[frozenset[str]], ProbedRecognizer]:
     """Return a function that takes a set of labels and makes a recognizer without them."""
     if not recipe.keeps_backbone:
-        return partial(_open_trained, dataset, recipe, settings, on_step)
+        return partial(_open_trained, dataset, recipe, settings, on_step, store, clock)
     pretrained = open_pretrained(dataset, recipe, store)
     pretrained.features.compute(dataset, SPLITS)
-    return partial(_open_head, dataset, recipe, settings, on_step, pretrained)
+    return partial(_open_head, dataset, recipe, settings, on_step, pretrained, clock)
 
 
 def _open_trained(
-    dataset: Dataset, recipe: Recipe, settings: IndexSettings, on_step: OnStep | None, held_out: frozenset[str]
+    dataset: Dataset,
+    recipe: Recipe,
+    settings: IndexSettings,
+    on_step: OnStep | None,
+    store: Store | None,
+    clock: Clock,
+    held_out: frozenset[str],
 ) -> ProbedRecognizer:
-    """Train a network. Its files and embeddings are discarded."""
+    """Train a network. It is not exported."""
     with TemporaryDirectory(prefix="evernear-probe-") as scratch:
-        trained, network, embeddings, index = (Path(scratch) / step for step in ("train", "export", "embed", "index"))
-        train_network(dataset, recipe, trained, exclude_labels=held_out, on_step=on_step)
-        sha256 = export_network(trained, dataset, network).sha256
-        embed_dataset(network, dataset, embeddings)
-        embedder = ExportedEmbedder(network)
-        embedder.load()
-        return ProbedRecognizer(_index(embeddings, dataset, settings, index, held_out, sha256), embedder.embed)
+        trained, embeddings, index = (Path(scratch) / step for step in ("train", "embed", "index"))
+        train_network(dataset, recipe, trained, store, held_out, on_step=on_step, clock=clock)
+        described, network = load_trained(trained)
+        scripted, dim = freeze_parameters(center(network, dataset, held_out)), described.architecture.embedding_dim
+        embed = ImageVectors(EmbeddingCache(None, "", dim), lambda: scripted).of
+        joining = joining_gallery(dataset.manifest, frozenset())
+        write_embeddings(embed, dim, dataset, embeddings, joining, described.weights_sha256)
+        return ProbedRecognizer(_index(embeddings, dataset, settings, index, held_out, described.weights_sha256), embed)
 
 
 def _open_head(
@@ -325,13 +331,14 @@ def _open_head(
     settings: IndexSettings,
     on_step: OnStep | None,
     pretrained: Pretrained,
+    clock: Clock,
     held_out: frozenset[str],
 ) -> ProbedRecognizer:
     """Fit the last layer of a pretrained network. Exporting it would take longer."""
     from evernear.embedding.features import HeadEmbedder  # timm takes seconds to import
 
     images = TrainingImages(dataset, held_out)
-    fit_last_layer(pretrained, dataset, images, recipe, steps_of_head(on_step))
+    fit_last_layer(pretrained, dataset, images, recipe, steps_of_head(on_step), clock)
     head = centered_head(pretrained.network, pretrained.features, dataset, held_out)
     embed, dim = HeadEmbedder(pretrained.features, head).embed, head.standardize.matrix.shape[1]
     joining = joining_gallery(dataset.manifest, frozenset(dataset.labels))

@@ -80,25 +80,17 @@ class RunSettings(Section):
     cost: CostSettings = CostSettings()
 
     @model_validator(mode="after")
-    def _plannable(self) -> Self:
-        """Check that training within ``train.minutes`` can be planned."""
+    def _timed(self) -> Self:
         train = self.train
         if train.minutes is None:
             return self
         given = f"train.minutes is {train.minutes:g}"
         if train.frozen:
             raise ValueError(f"{given}, but train.frozen trains nothing; set train.frozen=false or train.minutes=null")
-        if train.epochs:
-            raise ValueError(
-                f"{given}, which chooses the epochs, but train.epochs is {train.epochs}; set one of them to null"
-            )
-        several = {name: getattr(train, name) for name in ("nodes", "processes")}
-        if train.weights:
-            several["members"] = train.members
-        for name, count in several.items():
-            if count > 1:
+        for name in ("nodes", "processes"):
+            if (count := getattr(train, name)) > 1:
                 raise ValueError(
-                    f"{given}, but time is planned for one of train.{name}, not {count}; set train.epochs "
+                    f"{given}, but time limits training with one of train.{name}, not {count}; set train.epochs "
                     f"instead of train.minutes, or train.{name}=1"
                 )
         return self

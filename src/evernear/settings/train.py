@@ -18,8 +18,8 @@ class TrainingChoices(Section):
     minutes: float | None = Field(
         default=None,
         gt=0.0,
-        description="Time for training and the open-set probe. evernear measures this machine, and chooses the layers, "
-        "epochs and image sizes that fit. Default: no limit.",
+        description="Time for training and the open-set probe. The schedules end with the time, or earlier with the "
+        "steps. Default: no limit.",
     )
     weights: str = Field(
         default="",
@@ -43,7 +43,7 @@ class TrainingChoices(Section):
     layers: Layers | None = Field(
         default=None,
         description="Layers of a pretrained network to train. head: a linear layer on its features, which are computed "
-        "once. last: all but the first third of the stages. Default: head, or with train.minutes the layers that fit. "
+        "once. last: all but the first third of the stages. Default: head, or last with train.minutes. "
         "Without train.weights, all layers are trained.",
     )
     frozen: bool = Field(default=False, description="Use the features of a pretrained backbone, without training.")
@@ -82,7 +82,8 @@ class TrainingChoices(Section):
 
     @property
     def trained_layers(self) -> Layers:
-        return self.layers or ("head" if self.weights else "all")
+        of_weights: Layers = "last" if self.minutes else "head"
+        return self.layers or (of_weights if self.weights else "all")
 
     @property
     def keeps_backbone(self) -> bool:

@@ -143,7 +143,7 @@ def test_killed_training_resumes_to_the_same_weights(
     unbroken = train_network(digits, recipe, tmp_path / "unbroken")
     assert unbroken.resumed_after_epoch == 0
     assert weights(tmp_path / "out") == weights(tmp_path / "unbroken")
-    without_times = {"epochs": {"__all__": {"duration_s"}}, "resumed_after_epoch": True}
+    without_times = {"epochs": {"__all__": {"duration_s", "used_s"}}, "resumed_after_epoch": True}
     assert resumed.model_dump(exclude=without_times) == unbroken.model_dump(exclude=without_times)
 
 
@@ -311,29 +311,30 @@ def test_summary_names_the_best_epoch_and_the_warnings() -> None:
     result = TrainingResult(
         key="key",
         best_epoch=2,
-        stopped_early=True,
         resumed_after_epoch=1,
         epochs=(epoch_of(1, 0.5), epoch_of(2, 0.9), epoch_of(3, 0.8)),
+        planned_steps=1200,
         chance_accuracy=0.1,
         warnings=("the loss grew",),
     )
     best = "gallery accuracy 90.00%, resumed after epoch 1; WARNING: the loss grew"
     assert result.summary(limited=False) == f"best epoch 2, {best}"
-    assert result.summary(limited=True) == f"best epoch 2, stopped early after epoch 3, {best}"
+    assert result.summary(limited=True) == f"best epoch 2, 0 of 1,200 steps, {best}"
     frozen = result.model_copy(update={"epochs": (), "best_epoch": 0, "warnings": ()})
     assert frozen.summary(limited=True) == "no training: the backbone is frozen"
 
 
-def test_training_stops_early_when_accuracy_drops_beyond_noise() -> None:
+def test_training_stops_early_when_accuracy_drops_beyond_noise(digits: Dataset, tiny: TrainSettings) -> None:
+    recipe = with_defaults(tiny, digits, epochs=100)
     worse, stable = state(), state()
     for epoch, accuracy in enumerate([0.0, 0.5, 0.495, 0.4, 0.3, 0.2, 0.2, 0.1], start=1):
-        assert not worse.is_finished(100)
+        assert not worse.is_finished(recipe)
         worse.record(epoch_of(epoch, accuracy))
-    assert worse.is_finished(100)
+    assert worse.is_finished(recipe)
     assert worse.best_epoch == 3
     for epoch in range(1, 20):
         stable.record(epoch_of(epoch, 0.5 + 0.005 * (epoch % 2)))
-    assert not stable.is_finished(100)
+    assert not stable.is_finished(recipe)
     assert stable.best_epoch == 19
 
 
@@ -382,9 +383,7 @@ def test_images_that_look_like_their_mirror_images_are_flipped(tmp_path: Path, t
 
 def result(*accuracies: float, best_epoch: int, chance: float = 0.1) -> TrainingResult:
     epochs = tuple(epoch_of(number, accuracy) for number, accuracy in enumerate(accuracies, start=1))
-    return TrainingResult(
-        key="", best_epoch=best_epoch, stopped_early=False, resumed_after_epoch=0, epochs=epochs, chance_accuracy=chance
-    )
+    return TrainingResult(key="", best_epoch=best_epoch, resumed_after_epoch=0, epochs=epochs, chance_accuracy=chance)
 
 
 def test_training_that_stays_at_chance_is_an_error(digits: Dataset, tiny: TrainSettings) -> None:

@@ -12,11 +12,11 @@ from sklearn.datasets import load_digits
 from evernear.common.store import open_store
 from evernear.data.ingest import ingest_source
 from evernear.data.shards import Dataset
-from evernear.embedding.plan import PROBE_DRAWS, Plan
-from evernear.embedding.recipe import with_defaults
+from evernear.embedding.clock import Clock
+from evernear.embedding.recipe import PROBE_DRAWS, recipe_of_probe
 from evernear.evaluation import probe as probe_module
 from evernear.evaluation.open_set import OpenSet
-from evernear.evaluation.probe import Draw, Sample, assess, choose_held_out, probe_open_set, probe_recipe
+from evernear.evaluation.probe import Draw, Sample, assess, choose_held_out, probe_open_set
 from evernear.evaluation.statistics import auroc
 from evernear.index.description import MAX_DISTANCE
 from evernear.settings import DataSettings, EvaluationSettings, IndexSettings, TrainSettings
@@ -52,8 +52,7 @@ def open_set(system: System) -> OpenSet:
     ],
 )
 def test_probe_trains_a_share_of_the_epochs(system: System, train: TrainSettings, probe_epochs: int, expected: int):
-    settings = EvaluationSettings(probe_epochs=probe_epochs)
-    assert probe_recipe(system.dataset, train, settings).epochs == expected
+    assert recipe_of_probe(train, system.dataset, probe_epochs).epochs == expected
 
 
 def test_probe_covers_every_test_image(system: System, open_set: OpenSet):
@@ -252,15 +251,19 @@ def test_too_few_classes_skip_the_probe(system: System):
     assert nothing == OpenSet(held_out=())
 
 
-@pytest.mark.parametrize(("probe_s", "draws"), [(0.0, 1), (600.0, PROBE_DRAWS)])
-def test_no_draw_begins_after_the_time_of_the_plan(
-    system: System, monkeypatch: pytest.MonkeyPatch, probe_s: float, draws: int
+@pytest.mark.parametrize(("draw_s", "draws"), [(20.0, 1), (4.0, 3), (2.0, PROBE_DRAWS)])
+def test_no_draw_begins_that_would_end_after_the_time(
+    system: System, monkeypatch: pytest.MonkeyPatch, draw_s: float, draws: int
 ):
-    head = TrainSettings(weights="some.safetensors", layers="head", minutes=1)
-    recipe = with_defaults(head, system.dataset)
-    plan = Plan(train=recipe, probe=recipe, sentence="a head", probe_s=probe_s)
+    """The probe has a fifth of the minute."""
+    head, clock = TrainSettings(weights="some.safetensors", layers="head", minutes=1), Clock(lambda: 0.0)
+
+    def measure(*_: object) -> Draw:
+        clock.resume(draw_s)
+        return draw_of(NEAR, FAR)
+
     monkeypatch.setattr(probe_module, "choose_opener", lambda *_: lambda _: None)
-    monkeypatch.setattr(probe_module, "_measure_draw", lambda *_: draw_of(NEAR, FAR))
-    measured = probe_open_set(system.dataset, head, EvaluationSettings(), IndexSettings(), plan=plan)
+    monkeypatch.setattr(probe_module, "_measure_draw", measure)
+    measured = probe_open_set(system.dataset, head, EvaluationSettings(), IndexSettings(), clock=clock)
     assert measured.draws == draws
     assert len(measured.held_out) == 2 * draws

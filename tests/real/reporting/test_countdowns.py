@@ -7,8 +7,7 @@ import pytest
 
 from evernear.common.progress import Step
 from evernear.common.run_record import StepProgress
-from evernear.embedding.plan import expected_probe_s
-from evernear.embedding.recipe import with_defaults
+from evernear.embedding.recipe import expected_probe_s, with_defaults
 from evernear.reporting.countdowns import REST_S, whole_run
 from evernear.settings import TrainSettings
 from tests.releases import System

@@ -16,8 +16,8 @@ from evernear.common.step_results import REUSED
 from evernear.common.store import open_store
 from evernear.data.ingest import ingest_source
 from evernear.data.manifest import save_manifest
-from evernear.embedding import export, speed, train
-from evernear.embedding.plan import Plan, Speed
+from evernear.embedding import export, train
+from evernear.embedding.clock import Clock
 from evernear.evaluation import probe
 from evernear.evaluation.open_set import OpenSet
 from evernear.settings import DataSettings, RunSettings
@@ -118,33 +118,9 @@ print({{"torch", "timm", "scipy"}} & set(sys.modules))
     assert completed.stdout.splitlines()[-1] == "set()"
 
 
-def test_the_plan_belongs_to_the_run_and_its_retries(images: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    settings = settings_of(images, minutes=2.0)
-    store = open_store((images / "store").as_uri())
-    loads: list[float] = []
-
-    def measure(load: float) -> None:
-        def measured(*_: object) -> Speed:
-            loads.append(load)
-            return Speed(0.5 * load, 0.1 * load, 0.1 * load)
-
-        monkeypatch.setattr(speed, "measure_speed", measured)
-
-    def train_step(run: str) -> Plan:
-        steps.train(run, settings, str(images), str(images / run), str(images / "curves.html"))
-        recorded = RunRecord(store, run).find("plan", Plan)
-        assert recorded is not None
-        return recorded
-
-    measure(4)
-    busy = train_step("busy")
-    assert busy.train.frozen, "no time for a head"
-    measure(1)
-    assert train_step("busy") == busy
-    assert loads == [4.0], "a retry measures nothing"
-    quiet = train_step("quiet")
-    assert not quiet.train.frozen
-    assert quiet.train.views > 0
+def test_the_probe_trains_a_head_on_as_many_views_as_the_training_had_time_for(
+    images: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     probed: list[object] = []
 
     def probe_with(*arguments: object) -> OpenSet:
@@ -152,5 +128,10 @@ def test_the_plan_belongs_to_the_run_and_its_retries(images: Path, monkeypatch: 
         return OpenSet(held_out=())
 
     monkeypatch.setattr(probe, "probe_open_set", probe_with)
-    steps.probe("busy", settings, str(images), str(images / "open_set"))
-    assert probed == [busy]
+    monkeypatch.setattr(steps, "Clock", lambda: Clock(lambda: 0.0))
+    for run, end_of_views in (("all", 2.0), ("none", 0.0)):
+        monkeypatch.setattr("evernear.embedding.head.VIEWS_SHARE", end_of_views)
+        settings = settings_of(images, minutes=2.0, layers="head", seed=len(probed))
+        steps.train(run, settings, str(images), str(images / run), str(images / "curves.html"))
+        steps.probe(run, settings, str(images), str(images / "open_set"))
+    assert probed == [4, 0]
