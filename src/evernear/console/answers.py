@@ -43,6 +43,10 @@ from evernear.release.manifest import ReleaseManifest
 ANSWERS = "review/answers.jsonl"
 PENDING = "review/pending/"
 _ATTEMPTS = 5
+_SIMILARITY = 0.65
+"""Smallest `difflib` ratio of two names that may be one name, mistyped. A wrong letter among three
+has the ratio 0.67."""
+_MAX_MEANT = 3
 
 
 class Answer(Frozen):
@@ -315,12 +319,6 @@ class ReleasedAnswers:
                 Snapshots(self._store, manifest.name).fetch_ledger(manifest, path)
                 self._read = (manifest, answered_files(path))
         return self._read[1]
-
-
-_SIMILARITY = 0.65
-"""Smallest `difflib` ratio of two names that may be one name, mistyped. A wrong letter among three
-has the ratio 0.67."""
-_MAX_MEANT = 3
 
 
 def images_by_class(answers: Iterable[Answer]) -> Counter[str]:

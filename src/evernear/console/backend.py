@@ -32,6 +32,10 @@ from evernear.settings import Settings
 from evernear.settings.permissions import Right
 
 QUEUE_ITEMS = 240
+PAGE_RELEASES = 25
+"""Maximum number of releases on a page, and maximum number of promotions on a page."""
+_RECORDS = 64
+_PROMOTIONS = 10_000
 
 
 @dataclass
@@ -148,12 +152,6 @@ class Backend:
     @staticmethod
     def now() -> datetime:
         return datetime.now(UTC)
-
-
-PAGE_RELEASES = 25
-"""Maximum number of releases on a page, and maximum number of promotions on a page."""
-_RECORDS = 64
-_PROMOTIONS = 10_000
 
 
 class Releases:

@@ -43,6 +43,10 @@ that import labels."""
 _Text: TypeAlias = Annotated[str, StringConstraints(strip_whitespace=True, min_length=1, max_length=1000)]
 Labels: TypeAlias = dict[_Text, _Text]
 """The true label of each query, keyed by query ID, as a type for `pydantic.TypeAdapter`."""
+WEEKLY = 12
+WEEK_FILES = 50
+"""Maximum number of log files to read per week, chosen at random. Files larger than
+`MAX_FILE_BYTES` are skipped."""
 
 
 class ImportedLabels(Frozen):
@@ -193,12 +197,6 @@ def live_accuracy(store: Store, version: str) -> tuple[tuple[LiveAccuracy, ...],
     file."""
     labels = labels_of_release(store, version)
     return tuple(accuracy_by_week(labels.queries)), tuple(labels.damaged.values())
-
-
-WEEKLY = 12
-WEEK_FILES = 50
-"""Maximum number of log files to read per week, chosen at random. Files larger than
-`MAX_FILE_BYTES` are skipped."""
 
 
 class RandomQuery(NamedTuple):

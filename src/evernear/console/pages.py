@@ -31,6 +31,11 @@ PAGE_CLASSES = 24
 SAMPLES = 3
 _CACHED = 512
 _SIDE_PX = 96
+SHOWN_NEIGHBORS = 6
+FORGOTTEN = """<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 96 96" role="img" aria-label="forgotten">
+<rect width="96" height="96" fill="#8884"/>
+<text x="48" y="52" text-anchor="middle" font-family="sans-serif" font-size="14" fill="#888">forgotten</text></svg>"""
+"""Placeholder for an image that the store no longer has."""
 
 
 class DataPage:
@@ -142,13 +147,6 @@ def _png(pixels: Pixels) -> bytes:
     buffer = BytesIO()
     image.save(buffer, format="PNG")
     return buffer.getvalue()
-
-
-SHOWN_NEIGHBORS = 6
-FORGOTTEN = """<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 96 96" role="img" aria-label="forgotten">
-<rect width="96" height="96" fill="#8884"/>
-<text x="48" y="52" text-anchor="middle" font-family="sans-serif" font-size="14" fill="#888">forgotten</text></svg>"""
-"""Placeholder for an image that the store no longer has."""
 
 
 class TryPage:

@@ -51,6 +51,16 @@ CACHED_BYTES = 32 * 2**20
 """Maximum total size of logged images that are cached in memory."""
 LOGGED_MAX_PIXELS = 2**20
 """Maximum number of pixels in a logged image, which has the size of the network's input."""
+SUBMITTED = "review/submitted/"
+ORIGINALS = "review/originals/"
+MAX_SUBMISSIONS = 1000
+SUBMITTED_MAX_BYTES = 16 * 2**20
+RECENT_S = 2.0
+"""Maximum age, in seconds, of a listing that is used to check whether an object still exists."""
+SIDE_PX = 192
+READERS = 16
+_Key = TypeVar("_Key")
+_Value = TypeVar("_Value")
 
 
 class Item(NamedTuple):
@@ -185,12 +195,6 @@ def _item(version: str, query: LoggedQuery) -> Item | None:
     )
 
 
-SUBMITTED = "review/submitted/"
-ORIGINALS = "review/originals/"
-MAX_SUBMISSIONS = 1000
-SUBMITTED_MAX_BYTES = 16 * 2**20
-
-
 class Submission(Frozen, allow_inf_nan=False):
     at: AwareDatetime
     who: str
@@ -301,10 +305,6 @@ def _submission_key(image: str) -> str:
     return f"{SUBMITTED}{image}.json"
 
 
-RECENT_S = 2.0
-"""Maximum age, in seconds, of a listing that is used to check whether an object still exists."""
-
-
 class Listing:
     def __init__(self, store: Store, prefix: str) -> None:
         self._store = store
@@ -324,9 +324,6 @@ class Listing:
             return found if time.monotonic() - listed_s < RECENT_S else self.now()
 
 
-SIDE_PX = 192
-
-
 def thumbnail(image: bytes) -> bytes:
     """A PNG file of at most `SIDE_PX` x `SIDE_PX` pixels."""
     file = inspect(image, MAX_PIXELS)
@@ -335,11 +332,6 @@ def thumbnail(image: bytes) -> bytes:
     buffer = BytesIO()
     picture.save(buffer, format="PNG")
     return buffer.getvalue()
-
-
-READERS = 16
-_Key = TypeVar("_Key")
-_Value = TypeVar("_Value")
 
 
 def read_all(read: Callable[[_Key], _Value], keys: Sequence[_Key]) -> Iterator[_Value]:

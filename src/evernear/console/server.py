@@ -28,6 +28,7 @@ from evernear.settings.console import ConsoleSettings
 SHUTDOWN_TIMEOUT_S = 5
 MAX_REQUEST_SIZE_BYTES = 10 * 2**20  # the largest image file; larger ones get 413
 UPLOAD_TIMEOUT_S = 30.0  # for an image: 10 MiB at 3 Mbit/s
+PAGES = (TryPage, ReviewPage, DataPage, ReleasesPage)
 
 
 def require_private(settings: ConsoleSettings) -> None:
@@ -87,9 +88,6 @@ def create_server(app: Starlette, settings: ConsoleSettings) -> uvicorn.Server:
             "certificate and of the key to it."
         ) from None
     return server
-
-
-PAGES = (TryPage, ReviewPage, DataPage, ReleasesPage)
 
 
 def create_console_app(backend: Backend, sign_in: SignIn) -> Starlette:

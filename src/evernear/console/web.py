@@ -25,6 +25,9 @@ from evernear.settings import Settings
 
 MAX_FORM_BYTES = 256 * 2**10
 Form = Mapping[str, list[str]]
+_printable = lru_cache(10_000)(printable)
+"""Caches printable values, because most of a page's thousands of values were also on the previous
+page."""
 
 
 def page(request: Request, template: str, **values: Any) -> HTMLResponse:
@@ -80,11 +83,6 @@ async def error_response(request: Request, error: Exception) -> Response:
     title = HTTPStatus(status).phrase
     content = render("error.html.j2", request=request, title=title, sentence=sentence)
     return HTMLResponse(content, status, headers)
-
-
-_printable = lru_cache(10_000)(printable)
-"""Caches printable values, because most of a page's thousands of values were also on the previous
-page."""
 
 
 @cache

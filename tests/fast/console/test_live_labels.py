@@ -53,15 +53,6 @@ def test_label_is_compared_as_a_class_name(store: Store) -> None:
     assert (query.label, query.correct) == ("caf\xe9", True)
 
 
-def test_later_label_replaces_an_earlier_one_and_labels_outlive_the_log(store: Store) -> None:
-    import_labels(store, {"id-0": "b"}, NOW)
-    import_labels(store, {"id-0": "a"}, NOW + timedelta(seconds=1))
-    for info in list(store.list("queries/")):
-        store.delete(info.key)
-    assert [(query.id, query.label) for query in labeled_queries(store).queries] == [("id-0", "a")]
-    assert import_labels(store, {"id-1": "a"}, NOW).missing == ("id-1",)
-
-
 def test_a_growing_file_is_imported_again_and_again(store: Store) -> None:
     """Only what is new is stored, so that old labels do not count as labels of this month, and a
     correction reaches queries that the log no longer has."""

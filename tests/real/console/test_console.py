@@ -32,7 +32,7 @@ from evernear.errors import SettingsError
 from evernear.release.records import MANIFESTS, record_key
 from evernear.release.registry import Registry
 from evernear.serving.query_log_files import encode_embedding
-from evernear.serving.responses import Neighbor, Prediction
+from evernear.serving.responses import Prediction
 from evernear.settings import load
 from tests.consoles import TOKEN, console_client, with_csrf
 from tests.releases import MakeRelease, System
@@ -262,18 +262,6 @@ def test_suspect_labels_are_corrected_and_kept(store: Store, source: Path) -> No
     assert [entry.label for entry in open_source(f"folder:{source}").entries()] == ["dog", "dog"]
     assert 'class="pair"' in post("undo")
     assert (source / "cat" / "a.png").exists()
-
-
-def test_an_image_sent_to_review_is_in_the_queue_at_once_with_its_original(store: Store, source: Path) -> None:
-    prediction = Prediction(
-        pred="cat", dist=0.9, unknown=True, neighbors=(Neighbor(label="dog", dist=1.0, row=0),), version="v"
-    )
-    image = Submissions(store).add(png(7), prediction, "ann", NOW)
-    client = signed_in(store, source)
-    assert image in client.get("/review").text
-    assert client.get(f"/review/image/{image}").content.startswith(b"\x89PNG")
-    client.post("/review", data={"image": image, "action": "label", "label": "cat"})
-    assert (source / "cat" / f"review-{image[:16]}.png").read_bytes() == png(7)
 
 
 def test_original_keeps_its_format(store: Store, source: Path) -> None:

@@ -6,6 +6,7 @@ the same request. If the store is unavailable, the bot tells the user that nothi
 
 import logging
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from slack_bolt import Ack, App, BoltContext, BoltResponse, Respond
@@ -24,8 +25,8 @@ BUTTONS: dict[str, tuple[Right | None, Callable[[Call], None]]] = {
     prompts.ACCEPT: ("start", prompts.accept),
     prompts.DECLINE: (None, prompts.decline),
     runs.STOP: ("start", runs.request_stop),
-    promotions.PROMOTE: ("promote", promotions.request_promotion),
-    promotions.ROLL_BACK: ("promote", promotions.request_rollback),
+    promotions.PROMOTE: ("promote", partial(promotions.request_move, kind="promote")),
+    promotions.ROLL_BACK: ("promote", partial(promotions.request_move, kind="roll_back")),
     LINK: (None, lambda _: None),  # Slack also reports clicks on buttons that open a page
 }
 """The permission and the handler of each action id."""

@@ -29,12 +29,14 @@ class _Target(Frozen):
     move: int
 
 
-def request_promotion(call: Call) -> None:
-    _record(call, "promote")
-
-
-def request_rollback(call: Call) -> None:
-    _record(call, "roll_back")
+def request_move(call: Call, kind: Literal["promote", "roll_back"]) -> None:
+    try:
+        target = _Target.model_validate_json(call.text)
+    except ValidationError:
+        raise RequestRefusedError(
+            "That button is from another version of the bot; /evernear champion shows the live release."
+        ) from None
+    call.record(kind, request_id(kind, target.release, target.move), release=target.release, move=target.move)
 
 
 def prepare_run(services: Services, request: Request) -> Request | None:
@@ -95,16 +97,6 @@ def not_moved_message(request: Request, error: str) -> Message:
     result = {"promote": "Not promoted", "roll_back": "Not rolled back"}[request.kind]
     text = f":x: {mention(request.by)} *{result}.* {escape(error)}"
     return paragraph(text)
-
-
-def _record(call: Call, kind: Literal["promote", "roll_back"]) -> None:
-    try:
-        target = _Target.model_validate_json(call.text)
-    except ValidationError:
-        raise RequestRefusedError(
-            "That button is from another version of the bot; /evernear champion shows the live release."
-        ) from None
-    call.record(kind, request_id(kind, target.release, target.move), release=target.release, move=target.move)
 
 
 def _try_move(services: Services, request: Request) -> str:

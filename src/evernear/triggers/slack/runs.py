@@ -160,10 +160,8 @@ class RunTracker:
 
     def _edit(self, address: str, message: Message, final: bool = False) -> None:
         previous, edited = self._shown.get(address, (None, None))
-        if previous == message:
-            return
-        interval = UPDATE_INTERVAL
-        if edited and not final and self._services.clock() - edited < interval:
+        is_early = edited and not final and self._services.clock() - edited < UPDATE_INTERVAL
+        if previous == message or is_early:
             return
         self._services.slack.edit(address, message)
         self._shown[address] = (message, self._services.clock())
@@ -282,14 +280,11 @@ def _table(rules: Sequence[Rule]) -> str:
         )
         for rule in rules
     ]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = [
-        "  ".join(
-            cell.rjust(width) if 0 < column < 4 else cell.ljust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]
+    name_width, *widths, _ = (max(map(len, column)) for column in zip(*rows, strict=True))
+    lines = []
+    for name, *numbers, remark in rows:
+        aligned = [number.rjust(width) for number, width in zip(numbers, widths, strict=True)]
+        lines.append("  ".join([name.ljust(name_width), *aligned, remark]).rstrip())
     return cut("```\n" + "\n".join(map(escape, lines)), TEXT_MAX - 200) + "\n```"
 
 

@@ -36,13 +36,6 @@ def test_runs_lists_the_newest(bot: Bot, slack: SlackServer, runs: MemoryRuns) -
     assert "`00000002`" in lines[0]
 
 
-@pytest.mark.parametrize("state", State)
-def test_runs_in_every_state_are_listed(bot: Bot, runs: MemoryRuns, state: State) -> None:
-    runs.start("continuous-training", {}, "1")
-    runs.set(state)
-    assert f": {state}, " in _query(bot, "/evernear runs")
-
-
 def test_champion_before_the_first_promotion(bot: Bot, slack: SlackServer) -> None:
     assert "No release has been promoted yet." in _query(bot, "/evernear champion")
 

@@ -121,28 +121,6 @@ def test_click_before_the_prompt_is_recorded_counts(
     )
 
 
-def test_click_counts_while_the_prompt_is_recorded(
-    bot: Bot, slack: SlackServer, runs: MemoryRuns, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    prompt = bot.prompt()
-    (recorded,) = bot.requests.list()
-    bot.requests.change(recorded, message="")
-    find = RequestStore.find
-
-    def find_then_deliver(requests: RequestStore, request_id: str) -> Request | None:
-        request = find(requests, request_id)
-        monkeypatch.undo()
-        assert request is not None
-        requests.change(request, message=recorded.message)
-        return request
-
-    monkeypatch.setattr(RequestStore, "find", find_then_deliver)
-    bot.click(ADA, prompt, "Start training")
-    bot.poll()
-    assert slack.ephemeral == []
-    assert len(runs.started) == 1
-
-
 def test_crash_before_the_prompt_is_recorded_leaves_two_prompts_for_one_run(
     bot: Bot, slack: SlackServer, runs: MemoryRuns, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -188,24 +166,6 @@ def test_double_click_is_not_reported_as_refused(
     bot.poll()
     assert slack.ephemeral == []
     assert len(runs.started) == 1
-
-
-def test_request_is_abandoned_after_repeated_internal_errors(
-    bot: Bot, slack: SlackServer, runs: MemoryRuns, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    prompt = bot.prompt()
-    bot.click(ADA, prompt, "Start training")
-    monkeypatch.setattr(runs, "start", lambda *_: 1 / 0)
-    bot.poll()
-    assert (
-        "An internal error occurred (ZeroDivisionError); the bot's log has the details. The request is stored"
-        in prompt.text
-    )
-    bot.poll(3601)
-    assert "*Not started.* An internal error occurred" in prompt.text
-    monkeypatch.undo()
-    bot.poll(600)
-    assert runs.started == {}
 
 
 def test_second_person_is_told_who_answered_first(bot: Bot, slack: SlackServer, runs: MemoryRuns) -> None:

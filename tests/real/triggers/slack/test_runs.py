@@ -1,13 +1,9 @@
 """A run from the prompt to the verdict, as seen in the channel."""
 
-import io
-import json
-import logging
 from pathlib import Path
 
 import pytest
 
-from evernear.common.output import JsonFormatter
 from evernear.common.run_record import RunRecord
 from evernear.errors import StoreError
 from evernear.evaluation.verdict import Rule, System, Verdict
@@ -157,14 +153,6 @@ def test_failed_and_canceled_runs_are_reported(
     assert run.id in slack.messages[-1].text
 
 
-def test_paused_run_is_followed(bot: Bot, slack: SlackServer, runs: MemoryRuns) -> None:
-    prompt = bot.start()
-    runs.set(State.PAUSED, ingest=State.SUCCEEDED, train=State.PAUSED)
-    bot.poll(30)
-    assert "*Paused*" in prompt.text
-    assert slack.messages[-1].text.endswith(" train")
-
-
 def test_run_without_an_outcome_is_not_called_promoted(bot: Bot, slack: SlackServer, runs: MemoryRuns) -> None:
     prompt = bot.start()
     runs.set(State.SUCCEEDED, ended=bot.clock(), ingest=State.SUCCEEDED)
@@ -311,19 +299,3 @@ def test_button_stops_a_run_older_than_the_newest_fifty(bot: Bot, slack: SlackSe
     bot.click(ADA, prompt, "Stop")
     bot.poll()
     assert runs.stopped == [run.id]
-
-
-def test_log_of_a_request_names_it(
-    bot: Bot, slack: SlackServer, runs: MemoryRuns, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    stream = io.StringIO()
-    handler = logging.StreamHandler(stream)
-    handler.setFormatter(JsonFormatter())
-    monkeypatch.setattr(logging.getLogger("evernear.triggers.slack.worker"), "handlers", [handler])
-    runs.is_down = True
-    bot.command(ADA, "/retrain")
-    bot.poll()
-    record = json.loads(stream.getvalue())
-    (request,) = bot.requests.list()
-    assert record["request"] == request.id
-    assert record["message"].endswith("Retrying later.")
