@@ -90,11 +90,9 @@ def read_labels(path: Path) -> LabelFile:
 
 
 def import_labels(store: Store, labels: Mapping[str, str], now: datetime) -> ImportedLabels:
-    """Store the labels of logged queries, keyed by query ID.
-
-    A label that differs from an earlier one replaces it, even if the query is no longer in the log.
-    An equal one counts as stored and changes nothing, so a growing file can be imported repeatedly.
-    """
+    """Store the labels of logged queries, keyed by query ID. A label that differs from an earlier
+    one replaces it, even if the query is no longer in the log. An equal one counts as stored and
+    changes nothing, so a growing file can be imported repeatedly."""
     labels = {query: class_name(label) for query, label in labels.items()}
     logged = _logged(store, labels, now)
     # a label is imported after its query was answered

@@ -126,10 +126,9 @@ def answer_of_others(
     prediction: Prediction, image: bytes, gallery: GalleryImages, release: ReleaseManifest
 ) -> AnswerOfOthers | None:
     """Leave ``image`` out of its own neighbors, because a gallery recognizes each of its own
-    images. None if the prediction lists no other neighbor (``index.k=1``).
-
-    The other neighbors vote. If the release labels by centroids, which the neighbors of the
-    prediction contradict, the label of the prediction is kept."""
+    images. None if the prediction lists no other neighbor (``index.k=1``). The other neighbors
+    vote. If the release labels by centroids, which the neighbors of the prediction contradict, the
+    label of the prediction is kept."""
     nearest = prediction.neighbors[0].dist if prediction.neighbors else 0.0
     itself = decode_inspected(inspect(image, MAX_PIXELS), release.preprocessing.bit_depth).digest().hex()
     others = [

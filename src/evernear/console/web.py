@@ -100,11 +100,9 @@ def _environment() -> Environment:
 
 
 class Predictor:
-    """Creates a `PrepService` on demand, because the console may start before the servers.
-
-    If a server becomes unreachable, the `PrepService` is replaced, because the server may restart
-    on a different port.
-    """
+    """Creates a `PrepService` on demand, because the console may start before the servers. If a
+    server becomes unreachable, the `PrepService` is replaced, because the server may restart on a
+    different port."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings

@@ -1,20 +1,17 @@
-"""User requests and the watcher's requests. Each request is an object in the store. Requests are
-changed with compare-and-swap.
+"""User requests and the watcher's requests, each an object in the store that changes by
+compare-and-swap.
 
 ::
-
-    triggers/requests/<id>.json
 
     pending ──> accepted ──> started ──> ended
        ├──────> declined        │
        ├──────> expired         │
        └───────────┴────────────┴──────> failed
 
-A request to run a pipeline is pending until a person answers the prompt in Slack. Requests of all
-other kinds start in the accepted state. The id of a request is derived from its content. Duplicate
-deliveries, double clicks and concurrent watchers therefore compete for one conditional write. The
-id is also the idempotency key of the run in KFP (`Request.key`). If a process stops between two
-states, the next process continues the request.
+A request to run a pipeline is pending until a person answers the prompt in Slack. All others start
+in the accepted state. The id follows from the content, so duplicate deliveries, double clicks and
+concurrent watchers compete for one conditional write. It is also the run's idempotency key in KFP
+(`Request.key`). If a process stops between two states, the next process continues the request.
 """
 
 import logging
@@ -69,10 +66,7 @@ class Request(Frozen):
     state: State = "accepted"
     created: AwareDatetime
     expires: AwareDatetime | None = None
-    """Time until which a pending request can be answered.
-
-    The watcher's requests stay open as long as their causes last.
-    """
+    """When a pending request can no longer be answered. The watcher's ends with its causes."""
     asked_by: Person
     answered_by: Person | None = None
     answered: AwareDatetime | None = None
@@ -80,20 +74,16 @@ class Request(Frozen):
 
     pipeline: str = TRAINING
     text: str = ""
-    """For the kind ``run``: the settings as the user typed them. For the kind ``stop``, if ``run``
-    is empty: the beginning of the run id."""
+    """The settings of a run as the user typed them, or the beginning of the id of a run to stop."""
     parameters: dict[str, Any] = Field(default={})
-    """Arguments of the run. The arguments take precedence over the settings of the process that
-    starts the run."""
+    """Arguments of the run. They override the settings of the process that starts it."""
     causes: tuple[str, ...] = ()
     reasons: tuple[str, ...] = ()
     figures: dict[str, float] = Field(default={})
     champion: str | None = None
-    """The champion at the time of the watcher's request, or None without a champion and in user
-    requests."""
+    """The champion at the time of the watcher's request, if any."""
     listing: str = ""
-    """A digest of the source listing at the time of the request, with which later changes are
-    detected."""
+    """A digest of the source listing at that time, with which later changes are detected."""
     seen: AwareDatetime | None = None
     """Time of the last check that found one of the request's causes."""
     grown: int = 0
@@ -101,11 +91,9 @@ class Request(Frozen):
     shown: int = 0
     run: str = ""
     release: str = ""
-    """For the kind ``promote``: the release to promote. For the kind ``roll_back``: the champion to
-    replace."""
+    """The release to promote, or the champion to roll back."""
     move: int = 0
-    """Number of the newest promotion when the button was shown. If the champion pointer has moved
-    since then, the request fails."""
+    """Number of the newest promotion when the button was shown. A later one makes the request fail."""
 
     trigger: str = ""
     """Slack's id of the click or command. Duplicate deliveries have the same id."""
@@ -113,8 +101,7 @@ class Request(Frozen):
     thread: str = ""
     """Timestamp of the message whose thread receives the answer. Empty without a thread."""
     message: str = ""
-    """The address (``channel/ts``) of the message that shows the prompt, and later the run's
-    status."""
+    """The address (``channel/ts``) of the message with the prompt, and later the run's status."""
     progress: str = ""
     verdict: str = ""
     is_closed: bool = False
@@ -160,18 +147,15 @@ class RequestStore:
         changed objects. None if not readable."""
 
     def add(self, request: Request) -> None:
-        """Create a request."""
+        """Raises `ConflictError` if a request with this id exists."""
         self._store.put_if(_key(request.id), request.to_json(), None)
 
     def ids(self) -> list[str]:
         return [info.key.removeprefix(REQUESTS).removesuffix(".json") for info in self._store.list(REQUESTS)]
 
     def list(self) -> Iterator[Request]:
-        """All requests, sorted by id.
-
-        A request is logged once and skipped if it is damaged or comes from a different version of
-        evernear.
-        """
+        """All requests, sorted by id. A request is logged once and skipped if it is damaged or
+        comes from a different version of evernear."""
         for info in list(self._store.list(REQUESTS)):
             etag, request = self._cache.get(info.key, ("", None))
             if etag != info.etag:
@@ -188,7 +172,8 @@ class RequestStore:
         return self._read(_key(request_id))[1]
 
     def change(self, request: Request, **fields: object) -> Request:
-        """Replace fields of ``request`` if the stored request has not changed since it was read."""
+        """Replace fields of ``request``. Raises `ConflictError` if the stored request has changed
+        since it was read."""
         key = _key(request.id)
         etag, current = self._read(key)
         if current != request:
@@ -200,10 +185,8 @@ class RequestStore:
         return changed
 
     def remove_old(self, now: datetime) -> None:
-        """Remove finished user requests that are older than `RETENTION`.
-
-        The watcher's requests are not removed, so that nothing is proposed twice.
-        """
+        """Remove finished user requests that are older than `RETENTION`. The watcher's requests are
+        not removed, so that nothing is proposed twice."""
         for request in self.list():
             if not request.is_open and not request.is_proposal and now - request.created > RETENTION:
                 self._store.delete(_key(request.id))

@@ -68,12 +68,9 @@ def error_text(error: Exception) -> str:
 
 def escape(text: str) -> str:
     """Escape untrusted text for Slack's mrkdwn format. The result is one line without links or
-    mentions.
-
-    Text that Slack parses consists of literals in this package and of strings that passed through
-    this function, such as names, versions, sentences and ids. See
-    https://docs.slack.dev/messaging/formatting-message-text#escaping
-    """
+    mentions. Text that Slack parses consists of literals in this package and of strings that passed
+    through this function, such as names, versions, sentences and ids. See
+    https://docs.slack.dev/messaging/formatting-message-text#escaping"""
     return printable(text).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
 
 

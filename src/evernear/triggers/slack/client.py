@@ -35,11 +35,9 @@ _TOKEN_REFUSED = frozenset({"invalid_auth", "not_authed", "account_inactive", "t
 
 
 class SlackClient(WebClient):
-    """Every call may raise `SlackError`. An address (``channel/ts``) identifies a message.
-
-    With ``retries``, a call waits as long as ``Retry-After`` says, and is repeated once. Calls
-    before an acknowledgement must not do so, because Slack waits only 3 seconds for it.
-    """
+    """Every call may raise `SlackError`. An address (``channel/ts``) identifies a message. With
+    ``retries``, a call waits as long as ``Retry-After`` says, and is repeated once. Calls before an
+    acknowledgement must not do so, because Slack waits only 3 seconds for it."""
 
     def __init__(self, token: str, api_url: str, *, retries: bool) -> None:
         handlers: list[RetryHandler] = [*all_builtin_retry_handlers(), ServerErrorRetryHandler()] if retries else []

@@ -51,12 +51,10 @@ COMMANDS: dict[str, Command] = {}
 def command(
     name: str, help: str, *, usage: str = "", permission: Right | None = None, is_query: bool = False
 ) -> Callable[[Handler], Handler]:
-    """Register a command, as in ``@command("/evernear stop", "ends a run", usage="RUN")``.
-
-    Slack waits 3 seconds for the acknowledgement, so a command may record a request for the worker,
-    but must not wait for KFP. A query changes nothing and may take longer. Only the caller sees the
-    message that the function returns.
-    """
+    """Register a command, as in ``@command("/evernear stop", "ends a run", usage="RUN")``. Slack
+    waits 3 seconds for the acknowledgement, so a command may record a request for the worker, but
+    must not wait for KFP. A query changes nothing and may take longer. Only the caller sees the
+    message that the function returns."""
 
     def register(run: Handler) -> Handler:
         COMMANDS[name] = Command(name, help, run, usage, permission, is_query)

@@ -172,11 +172,9 @@ class Call:
             raise
 
     def record(self, kind: Kind, record_id: str, **fields: Any) -> None:
-        """Store a request for the worker. A duplicate delivery changes nothing.
-
-        If an earlier attempt at the request failed and this call is not a duplicate, the request is
-        accepted again.
-        """
+        """Store a request for the worker. A duplicate delivery changes nothing. If an earlier
+        attempt at the request failed and this call is not a duplicate, the request is accepted
+        again."""
         services = self.services
         request = Request.model_validate(
             {"id": record_id, "kind": kind, "created": services.clock(), "asked_by": self.person}
