@@ -93,7 +93,7 @@ class Request(Frozen):
     release: str = ""
     """The release to promote, or the champion to roll back."""
     move: int = 0
-    """Number of the newest promotion when the button was shown. A later one makes the request fail."""
+    """Number of the newest promotion when the button was shown. After a later one, it fails."""
 
     trigger: str = ""
     """Slack's id of the click or command. Duplicate deliveries have the same id."""
