@@ -212,7 +212,7 @@ def prepare(mnist: Path, release: str, directory: Path) -> None:
     moved: tuple[str, ...] = ()
     if release == "large":
         shutil.copytree(directory.parent / "small" / "work", directory / "work")
-        moved = ("--set", f"data.moved_from=mnist:{directory.parent / 'small' / 'source'}")
+        moved = ("--moved-from", f"mnist:{directory.parent / 'small' / 'source'}")
     options = [word for name, value in SPLITS[release].items() for word in ("--set", f"data.{name}={value}")]
     command = [
         *(sys.executable, "-m", "evernear", "reindex" if release == "large" else "run", "--source", f"mnist:{source}"),

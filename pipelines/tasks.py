@@ -27,7 +27,7 @@ RUN = dsl.PIPELINE_JOB_ID_PLACEHOLDER
 HOUR_S = 3600
 DAY_S = 24 * HOUR_S
 PARTS_S = DAY_S
-"""Time limit of a step whose parts may run on several nodes: an hour more than parts_job.timeout_s."""
+"""Time limit of a step whose parts may run on several nodes: an hour more than `indexed_job.TIMEOUT_S`."""
 BACKOFF_S = 30
 CONFIG = dsl.PipelineConfig(ttl_seconds_after_finished=7 * DAY_S, active_deadline_seconds=3 * DAY_S)
 """A run that hangs (an unschedulable pod, for example) ends after three days. Pods are deleted after a week."""

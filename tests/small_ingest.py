@@ -17,6 +17,8 @@ LIMITS = {
     "requests_in_flight": "evernear.data.decode_part.REQUESTS_IN_FLIGHT",
     "decode_threads": "evernear.data.decode_part.available_cpus",
 }
+OPTIONS = ("max_size_px", "run", "reread", "moved_from")
+"""Arguments of `ingest_source`."""
 SMALL = 2**16
 
 
@@ -37,6 +39,6 @@ def ingest_small(settings: DataSettings, store_uri: str, *args: Any, **options: 
 
 
 def ingest_with(source: str, store_uri: str, **settings: Any) -> Manifest:
-    """`ingest_small` with ``settings``, which may contain `LIMITS` and ``max_size_px``."""
-    options = {name: settings.pop(name) for name in (*LIMITS, "max_size_px", "run") if name in settings}
+    """`ingest_small` with ``settings``, which may contain `LIMITS` and `OPTIONS`."""
+    options = {name: settings.pop(name) for name in (*LIMITS, *OPTIONS) if name in settings}
     return ingest_small(DataSettings.model_validate({"source": source, **settings}), store_uri, **options)

@@ -23,7 +23,7 @@ from evernear.common.store import Store, open_store
 from evernear.embedding import CODE, DESCRIPTION_FILE
 from evernear.embedding.clock import Clock
 from evernear.reporting import countdowns
-from evernear.settings import RunSettings, of_run, parse
+from evernear.settings import OneRun, RunSettings, of_run, parse
 from evernear.settings.train import TrainingChoices
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from evernear.evaluation.evaluate import Evaluation
 
 Tree = dict[str, Any]
-"""A run's settings (`evernear.settings.RunSettings`) as JSON without defaults."""
+"""A run's settings (`evernear.settings.OneRun`) as JSON without defaults."""
 LIBRARIES = ("faiss-cpu", "numpy", "scipy", "timm", "torch")
 """Libraries whose versions affect the results of training, export and probe."""
 PROBE_CODE = ("data", "embedding", "index", "evaluation")
@@ -62,6 +62,8 @@ def ingest(run: str, store: str, parameters: dict[str, str], settings: Tree, dat
             nodes.run,
             minimum,
             chosen.max_size_px,
+            reread=chosen.reread,
+            moved_from=chosen.moved_from,
         )
         save_manifest(manifest, Path(dataset))
         record = RunRecord(open_store(chosen.store_uri), run)
@@ -251,7 +253,7 @@ def index(run: str, settings: Tree, dataset: str, embeddings: str, open_set: str
                 owner=owner_of(record.store) if chosen.index.backend != FAISS else "",
                 groups=groups,
             )
-        running.summary = result.summary(chosen.index.recall) + calibration_gaps(data, result.known_labels, seen)
+        running.summary = result.summary() + calibration_gaps(data, result.known_labels, seen)
 
 
 def probe(run: str, settings: Tree, dataset: str, open_set: str) -> None:
@@ -445,8 +447,8 @@ def notify(run: str, store: str, pipeline: str, state: str, error_message: str, 
 
 
 @contextmanager
-def _step(name: str, run: str, settings: Tree) -> Generator[tuple[Step, RunSettings, RunRecord]]:
+def _step(name: str, run: str, settings: Tree) -> Generator[tuple[Step, OneRun, RunRecord]]:
     """Run a step after `ingest` with the settings that it resolved and the run's record."""
-    chosen = parse(RunSettings, settings)
+    chosen = parse(OneRun, settings)
     with step(name, run, chosen.store_uri) as running:
         yield running, chosen, RunRecord(open_store(chosen.store_uri), run)

@@ -10,26 +10,7 @@ from rich.console import Console
 from rich.text import Text
 
 from evernear import __version__
-from evernear.cli import (
-    batch_predict,
-    cluster,
-    console,
-    dataset,
-    doctor,
-    forget,
-    inspect,
-    labels,
-    pipeline,
-    pod,
-    predict,
-    releases,
-    report,
-    run,
-    server,
-    slack,
-    store,
-    watch,
-)
+from evernear.cli import cluster, data, doctor, inspect, pipeline, predict, releases, run, server, triggers
 from evernear.common import plugins
 from evernear.common.masking import mask_streams
 from evernear.common.output import print_line, printable
@@ -45,10 +26,10 @@ app = typer.Typer(
     help="Continuously train and deploy an image recognizer: labeled images in, a gated release on TorchServe out.",
 )
 PANELS: dict[str, tuple[Callable[..., None] | typer.Typer, ...]] = {
-    "Every day": (run.run, run.reindex, run.demo, report.report, console.console, server.status, doctor.doctor),
+    "Every day": (run.run, run.reindex, run.demo, run.report, triggers.console, server.status, doctor.doctor),
     "Serving": (
         predict.predict,
-        batch_predict.batch_predict,
+        predict.batch_predict,
         server.serve,
         server.stop,
         server.token,
@@ -56,8 +37,8 @@ PANELS: dict[str, tuple[Callable[..., None] | typer.Typer, ...]] = {
         inspect.app,
     ),
     "Releases": (releases.app,),
-    "Data": (labels.app, dataset.app, store.app, forget.forget),
-    "Cluster": (pipeline.app, watch.app, slack.app, cluster.app),
+    "Data": (data.labels_app, data.dataset_app, data.store_app, data.forget),
+    "Cluster": (pipeline.app, triggers.watch_app, triggers.slack_app, cluster.deployment_app),
 }
 for panel, commands in PANELS.items():
     for command in commands:
@@ -65,7 +46,7 @@ for panel, commands in PANELS.items():
             app.add_typer(command, rich_help_panel=panel)
         else:
             app.command(rich_help_panel=panel)(command)
-app.add_typer(pod.app, hidden=True)  # for the containers of a pod, which call it
+app.add_typer(cluster.pod_app, hidden=True)  # for the containers of a pod, which call it
 app.command(hidden=True)(server.ready)
 for added in plugins.commands():
     app.command(added.name, rich_help_panel=added.panel or None, hidden=not added.panel)(added.run)

@@ -1,10 +1,36 @@
-from typing import Annotated, cast
+"""``evernear doctor``: check the services that evernear depends on.
+
+The checks send real requests with this process's settings and identity, and change only one small
+object in the store, ``doctor.json``.
+"""
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from datetime import UTC, datetime
+from typing import Annotated, Literal, cast, get_args
 
 import typer
 
 from evernear.cli.options import JsonOption, local_settings, options_of
-from evernear.common.output import print_json, print_line
+from evernear.common.frozen import Frozen
+from evernear.common.output import print_json, print_line, quantity
+from evernear.errors import EvernearError, SettingsError, SlackError
 from evernear.settings import Settings
+
+Part = Literal["store", "cluster", "pipelines", "slack"]
+PARTS: tuple[Part, ...] = get_args(Part)
+SLACK_SCOPES = frozenset(
+    {"app_mentions:read", "chat:write", "chat:write.public", "commands", "files:write", "usergroups:read"}
+)
+"""Those that deploy/slack/manifest.yaml requests."""
+PIPELINE = "continuous-training"
+PROBE = "doctor.json"
+
+
+class CheckResult(Frozen):
+    part: Part
+    ok: bool
+    message: str
 
 
 @options_of(local_settings)
@@ -18,9 +44,6 @@ def doctor(
 ) -> None:
     """Check the object store, the cluster, Kubeflow Pipelines and Slack. Report each problem with
     its remedy."""
-    from evernear.cli.checks import PARTS, Part, check, configured
-    from evernear.errors import SettingsError
-
     for part in parts or ():
         if part not in PARTS:
             raise SettingsError(f"Unknown part {part!r}; known: {', '.join(PARTS)}.")
@@ -33,3 +56,88 @@ def doctor(
             print_line(f"{'ok  ' if finding.ok else 'FAIL'} {finding.part:<10} {finding.message}")
     if failed:
         raise typer.Exit(1)
+
+
+def configured(settings: Settings) -> list[Part]:
+    """The parts that ``settings`` or the environment configures."""
+    parts: list[Part] = ["store"]
+    if settings.target == "kubernetes":
+        parts.append("cluster")
+    if settings.pipeline.endpoint or "KUBERNETES_SERVICE_HOST" in os.environ:
+        parts.append("pipelines")
+    if settings.slack.channel or any(name.startswith("SLACK_") for name in os.environ):
+        parts.append("slack")
+    return parts
+
+
+def check(settings: Settings, parts: Sequence[Part]) -> Iterator[CheckResult]:
+    """Yield each result as soon as it is known. An error becomes a finding."""
+    checks: dict[Part, Callable[[Settings], str]] = {
+        "store": _store,
+        "cluster": _cluster,
+        "pipelines": _pipelines,
+        "slack": _slack,
+    }
+    for part in parts:
+        try:
+            message, ok = checks[part](settings), True
+        except EvernearError as error:
+            message, ok = str(error), False
+        except ModuleNotFoundError as error:
+            package = (error.name or "").partition(".")[0]
+            message, ok = f"{package} is not installed; run `pip install 'evernear[pipeline,triggers]'`.", False
+        yield CheckResult(part=part, ok=ok, message=message)
+
+
+def _store(settings: Settings) -> str:
+    """Write, read and list. The first conditional write tests the store's support for them."""
+    from evernear.common.store import open_store
+    from evernear.release.registry import Registry
+
+    store = open_store(settings.store_uri)
+    before, data = store.find(PROBE), f'{{"checked": "{datetime.now(UTC).isoformat()}"}}'.encode()
+    store.put_if(PROBE, data, before[1] if before else None)
+    registry = Registry(store)
+    champion, releases = registry.champion(), sum(1 for _ in registry.list())
+    current = f"champion {champion.version}" if champion else "no champion yet"
+    return f"{store.uri} allows reads, writes and conditional writes; {quantity(releases, 'release')}, {current}."
+
+
+def _cluster(settings: Settings) -> str:
+    """Check the deployer's permissions, and a release's objects with a dry run."""
+    from evernear.deployment.kubernetes import KubernetesTarget
+
+    target = KubernetesTarget(settings)
+    target.require_deployable()
+    cluster = target.cluster
+    return (
+        f"{cluster.host} accepts the objects of a release in namespace {cluster.namespace} (dry run), and grants the "
+        "rights to watch, diagnose and undo a rollout."
+    )
+
+
+def _pipelines(settings: Settings) -> str:
+    """Get the pipeline's newest version, and the last run."""
+    from evernear.kubeflow.client import KfpRuns
+
+    runs = KfpRuns(settings.pipeline)
+    newest, recent = runs.newest(PIPELINE), runs.list(limit=1)
+    last = f"the last run is {recent[0].state}" if recent else "no run yet"
+    return f"{runs.url} has {PIPELINE} {newest.display_name}, {last}."
+
+
+def _slack(settings: Settings) -> str:
+    """Use each token once, and check the app's scopes."""
+    from evernear.triggers.slack.client import SlackClient
+    from evernear.triggers.slack.server import Secrets
+
+    secrets = Secrets.of_environment(settings.slack)
+    client = SlackClient(secrets.bot_token, settings.slack.api_url, retries=False)
+    identity = client.auth_test()
+    granted = {scope.strip() for scope in str(identity.headers.get("x-oauth-scopes", "")).split(",")}
+    if missing := ", ".join(sorted(SLACK_SCOPES - granted)):
+        raise SlackError(f"The bot lacks the scopes {missing}; install the app again from deploy/slack/manifest.yaml.")
+    if secrets.app_token:
+        client.apps_connections_open(app_token=secrets.app_token)
+    warning = "" if settings.slack.channel else " slack.channel is not set, so the watcher's proposals are not posted."
+    return f"@{identity['user']} of {identity['team']} is connected and has its scopes.{warning}"

@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from evernear.cli.archives import safe
 from evernear.cli.options import JsonOption, options_of
-from evernear.cli.releases import registry_of
+from evernear.cli.releases import registry_of, safe
 from evernear.common.disk import open_regular
 from evernear.common.output import print_json, print_line
 from evernear.errors import DataError, IntegrityError, PredictionRejectedError

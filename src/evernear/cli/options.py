@@ -1,6 +1,7 @@
-"""Options that several commands share, and functions that build settings from them.
+"""Options and helpers that several commands share.
 
-A command has such a function's options, and gets its result as the first argument::
+A command has the options of a function that builds something from them, and gets its result as the
+first argument::
 
     @app.command()
     @options_of(local_settings)
@@ -8,19 +9,23 @@ A command has such a function's options, and gets its result as the first argume
 """
 
 import difflib
-import json
 import re
-from collections.abc import Callable
+import signal
+import threading
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from functools import wraps
 from inspect import Signature, signature
 from pathlib import Path
+from types import FrameType
 from typing import Annotated, Any, Concatenate, TypeVar
 
 import typer
 
-from evernear.errors import SettingsError
-from evernear.settings import Settings, load, load_layers
+from evernear.errors import SettingsError, UserInterruptError
+from evernear.settings import OneRun, Settings, load_layers, parse
 from evernear.settings.layers import Layers
+from evernear.settings.sources import Tree
 
 Built = TypeVar("Built")
 ConfigOption = Annotated[Path | None, typer.Option("--config", help="Settings file (TOML).")]
@@ -36,10 +41,6 @@ WorkdirOption = Annotated[
         "--workdir", help="Directory of runs, releases and logs, and of their settings, evernear.toml. [evernear-work]"
     ),
 ]
-RememberOption = Annotated[
-    bool,
-    typer.Option("--remember", help="Keep the settings of this command in WORKDIR/evernear.toml for later ones."),
-]
 SourceOption = Annotated[
     str | None,
     typer.Option(
@@ -48,25 +49,18 @@ SourceOption = Annotated[
         " huggingface:DIR",
     ),
 ]
-RetireOption = Annotated[
-    list[str] | None,
-    typer.Option("--retire", metavar="CLASS", help="A class of the champion that was removed on purpose; repeatable."),
-]
-RenameOption = Annotated[
-    list[str] | None,
+StoreOption = Annotated[
+    str | None,
     typer.Option(
-        "--rename",
-        metavar="OLD=NEW",
-        help="A class of the champion that has a new name; repeatable. A = in the old name is written \\=.",
+        "--store",
+        metavar="URI",
+        help="Use this registry and leave servers alone: file:///path or s3://bucket/prefix. [the settings' store]",
     ),
 ]
 ReleaseOption = Annotated[
     str | None, typer.Option("--release", metavar="VERSION", help="A release of the registry. [the champion]")
 ]
-MinutesOption = Annotated[
-    float | None,
-    typer.Option("--minutes", help="Time for training and the open-set probe."),
-]
+OutOption = Annotated[str, typer.Option("--out", metavar="DIR|s3://...", help="Where the files go.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 
 
@@ -77,9 +71,9 @@ def options_of(build: Callable[..., Built]) -> Callable[[Callable[Concatenate[Bu
         (_, *own), added = signature(command).parameters.values(), signature(build).parameters
 
         @wraps(command)
-        def run(**options: Any) -> None:
+        def run(*first: Any, **options: Any) -> None:
             built = build(**{name: options.pop(name) for name in added if name in options})
-            command(built, **options)
+            command(built, *first, **options)
 
         parameters = [*own, *added.values()]
         vars(run)["__signature__"] = Signature(parameters)
@@ -90,35 +84,15 @@ def options_of(build: Callable[..., Built]) -> Callable[[Callable[Concatenate[Bu
 
 
 def local_settings(config: ConfigOption = None, overrides: SetOption = None, workdir: WorkdirOption = None) -> Settings:
-    options = assignments(overrides, workdir=workdir)
-    _require_workdir(options)
-    return load(config=config, overrides=options)
+    return run_settings(config=config, overrides=overrides, workdir=workdir)
 
 
-def run_settings(
-    source: SourceOption = None,
-    preset: PresetOption = None,
-    config: ConfigOption = None,
-    overrides: SetOption = None,
-    workdir: WorkdirOption = None,
-    retire: RetireOption = None,
-    rename: RenameOption = None,
+def registry_settings(
+    store: StoreOption = None, config: ConfigOption = None, overrides: SetOption = None, workdir: WorkdirOption = None
 ) -> Settings:
-    return run_layers(source, preset, config, overrides, workdir, retire, rename).settings()
-
-
-def run_layers(
-    source: SourceOption = None,
-    preset: PresetOption = None,
-    config: ConfigOption = None,
-    overrides: SetOption = None,
-    workdir: WorkdirOption = None,
-    retire: RetireOption = None,
-    rename: RenameOption = None,
-) -> Layers[Settings]:
-    """Like `run_settings`, but keep the sources separate."""
-    _require_workdir(assignments(overrides, workdir=workdir))
-    return new_run_layers(source, preset, config, overrides, workdir, retire, rename)
+    """``--store`` selects the ``registry`` target: the local server may use another store."""
+    registry_only = [f"store={store}", "target=registry"] if store else []
+    return local_settings(config, [*(overrides or []), *registry_only], workdir)
 
 
 def new_run_layers(
@@ -127,31 +101,70 @@ def new_run_layers(
     config: ConfigOption = None,
     overrides: SetOption = None,
     workdir: WorkdirOption = None,
-    retire: RetireOption = None,
-    rename: RenameOption = None,
-    minutes: MinutesOption = None,
 ) -> Layers[Settings]:
-    """Like `run_layers`, for a command that may create the working directory."""
-    classes = {
-        "classes.retired": json.dumps(retire) if retire else None,
-        "classes.renamed": json.dumps(dict(map(_old_and_new, rename))) if rename else None,
-    }
-    options = assignments(overrides, workdir=workdir, **{"data.source": source, "train.minutes": minutes}, **classes)
-    return load_layers(preset=preset, config=config, overrides=options)
+    """The settings by source, for a command that may create the working directory."""
+    words = assignments(overrides, workdir=workdir, **{"data.source": source})
+    return load_layers(preset=preset, config=config, overrides=words)
 
 
-def _require_workdir(options: list[str]) -> None:
-    """Refuse a missing directory: a mistyped name would be an empty working directory."""
-    named = [option.partition("=")[2] for option in options if option.startswith("workdir=")]
-    workdir = Path(named[-1]).expanduser() if named else Path()
-    if workdir.is_dir():
-        return
+@wraps(new_run_layers)
+def run_layers(*args: Any, **options: Any) -> Layers[Settings]:
+    """Like `new_run_layers`, but refuse a missing directory: a mistyped name would be an empty
+    working directory."""
+    layers = new_run_layers(*args, **options)
+    workdir = layers.workdir
+    if "workdir" not in layers.assigned or workdir.is_dir():
+        return layers
     others = [path.name for path in workdir.parent.glob("*/") if not path.name.startswith(".")]
     close = difflib.get_close_matches(workdir.name, others, 1)
     hint = (
         f"; did you mean {workdir.with_name(close[0])}?" if close else "; `evernear run` and `evernear demo` create it."
     )
     raise SettingsError(f"The working directory {workdir} does not exist{hint}")
+
+
+@wraps(new_run_layers)
+def run_settings(*args: Any, **options: Any) -> Settings:
+    return run_layers(*args, **options).settings()
+
+
+def one_run(
+    reread: Annotated[
+        bool, typer.Option("--reread", help="Read all files again, even if their sizes and times have not changed.")
+    ] = False,
+    moved_from: Annotated[
+        str | None,
+        typer.Option("--moved-from", metavar="SOURCE", help="The earlier --source, if its images have moved."),
+    ] = None,
+    retire: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--retire", metavar="CLASS", help="A class of the champion that was removed on purpose; repeatable."
+        ),
+    ] = None,
+    rename: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--rename",
+            metavar="OLD=NEW",
+            help="A class of the champion that has a new name; repeatable. A = in the old name is written \\=.",
+        ),
+    ] = None,
+) -> Tree:
+    """The fields of `OneRun` that are true of this run alone."""
+    classes = {"retired": retire or [], "renamed": dict(map(_old_and_new, rename or []))}
+    tree = {"reread": reread, "moved_from": moved_from or "", "classes": classes}
+    return parse(OneRun, tree).model_dump(mode="json", exclude_defaults=True)
+
+
+def one_run_words(once: Tree) -> list[str]:
+    """The options that `one_run` turns into ``once``."""
+    classes = once.get("classes", {})
+    words = ["--reread"] if once.get("reread") else []
+    words += ["--moved-from", once["moved_from"]] if once.get("moved_from") else []
+    words += [word for name in classes.get("retired", ()) for word in ("--retire", name)]
+    renamed = ["=".join(name.replace("=", r"\=") for name in pair) for pair in classes.get("renamed", {}).items()]
+    return words + [word for pair in renamed for word in ("--rename", pair)]
 
 
 def _old_and_new(rename: str) -> tuple[str, str]:
@@ -164,3 +177,36 @@ def _old_and_new(rename: str) -> tuple[str, str]:
 def assignments(overrides: list[str] | None, **options: object) -> list[str]:
     """All ``key=value`` assignments, those from ``--set`` before those from dedicated options."""
     return [*(overrides or []), *(f"{key}={value}" for key, value in options.items() if value is not None)]
+
+
+def output_uri(out: str) -> str:
+    """The store URI for ``--out``, which is a directory or ``s3://bucket/prefix``."""
+    if not out:
+        raise SettingsError("--out is empty; name a directory or s3://bucket/prefix.")
+    return out if out.startswith(("s3://", "file://")) else Path(out).expanduser().resolve().as_uri()
+
+
+@contextmanager
+def message_on_interrupt(message: str) -> Generator[None]:
+    """Convert Ctrl-C in the body to a `UserInterruptError` with ``message``."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise UserInterruptError(message) from None
+
+
+@contextmanager
+def stop_on_signals(stop: threading.Event, message: str) -> Generator[None]:
+    """Set ``stop`` on SIGTERM and Ctrl-C, so that the body can finish its current work. Ctrl-C then
+    raises `UserInterruptError` with ``message``. SIGTERM raises nothing, so the exit code is 0."""
+    received: list[int] = []
+
+    def handle(number: int, _: FrameType | None) -> None:
+        received.append(number)
+        stop.set()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, handle)
+    yield
+    if signal.SIGINT in received:
+        raise UserInterruptError(message)

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from evernear.cli.interrupts import message_on_interrupt
-from evernear.cli.options import ConfigOption, JsonOption, PresetOption, assignments
+from evernear.cli.options import ConfigOption, JsonOption, PresetOption, assignments, message_on_interrupt, options_of
 from evernear.cli.runs import follow, outcome_of, record_of, row, show, store_of, title
 from evernear.common.output import print_json, print_line, print_table
 from evernear.errors import SettingsError, StoreError
@@ -26,32 +25,12 @@ app = typer.Typer(
     no_args_is_help=True,
     help="Upload, run, schedule, show and stop pipelines on Kubeflow Pipelines.",
 )
-PipelinesArgument = Annotated[
-    list[str] | None, typer.Argument(metavar="PIPELINE...", help="Pipelines to include. [all]")
-]
 PipelineArgument = Annotated[str, typer.Argument(metavar="PIPELINE")]
-RunArgument = Annotated[
-    str, typer.Argument(metavar="RUN", help="The run's id, as `evernear pipeline status` lists it.")
-]
-ImageOption = Annotated[str, typer.Option("--image", metavar="REF@sha256:...", help="Training image by digest.")]
-VersionOption = Annotated[str | None, typer.Option("--version", help="Name of the version. [the git commit]")]
 EndpointOption = Annotated[
     str | None, typer.Option("--endpoint", metavar="URL", help="URL of the KFP API. [pipeline.endpoint]")
 ]
 NamespaceOption = Annotated[
     str | None, typer.Option("--namespace", metavar="NAME", help="Namespace on a multi-user KFP. [pipeline.namespace]")
-]
-ParameterOption = Annotated[
-    list[str] | None,
-    typer.Option("--set", metavar="KEY=VALUE", help="A setting or pipeline parameter: train.epochs=20"),
-]
-UploadParameterOption = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--set",
-        metavar="KEY=VALUE",
-        help="The default of a setting or pipeline parameter, or a fact about the cluster: pipeline.task_memory=8G",
-    ),
 ]
 SourceOption = Annotated[
     str | None, typer.Option("--source", metavar="SOURCE", help="Images to train on: s3://bucket/prefix, mnist ...")
@@ -62,16 +41,16 @@ TargetOption = Annotated[
 ServingImageOption = Annotated[
     str | None, typer.Option("--serving-image", metavar="REF@sha256:...", help="Image of the serving pods by digest.")
 ]
-StoreOption = Annotated[
-    str | None, typer.Option("--store", metavar="URI", help="Object store of the runs: s3://bucket/prefix")
-]
 
 
 def server_settings(
-    endpoint: str | None = None,
-    namespace: str | None = None,
-    config: Path | None = None,
-    words: Sequence[str] = (),
+    endpoint: EndpointOption = None, namespace: NamespaceOption = None, config: ConfigOption = None
+) -> PipelineSettings:
+    return _server_settings((), endpoint, namespace, config)
+
+
+def _server_settings(
+    words: Sequence[str], endpoint: str | None, namespace: str | None, config: Path | None
 ) -> PipelineSettings:
     """The Kubeflow Pipelines server's settings. A working directory's are for this machine."""
     options = {"pipeline.endpoint": endpoint, "pipeline.namespace": namespace}
@@ -83,7 +62,10 @@ def run_assignments(
     preset: PresetOption = None,
     target: TargetOption = None,
     serving_image: ServingImageOption = None,
-    parameters: ParameterOption = None,
+    parameters: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="A setting or pipeline parameter: train.epochs=20"),
+    ] = None,
 ) -> list[str]:
     """A run's parameters as ``key=value``."""
     return assignments(parameters, source=source, preset=preset, target=target, serving_image=serving_image)
@@ -93,24 +75,32 @@ def default_assignments(
     source: SourceOption = None,
     target: TargetOption = None,
     serving_image: ServingImageOption = None,
-    store: StoreOption = None,
-    defaults: UploadParameterOption = None,
+    store: Annotated[
+        str | None, typer.Option("--store", metavar="URI", help="Object store of the runs: s3://bucket/prefix")
+    ] = None,
+    defaults: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            metavar="KEY=VALUE",
+            help="The default of a setting or pipeline parameter, or a fact about the cluster: pipeline.task_memory=8G",
+        ),
+    ] = None,
 ) -> list[str]:
     """The parameter defaults of a pipeline version as ``key=value``."""
     return assignments(defaults, source=source, target=target, serving_image=serving_image, store=store)
 
 
 @app.command()
+@options_of(default_assignments)
 def upload(
-    image: ImageOption,
-    pipelines: PipelinesArgument = None,
-    version: VersionOption = None,
+    defaults: list[str],
+    image: Annotated[str, typer.Option("--image", metavar="REF@sha256:...", help="Training image by digest.")],
+    pipelines: Annotated[
+        list[str] | None, typer.Argument(metavar="PIPELINE...", help="Pipelines to include. [all]")
+    ] = None,
+    version: Annotated[str | None, typer.Option("--version", help="Name of the version. [the git commit]")] = None,
     as_json: JsonOption = False,
-    source: SourceOption = None,
-    target: TargetOption = None,
-    serving_image: ServingImageOption = None,
-    store: StoreOption = None,
-    defaults: UploadParameterOption = None,
     endpoint: EndpointOption = None,
     namespace: NamespaceOption = None,
     config: ConfigOption = None,
@@ -123,14 +113,12 @@ def upload(
     """
     from evernear.kubeflow.publish import compile_pipelines, default_version, words_of_section
 
-    of_server, defaults = words_of_section(defaults or ())
-    server = server_settings(endpoint, namespace, config, of_server)
+    of_server, defaults = words_of_section(defaults)
+    server = _server_settings(of_server, endpoint, namespace, config)
     named = default_version(version, server)
     from evernear.kubeflow.publish import Publisher
 
-    compiled = compile_pipelines(
-        pipelines, image, default_assignments(source, target, serving_image, store, defaults), server
-    )
+    compiled = compile_pipelines(pipelines, image, defaults, server)
     publisher = Publisher(server)
     uploaded = [publisher.upload(content, named) for content in compiled.values()]
     if as_json:
@@ -142,7 +130,11 @@ def upload(
 
 
 @app.command()
+@options_of(server_settings)
+@options_of(run_assignments)
 def run(
+    assigned: list[str],
+    server: PipelineSettings,
     pipeline: PipelineArgument = DEFAULT,
     wait: Annotated[
         bool, typer.Option("--wait", help="Follow the run; exit with 1 if it fails or is stopped.")
@@ -152,22 +144,12 @@ def run(
         typer.Option("--key", metavar="KEY", help="Idempotency key: a second start with it returns the first run."),
     ] = None,
     as_json: JsonOption = False,
-    source: SourceOption = None,
-    preset: PresetOption = None,
-    target: TargetOption = None,
-    serving_image: ServingImageOption = None,
-    parameters: ParameterOption = None,
-    endpoint: EndpointOption = None,
-    namespace: NamespaceOption = None,
-    config: ConfigOption = None,
 ) -> None:
     """Start the newest version of a pipeline. Parameters that are not set keep the defaults of the
     pipeline version."""
     from evernear.kubeflow.client import KfpRuns
     from evernear.kubeflow.runs import caller, combine, from_words
 
-    assigned = run_assignments(source, preset, target, serving_image, parameters)
-    server = server_settings(endpoint, namespace, config)
     runs = KfpRuns(server)
     arguments = combine({"started_by": caller()}, from_words(assigned, runs.parameters(pipeline)))
     started = runs.start(pipeline, arguments, key or _new_key(), store_of(arguments, runs, pipeline))
@@ -182,7 +164,11 @@ def run(
 
 
 @app.command()
+@options_of(server_settings)
+@options_of(run_assignments)
 def schedule(
+    assigned: list[str],
+    server: PipelineSettings,
     pipeline: PipelineArgument = DEFAULT,
     cron: Annotated[
         str | None,
@@ -194,18 +180,8 @@ def schedule(
     ] = None,
     off: Annotated[bool, typer.Option("--off", help="Remove the schedule instead; active runs continue.")] = False,
     as_json: JsonOption = False,
-    source: SourceOption = None,
-    preset: PresetOption = None,
-    target: TargetOption = None,
-    serving_image: ServingImageOption = None,
-    parameters: ParameterOption = None,
-    endpoint: EndpointOption = None,
-    namespace: NamespaceOption = None,
-    config: ConfigOption = None,
 ) -> None:
     """Run the newest version on a schedule that replaces the pipeline's current schedule."""
-    assigned = run_assignments(source, preset, target, serving_image, parameters)
-    server = server_settings(endpoint, namespace, config)
     if (cron is None) != off:
         raise SettingsError("Pass either --cron '0 3 * * *' (daily at 3:00) or --off.")
     from evernear.kubeflow.publish import Publisher
@@ -230,18 +206,16 @@ def schedule(
 
 
 @app.command()
+@options_of(server_settings)
 def status(
+    server: PipelineSettings,
     run_id: Annotated[
         str | None, typer.Argument(metavar="RUN", help="Id of a run. [the newest runs and the schedules]")
     ] = None,
     limit: Annotated[int, typer.Option("--limit", min=1, max=1000, metavar="N")] = 10,
     as_json: JsonOption = False,
-    endpoint: EndpointOption = None,
-    namespace: NamespaceOption = None,
-    config: ConfigOption = None,
 ) -> None:
     """Show the steps of one run, or the newest runs and the schedules."""
-    server = server_settings(endpoint, namespace, config)
     if run_id is not None:
         from evernear.kubeflow.client import KfpRuns
 
@@ -268,14 +242,15 @@ def _describe(scheduled: "Schedule") -> str:
 
 
 @app.command()
+@options_of(server_settings)
 def stop(
-    run_id: RunArgument, endpoint: EndpointOption = None, namespace: NamespaceOption = None, config: ConfigOption = None
+    server: PipelineSettings,
+    run_id: Annotated[str, typer.Argument(metavar="RUN", help="The run's id, as `evernear pipeline status` lists it.")],
 ) -> None:
     """Stop a run. The run's exit step still runs, and records who stopped the run."""
     from evernear.kubeflow.client import KfpRuns
     from evernear.kubeflow.runs import caller
 
-    server = server_settings(endpoint, namespace, config)
     runs = KfpRuns(server)
     run = runs.show(run_id)
     if run.state.is_final:

@@ -1,8 +1,9 @@
-"""``evernear predict``: recognize images with a running server. Imports neither torch nor FAISS."""
+"""``evernear predict`` with a running server, which imports neither torch nor FAISS, and
+``batch-predict`` without one."""
 
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from ipaddress import AddressValueError, IPv6Address
 from pathlib import Path
@@ -10,7 +11,16 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TextIO
 
 import typer
 
-from evernear.cli.options import JsonOption, local_settings, options_of
+from evernear.cli.options import (
+    JsonOption,
+    OutOption,
+    ReleaseOption,
+    local_settings,
+    message_on_interrupt,
+    options_of,
+    output_uri,
+    registry_settings,
+)
 from evernear.common.output import print_json, print_line, printable, quantity
 from evernear.errors import (
     DataError,
@@ -20,10 +30,11 @@ from evernear.errors import (
     ServingError,
     SettingsError,
 )
-from evernear.settings import Settings
+from evernear.settings import DataSettings, Settings, parse
 from evernear.settings.serving import MODEL_NAME
 
 if TYPE_CHECKING:
+    from evernear.common.run_parts import Executor
     from evernear.serving.client import Target
     from evernear.serving.responses import Metadata
 
@@ -32,6 +43,8 @@ SHOWN_NEIGHBORS = 3
 SHOWN_SKIPPED = 10
 PIPE_WIDTH = 10_000
 """Table width in characters without a terminal, at which no row wraps."""
+MAX_PROCESSES = 8
+CPUS_PER_PROCESS = 4
 
 
 def _path(text: str) -> Path:
@@ -241,3 +254,94 @@ def _print_metadata(metadata: "Metadata", as_json: bool) -> None:
     for name, value in metadata.model_dump().items():
         text = ", ".join(map(str, value)) if isinstance(value, tuple) else value
         print_line(f"{name:<14} {text}")
+
+
+@options_of(registry_settings)
+def batch_predict(
+    settings: Settings,
+    source: Annotated[
+        str, typer.Option("--source", help="folder:DIR | s3://bucket/prefix; images at any depth, without classes.")
+    ],
+    out: OutOption,
+    release: ReleaseOption = None,
+    processes: Annotated[
+        int | None, typer.Option("--processes", min=1, help="Each loads the release. [one for 4 CPUs, at most 8]")
+    ] = None,
+    nodes: Annotated[
+        int | None,
+        typer.Option("--nodes", min=1, help="Pods of an Indexed Job instead of processes here."),
+    ] = None,
+    part_images: Annotated[
+        int | None,
+        typer.Option("--part-images", min=1, help="Images of one Parquet file; a killed part is repeated. [5000]"),
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Use a release to recognize all images in a folder or bucket, without a server.
+
+    Each part is a Parquet file with the columns path, digest (sha256 of the file), label, distance,
+    unknown, neighbors, version and error. Run the same command again to continue.
+    """
+    from evernear.common.run_parts import run_parts
+    from evernear.common.store import open_store
+    from evernear.data.sources import require_outside
+    from evernear.release.registry import Registry
+    from evernear.serving.batch import PART_IMAGES, Shared, plan_predictions, summarize
+
+    registry = Registry(open_store(settings.store_uri))
+    shared = Shared(
+        source=_absolute(source),
+        store_uri=settings.store_uri,
+        version=registry.get(release).manifest.version if release else registry.require_champion().version,
+        part_images=part_images or PART_IMAGES,
+    )
+    output = open_store(output_uri(out))
+    require_outside(output, settings.data.source)
+    executor = _executor(processes, nodes, shared.source, settings.store_uri, output.uri)
+    with message_on_interrupt("Interrupted. Finished parts stay; run the command again to continue."):
+        parts = plan_predictions(shared, output)
+        for note in parts.plan.notes:
+            print_line(note, sys.stderr)
+        images = quantity(parts.plan.units, "image")
+        print_line(f"{images} in {shared.source}, listed {parts.plan.planned:%Y-%m-%d %H:%M} UTC.", sys.stderr)
+        run_parts(parts, executor, _parts_progress())
+    summary = summarize(parts)
+    if as_json:
+        print_json({"out": output.uri, "version": shared.version, **summary.model_dump()})
+    else:
+        print_line(f"{summary.predicted()} by {shared.version} in {output.uri}.")
+    if left_out := summary.left_out():
+        print_line(f"{left_out}.", sys.stderr)
+    summary.require_predictions(shared.source)
+
+
+def _executor(processes: int | None, nodes: int | None, *uris: str) -> "Executor":
+    """Processes here or, if ``nodes`` is set, an Indexed Job whose pods can read all ``uris``."""
+    if nodes is None:
+        from evernear.common.processes import available_cpus
+        from evernear.common.run_parts import Processes
+        from evernear.serving.batch import open_worker
+
+        return Processes(processes or min(MAX_PROCESSES, max(1, available_cpus() // CPUS_PER_PROCESS)), open_worker)
+    from evernear.kubeflow.indexed_job import IndexedJob, require_shared
+
+    if processes:
+        raise SettingsError("--processes and --nodes exclude each other: a pod of --nodes runs one process.")
+    for uri, what in zip(uris, ("the source", "the store of the release", "the output"), strict=True):
+        require_shared(uri, what)
+    return IndexedJob(nodes, lambda text: print_line(text, sys.stderr))
+
+
+def _absolute(source: str) -> str:
+    """Make a path absolute, as in `data.source`, so that any directory can continue the command."""
+    if not source:
+        raise SettingsError("--source is empty; name folder:DIRECTORY or s3://bucket/prefix.")
+    return parse(DataSettings, {"source": source}).source
+
+
+def _parts_progress() -> Callable[[int, int], None]:
+    """Print the number of finished parts and the remaining time to stderr."""
+    from evernear.common.progress import Countdown
+
+    countdown = Countdown(lambda text: print_line(text, sys.stderr))
+    return lambda done, total: countdown(done, total, f"{done:,} of {quantity(total, 'part')} done")

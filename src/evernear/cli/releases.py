@@ -1,14 +1,14 @@
 """``evernear registry``: the releases in a store, and the champion pointer."""
 
 import sys
+from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from evernear.cli.archives import show_archive
-from evernear.cli.options import ConfigOption, JsonOption, SetOption, WorkdirOption, local_settings, options_of
-from evernear.common.output import print_json, print_line, print_table
+from evernear.cli.options import JsonOption, options_of, registry_settings
+from evernear.common.output import print_json, print_line, print_table, printable, quantity
 from evernear.errors import IntegrityError, SettingsError
 from evernear.evaluation.verdict import classes_tested
 from evernear.settings import Settings
@@ -16,7 +16,7 @@ from evernear.settings import Settings
 if TYPE_CHECKING:
     from evernear.deployment import Deployment
     from evernear.release.promotions import Champion
-    from evernear.release.records import Record
+    from evernear.release.records import Description, Record, Signature
     from evernear.release.registry import Registry
 
 app = typer.Typer(
@@ -26,32 +26,16 @@ app = typer.Typer(
     help="List, show, promote, roll back and restore releases, and move the anchor.",
 )
 VersionArgument = Annotated[str, typer.Argument(metavar="VERSION")]
-StoreOption = Annotated[
-    str | None,
-    typer.Option(
-        "--store",
-        metavar="URI",
-        help="Use this registry and leave servers alone: file:///path or s3://bucket/prefix. [the settings' store]",
-    ),
-]
+SHOWN_LABELS = 50
 WhyOption = Annotated[str, typer.Option("--why", metavar="TEXT", help="Reason for the history.")]
 
 
-def registry_settings(
-    store: StoreOption = None, config: ConfigOption = None, overrides: SetOption = None, workdir: WorkdirOption = None
-) -> Settings:
-    """``--store`` selects the ``registry`` target: the local server may use another store."""
-    registry_only = [f"store={store}", "target=registry"] if store else []
-    return local_settings(config, [*(overrides or []), *registry_only], workdir)
-
-
-def registry_of(
-    store: StoreOption = None, config: ConfigOption = None, overrides: SetOption = None, workdir: WorkdirOption = None
-) -> "Registry":
+@wraps(registry_settings)
+def registry_of(*args: Any, **options: Any) -> "Registry":
     from evernear.common.store import open_store
     from evernear.release.registry import Registry
 
-    return Registry(open_store(registry_settings(store, config, overrides, workdir).store_uri))
+    return Registry(open_store(registry_settings(*args, **options).store_uri))
 
 
 @app.command(name="list")
@@ -114,9 +98,83 @@ def show(
     from evernear.release.manifest import is_version
 
     if Path(release).is_file() or not is_version(release):
-        show_archive(Path(release), as_json)
+        _show_archive(Path(release), as_json)
     else:
         _show_record(release, registry, as_json)
+
+
+def _show_archive(archive: Path, as_json: bool) -> None:
+    """The archive is untrusted, and its code is not run."""
+    from evernear.release.records import describe
+    from evernear.serving import HANDLER
+
+    description = describe(archive, HANDLER)
+    if as_json:
+        print_json(description)
+    else:
+        _print_description(description)
+
+
+def _print_description(description: "Description") -> None:
+    from evernear.index.description import describe_threshold
+
+    index, lineage, shape = description.index, description.lineage, description.preprocessing
+    size_mb = description.archive_size_bytes / 1e6
+    print_line(f"release {description.version}, {size_mb:.1f} MB, sha256 {description.archive_sha256}")
+    _print_signature("POST /predictions/MODEL", description.request)
+    _print_signature("network", description.network)
+    _heading("preprocessing")
+    print_line(
+        f"  {shape.height_px} x {shape.width_px} pixels, {'grayscale' if shape.channels == 1 else 'RGB'}, "
+        f"{shape.interpolation}, 16-bit images read as {shape.bit_depth} bits; in the network: mean "
+        f"{_numbers(shape.mean)}, std {_numbers(shape.std)}"
+    )
+    _heading("index")
+    search = f" ({safe(index.search)})" if index.search else ""
+    print_line(
+        f"  {safe(index.factory)}{search}, {quantity(index.size, 'vector')} of {index.dim}, metric {index.metric}"
+    )
+    if index.reason:
+        print_line(f"  chosen because {safe(index.reason)}")
+    print_line(f"  label by {index.label_by} of {index.k}, {describe_threshold(index.threshold)}")
+    _heading(f"labels ({len(description.labels)})")
+    more = f" and {len(description.labels) - SHOWN_LABELS:,} more" if len(description.labels) > SHOWN_LABELS else ""
+    print_line("  " + " ".join(safe(label) for label in description.labels[:SHOWN_LABELS]) + more)
+    _heading("lineage")
+    for name, value in lineage.model_dump(mode="json", exclude={"own_handler"}).items():
+        print_line(f"  {name.replace('_', ' '):<18} {safe(str(value or '-'))}")
+    handler = "the handler of this evernear version" if lineage.own_handler else "custom code; TorchServe would run it"
+    print_line(f"  {'handler':<18} {handler}")
+    _heading("training settings")
+    for name, value in description.training.items():
+        print_line(f"  {safe(name):<28} {safe(str(value))}")
+    _heading(f"verdict: {'promote' if description.verdict.promote else 'hold'}")
+    for reason in description.verdict.reasons:
+        print_line(f"  - {safe(reason, 500)}")
+    _heading("metrics")
+    for name, value in sorted(description.metrics.items()):
+        print_line(f"  {safe(name):<28} {value:g}")
+
+
+def _print_signature(title: str, signature: "Signature") -> None:
+    _heading(title)
+    for side, values in (("in", signature.inputs), ("out", signature.outputs)):
+        for value in values:
+            shape = str(value.shape).replace("'", "")
+            print_line(f"  {side:<4}{value.name:<16} {value.dtype:<8} {shape:<16} {safe(value.meaning)}")
+
+
+def _numbers(values: tuple[float, ...]) -> str:
+    return " ".join(f"{value:.4f}" for value in values)
+
+
+def safe(text: str, limit: int = 100) -> str:
+    return printable(text, limit)
+
+
+def _heading(text: str) -> None:
+    print_line()
+    print_line(text)
 
 
 def _show_record(version: str, registry: "Registry", as_json: bool) -> None:

@@ -1,6 +1,7 @@
-"""``evernear run``, ``evernear reindex`` and ``evernear demo``."""
+"""``evernear run``, ``reindex``, ``demo`` and ``report``."""
 
 import sys
+import webbrowser
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
@@ -10,17 +11,11 @@ from rich.console import Console
 from rich.text import Text
 
 from evernear.cli.options import (
-    ConfigOption,
     JsonOption,
-    MinutesOption,
-    PresetOption,
-    RememberOption,
-    RenameOption,
-    RetireOption,
-    SetOption,
-    SourceOption,
-    WorkdirOption,
+    local_settings,
     new_run_layers,
+    one_run,
+    one_run_words,
     options_of,
     run_layers,
 )
@@ -29,41 +24,55 @@ from evernear.common.output import print_json, print_line, printable
 from evernear.errors import SettingsError
 from evernear.settings import Settings
 from evernear.settings.layers import Layers
+from evernear.settings.sources import Tree
 
 if TYPE_CHECKING:
     from evernear.common.progress import Event, RunCommand
     from evernear.kubeflow.local_run import RunResult
 
 
-RereadOption = Annotated[
-    bool, typer.Option("--reread", help="Read all files again, even if their sizes and times have not changed.")
+RememberOption = Annotated[
+    bool,
+    typer.Option("--remember", help="Keep the settings of this command in WORKDIR/evernear.toml for later ones."),
+]
+MinutesOption = Annotated[
+    float | None,
+    typer.Option("--minutes", help="Time for training and the open-set probe."),
+]
+RunsArgument = Annotated[
+    list[str] | None, typer.Argument(metavar="[RUN [RUN]]", help="Run IDs or releases. [the last run in --workdir]")
 ]
 
 
 @options_of(new_run_layers)
+@options_of(one_run)
 def run(
+    once: Tree,
     layers: Layers[Settings],
+    minutes: MinutesOption = None,
     remember: RememberOption = False,
-    reread: RereadOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Run the continuous-training pipeline on this machine, each step in its own process."""
-    _run_and_show(layers, "continuous_training", remember, reread, as_json)
+    _run_and_show(_with_minutes(layers, minutes), "continuous_training", once, remember, as_json)
 
 
 @options_of(run_layers)
+@options_of(one_run)
 def reindex(
+    once: Tree,
     layers: Layers[Settings],
     remember: RememberOption = False,
-    reread: RereadOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Add new gallery images, even of a new class, to the index of the champion's network, without
     training."""
-    _run_and_show(layers, "reindex", remember, reread, as_json)
+    _run_and_show(layers, "reindex", once, remember, as_json)
 
 
+@options_of(new_run_layers)
 def demo(
+    layers: Layers[Settings],
     keep: Annotated[bool, typer.Option("--keep", help="Leave TorchServe running.")] = False,
     without: Annotated[
         str | None,
@@ -73,29 +82,22 @@ def demo(
             help="Write the digits to folders in WORKDIR and leave this class out, to name it as a new class later.",
         ),
     ] = None,
-    remember: RememberOption = False,
-    source: SourceOption = None,
-    preset: PresetOption = None,
-    config: ConfigOption = None,
-    overrides: SetOption = None,
-    workdir: WorkdirOption = None,
-    retire: RetireOption = None,
-    rename: RenameOption = None,
     minutes: MinutesOption = None,
+    remember: RememberOption = False,
 ) -> None:
     """Run the pipeline, deploy the release locally, and recognize images that were not used for
     training."""
     from evernear.cli.demo import run_demo
     from evernear.data.sources.digits import lay_out_digits
 
-    layers = new_run_layers(source, preset, config, overrides, workdir, retire, rename, minutes)
+    layers = _with_minutes(layers, minutes)
     unseen: Path | None = None
     if without is not None:
-        if source is not None:
+        if "source" in layers.assigned.get("data", {}):
             raise SettingsError("--without is for the digits and cannot be combined with --source.")
         known, unseen = lay_out_digits(layers.settings().workdir.resolve(), without)
-        overrides = ["serving.query_log=images", *(overrides or [])]  # for `evernear console`
-        layers = new_run_layers(f"folder:{known}", preset, config, overrides, workdir, retire, rename, minutes)
+        # `evernear console` needs the images.
+        layers = layers.with_defaults([f"data.source=folder:{known}", "serving.query_log=images"])
         _require_own_directory(layers.settings())
     settings, console = layers.settings(), Console(force_terminal=sys.stdout.isatty())
     words = ["--keep"] if keep else []
@@ -103,6 +105,10 @@ def demo(
     _print_changes(layers, remember)
     with _Progress(console) as show:
         run_demo(settings, console, _and_keep(show, layers, remember), keep=keep, unseen=unseen, command=command)
+
+
+def _with_minutes(layers: Layers[Settings], minutes: float | None) -> Layers[Settings]:
+    return layers if minutes is None else layers.with_defaults([f"train.minutes={minutes}"])
 
 
 def _require_own_directory(settings: Settings) -> None:
@@ -158,27 +164,26 @@ class _Progress:
         self._console.print(Text(f"     {printable(line)}"), soft_wrap=True)
 
 
-def _rereading(settings: Settings, reread: bool) -> Settings:
-    if not reread:
-        return settings
-    return settings.model_copy(update={"data": settings.data.model_copy(update={"reread": True})})
-
-
 def _run_and_show(
     layers: Layers[Settings],
     pipeline: Literal["continuous_training", "reindex"],
+    once: Tree,
     remember: bool,
-    reread: bool,
     as_json: bool,
 ) -> None:
     from evernear.kubeflow.local_run import run_pipeline
 
-    settings = _rereading(layers.settings(), reread)
-    command = _command(layers, remember, "run" if pipeline == "continuous_training" else pipeline)
+    if (moved_from := once.get("moved_from")) and not layers.settings().data.dataset:
+        from evernear.data.sources import name_of
+
+        layers = layers.with_defaults([f"data.dataset={name_of(moved_from)}"])  # later runs continue it as well
+    settings = layers.settings()
+    name = "run" if pipeline == "continuous_training" else pipeline
+    command = _command(layers, remember, name, *one_run_words(once))
     _print_changes(layers, remember)
     # If FORCE_COLOR is set, as in notebooks and CI, rich would also animate output to a pipe.
     with _Progress(Console(stderr=True, force_terminal=sys.stderr.isatty())) as show:
-        result = run_pipeline(settings, _and_keep(show, layers, remember), pipeline, command)
+        result = run_pipeline(settings, _and_keep(show, layers, remember), pipeline, command, once)
     if as_json:
         print_json(result)
     else:
@@ -226,3 +231,45 @@ def _print_result(result: "RunResult") -> None:
     for step in result.next_steps:
         print_line(f"  - {step.purpose}: {step.command}")
     print_line(f"run page: {result.page}")
+
+
+@options_of(local_settings)
+def report(
+    settings: Settings,
+    runs: RunsArgument = None,
+    open_: Annotated[bool, typer.Option("--open", help="Open the page in the browser.")] = False,
+) -> None:
+    """Print the path of a run's page (by default, the last run in --workdir), or compare two
+    runs."""
+    page = _write_page(settings, runs) if runs else _last(settings.workdir)
+    print_line(str(page))
+    if open_:
+        webbrowser.open(page.as_uri())
+
+
+def _last(workdir: Path) -> Path:
+    from evernear.common.progress import run_directories
+    from evernear.kubeflow.local_run import PAGE_FILE
+
+    runs = run_directories(workdir) if (workdir / "runs").is_dir() else []
+    pages = [page for run in runs if (page := run / PAGE_FILE).exists()]
+    if not pages:
+        raise SettingsError(f"{workdir} has no run with a page; name a run or a release, or choose another --workdir.")
+    return pages[-1]
+
+
+def _write_page(settings: Settings, names: list[str]) -> Path:
+    """Write the page of one or two runs to a file below the working directory."""
+    from evernear.common.disk import write_atomically
+    from evernear.common.store import open_store
+    from evernear.reporting.page import compare_page, run_page
+    from evernear.reporting.run_report import find_run
+
+    if len(names) > 2:
+        raise SettingsError("At most two runs can be compared.")
+    store = open_store(settings.store_uri)
+    records = [find_run(store, name) for name in names]
+    html = run_page(records[0]) if len(records) == 1 else compare_page(*records)
+    path = settings.workdir.resolve() / "reports" / f"{'-and-'.join(record.run for record in records)}.html"
+    write_atomically(path, html)
+    return path

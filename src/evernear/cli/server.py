@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from evernear.cli.interrupts import message_on_interrupt
-from evernear.cli.options import JsonOption, local_settings, options_of
+from evernear.cli.options import JsonOption, local_settings, message_on_interrupt, options_of
 from evernear.common.output import log_to_stderr, print_json, print_line, print_secret
 from evernear.errors import ServingError, SettingsError
 from evernear.settings import Settings

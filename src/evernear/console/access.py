@@ -17,7 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from evernear.common.frozen import Frozen
 from evernear.settings import Settings
-from evernear.settings.permissions import Right
+from evernear.settings.triggers import Right
 
 CSRF_HEADER = "x-evernear-csrf"
 _TOKEN_COOKIE = "evernear-token"  # noqa: S105 - its name

@@ -15,6 +15,7 @@ from starlette.requests import Request
 from evernear.common import audit
 from evernear.common.audit import AuditEvent
 from evernear.common.store import Store
+from evernear.common.text import class_name
 from evernear.console.access import User, require
 from evernear.console.answers import Answer, Answers, ReleasedAnswers, images_by_class, waiting_classes
 from evernear.console.label_target import LabelTarget, open_label_target
@@ -29,7 +30,7 @@ from evernear.release.records import Record
 from evernear.release.registry import Registry
 from evernear.serving.gallery_images import GalleryImages
 from evernear.settings import Settings
-from evernear.settings.permissions import Right
+from evernear.settings.triggers import Right
 
 QUEUE_ITEMS = 240
 PAGE_RELEASES = 25
@@ -94,7 +95,7 @@ class Backend:
     def waiting(self, latest: Mapping[str, Answer], live: ReleaseManifest | None) -> dict[str, int]:
         """The number of images of each class that waits for more images from review."""
         own = self.target.labels if self.target else []
-        used = {*own, *self.settings.classes.current_labels(live.labels if live else ())}
+        used = {*own, *map(class_name, live.labels if live else ())}
         return waiting_classes(latest.values(), used, self.settings.validation.min_class_images)
 
     def pending(self, answered: Collection[str]) -> list[Item]:

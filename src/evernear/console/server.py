@@ -23,7 +23,7 @@ from evernear.console.web import Predictor, error_response
 from evernear.errors import EvernearError, SettingsError
 from evernear.serving.endpoints import host_and_port, listening_socket
 from evernear.serving.http_limits import limited_server
-from evernear.settings.console import ConsoleSettings
+from evernear.settings.triggers import ConsoleSettings
 
 SHUTDOWN_TIMEOUT_S = 5
 MAX_REQUEST_SIZE_BYTES = 10 * 2**20  # the largest image file; larger ones get 413

@@ -39,19 +39,12 @@ def choose_form(
 
 
 def _shape(settings: DataSettings, sample: "_Sample", parent: Manifest | None) -> Shape:
-    channels = {None: None, "gray": 1, "color": 3}[settings.channels]
-    if parent is not None:
-        default = parent.shape
-    elif settings.size_px and channels:
-        return settings.size_px, settings.size_px, channels
-    else:
-        default = sample.shape()
-    shape = (settings.size_px or default[0], settings.size_px or default[1], channels or default[2])
+    height, width, channels = sample.shape() if parent is None else parent.shape
+    shape = (settings.size_px or height, settings.size_px or width, channels)
     if parent is not None and shape != parent.shape:
         raise DataError(
-            f"The dataset {parent.name!r} contains images of {_dimensions(parent.shape)}, but the settings"
-            f" (data.size_px, data.channels) ask for {_dimensions(shape)}; leave them out, or start over with"
-            " another --workdir or store."
+            f"The dataset {parent.name!r} contains images of {_dimensions(parent.shape)}, but data.size_px asks for "
+            f"{_dimensions(shape)}; leave it out, or start over with another --workdir or store."
         )
     return shape
 

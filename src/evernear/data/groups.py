@@ -27,7 +27,7 @@ from evernear.data.group_table import FEWEST_GROUPS, PublishedGroups
 from evernear.data.shards import Dataset
 from evernear.data.snapshots import Snapshots
 from evernear.data.sources.names import is_reviewed
-from evernear.settings.group import COLUMN, GROUP_FORMS
+from evernear.settings.data import COLUMN, GROUP_FORMS
 
 Grouping = Callable[[str, str], str]
 """Maps the file name and the label of an image to the name of its group, or to an empty string if

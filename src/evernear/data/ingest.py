@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable
 from contextlib import closing, suppress
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 
 from evernear.common.code_digest import code_digest
@@ -76,6 +77,9 @@ def ingest_source(
     run: RunParts = run_here,
     minimum: ClassMinimum = ANY_NUMBER,
     max_size_px: int = MAX_SIZE_PX,
+    *,
+    reread: bool = False,
+    moved_from: str = "",
 ) -> Manifest:
     """Update a dataset in the store from ``settings.source``, and return the new snapshot.
 
@@ -86,6 +90,7 @@ def ingest_source(
     called with progress messages about once a second. ``warn`` is called with one sentence for each
     change that may be a mistake. ``minimum`` decides which classes wait for more images from
     review. ``max_size_px`` limits the size that is chosen if ``data.size_px`` is not set.
+    ``reread`` and ``moved_from`` are those of `evernear.settings.OneRun`.
 
     Raises:
         DataError: the source has no images or only one class, or the images do not match the
@@ -95,13 +100,16 @@ def ingest_source(
     """
     if settings.test_fraction + settings.gallery_fraction + settings.query_fraction >= 1:
         raise SettingsError("data.test_fraction, gallery_fraction and query_fraction leave nothing to train on.")
+    ingest = partial(
+        _ingest, settings, store_uri, report, warn, run, minimum, max_size_px, reread=reread, moved_from=moved_from
+    )
     try:
-        return _ingest(settings, store_uri, report, warn, run, minimum, max_size_px, adopt=not settings.reread)
+        return ingest(adopt=not reread)
     except (
         MissingObjectError
     ) as lost:  # a different ingest deleted the parts when it published, or the store is damaged
         report(f"{lost} Starting over.")
-        return _ingest(settings, store_uri, report, warn, run, minimum, max_size_px, adopt=False)
+        return ingest(adopt=False)
 
 
 def _ingest(
@@ -112,22 +120,25 @@ def _ingest(
     run: RunParts,
     minimum: ClassMinimum,
     max_size_px: int,
+    *,
+    reread: bool,
+    moved_from: str,
     adopt: bool,
 ) -> Manifest:
     """Run `ingest_source`. If ``adopt`` is set, the parts of an earlier attempt are reused."""
     source = open_source(settings.source, settings)
     store = open_store(store_uri)
     mark(store, "a store of datasets and releases")
-    snapshots = Snapshots(store, dataset_name(settings, source))
+    snapshots = Snapshots(store, dataset_name(settings, source, moved_from))
     with (
         disk_errors(tempfile.gettempdir()),
         tempfile.TemporaryDirectory(prefix="evernear-ingest-") as directory,
     ):
         scratch, parent = Path(directory), snapshots.head()
-        with closing(_open_ledger(snapshots, parent, settings, scratch)) as ledger:
+        with closing(_open_ledger(snapshots, parent, settings.source, moved_from, scratch)) as ledger:
             if not settings.dataset:
                 require_one_source(ledger, snapshots.name, settings.source)
-            admission = list_source(source, ledger, settings.source, minimum)
+            admission = list_source(source, ledger, settings.source, minimum, reread=reread)
             group = grouping(settings.group, source.group)
             require_groups(source, settings, group, ledger)
             if source.names_groups() and not settings.group:
@@ -137,14 +148,14 @@ def _ingest(
                 )
 
             decoder = code_digest(DECODING_CODE, DECODING_LIBRARIES)
-            folder = parts_folder(snapshots, settings, parent, decoder, max_size_px, adopt)
+            folder = parts_folder(snapshots, settings, parent, f"{decoder} {moved_from}", max_size_px, adopt)
             form = planned_form(snapshots.store, folder)
             form = form or choose_form(settings, source, ledger, parent, max_size_px)
             published = {shard.sha256 for shard in parent.shards} if parent else set[str]()
             writer = ShardWriter(
                 snapshots.store, snapshots.name, form.shape, SHARD_SIZE_BYTES, ledger, scratch, published
             )
-            _decode_again(settings, decoder, ledger, report)
+            _decode_again(reread, decoder, ledger, report)
 
             if isinstance(source, FileSource):
                 progress = _Progress(report, ledger.count_pending())
@@ -174,19 +185,19 @@ def _ingest(
             return manifest
 
 
-def _open_ledger(snapshots: Snapshots, parent: Manifest | None, settings: DataSettings, scratch: Path) -> Ledger:
+def _open_ledger(snapshots: Snapshots, parent: Manifest | None, source: str, moved_from: str, scratch: Path) -> Ledger:
     path = scratch / "ledger.sqlite"
     if parent is not None:
         snapshots.fetch_ledger(parent, path)
-    ledger = Ledger(path, settings.source, settings.moved_from)
+    ledger = Ledger(path, source, moved_from)
     ledger.reviewed.refresh()  # before the listing, which has only the current names
     return ledger
 
 
-def _decode_again(settings: DataSettings, decoder: str, ledger: Ledger, report: Callable[[str], None]) -> None:
+def _decode_again(reread: bool, decoder: str, ledger: Ledger, report: Callable[[str], None]) -> None:
     """Decode all files again if the user requests this or if different code decoded the files. A
     dataset must not mix the results of two decoders."""
-    if settings.reread:
+    if reread:
         ledger.read_all_again()
     if ledger.decoder() != decoder:
         ledger.decode_all_again()

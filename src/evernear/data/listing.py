@@ -9,6 +9,7 @@ which images come from review (`evernear.data.sources.names.answer_in`).
 """
 
 import re
+import shlex
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain
@@ -24,7 +25,7 @@ from evernear.data.sources.names import answer_in
 from evernear.data.sources.packed import PackedFiles
 from evernear.errors import DataError, SettingsError
 from evernear.settings import DataSettings
-from evernear.settings.group import COLUMN
+from evernear.settings.data import COLUMN
 
 _MAX_NAMES = 5
 NO_IMAGES: Mapping[str, int] = MappingProxyType({})
@@ -85,15 +86,20 @@ class Admission:
 ANY_NUMBER = ClassMinimum()
 
 
-def dataset_name(settings: DataSettings, source: ArraySource | FileSource) -> str:
-    name = settings.dataset or (name_of(settings.moved_from) if settings.moved_from else source.name)
+def dataset_name(settings: DataSettings, source: ArraySource | FileSource, moved_from: str = "") -> str:
+    name = settings.dataset or (name_of(moved_from) if moved_from else source.name)
     if not re.fullmatch(r"[a-z0-9][a-z0-9._-]{0,62}", name):
         raise SettingsError(f"data.dataset={name!r} is not valid: use lower-case letters, digits, '.', '_' and '-'.")
     return name
 
 
 def list_source(
-    source: ArraySource | FileSource, ledger: Ledger, uri: str, minimum: ClassMinimum = ANY_NUMBER
+    source: ArraySource | FileSource,
+    ledger: Ledger,
+    uri: str,
+    minimum: ClassMinimum = ANY_NUMBER,
+    *,
+    reread: bool = False,
 ) -> Admission:
     """Record the files and labels of a source, without classes that wait for more images
     (`evernear.data.listing`)."""
@@ -101,7 +107,9 @@ def list_source(
     admission = Admission(minimum)
     if isinstance(source, FileSource):
         if isinstance(source, PackedFiles):
-            source.remembered, source.named_groups = ledger.members, ledger.named_groups
+            source.named_groups = ledger.named_groups
+            if not reread:
+                source.remembered = ledger.members
         ledger.list_files(admission.admitted(source.entries()), in_order=isinstance(source, PackedFiles))
         ledger.note_waiting(admission.left_out)
         ledger.forget_unlisted()
@@ -132,8 +140,8 @@ def require_one_source(ledger: Ledger, name: str, source: str) -> None:
     if others := ledger.other_sources():
         raise DataError(
             f"The dataset {name!r} was made from {others[0]}, and {source} would be added to it. If the images have"
-            f" moved, set data.moved_from={others[0]}. If they belong together, set data.dataset={name}. Otherwise"
-            " start over with another --workdir or store."
+            f" moved, add --moved-from {shlex.quote(others[0])}. If they belong together, set data.dataset={name}."
+            " Otherwise start over with another --workdir or store."
         )
 
 

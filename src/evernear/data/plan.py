@@ -46,7 +46,7 @@ dataset."""
 _MERGED_FILES = 256
 PART_NAMES = 20_000
 """Maximum number of files in a part, which limits the work that a killed ingest loses."""
-_OF_SPEED = {"nodes", "reread"}
+_OF_SPEED = {"nodes"}
 """Settings that do not change the outcome of decoding a file."""
 
 

@@ -19,7 +19,7 @@ from evernear.data.near_duplicates import NearDuplicates, find_near_duplicates
 from evernear.data.shards import Dataset
 from evernear.errors import DataError
 from evernear.settings import ClassSettings, ValidationSettings
-from evernear.settings.validation import Severity
+from evernear.settings.validation import MAX_IMBALANCE, Severity
 
 Counts = dict[Split, dict[str, int]]
 NO_CHANGES = ClassSettings()
@@ -127,7 +127,7 @@ def validate_dataset(
         *problems,
         *_large_groups(manifest),
         *_tiny(tiny, settings),
-        *_imbalance({label: totals[label] for label in present}, settings),
+        *_imbalance({label: totals[label] for label in present}),
         *_similar(totals),
         *_vanished(totals, [label for label in champion_labels if not (stops and label in unreadable)], classes),
         *_unknown(champion_labels, classes),
@@ -231,12 +231,12 @@ def _tiny(tiny: Mapping[str, int], settings: ValidationSettings) -> Iterator[Fin
         yield _finding("tiny_class", message, [*tiny], len(tiny))
 
 
-def _imbalance(present: Mapping[str, int], settings: ValidationSettings) -> Iterator[Finding]:
-    if present and max(present.values()) > settings.max_imbalance * min(present.values()):
+def _imbalance(present: Mapping[str, int]) -> Iterator[Finding]:
+    if present and max(present.values()) > MAX_IMBALANCE * min(present.values()):
         large, small = max(present, key=present.__getitem__), min(present, key=present.__getitem__)
         message = (
             f"Classes are out of balance: {quantity(present[large], 'image')} of {large},"
-            f" {present[small]:,} of {small}; more than {settings.max_imbalance:g} to 1."
+            f" {present[small]:,} of {small}; more than {MAX_IMBALANCE} to 1."
         )
         yield _finding("imbalance", message, [large, small], 1)
 
@@ -257,8 +257,8 @@ def _vanished(totals: dict[str, int], champion_labels: Sequence[str], classes: C
     leftover = [label for label in classes.former_names if totals.get(label)]
     if leftover:
         message = (
-            f"Classes that the settings declare retired or renamed (classes.retired, classes.renamed) have images: "
-            f"{_listed([f'{label} ({totals[label]:,})' for label in leftover])}; move the images or drop the setting."
+            "Classes that are declared retired or renamed (--retire, --rename) have images: "
+            f"{_listed([f'{label} ({totals[label]:,})' for label in leftover])}; move the images or drop the option."
         )
         yield _finding("vanished_class", message, leftover, len(leftover))
     missing = [label for label in classes.current_labels(champion_labels) if not totals.get(label)]
@@ -277,8 +277,8 @@ def _unknown(champion_labels: Sequence[str], classes: ClassSettings) -> Iterator
     unknown = [name for name in classes.former_names if name not in known and classes.renamed.get(name) not in known]
     if known and unknown:
         message = (
-            "The settings declare classes retired or renamed (classes.retired, classes.renamed) that the live release"
-            f" does not have: {_listed(unknown)}; correct the names, or drop the setting."
+            "Classes that the live release does not have are declared retired or renamed (--retire, --rename): "
+            f"{_listed(unknown)}; correct the names, or drop the option."
         )
         yield _finding("unknown_class", message, unknown, len(unknown))
 

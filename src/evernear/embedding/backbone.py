@@ -21,8 +21,7 @@ from evernear.embedding.network import MEMBERS, EmbeddingNetwork
 from evernear.embedding.timm_member import TimmMember, Whitening, config_of, create_backbone, feature_dim
 from evernear.embedding.weights import Weights
 from evernear.errors import TrainingError
-from evernear.settings.train import TrainingChoices
-from evernear.settings.weight_packages import weight_package
+from evernear.settings.train import TrainingChoices, weight_package
 
 DEFAULT_PRETRAINED = "resnet18"
 """Chosen if only ``train.weights`` is set: small, widely available, and fast on a CPU."""

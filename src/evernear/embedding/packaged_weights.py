@@ -11,7 +11,7 @@ from pathlib import Path
 from evernear.common.disk import sha256_file
 from evernear.common.store import Store
 from evernear.errors import MissingObjectError, TrainingError
-from evernear.settings.weight_packages import PREFIX, WEIGHTS, WeightPackage, weight_package
+from evernear.settings.train import PACKAGE_PREFIX, WEIGHTS_FOLDER, WeightPackage, weight_package
 
 
 def store_package(weights: str, store: Store) -> None:
@@ -31,7 +31,7 @@ def fetch_package(weights: str, package: WeightPackage, store: Store | None, scr
 
 def _installed(weights: str, package: WeightPackage) -> Path:
     """Located without importing the package."""
-    name = weights.removeprefix(PREFIX)
+    name = weights.removeprefix(PACKAGE_PREFIX)
     try:
         path = Path(str(distribution(name).locate_file(package.file)))
     except PackageNotFoundError:
@@ -48,4 +48,4 @@ def _installed(weights: str, package: WeightPackage) -> Path:
 
 
 def _key(package: WeightPackage) -> str:
-    return f"{WEIGHTS}{package.sha256}.pth"
+    return f"{WEIGHTS_FOLDER}{package.sha256}.pth"

@@ -19,7 +19,7 @@ from evernear.common.store import Store, open_store
 from evernear.embedding.packaged_weights import fetch_package
 from evernear.embedding.timm_member import config_of
 from evernear.errors import StoreError, TrainingError
-from evernear.settings.weight_packages import weight_package
+from evernear.settings.train import weight_package
 
 HUB = "hub"
 _REASON_MAX_CHARACTERS = 200

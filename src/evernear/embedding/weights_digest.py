@@ -4,8 +4,7 @@ from pathlib import Path
 
 from evernear.common.disk import sha256_file
 from evernear.common.store import Store
-from evernear.settings.train import TrainingChoices
-from evernear.settings.weight_packages import weight_package
+from evernear.settings.train import TrainingChoices, weight_package
 
 
 def weights_sha256(settings: TrainingChoices, store: Store) -> str | None:

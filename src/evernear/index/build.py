@@ -86,15 +86,14 @@ def build_index(
         size=len(numbers),
         labels=tuple(labels),
         counts=tuple(np.bincount(numbers, minlength=len(labels)).tolist()),
-        label_by=settings.label_by or "vote",
+        label_by="vote",
         k=settings.k,
         calibration=calibration,
         parts={name: sha256_file(out_dir / name) for name in index_parts(collection)},
         collection=collection,
     )
-    if settings.label_by is None:
-        label_by = choose_rule(Gallery(description, chosen.index, numbers, centroids), queries)
-        description = description.model_copy(update={"label_by": label_by})
+    label_by = choose_rule(Gallery(description, chosen.index, numbers, centroids), queries)
+    description = description.model_copy(update={"label_by": label_by})
     description.save(out_dir / DESCRIPTION_FILE)
     return description
 
@@ -118,7 +117,7 @@ def _create(gallery: GalleryVectors, settings: IndexSettings, queries: Embedding
         with index_backend(settings.backend) as backend:
             chosen = backend.create(gallery, settings, queries, exact)
     elif settings.type is None:
-        chosen = choose_index(gallery.size, gallery.embeddings.dim, settings, partial(_make, gallery), queries, exact)
+        chosen = choose_index(gallery.size, gallery.embeddings.dim, partial(_make, gallery), queries, exact)
     else:
         chosen = Choice(_make(gallery, settings.type), settings.type, settings.search, "")
     if settings.search:

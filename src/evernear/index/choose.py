@@ -8,10 +8,10 @@ from statistics import NormalDist
 
 from evernear.embedding.embeddings import EmbeddingBlock
 from evernear.index.calibrate import is_nearest
+from evernear.index.description import RECALL
 from evernear.index.exact import ExactNeighbors
 from evernear.index.faiss_compat import FaissIndex, faiss
 from evernear.index.vectors import Choice, VectorIndex
-from evernear.settings import IndexSettings
 
 FLAT = "Flat"
 FLAT_BYTES = 8 * 2**20
@@ -38,7 +38,6 @@ LARGEST_PROBED_SHARE = 1 / 8
 def choose_index(
     size: int,
     dim: int,
-    settings: IndexSettings,
     make: Callable[[str], FaissIndex],
     queries: EmbeddingBlock,
     exact: ExactNeighbors,
@@ -47,10 +46,10 @@ def choose_index(
 
     It is Flat if `exact_search_reason` gives a reason. Otherwise, inverted files are tried in the
     order of `CODES`, without the first for galleries below `COMPRESSED_FROM_BYTES`, until one
-    reaches ``settings.recall`` on ``queries`` (`tune_index`). If none does, it is Flat.
+    reaches `RECALL` on ``queries`` (`tune_index`). If none does, it is Flat.
     """
     flat_bytes = _size_bytes(FLAT, size, dim)
-    if reason := exact_search_reason(flat_bytes, len(queries.labels), settings.recall):
+    if reason := exact_search_reason(flat_bytes, len(queries.labels)):
         return Choice(make(FLAT), FLAT, "", reason)
     rejected: list[str] = []
     lists = _number_of_lists(size)
@@ -59,21 +58,21 @@ def choose_index(
         size_bytes = _size_bytes(factory, size, dim)
         index = make(factory)
         probes = [f"nprobe={number}" for number in _probes(lists)]
-        tuned = tune_index(index, probes, settings.recall, queries, exact)
+        tuned = tune_index(index, probes, queries, exact)
         reached = f"{factory} takes {_mb(size_bytes)} and finds {tuned.hits:,} of {tuned.queries:,} nearest vectors"
         if tuned.suffices:
             reason = f"{reached}; recall is at least {tuned.low:.4f} at 95% confidence; Flat takes {_mb(flat_bytes)}"
             return Choice(index, factory, tuned.search, "; ".join([*rejected, reason]))
-        rejected.append(f"{reached}, too few for index.recall = {settings.recall:g}")
+        rejected.append(f"{reached}, too few for a recall of {RECALL:g}")
     return Choice(make(FLAT), FLAT, "", "; ".join([*rejected, "exact search remains"]))
 
 
-def exact_search_reason(flat_bytes: int, queries: int, recall: float) -> str:
+def exact_search_reason(flat_bytes: int, queries: int) -> str:
     """Why no approximate index is tried, or empty. ``flat_bytes`` is the vectors' float32 size."""
     if flat_bytes <= FLAT_BYTES:
         return f"exact search of {_mb(flat_bytes)} is fast enough"
-    if _lower_bound(queries, queries) < recall:
-        return f"{queries:,} queries are too few to show a recall of {recall:g}, so the search is exact"
+    if _lower_bound(queries, queries) < RECALL:
+        return f"{queries:,} queries are too few to show a recall of {RECALL:g}, so the search is exact"
     return ""
 
 
@@ -89,10 +88,8 @@ class Tuned:
     suffices: bool
 
 
-def tune_index(
-    index: VectorIndex, candidates: Sequence[str], target_recall: float, queries: EmbeddingBlock, exact: ExactNeighbors
-) -> Tuned:
-    """Set ``index`` to the first of ``candidates`` with ``target_recall`` at 95% confidence.
+def tune_index(index: VectorIndex, candidates: Sequence[str], queries: EmbeddingBlock, exact: ExactNeighbors) -> Tuned:
+    """Set ``index`` to the first of ``candidates`` with `RECALL` at 95% confidence.
 
     ``candidates`` are search parameters such as ``nprobe=16``, from the fastest to the most exact.
     Recall@1 is relative to exact search. The lower end of its confidence interval is compared, so
@@ -108,7 +105,7 @@ def tune_index(
         hits[search] = int(is_nearest(rows[:, 0], distances[:, 0], exact).sum())
         return _lower_bound(hits[search], total)
 
-    position = bisect_left(candidates, target_recall, key=low)
+    position = bisect_left(candidates, RECALL, key=low)
     best = candidates[min(position, len(candidates) - 1)]
     index.set_search(best)
     return Tuned(best, hits[best], total, _lower_bound(hits[best], total), suffices=position < len(candidates))

@@ -15,6 +15,9 @@ DESCRIPTION_FILE = "index.json"
 VECTORS_FILE = "index.faiss"
 LABELS_FILE = "labels.npy"
 CENTROIDS_FILE = "centroids.npy"
+RECALL = 0.99
+"""Recall@1 against exact search, with 95% confidence, that an index must reach to be chosen: its
+errors then hardly count among those of the network."""
 MAX_DISTANCE = 2.0
 """The largest distance between two unit vectors."""
 DISTANCE_TOLERANCE = 2e-3
@@ -151,16 +154,16 @@ class IndexDescription(Frozen):
         """The labels that the index can predict."""
         return tuple(label for label, count in zip(self.labels, self.counts, strict=True) if count)
 
-    def summary(self, target_recall: float) -> str:
-        """Includes a warning if the measured recall@1 is below ``target_recall``."""
+    def summary(self) -> str:
+        """Includes a warning if the measured recall@1 is below `RECALL`."""
         recall = self.calibration.nearest_found / self.calibration.queries
         summary = f"{quantity(self.size, 'vector')}, {self.factory}; {describe_threshold(self.threshold)}"
         if false_rejects := self.calibration.describe_false_rejects():
             summary += f"; {false_rejects}"
-        if recall >= target_recall:
+        if recall >= RECALL:
             return summary
         return (
-            f"{summary}; WARNING: recall@1 is {recall:.2%}, less than index.recall = {target_recall:.2%}; set another "
+            f"{summary}; WARNING: recall@1 is {recall:.2%}, less than {RECALL:.0%}; set another "
             "index.type or index.search, or index.type=null"
         )
 

@@ -13,5 +13,3 @@ PIPELINES = ("continuous_training", "reindex", "rollback", "promote", "predict")
 NAMES = tuple(pipeline.replace("_", "-") for pipeline in PIPELINES)
 PLACEHOLDER_IMAGE = "evernear-train@sha256:" + 64 * "0"
 """The image in the golden files, which an upload replaces. Local runs use none."""
-IMAGE_VARIABLE = "EVERNEAR_IMAGE"
-"""Variable with the pipeline's image in the train task, which a TrainJob's nodes also use."""

@@ -20,6 +20,8 @@ from evernear.kubeflow.connection import Connection
 from evernear.kubeflow.runs import KfpStep, Parameter, Run, State
 from evernear.settings import PipelineSettings, merge
 
+EXPERIMENT = "evernear"
+"""KFP's list of runs has a filter for it."""
 LOCK_POLL_S = 0.5
 UNSET_TIME = datetime(1970, 1, 1, tzinfo=UTC)
 """KFP's value for an unset time."""
@@ -32,7 +34,6 @@ class KfpRuns:
     def __init__(self, settings: PipelineSettings, shared: Connection | None = None) -> None:
         self._kfp = shared or Connection(settings)
         self._namespace = settings.namespace
-        self._experiment = settings.experiment
         self._lease_s = 2 * connection.TIMEOUT_S
         self._pipelines: dict[str, str] = {}
         self._versions: dict[tuple[str, str], Any] = {}
@@ -103,8 +104,8 @@ class KfpRuns:
                 raise
 
     def experiment_id(self) -> str:
-        """The configured experiment's ID. It is created if it does not exist."""
-        name, namespace = self._experiment, self._namespace
+        """The ID of `EXPERIMENT`, which is created if it does not exist."""
+        name, namespace = EXPERIMENT, self._namespace
         for _ in range(2):
             arguments = {"field": "experiments", "name": name, "namespace": namespace}
             if matches := self._kfp.find_by_name("experiment_service_list_experiments", **arguments):
@@ -119,7 +120,7 @@ class KfpRuns:
                 return created.experiment_id
         raise PipelineServerError(
             f"The experiment {name} exists at {self._kfp.url} but is not listed, maybe in another case; "
-            "set pipeline.experiment to another name."
+            "delete it there."
         )
 
     @contextmanager

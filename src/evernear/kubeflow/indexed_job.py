@@ -20,7 +20,6 @@ from evernear.common.run_parts import FINAL_EXIT_CODE, PodUsage
 from evernear.deployment.kubernetes.cluster import Cluster
 from evernear.errors import ClusterError, SettingsError
 from evernear.kubeflow import job
-from evernear.settings import KubernetesSettings, PartsJobSettings
 
 Tree = dict[str, Any]
 
@@ -48,8 +47,6 @@ class IndexedJob:
     """An `Executor` that runs parts in the pods of an Indexed Job, at most ``nodes`` at a time."""
 
     nodes: int
-    settings: PartsJobSettings
-    kubernetes: KubernetesSettings
     report: Callable[[str], None]
 
     def run(self, parts: Parts, numbers: Sequence[int], on_done: Callable[[int], None]) -> PodUsage | None:
@@ -58,15 +55,14 @@ class IndexedJob:
         if not numbers:
             return None
         require_shared(parts.store.uri, "the parts")
-        namespace = job.namespace_of(self.settings.namespace, "parts_job.namespace", "Job")
-        cluster = Cluster.of(self.kubernetes.model_copy(update={"namespace": namespace}))
+        cluster = Cluster.of()
         template = cluster.get("PodTemplate", TEMPLATE)
         if template is None:
             raise SettingsError(
-                f"The PodTemplate {TEMPLATE} does not exist in the namespace {namespace}; apply "
+                f"The PodTemplate {TEMPLATE} does not exist in the namespace {cluster.namespace}; apply "
                 "deploy/components/many-machines."
             )
-        manifest = indexed_job(parts, self.nodes, self.settings, template)
+        manifest = indexed_job(parts, self.nodes, template)
         with job.owned(cluster, manifest, _has_ended, POLL_S) as name:
             self.report(f"Job {name}: {len(numbers)} of {parts.plan.parts} parts on up to {self.nodes} nodes")
             status = self._follow(cluster, name, parts, frozenset(numbers), on_done)
@@ -114,7 +110,7 @@ def require_shared(uri: str, what: str) -> None:
         raise SettingsError(f"Other nodes cannot reach {what}, {uri}; use s3://bucket/prefix, or one node.")
 
 
-def indexed_job(parts: Parts, nodes: int, settings: PartsJobSettings, template: Tree) -> Tree:
+def indexed_job(parts: Parts, nodes: int, template: Tree) -> Tree:
     """The manifest of the Job that runs ``parts``, with pods from the PodTemplate ``template``. The
     Job's name contains the kind of the parts and a hash of their plan, so that concurrent steps do
     not adopt each other's Jobs."""
@@ -124,7 +120,7 @@ def indexed_job(parts: Parts, nodes: int, settings: PartsJobSettings, template: 
     container = next((item for item in pod["spec"]["containers"] if item["name"] == CONTAINER), None)
     if container is None:
         raise SettingsError(f"The PodTemplate {TEMPLATE} has no container {CONTAINER!r}; add one.")
-    container["image"] = job.image_of(settings.image, "parts_job.image")
+    container["image"] = job.image_of_nodes()
     # The API server stores Always with the PodTemplate if its placeholder image has no tag. Without
     # the field, it chooses the policy that suits the actual image.
     if container.get("imagePullPolicy") == "Always":

@@ -6,17 +6,16 @@ import sys
 import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
-from pathlib import Path
 from typing import Any
 
 from evernear.deployment.kubernetes.cluster import Cluster
 from evernear.deployment.kubernetes.rollout import event_time
 from evernear.errors import ClusterError, EvernearError, SettingsError
-from evernear.kubeflow import IMAGE_VARIABLE, PLACEHOLDER_IMAGE
+from evernear.kubeflow import PLACEHOLDER_IMAGE
+from evernear.settings.sources import IMAGE_VARIABLE
 
 Tree = dict[str, Any]
 
-NAMESPACE_FILE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 START_GRACE_S = 600
 """Seconds after a job's deadline for the controller to report its end."""
 CREATION_TIMEOUT_S = 60
@@ -133,18 +132,12 @@ def _text(item: Tree) -> str:
     return " ".join(f"{item.get('reason')}: {item.get('message', '')}".split()).rstrip(".: ")
 
 
-def image_of(configured: str, setting: str) -> str:
-    """The nodes' image: the configured one, or the pipeline's."""
-    image = configured or os.environ.get(IMAGE_VARIABLE, PLACEHOLDER_IMAGE)
+def image_of_nodes() -> str:
+    """The image of the pipeline that this process is a step of."""
+    image = os.environ.get(IMAGE_VARIABLE, PLACEHOLDER_IMAGE)
     if image == PLACEHOLDER_IMAGE:
-        raise SettingsError(f"The image of the nodes is unknown outside of a cluster's pipeline; set {setting}.")
+        raise SettingsError(
+            "The image of the nodes is unknown outside of a cluster's pipeline; set the environment variable "
+            f"{IMAGE_VARIABLE}=REF@sha256:..."
+        )
     return image
-
-
-def namespace_of(configured: str, setting: str, kind: str) -> str:
-    """The job's namespace: the configured one, or this pod's."""
-    if configured:
-        return configured
-    if not NAMESPACE_FILE.is_file():
-        raise SettingsError(f"This process does not run in a pod; set {setting} to the namespace of the {kind}.")
-    return NAMESPACE_FILE.read_text().strip()

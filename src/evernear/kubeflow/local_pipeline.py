@@ -27,7 +27,7 @@ from evernear.common.progress import EVENTS_VARIABLE, read_events, record_failur
 from evernear.common.run_record import RUNNER_VARIABLE
 from evernear.errors import EvernearError
 from evernear.kubeflow import GOLDEN
-from evernear.settings import RunSettings
+from evernear.settings import OneRun
 from evernear.settings.sources import parse
 
 LAST_OUTPUT_BYTES = 8192
@@ -95,7 +95,7 @@ def _recorded_failure(step: str) -> bool:
 def _record(step: str, full_command: list[str], message: str) -> None:
     arguments = json.loads(full_command[full_command.index("--executor_input") + 1])
     parameters: dict[str, Any] = arguments["inputs"]["parameterValues"]
-    store = parameters.get("store") or parse(RunSettings, parameters["settings"]).store_uri
+    store = parameters.get("store") or parse(OneRun, parameters["settings"]).store_uri
     record_failure(step, parameters["run"], store, message, EvernearError.exit_code)
 
 

@@ -38,7 +38,7 @@ from evernear.errors import BusyError, EvernearError, SettingsError, StoreError,
 from evernear.release.promotions import whoami
 from evernear.reporting.notify import NextStep, RunOutcome
 from evernear.settings import RunSettings, Settings
-from evernear.settings.sources import flat
+from evernear.settings.sources import Tree, flat
 
 POLL_S = 0.1
 PAGE_FILE = "run.html"
@@ -80,18 +80,21 @@ def run_pipeline(
     show: Callable[[Event], None],
     pipeline: Pipeline = "continuous_training",
     command: RunCommand | None = None,
+    once: Tree | None = None,
 ) -> RunResult:
-    """Run ``pipeline``, and call ``show`` with each event as it happens. The run page uses
-    ``command``, the ``evernear`` command, for its next steps. After Ctrl-C, the next run resumes
-    from this one's checkpoints. The error of a failed step has the step's exit code."""
-    require_utf8(settings)
+    """Run ``pipeline``, and call ``show`` with each event as it happens. ``once`` has the fields of
+    `OneRun` that are true of this run alone. The run page uses ``command``, the ``evernear``
+    command, for its next steps. After Ctrl-C, the next run resumes from this one's checkpoints. The
+    error of a failed step has the step's exit code."""
+    arguments = pipeline_arguments(settings, once or {})
+    require_utf8(settings.workdir, arguments)
     with _lock(settings.workdir), scratch(_temporary_directory(settings.workdir)) as temporary:
         started_s = time.monotonic()
         directory = settings.workdir.resolve() / "runs" / datetime.now(UTC).strftime(DIRECTORY_FORMAT)
         with disk_errors(directory):
             directory.mkdir(parents=True)
         prune_runs(settings.workdir, directory, settings.keep_runs)
-        failures, steps_s = _follow(settings, pipeline, directory, temporary, show, command or RunCommand())
+        failures, steps_s = _follow(arguments, pipeline, directory, temporary, show, command or RunCommand())
         wall_s = time.monotonic() - started_s
         for page in directory.glob("*/notify/page.html"):
             shutil.copyfile(page, directory / PAGE_FILE)
@@ -103,9 +106,9 @@ def run_pipeline(
         return _result(directory, steps_s, wall_s)
 
 
-def require_utf8(settings: Settings) -> None:
+def require_utf8(workdir: Path, arguments: Tree) -> None:
     """Require that JSON can pass all settings, such as the name of a folder, to the steps."""
-    values = {"workdir": str(settings.workdir.resolve()), **flat(pipeline_arguments(settings))}
+    values = {"workdir": str(workdir.resolve()), **flat(arguments)}
     for name, value in values.items():
         try:
             str(value).encode()
@@ -145,7 +148,7 @@ def _lock(workdir: Path) -> Generator[None]:
 
 
 def _follow(
-    settings: Settings,
+    arguments: Tree,
     pipeline: Pipeline,
     directory: Path,
     temporary: Path,
@@ -159,7 +162,7 @@ def _follow(
     steps_s: dict[str, float] = {}
     offset = 0
     try:
-        with _pipeline_process(settings, pipeline, directory, temporary, events_path, show, command) as process:
+        with _pipeline_process(arguments, pipeline, directory, temporary, events_path, show, command) as process:
             while True:
                 ended = process.poll() is not None  # checked before the read, so that the last events are read as well
                 events, offset = read_events(events_path, offset)
@@ -207,7 +210,7 @@ def _silent_failure(directory: Path, status: int) -> Event:
 
 @contextmanager
 def _pipeline_process(
-    settings: Settings,
+    arguments: Tree,
     pipeline: Pipeline,
     directory: Path,
     temporary: Path,
@@ -241,7 +244,7 @@ def _pipeline_process(
         request = {
             "pipeline": pipeline,
             "pipeline_root": str(directory),
-            "arguments": pipeline_arguments(settings),
+            "arguments": arguments,
         }
         process.stdin.write(json.dumps(request).encode() + b"\n")
         process.stdin.flush()
@@ -289,7 +292,7 @@ def _kill(processes: Sequence[psutil.Process]) -> None:
             process.kill()
 
 
-def pipeline_arguments(settings: Settings) -> dict[str, object]:
+def pipeline_arguments(settings: Settings, once: Tree) -> Tree:
     """KFP accepts no None."""
     sections = set(RunSettings.model_fields) - {"store", "target"}
     return {
@@ -297,7 +300,7 @@ def pipeline_arguments(settings: Settings) -> dict[str, object]:
         "target": settings.target,
         "started_by": os.environ.get(STARTED_BY_VARIABLE) or whoami(),
         "settings": settings.model_dump(mode="json", include=sections, exclude_none=True)
-        | {"workdir": str(settings.workdir.resolve())},
+        | {"workdir": str(settings.workdir.resolve()), **once},
     }
 
 

@@ -21,8 +21,8 @@ from evernear.common.store import open_store
 from evernear.common.store.base import put_folder
 from evernear.errors import SettingsError
 from evernear.settings import RunSettings
-from evernear.settings.parts_job import Nodes
-from evernear.settings.weight_packages import PREFIX
+from evernear.settings.section import Nodes
+from evernear.settings.train import PACKAGE_PREFIX
 
 AUTO = "auto"
 NO_INPUTS: Mapping[str, Path] = {}
@@ -83,7 +83,7 @@ class StepNodes:
     def _job(self, nodes: int) -> Executor:
         from evernear.kubeflow.indexed_job import IndexedJob
 
-        return IndexedJob(nodes, self.chosen.parts_job, self.chosen.kubernetes, self.report)
+        return IndexedJob(nodes, self.report)
 
 
 @dataclass(frozen=True)
@@ -162,11 +162,10 @@ def require_nodes(chosen: RunSettings) -> None:
 
 def _require_nodes(chosen: RunSettings) -> None:
     from evernear.kubeflow.indexed_job import require_shared
-    from evernear.kubeflow.job import image_of, namespace_of
+    from evernear.kubeflow.job import image_of_nodes
 
     require_shared(chosen.store_uri, "the store")
-    image_of(chosen.parts_job.image, "parts_job.image")
-    namespace_of(chosen.parts_job.namespace, "parts_job.namespace", "Job")
+    image_of_nodes()
 
 
 def _obstacle(chosen: RunSettings) -> SettingsError | None:
@@ -198,7 +197,7 @@ def require_runnable(chosen: RunSettings) -> None:
 
         with index_backend(chosen.index.backend) as backend:
             backend.check(chosen.index)
-    if chosen.train.weights.startswith(PREFIX):
+    if chosen.train.weights.startswith(PACKAGE_PREFIX):
         from evernear.embedding.packaged_weights import store_package
 
         store_package(chosen.train.weights, open_store(chosen.store_uri))

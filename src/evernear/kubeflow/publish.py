@@ -243,17 +243,11 @@ def for_cluster(pipeline: str, image: str, settings: PipelineSettings) -> bytes:
         )
     golden = GOLDEN / f"{pipeline.replace('-', '_')}.yaml"
     compiled = golden.read_bytes().replace(PLACEHOLDER_IMAGE.encode(), image.encode())
-    default = PipelineSettings()
-    if settings.cluster == default.cluster:
+    if settings.cluster == PipelineSettings().cluster:
         return compiled
     spec, platform = yaml.load_all(compiled, Loader=yaml.CSafeLoader)
     for executor in spec["deploymentSpec"]["executors"].values():
         _set_limits(executor["container"]["resources"], settings)
-    for executor in platform["platforms"]["kubernetes"]["deploymentSpec"]["executors"].values():
-        for secret in executor["secretAsEnv"]:
-            if secret["secretName"] == default.s3_secret:
-                secret["secretName"] = settings.s3_secret
-                secret["secretNameParameter"] = {"runtimeValue": {"constant": settings.s3_secret}}
     return _dump([spec, platform])
 
 

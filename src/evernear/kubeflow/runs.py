@@ -19,7 +19,7 @@ from pydantic import AwareDatetime
 from evernear.common.frozen import Frozen
 from evernear.errors import SettingsError
 from evernear.release.promotions import whoami
-from evernear.settings import PARAMETERS, PipelineSettings, RunSettings, Settings, merge, of_run, overrides_from
+from evernear.settings import PARAMETERS, OneRun, PipelineSettings, RunSettings, Settings, merge, of_run, overrides_from
 from evernear.settings.sources import known_keys, require_no_secret
 
 _BY_KEY = {key: name for name, key in PARAMETERS.items()}
@@ -210,7 +210,7 @@ def _selected(settings: Mapping[str, Any], keys: Mapping[str, Any]) -> dict[str,
 
 
 def _setting_keys() -> list[str]:
-    return [key for key in known_keys(RunSettings) if "." in key]
+    return [key for key in known_keys(OneRun) if "." in key or key in ("reread", "moved_from")]
 
 
 def _unknown(key: str, by_name: Mapping[str, Parameter]) -> str:

@@ -18,7 +18,7 @@ from evernear.embedding.artifact import Epoch
 from evernear.embedding.node import TASK, NodeLog, NodeTask
 from evernear.embedding.recipe import Recipe
 from evernear.errors import TrainingError
-from evernear.kubeflow.job import condition, follow, image_of, namespace_of, owned
+from evernear.kubeflow.job import condition, follow, image_of_nodes, owned
 from evernear.settings import RunSettings
 from evernear.settings.train import TrainingChoices
 
@@ -45,11 +45,7 @@ def run_train_job(
     record = RunRecord(open_store(chosen.store_uri), run)
     task = NodeTask(dataset=dataset.manifest.name, digest=dataset.digest, recipe=recipe)
     record.save(**{TASK: task.model_dump(mode="json")})
-    cluster = Cluster.of(
-        chosen.kubernetes.model_copy(
-            update={"namespace": namespace_of(chosen.train_job.namespace, "train_job.namespace", "TrainJob")}
-        )
-    )
+    cluster = Cluster.of()
     manifest = train_job(run, recipe, chosen)
     try:
         with owned(cluster, manifest, lambda job: condition(job, "Failed") is not None, POLL_S) as name:
@@ -63,7 +59,7 @@ def run_train_job(
 def train_job(run: str, recipe: TrainingChoices, chosen: RunSettings) -> Tree:
     """The TrainJob. Its name is an RFC 1035 label, short enough for the pod names' suffixes."""
     trainer: Tree = {
-        "image": image_of(chosen.train_job.image, "train_job.image"),
+        "image": image_of_nodes(),
         "numNodes": recipe.nodes,
         "numProcPerNode": recipe.processes,
         "command": ["python", "-m", "evernear.embedding.node"],

@@ -44,12 +44,12 @@ from evernear.maintenance.references import RESUMABLE, Unreadable, datasets, ref
 from evernear.release.pruning import prune_releases, surplus_releases
 from evernear.release.records import ARCHIVES, MANIFESTS, RELEASES
 from evernear.release.registry import Registry
-from evernear.settings.weight_packages import WEIGHTS
+from evernear.settings.train import WEIGHTS_FOLDER
 
 PUBLISHING = timedelta(hours=1)
 """Age up to which an archive without a release record may belong to a release that is being
 published."""
-_LISTED = (RUNS, CHECKPOINTS, PARTS, EMBEDDINGS_PREFIX, WEIGHTS, DATASETS, MANIFESTS, ARCHIVES)
+_LISTED = (RUNS, CHECKPOINTS, PARTS, EMBEDDINGS_PREFIX, WEIGHTS_FOLDER, DATASETS, MANIFESTS, ARCHIVES)
 
 
 class Surplus(Frozen):
@@ -170,7 +170,7 @@ def _plan(store: Store, keep: int, retired: Sequence[str]) -> Pruning:
         _checkpoints(listing[CHECKPOINTS], listing[MANIFESTS]),
         _parts(listing[PARTS], listing[MANIFESTS]),
         *_embeddings(store, listing[EMBEDDINGS_PREFIX], networks),
-        _weights(listing[WEIGHTS], listing[MANIFESTS], {r.manifest.pretrained_sha256 for r in records.values()}),
+        _weights(listing[WEIGHTS_FOLDER], listing[MANIFESTS], {r.manifest.pretrained_sha256 for r in records.values()}),
         *_datasets(listing[DATASETS], needs),
         _archives(listing[ARCHIVES], needs, {Registry(store).get(v, include_pruned=True).archive_key for v in retired}),
     ]

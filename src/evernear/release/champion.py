@@ -57,7 +57,7 @@ def champion_labels(store: Store, dataset: Dataset) -> tuple[str, ...]:
     return release.labels
 
 
-def live_classes(store: Store, classes: ClassSettings) -> tuple[str, ...]:
+def live_classes(store: Store, classes: ClassSettings = NO_CHANGES) -> tuple[str, ...]:
     """The current names of the champion's classes, without retired ones. Empty without a
     champion."""
     registry = Registry(store)

@@ -21,7 +21,7 @@ from evernear.release.manifest import is_version
 from evernear.release.records import Record
 from evernear.release.registry import Registry
 from evernear.reporting.notify import EXIT_STEP, RunOutcome
-from evernear.settings import CostSettings, RunSettings
+from evernear.settings import CostSettings, OneRun
 from evernear.settings.sources import flat
 
 CONFUSION_LABELS_MAX = 30
@@ -208,7 +208,7 @@ class RunReport:
 
     def changed_settings(self) -> list[tuple[str, Any, bool]]:
         """Whether each setting differs from its default."""
-        defaults = flat(RunSettings().model_dump(mode="json"))
+        defaults = flat(OneRun().model_dump(mode="json"))
         return [(key, value, value != defaults.get(key)) for key, value in self.settings.items()]
 
 

@@ -13,7 +13,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from evernear.settings.prep import MAX_BODIES_SIZE_BYTES
+from evernear.settings.serving import MAX_BODIES_SIZE_BYTES
 
 HEAD_TIMEOUT_S = 10.0
 """Maximum time to receive the request line and the headers."""

@@ -17,33 +17,23 @@ from ``EVERNEAR_TOKEN`` or the file ``EVERNEAR_TOKEN_FILE``.
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from evernear.errors import SettingsError
 from evernear.settings import sources
-from evernear.settings.classes import ClassSettings
-from evernear.settings.console import ConsoleSettings
-from evernear.settings.cost import CostSettings
-from evernear.settings.data import MAX_SIZE_PX, DataSettings
-from evernear.settings.evaluation import EvaluationSettings
-from evernear.settings.gate import GateSettings
+from evernear.settings.data import MAX_SIZE_PX, ClassSettings, DataSettings, absolute_source
+from evernear.settings.evaluation import EvaluationSettings, GateSettings
 from evernear.settings.index import IndexSettings
-from evernear.settings.kubernetes import KubernetesSettings
+from evernear.settings.kubernetes import CostSettings, KubernetesSettings, PartsJobSettings, PipelineSettings
 from evernear.settings.layers import DEFAULT_WORKDIR, PRESET, Layers, read_layers
-from evernear.settings.parts_job import PartsJobSettings
-from evernear.settings.permissions import PermissionSettings
-from evernear.settings.pipeline import PipelineSettings
-from evernear.settings.prep import PrepSettings
 from evernear.settings.section import LocalPath, Section
-from evernear.settings.serving import ServingSettings
-from evernear.settings.slack import SlackSettings
+from evernear.settings.serving import PrepSettings, ServingSettings
 from evernear.settings.sources import Tree, merge, parse
 from evernear.settings.train import TrainSettings
-from evernear.settings.train_job import TrainJobSettings
+from evernear.settings.triggers import ConsoleSettings, PermissionSettings, SlackSettings, WatchSettings
 from evernear.settings.validation import ValidationSettings
-from evernear.settings.watch import WatchSettings
 
 PRETRAINED_SIZE_PX = 224
 """Largest automatic image size for a pretrained backbone, as in most pretraining."""
@@ -52,8 +42,7 @@ PARAMETERS = {"source": "data.source", "serving_image": "kubernetes.image", "tar
 
 
 class RunSettings(Section):
-    """The settings of a pipeline run and its release. Kubeflow Pipelines passes these settings as
-    JSON."""
+    """The settings of pipeline runs and their releases."""
 
     workdir: LocalPath = Field(
         default=DEFAULT_WORKDIR,
@@ -66,10 +55,8 @@ class RunSettings(Section):
         "or a Deployment in a cluster.",
     )
     data: DataSettings = DataSettings()
-    classes: ClassSettings = ClassSettings()
     validation: ValidationSettings = ValidationSettings()
     train: TrainSettings = TrainSettings()
-    train_job: TrainJobSettings = TrainJobSettings()
     parts_job: PartsJobSettings = PartsJobSettings()
     index: IndexSettings = IndexSettings()
     evaluation: EvaluationSettings = EvaluationSettings()
@@ -104,6 +91,23 @@ class RunSettings(Section):
     def max_size_px(self) -> int:
         """Largest side of the dataset's images, unless ``data.size_px`` is set."""
         return PRETRAINED_SIZE_PX if self.train.weights else MAX_SIZE_PX
+
+
+class OneRun(RunSettings):
+    """The settings of a run, and what is true of this run alone: flags of `evernear run`. Kubeflow
+    Pipelines passes them as JSON."""
+
+    classes: ClassSettings = ClassSettings()
+    reread: bool = Field(
+        default=False,
+        description="Read all files again and compare their contents, as --checksum of rsync does, instead of trusting "
+        "sizes, times and ETags.",
+    )
+    moved_from: Annotated[str, AfterValidator(absolute_source)] = Field(
+        default="",
+        description="The earlier location of the source, as data.source named it, if its images have moved. Images "
+        "that are gone since are removed, and new labels count.",
+    )
 
 
 class Settings(RunSettings):
@@ -161,13 +165,13 @@ def load_layers(
     return read_layers(Settings, config, variables, assigned, remembered=remembered)
 
 
-def of_run(overrides: Mapping[str, Any], *, preset: str = "", **parameters: str) -> RunSettings:
-    """The settings of a pipeline run: the defaults, ``preset``, ``overrides``, ``parameters``.
+def of_run(overrides: Mapping[str, Any], *, preset: str = "", **parameters: str) -> OneRun:
+    """The settings of one pipeline run: the defaults, ``preset``, ``overrides``, ``parameters``.
 
     ``overrides`` is a tree such as ``{"train": {"epochs": 3}}``. ``parameters`` are keyed by
     `PARAMETERS`. An empty one is ignored, one that contradicts ``overrides`` a `SettingsError`.
     """
-    tree = sources.preset(RunSettings, preset) if preset else {}
+    tree = sources.preset(OneRun, preset) if preset else {}
     merge(tree, overrides)
     for name, value in parameters.items():
         if not value:
@@ -180,9 +184,9 @@ def of_run(overrides: Mapping[str, Any], *, preset: str = "", **parameters: str)
                 "settings; remove one of them."
             )
         merge(tree, {section: {key: value}} if section else {key: value})
-    return parse(RunSettings, tree)
+    return parse(OneRun, tree)
 
 
 def overrides_from(words: Iterable[str]) -> Tree:
     """Parse ``section.key=value`` strings into a tree for `of_run`."""
-    return sources.assignments(RunSettings, words)
+    return sources.assignments(OneRun, words)

@@ -1,12 +1,39 @@
 import re
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, field_validator, model_validator
 
-from evernear.settings.group import check_group
-from evernear.settings.parts_job import Nodes
-from evernear.settings.section import Fraction, PixelLimit, Section, absolute
+from evernear.common.text import class_name
+from evernear.settings.section import Fraction, Nodes, PixelLimit, Section, absolute
+
+COLUMN = "column"
+"""The source's own grouping: the column or the ``.json`` field ``group``."""
+GROUP_FORMS = ("folder", "stem", COLUMN)
+"""Values of ``data.group`` that are not regular expressions."""
+
+
+def check_group(setting: str) -> str:
+    """Accept "", one of `GROUP_FORMS`, or a regular expression with a group in parentheses.
+
+    Raises:
+        ValueError: ``setting`` is none of these.
+    """
+    if not setting or setting in GROUP_FORMS:
+        return setting
+    forms = " or ".join(GROUP_FORMS)
+    try:
+        pattern = re.compile(setting)
+    except (re.error, RecursionError, OverflowError) as error:
+        raise ValueError(f"{setting!r} is neither {forms} nor a regular expression ({error})") from None
+    if not pattern.groups:
+        raise ValueError(
+            f"{setting!r} has no parentheses around the part of the name that the images of a group share, as in"
+            f" ([^/]+)/[^/]+$; use {forms}, or add them"
+        )
+    return setting
+
 
 BUILT_IN_SOURCES = ("digits", "mnist")
 """Sources named by a word instead of a location."""
@@ -16,6 +43,16 @@ MAX_SIZE_PX = 128
 """Largest automatic size, because the compact network divides larger images into patches."""
 TABLE_PATH = re.compile(r"(?:(?!\w+:)|s3://).+\.(?:csv|tsv|parquet|pq)", re.IGNORECASE)
 """The location of a table that needs no ``table:`` prefix."""
+
+
+def absolute_source(source: str) -> str:
+    """Make a path absolute, because a run's steps have a different working directory."""
+    if source and source not in BUILT_IN_SOURCES and Path(source).is_dir():
+        raise ValueError(f"{source!r} is a directory; use folder:{source} for the images in it")
+    if TABLE_PATH.fullmatch(source):
+        source = f"table:{source}"
+    kind, _, path = source.partition(":")
+    return f"{kind}:{absolute(path)}" if kind in PATH_KINDS and path and not path.startswith("s3://") else source
 
 
 class DataSettings(Section):
@@ -28,11 +65,6 @@ class DataSettings(Section):
         " | huggingface:DIRECTORY of Parquet or Arrow files with images; FILE and DIRECTORY may be s3:// URIs",
     )
     dataset: str = Field(default="", description="Name of the dataset in the store. Default: from the source.")
-    moved_from: str = Field(
-        default="",
-        description="The earlier location of the source, as data.source named it, if its images have moved. Images "
-        "that are gone since are removed, and new labels count.",
-    )
     size_px: int | None = Field(
         default=None,
         ge=1,
@@ -49,9 +81,6 @@ class DataSettings(Section):
         default=None,
         description="Bits that the values of 16-bit images use: 8, 10, 12, 14 or 16. Larger values are clipped. "
         "Default: from a sample of the first ingest.",
-    )
-    channels: Literal["gray", "color"] | None = Field(
-        default=None, description="Color of the dataset. Default: that of most images."
     )
     layout: Literal["classes", "innermost"] | None = Field(
         default=None,
@@ -76,11 +105,6 @@ class DataSettings(Section):
     max_pixels: PixelLimit = Field(
         default=25_000_000, description="Largest width times height of an image. Larger images are rejected."
     )
-    reread: bool = Field(
-        default=False,
-        description="Read all files again and compare their contents, as --checksum of rsync does, instead of trusting "
-        "sizes, times and ETags; for one run: --reread.",
-    )
     nodes: Nodes = Field(default=1, description="Nodes that read and decode the files of a bucket, as ``index.nodes``.")
 
     @field_validator("bit_depth")
@@ -95,16 +119,10 @@ class DataSettings(Section):
     def _usable_group(cls, group: str) -> str:
         return check_group(group)
 
-    @field_validator("source", "moved_from")
+    @field_validator("source")
     @classmethod
     def _absolute(cls, source: str) -> str:
-        """Make a path absolute, because a run's steps have a different working directory."""
-        if source and source not in BUILT_IN_SOURCES and Path(source).is_dir():
-            raise ValueError(f"{source!r} is a directory; use folder:{source} for the images in it")
-        if TABLE_PATH.fullmatch(source):
-            source = f"table:{source}"
-        kind, _, path = source.partition(":")
-        return f"{kind}:{absolute(path)}" if kind in PATH_KINDS and path and not path.startswith("s3://") else source
+        return absolute_source(source)
 
     def location(self) -> str:
         """The path or URI without its kind, or the name of a built-in source."""
@@ -117,3 +135,43 @@ class DataSettings(Section):
         if self.layout == "classes" and splits:
             raise ValueError(f"layout=classes says that no folder is a split, but split_folders names {splits[0]!r}")
         return self
+
+
+ClassName = Annotated[str, AfterValidator(class_name)]
+
+
+class ClassSettings(Section):
+    """Champion classes that were removed or renamed on purpose. Entries for other classes are
+    ignored."""
+
+    retired: tuple[ClassName, ...] = Field(
+        default=(), description="Classes that new releases no longer need to recognize."
+    )
+    renamed: dict[ClassName, ClassName] = Field(default={}, description="New name of each renamed class.")
+
+    @field_validator("renamed")
+    @classmethod
+    def _without_spellings(cls, renamed: dict[str, str]) -> dict[str, str]:
+        """Drop entries whose names are spellings of one class (`evernear.common.text`)."""
+        return {old: new for old, new in renamed.items() if old != new}
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if both := sorted({*self.retired} & {*self.renamed, *self.renamed.values()}):
+            raise ValueError(f"{both[0]!r} is both retired and renamed")
+        if chained := sorted({*self.renamed} & {*self.renamed.values()}):
+            raise ValueError(f"{chained[0]!r} is both the old and the new name of a class")
+        return self
+
+    def current(self, label: str) -> str | None:
+        """The current name of a champion class in any spelling, or None if it was retired."""
+        name = class_name(label)
+        return None if name in self.retired else self.renamed.get(name, name)
+
+    def current_labels(self, labels: Iterable[str]) -> tuple[str, ...]:
+        """Without retired classes and duplicates."""
+        return tuple(dict.fromkeys(name for name in map(self.current, labels) if name is not None))
+
+    @property
+    def former_names(self) -> tuple[str, ...]:
+        return (*self.retired, *self.renamed)

@@ -1,10 +1,7 @@
-from typing import Literal
-
 from pydantic import Field, field_validator
 
 from evernear.common import plugins
-from evernear.settings.parts_job import Nodes
-from evernear.settings.section import Fraction, Section, absolute
+from evernear.settings.section import Nodes, Section, absolute
 
 
 class IndexSettings(Section):
@@ -36,16 +33,13 @@ class IndexSettings(Section):
         description="Search parameters of index.type: efSearch=64, nprobe=16 ..., or ef=64 ... of Milvus. Default: "
         "the library's.",
     )
-    recall: Fraction = Field(
-        default=0.99,
-        description="Recall@1 against exact search, with 95% confidence, that an index must reach to be chosen.",
+    k: int = Field(
+        default=5,
+        ge=1,
+        le=1000,
+        description="Number of neighbors that vote on the label, unless the nearest class centroids label clearly more "
+        "images of the query split correctly.",
     )
-    label_by: Literal["vote", "centroid"] | None = Field(
-        default=None,
-        description="vote: the majority of the k nearest neighbors. centroid: the nearest class centroid. "
-        "Default: vote, unless the centroids label clearly more images of the query split correctly.",
-    )
-    k: int = Field(default=5, ge=1, le=1000, description="Number of neighbors in the vote.")
     false_accept_rate: float = Field(
         default=0.05,
         gt=0.0,
@@ -58,7 +52,6 @@ class IndexSettings(Section):
         lt=1.0,
         description="Largest share of known images to call unknown. It takes precedence over false_accept_rate.",
     )
-
     nodes: Nodes = Field(
         default=1,
         description="Nodes that embed the images, as an [Indexed Job](many-machines.md) if more than 1. auto: by the"

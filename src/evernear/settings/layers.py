@@ -8,10 +8,10 @@ import json
 import os
 import re
 import shlex
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Self, TypeVar
 
 from pydantic import BaseModel
 
@@ -27,7 +27,6 @@ FILE = "evernear.toml"
 DEFAULT_WORKDIR = Path("evernear-work")
 PRESET = "preset"
 """The key of the preset, whose settings every other source may override."""
-ABOUT_ONE_RUN = ("classes.retired", "classes.renamed", "data.reread")
 HEADER = """\
 # Settings of this working directory, from the command line of its first run. Every command with this --workdir
 # reads them; --config, the environment and --set override them. Edit them here, or pass other ones to a run with
@@ -61,6 +60,10 @@ class Layers(Generic[Model]):
                     raise SettingsError(f"{path}: {error}") from None
             raise
 
+    def with_defaults(self, words: Iterable[str]) -> Self:
+        """With assignments such as ``train.epochs=3`` for what ``--set`` does not assign."""
+        return replace(self, assigned=_merged(sources.assignments(self.model, words), self.assigned))
+
     @property
     def file(self) -> Path:
         return self.workdir / FILE
@@ -79,11 +82,11 @@ class Layers(Generic[Model]):
 
     def later_words(self, *, keep: bool) -> list[str]:
         """The options that give a later command these settings: the working directory and each
-        value that its file does not contain or, with ``keep``, each that is never saved."""
+        value that its file does not contain, unless ``keep`` saves them."""
         words = _workdir_words(self.workdir, _workdir_of(self.environment))
         before = self._before()
         for name, value in self._explicit().items():
-            if (_keepable(name, value) and keep) or before[name] == value or has_secret(value):
+            if keep or before[name] == value or has_secret(value):
                 continue
             words += ["--preset", value] if name == PRESET else ["--set", f"{name}={_text(value)}"]
         return words
@@ -94,7 +97,7 @@ class Layers(Generic[Model]):
         if self.file.exists() and not replace:
             return []
         explicit = self._explicit()
-        values = {name: value for name, value in explicit.items() if _keepable(name, value)}
+        values = {name: value for name, value in explicit.items() if not has_secret(value)}
         lines = [f"Kept in {self.file} for later commands: {', '.join(values)}."] if values else []
         lines += [
             f"{name} contains a secret and is not kept in {self.file}: pass it to every command."
@@ -190,10 +193,6 @@ def has_secret(value: Any) -> bool:
 
 def shown(value: Any) -> str:
     return mask(_text(value)) or "empty"
-
-
-def _keepable(name: str, value: Any) -> bool:
-    return name not in ABOUT_ONE_RUN and not has_secret(value)
 
 
 def _text(value: Any) -> str:

@@ -23,12 +23,18 @@ TESTS_PREFIX = "EVERNEAR_TEST_"
 """Prefix of variables that enable optional tests, which all processes of a test inherit."""
 TOKEN_VARIABLE = "EVERNEAR_TOKEN"  # noqa: S105 - a name, not a token
 TOKEN_FILE_VARIABLE = "EVERNEAR_TOKEN_FILE"  # noqa: S105
+IMAGE_VARIABLE = "EVERNEAR_IMAGE"
+"""The image of the pipeline's pods, which steps on several nodes also use."""
+SERVICE_URL_VARIABLE = "EVERNEAR_SERVICE_URL"
+"""URL with which a deployment from outside the cluster reaches the serving Service."""
 MILVUS_URI_VARIABLE = "EVERNEAR_MILVUS_URI"
 MILVUS_TOKEN_VARIABLE = "EVERNEAR_MILVUS_TOKEN"  # noqa: S105
 MILVUS_TOKEN_FILE_VARIABLE = "EVERNEAR_MILVUS_TOKEN_FILE"  # noqa: S105
 _NOT_SETTINGS = (
     TOKEN_VARIABLE,
     TOKEN_FILE_VARIABLE,
+    IMAGE_VARIABLE,
+    SERVICE_URL_VARIABLE,
     MILVUS_URI_VARIABLE,
     MILVUS_TOKEN_VARIABLE,
     MILVUS_TOKEN_FILE_VARIABLE,

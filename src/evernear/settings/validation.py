@@ -9,6 +9,8 @@ from pydantic import AfterValidator, Field, model_validator
 
 from evernear.settings.section import Section
 
+MAX_IMBALANCE = 10
+"""Images of the largest class for each of the smallest. ``validation.off`` turns its rule off."""
 Severity = Literal["error", "warn", "info", "off"]
 
 
@@ -79,7 +81,7 @@ RULES = {
     "constant_image": Rule("warn", "All pixels of an image have the same value."),
     "low_contrast": Rule("warn", "8 bits keep fewer than 16 gray values of a 16-bit or transparent image."),
     "clipped": Rule("warn", "A 16-bit image has values beyond the dataset's bit depth."),
-    "imbalance": Rule("warn", "The largest class has more than max_imbalance times the images of the smallest."),
+    "imbalance": Rule("warn", f"The largest class has more than {MAX_IMBALANCE} times the images of the smallest."),
     "from_scratch": Rule(
         "info", "Photographs are trained from random weights, although pretrained ones recognize more."
     ),
@@ -97,7 +99,7 @@ Rules = tuple[Annotated[str, AfterValidator(_known_rule)], ...]
 
 
 class ValidationSettings(Section):
-    """The severity of validation rules, if it is not the default, and the limits of three rules."""
+    """The severity of validation rules, if it is not the default, and the limits of two rules."""
 
     error: Rules = Field(default=(), description="Rules that stop the run.")
     warn: Rules = Field(default=(), description="Rules that report a problem without stopping the run.")
@@ -113,9 +115,6 @@ class ValidationSettings(Section):
         ge=1,
         description="A class with fewer images is tiny. A class of images from review is left out until it has this "
         "number.",
-    )
-    max_imbalance: float = Field(
-        default=10.0, ge=1.0, description="Largest ratio of the largest class to the smallest class."
     )
 
     @model_validator(mode="after")

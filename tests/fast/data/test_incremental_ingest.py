@@ -187,7 +187,7 @@ def test_folders_with_the_same_name_are_not_merged(tree, tmp_path: Path, run_ing
     (moved / "1" / "000.png").rename(moved / "2" / "000.png")
     with pytest.raises(
         DataError,
-        match=f"'tree' was made from folder:{tree}, .* set data.moved_from=folder:{tree}\\. .* set data.dataset=tree",
+        match=f"'tree' was made from folder:{tree}, .* add --moved-from folder:{tree}\\. .* set data.dataset=tree",
     ):
         run_ingest(moved)
     assert run_ingest(tree) == first

@@ -65,15 +65,14 @@ def test_deletions_and_labels_count_after_a_move(
     before = splits(first, store)
     if followed_the_other_hint:
         ingest_source(DataSettings(source=new, dataset="images"), store.uri)
-    settings = DataSettings(source=new, moved_from=old)
-    moved = ingest_source(settings, store.uri)
+    moved = ingest_source(DataSettings(source=new), store.uri, moved_from=old)
     after = splits(moved, store)
     assert moved.name == "images"
     assert len(after) == 36
     assert all(split == before[digest][0] for digest, (split, _) in after.items())
     assert sum(label != before[digest][1] for digest, (_, label) in after.items()) == 1
     assert not moved.problem_counts.get("conflicting_labels")
-    assert ingest_source(settings, store.uri) == moved  # the setting may stay
+    assert ingest_source(DataSettings(source=new), store.uri, moved_from=old) == moved  # once more
     assert ingest_source(DataSettings(source=new, dataset="images"), store.uri) == moved
     assert find(store).images == 4
 
@@ -83,8 +82,8 @@ def test_unchanged_images_are_new_to_nobody_after_a_move(tmp_path: Path, store: 
     source."""
     shutil.move(tmp_path / "old" / "images", tmp_path / "images")
     new = f"folder:{tmp_path / 'images'}"
-    settings = DataSettings(source=new, moved_from=f"folder:{tmp_path / 'old' / 'images'}")
-    moved = ingest_source(settings, store.uri)
+    settings = DataSettings(source=new, dataset="images")
+    moved = ingest_source(settings, store.uri, moved_from=f"folder:{tmp_path / 'old' / 'images'}")
     assert (moved.digest, moved.source) == (first.digest, new)
     ledger = fetch_ledger(store, moved, tmp_path)
     (diff,) = diff_source(settings, [ledger])
@@ -96,5 +95,5 @@ def test_unchanged_images_are_new_to_nobody_after_a_move(tmp_path: Path, store: 
 
 
 def test_message_offers_the_move(tmp_path: Path, store: Store, first: Manifest) -> None:
-    with pytest.raises(DataError, match=f"If the images have moved, set data.moved_from={first.source}"):
+    with pytest.raises(DataError, match=f"If the images have moved, add --moved-from {first.source}\\."):
         ingest_source(DataSettings(source=move(tmp_path, "new/images")), store.uri)

@@ -4,6 +4,7 @@ from pathlib import Path
 import pytest
 
 from evernear.common.store import open_store
+from evernear.data import validate
 from evernear.data.gallery import MIN_GALLERY_IMAGES, joining_gallery
 from evernear.data.manifest import SPLITS, Manifest
 from evernear.data.shards import Dataset
@@ -220,11 +221,11 @@ def test_classes_removed_or_renamed_on_purpose_have_not_vanished(tree, run_inges
     assert messages({"2": "two"}) == []
     assert "has the classes gone, but no image" in messages({"2": "gone"})[0]
     assert messages({"2": "two", "twoo": "2nd"}) == [
-        "The settings declare classes retired or renamed (classes.retired, classes.renamed) that the live release does"
-        " not have: twoo; correct the names, or drop the setting."
+        "Classes that the live release does not have are declared retired or renamed (--retire, --rename): "
+        "twoo; correct the names, or drop the option."
     ]
     assert check(manifest, ("1", "two"), ClassSettings(renamed={"2": "two"})).findings == (), "it took effect"
-    left = "Classes that the settings declare retired or renamed (classes.retired, classes.renamed) have images: 1 ("
+    left = "Classes that are declared retired or renamed (--retire, --rename) have images: 1 ("
     assert messages({"2": "two", "1": "one"})[0].startswith(left)
 
 
@@ -238,13 +239,14 @@ def test_images_over_the_limit_name_its_setting_and_value(tree, run_ingest, make
     )
 
 
-def test_imbalance_is_a_ratio(tree, run_ingest, make_image) -> None:
+def test_imbalance_is_a_ratio(tree, run_ingest, make_image, monkeypatch) -> None:
     for number in range(100):
         (tree / "10" / f"more-{number}.png").write_bytes(make_image(3000 + number))
     manifest = run_ingest(tree)
-    assert check(manifest, max_imbalance=3.5).findings == ()
-    (finding,) = check(manifest, max_imbalance=3.4).findings
-    assert finding.message == "Classes are out of balance: 140 images of 10, 40 of 1; more than 3.4 to 1."
+    assert check(manifest).findings == ()
+    monkeypatch.setattr(validate, "MAX_IMBALANCE", 3)
+    (finding,) = check(manifest).findings
+    assert finding.message == "Classes are out of balance: 140 images of 10, 40 of 1; more than 3 to 1."
 
 
 def test_empty_split_and_missing_class_are_reported(tmp_path: Path, run_ingest, make_image) -> None:

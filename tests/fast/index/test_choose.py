@@ -16,7 +16,8 @@ GALLERY, QUERIES = blobs(1, 6000, spread=0.2), blobs(2, 1500, spread=0.2)
 
 @pytest.fixture
 def large(monkeypatch: pytest.MonkeyPatch):
-    """Every gallery counts as too large for exact search and for fp16."""
+    """Every gallery counts as too large for exact search and for fp16, and 90% recall suffices."""
+    monkeypatch.setattr(choose, "RECALL", 0.9)
     monkeypatch.setattr(choose, "FLAT_BYTES", 1)
     monkeypatch.setattr(choose, "COMPRESSED_FROM_BYTES", 1)
 
@@ -40,7 +41,7 @@ def test_small_gallery_is_searched_exactly_with_the_results_of_flat(embeddings, 
 
 
 def test_large_gallery_gets_the_smallest_index_that_reaches_the_recall(embeddings, tmp_path, large):
-    described = build_index(embeddings, LABELS, IndexSettings(recall=0.9), tmp_path)
+    described = build_index(embeddings, LABELS, IndexSettings(), tmp_path)
     assert described.factory == "IVF153,RaBitQ8"
     assert 0.9 < recall(described) < 0.97
     assert "RaBitQ8 takes" in described.reason
@@ -55,12 +56,13 @@ def test_large_gallery_gets_the_smallest_index_that_reaches_the_recall(embedding
 
 def test_gallery_of_medium_size_is_stored_as_fp16(embeddings, tmp_path, monkeypatch):
     monkeypatch.setattr(choose, "FLAT_BYTES", 1)
-    described = build_index(embeddings, LABELS, IndexSettings(recall=0.9), tmp_path)
+    monkeypatch.setattr(choose, "RECALL", 0.9)
+    described = build_index(embeddings, LABELS, IndexSettings(), tmp_path)
     assert described.factory == "IVF153,SQfp16"
 
 
 def test_fewest_lists_are_probed(embeddings, tmp_path, large):
-    described = build_index(embeddings, LABELS, IndexSettings(recall=0.9), tmp_path)
+    described = build_index(embeddings, LABELS, IndexSettings(), tmp_path)
     probes = int(described.search.removeprefix("nprobe="))
     fewer = IndexSettings(type=described.factory, search=f"nprobe={probes // 2}")
     assert recall(build_index(embeddings, LABELS, fewer, tmp_path / "fewer")) < 0.9
@@ -68,22 +70,23 @@ def test_fewest_lists_are_probed(embeddings, tmp_path, large):
 
 def test_more_exact_index_is_chosen_if_compression_loses_too_much(embeddings, tmp_path, large, monkeypatch):
     monkeypatch.setattr(choose, "CODES", ("PQ2x4", "SQfp16", "Flat"))
-    described = build_index(embeddings, LABELS, IndexSettings(recall=0.9), tmp_path)
+    described = build_index(embeddings, LABELS, IndexSettings(), tmp_path)
     assert described.factory == "IVF153,SQfp16"
     assert "PQ2x4 takes" in described.reason
-    assert "too few for index.recall = 0.9" in described.reason
+    assert "too few for a recall of 0.9" in described.reason
 
 
 def test_gallery_is_searched_exactly_if_no_index_reaches_the_recall(embeddings, tmp_path, large, monkeypatch):
     monkeypatch.setattr(choose, "CODES", ("PQ2x4",))
-    described = build_index(embeddings, LABELS, IndexSettings(recall=0.9), tmp_path)
+    described = build_index(embeddings, LABELS, IndexSettings(), tmp_path)
     assert (described.factory, described.search) == ("Flat", "")
     assert described.reason.endswith("exact search remains")
     assert recall(described) == 1
 
 
-def test_gallery_is_searched_exactly_if_the_queries_cannot_show_the_recall(embeddings, tmp_path, large):
-    described = build_index(embeddings, LABELS, IndexSettings(recall=0.999), tmp_path)
+def test_gallery_is_searched_exactly_if_the_queries_cannot_show_the_recall(embeddings, tmp_path, large, monkeypatch):
+    monkeypatch.setattr(choose, "RECALL", 0.999)
+    described = build_index(embeddings, LABELS, IndexSettings(), tmp_path)
     assert described.factory == "Flat"
     assert described.reason == "1,500 queries are too few to show a recall of 0.999, so the search is exact"
 

@@ -12,6 +12,7 @@ from hypothesis.extra import numpy as hnp
 
 from evernear.common.disk import sha256_file
 from evernear.errors import IntegrityError
+from evernear.index import build
 from evernear.index.build import build_index
 from evernear.index.description import DESCRIPTION_FILE, describe_index
 from evernear.index.faiss_compat import FaissIndex, faiss
@@ -37,11 +38,12 @@ def test_vote_is_the_majority_and_ties_go_to_the_nearest(labels):
 @pytest.mark.parametrize("label_by", ["vote", "centroid"])
 @pytest.mark.parametrize("k", [1, 4, 9])
 def test_recognize_matches_a_reference_implementation(
-    make_embeddings: MakeEmbeddings, index_settings: MakeSettings, tmp_path, label_by, k
+    make_embeddings: MakeEmbeddings, index_settings: MakeSettings, tmp_path, monkeypatch, label_by, k
 ):
+    monkeypatch.setattr(build, "choose_rule", lambda *_: label_by)
     (vectors, label_indices), (queries, _) = blobs(1, 210), blobs(3, 90)
     embeddings = make_embeddings({"gallery": (vectors, label_indices), "query": blobs(2, 100)})
-    build_index(embeddings, LABELS, index_settings(k=k, label_by=label_by, false_accept_rate=0.2), tmp_path)
+    build_index(embeddings, LABELS, index_settings(k=k, false_accept_rate=0.2), tmp_path)
     gallery = Gallery.open(tmp_path, NETWORK)
 
     recognized = gallery.recognize(queries)
@@ -262,10 +264,13 @@ class Rounded:
 
 
 @pytest.mark.parametrize("k", [1, 2, 5])
-def test_settled_predictions_survive_rounding_and_others_may_not(make_embeddings: MakeEmbeddings, tmp_path: Path, k):
+def test_settled_predictions_survive_rounding_and_others_may_not(
+    make_embeddings: MakeEmbeddings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, k
+):
+    monkeypatch.setattr(build, "choose_rule", lambda *_: "vote")
     tolerance = 0.02
     embeddings = make_embeddings({"gallery": blobs(1, 60), "query": blobs(2, 60)})
-    build_index(embeddings, LABELS, IndexSettings(k=k, label_by="vote"), tmp_path)
+    build_index(embeddings, LABELS, IndexSettings(k=k), tmp_path)
     queries, _ = blobs(3, 400)
     gallery = Gallery.open(tmp_path, NETWORK)
     settled = gallery.is_settled(queries, tolerance)
@@ -281,9 +286,12 @@ def test_settled_predictions_survive_rounding_and_others_may_not(make_embeddings
     assert changed.sum() > 20, "without rounding errors that matter, the test proves nothing"
 
 
-def test_query_between_two_centroids_is_not_settled(make_embeddings: MakeEmbeddings, tmp_path: Path):
+def test_query_between_two_centroids_is_not_settled(
+    make_embeddings: MakeEmbeddings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(build, "choose_rule", lambda *_: "centroid")
     embeddings = make_embeddings({"gallery": blobs(1, 60), "query": blobs(2, 60)})
-    build_index(embeddings, LABELS, IndexSettings(label_by="centroid"), tmp_path, threshold=MAX_DISTANCE)
+    build_index(embeddings, LABELS, IndexSettings(), tmp_path, threshold=MAX_DISTANCE)
     gallery, centroids = Gallery.open(tmp_path, NETWORK), np.load(tmp_path / "centroids.npy")
     between = centroids[0] + centroids[1]
     queries = np.stack([centroids[0], between / np.linalg.norm(between)])

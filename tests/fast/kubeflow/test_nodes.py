@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -15,7 +16,6 @@ from evernear.kubeflow.nodes import WORTH_A_NODE_S, Auto, StepNodes, nodes_for, 
 from evernear.settings import RunSettings, load, of_run
 
 IMAGE = "registry.example/evernear-train@sha256:" + "a" * 64
-JOB = {"image": IMAGE, "namespace": "kubeflow"}
 
 
 @pytest.fixture
@@ -81,28 +81,26 @@ def test_nodes_are_limited_by_work_parts_and_the_setting(left_s: float, parts: i
 
 
 @pytest.mark.parametrize("section", ["data", "index"])
-def test_several_nodes_need_a_bucket_and_an_image(section: str) -> None:
-    tree = {"data": {"source": "s3://images"}, "store": "file:///data/store", "parts_job": JOB}
+def test_several_nodes_need_a_bucket_and_an_image(section: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    tree: dict[str, Any] = {"data": {"source": "s3://images"}, "store": "file:///data/store"}
     tree[section] = {"nodes": 2, **(tree["data"] if section == "data" else {})}
     folder = RunSettings.model_validate(tree)
     with pytest.raises(SettingsError, match=r"Other nodes cannot reach the store, file:///data/store; use s3://"):
         require_nodes(folder)
     bucket = RunSettings.model_validate({**tree, "store": "s3://bucket"})
+    with pytest.raises(SettingsError, match="set the environment variable EVERNEAR_IMAGE="):
+        require_nodes(bucket)
+    monkeypatch.setenv("EVERNEAR_IMAGE", IMAGE)
     require_nodes(bucket)
-    for missing, sentence in (("image", "set parts_job.image"), ("namespace", "set parts_job.namespace")):
-        job = bucket.parts_job.model_copy(update={missing: ""})
-        with pytest.raises(SettingsError, match=sentence):
-            require_nodes(bucket.model_copy(update={"parts_job": job}))
 
 
 @pytest.mark.parametrize(
     ("source", "location"),
     [("digits", "digits"), ("folder:/data/images", "/data/images"), ("table:/data/table.csv", "/data/table.csv")],
 )
-def test_several_nodes_need_a_source_in_a_bucket(source: str, location: str) -> None:
-    chosen = RunSettings.model_validate(
-        {"data": {"nodes": 2, "source": source}, "store": "s3://bucket", "parts_job": JOB}
-    )
+def test_several_nodes_need_a_source_in_a_bucket(source: str, location: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EVERNEAR_IMAGE", IMAGE)
+    chosen = RunSettings.model_validate({"data": {"nodes": 2, "source": source}, "store": "s3://bucket"})
     with pytest.raises(SettingsError, match=rf"Other nodes cannot reach the source, {location}; use s3://.*one node"):
         require_nodes(chosen)
     data = chosen.data.model_copy(update={"nodes": "auto"})
@@ -115,10 +113,11 @@ def test_several_nodes_need_a_source_in_a_bucket(source: str, location: str) -> 
     "source",
     ["s3://images", "table:s3://images/table.csv", "webdataset:s3://images"],
 )
-def test_source_in_a_bucket_may_use_several_nodes(source: str) -> None:
+def test_source_in_a_bucket_may_use_several_nodes(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EVERNEAR_IMAGE", IMAGE)
     for nodes in (2, "auto"):
         data = {"nodes": nodes, "source": source}
-        chosen = RunSettings.model_validate({"data": data, "store": "s3://bucket", "parts_job": JOB})
+        chosen = RunSettings.model_validate({"data": data, "store": "s3://bucket"})
         require_nodes(chosen)
         assert nodes_of_ingest(chosen) == nodes
 

@@ -32,7 +32,7 @@ def write(work: Path, text: str | bytes) -> None:
 
 def test_later_commands_have_the_settings_of_the_first_run(work: Path) -> None:
     config = work.with_name("config.toml")
-    config.write_text('[permissions]\nstart = ["U1"]\n[kubernetes.node_selector]\ndisk = "ssd"\n')
+    config.write_text('[permissions]\nstart = ["U1"]\n[data.split_folders]\nold = "test"\n')
     words = ("data.source=folder:images", "target=registry", "train.learning_rate=0.001", "index.uri=gallery.db")
     first = layers(work, *words, preset="quick", config=config, environment={"EVERNEAR_TRAIN__SEED": "5"})
     assert first.later_words(keep=True) == ["--workdir", str(work)]
@@ -44,7 +44,7 @@ def test_later_commands_have_the_settings_of_the_first_run(work: Path) -> None:
     loaded = later.settings()
     images = f"folder:{work.parent}/images"
     assert (loaded.data.source, loaded.target, loaded.train.learning_rate) == (images, "registry", 0.001)
-    assert (loaded.permissions.start, loaded.kubernetes.node_selector) == (("U1",), {"disk": "ssd"})
+    assert (loaded.permissions.start, loaded.data.split_folders) == (("U1",), {"old": "test"})
     assert loaded.index.uri == f"{work.parent}/gallery.db"
     assert loaded.train.epochs == settings.load(preset="quick", environment={}).train.epochs
     assert loaded.train.seed == 0, "the environment is never kept"
@@ -109,16 +109,6 @@ def test_preset_of_the_command_line_replaces_the_remembered_one(work: Path) -> N
     assert layers(work).settings().train.members == best.members
 
 
-def test_what_is_about_one_run_is_not_kept(work: Path) -> None:
-    retired = layers(work, 'classes.retired=["cat"]', "data.reread=true", "target=registry")
-    once = ["--set", "data.reread=true", "--set", 'classes.retired=["cat"]']
-    assert retired.later_words(keep=True) == ["--workdir", str(work), *once]
-    retired.keep(replace=False)
-    assert layers(work).settings().classes.retired == ()
-    assert not layers(work).settings().data.reread
-    assert layers(work).settings().target == "registry"
-
-
 def test_first_run_without_settings_also_leaves_a_file(work: Path) -> None:
     """The options of the second run, such as a looser gate, are then for that run only."""
     assert layers(work).keep(replace=False) == []
@@ -142,14 +132,12 @@ def test_secret_of_the_environment_is_neither_kept_nor_shown(work: Path, monkeyp
     [
         ("store=s3://ada:hunter2/2@bucket/p", "s3://***@bucket/p"),
         ("data.source=s3://bucket/p?X-Amz-Signature=hunter2&x=1", "s3://bucket/p?X-Amz-Signature=***&x=1"),
-        ("data.moved_from=s3://hunter2@bucket/p", "s3://***@bucket/p"),
         ("train.weights=s3://ada:hunter2@bucket/w", "s3://***@bucket/w"),
         ("index.uri=http://ada:hunter2@milvus:19530", "http://***@milvus:19530"),
         ("pipeline.endpoint=http://ada:hunter2@kfp.example", "http://***@kfp.example"),
-        ("kubernetes.otlp_endpoint=http://collector?api_key=hunter2", "http://collector?api_key=***"),
+        ("pipeline.ui_url=http://kfp?api_key=hunter2", "http://kfp?api_key=***"),
         ("slack.channel=xoxb-hunter2-hunter2", "***"),
         ('permissions.start=["U1", "xoxb-hunter2-hunter2"]', "['U1', '***']"),
-        ('kubernetes.node_selector={"a": "token glpat-hunter2hunter2"}', "token ***"),
     ],
 )
 def test_secret_in_a_setting_is_refused(work: Path, setting: str, masked: str) -> None:

@@ -41,7 +41,7 @@ def test_settings_are_frozen() -> None:
             "Invalid setting train = 3: it is a section; write its settings as section.key=value.",
         ),
         ("permissions.start=U1", 'Invalid setting permissions.start = U1: it is a list, as in ["a", "b"].'),
-        ("kubernetes.node_selector=a=b", 'it is a table, as in {"key": "value"}.'),
+        ("data.split_folders=a=b", 'it is a table, as in {"key": "value"}.'),
     ],
 )
 def test_typo_is_reported_with_a_suggestion(override: str, sentence: str) -> None:
@@ -125,6 +125,7 @@ def test_run_settings_combine_defaults_preset_overrides_and_parameters() -> None
         ({"target": "local"}, {"target": "registry"}, "target is set twice"),
         ({"train": {"epoch": 3}}, {}, "No setting 'train.epoch'; did you mean 'train.epochs'?"),
         ({"slack": {"channel": "C0"}}, {}, "No setting 'slack'"),
+        ({"moved_from": "s3://ada:hunter2@old"}, {}, r"Setting moved_from = s3://\*\*\*@old contains a secret"),
         ({}, {"preset": "bset"}, "No preset 'bset'"),
         ({}, {"target": "moon"}, "Invalid setting target = moon: "),
     ],

@@ -10,7 +10,7 @@ import yaml
 from typer.testing import CliRunner
 
 from evernear.cli.app import app, main
-from evernear.cli.checks import SLACK_SCOPES
+from evernear.cli.doctor import SLACK_SCOPES
 from evernear.errors import SettingsError
 from evernear.kubeflow import GOLDEN, connection
 from tests import ROOT

@@ -110,14 +110,14 @@ def test_upload_sets_defaults(server: KfpServer) -> None:
 def test_facts_about_the_cluster_are_set_at_upload(server: KfpServer, monkeypatch: pytest.MonkeyPatch) -> None:
     evernear(*UPLOAD)
     evernear(*UPLOAD, "--set", "pipeline.train_memory=64Gi", "--set", "train.epochs=3")
-    monkeypatch.setenv("EVERNEAR_PIPELINE__S3_SECRET", "team-s3")
+    monkeypatch.setenv("EVERNEAR_PIPELINE__TASK_MEMORY", "5Gi")
     evernear(*UPLOAD)
     assert len(server.state.versions) == 3 * len(NAMES)
     files = [server.state.files[version].decode() for version in server.state.versions]
     assert ["64Gi" in file for file in files] == [
         name == "continuous-training" and part == 1 for part in range(3) for name in NAMES
     ]
-    assert ["team-s3" in file for file in files] == [part == 2 for part in range(3) for _ in NAMES]
+    assert ["5Gi" in file for file in files] == [part == 2 for part in range(3) for _ in NAMES]
     for key in ("train_memory", "pipeline.train_memory"):
         with pytest.raises(SettingsError, match=r"`evernear pipeline upload --set pipeline\.train_memory=VALUE`"):
             evernear("run", "--set", f"{key}=64Gi")

@@ -1,6 +1,7 @@
 """The progress display of `evernear run` and `evernear demo`."""
 
 import io
+import tomllib
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from evernear.common.store import open_store
 from evernear.errors import SettingsError, TrainingError
 from evernear.kubeflow import local_run
 from evernear.release.registry import Registry
-from evernear.settings import Settings, of_run
+from evernear.settings import Settings, load, of_run
 from evernear.settings.layers import FILE
 from tests.command_line import evernear
 from tests.releases import MakeRelease
@@ -42,22 +43,32 @@ def test_interrupt_restores_the_cursor(monkeypatch: pytest.MonkeyPatch, command:
 
 @pytest.mark.parametrize("command", ["run", "reindex"])
 @pytest.mark.parametrize(
-    ("options", "reread"), [([], False), (["--reread"], True), (["--set", "data.reread=true"], True)]
+    ("options", "once"),
+    [
+        ([], {}),
+        (["--reread"], {"reread": True}),
+        (["--moved-from", "s3://old/images"], {"moved_from": "s3://old/images"}),
+        (
+            ["--retire", "cat", "--retire", "sea lion", "--rename", "old=new", "--rename", r"x\=y=z\=w"],
+            {"classes": {"retired": ["cat", "sea lion"], "renamed": {"old": "new", "x=y": "z=w"}}},
+        ),
+    ],
 )
-def test_reread_is_a_setting_of_one_run(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, command: str, options: list[str], reread: bool
-) -> None:
-    received: list[Settings] = []
-
-    def run_pipeline(settings: Settings, *_: object) -> None:
-        received.append(settings)
-        raise SettingsError("not run")
-
-    monkeypatch.setattr(local_run, "run_pipeline", run_pipeline)
+def test_what_is_true_of_one_run_is_not_kept(
+    pretend_run: list[RunCommand], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, command: str, options: list[str],
+    once: dict[str, Any],
+) -> None:  # fmt: skip
+    received: list[Any] = []
+    run_pipeline = local_run.run_pipeline
+    monkeypatch.setattr(local_run, "run_pipeline", lambda *given: received.append(given[-1]) or run_pipeline(*given))
     evernear(command, "--workdir", tmp_path, "--source", "digits", *options)
-    (settings,) = received
-    assert settings.data.reread == reread
-    assert local_run.pipeline_arguments(settings)["settings"]["data"]["reread"] == reread
+    assert received == [once]
+    chosen = local_run.pipeline_arguments(load(environment={}), once)["settings"]
+    assert of_run(chosen).model_dump(mode="json", exclude_defaults=True).items() >= once.items()
+    assert list(pretend_run[0].later[1 : 1 + len(options)]) == options
+    kept = tomllib.loads((tmp_path / FILE).read_text())
+    named = {"dataset": "old-images"} if "moved_from" in once else {}
+    assert kept == {"data": {"source": "digits", **named}}
 
 
 def demo_settings(monkeypatch: pytest.MonkeyPatch, *options: object) -> tuple[Settings, dict[str, Any]]:
@@ -136,27 +147,20 @@ def test_note_has_its_own_line(terminal: bool) -> None:
     assert sum(line.endswith("     Add --preset photos [to] the command.") for line in lines) == 1
 
 
-def test_retired_and_renamed_classes_are_settings_of_the_run() -> None:
-    settings = run_settings(retire=["cat", "sea lion"], rename=["old=new", "a=b=c", r"x\=y=z\=w"])
-    assert settings.classes.retired == ("cat", "sea lion")
-    assert settings.classes.renamed == {"old": "new", "a": "b=c", "x=y": "z=w"}
-    assert settings.classes.current_labels(["cat", "old", "new", "dog"]) == ("new", "dog")
-    assert of_run({"classes": settings.classes.model_dump()}).classes == settings.classes
-    assert run_settings().classes.former_names == ()
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"rename": ["old"]}, "--rename 'old' is not OLD=NEW"),
-        ({"rename": [r"a\=b"]}, "is not OLD=NEW; a = in the old name is written"),
-        ({"rename": ["a=b"], "retire": ["b"]}, "'b' is both retired and renamed"),
-        ({"rename": ["a=b", "b=c"]}, "'b' is both the old and the new name"),
+        (["--rename", "old"], "--rename 'old' is not OLD=NEW"),
+        (["--rename", r"a\=b"], "is not OLD=NEW; a = in the old name is written"),
+        (["--rename", "a=b", "--retire", "b"], "'b' is both retired and renamed"),
+        (["--rename", "a=b", "--rename", "b=c"], "'b' is both the old and the new name"),
+        (["--set", "data.reread=true"], "No setting 'data.reread'"),
     ],
 )
-def test_contradictory_class_changes_are_rejected(options: dict[str, list[str]], message: str) -> None:
-    with pytest.raises(SettingsError, match=message):
-        run_settings(**options)
+def test_contradictory_class_changes_are_rejected(tmp_path: Path, options: list[str], message: str) -> None:
+    done = evernear("run", "--workdir", tmp_path, *options)
+    assert done.returncode == SettingsError.exit_code
+    assert message in done.stderr
 
 
 @pytest.fixture
@@ -165,7 +169,7 @@ def pretend_run(monkeypatch: pytest.MonkeyPatch) -> list[RunCommand]:
     commands: list[RunCommand] = []
 
     def end_after_validation(settings: Settings, show: Any, *_: Any, command: RunCommand | None = None) -> None:
-        commands.append(command or _[-1])
+        commands.append(command or _[1])
         state = "failed" if settings.data.source == "mnist" else "finished"
         show(Event(at=datetime.now(UTC), step="validate", kind=state, message=""))
         raise TrainingError("The loss is not finite.")

@@ -15,7 +15,7 @@ from pydantic import BaseModel
 from rich.console import Console
 
 from evernear.cli import app as command_line
-from evernear.cli import demo, runs, watch
+from evernear.cli import demo, runs, triggers
 from evernear.cli import run as run_command
 from evernear.common.output import (
     JsonFormatter,
@@ -227,7 +227,7 @@ def test_pipeline_server_messages_are_escaped(
 
 def test_watcher_output_is_escaped(capsys: pytest.CaptureFixture[str]) -> None:
     texts = {"action": HOSTILE, "reasons": (HOSTILE,), "faults": (HOSTILE,), "proposal": HOSTILE}
-    watch._show(CheckReport.model_construct(at=NOW, figures={HOSTILE: 1.0}, **texts), as_json=False)
+    triggers._show(CheckReport.model_construct(at=NOW, figures={HOSTILE: 1.0}, **texts), as_json=False)
     out = capsys.readouterr().out
     assert_escaped(out)
     assert len(out.splitlines()) == 5

@@ -113,7 +113,7 @@ def test_ingest_that_was_killed_ends_as_if_it_began_now(
         (varied / "1" / "new.png").write_bytes(make_image(3001))
         raise KeyboardInterrupt
 
-    form = {"size_px": 6, "channels": "gray", "bit_depth": 16, "part_names": 20}
+    form = {"size_px": 6, "bit_depth": 16, "part_names": 20}
     with pytest.raises(KeyboardInterrupt):
         ingest(varied, killed, dataset="killed", **form)
     read: list[str] = []

@@ -191,9 +191,7 @@ def test_interrupted_ingest_skips_finished_parts(
             path.write_bytes(make_image(number, (70, 70)))
 
     def ingest(**settings: object) -> Manifest:
-        return run_ingest(
-            root, size_px=70, channels="gray", bit_depth=16, part_names=16, **settings
-        )  # nothing to sample
+        return run_ingest(root, size_px=70, bit_depth=16, part_names=16, **settings)  # nothing to sample
 
     add(range(30))
     if has_parent:
@@ -223,7 +221,7 @@ def test_parts_of_other_settings_are_ignored(tree, make_image, run_ingest, monke
     with monkeypatch.context() as patch:
         read_files(patch, interrupt_after=90)
         with pytest.raises(InterruptedIngestError):
-            run_ingest(tree, size_px=6, channels="gray", requests_in_flight=4, part_names=16)
-    manifest = run_ingest(tree, size_px=9, channels="gray")
+            run_ingest(tree, size_px=6, requests_in_flight=4, part_names=16)
+    manifest = run_ingest(tree, size_px=9)
     assert manifest.shape == (9, 9, 1)
     assert sum(shard.count for shard in manifest.shards) == 120

@@ -75,9 +75,9 @@ def test_idx_files_keep_their_test_images(idx: Path, run_ingest, contents) -> No
 
 def test_idx_images_can_be_resized(idx: Path, run_ingest, contents) -> None:
     same = contents(run_ingest(f"mnist:{idx}"))
-    other = contents(run_ingest(f"mnist:{idx}", dataset="other", size_px=8, channels="color"))
+    other = contents(run_ingest(f"mnist:{idx}", dataset="other", size_px=8))
     assert other.split == same.split
-    assert next(iter(other.image.values())).shape == (8, 8, 3)
+    assert next(iter(other.image.values())).shape[:2] == (8, 8)
 
 
 def test_idx_image_in_both_parts_is_held_out(idx: Path, run_ingest, contents) -> None:

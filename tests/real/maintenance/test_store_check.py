@@ -132,10 +132,8 @@ def test_shards_are_read_again_from_a_source_that_moved(tmp_path: Path, settings
     (damage,) = repair(store, settings, moved=False)
     assert "does not exist" in damage.repaired
     assert damaged([damage]) == set()
-    moved = settings.model_copy(
-        update={"source": f"folder:{tmp_path / 'elsewhere'}", "moved_from": settings.source, "dataset": manifest.name}
-    )
-    assert splits(ingest_source(moved, store.uri), store) == before
+    moved = settings.model_copy(update={"source": f"folder:{tmp_path / 'elsewhere'}", "dataset": manifest.name})
+    assert splits(ingest_source(moved, store.uri, moved_from=settings.source), store) == before
     store.delete(shard_key(manifest.name, manifest.shards[0].sha256))
     assert damaged(repair(store, moved, moved=True)) == set()
 

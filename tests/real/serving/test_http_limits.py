@@ -27,7 +27,7 @@ from evernear.serving.http_limits import H11WithHeadTimeout, limited_server
 from evernear.serving.kserve.http_protocol import LimitedHttpProtocol
 from evernear.serving.prep.app import create_server as create_prep_server
 from evernear.settings import Settings
-from evernear.settings.console import ConsoleSettings
+from evernear.settings.triggers import ConsoleSettings
 from evernear.triggers.slack.server import EVENTS_PATH
 from evernear.triggers.slack.server import create_server as create_slack_server
 from tests.consoles import TOKEN, console_client

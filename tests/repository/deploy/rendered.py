@@ -108,7 +108,8 @@ def serving(manifests: list[Object]) -> list[Object]:
         return []
     kubernetes = loaded.kubernetes.model_copy(update={"image": f"registry.invalid/evernear-serve@{DIGEST}"})
     release = ServedRelease("20260101.000000.00000000", "a" * 64, "b" * 64)
-    return serving_objects(loaded.model_copy(update={"kubernetes": kubernetes}), release)
+    owners = named(manifests, "PodTemplate").get(kubernetes.name)
+    return serving_objects(loaded.model_copy(update={"kubernetes": kubernetes}), release, owners)
 
 
 def pod_specs(manifests: list[Object]) -> dict[str, Object]:

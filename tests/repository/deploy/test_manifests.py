@@ -19,7 +19,7 @@ from evernear import settings
 from evernear.cli.app import app
 from evernear.kubeflow import connection
 from evernear.serving.prep.app import router
-from evernear.settings.prep import TIMEOUT_S
+from evernear.settings.serving import PREP_TIMEOUT_S
 from tests.loopback.kubernetes.pod_security import violations
 from tests.loopback.kubernetes.users import config_errors, injected
 from tests.repository.deploy.rendered import (
@@ -426,7 +426,7 @@ def test_routes_expose_every_path_of_the_preprocessing_server_except_metrics() -
     for backend in [path["backend"]["service"] for path in ingress["rules"][0]["http"]["paths"]]:
         assert backend == {"name": "evernear-prep", "port": {"name": "http"}}
     assert route["rules"][0]["backendRefs"] == [{"name": "evernear-prep", "port": loaded.prep.port}]
-    assert int(route["rules"][0]["timeouts"]["request"].removesuffix("s")) > TIMEOUT_S
+    assert int(route["rules"][0]["timeouts"]["request"].removesuffix("s")) > PREP_TIMEOUT_S
 
 
 def _matches(how: str, begin: str, path: str) -> bool:

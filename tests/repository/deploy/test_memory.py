@@ -12,7 +12,7 @@ from evernear.serving.pod import memory_size_bytes as torchserve_size_bytes
 from evernear.serving.pod import pod_memory
 from evernear.serving.prep.app import prep_memory_size_bytes
 from evernear.settings import ServingSettings, Settings
-from evernear.settings.prep import LARGE_DECODES, MAX_BODIES_SIZE_BYTES
+from evernear.settings.serving import LARGE_DECODES, MAX_BODIES_SIZE_BYTES
 from tests.repository.deploy.rendered import PARTS, Object, containers, named, objects, pod_specs
 
 MIB = 2**20

@@ -76,7 +76,7 @@ def test_deployer_has_exactly_the_rights_that_it_uses(
     monkeypatch.setattr(rollout, "DIAGNOSIS_INTERVAL_S", 1)
     monkeypatch.setattr(rollout, "FAILURE_GRACE_S", 1)
     settings = _settings()
-    api = Cluster.of(settings.kubernetes)
+    api = Cluster.of(settings.kubernetes.namespace)
     before = len(cluster.calls)
 
     with LeaseLock(api, settings.kubernetes.name, 2):

@@ -14,9 +14,10 @@ import pytest
 import yaml
 
 from evernear.errors import SettingsError
-from evernear.kubeflow import GOLDEN, IMAGE_VARIABLE, NAMES, PIPELINES
+from evernear.kubeflow import GOLDEN, NAMES, PIPELINES
 from evernear.kubeflow.publish import cluster_version, for_cluster
 from evernear.settings import PipelineSettings
+from evernear.settings.sources import IMAGE_VARIABLE
 from pipelines.compile import main as compile_main
 from tests import ROOT
 
@@ -228,17 +229,6 @@ def test_every_task_has_resource_limits_and_only_training_requests_accelerators(
         count = compiled.parameters["train_accelerators"]
         # KFP ignores a count that is not text.
         assert (count["parameterType"], count["defaultValue"]) == ("STRING", "0")
-
-
-def test_upload_names_the_secret_of_the_store(compiled: Compiled) -> None:
-    uploaded = for_cluster(compiled.module.replace("_", "-"), IMAGE, PipelineSettings(s3_secret="team-s3"))
-    _, platform = yaml.load_all(uploaded, yaml.CSafeLoader)
-    for executor in platform["platforms"]["kubernetes"]["deploymentSpec"]["executors"].values():
-        names = [secret["secretName"] for secret in executor["secretAsEnv"]]
-        assert names[0] == "team-s3"
-        assert "evernear-s3" not in names
-        for secret in executor["secretAsEnv"]:
-            assert secret["secretNameParameter"]["runtimeValue"]["constant"] == secret["secretName"]
 
 
 def test_change_of_the_cluster_is_another_version() -> None:

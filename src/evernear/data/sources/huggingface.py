@@ -24,7 +24,7 @@ from evernear.data.sources.base import FileEntry
 from evernear.data.sources.layout import split_option
 from evernear.data.sources.packed import Member, PackedFiles, split_position, split_word
 from evernear.errors import DataError
-from evernear.settings.group import COLUMN
+from evernear.settings.data import COLUMN
 
 _BATCH_ROWS = 32
 

@@ -92,7 +92,7 @@ class PackedFiles(FileSource):
         labeled, unlabeled = Counter[str](), Counter[str]()
         for file in files:
             explicit = splits.explicit(file.split)
-            known = () if self._settings.reread else self.remembered(file.name, file.etag)
+            known = self.remembered(file.name, file.etag)
             entries = [entry._replace(explicit_split=explicit) for entry in known]
             if not entries:
                 entries, count = self._listed(file, explicit)

@@ -25,7 +25,7 @@ from evernear.data.sources.base import FileEntry, field_text
 from evernear.data.sources.names import skipped_path
 from evernear.data.sources.packed import Member, PackedFiles
 from evernear.errors import DataError
-from evernear.settings.group import COLUMN
+from evernear.settings.data import COLUMN
 
 _MAX_LABEL_BYTES = 2**20
 _JPEG_SUFFIXES = (".jpg", ".jpeg", ".jpe", ".jfif")

@@ -45,7 +45,7 @@ class KubernetesTarget:
     @cached_property
     def cluster(self) -> Cluster:
         """The Kubernetes namespace, accessed with the credentials of this process."""
-        return Cluster.of(self._kubernetes)
+        return Cluster.of(self._kubernetes.namespace)
 
     @cached_property
     def _lease(self) -> LeaseLock:
@@ -54,9 +54,9 @@ class KubernetesTarget:
     def require_deployable(self) -> None:
         """Check all permissions (a dry run names only one), then validate with a dry run."""
         preflight = ServedRelease("preflight", archive_sha256=64 * "0", manifest_sha256=64 * "0")
-        objects = serving_objects(self._settings, preflight)
-        check_permissions(self.cluster, objects, self._settings)
-        apply_revision(self.cluster, objects, force=self._kubernetes.force_conflicts, dry_run=True)
+        own = serving_objects(self._settings, preflight)  # refuses settings before it asks the cluster
+        check_permissions(self.cluster, own, self._settings)
+        apply_revision(self.cluster, self._objects(preflight), dry_run=True)
 
     def exclusive(self) -> LeaseLock:
         """The Lease of the Deployment. A `BusyError` names its holder."""
@@ -76,11 +76,11 @@ class KubernetesTarget:
         `TransientStoreError` of the body leaves the release live.
         """
         revision = self._revision(parts.manifest.version)
-        self._apply(revision, dry_run=True)
+        apply_revision(self.cluster, revision.objects, dry_run=True)
         client = service_client(self.cluster, self._settings)
         self._lease.require()
         try:
-            self._apply(revision)
+            apply_revision(self.cluster, revision.objects)
             await_rollout(self.cluster, self._kubernetes)
             queries = verify(client, self._kubernetes, parts)
             self._lease.require()
@@ -133,9 +133,6 @@ class KubernetesTarget:
             "image": deployment["spec"]["template"]["spec"]["containers"][0]["image"],
         }
 
-    def _apply(self, revision: Revision, *, dry_run: bool = False) -> None:
-        apply_revision(self.cluster, revision.objects, force=self._kubernetes.force_conflicts, dry_run=dry_run)
-
     def _restore_previous(self, failed: Revision) -> str:
         """Restore the previous revision, or remove the objects of a failed first release. Returns a
         sentence that says which."""
@@ -145,7 +142,7 @@ class KubernetesTarget:
             if previous is None:
                 remove(self.cluster, failed.objects)
                 return "No release was live before it, so its objects were removed."
-            self._apply(previous)
+            apply_revision(self.cluster, previous.objects)
             await_rollout(self.cluster, self._kubernetes)
         except EvernearError as error:
             return f"The previous release was not restored: {error}"
@@ -160,4 +157,8 @@ class KubernetesTarget:
         return self._revision(champion.version)
 
     def _revision(self, version: str) -> Revision:
-        return Revision(version, serving_objects(self._settings, ServedRelease.of(self._registry.get(version))))
+        return Revision(version, self._objects(ServedRelease.of(self._registry.get(version))))
+
+    def _objects(self, release: ServedRelease) -> list[Tree]:
+        owners = self.cluster.get("PodTemplate", self._kubernetes.name)
+        return serving_objects(self._settings, release, owners)

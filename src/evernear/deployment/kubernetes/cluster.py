@@ -21,11 +21,15 @@ from kubernetes.config.config_exception import ConfigException
 from kubernetes.watch import Watch
 
 from evernear.errors import ClusterError
-from evernear.settings import KubernetesSettings
 
 Tree = dict[str, Any]
 
 FIELD_MANAGER = "evernear"
+TAKE_OVER = (
+    f"evernear deployment render | kubectl apply --server-side --field-manager={FIELD_MANAGER} --force-conflicts -f -"
+)
+"""Applies the champion again, and takes the ownership of all its fields."""
+NAMESPACE_FILE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 TIMEOUT_S = (10, 30)  # seconds to connect, and between two packets
 MAX_ATTEMPTS = 5
 BACKOFF_S = 0.5
@@ -61,19 +65,19 @@ class Cluster:
         """Whether this process runs in a pod of the cluster."""
 
     @classmethod
-    def of(cls, settings: KubernetesSettings) -> "Cluster":
-        """Connect with the pod's service account or with a kubeconfig, which takes precedence if
-        ``KUBECONFIG`` or ``kubernetes.context`` is set."""
+    def of(cls, namespace: str = "") -> "Cluster":
+        """Connect with the pod's service account, or with a kubeconfig, which takes precedence if
+        ``KUBECONFIG`` is set. Default: the namespace of the pod, or of the kubeconfig's context."""
         configuration: Any = Configuration()
-        has_kubeconfig = bool(settings.context or os.environ.get("KUBECONFIG"))
-        inside = "KUBERNETES_SERVICE_HOST" in os.environ and not has_kubeconfig
+        inside = "KUBERNETES_SERVICE_HOST" in os.environ and not os.environ.get("KUBECONFIG")
         try:
             if inside:
                 config.load_incluster_config(client_configuration=configuration)
             else:
-                config.load_kube_config(_kubeconfig(), settings.context or None, configuration)
+                config.load_kube_config(_kubeconfig(), client_configuration=configuration)
+            namespace = namespace or _own_namespace(inside=inside)
         except (ConfigException, OSError) as error:
-            raise ClusterError(_no_credentials(error, settings.context)) from None
+            raise ClusterError(_no_credentials(error)) from None
         configuration.retries = urllib3.Retry(
             MAX_ATTEMPTS - 1,
             status_forcelist=OVERLOADED,
@@ -82,7 +86,7 @@ class Cluster:
             raise_on_status=False,
             respect_retry_after_header=False,  # the server may ask for an hour, too long for a pipeline step
         )
-        return cls(ApiClient(configuration), settings.namespace, inside=inside)
+        return cls(ApiClient(configuration), namespace, inside=inside)
 
     @property
     def host(self) -> str:
@@ -300,7 +304,7 @@ def _conflict(status: Tree, message: str) -> str:
     if not fields_of:
         return f"The API server refuses: {message}."
     fields = "; ".join(f"{manager} set {', '.join(names)}" for manager, names in fields_of.items())
-    return f"{fields}; release it there, or take ownership with --set kubernetes.force_conflicts=true."
+    return f"{fields}; release it there, or take it over with `{TAKE_OVER}`."
 
 
 def _kubeconfig() -> str:
@@ -308,10 +312,15 @@ def _kubeconfig() -> str:
     return os.environ.get("KUBECONFIG") or str(Path("~/.kube/config").expanduser())
 
 
-def _no_credentials(error: Exception, context: str) -> str:
+def _own_namespace(*, inside: bool) -> str:
+    if inside:
+        return NAMESPACE_FILE.read_text().strip()
+    _, current = config.list_kube_config_contexts(_kubeconfig())
+    return current["context"].get("namespace", "default")
+
+
+def _no_credentials(error: Exception) -> str:
     kubeconfig = _kubeconfig()
-    if context and Path(kubeconfig).exists():
-        return f"The kubeconfig {kubeconfig} has no usable context {context!r}: {str(error).rstrip('.')}."
     if Path(kubeconfig).exists():
         return f"The kubeconfig {kubeconfig} cannot be used: {str(error).rstrip('.')}."
     return (

@@ -3,6 +3,7 @@
 Start at `serving_objects`. `pod_template` has the pods, `evernear.serving.pod` their commands.
 """
 
+from copy import deepcopy
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -21,13 +22,18 @@ from evernear.settings import KubernetesSettings, RunSettings, ServingSettings
 
 Tree = dict[str, Any]
 
+STORE_PORTS = (443, 8333, 9000)
+"""HTTPS, SeaweedFS, MinIO."""
 CPU_TARGET_PERCENT = 70
 """CPU utilization at which the HorizontalPodAutoscaler adds pods. A pod needs half a minute to
 start, and the remaining 30% answer what arrives meanwhile."""
 
 
-def serving_objects(settings: RunSettings, release: ServedRelease) -> list[Tree]:
-    """All Kubernetes objects for ``release``, in the order in which they are applied."""
+def serving_objects(settings: RunSettings, release: ServedRelease, owners: Tree | None = None) -> list[Tree]:
+    """All Kubernetes objects for ``release``, in the order in which they are applied.
+
+    ``owners`` is the PodTemplate with which the cluster's owner adds to the pods.
+    """
     _require_usable(settings)
     kubernetes = settings.kubernetes
     labels = selector(kubernetes) | COMMON_LABELS | {VERSION: release.version}
@@ -37,7 +43,7 @@ def serving_objects(settings: RunSettings, release: ServedRelease) -> list[Tree]
         ARCHIVE_SHA256: release.archive_sha256,
     }
     config = settings_file(settings)
-    template = pod_template(settings, release, labels, annotations, config)
+    template = pod_template(settings, release, labels, annotations, config, _additions(owners))
     bodies = [
         ("v1", "ServiceAccount", {"automountServiceAccountToken": False}),
         ("v1", "ConfigMap", {"data": {"evernear.toml": config}}),
@@ -54,6 +60,15 @@ def serving_objects(settings: RunSettings, release: ServedRelease) -> list[Tree]
         "annotations": annotations,
     }
     return [{"apiVersion": version, "kind": kind, "metadata": metadata, **body} for version, kind, body in bodies]
+
+
+def _additions(owners: Tree | None) -> Tree:
+    """The pod of the owner's PodTemplate. It names one of our containers for what that one gets."""
+    if owners is None:
+        return {}
+    template: Tree = deepcopy(owners["template"])
+    metadata = template.get("metadata") or {}
+    return template | {"metadata": {name: metadata.get(name) or {} for name in ("labels", "annotations")}}
 
 
 def _require_usable(settings: RunSettings) -> None:
@@ -138,10 +153,10 @@ def _network_policy(kubernetes: KubernetesSettings, serving: ServingSettings) ->
     ingress = [{"from": clients, "ports": ports(serving.inference_port, serving.grpc_inference_port)}]
     readers = [{"podSelector": {"matchLabels": WATCHER}}, *map(namespace, kubernetes.metrics_namespaces)]
     ingress.append({"from": readers, "ports": ports(serving.metrics_port)})
-    # Init containers need DNS and the object store, and servers may need Milvus. With a
-    # PersistentVolumeClaim as the store and without Milvus, no egress is needed.
-    is_local = kubernetes.store_claim and not kubernetes.milvus_secret
-    servers = [] if is_local else [*ports(53, protocol="UDP"), *ports(53, *kubernetes.egress_ports)]
+    to = kubernetes.egress_ports
+    if to is None:
+        to = () if kubernetes.store_claim else STORE_PORTS
+    servers = [*ports(53, protocol="UDP"), *ports(53, *to)] if to else []
     return {
         "podSelector": {"matchLabels": selector(kubernetes)},
         "policyTypes": ["Ingress", "Egress"],

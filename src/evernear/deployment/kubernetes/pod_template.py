@@ -18,8 +18,10 @@ from evernear.settings.serving import RESPONSE_TIMEOUT_S, STARTUP_TIMEOUT_S
 
 Tree = dict[str, Any]
 
-OTLP_ENDPOINT_VARIABLE = "OTEL_EXPORTER_OTLP_ENDPOINT"
 CONTAINER = "torchserve"
+S3_SECRET = "evernear-s3-reader"  # noqa: S105 - a name
+"""Secret with the AWS_ variables of the init container. It is optional, because a pod may have
+another identity."""
 USER = 65532  # the user in Dockerfile.serve and Dockerfile.train
 POD_SECURITY: Tree = {
     "runAsNonRoot": True,
@@ -85,18 +87,47 @@ def _threads(settings: RunSettings) -> int:
 
 
 def pod_template(
-    settings: RunSettings, release: ServedRelease, labels: dict[str, str], annotations: dict[str, str], config: str
+    settings: RunSettings,
+    release: ServedRelease,
+    labels: dict[str, str],
+    annotations: dict[str, str],
+    config: str,
+    additions: Tree,
 ) -> Tree:
-    """``config`` is the text of the `settings_file`. If it changes, the pods are replaced."""
+    """``config`` is the text of the `settings_file`. If it changes, the pods are replaced.
+    ``additions`` is the template of the owner's PodTemplate, or empty."""
     annotations = annotations | {SETTINGS_SHA256: sha256_bytes(config.encode())}
-    spec = _pod(settings, release)
-    revision = sha256_bytes(json.dumps([labels, annotations, spec], sort_keys=True).encode())[:12]
-    return {"metadata": {"labels": labels | {REVISION: revision}, "annotations": annotations}, "spec": spec}
+    own = {"metadata": {"labels": labels, "annotations": annotations}, "spec": _pod(settings, release)}
+    template = with_additions(own, additions)
+    revision = sha256_bytes(json.dumps(template, sort_keys=True).encode())[:12]
+    template["metadata"]["labels"][REVISION] = revision
+    return template
+
+
+def with_additions(own: Any, additions: Any) -> Any:
+    """``own`` with what ``additions`` has besides: keys of mappings, and items of lists.
+
+    Items are the same if they have the same name (a volume mount: the same path), as in a strategic
+    merge patch. A value that ``own`` sets stays, so that a release runs as it was verified.
+    """
+    if isinstance(own, dict) and isinstance(additions, dict):
+        common = {key: with_additions(own[key], additions[key]) for key in own.keys() & additions.keys()}
+        return additions | own | common
+    if isinstance(own, list) and isinstance(additions, list):
+        added = {_identity(item): item for item in additions}
+        items = [with_additions(item, added.pop(_identity(item), None)) for item in own]
+        return [*items, *added.values()]
+    return own
+
+
+def _identity(item: Any) -> str:
+    name = item.get("mountPath") or item.get("name") if isinstance(item, dict) else None
+    return name or json.dumps(item, sort_keys=True)
 
 
 def _pod(settings: RunSettings, release: ServedRelease) -> Tree:
     kubernetes = settings.kubernetes
-    spec: Tree = {
+    return {
         "serviceAccountName": kubernetes.name,
         "automountServiceAccountToken": False,
         "enableServiceLinks": False,
@@ -110,18 +141,11 @@ def _pod(settings: RunSettings, release: ServedRelease) -> Tree:
         "containers": [_container(settings, release)],
         "volumes": _volumes(kubernetes),
     }
-    if kubernetes.image_pull_secrets:
-        spec["imagePullSecrets"] = [{"name": name} for name in kubernetes.image_pull_secrets]
-    if kubernetes.node_selector:
-        spec["nodeSelector"] = dict(kubernetes.node_selector)
-    if kubernetes.tolerations:
-        spec["tolerations"] = [dict(toleration) for toleration in kubernetes.tolerations]
-    return spec
 
 
 def _init_container(settings: RunSettings, release: ServedRelease) -> Tree:
-    """Downloads the archive. Only this container has the object store credentials from
-    ``kubernetes.s3_secret``."""
+    """Downloads the archive. Only this container has the object store credentials of
+    `S3_SECRET`."""
     kubernetes = settings.kubernetes
     command = ["fetch", "--release", release.version, "--sha256", release.archive_sha256]
     container = _any_container(settings, release, "fetch", command)
@@ -130,8 +154,8 @@ def _init_container(settings: RunSettings, release: ServedRelease) -> Tree:
         container["volumeMounts"].append(
             {"name": "store", "mountPath": unquote(urlsplit(settings.store_uri).path), "readOnly": True}
         )
-    elif kubernetes.s3_secret:
-        container["envFrom"] = [{"secretRef": {"name": kubernetes.s3_secret}}]
+    else:
+        container["envFrom"] = [{"secretRef": {"name": S3_SECRET, "optional": True}}]
     return container
 
 
@@ -164,12 +188,6 @@ def _container(settings: RunSettings, release: ServedRelease) -> Tree:
     if kubernetes.token_secret:
         container["env"].append({"name": "EVERNEAR_TOKEN_FILE", "value": f"{TOKEN_DIR}/token"})
         container["volumeMounts"].append({"name": "token", "mountPath": TOKEN_DIR, "readOnly": True})
-    if kubernetes.otlp_endpoint:
-        container["env"].append({"name": OTLP_ENDPOINT_VARIABLE, "value": kubernetes.otlp_endpoint})
-    if kubernetes.milvus_secret:
-        container["envFrom"] = [{"secretRef": {"name": kubernetes.milvus_secret}}]
-    if kubernetes.gpus:
-        container["resources"]["limits"]["nvidia.com/gpu"] = str(kubernetes.gpus)
     starts = math.ceil(STARTUP_TIMEOUT_S / PROBE_S)
     alive = {"httpGet": {"path": "/ready", "port": "http"}, "periodSeconds": PROBE_S}
     return container | {

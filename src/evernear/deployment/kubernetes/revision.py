@@ -6,6 +6,7 @@ restored if a deployment fails.
 """
 
 import json
+import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, cast
@@ -14,6 +15,7 @@ from evernear.deployment.kubernetes.cluster import RESOURCES, Cluster, Tree
 from evernear.deployment.kubernetes.labels import COMMON_LABELS, RELEASE
 from evernear.errors import ClusterError
 from evernear.settings import KubernetesSettings, RunSettings
+from evernear.settings.sources import SERVICE_URL_VARIABLE
 
 
 @dataclass(frozen=True)
@@ -24,11 +26,11 @@ class Revision:
     objects: list[Tree]
 
 
-def apply_revision(cluster: Cluster, objects: Iterable[Tree], *, force: bool = False, dry_run: bool = False) -> None:
+def apply_revision(cluster: Cluster, objects: Iterable[Tree], *, dry_run: bool = False) -> None:
     """Apply objects in order. The call is idempotent. If ``dry_run`` is set, the API server only
     validates the objects. Conflicts are as in `Cluster.apply`."""
     for manifest in objects:
-        cluster.apply(manifest, force=force, dry_run=dry_run)
+        cluster.apply(manifest, dry_run=dry_run)
 
 
 def remove(cluster: Cluster, objects: Iterable[Tree]) -> None:
@@ -93,12 +95,13 @@ def _needed(cluster: Cluster, objects: Iterable[Tree], settings: RunSettings) ->
         yield ("create", "patch", "delete"), manifest["kind"], manifest["metadata"]["name"]
     yield ("get", "create", "patch"), "ConfigMap", last_known_good_name(settings.kubernetes)
     yield ("get", "watch"), "Deployment", name
+    yield ("get",), "PodTemplate", name
     yield ("get", "update"), "Lease", name
     yield ("create",), "Lease", ""  # a POST request names no object yet
     yield ("list",), "Pod", ""
     yield ("list",), "Event", ""
     yield ("get",), "Pod/log", ""
-    if not (cluster.inside or settings.kubernetes.service_url or settings.kubernetes.token_secret):
+    if not (cluster.inside or os.environ.get(SERVICE_URL_VARIABLE) or settings.kubernetes.token_secret):
         # Without a direct connection, `service_client` connects through the API server.
         yield ("create",), "Service/proxy", f"{name}:http"
 

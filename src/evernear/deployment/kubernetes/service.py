@@ -1,5 +1,6 @@
 """Verify a release through its Service, which is the path that clients use."""
 
+import os
 import time
 from urllib.parse import urlsplit
 
@@ -13,6 +14,7 @@ from evernear.serving.client import Client, Target, token_of_environment
 from evernear.serving.responses import Prediction, Rejection
 from evernear.settings import KubernetesSettings, RunSettings
 from evernear.settings.serving import MODEL_NAME, RESPONSE_TIMEOUT_S
+from evernear.settings.sources import SERVICE_URL_VARIABLE
 
 PAUSE_S = 0.5
 CONVERGENCE_TIMEOUT_S = 60
@@ -37,10 +39,12 @@ def service_url(settings: RunSettings) -> str:
 
 
 def service_client(cluster: Cluster, settings: RunSettings) -> PredictionClient:
-    """A client of ``kubernetes.service_url`` if it is set, otherwise of the Service's DNS name
-    inside the cluster, and of the API server's proxy outside."""
-    url = urlsplit(settings.kubernetes.service_url)
-    if url.hostname:
+    """A client of the URL in ``EVERNEAR_SERVICE_URL`` if it is set, otherwise of the Service's DNS
+    name inside the cluster, and of the API server's proxy outside."""
+    if text := os.environ.get(SERVICE_URL_VARIABLE):
+        url = urlsplit(text)
+        if url.scheme not in ("http", "https") or not url.hostname:
+            raise SettingsError(f"{SERVICE_URL_VARIABLE} is {text!r}, not a URL such as http://HOST:PORT.")
         port = url.port or (443 if url.scheme == "https" else 80)
         return Client(_target(settings, url.hostname, port, tls=url.scheme == "https"))
     if cluster.inside:
@@ -48,7 +52,7 @@ def service_client(cluster: Cluster, settings: RunSettings) -> PredictionClient:
     if settings.kubernetes.token_secret:
         raise SettingsError(
             "The API server does not forward a token to a Service; deploy from inside the cluster, or set the "
-            "URL of the Service with --set kubernetes.service_url=http://HOST:PORT."
+            f"environment variable {SERVICE_URL_VARIABLE}=http://HOST:PORT to a URL of the Service."
         )
     return _ApiServerProxyClient(cluster, settings)
 

@@ -20,7 +20,7 @@ from evernear.common.output import quantity
 from evernear.embedding.embeddings import EmbeddingBlock
 from evernear.errors import IntegrityError, SettingsError, TransientStoreError
 from evernear.index.choose import exact_search_reason, tune_index
-from evernear.index.description import Collection
+from evernear.index.description import RECALL, Collection
 from evernear.index.exact import ExactNeighbors
 from evernear.index.vectors import Choice, GalleryVectors
 from evernear.integrations.milvus.client import (
@@ -170,16 +170,16 @@ def fill(gallery: GalleryVectors, settings: IndexSettings, factory: str) -> Milv
 def choose(gallery: GalleryVectors, settings: IndexSettings, queries: EmbeddingBlock, exact: ExactNeighbors) -> Choice:
     """Without ``index.type``, fill a collection and choose its search parameters on ``queries``."""
     size_bytes = gallery.size * gallery.embeddings.dim * 4
-    if reason := exact_search_reason(size_bytes, len(queries.labels), settings.recall):
+    if reason := exact_search_reason(size_bytes, len(queries.labels)):
         return Choice(fill(gallery, settings, EXACT), EXACT, "", reason)
     index = fill(gallery, settings, GRAPH)
-    tuned = tune_index(index, BEAMS, settings.recall, queries, exact)
+    tuned = tune_index(index, BEAMS, queries, exact)
     reached = f"{GRAPH} finds {tuned.hits:,} of {tuned.queries:,} nearest vectors"
     if tuned.suffices:
         reason = f"{reached}; recall is at least {tuned.low:.4f} at 95% confidence"
         return Choice(index, GRAPH, tuned.search, reason)
     drop(index.collection)
-    reason = f"{reached}, too few for index.recall = {settings.recall:g}; exact search remains"
+    reason = f"{reached}, too few for a recall of {RECALL:g}; exact search remains"
     return Choice(fill(gallery, settings, EXACT), EXACT, "", reason)
 
 

@@ -73,7 +73,7 @@ def _ingest_source(settings: Settings, directory: Path) -> "Dataset":
     from evernear.release.champion import live_classes
 
     directory.mkdir(parents=True, exist_ok=True)
-    live = live_classes(open_store(settings.store_uri), settings.classes)
+    live = live_classes(open_store(settings.store_uri))
     minimum = ClassMinimum(settings.validation.min_class_images, live)
     save_manifest(ingest_source(settings.data, settings.store_uri, _report, minimum=minimum), directory)
     return Dataset.open(directory)

@@ -19,8 +19,7 @@ from evernear.errors import DataError, PredictionRejectedError, SettingsError
 from evernear.serving.endpoints import endpoints, home_of, host_and_port, read_key, start_hint
 from evernear.serving.responses import Metadata, Prediction
 from evernear.settings import RunSettings
-from evernear.settings.prep import TIMEOUT_S as PREP_TIMEOUT_S
-from evernear.settings.serving import MODEL_NAME, RESPONSE_TIMEOUT_S
+from evernear.settings.serving import MODEL_NAME, PREP_TIMEOUT_S, RESPONSE_TIMEOUT_S
 from evernear.settings.sources import TOKEN_FILE_VARIABLE, TOKEN_VARIABLE
 
 Format = Literal["rest", "grpc", "prep"]

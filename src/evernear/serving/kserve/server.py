@@ -50,8 +50,14 @@ from evernear.serving.kserve.model import ReleaseModel
 from evernear.serving.kserve.protocols import parse_infer_request, require_few_tensors, require_uncompressed
 from evernear.serving.release_source import ReleaseSource
 from evernear.settings import ServingSettings
-from evernear.settings.prep import LARGE_DECODES, MAX_BODIES_SIZE_BYTES, UPLOAD_TIMEOUT_S
-from evernear.settings.serving import MODEL_NAME, QUEUE_SIZE, RESPONSE_TIMEOUT_S
+from evernear.settings.serving import (
+    LARGE_DECODES,
+    MAX_BODIES_SIZE_BYTES,
+    MODEL_NAME,
+    QUEUE_SIZE,
+    RESPONSE_TIMEOUT_S,
+    UPLOAD_TIMEOUT_S,
+)
 
 MAX_IMAGES = 1024
 """Maximum number of images in one request, because a tiny file can decode to a large array."""

@@ -30,7 +30,7 @@ from evernear.serving.request_parsing import RequestError, image_request_schema
 from evernear.serving.responses import Metadata, Prediction, Rejection
 from evernear.serving.tracing import TRACE_FIELD, describe_response, request_span, trace_id
 from evernear.settings import Settings
-from evernear.settings.prep import LARGE_DECODES, MAX_BODIES_SIZE_BYTES, UPLOAD_TIMEOUT_S
+from evernear.settings.serving import LARGE_DECODES, MAX_BODIES_SIZE_BYTES, UPLOAD_TIMEOUT_S
 
 REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _log = logging.getLogger(__name__)

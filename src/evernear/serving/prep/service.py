@@ -31,8 +31,7 @@ from evernear.serving.request_parsing import image_from_json
 from evernear.serving.responses import Metadata, Prediction
 from evernear.serving.tracing import span, tracer
 from evernear.settings import Settings
-from evernear.settings.prep import LARGE_DECODES, TIMEOUT_S
-from evernear.settings.serving import MODEL_NAME
+from evernear.settings.serving import LARGE_DECODES, MODEL_NAME, PREP_TIMEOUT_S
 
 ATTEMPTS = 4  # to reach the predictor for a request, while a pod is replaced; gRPC allows 5
 IN_FLIGHT = 64  # concurrent requests to the predictor, two full batches; others wait
@@ -92,7 +91,7 @@ class PrepService:
 
         Raises:
             RequestError, DataError: the request or its image is invalid.
-            ServerTimeoutError: the prediction takes longer than `TIMEOUT_S`.
+            ServerTimeoutError: the prediction takes longer than `PREP_TIMEOUT_S`.
             OverloadedError: too many large images are waiting.
             ServingError: the predictor is unreachable or fails, or the preprocessing of its release
                 is unavailable.
@@ -132,10 +131,10 @@ class PrepService:
 
     async def _in_time(self, work: Awaitable[Result]) -> Result:
         try:
-            async with asyncio.timeout(TIMEOUT_S):
+            async with asyncio.timeout(PREP_TIMEOUT_S):
                 return await work
         except TimeoutError:
-            raise ServerTimeoutError(f"No prediction within {TIMEOUT_S:g} s.") from None
+            raise ServerTimeoutError(f"No prediction within {PREP_TIMEOUT_S:g} s.") from None
 
     async def _live_release(self) -> ReleaseManifest:
         prediction = await self._predict(inspect_image, blank(await self._expected_release()))
@@ -217,7 +216,7 @@ def targets_of(settings: Settings) -> list[Target]:
     hosts = [host for host in (prep.predictor_host, prep.predictor_fallback_host) if host]
     targets = [Target.remote(settings, host, "grpc", tls=prep.predictor_tls) for host in hosts]
     return [
-        replace(target, timeout_s=TIMEOUT_S, attempts=ATTEMPTS)
+        replace(target, timeout_s=PREP_TIMEOUT_S, attempts=ATTEMPTS)
         for target in targets or [Target.local(settings, "grpc")]
     ]
 

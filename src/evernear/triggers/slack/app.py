@@ -13,7 +13,7 @@ from slack_bolt import Ack, App, BoltContext, BoltResponse, Respond
 
 from evernear.common.audit import request_id
 from evernear.errors import EvernearError
-from evernear.settings.permissions import Right
+from evernear.settings.triggers import Right
 from evernear.triggers.slack import promotions, prompts, runs
 from evernear.triggers.slack.blocks import LINK, Message, error_text, line
 from evernear.triggers.slack.client import SlackClient

@@ -10,7 +10,7 @@ from evernear.evaluation.verdict import classes_tested
 from evernear.kubeflow.runs import Run
 from evernear.release.promotions import Champion
 from evernear.release.records import Record
-from evernear.settings.permissions import Right
+from evernear.settings.triggers import Right
 from evernear.triggers.requests import TRAINING
 from evernear.triggers.slack.blocks import (
     EMOJI,

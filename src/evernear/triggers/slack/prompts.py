@@ -47,7 +47,6 @@ RETRAIN_PARAMETERS = (
     "train.seed",
     "index.type",
     "index.search",
-    "index.label_by",
     "index.k",
 )
 """Settings that /retrain may set. With settings of the gate or of the data, anyone who may start a

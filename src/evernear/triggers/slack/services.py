@@ -15,7 +15,7 @@ from evernear.common.store import Store
 from evernear.errors import ConflictError, EvernearError, SlackError
 from evernear.release.registry import Registry
 from evernear.settings import Settings
-from evernear.settings.permissions import PermissionSettings, Right
+from evernear.settings.triggers import PermissionSettings, Right
 from evernear.triggers.requests import Kind, Person, Request, RequestStore
 from evernear.triggers.slack.blocks import line
 from evernear.triggers.slack.client import SlackClient

@@ -135,8 +135,7 @@ def _gone_classes(observation: Observation, settings: Settings) -> list[str]:
     """A sentence about classes that the source no longer contains."""
     if observation.changes is None:
         return []
-    former = settings.classes.former_names
-    gone = {name: count for name, count in sorted(observation.changes.gone_classes.items()) if name not in former}
+    gone = dict(sorted(observation.changes.gone_classes.items()))
     if not gone:
         return []
     sentence = f"{'A class is' if len(gone) == 1 else 'Classes are'} gone from the source: {_counted(gone)}."

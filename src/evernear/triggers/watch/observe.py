@@ -206,8 +206,7 @@ class Observer:
         return _source_changes(gallery, train, trained.count("train"), new_classes)
 
     def _minimum(self, champion_labels: Sequence[str]) -> ClassMinimum:
-        live = self.settings.classes.current_labels(champion_labels)
-        return ClassMinimum(self.settings.validation.min_class_images, live)
+        return ClassMinimum(self.settings.validation.min_class_images, [*map(class_name, champion_labels)])
 
     def _snapshot(self, release: ReleaseManifest) -> Manifest:
         manifest = find_manifest(self.store, release.dataset_name, release.dataset_digest)

@@ -23,15 +23,35 @@ Tree = dict[str, Any]
 OLDEST, NEWEST = "1.30", "1.37"
 RELEASE = ServedRelease("20260101.000000.52dd9167", "b" * 64, "c" * 64)
 IMAGE = "registry.example/evernear-serve@sha256:" + "a" * 64
-ALL = [
-    "kubernetes.gpus=1",
-    'kubernetes.node_selector={"pool": "gpu"}',
-    'kubernetes.tolerations=[{"key": "nvidia.com/gpu", "operator": "Exists", "tolerationSeconds": 60}]',
-    'kubernetes.image_pull_secrets=["registry"]',
-    "kubernetes.token_secret=evernear-token",
-    "serving.workers=2",
-    "kubernetes.cpu=5",
-]
+ALL = ["kubernetes.token_secret=evernear-token", "serving.workers=2", "kubernetes.cpu=5"]
+COLLECTOR = {"name": "OTEL_EXPORTER_OTLP_ENDPOINT", "value": "http://collector.monitoring:4318"}
+GPU_TOLERATION = {"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}
+OWNERS: Tree = {
+    "metadata": {"name": "evernear-serving"},
+    "template": {
+        "metadata": {"labels": {"team": "vision", "app.kubernetes.io/version": "theirs"}, "creationTimestamp": None},
+        "spec": {
+            "nodeSelector": {"pool": "gpu"},
+            "tolerations": [GPU_TOLERATION],
+            "imagePullSecrets": [{"name": "registry"}],
+            "terminationGracePeriodSeconds": 1,
+            "initContainers": [
+                {"name": "fetch", "image": "theirs", "envFrom": [{"secretRef": {"name": "team-reader"}}]},
+            ],
+            "containers": [
+                {
+                    "name": "torchserve",
+                    "image": "theirs",
+                    "env": [COLLECTOR, {"name": "EVERNEAR_WORKDIR", "value": "/theirs"}],
+                    "envFrom": [{"secretRef": {"name": "evernear-milvus"}}],
+                    "resources": {"limits": {"nvidia.com/gpu": "1", "memory": "1Mi"}},
+                    "volumeMounts": [{"name": "tmp", "mountPath": "/models"}, {"name": "tmp", "mountPath": "/tmp"}],
+                },
+                {"name": "sidecar", "image": "registry.example/sidecar"},
+            ],
+        },
+    },
+}
 
 
 def settings(*overrides: str, store: str = "s3://bucket/prefix") -> Settings:
@@ -48,9 +68,10 @@ def pod(manifests: dict[str, Tree]) -> Tree:
 
 
 @pytest.mark.parametrize("version", [OLDEST, NEWEST])
+@pytest.mark.parametrize("owners", [None, OWNERS])
 @pytest.mark.parametrize("overrides", [[], ALL, ["store=file:///mnt/store", "kubernetes.store_claim=store"]])
-def test_objects_match_the_schema(version: str, overrides: list[str]) -> None:
-    manifests = serving_objects(settings(*overrides), RELEASE)
+def test_objects_match_the_schema(version: str, overrides: list[str], owners: Tree | None) -> None:
+    manifests = serving_objects(settings(*overrides), RELEASE, owners)
     assert len(manifests) == 7
     for manifest in manifests:
         kubernetes_validate.validate(manifest, version, strict=True)
@@ -167,7 +188,7 @@ def test_pods_meet_the_restricted_standard() -> None:
 def test_only_the_init_container_has_the_store_keys() -> None:
     spec = pod(objects("kubernetes.token_secret=evernear-token"))
     fetch, serve = spec["initContainers"][0], spec["containers"][0]
-    assert fetch["envFrom"] == [{"secretRef": {"name": "evernear-s3-reader"}}]
+    assert fetch["envFrom"] == [{"secretRef": {"name": "evernear-s3-reader", "optional": True}}]
     assert {"name": "EVERNEAR_STORE", "value": "s3://bucket/prefix"} in fetch["env"]
     assert "envFrom" not in serve
     assert not any(variable["name"] == "EVERNEAR_STORE" for variable in serve["env"])
@@ -180,13 +201,40 @@ def test_server_runs_without_token_if_no_secret_is_set() -> None:
     assert "--without-token" not in pod(objects("kubernetes.token_secret=token"))["containers"][0]["command"]
 
 
-def test_only_the_server_exports_traces() -> None:
-    variable = {"name": "OTEL_EXPORTER_OTLP_ENDPOINT", "value": "http://collector.monitoring:4318"}
-    spec = pod(objects(f"kubernetes.otlp_endpoint={variable['value']}"))
-    server, *others = [*spec["containers"], *spec["initContainers"]]
-    assert variable in server["env"]
-    assert not [each for each in others if variable in each["env"]]
-    assert "OTEL" not in str(pod(objects()))
+def owned_pod(*overrides: str) -> Tree:
+    """The template of a pod to which `OWNERS` adds."""
+    manifests = {manifest["kind"]: manifest for manifest in serving_objects(settings(*overrides), RELEASE, OWNERS)}
+    return manifests["Deployment"]["spec"]["template"]
+
+
+def test_owner_adds_what_a_release_does_not_set() -> None:
+    template = owned_pod()
+    spec, (serve, sidecar) = template["spec"], template["spec"]["containers"]
+    assert template["metadata"]["labels"]["team"] == "vision"
+    assert (spec["nodeSelector"], spec["tolerations"]) == ({"pool": "gpu"}, [GPU_TOLERATION])
+    assert spec["imagePullSecrets"] == [{"name": "registry"}]
+    assert COLLECTOR in serve["env"]
+    assert serve["envFrom"] == [{"secretRef": {"name": "evernear-milvus"}}]
+    assert serve["resources"]["limits"] == {"cpu": "2", "memory": "2048Mi", "nvidia.com/gpu": "1"}
+    assert [mount["mountPath"] for mount in serve["volumeMounts"] if mount["name"] == "tmp"] == ["/tmp", "/models"]
+    assert sidecar["name"] == "sidecar"
+    sources = [source["secretRef"]["name"] for source in spec["initContainers"][0]["envFrom"]]
+    assert sources == ["evernear-s3-reader", "team-reader"], "the later one overrides the variables of the first"
+
+
+def test_owner_changes_nothing_that_a_release_sets() -> None:
+    template, own = owned_pod(), objects()["Deployment"]["spec"]["template"]
+
+    def kept(value: Any, of: Any) -> bool:
+        if isinstance(of, dict):
+            return all(kept(value[key], each) for key, each in of.items() if key != REVISION)
+        if isinstance(of, list):
+            return all(any(kept(item, each) for item in value) for each in of)
+        return value == of
+
+    assert kept(template, own)
+    labels = [each["metadata"]["labels"][REVISION] for each in (template, own)]
+    assert labels[0] != labels[1], "other pods are another revision"
 
 
 def test_management_api_is_not_exposed() -> None:
@@ -252,7 +300,6 @@ def test_claim_is_mounted_at_the_path_of_the_store() -> None:
         (["kubernetes.cpu=two"], "kubernetes.cpu"),
         (["kubernetes.memory=2GB"], "kubernetes.memory"),
         (["kubernetes.name=Evernear"], "kubernetes.name"),
-        (["kubernetes.service_url=evernear.example"], "kubernetes.service_url"),
     ],
 )
 def test_invalid_settings_are_rejected_with_a_message(overrides: list[str], sentence: str) -> None:
@@ -269,7 +316,7 @@ def test_queries_are_shipped_by_a_sidecar_with_separate_keys() -> None:
     assert ship["restartPolicy"] == "Always"
     assert ship["command"][:3] == ["evernear", "watch", "--ship"]
     assert [fetch["envFrom"], ship["envFrom"]] == [
-        [{"secretRef": {"name": "evernear-s3-reader"}}],
+        [{"secretRef": {"name": "evernear-s3-reader", "optional": True}}],
         [{"secretRef": {"name": "evernear-s3-queries"}}],
     ]
     assert "envFrom" not in serve
@@ -296,13 +343,14 @@ def parse(command: Any, words: list[str]) -> None:
     command.make_context(command.name, words)
 
 
-def test_torchserve_alone_gets_the_address_and_token_of_milvus():
-    local = ["store=file:///mnt/store", "kubernetes.store_claim=store"]
-    manifests = objects(*local, "kubernetes.milvus_secret=evernear-milvus")
-    spec = manifests["Deployment"]["spec"]["template"]["spec"]
-    (container,) = spec["containers"]
-    assert container["envFrom"] == [{"secretRef": {"name": "evernear-milvus"}}]
-    assert all("envFrom" not in other for other in spec["initContainers"])
-    # Without it, a pod with a local store has no egress.
-    assert manifests["NetworkPolicy"]["spec"]["egress"]
-    assert not objects(*local)["NetworkPolicy"]["spec"]["egress"]
+@pytest.mark.parametrize(
+    ("overrides", "ports"),
+    [
+        ([], {53, 443, 8333, 9000}),
+        (["store=file:///mnt/store", "kubernetes.store_claim=store"], set[int]()),
+        (["store=file:///mnt/store", "kubernetes.store_claim=store", "kubernetes.egress_ports=[19530]"], {53, 19530}),
+    ],
+)
+def test_egress_is_limited_to_the_store_and_to_named_ports(overrides: list[str], ports: set[int]) -> None:
+    rules = objects(*overrides)["NetworkPolicy"]["spec"]["egress"]
+    assert {port["port"] for rule in rules for port in rule["ports"]} == ports

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from evernear.cli.checks import check
+from evernear.cli.doctor import check
 from evernear.common.store import s3_connection
 from evernear.common.store.s3 import S3Store
 from evernear.errors import ConflictError, StoreError, TransientStoreError

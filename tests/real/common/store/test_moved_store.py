@@ -69,7 +69,7 @@ def test_moved_store_is_read_and_updated(moved: tuple[Store, Store], tmp_path: P
 
 def test_unfinished_ingest_continues_in_a_moved_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before, after = (open_store((tmp_path / name).as_uri()) for name in ("before", "after"))
-    settings = DataSettings(source=f"folder:{tmp_path / 'images'}", size_px=8, channels="gray")
+    settings = DataSettings(source=f"folder:{tmp_path / 'images'}", size_px=8)
     write_images(tmp_path / "images", 12, seed=0)
     with monkeypatch.context() as killing:
         killing.setattr(Snapshots, "publish", interrupt)

@@ -78,7 +78,7 @@ class Clients:
     """Sends a request at a time through the Service, until `stop`."""
 
     def __init__(self, settings: Settings, image: bytes) -> None:
-        self._client = service_client(Cluster.of(settings.kubernetes), settings)
+        self._client = service_client(Cluster.of(settings.kubernetes.namespace), settings)
         self._image = image
         self._stopping = threading.Event()
         self.versions: list[str] = []

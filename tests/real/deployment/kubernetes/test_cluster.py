@@ -14,12 +14,9 @@ from evernear.deployment.kubernetes import cluster as module
 from evernear.deployment.kubernetes.cluster import Cluster
 from evernear.deployment.kubernetes.service import service_client
 from evernear.errors import ClusterError, SettingsError
-from evernear.settings import KubernetesSettings
 from tests.loopback.kubernetes import LoopbackCluster, too_many_requests
 from tests.real.deployment.kubernetes.deployer import MakeSettings
 from tests.real.serving.fake_servers import http_server
-
-SETTINGS = KubernetesSettings()
 
 
 @pytest.fixture
@@ -33,17 +30,11 @@ def bare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_missing_credentials_error_names_the_kubeconfig(bare: Path) -> None:
     with pytest.raises(ClusterError, match=rf"{bare}/\.kube/config does not exist; set KUBECONFIG"):
-        Cluster.of(SETTINGS)
+        Cluster.of("evernear")
     (bare / ".kube").mkdir()
     (bare / ".kube" / "config").write_text("nonsense: true")
     with pytest.raises(ClusterError, match=rf"The kubeconfig {bare}/\.kube/config cannot be used: "):
-        Cluster.of(SETTINGS)
-
-
-def test_context_is_selected_by_name(loopback: LoopbackCluster, make_settings: MakeSettings) -> None:
-    assert Cluster.of(make_settings(context="loopback").kubernetes).host == loopback.url
-    with pytest.raises(ClusterError, match="has no usable context 'elsewhere'"):
-        Cluster.of(make_settings(context="elsewhere").kubernetes)
+        Cluster.of("evernear")
 
 
 def test_pod_uses_its_service_account_unless_kubeconfig_is_set(
@@ -57,21 +48,25 @@ def test_pod_uses_its_service_account_unless_kubeconfig_is_set(
     monkeypatch.setattr(incluster_config, "SERVICE_CERT_FILENAME", authority)
     monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "127.0.0.1")
     monkeypatch.setenv("KUBERNETES_SERVICE_PORT", loopback.url.rpartition(":")[2])
-    cluster = Cluster.of(SETTINGS)
+    cluster = Cluster.of("evernear")
     assert (cluster.inside, cluster.host) == (True, loopback.url)
     assert cluster.get("Deployment", "evernear-serving") is None
     settings = make_settings(token_secret="token")  # inside the cluster, the client can send a token
     client: Any = service_client(cluster, settings)
     assert client._target.url == "http://evernear-serving.evernear.svc:8080"
+    (bare / "namespace").write_text("team\n")
+    monkeypatch.setattr(module, "NAMESPACE_FILE", bare / "namespace")
+    assert Cluster.of().namespace == "team"
     monkeypatch.setenv("KUBECONFIG", str(kubeconfig))  # takes precedence: a CI runner may be a pod of another cluster
-    assert not Cluster.of(SETTINGS).inside
+    outside = Cluster.of()
+    assert (outside.inside, outside.namespace) == (False, "evernear"), "the namespace of the current context"
 
 
 def test_token_from_outside_requires_a_service_url(
     loopback: LoopbackCluster, make_settings: MakeSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cluster = Cluster.of(SETTINGS)
-    with pytest.raises(SettingsError, match=r"kubernetes\.service_url"):
+    cluster = Cluster.of("evernear")
+    with pytest.raises(SettingsError, match=r"set the environment variable EVERNEAR_SERVICE_URL="):
         service_client(cluster, make_settings(token_secret="token"))
     monkeypatch.setenv("EVERNEAR_TOKEN", "secret")
     requests: list[str] = []
@@ -81,10 +76,13 @@ def test_token_from_outside_requires_a_service_url(
         http.server.BaseHTTPRequestHandler.send_error(handler, 401)
 
     with http_server(do_POST=answer) as port:
-        settings = make_settings(token_secret="token", service_url=f"http://127.0.0.1:{port}")
+        monkeypatch.setenv("EVERNEAR_SERVICE_URL", f"http://127.0.0.1:{port}")
         with pytest.raises(Exception, match="401"):
-            service_client(cluster, settings).predict(b"image")
+            service_client(cluster, make_settings(token_secret="token")).predict(b"image")
     assert requests == ["Bearer secret"]
+    monkeypatch.setenv("EVERNEAR_SERVICE_URL", "evernear.example")
+    with pytest.raises(SettingsError, match=r"EVERNEAR_SERVICE_URL is 'evernear.example', not a URL such as http://"):
+        service_client(cluster, make_settings())
 
 
 @pytest.fixture
@@ -99,13 +97,13 @@ def test_unknown_token_is_rejected(loopback: LoopbackCluster, monkeypatch: pytes
     kubeconfig.write_text(yaml.safe_dump(tree))
     monkeypatch.setenv("KUBECONFIG", str(kubeconfig))
     with pytest.raises(ClusterError, match=rf"^The API server at {loopback.url} does not accept the credentials \("):
-        Cluster.of(SETTINGS).get("Deployment", "x")
+        Cluster.of("evernear").get("Deployment", "x")
 
 
 @pytest.mark.usefixtures("quick")
 def test_retries_are_limited(loopback: LoopbackCluster) -> None:
     loopback.fail(too_many_requests(), times=module.MAX_ATTEMPTS - 1)
-    cluster = Cluster.of(SETTINGS)
+    cluster = Cluster.of("evernear")
     assert cluster.get("Deployment", "evernear-serving") is None
     loopback.fail(too_many_requests(retry_after_s=3600), times=module.MAX_ATTEMPTS)
     with pytest.raises(ClusterError, match="still fails after 5 attempts: 429"):
@@ -146,19 +144,19 @@ def foreign_server(bare: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]
 
 @pytest.mark.usefixtures("quick")
 def test_foreign_and_unreachable_servers_are_reported(foreign_server: str, bare: Path) -> None:
-    cluster = Cluster.of(SETTINGS)
+    cluster = Cluster.of("evernear")
     with pytest.raises(ClusterError, match=rf"^The server at {foreign_server} is not a Kubernetes API server\.$"):
         cluster.get("Deployment", "x")
     kubeconfig = bare / "config"
     kubeconfig.write_text(kubeconfig.read_text().replace(foreign_server, "http://127.0.0.1:1"))
-    cluster = Cluster.of(SETTINGS)
+    cluster = Cluster.of("evernear")
     with pytest.raises(ClusterError, match=r"^The API server at http://127\.0\.0\.1:1 cannot be reached: .*refused"):
         cluster.get("Deployment", "x")
 
 
 def test_default_client_configuration_is_unchanged(loopback: LoopbackCluster) -> None:
     """Other clients of the process, such as KFP's, keep their configuration."""
-    Cluster.of(SETTINGS)
+    Cluster.of("evernear")
     from kubernetes.client import Configuration
 
     assert Configuration.get_default_copy().host != loopback.url

@@ -20,7 +20,7 @@ from evernear.cli.app import app
 from evernear.common.retry import retry
 from evernear.common.store import FileStore, open_store
 from evernear.deployment import kubernetes
-from evernear.deployment.kubernetes import rollout
+from evernear.deployment.kubernetes import KubernetesTarget, rollout
 from evernear.deployment.kubernetes.cluster import Cluster
 from evernear.deployment.kubernetes.lease import LeaseLock
 from evernear.errors import (
@@ -88,7 +88,7 @@ class Sandbox:
         self.loopback = loopback
         self.settings = settings
         self.registry = Registry(open_store(settings.store_uri))
-        self.cluster = Cluster.of(settings.kubernetes)
+        self.cluster = Cluster.of(settings.kubernetes.namespace)
         self._admin = config.new_client_from_config(str(loopback.kubeconfig()))
 
     @property
@@ -316,12 +316,28 @@ def test_field_conflicts_are_reported_before_any_change(sandbox: Sandbox, releas
     with pytest.raises(
         ClusterError,
         match=r'^Deployment evernear-serving: "kubectl-edit".* set \.spec\.template\.spec\.terminationGrace\w+; '
-        r"release it there, or take ownership with --set kubernetes\.force_conflicts=true\.$",
+        r"release it there, or take it over with `evernear deployment render \| kubectl apply --server-side "
+        r"--field-manager=evernear --force-conflicts -f -`\.$",
     ):
         sandbox.deploy(second)
     settings = client.CoreV1Api(apps.api_client).read_namespaced_config_map(NAME, "evernear")
     assert settings.metadata.annotations[RELEASE] == first.version
-    assert sandbox.deploy(second, force_conflicts=True).version == second.version
+    for manifest in KubernetesTarget(sandbox.settings).render(None):  # what the remedy does
+        sandbox.cluster.apply(manifest, force=True)
+    assert sandbox.deploy(second).version == second.version
+
+
+def test_owner_adds_to_the_pods(sandbox: Sandbox, releases: tuple[PackedRelease, ...]) -> None:
+    core = client.CoreV1Api(config.new_client_from_config(str(sandbox.loopback.kubeconfig())))
+    tolerations = [{"key": "nvidia.com/gpu", "operator": "Exists"}]
+    spec = {"tolerations": tolerations, "containers": [{"name": "torchserve", "image": "replaced"}]}
+    core.create_namespaced_pod_template("evernear", {"metadata": {"name": NAME}, "template": {"spec": spec}})
+    sandbox.deploy(releases[0])
+    deployed = sandbox.find("Deployment")
+    assert deployed is not None
+    pod = deployed["spec"]["template"]["spec"]
+    assert pod["tolerations"] == tolerations
+    assert [container["image"] for container in pod["containers"]] == [sandbox.settings.kubernetes.image]
 
 
 class Killed(BaseException):

@@ -18,7 +18,7 @@ NAME = "evernear-serving"
 
 @pytest.fixture
 def cluster(loopback: LoopbackCluster, make_settings: MakeSettings) -> Cluster:
-    return Cluster.of(make_settings().kubernetes)
+    return Cluster.of(make_settings().kubernetes.namespace)
 
 
 def holder(cluster: Cluster) -> str:
@@ -95,7 +95,7 @@ def test_lease_survives_lost_responses_and_short_outages(
     loopback: LoopbackCluster, make_settings: MakeSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("evernear.deployment.kubernetes.cluster.BACKOFF_S", 0.05)
-    cluster = Cluster.of(make_settings().kubernetes)
+    cluster = Cluster.of(make_settings().kubernetes.namespace)
     loopback.drop(lambda call: call.verb == "create", after=True)
     with LeaseLock(cluster, NAME, 2) as lease:
         loopback.drop(lambda call: call.verb == "update", after=True)

@@ -8,7 +8,7 @@ import pytest
 import yaml
 from kubernetes import client, config
 
-from evernear.cli.checks import check
+from evernear.cli.doctor import check
 from tests.loopback.kubernetes import LoopbackCluster
 from tests.real.deployment.kubernetes.deployer import BASE, MakeSettings
 
@@ -56,13 +56,14 @@ def test_each_missing_right_is_reported(loopback: LoopbackCluster, make_settings
 
 
 def test_service_proxy_right_is_needed_only_without_a_service_url(
-    loopback: LoopbackCluster, make_settings: MakeSettings
+    loopback: LoopbackCluster, make_settings: MakeSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with config.new_client_from_config(str(loopback.kubeconfig())) as administrator:
         client.RbacAuthorizationV1Api(administrator).delete_namespaced_role("from-outside", "evernear")
     (result,) = check(make_settings(), ["cluster"])
     assert "lack permissions in namespace evernear: create services/proxy evernear-serving:http." in result.message
-    (result,) = check(make_settings(service_url="http://serving.example"), ["cluster"])
+    monkeypatch.setenv("EVERNEAR_SERVICE_URL", "http://serving.example")
+    (result,) = check(make_settings(), ["cluster"])
     assert result.ok, result.message
 
 

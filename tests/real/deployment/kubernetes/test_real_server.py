@@ -22,7 +22,7 @@ pytestmark = pytest.mark.slow
 @pytest.fixture
 def settings(make_settings: MakeSettings, bucket: str, monkeypatch: pytest.MonkeyPatch) -> Settings:
     monkeypatch.setattr(service, "CONVERGENCE_TIMEOUT_S", 10)
-    base = make_settings(store_claim="", s3_secret="")
+    base = make_settings(store_claim="")
     return base.model_copy(update={"store": f"s3://{bucket}/store"})
 
 

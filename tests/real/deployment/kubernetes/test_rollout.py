@@ -33,7 +33,7 @@ OLD, NEW = "20260101.000000.00000000", "20260102.000000.00000000"
 
 
 def roll_out(settings: Settings, version: str) -> None:
-    cluster = Cluster.of(settings.kubernetes)
+    cluster = Cluster.of(settings.kubernetes.namespace)
     apply_revision(cluster, serving_objects(settings, ServedRelease(version, "b" * 64, "c" * 64)))
     await_rollout(cluster, settings.kubernetes)
 
@@ -132,7 +132,7 @@ def test_stale_progress_deadline_is_ignored(loopback: LoopbackCluster, make_sett
     """The deployment is repeated once its missing resource exists; the condition of the first
     attempt remains."""
     settings = make_settings()
-    cluster = Cluster.of(settings.kubernetes)
+    cluster = Cluster.of(settings.kubernetes.namespace)
     loopback.set_pod_behavior(Unschedulable())
     apply_revision(cluster, serving_objects(settings, ServedRelease(NEW, "b" * 64, "c" * 64)))
     until(lambda: "ProgressDeadlineExceeded" in str(cluster.get("Deployment", settings.kubernetes.name)))
@@ -154,7 +154,7 @@ def test_rejected_pods_are_reported(loopback: LoopbackCluster, make_settings: Ma
     for manifest in objects:
         if manifest["kind"] == "Deployment":
             manifest["spec"]["template"]["spec"]["hostNetwork"] = True
-    cluster = Cluster.of(settings.kubernetes)
+    cluster = Cluster.of(settings.kubernetes.namespace)
     apply_revision(cluster, objects)
     with pytest.raises(ClusterError, match=r"no pod can be created: .*violates PodSecurity"):
         await_rollout(cluster, settings.kubernetes)

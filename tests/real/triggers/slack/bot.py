@@ -13,7 +13,7 @@ from evernear.common.store import Store, open_store
 from evernear.errors import PipelineServerError, StoreError
 from evernear.kubeflow.runs import KfpStep, Parameter, Run, State
 from evernear.settings import Settings, SlackSettings
-from evernear.settings.permissions import PermissionSettings
+from evernear.settings.triggers import PermissionSettings
 from evernear.triggers.requests import RequestStore
 from evernear.triggers.slack.app import create_slack_app
 from evernear.triggers.slack.client import SlackClient

@@ -16,7 +16,7 @@ import pytest
 
 from evernear.errors import ServingError, SettingsError, SlackError
 from evernear.settings import Settings
-from evernear.settings.permissions import PermissionSettings
+from evernear.settings.triggers import PermissionSettings
 from evernear.triggers.slack import heartbeat, server
 from evernear.triggers.slack.server import EVENTS_PATH, serve_slack
 from tests import ROOT

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from evernear.cli.watch import baker_of
+from evernear.cli.triggers import baker_of
 from evernear.common.run_record import RunRecord, StepRecord
 from evernear.common.store import open_store
 from evernear.data.ingest import ingest_source

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
-from evernear.cli.watch import app
+from evernear.cli.triggers import watch_app as app
 from evernear.errors import PipelineServerError
 from tests.real.triggers.watch.watched import noise
 

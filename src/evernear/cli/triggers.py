@@ -1,7 +1,9 @@
-"""``evernear watch``: check for new images and drift, and propose or start a run."""
+"""``evernear watch``, ``slack`` and ``console``: the processes that start runs, or ask for them."""
 
 import logging
 import os
+import secrets
+import sys
 import tempfile
 import threading
 from datetime import UTC, datetime
@@ -10,19 +12,23 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from evernear.cli.interrupts import stop_on_signals
 from evernear.cli.options import (
     ConfigOption,
     JsonOption,
     SetOption,
     SourceOption,
     WorkdirOption,
+    local_settings,
+    message_on_interrupt,
     options_of,
+    run_layers,
     run_settings,
+    stop_on_signals,
 )
-from evernear.common.output import log_to_stderr, print_json, print_line, quantity
-from evernear.errors import PipelineServerError, SettingsError
+from evernear.common.output import log_to_stderr, print_json, print_line, print_secret, quantity
+from evernear.errors import PipelineServerError, ServingError, SettingsError, SlackError
 from evernear.settings import Settings
+from evernear.settings.layers import Layers, command_for
 
 if TYPE_CHECKING:
     from evernear.common.store import Store
@@ -30,12 +36,24 @@ if TYPE_CHECKING:
     from evernear.triggers.watch.baker import Baker
     from evernear.triggers.watch.schedule_state import CheckReport, ScheduleStore
 
-app = typer.Typer(
+watch_app = typer.Typer(
     name="watch",
     rich_markup_mode="markdown",
     invoke_without_command=True,
     help="Check for new images and for drift, and propose or start training or a reindex.",
 )
+slack_app = typer.Typer(
+    name="slack",
+    rich_markup_mode="markdown",
+    invoke_without_command=True,
+    help="The Slack bot: start runs, follow them, report their verdicts.",
+)
+PortOption = Annotated[
+    int | None, typer.Option(min=0, max=65535, help="Port; 0 chooses a free one. [console.port]", show_default=False)
+]
+HostOption = Annotated[
+    str | None, typer.Option(help="Address to bind; another than loopback needs TLS or a proxy. [console.host]")
+]
 
 
 def watch_settings(
@@ -44,7 +62,7 @@ def watch_settings(
     return run_settings(source, None, config, overrides, workdir)
 
 
-@app.callback()
+@watch_app.callback()
 def watch(
     context: typer.Context,
     on: Annotated[
@@ -98,7 +116,7 @@ def _run(settings: Settings) -> None:
             service.run()
 
 
-@app.command()
+@watch_app.command()
 @options_of(watch_settings)
 def once(
     settings: Settings,
@@ -214,3 +232,79 @@ def _show(report: "CheckReport", as_json: bool) -> None:
         print_line(f"    {name.replace('_', ' '):<24} {value:,.4g}")
     if report.proposal:
         print_line(f"proposal {report.proposal}")
+
+
+@slack_app.callback()
+def slack(
+    context: typer.Context,
+    config: ConfigOption = None,
+    overrides: SetOption = None,
+    workdir: WorkdirOption = None,
+) -> None:
+    """Run the Slack bot until SIGTERM or Ctrl-C. Tokens come from the environment (see
+    docs/slack.md)."""
+    if context.invoked_subcommand is not None:
+        return
+    settings = local_settings(config, overrides, workdir)
+    try:
+        from evernear.kubeflow.client import KfpRuns
+        from evernear.triggers.slack.server import serve_slack
+    except ModuleNotFoundError as error:
+        raise SlackError(f"{error.name} is not installed; run `pip install evernear[triggers,pipeline]`.") from None
+
+    log_to_stderr(logging.INFO, settings.log_format)
+    stop = threading.Event()
+    remains = "Interrupted. All requests from Slack are stored; the next `evernear slack` continues with them."
+    with stop_on_signals(stop, remains):
+        serve_slack(settings, KfpRuns(settings.pipeline), stop)
+
+
+@slack_app.command(hidden=True)
+@options_of(local_settings)
+def ready(settings: Settings) -> None:
+    """Probe for orchestrators: exit with 0 if the bot of this working directory is healthy,
+    otherwise with 1."""
+    from evernear.triggers.slack.heartbeat import is_recent
+
+    if not is_recent(settings):
+        print_line("The bot is not running or is stuck; see its log.", sys.stderr)
+        raise typer.Exit(1)
+    print_line("Ready.")
+
+
+@options_of(run_layers)
+def console(layers: Layers[Settings], port: PortOption = None, host: HostOption = None) -> None:
+    """Serve web pages on which users try images, name unknown images, correct suspect labels,
+    reindex, promote and roll back."""
+    from evernear.common.store import open_store
+    from evernear.release.promotions import whoami
+
+    try:
+        from evernear.console.access import SignIn
+        from evernear.console.backend import Backend
+        from evernear.console.runs import LocalRuns, PipelineRuns
+        from evernear.console.server import create_console_app, require_private, serve_console
+    except ModuleNotFoundError as error:
+        raise ServingError(f"{error.name} is not installed; run `pip install 'evernear[console]'`.") from None
+
+    chosen = {"console.port": port, "console.host": host}
+    layers = layers.with_defaults(f"{name}={value}" for name, value in chosen.items() if value is not None)
+    settings = layers.settings()
+    require_private(settings.console)
+    store = open_store(settings.store_uri)
+    in_cluster = bool(settings.pipeline.endpoint) or "KUBERNETES_SERVICE_HOST" in os.environ
+    runner = PipelineRuns(settings, store) if in_cluster else LocalRuns(settings, layers.later_words(keep=False))
+    backend = Backend.open(settings, store, runner)
+    for sentence in backend.answers.set_aside.values() if backend.answers else ():
+        print_line(sentence)
+    token = secrets.token_urlsafe(24)
+    sign_in = SignIn(settings, token, whoami())
+
+    def announce(url: str) -> None:
+        query = f"?token={token}" if sign_in.by_token else ""
+        print_secret(f"Open {url}/{query}")
+        print_secret(f"Name unknown images and correct labels on {url}/review{query}")
+
+    again = command_for(settings.workdir, "console")
+    with message_on_interrupt(f"Interrupted. Every answer is stored; `{again}` continues. Runs in progress go on."):
+        serve_console(create_console_app(backend, sign_in), settings.console, announce)
