@@ -16,11 +16,11 @@ from evernear.common.plugins import rejection
 from evernear.common.run_record import RunRecord
 from evernear.common.store import Store
 from evernear.errors import EvernearError, StoreError
-from evernear.integrations.model_registry import ADDRESS
 from evernear.release.records import Record
 from evernear.release.registry import Registry
 from evernear.reporting.run_report import RunReport
 
+ADDRESS = "MODEL_REGISTRY_BASE_URL"
 REGISTRY_API = "/api/model_registry/v1alpha3"
 SYSTEM = "The model registry"
 TOKEN_FILE = "KF_PIPELINES_SA_TOKEN_PATH"  # noqa: S105 - the variable of Kubeflow's client that names the file
@@ -35,6 +35,8 @@ def register(record: RunRecord) -> list[str]:
     """Register the release that a run created, and mark the champion. A failure is a warning. If
     the deployment failed, the release was not published and gets no entry. A run without a release
     may have been a rollback or promotion, so the champion is always marked."""
+    if not os.environ.get(ADDRESS):
+        return []
     report = RunReport.load(record)
     if version := report.outcome.candidate:
         try:
@@ -45,6 +47,8 @@ def register(record: RunRecord) -> list[str]:
 
 
 def follow_champion(store: Store) -> list[str]:
+    if not os.environ.get(ADDRESS):
+        return []
     try:
         _mark_champion(Registry(store))
     except _ERRORS as error:
