@@ -222,7 +222,7 @@ def test_conditional_writes_have_one_winner(server: SeaweedFS, monkeypatch: pyte
     monkeypatch.setenv("AWS_ENDPOINT_URL", server.endpoint)
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "pipeline-key")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "pipeline-secret/+=")
-    assert S3Store("evernear", "")._conditional_writer.race_winners == (1, 1)
+    assert S3Store("evernear", "").race_winners == (1, 1)
 
 
 def test_restart_keeps_objects_and_applies_new_keys(tmp_path: Path) -> None:

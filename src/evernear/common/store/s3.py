@@ -12,7 +12,7 @@ has read the body, and resets the connection.
 """
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from datetime import datetime, timedelta
@@ -127,7 +127,6 @@ class S3Store(Store):
         self._prefix = f"{prefix}/" if prefix else ""
         self._connection = S3Connection.from_environment()
         self._client = self._connection.client
-        self._conditional_writer = ConditionalWriter(self._connection, bucket, self._prefix)
 
     def put(self, key: str, data: bytes | Path) -> str:
         check_key(key)
@@ -138,7 +137,12 @@ class S3Store(Store):
 
     def put_if(self, key: str, data: bytes, etag: str | None) -> str:
         check_key(key)
-        return self._conditional_writer.put_if(key, data, etag, {_SHA256: sha256_bytes(data)})
+        if self.race_winners != (1, 1):
+            raise StoreError(self._explain_unsupported(*self.race_winners))
+        written = self._put_conditionally(key, data, etag, {_SHA256: sha256_bytes(data)})
+        if written is None:
+            raise conflict(self.uri, key)
+        return written
 
     def find(self, key: str) -> tuple[bytes, str] | None:
         def read(response: urllib3.BaseHTTPResponse) -> tuple[bytes, str]:
@@ -220,37 +224,20 @@ class S3Store(Store):
             response.close()
             response.release_conn()
 
-
-class ConditionalWriter:
-    """Writes objects conditionally under ``prefix``, which is empty or ends with a slash."""
-
-    def __init__(self, connection: S3Connection, bucket: str, prefix: str) -> None:
-        self._connection, self._bucket, self._prefix = connection, bucket, prefix
-        self._uri = f"s3://{bucket}/{prefix}".rstrip("/")
-
-    def put_if(self, key: str, data: bytes, etag: str | None, headers: dict[str, str]) -> str:
-        """Write if the object has ``etag`` or, without one, does not exist. Return the new etag."""
-        if self.race_winners != (1, 1):
-            raise StoreError(self._explain_unsupported(*self.race_winners))
-        written = self._put(self._prefix + key, data, etag, headers)
-        if written is None:
-            raise conflict(self._uri, key)
-        return written
-
     @cached_property
     def race_winners(self) -> tuple[int, int]:
         """How many of eight concurrent writers create an object, and how many replace it. Both are
         1 if compare-and-swap works, and 0 if the server rejects the condition. If it ignores the
         condition, or checks it before the write, at least one is above 1."""
-        name = f"{self._prefix}{OWN_PREFIX}probe-{uuid4().hex}"
-        created = self._race(name, None)
+        key = f"{OWN_PREFIX}probe-{uuid4().hex}"
+        created = self._race(key, None)
         if not created:
             return 0, 0
         try:
-            return len(created), len(self._race(name, created[0]))
+            return len(created), len(self._race(key, created[0]))
         finally:
             with suppress(TransientStoreError):  # 16 bytes remain that are never listed
-                self._remove(name)
+                self.delete(key)
 
     def _explain_unsupported(self, created: int, replaced: int) -> str:
         return (
@@ -260,15 +247,15 @@ class ConditionalWriter:
             " If-Match."
         )
 
-    def _race(self, name: str, etag: str | None) -> list[str]:
+    def _race(self, key: str, etag: str | None) -> Sequence[str]:
         # The content differs, because rewriting the current content would keep the etag, and the
         # next writer's condition would also hold.
         entries = [uuid4().bytes for _ in range(_RACERS)]
         with ThreadPoolExecutor(_RACERS) as racers:
-            etags = racers.map(lambda data: self._put(name, data, etag, {}), entries)
+            etags = racers.map(lambda data: self._put_conditionally(key, data, etag, {}), entries)
             return [etag for etag in etags if etag is not None]
 
-    def _put(self, name: str, data: bytes, etag: str | None, headers: dict[str, str]) -> str | None:
+    def _put_conditionally(self, key: str, data: bytes, etag: str | None, headers: dict[str, str]) -> str | None:
         """Return the new etag, or None if the condition failed or is not supported. If the response
         is lost and the object is unchanged, the write is sent again. The condition lets at most one
         of the two succeed."""
@@ -280,25 +267,25 @@ class ConditionalWriter:
         }
         for attempt in range(MAX_ATTEMPTS):
             time.sleep(backoff_s(attempt, BACKOFF_S, LONGEST_BACKOFF_S))
-            written, is_answered = self._send(name, data, conditional)
+            written, is_answered = self._send(key, data, conditional)
             if written or (is_answered and attempt == 0):
                 return written
-            current, current_id = self._read_back(name)
+            current, current_id = self._read_back(key)
             if current_id == write_id:
                 return current
             if current != etag:
                 return None
         raise TransientStoreError(
-            f"{self._connection.endpoint} broke off whenever s3://{self._bucket}/{name} was written, and the object is"
+            f"{self._connection.endpoint} broke off whenever {self.uri}/{key} was written, and the object is"
             " unchanged; run again."
         )
 
-    def _send(self, name: str, data: bytes, headers: dict[str, str]) -> tuple[str | None, bool]:
+    def _send(self, key: str, data: bytes, headers: dict[str, str]) -> tuple[str | None, bool]:
         """Send one conditional PUT. Return the new etag, or None if the condition failed or is not
         supported, and whether the server answered. If not, it may still execute the write."""
-        with self._connection.errors("s3:PutObject", self._bucket, name):
+        with self._connection.errors("s3:PutObject", self.bucket, self._prefix + key):
             try:
-                response = self._connection.put(self._bucket, name, data, headers)
+                response = self._connection.put(self.bucket, self._prefix + key, data, headers)
                 return required_etag(response.headers.get("etag"), self._connection.endpoint), True
             except (urllib3.exceptions.ProtocolError, urllib3.exceptions.ReadTimeoutError):
                 return None, False
@@ -310,26 +297,22 @@ class ConditionalWriter:
                     return None, True
                 raise
 
-    def _read_back(self, name: str) -> tuple[str | None, str | None]:
+    def _read_back(self, key: str) -> tuple[str | None, str | None]:
         try:
-            return self._stat(name)
+            return self._stat(key)
         except StoreError as error:
             raise TransientStoreError(
-                f"{self._connection.endpoint} broke off while s3://{self._bucket}/{name} was written, and it is not"
+                f"{self._connection.endpoint} broke off while {self.uri}/{key} was written, and it is not"
                 f" known whether it was, since it cannot be read either: {error}"
             ) from error
 
-    def _stat(self, name: str) -> tuple[str | None, str | None]:
+    def _stat(self, key: str) -> tuple[str | None, str | None]:
         """The etag of an object and the id of its write, or two Nones."""
-        with self._connection.errors("s3:GetObject", self._bucket, name):
+        with self._connection.errors("s3:GetObject", self.bucket, self._prefix + key):
             try:
-                info = self._connection.client.stat_object(self._bucket, name)
+                info = self._client.stat_object(self.bucket, self._prefix + key)
             except S3Error as error:
                 if error.code in MISSING_OBJECT:
                     return None, None
                 raise
         return str(info.etag), info.metadata.get(_WRITE_ID) if info.metadata else None
-
-    def _remove(self, name: str) -> None:
-        with self._connection.errors("s3:DeleteObject", self._bucket, name):
-            self._connection.client.remove_object(self._bucket, name)

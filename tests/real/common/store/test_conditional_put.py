@@ -133,7 +133,7 @@ def test_delayed_write_is_recognized_as_own(atomic: FaultyProxy, bucket: str) ->
 def test_one_of_two_identical_writes_succeeds_despite_a_lost_response(atomic: FaultyProxy, bucket: str) -> None:
     first, second = S3Store(bucket, "prefix"), S3Store(bucket, "prefix")
     first.put_if("claim", b"mine", None)
-    assert second._conditional_writer.race_winners
+    assert second.race_winners
     atomic.inject("PUT", lose_response)
     with pytest.raises(ConflictError):
         second.put_if("claim", b"mine", None)
@@ -165,14 +165,14 @@ def test_outcome_is_unknown_only_if_the_object_cannot_be_read_back(atomic: Fault
 
 def test_probe_survives_broken_connections(atomic: FaultyProxy, bucket: str) -> None:
     atomic.inject("PUT", *[lose_response] * 12)
-    assert S3Store(bucket, "prefix")._conditional_writer.race_winners == (1, 1)
+    assert S3Store(bucket, "prefix").race_winners == (1, 1)
     atomic.inject("DELETE", *[lose_response] * s3_connection.MAX_ATTEMPTS)
-    assert S3Store(bucket, "prefix")._conditional_writer.race_winners == (1, 1)
+    assert S3Store(bucket, "prefix").race_winners == (1, 1)
 
 
 def test_early_rejection_is_a_conflict(early: FaultyProxy, bucket: str) -> None:
     for _ in range(5):
-        assert S3Store(bucket, "prefix")._conditional_writer.race_winners == (1, 1)
+        assert S3Store(bucket, "prefix").race_winners == (1, 1)
     store = S3Store(bucket, "prefix")
     first = store.put_if("head", b"1", None)
     for etag in (None, "0" * 32):
