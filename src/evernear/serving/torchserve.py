@@ -26,9 +26,9 @@ from evernear.serving.configuration import (
     DRAIN_TIMEOUT_S,
     LOOPBACK,
     MAIN_CLASS,
-    find_java,
     java_command,
     java_environment,
+    require_java,
     temporary_directory,
     write_configuration,
 )
@@ -101,7 +101,7 @@ def require_startable(settings: ServingSettings, home: Path) -> None:
     if is_running(home):
         _require_same_endpoints(home, requested)
         return
-    find_java()
+    require_java()
     _require_free_ports(requested)
 
 

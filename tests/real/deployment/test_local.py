@@ -429,14 +429,6 @@ def test_candidate_replaces_a_champion_with_a_damaged_archive(sandbox: Sandbox) 
     store.put(key, archive)
 
 
-def test_held_release_is_not_registered(sandbox: Sandbox, make_release: MakeRelease) -> None:
-    candidate = make_release(parent=sandbox.champion, promote=False)
-    registered = sandbox.registered
-    with pytest.raises(IntegrityError, match="A test says so"):
-        sandbox.deploy(candidate)
-    assert sandbox.registered == registered
-
-
 def test_server_killed_during_a_deployment_restarts_with_its_champion(
     sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:

