@@ -118,14 +118,6 @@ class Api:
         experiments = [e for e in self.state.experiments.values() if e.get("namespace", "") == namespace]
         return _listed("experiments", *page(experiments, request.query, FIELDS["experiment"], "experiment_id"))
 
-    def experiment_service_get_experiment(self, request: ValidRequest) -> Resource:
-        return _found(self.state.experiments, request.path["experiment_id"], "Experiment")
-
-    def experiment_service_delete_experiment(self, request: ValidRequest) -> Resource:
-        _found(self.state.experiments, request.path["experiment_id"], "Experiment")
-        del self.state.experiments[request.path["experiment_id"]]
-        return {}
-
     def run_service_create_run(self, request: ValidRequest) -> Resource:
         run = self.state.create_run(request.body)
         self._on_run(run["run_id"])
@@ -153,14 +145,6 @@ class Api:
         run["state"] = "CANCELING"
         return {}
 
-    def run_service_delete_run(self, request: ValidRequest) -> Resource:
-        del self.state.runs[self._run(request)["run_id"]]
-        return {}
-
-    def run_service_archive_run(self, request: ValidRequest) -> Resource:
-        self._run(request)["storage_state"] = "ARCHIVED"
-        return {}
-
     def recurring_run_service_create_recurring_run(self, request: ValidRequest) -> Resource:
         return self.state.create_recurring_run(request.body)
 
@@ -173,9 +157,6 @@ class Api:
         return _listed(
             "recurringRuns", *page(recurring_runs, request.query, FIELDS["recurring_run"], "recurring_run_id")
         )
-
-    def recurring_run_service_get_recurring_run(self, request: ValidRequest) -> Resource:
-        return _found(self.state.recurring_runs, request.path["recurring_run_id"], "Job")
 
     def recurring_run_service_enable_recurring_run(self, request: ValidRequest) -> Resource:
         return self._switch(request, "ENABLE")

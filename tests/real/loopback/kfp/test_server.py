@@ -2,7 +2,6 @@
 and errors."""
 
 import json
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -27,39 +26,6 @@ def server() -> Iterator[KfpServer]:
 def client(server: KfpServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> kfp.Client:
     monkeypatch.setattr(kfp.Client, "_LOCAL_KFP_CONTEXT", str(tmp_path / "context.json"))
     return kfp.Client(host=server.url)
-
-
-def test_upload_run_schedule_and_terminate(server: KfpServer, client: kfp.Client) -> None:
-    pipeline = client.upload_pipeline(COMPILED, pipeline_name="training")
-    version = client.upload_pipeline_version(COMPILED, "v2", pipeline_name="training")
-    assert client.get_pipeline_id("training") == pipeline.pipeline_id
-    assert client.list_pipeline_versions(pipeline.pipeline_id).total_size == 2
-    experiment = client.create_experiment("mine")
-    target = {"pipeline_id": pipeline.pipeline_id, "version_id": version.pipeline_version_id}
-    started = client.run_pipeline(experiment.experiment_id, "first", params={"target": "local"}, **target)
-    run = server.wait_for_run()
-    assert run.parameters == {"target": "local"}
-    threading.Timer(0.2, lambda: (run.begin(), run.task("train", "SUCCEEDED"), run.end())).start()
-    ended = client.wait_for_run_completion(started.run_id, timeout=10, sleep_duration=1)
-    assert ended.state == "SUCCEEDED"
-    assert {"root", "train", "train-driver", "executor"} <= {d.display_name for d in ended.run_details.task_details}
-    second = client.run_pipeline(experiment.experiment_id, "second", **target)
-    client.terminate_run(second.run_id)
-    assert server.run(second.run_id).is_canceling
-    listed = client.list_runs(experiment_id=experiment.experiment_id, sort_by="display_name desc", page_size=1)
-    assert [run.display_name for run in listed.runs] == ["second"]
-    rest = client.list_runs(
-        experiment_id=experiment.experiment_id, sort_by="display_name desc", page_token=listed.next_page_token
-    )
-    assert [run.display_name for run in rest.runs] == ["first"]
-    recurring = client.create_recurring_run(
-        experiment.experiment_id, "nightly", cron_expression="0 0 3 * * *", **target
-    )
-    assert server.fire(recurring.recurring_run_id) is not None
-    client.disable_recurring_run(recurring.recurring_run_id)
-    assert server.fire(recurring.recurring_run_id) is None
-    client.delete_recurring_run(recurring.recurring_run_id)
-    assert client.list_recurring_runs().recurring_runs is None
 
 
 def test_invalid_requests_are_rejected(server: KfpServer, client: kfp.Client, tmp_path: Path) -> None:
