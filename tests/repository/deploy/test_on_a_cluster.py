@@ -9,8 +9,7 @@ import yaml
 from kubernetes import client, config, utils
 
 from evernear.deployment.kubernetes import rollout
-from evernear.deployment.kubernetes.cluster import Cluster
-from evernear.deployment.kubernetes.labels import VERSION
+from evernear.deployment.kubernetes.cluster import VERSION, Cluster
 from evernear.deployment.kubernetes.lease import LeaseLock
 from evernear.deployment.kubernetes.objects import serving_objects
 from evernear.deployment.kubernetes.pod_template import ServedRelease

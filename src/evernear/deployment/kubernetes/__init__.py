@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from evernear.common.store import open_store
-from evernear.deployment.kubernetes.cluster import Cluster, Tree
-from evernear.deployment.kubernetes.labels import RELEASE
+from evernear.deployment.kubernetes.cluster import RELEASE, Cluster, Tree
 from evernear.deployment.kubernetes.lease import LEASE_S, LeaseLock
 from evernear.deployment.kubernetes.objects import serving_objects
 from evernear.deployment.kubernetes.pod_template import ServedRelease

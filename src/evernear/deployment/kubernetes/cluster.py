@@ -1,4 +1,4 @@
-"""A client for one namespace of a Kubernetes API server.
+"""A client for one namespace of a Kubernetes API server, and the labels of evernear's objects.
 
 Objects are plain dicts, as in a manifest. The `kubernetes` client sends the requests, but its
 generated models would drop unknown fields.
@@ -21,6 +21,19 @@ from kubernetes.config.config_exception import ConfigException
 from kubernetes.watch import Watch
 
 from evernear.errors import ClusterError
+from evernear.settings import KubernetesSettings
+
+PREFIX = "evernear.dev"
+RELEASE = f"{PREFIX}/release"
+MANIFEST_SHA256 = f"{PREFIX}/manifest-sha256"
+ARCHIVE_SHA256 = f"{PREFIX}/archive-sha256"
+SETTINGS_SHA256 = f"{PREFIX}/settings-sha256"
+REVISION = f"{PREFIX}/revision"
+"""A pod label with a hash of the pod template, which selects the pods of one rollout."""
+VERSION = "app.kubernetes.io/version"
+COMMON_LABELS = {"app.kubernetes.io/part-of": "evernear", "app.kubernetes.io/managed-by": "evernear"}
+WATCHER = {"app.kubernetes.io/name": "evernear", "app.kubernetes.io/component": "watch"}
+"""The watcher's pod, which compares releases after a rollout."""
 
 Tree = dict[str, Any]
 
@@ -332,3 +345,12 @@ def _no_credentials(error: Exception) -> str:
 def _plain(reason: object) -> str:
     """The reason in a urllib3 error message, without the repr of the connection object."""
     return " ".join(str(reason).rpartition(": ")[2].split()).rstrip(".") or type(reason).__name__
+
+
+def selector(kubernetes: KubernetesSettings) -> dict[str, str]:
+    """The immutable labels that select the pods."""
+    return {
+        "app.kubernetes.io/name": "evernear",
+        "app.kubernetes.io/instance": kubernetes.name,
+        "app.kubernetes.io/component": "serving",
+    }

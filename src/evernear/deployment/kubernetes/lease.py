@@ -13,8 +13,7 @@ from contextlib import suppress
 from datetime import UTC, datetime
 from typing import Self
 
-from evernear.deployment.kubernetes.cluster import Cluster, Tree
-from evernear.deployment.kubernetes.labels import COMMON_LABELS
+from evernear.deployment.kubernetes.cluster import COMMON_LABELS, Cluster, Tree
 from evernear.errors import BusyError, ClusterError
 from evernear.release.promotions import whoami
 

@@ -4,23 +4,21 @@ Start at `serving_objects`. `pod_template` has the pods, `evernear.serving.pod` 
 """
 
 from copy import deepcopy
-from typing import Any
 from urllib.parse import urlsplit
 
-from evernear.deployment.kubernetes.labels import (
+from evernear.deployment.kubernetes.cluster import (
     ARCHIVE_SHA256,
     COMMON_LABELS,
     MANIFEST_SHA256,
     RELEASE,
     VERSION,
     WATCHER,
+    Tree,
     selector,
 )
 from evernear.deployment.kubernetes.pod_template import ServedRelease, pod_template, settings_file
 from evernear.errors import SettingsError
 from evernear.settings import KubernetesSettings, RunSettings, ServingSettings
-
-Tree = dict[str, Any]
 
 STORE_PORTS = (443, 8333, 9000)
 """HTTPS, SeaweedFS, MinIO."""

@@ -9,14 +9,12 @@ from urllib.parse import unquote, urlsplit
 from kubernetes.utils import parse_quantity
 
 from evernear.common.disk import sha256_bytes
-from evernear.deployment.kubernetes.labels import REVISION, SETTINGS_SHA256, selector
+from evernear.deployment.kubernetes.cluster import REVISION, SETTINGS_SHA256, Tree, selector
 from evernear.index.description import VECTORS_FILE
 from evernear.release.records import Record
 from evernear.serving.pod import ENDPOINT_REMOVAL_S, GRACE_PERIOD_S, pod_memory
 from evernear.settings import KubernetesSettings, RunSettings
 from evernear.settings.serving import RESPONSE_TIMEOUT_S, STARTUP_TIMEOUT_S
-
-Tree = dict[str, Any]
 
 CONTAINER = "torchserve"
 S3_SECRET = "evernear-s3-reader"  # noqa: S105 - a name

@@ -11,8 +11,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, cast
 
-from evernear.deployment.kubernetes.cluster import RESOURCES, Cluster, Tree
-from evernear.deployment.kubernetes.labels import COMMON_LABELS, RELEASE
+from evernear.deployment.kubernetes.cluster import COMMON_LABELS, RELEASE, RESOURCES, Cluster, Tree
 from evernear.errors import ClusterError
 from evernear.settings import KubernetesSettings, RunSettings
 from evernear.settings.sources import SERVICE_URL_VARIABLE

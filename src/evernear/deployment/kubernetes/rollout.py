@@ -4,8 +4,7 @@ quotes them."""
 import time
 from dataclasses import dataclass
 
-from evernear.deployment.kubernetes.cluster import Cluster, Tree
-from evernear.deployment.kubernetes.labels import REVISION, selector
+from evernear.deployment.kubernetes.cluster import REVISION, Cluster, Tree, selector
 from evernear.errors import ClusterError
 from evernear.settings import KubernetesSettings
 

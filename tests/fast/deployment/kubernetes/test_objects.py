@@ -11,7 +11,7 @@ import typer
 
 from evernear.cli.app import app
 from evernear.deployment.kubernetes import KubernetesTarget
-from evernear.deployment.kubernetes.labels import REVISION
+from evernear.deployment.kubernetes.cluster import REVISION
 from evernear.deployment.kubernetes.objects import serving_objects
 from evernear.deployment.kubernetes.pod_template import ServedRelease
 from evernear.errors import SettingsError

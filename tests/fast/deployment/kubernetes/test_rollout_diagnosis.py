@@ -4,8 +4,7 @@ from typing import Any, cast
 
 import pytest
 
-from evernear.deployment.kubernetes.cluster import Cluster
-from evernear.deployment.kubernetes.labels import REVISION
+from evernear.deployment.kubernetes.cluster import REVISION, Cluster
 from evernear.deployment.kubernetes.rollout import Diagnosis, diagnose
 from evernear.settings import KubernetesSettings
 

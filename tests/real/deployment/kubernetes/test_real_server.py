@@ -8,7 +8,7 @@ import pytest
 from evernear import deployment
 from evernear.common.store import open_store
 from evernear.deployment.kubernetes import service
-from evernear.deployment.kubernetes.labels import RELEASE
+from evernear.deployment.kubernetes.cluster import RELEASE
 from evernear.release.registry import Registry
 from evernear.settings import Settings
 from tests.loopback.kubernetes import LoopbackCluster, Ready, labeled

@@ -5,8 +5,7 @@ import threading
 import pytest
 from kubernetes import client, config
 
-from evernear.deployment.kubernetes.cluster import Cluster
-from evernear.deployment.kubernetes.labels import VERSION
+from evernear.deployment.kubernetes.cluster import VERSION, Cluster
 from evernear.deployment.kubernetes.objects import serving_objects
 from evernear.deployment.kubernetes.pod_template import ServedRelease
 from evernear.deployment.kubernetes.revision import apply_revision
