@@ -1,10 +1,8 @@
 import json
-import multiprocessing
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta
-from multiprocessing.synchronize import Barrier as ProcessBarrier
 from pathlib import Path
 from threading import Barrier
 
@@ -34,16 +32,6 @@ def releases(make_release: MakeRelease) -> list[PackedRelease]:
 
 def publish(registry: Registry, release: PackedRelease) -> None:
     registry.publish(release.archive)
-
-
-def test_published_release_can_be_fetched(store: Store, releases: list[PackedRelease], tmp_path: Path) -> None:
-    registry = Registry(store)
-    for release in reversed(releases):
-        publish(registry, release)
-    assert list(registry.list()) == [release.version for release in releases]
-    record = registry.fetch(releases[1].version, tmp_path / "fetched.mar")
-    assert record.manifest == releases[1].manifest
-    assert (tmp_path / "fetched.mar").read_bytes() == releases[1].archive.read_bytes()
 
 
 def test_version_is_never_overwritten(store: Store, releases: list[PackedRelease], tmp_path: Path) -> None:
@@ -94,22 +82,6 @@ def test_damaged_record_is_an_error(store: Store, releases: list[PackedRelease],
         registry.get(releases[0].version)
 
 
-def test_promotion_changes_the_champion(store: Store, releases: list[PackedRelease]) -> None:
-    registry = Registry(store)
-    assert registry.champion() is None
-    for release in releases:
-        publish(registry, release)
-    first = registry.set_champion(releases[0].version, None)
-    second = registry.set_champion(releases[1].version, first)
-    assert registry.champion() == second
-    assert (second.version, second.previous) == (releases[1].version, releases[0].version)
-
-
-def test_unpublished_release_cannot_become_champion(store: Store) -> None:
-    with pytest.raises(StoreError, match="does not exist"):
-        Registry(store).set_champion("20260101.000000.00000000", None)
-
-
 @pytest.mark.parametrize("kind", ["file", "s3"])
 @pytest.mark.parametrize("first", [True, False])
 def test_exactly_one_concurrent_promotion_succeeds(
@@ -138,43 +110,6 @@ def test_exactly_one_concurrent_promotion_succeeds(
     assert [promotion.version for promotion in registry.history()] == (
         [] if first else [releases[0].version]
     ) + promoted
-
-
-def promote_in_rounds(uri: str, versions: list[str], number: int, start: ProcessBarrier, end: ProcessBarrier) -> int:
-    """Try to promote version ``number`` once per round; return the number of successes."""
-    registry, successes = Registry(open_store(uri)), 0
-    for round_number in range(len(versions)):
-        champion = registry.champion()
-        start.wait(60)
-        try:
-            registry.set_champion(
-                versions[(round_number + number) % len(versions)], champion, "promote", Cause(by=f"process {number}")
-            )
-        except ConflictError:
-            pass
-        else:
-            successes += 1
-        end.wait(60)
-    return successes
-
-
-@pytest.mark.slow
-def test_exactly_one_process_promotes_in_each_round(tmp_path: Path, releases: list[PackedRelease]) -> None:
-    uri = (tmp_path / "store").as_uri()
-    registry = Registry(open_store(uri))
-    for release in releases:
-        publish(registry, release)
-    versions = [release.version for release in releases]
-    context = multiprocessing.get_context("spawn")
-    with context.Manager() as manager, context.Pool(4) as pool:
-        start, end = manager.Barrier(4), manager.Barrier(4)
-        successes = pool.starmap(promote_in_rounds, [(uri, versions, number, start, end) for number in range(4)])
-        pool.close()
-        pool.join()
-    promotions = list(registry.history())
-    assert sum(successes) == len(versions) == len(promotions)
-    assert [promotion.number for promotion in promotions] == [1, 2, 3]
-    assert [promotion.previous for promotion in promotions] == [None, promotions[0].version, promotions[1].version]
 
 
 def test_promotion_with_a_stale_champion_fails(store: Store, releases: list[PackedRelease]) -> None:
@@ -206,6 +141,13 @@ def test_kill_between_archive_and_record_leaves_no_release(
     assert list(registry.list()) == []
     publish(registry, releases[0])
     assert list(registry.list()) == [releases[0].version]
+
+
+def promoted(store: Store, releases: list[PackedRelease]) -> Registry:
+    """A registry where each of ``releases`` was promoted in turn."""
+    registry = Registry(store)
+    champions(registry, releases)
+    return registry
 
 
 def champions(registry: Registry, releases: list[PackedRelease]) -> Champion:
@@ -619,16 +561,6 @@ def test_release_dated_in_the_future_is_older_than_the_others(store: Store) -> N
     for version in (future, recent, tomorrow):
         store.put(f"{MANIFESTS}{version}.json", b"{}")
     assert list(Registry(store).list()) == [future, recent, tomorrow]
-
-
-def promoted(store: Store, releases: list[PackedRelease]) -> Registry:
-    """A registry where each of ``releases`` was promoted in turn."""
-    registry = Registry(store)
-    champion = None
-    for release in releases:
-        publish(registry, release)
-        champion = registry.set_champion(release.version, champion)
-    return registry
 
 
 def test_lost_pointer_is_not_taken_for_a_new_registry(store: Store, releases: list[PackedRelease]) -> None:
