@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, Self
 
 from evernear.common.frozen import Frozen
+from evernear.index.description import clopper_pearson
 
 LEVEL = 0.005
 """Upper limit on the probability, for all rules together, of rolling back a release whose shares
@@ -139,7 +140,7 @@ class Comparison:
             spread = max(spread, dispersion([rule.share(cell) for cell in seen]))
             if reference.total:
                 # The reference is also a sample, and uses half of the level.
-                tolerated = upper_bound(_thinned(reference, spread), level / 2) + rule.margin
+                tolerated = clopper_pearson(*_thinned(reference, spread), level / 2)[1] + rule.margin
             else:
                 tolerated = rule.without_reference
             if log_evidence(_thinned(now, spread), tolerated) > math.log(2 / level):
@@ -186,16 +187,6 @@ def dispersion(shares: Sequence[Share]) -> float:
     mean = events / count
     squares = sum((share.events - share.total * mean) ** 2 / share.total for share in shares)
     return max(1.0, squares / (mean * (1 - mean) * (len(shares) - 1)))
-
-
-def upper_bound(share: Share, level: float) -> float:
-    """Upper confidence bound of Clopper and Pearson (1934). The true share exceeds it with a
-    probability of at most ``level``."""
-    from scipy.special import betaincinv
-
-    if share.events >= share.total:
-        return 1.0
-    return float(betaincinv(share.events + 1, share.total - share.events, 1 - level))
 
 
 def log_evidence(share: Share, tolerated: float) -> float:

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from evernear.common.frozen import Frozen
+from evernear.index.description import clopper_pearson
 
 ROC_POINTS = 200
 CONFIDENCE = 0.95
@@ -109,15 +110,8 @@ def exact_proportion(count: int, total: int, confidence: float) -> Proportion:
     """``count`` out of ``total`` (at least 1), with the exact two-sided interval of Clopper and
     Pearson (1934). Wilson's interval contains a true proportion of 99% in only 92% of samples of
     100 images."""
-    from scipy.special import betaincinv
-
-    tail = (1 - confidence) / 2
-    return Proportion(
-        count=count,
-        total=total,
-        low=float(betaincinv(count, total - count + 1, tail)) if count else 0.0,
-        high=float(betaincinv(count + 1, total - count, 1 - tail)) if count < total else 1.0,
-    )
+    low, high = clopper_pearson(count, total, (1 - confidence) / 2)
+    return Proportion(count=count, total=total, low=low, high=high)
 
 
 def auroc(known: NDArray[np.float32], unknown: NDArray[np.float32], confidence: float) -> Auroc:

@@ -57,6 +57,16 @@ def collection_owner(name: str) -> str | None:
     return owned[1] if owned else None
 
 
+def clopper_pearson(events: float, total: float, tail: float) -> tuple[float, float]:
+    """The exact limits (1934) for the share of ``events``, each exceeded with a probability of at
+    most ``tail``. SciPy's `binomtest` takes integers only."""
+    from scipy.special import betaincinv
+
+    low = float(betaincinv(events, total - events + 1, tail)) if events > 0 else 0.0
+    high = float(betaincinv(events + 1, total - events, 1 - tail)) if events < total else 1.0
+    return low, high
+
+
 class Calibration(Frozen):
     """The origin of the open-set threshold, and its effect on the query split."""
 
@@ -84,14 +94,8 @@ class Calibration(Frozen):
         one a Beta(k, n - k + 1) distribution (Vovk 2012, "Conditional validity of inductive
         conformal predictors", arXiv:1209.2673).
         """
-        from scipy.special import betaincinv
-
         scale = 1.0 if self.independent is None else self.independent / self.queries
-        rejected, accepted = scale * self.false_rejects, scale * (self.queries - self.false_rejects)
-        tail = (1 - confidence) / 2
-        low = float(betaincinv(rejected, accepted + 1, tail)) if rejected else 0.0
-        high = float(betaincinv(rejected + 1, accepted, 1 - tail)) if accepted else 1.0
-        return low, high
+        return clopper_pearson(scale * self.false_rejects, scale * self.queries, (1 - confidence) / 2)
 
     def describe_false_rejects(self) -> str:
         """Empty if every image counts as known. Includes advice if the interval is wide."""

@@ -17,8 +17,8 @@ from evernear.evaluation.bake import (
     log_evidence,
     slow_limit_s,
     total,
-    upper_bound,
 )
+from evernear.index.description import clopper_pearson
 from evernear.serving.metrics import SECONDS_BOUNDS
 
 
@@ -115,7 +115,7 @@ def test_dispersion_of_independent_requests_is_one() -> None:
 
 @given(st.integers(0, 400), st.integers(1, 400), st.floats(1e-4, 0.2))
 def test_bound_of_clopper_and_pearson_is_exact(events: int, others: int, level: float) -> None:
-    bound = upper_bound(Share(events, events + others), level)
+    bound = clopper_pearson(events, events + others, level)[1]
     assert binom.cdf(events, events + others, bound) == pytest.approx(level, rel=1e-6)
 
 
