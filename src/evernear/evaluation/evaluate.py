@@ -5,7 +5,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -156,15 +156,6 @@ class Evaluation(Frozen):
         return Evaluation.load(directory / EVALUATION_FILE)
 
 
-class _Leakage(NamedTuple):
-    """The fields of `Evaluation` that are computed by comparing snapshots."""
-
-    leakage: dict[str, int]
-    champion_leakage: dict[str, int] | None
-    champion_test_overlap: float | None
-    unreadable: dict[Literal["training", "champion"], str]
-
-
 def evaluate_systems(
     candidate: "Recognizer",
     champion: ReleasedSystem | None,
@@ -205,7 +196,7 @@ def evaluate_systems(
         baselines=measure_baselines(outcomes, dataset),
         classes=champion.classes if champion else NO_CHANGES,
         reviewed_left_out={split: sum(labels.values()) for split, labels in dataset.manifest.reviewed_left_out.items()},
-        **_measure_leakage(dataset, trained_on or dataset, champion)._asdict(),
+        **_measure_leakage(dataset, trained_on or dataset, champion),
     )
 
 
@@ -232,9 +223,9 @@ def _measure_anchor(
     return AnchorEvaluation(name=name, measurement=measurement, comparison=comparison, test_overlap=overlap)
 
 
-def _measure_leakage(dataset: Dataset, trained_on: Dataset, champion: ReleasedSystem | None) -> _Leakage:
-    """Count leaked test images. The counts for an earlier snapshot that cannot be read are
-    unknown."""
+def _measure_leakage(dataset: Dataset, trained_on: Dataset, champion: ReleasedSystem | None) -> dict[str, Any]:
+    """The fields of `Evaluation` that compare snapshots. Those of an earlier one that cannot be read
+    are unknown."""
     unreadable: dict[Literal["training", "champion"], str] = {}
     leakage = count_leakage(dataset, dataset)
     if trained_on.digest != dataset.digest:
@@ -251,7 +242,12 @@ def _measure_leakage(dataset: Dataset, trained_on: Dataset, champion: ReleasedSy
             of_champion, unreadable["champion"] = None, str(error)
     elif champion and champion.fault:
         unreadable["champion"] = champion.fault
-    return _Leakage(leakage, of_champion, overlap, unreadable)
+    return {
+        "leakage": leakage,
+        "champion_leakage": of_champion,
+        "champion_test_overlap": overlap,
+        "unreadable": unreadable,
+    }
 
 
 def _test_overlap(dataset: Dataset, champion_dataset: Dataset, classes: ClassSettings) -> float:

@@ -56,16 +56,14 @@ class Part(Frozen):
 class ReleaseManifest(Frozen):
     """The description of a release. It is immutable after archiving.
 
-    ``network_sha256`` is the hash of the TorchScript file that computed the index vectors.
-    ``threshold`` is the L2 distance beyond which an image is unknown. ``parent`` is the champion
-    that was measured together with this release, and ``metrics`` has the results of the latter.
-    ``source`` is the dataset's ``data.source``, and ``training`` the network's ``train.*``
+    ``network_sha256`` is the hash of the TorchScript file, and ``network_identity`` the key of its
+    cached embeddings. ``threshold`` is the L2 distance beyond which an image is unknown. ``parent``
+    is the champion that was measured together with this release. ``training`` has the ``train.*``
     settings. ``pretrained_sha256`` is the hash of the weights file that initialized the backbone.
-    ``network_identity`` is the key of the network's cached embeddings. ``collection`` contains the
-    index vectors, or is None if they are in the archive. For each class, ``joined_gallery`` is the
-    number of train images that follow the gallery split in the index. ``group_distance`` is the
-    midpoint between the median L2 distances within a class and between classes, or None if either
-    is undefined.
+    ``collection`` contains the index vectors, or is None if they are in the archive. For each
+    class, ``joined_gallery`` is the number of train images that follow the gallery split in the
+    index. ``group_distance`` is the midpoint between the median L2 distances within a class and
+    between classes, or None if either is undefined.
     """
 
     format: Literal[2] = 2
