@@ -224,7 +224,7 @@ def _measure_anchor(
 
 
 def _measure_leakage(dataset: Dataset, trained_on: Dataset, champion: ReleasedSystem | None) -> dict[str, Any]:
-    """The fields of `Evaluation` that compare snapshots. Those of an earlier one that cannot be read
+    """The fields of `Evaluation` that compare snapshots. If an earlier one cannot be read, they
     are unknown."""
     unreadable: dict[Literal["training", "champion"], str] = {}
     leakage = count_leakage(dataset, dataset)
