@@ -336,7 +336,7 @@ def test_reviewed_images_that_left_the_test_split_are_no_lost_test_images(
     settings = DataSettings(source=f"folder:{reviewed_and_own}", test_fraction=0.5, gallery_fraction=0.3)
     store = (tmp_path / "store").as_uri()
     with monkeypatch.context() as patch:
-        for module in ("placing", "reviewed"):
+        for module in ("splits", "reviewed"):
             patch.setattr(f"evernear.data.{module}.is_reviewed", lambda _: False)
         earlier = Dataset(ingest_source(settings, store), open_store(store))
     champion = ReleasedSystem(full, earlier)
