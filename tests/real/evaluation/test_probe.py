@@ -297,7 +297,7 @@ def test_it_embeds_as_the_exported_network(
     monkeypatch.setattr(head_module, "MAX_LOSS_ERRORS", math.inf)  # use the head, which gains nothing on random weights
     dataset, store = system.dataset, open_store((tmp_path / "store").as_uri())
     recipe, index, held_out = pretrained.model_copy(update={"frozen": frozen}), IndexSettings(k=1), frozenset("37")
-    recognizer = choose_opener(dataset, recipe, index, None, store)(held_out)
+    recognizer = choose_opener(dataset, recipe, index, None, store, Clock())(held_out)
 
     trained, network, embeddings = (tmp_path / name for name in ("trained", "network", "embeddings"))
     train_network(dataset, recipe, trained, store, exclude_labels=held_out)
@@ -318,18 +318,3 @@ def test_it_embeds_as_the_exported_network(
             np.testing.assert_allclose(eager, served, atol=1e-5)
             probed, searched = recognizer.gallery.search(eager, 1), gallery.search(served, 1)
             np.testing.assert_allclose(probed.distances, searched.distances, atol=1e-4)
-
-
-def test_no_draw_of_a_kept_backbone_is_exported(
-    system: System, pretrained: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Writing and reading TorchScript would take longer than training a head."""
-
-    def fail(*_: object, **__: object) -> None:
-        raise AssertionError("exported")
-
-    monkeypatch.setattr(probe_module, "export_network", fail)
-    store = open_store((tmp_path / "store").as_uri())
-    measured = probe_open_set(system.dataset, pretrained, EvaluationSettings(), IndexSettings(k=1), store=store)
-    assert measured.draws == 5
-    assert len(measured.held_out) == 10
