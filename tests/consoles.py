@@ -16,7 +16,7 @@ def console_client(
     settings: Settings, store: Store, runner: Runner, *, address: str = "127.0.0.1", **headers: str
 ) -> TestClient:
     """A client at ``address`` of a console whose token is `TOKEN`."""
-    backend = Backend.open(settings, store, runner)
+    backend = Backend(settings, store, runner)
     app = create_console_app(backend, SignIn(settings, TOKEN, "ann"))
     return TestClient(app, base_url="http://console", client=(address, 1), headers=headers)
 

@@ -294,7 +294,7 @@ def console(layers: Layers[Settings], port: PortOption = None, host: HostOption 
     store = open_store(settings.store_uri)
     in_cluster = bool(settings.pipeline.endpoint) or "KUBERNETES_SERVICE_HOST" in os.environ
     runner = PipelineRuns(settings, store) if in_cluster else LocalRuns(settings, layers.later_words(keep=False))
-    backend = Backend.open(settings, store, runner)
+    backend = Backend(settings, store, runner)
     for sentence in backend.answers.set_aside.values() if backend.answers else ():
         print_line(sentence)
     token = secrets.token_urlsafe(24)

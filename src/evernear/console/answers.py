@@ -71,7 +71,7 @@ class Answers:
 
     def __init__(self, store: Store, target: LabelTarget) -> None:
         self._store = store
-        self._target = target
+        self.target = target
         self.set_aside: dict[str, str] = {}
         self._parsed: tuple[str, list[Answer]] = ("", [])
 
@@ -95,9 +95,9 @@ class Answers:
             return
         if not answer.files:
             answer = answer.model_copy(update={"suffix": suffix_of(image)})
-        names = dict(_moves(answer, self._target.layout))
+        names = dict(_moves(answer, self.target.layout))
         try:
-            new_folder = not all(map(self._target.has_folder, names.values()))
+            new_folder = not all(map(self.target.has_folder, names.values()))
         except StoreError as error:
             raise _refused(answer, error) from error
         answer = answer.model_copy(update={"new_folder": new_folder})
@@ -155,11 +155,11 @@ class Answers:
 
     def _refusal(self, answer: Answer, image: bytes) -> EvernearError | None:
         try:
-            for old, new in _moves(answer, self._target.layout):
+            for old, new in _moves(answer, self.target.layout):
                 if answer.files:
                     self._move(old, new, prune=False)
                 else:
-                    self._target.add(new, image)
+                    self.target.add(new, image)
         except EvernearError as error:
             return error
         return None
@@ -175,7 +175,7 @@ class Answers:
         failure: EvernearError | None = None
         for answer in reversed(labeled):
             try:
-                for old, new in _moves(answer, self._target.layout):
+                for old, new in _moves(answer, self.target.layout):
                     self._restore(answer, old, new, prune=answer.label in folders)
             except EvernearError as error:
                 failure = failure or error
@@ -187,14 +187,14 @@ class Answers:
             ) from failure
 
     def _restore(self, answer: Answer, old: str, new: str, prune: bool) -> None:
-        if answer.files and self._target.read(new) is not None:
+        if answer.files and self.target.read(new) is not None:
             self._move(new, old, prune)
         elif prune or not answer.files:
-            self._target.remove(new, prune)
+            self.target.remove(new, prune)
 
     def _move(self, old: str, new: str, prune: bool) -> None:
         """A repeated move has no effect."""
-        image, present = self._target.read(old), self._target.read(new)
+        image, present = self.target.read(old), self.target.read(new)
         if image is None and present is None:
             raise DataError(f"{old} is no longer in the source; run `evernear labels check` again.")
         if image is None:
@@ -202,8 +202,8 @@ class Answers:
         if present not in (None, image):
             raise DataError(f"{old} cannot be moved to {new}, because another image has that name.")
         if present is None:
-            self._target.add(new, image)
-        self._target.remove(old, prune)
+            self.target.add(new, image)
+        self.target.remove(old, prune)
 
     def _read(self) -> tuple[list[Answer], bytes, str | None]:
         stored = self._store.find(ANSWERS)

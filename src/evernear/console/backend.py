@@ -3,7 +3,6 @@
 import threading
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import lru_cache
 from itertools import islice
@@ -18,7 +17,7 @@ from evernear.common.store import Store
 from evernear.common.text import class_name
 from evernear.console.access import User, require
 from evernear.console.answers import Answer, Answers, ReleasedAnswers, images_by_class, waiting_classes
-from evernear.console.label_target import LabelTarget, open_label_target
+from evernear.console.label_target import open_label_target
 from evernear.console.live_labels import RandomQueries
 from evernear.console.queue import Item, Queue, Submissions, read_all
 from evernear.console.runs import Done, Runner
@@ -39,44 +38,35 @@ _RECORDS = 64
 _PROMOTIONS = 10_000
 
 
-@dataclass
 class Backend:
     """The objects that the pages read and change. If the source is not writable, ``answers`` is
     None and ``fault`` is the reason."""
 
-    settings: Settings
-    store: Store
-    runner: Runner
-    answers: Answers | None
-    target: LabelTarget | None
-    fault: str = ""
-    lock: threading.Lock = field(default_factory=threading.Lock)
-
-    def __post_init__(self) -> None:
-        self.releases = Releases(self.store)
-        self.queue = Queue(self.store)
-        self.random_queries = RandomQueries(self.store)
-        self.submissions = Submissions(self.store)
-        self.gallery = GalleryImages(self.store)
-        self.released = ReleasedAnswers(self.store)
-
-    @staticmethod
-    def open(settings: Settings, store: Store, runner: Runner) -> "Backend":
-        """Open the backend for a store and a source. If the source is not writable, users cannot
-        submit answers."""
+    def __init__(self, settings: Settings, store: Store, runner: Runner) -> None:
+        self.settings = settings
+        self.store = store
+        self.runner = runner
+        self.releases = Releases(store)
+        self.queue = Queue(store)
+        self.random_queries = RandomQueries(store)
+        self.submissions = Submissions(store)
+        self.gallery = GalleryImages(store)
+        self.released = ReleasedAnswers(store)
+        self.lock = threading.Lock()  # serializes changes to the source
+        self.answers: Answers | None = None
+        self.fault = ""
         try:
             target = open_label_target(settings.data.source, settings.data)
         except EvernearError as error:
-            return Backend(settings, store, runner, None, None, str(error))
-        answers = Answers(store, target)
-        answers.recover()
-        return Backend(settings, store, runner, answers, target)
+            self.fault = str(error)
+        else:
+            self.answers = Answers(store, target)
+            self.answers.recover()
 
-    def require_answers(self) -> tuple[Answers, LabelTarget]:
-        """The answers, and the source to which the answers are written."""
-        if self.answers is None or self.target is None:
+    def require_answers(self) -> Answers:
+        if self.answers is None:
             raise SettingsError(self.fault)
-        return self.answers, self.target
+        return self.answers
 
     def latest(self) -> dict[str, Answer]:
         return self.answers.latest() if self.answers else {}
@@ -89,12 +79,12 @@ class Backend:
     def classes(self, latest: Mapping[str, Answer]) -> list[str]:
         """The classes that users may name: classes of the source itself, followed by the other
         classes of the ``latest`` answers."""
-        own = self.target.labels if self.target else []
+        own = self.answers.target.labels if self.answers else []
         return list(dict.fromkeys([*own, *sorted(images_by_class(latest.values()))]))
 
     def waiting(self, latest: Mapping[str, Answer], live: ReleaseManifest | None) -> dict[str, int]:
         """The number of images of each class that waits for more images from review."""
-        own = self.target.labels if self.target else []
+        own = self.answers.target.labels if self.answers else []
         used = {*own, *map(class_name, live.labels if live else ())}
         return waiting_classes(latest.values(), used, self.settings.validation.min_class_images)
 

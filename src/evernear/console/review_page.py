@@ -59,11 +59,11 @@ class ReviewPage:
 
     def _content(self, request: Request, template: str, notice: str = "", failures: Sequence[str] = ()) -> Response:
         latest = self._backend.latest()
-        target = self._backend.target
+        answers = self._backend.answers
         suspects = (
             suspect
             for suspect in self._backend.suspects()
-            if suspect.image not in latest and target and picture(target.read, suspect.files[0])
+            if suspect.image not in latest and answers and picture(answers.target.read, suspect.files[0])
         )
         pending = self._backend.pending(latest.keys())
         suggested = dict.fromkeys(label for item in pending for label in item.candidates[:1])
@@ -72,22 +72,21 @@ class ReviewPage:
             template,
             groups=group_items(pending, self._backend.releases.find),
             limit=QUEUE_ITEMS if len(pending) == QUEUE_ITEMS else 0,
-            labels=list(dict.fromkeys([*suggested, *self._backend.classes(latest)])) if target else [],
+            labels=list(dict.fromkeys([*suggested, *self._backend.classes(latest)])) if answers else [],
             suspects=list(islice(suspects, SHOWN_SUSPECTS)),
             recent=list(islice(_at_once(latest.values()), RECENT_ANSWERS)),
             **self._named_values(latest),
             fault=self._backend.fault,
-            faults=[*failures, *(self._backend.answers.set_aside.values() if self._backend.answers else ())],
+            faults=[*failures, *(answers.set_aside.values() if answers else ())],
             notice=notice,
         )
 
     def _named_values(self, latest: Mapping[str, Answer]) -> dict[str, object]:
         """Template values for the classes with labeled images that the live release does not
         contain."""
-        live, target = self._backend.live(), self._backend.target
-        answers = list(latest.values())
-        if live and target:
-            answers = self._backend.released.missing(answers, target.layout, live)
+        live, answers = self._backend.live(), list(latest.values())
+        if live and self._backend.answers:
+            answers = self._backend.released.missing(answers, self._backend.answers.target.layout, live)
         hold = last_hold(self._backend.store) if answers else None
         return {
             "named": named_since(answers, live.labels if live else (), hold),
@@ -104,7 +103,7 @@ class ReviewPage:
 
     def _answer(self, request: Request, form: Form) -> Response:
         user = require(request, "label")
-        answers, _ = self._backend.require_answers()
+        answers = self._backend.require_answers()
         chosen = field(form, "class")  # the answer to `_question`
         kind, label = "label" if chosen else field(form, "action"), class_name(chosen or field(form, "label"))
         images = form.get("image") or []
@@ -166,10 +165,10 @@ class ReviewPage:
         return png(thumbnail(item.image))
 
     def _suspect_image(self, request: Request) -> Response:
-        _, target = self._backend.require_answers()
+        read = self._backend.require_answers().target.read
         suspect = next((each for each in self._backend.suspects() if each.image == request.path_params["image"]), None)
         name = suspect and (suspect.duplicate if "duplicate" in request.query_params else suspect.files[0])
-        found = picture(target.read, name) if name else None
+        found = picture(read, name) if name else None
         if found is None:
             raise DataError("The image is no longer in the source.")
         return png(found)

@@ -72,11 +72,11 @@ def newest_dataset(store: Store, settings: Settings) -> Dataset:
 def check_labels(store: Store, settings: Settings, now: AwareDatetime) -> Suspects:
     """Look for wrong labels in the newest snapshot of the source, and save the result in the
     store."""
+    from evernear.embedding.recipe import recipe_of_probe
     from evernear.evaluation.label_errors import embed_folds, find_label_errors
-    from evernear.evaluation.probe import probe_recipe
 
     dataset = newest_dataset(store, settings)
-    recipe = probe_recipe(dataset, settings.train, settings.evaluation, store)
+    recipe = recipe_of_probe(settings.train, dataset, settings.evaluation.probe_epochs)
     if recipe.keeps_backbone:  # otherwise, each fold would compute the features of all views
         recipe = recipe.model_copy(update={"frozen": True})
     suspects: list[Suspect] = []

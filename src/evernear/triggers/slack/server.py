@@ -1,4 +1,4 @@
-"""The bot's process: a connection to Slack (or a port that Slack calls), two worker threads and a
+"""The bot's process: a connection to Slack (or a port that Slack calls), a worker thread and a
 heartbeat."""
 
 import logging
@@ -19,7 +19,7 @@ from slack_bolt.adapter.socket_mode import SocketModeHandler
 from slack_bolt.adapter.starlette.handler import to_bolt_request, to_starlette_response
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
-from starlette.requests import Request
+from starlette.requests import Request as HttpRequest
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
@@ -205,7 +205,7 @@ def create_server(app: App) -> uvicorn.Server:
     """Serve ``app`` over HTTP. Bolt checks that each request is signed and at most five minutes
     old."""
 
-    async def events(request: Request) -> Response:
+    async def events(request: HttpRequest) -> Response:
         body = await request.body()
         timestamp = request.headers.get("x-slack-request-timestamp", "")
         if not timestamp.isdecimal() or len(timestamp) > 20:  # Bolt parses the timestamp before it checks the signature
@@ -216,7 +216,7 @@ def create_server(app: App) -> uvicorn.Server:
             return PlainTextResponse("Not text.", status_code=400)
         return to_starlette_response(await run_in_threadpool(app.dispatch, bolt_request))
 
-    async def health(_: Request) -> Response:
+    async def health(_: HttpRequest) -> Response:
         return PlainTextResponse("ok")
 
     return limited_server(

@@ -49,10 +49,12 @@ class Access:
 
     def is_granted(self, right: Right) -> bool:
         """Whether anyone is authorized. The button is hidden otherwise."""
-        return bool(self._permitted(right))
+        return bool(getattr(self._settings, right))
 
     def require(self, right: Right, call: "Call") -> None:
-        setting, allowed, person = f"permissions.{right}", self._permitted(right), call.person
+        """Raises `RequestRefusedError` if the user does not have the ``right``."""
+        setting, person = f"permissions.{right}", call.person
+        allowed: tuple[str, ...] = getattr(self._settings, right)
         if not call.is_of_workspace:
             raise RequestRefusedError("Sorry, only members of this workspace may do that.")
         if not allowed:
@@ -65,10 +67,6 @@ class Access:
                 f"Sorry, you may not {_VERBS[right]}. The operator of evernear can add your id, {person.id}, "
                 f"to {setting}."
             )
-
-    def _permitted(self, right: Right) -> tuple[str, ...]:
-        entries: tuple[str, ...] = getattr(self._settings, right)
-        return entries
 
     def _is_member(self, person: Person, allowed: tuple[str, ...]) -> bool:
         return any(person.id in self._members(group) for group in allowed if group.startswith("S"))
