@@ -45,7 +45,7 @@ ARGUMENTS = {
     "index": "FAISS index with labels and the open-set threshold.",
     "metrics": "Metrics of the candidate.",
     "network": "TorchScript network.",
-    "nodes": "Pods that share the work: a number, or auto.",
+    "nodes": "Pods that share the work.",
     "open_set": "Open-set threshold, and how well it separates unseen classes.",
     "out": "Folder of the Parquet files: s3://bucket/prefix.",
     "outcome": "Outcome of the run.",

@@ -1,7 +1,5 @@
 """Predict: the images of a whole source through a release, without a server, into Parquet files."""
 
-from typing import Any
-
 from kfp import dsl
 
 from components.notify import notify
@@ -19,8 +17,7 @@ def predict(
     images: str = "",
     out: str = "",
     release: str = "",
-    nodes: str = "1",
-    settings: dict[str, Any] = {},
+    nodes: int = 1,
     store: str = "s3://evernear",
 ):
     """Recognize all images of a source with a release, then notify. A second run with the same arguments continues.
@@ -29,13 +26,10 @@ def predict(
         images: Images to recognize, at any depth and without classes: s3://bucket/prefix; required.
         out: Folder of the Parquet files: s3://bucket/prefix; required.
         release: Version of the release; empty: the champion.
-        nodes: Pods that share the work: a number, or auto; above 1 with deploy/components/many-machines.
-        settings: Other settings to change, such as {"parts_job": {"max_nodes": 20}}.
+        nodes: Pods that share the work; above 1 with deploy/components/many-machines.
         store: Object store of the releases: s3://bucket/prefix or file:///path.
     """
     notified = notify(run=RUN, store=store, pipeline="predict")
     with dsl.ExitHandler(notified, name="recognize images"):
-        predicted = predict_images(
-            run=RUN, store=store, settings=settings, images=images, out=out, release=release, nodes=nodes
-        )
+        predicted = predict_images(run=RUN, store=store, images=images, out=out, release=release, nodes=nodes)
     configure_tasks((notified, predicted))

@@ -22,6 +22,7 @@ from evernear.common.step_results import Computed, compute_once, result_key
 from evernear.common.store import Store, open_store
 from evernear.embedding import CODE, DESCRIPTION_FILE
 from evernear.embedding.clock import Clock
+from evernear.errors import SettingsError
 from evernear.reporting import countdowns
 from evernear.settings import OneRun, RunSettings, of_run, parse
 from evernear.settings.train import TrainingChoices
@@ -46,12 +47,12 @@ def ingest(run: str, store: str, parameters: dict[str, str], settings: Tree, dat
         from evernear.data.ingest import ingest_source
         from evernear.data.listing import ClassMinimum
         from evernear.data.manifest import save_manifest
-        from evernear.kubeflow.nodes import StepNodes, nodes_of_ingest, require_runnable
+        from evernear.kubeflow.nodes import StepNodes, require_runnable
         from evernear.release.champion import live_classes
 
         chosen, swaps = of_run(settings, **parameters, store=store), list[str]()
         require_runnable(chosen)
-        nodes = StepNodes(nodes_of_ingest(chosen), chosen, running.report)
+        nodes = StepNodes(chosen.data.nodes, running.report)
         live = live_classes(open_store(chosen.store_uri), chosen.classes)
         minimum = ClassMinimum(chosen.validation.min_class_images, live)
         manifest = ingest_source(
@@ -213,7 +214,7 @@ def embed(run: str, settings: Tree, dataset: str, network: str, embeddings: str)
 
         data, network_dir, store = Dataset.open(Path(dataset)), Path(network), record.store
         untrained = untrained_classes(network_dir, data, store, chosen.classes)
-        nodes = StepNodes(chosen.index.nodes, chosen, running.report)
+        nodes = StepNodes(chosen.index.nodes, running.report)
         splits = ("gallery", "query") if nodes.is_one else ("gallery", "query", "test")
         parts = plan_embedding(
             network_dir, data, store, f"{PARTS}{run}", untrained, splits, part_size_bytes=PART_SIZE_BYTES
@@ -410,15 +411,19 @@ def promote(run: str, store: str, target: str, settings: Tree, release: str, rea
         running.summary = f"release {promoted.version} {promoted.state()}"
 
 
-def predict(run: str, store: str, settings: Tree, images: str, out: str, release: str, nodes: str) -> None:
+def predict(run: str, store: str, images: str, out: str, release: str, nodes: int) -> None:
     """Recognize all ``images`` with a release or the champion, as Parquet files."""
     with step("predict", run, store) as running:
-        from evernear.kubeflow.nodes import StepNodes, nodes_for_uris
+        from evernear.kubeflow.nodes import StepNodes, require_reachable
         from evernear.release.registry import Registry
         from evernear.serving.batch import Shared, open_worker, plan_predictions, summarize
 
-        chosen, registry = of_run(settings, store=store), Registry(open_store(store))
-        pods = StepNodes(nodes_for_uris(nodes, images=images, out=out), chosen, running.report)
+        registry = Registry(open_store(store))
+        for name, uri in {"images": images, "out": out}.items():
+            if not uri:
+                raise SettingsError(f"The parameter {name} is empty; set it to s3://bucket/prefix.")
+        require_reachable(nodes, "the images and predictions", images, out)
+        pods = StepNodes(nodes, running.report)
         version = registry.get(release).manifest.version if release else registry.require_champion().version
         parts = plan_predictions(Shared(source=images, store_uri=store, version=version), open_store(out))
         pods.run(parts, partial(open_worker, on_images=countdowns.images(running, parts.plan.units)))

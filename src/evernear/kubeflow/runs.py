@@ -221,7 +221,8 @@ def _unknown(key: str, by_name: Mapping[str, Parameter]) -> str:
         )
     if key in _setting_keys() or key in _BY_KEY:
         return (
-            f"The pipeline has no parameter {key!r}: it was uploaded by another version of evernear; upload it again."
+            f"The pipeline has no parameter {key!r}. If it should, another version of evernear uploaded it; upload it "
+            "again."
         )
     known = [*by_name, *_setting_keys()]
     matches = [k for k in known if k.endswith(f".{key}")] or difflib.get_close_matches(key, known, n=1, cutoff=0.0)

@@ -26,7 +26,7 @@ from evernear.settings import sources
 from evernear.settings.data import MAX_SIZE_PX, ClassSettings, DataSettings, absolute_source
 from evernear.settings.evaluation import EvaluationSettings, GateSettings
 from evernear.settings.index import IndexSettings
-from evernear.settings.kubernetes import CostSettings, KubernetesSettings, PartsJobSettings, PipelineSettings
+from evernear.settings.kubernetes import CostSettings, KubernetesSettings, PipelineSettings
 from evernear.settings.layers import DEFAULT_WORKDIR, PRESET, Layers, read_layers
 from evernear.settings.section import LocalPath, Section
 from evernear.settings.serving import PrepSettings, ServingSettings
@@ -57,7 +57,6 @@ class RunSettings(Section):
     data: DataSettings = DataSettings()
     validation: ValidationSettings = ValidationSettings()
     train: TrainSettings = TrainSettings()
-    parts_job: PartsJobSettings = PartsJobSettings()
     index: IndexSettings = IndexSettings()
     evaluation: EvaluationSettings = EvaluationSettings()
     gate: GateSettings = GateSettings()

@@ -6,7 +6,7 @@ from typing import Annotated, Literal, Self
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from evernear.common.text import class_name
-from evernear.settings.section import Fraction, Nodes, PixelLimit, Section, absolute
+from evernear.settings.section import Fraction, PixelLimit, Section, absolute
 
 COLUMN = "column"
 """The source's own grouping: the column or the ``.json`` field ``group``."""
@@ -105,7 +105,9 @@ class DataSettings(Section):
     max_pixels: PixelLimit = Field(
         default=25_000_000, description="Largest width times height of an image. Larger images are rejected."
     )
-    nodes: Nodes = Field(default=1, description="Nodes that read and decode the files of a bucket, as ``index.nodes``.")
+    nodes: int = Field(
+        default=1, ge=1, description="Nodes that read and decode the files of a bucket, as ``index.nodes``."
+    )
 
     @field_validator("bit_depth")
     @classmethod

@@ -1,7 +1,7 @@
 from pydantic import Field, field_validator
 
 from evernear.common import plugins
-from evernear.settings.section import Nodes, Section, absolute
+from evernear.settings.section import Section, absolute
 
 
 class IndexSettings(Section):
@@ -52,10 +52,10 @@ class IndexSettings(Section):
         lt=1.0,
         description="Largest share of known images to call unknown. It takes precedence over false_accept_rate.",
     )
-    nodes: Nodes = Field(
+    nodes: int = Field(
         default=1,
-        description="Nodes that embed the images, as an [Indexed Job](many-machines.md) if more than 1. auto: by the"
-        " measured rate, at most parts_job.max_nodes.",
+        ge=1,
+        description="Nodes that embed the images, as an [Indexed Job](many-machines.md) if more than 1.",
     )
 
     @field_validator("backend")

@@ -105,13 +105,6 @@ class PipelineSettings(Section):
         return self.model_dump(include={name for name in type(self).model_fields if name.startswith(_CLUSTER)})
 
 
-class PartsJobSettings(Section):
-    """The Indexed Job that runs the parts of a step on several nodes. The PodTemplate
-    ``evernear-parts`` has everything else about the pods."""
-
-    max_nodes: int = Field(default=8, ge=1, description="Largest number of nodes that auto may choose.")
-
-
 class CostSettings(Section):
     """Prices for the [cost of a run](run-page.md#cost). The defaults are AWS Fargate's on-demand
     prices in us-east-1 for Linux/x86."""

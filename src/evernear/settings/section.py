@@ -1,9 +1,9 @@
 """The base class and the limits that the settings sections share."""
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
-from pydantic import AfterValidator, BeforeValidator, Field
+from pydantic import AfterValidator, Field
 
 from evernear.common.frozen import Frozen
 
@@ -34,18 +34,6 @@ def absolute(path: str) -> Path:
 
 
 LocalPath = Annotated[Path, AfterValidator(expanded)]
-
-
-def _check_nodes(value: object) -> object:
-    if isinstance(value, float) and value.is_integer():  # Kubeflow Pipelines passes numbers as floats
-        value = int(value)
-    if value == "auto" or (str(value).isdecimal() and int(str(value)) > 0):
-        return value
-    raise ValueError("should be a number above 0, or auto")
-
-
-Nodes = Annotated[int | Literal["auto"], BeforeValidator(_check_nodes)]
-"""Pods of the Indexed Job that runs a step's parts. With 1, the step's process runs them."""
 
 
 class Section(Frozen, coerce_numbers_to_str=True, allow_inf_nan=False):

@@ -111,7 +111,7 @@ def test_secret_in_an_argument_is_refused(word: str) -> None:
 
 def test_pipeline_of_another_version_is_named() -> None:
     older = [parameter for parameter in parameters_of(uploaded()) if parameter.name != "settings"]
-    with pytest.raises(SettingsError, match="uploaded by another version of evernear; upload it again"):
+    with pytest.raises(SettingsError, match="another version of evernear uploaded it; upload it again"):
         from_words(["train.epochs=3"], older)
 
 

@@ -208,7 +208,7 @@ def test_step_of_the_pipeline_predicts_with_the_champion_and_its_run_ends_as_pre
     shared: Shared, photos: Path, tmp_path: Path
 ) -> None:
     out = (tmp_path / "out").as_uri()
-    steps.predict("run-1", shared.store_uri, {}, f"folder:{photos}", out, "", "auto")
+    steps.predict("run-1", shared.store_uri, f"folder:{photos}", out, "", 1)
     assert pq.read_table(tmp_path / "out").num_rows == IMAGES + 1
     steps.notify(
         "run-1", shared.store_uri, "predict", "SUCCEEDED", "", str(tmp_path / "outcome"), str(tmp_path / "page.html")
@@ -233,29 +233,27 @@ def test_step_continues_where_another_run_stopped(shared: Shared, photos: Path, 
     out = tmp_path / "out"
     predict(shared, out)
     before = files(out)
-    steps.predict("run-2", shared.store_uri, {}, f"folder:{photos}", out.as_uri(), shared.version, "1")
+    steps.predict("run-2", shared.store_uri, f"folder:{photos}", out.as_uri(), shared.version, 1)
     assert files(out) == before
 
 
 @pytest.mark.parametrize(
     ("nodes", "message"),
     [
-        ("0", "nodes is '0'; set a number above 0, or auto."),
-        ("1.5", "nodes is '1.5'; set a number above 0, or auto."),
-        ("", "nodes is ''; set a number above 0, or auto."),
-        ("2", "Other nodes cannot reach the images and predictions"),
+        (0, "nodes is 0; set a number above 0."),
+        (2, "Other nodes cannot reach the images and predictions"),
     ],
 )
 def test_step_refuses_nodes_before_it_writes(
-    shared: Shared, photos: Path, tmp_path: Path, nodes: str, message: str, capfd: pytest.CaptureFixture[str]
+    shared: Shared, photos: Path, tmp_path: Path, nodes: int, message: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit):
-        steps.predict("run-3", shared.store_uri, {}, f"folder:{photos}", (tmp_path / "out").as_uri(), "", nodes)
+        steps.predict("run-3", shared.store_uri, f"folder:{photos}", (tmp_path / "out").as_uri(), "", nodes)
     assert message in capfd.readouterr().err
     assert not (tmp_path / "out").exists()
 
 
 def test_step_names_the_parameter_that_is_missing(shared: Shared, capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        steps.predict("run-4", shared.store_uri, {}, "s3://bucket/images", "", "", "auto")
+        steps.predict("run-4", shared.store_uri, "s3://bucket/images", "", "", 1)
     assert "The parameter out is empty; set it to s3://bucket/prefix." in capfd.readouterr().err
