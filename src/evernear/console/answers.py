@@ -21,8 +21,7 @@ import threading
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from difflib import get_close_matches
-from pathlib import Path, PurePosixPath
-from tempfile import TemporaryDirectory
+from pathlib import PurePosixPath
 from typing import Literal
 
 from pydantic import AwareDatetime, Field
@@ -36,7 +35,6 @@ from evernear.data.manifest import Manifest, find_manifest
 from evernear.data.snapshots import Snapshots
 from evernear.data.sources.layout import SPLIT_WORDS, Layout
 from evernear.data.sources.names import reviewed_stem
-from evernear.data.stored_ledger import answered_files
 from evernear.errors import ConflictError, DataError, EvernearError, IntegrityError, SettingsError, StoreError
 from evernear.release.manifest import ReleaseManifest
 
@@ -314,10 +312,8 @@ class ReleasedAnswers:
 
     def _labels(self, manifest: Manifest) -> Mapping[str, str]:
         if self._read[0] != manifest:
-            with TemporaryDirectory(prefix="evernear-ledger-") as scratch:
-                path = Path(scratch) / "ledger.sqlite"
-                Snapshots(self._store, manifest.name).fetch_ledger(manifest, path)
-                self._read = (manifest, answered_files(path))
+            with Snapshots(self._store, manifest.name).ledger(manifest) as ledger:
+                self._read = (manifest, ledger.answered_files())
         return self._read[1]
 
 

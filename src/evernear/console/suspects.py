@@ -2,8 +2,6 @@
 listed in ``review/suspects.json``."""
 
 from collections.abc import Callable
-from pathlib import Path
-from tempfile import TemporaryDirectory
 
 from pydantic import AwareDatetime, Field
 
@@ -12,9 +10,8 @@ from evernear.common.store import Store
 from evernear.console.queue import thumbnail
 from evernear.data.listing import dataset_name
 from evernear.data.shards import Dataset
-from evernear.data.snapshots import Snapshots
+from evernear.data.snapshots import Snapshots, opened_ledger
 from evernear.data.sources import open_source
-from evernear.data.stored_ledger import PublishedLedger
 from evernear.errors import DataError, StoreError
 from evernear.settings import Settings
 
@@ -81,10 +78,7 @@ def check_labels(store: Store, settings: Settings, now: AwareDatetime) -> Suspec
         recipe = recipe.model_copy(update={"frozen": True})
     suspects: list[Suspect] = []
     found = images = 0
-    with TemporaryDirectory(prefix="evernear-labels-") as scratch:
-        path = Path(scratch) / "ledger.sqlite"
-        Snapshots(store, dataset.manifest.name).fetch_ledger(dataset.manifest, path)
-        ledger = PublishedLedger(path, settings.data.source)
+    with opened_ledger(dataset) as ledger:
         for embedded in embed_folds(dataset, recipe):
             errors = find_label_errors(embedded)
             found, images = found + len(errors), images + len(embedded.labels)
@@ -101,7 +95,6 @@ def check_labels(store: Store, settings: Settings, now: AwareDatetime) -> Suspec
                         duplicate=names[duplicate][0] if error.duplicate >= 0 and duplicate in names else "",
                     )
                 )
-        ledger.close()
     suspects.sort(key=lambda suspect: (not suspect.duplicate, suspect.margin))
     result = Suspects(
         source=settings.data.source,

@@ -54,7 +54,7 @@ class IngestPart(Part):
 
     @classmethod
     def of(cls, entries: Sequence[FileEntry]) -> "IngestPart":
-        names, etags, labels, explicit_splits, sizes_bytes = zip(*entries, strict=True)
+        names, etags, labels, explicit_splits, sizes_bytes, _ = zip(*entries, strict=True)
         return cls(
             units=len(entries),
             names=names,

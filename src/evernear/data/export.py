@@ -15,7 +15,7 @@ import json
 import tarfile
 import tempfile
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from io import BytesIO
 from itertools import chain, count, groupby, repeat
 from math import ceil
@@ -31,13 +31,13 @@ from PIL import Image
 from evernear.common.disk import disk_errors
 from evernear.common.parts import concurrently
 from evernear.common.store import Store
-from evernear.data.group_table import PublishedGroups
 from evernear.data.manifest import SPLITS, Manifest, Split
 from evernear.data.preprocess import Pixels, pixels_digest
 from evernear.data.shards import Block, Dataset
-from evernear.data.snapshots import Snapshots
+from evernear.data.snapshots import opened_ledger
 from evernear.data.sources.names import exported_stem, is_skipped
 from evernear.data.sqlite import batched
+from evernear.data.stored_ledger import PublishedLedger
 from evernear.errors import SettingsError
 
 Format = Literal["parquet", "webdataset", "folder"]
@@ -201,17 +201,15 @@ def _scratch_file() -> Generator[Path]:
 
 
 @contextmanager
-def _groups(dataset: Dataset) -> Generator[PublishedGroups | None]:
+def _groups(dataset: Dataset) -> Generator[PublishedLedger | None]:
     if not dataset.manifest.groups:
         yield None
         return
-    with _scratch_file() as path:
-        Snapshots(dataset.store, dataset.manifest.name).fetch_ledger(dataset.manifest, path)
-        with closing(PublishedGroups(path)) as groups:
-            yield groups
+    with opened_ledger(dataset) as ledger:
+        yield ledger
 
 
-def _rows(dataset: Dataset, embed: Embed, groups: PublishedGroups | None) -> Iterator[Row]:
+def _rows(dataset: Dataset, embed: Embed, groups: PublishedLedger | None) -> Iterator[Row]:
     for split in SPLITS:
         shards = ((dataset.shard_blocks(each, _block_images(dataset)), each.count) for each in dataset.shards(split))
         positions = count()
@@ -225,7 +223,7 @@ def _rows(dataset: Dataset, embed: Embed, groups: PublishedGroups | None) -> Ite
                 yield Row(split, next(positions), image, label, number, digest.hex(), group, vector)
 
 
-def _group_names(groups: PublishedGroups | None, digests: Sequence[bytes]) -> Iterable[str | None]:
+def _group_names(groups: PublishedLedger | None, digests: Sequence[bytes]) -> Iterable[str | None]:
     if groups is None:
         return repeat(None)
     named: Mapping[bytes, str] = groups.groups(digests)

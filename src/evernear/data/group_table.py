@@ -6,7 +6,6 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 from operator import itemgetter
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from evernear.common.text import spelled
@@ -32,7 +31,7 @@ FROM groups JOIN images USING (digest) JOIN labels ON labels.id = images.label J
 # Images that will be read again or may come back keep their splits.
 _REMOVED = "SELECT groups.name AS name, '' AS label, split, digest FROM groups JOIN removed USING (digest)"
 _IN_SEVERAL_SPLITS = f"SELECT name FROM ({_LOCATED}) GROUP BY name HAVING COUNT(DISTINCT split) > 1"  # noqa: S608 - our own words
-_QUERIES_OF_SEEN_GROUPS = f"""
+QUERIES_OF_SEEN_GROUPS = f"""
 WITH located AS ({_LOCATED})
 SELECT digest FROM located WHERE split = 'query' AND name IN (
     SELECT name FROM located WHERE split IN ('train', 'gallery')
@@ -59,7 +58,7 @@ SELECT labels.name FROM images JOIN labels ON labels.id = images.label LEFT JOIN
 GROUP BY labels.name HAVING COUNT(DISTINCT COALESCE(groups.name, hex(digest))) < {FEWEST_GROUPS}
 """  # noqa: S608 - our own words
 
-_LABEL_COUNTS = """
+LABEL_COUNTS = """
 SELECT COALESCE(groups.name, hex(digest)) AS name, labels.name AS label, COUNT(*)
 FROM images JOIN labels ON labels.id = images.label LEFT JOIN groups USING (digest) GROUP BY 1, 2
 """
@@ -219,61 +218,3 @@ class GroupTable:
     def _all(self, query: str, *values: object) -> Sequence[tuple[Any, ...]]:
         with sqlite_errors():
             return self._db.execute(query, values).fetchall()
-
-
-def groups_of(db: sqlite3.Connection, digests: Sequence[bytes]) -> dict[bytes, str]:
-    found: dict[bytes, str] = {}
-    with sqlite_errors():
-        for page in batched(digests, _PAGE):
-            query = f"SELECT digest, name FROM groups WHERE digest IN ({marks(page)})"  # noqa: S608 - question marks only
-            found.update(db.execute(query, tuple(page)).fetchall())
-    return found
-
-
-class PublishedGroups:
-    """The groups in a published ledger, which is immutable. Close the object after use."""
-
-    def __init__(self, path: Path) -> None:
-        with sqlite_errors():
-            self._db = sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro&immutable=1", uri=True)
-
-    def close(self) -> None:
-        self._db.close()
-
-    def queries_of_seen_groups(self) -> frozenset[bytes]:
-        with sqlite_errors():
-            return frozenset(digest for (digest,) in self._db.execute(_QUERIES_OF_SEEN_GROUPS))
-
-    def groups(self, digests: Sequence[bytes]) -> dict[bytes, str]:
-        return groups_of(self._db, digests)
-
-    def files(self, digests: Sequence[bytes]) -> dict[bytes, tuple[str, str]]:
-        found: dict[bytes, tuple[str, str]] = {}
-        with sqlite_errors():
-            for page in batched(digests, _PAGE):
-                query = f"SELECT digest, name, label FROM files WHERE digest IN ({marks(page)})"  # noqa: S608 - question marks only
-                found |= {digest: (name, label) for digest, name, label in self._db.execute(query, tuple(page))}
-        return found
-
-    def have_other_explicit_splits(self, pairs: Sequence[tuple[bytes, bytes]]) -> bool:
-        """Whether the source gives the images of most ``pairs`` different splits. Without an
-        explicit split, ingest chooses a split that the source gives to no image."""
-        given: defaultdict[bytes, set[str | None]] = defaultdict(set)
-        with sqlite_errors():
-            for page in batched([digest for pair in pairs for digest in pair], _PAGE):
-                query = f"SELECT digest, given FROM files WHERE digest IN ({marks(page)})"  # noqa: S608 - question marks only
-                for digest, split in self._db.execute(query, tuple(page)):
-                    given[digest].add(split)
-        return 2 * sum(given[test] != given[seen] for test, seen in pairs) > len(pairs)
-
-    def label_counts(self) -> Iterator[tuple[str, str, int]]:
-        with sqlite_errors():
-            yield from self._db.execute(_LABEL_COUNTS)
-
-    def has_explicit_test_images(self) -> bool:
-        with sqlite_errors():
-            return self._db.execute("SELECT 1 FROM files WHERE given = 'test' LIMIT 1").fetchone() is not None
-
-    def all_files(self) -> Iterator[tuple[str, str]]:
-        with sqlite_errors():
-            yield from self._db.execute("SELECT name, label FROM files WHERE digest IS NOT NULL")

@@ -11,11 +11,9 @@ because a scene may show several classes. Labeled queries
 import posixpath
 import re
 import shlex
-import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Generator, Sequence
-from contextlib import closing, contextmanager
-from pathlib import Path
+from contextlib import contextmanager
 from statistics import median
 
 import numpy as np
@@ -23,10 +21,11 @@ from numpy.typing import NDArray
 
 from evernear.common.output import quantity
 from evernear.common.text import class_name
-from evernear.data.group_table import FEWEST_GROUPS, PublishedGroups
+from evernear.data.group_table import FEWEST_GROUPS
 from evernear.data.shards import Dataset
-from evernear.data.snapshots import Snapshots
+from evernear.data.snapshots import opened_ledger
 from evernear.data.sources.names import is_reviewed
+from evernear.data.stored_ledger import PublishedLedger
 from evernear.settings.data import COLUMN, GROUP_FORMS
 
 Grouping = Callable[[str, str], str]
@@ -80,9 +79,9 @@ class GroupNumbers:
     """Assigns numbers to the groups of a snapshot's images on demand. The groups are read from the
     snapshot's ledger."""
 
-    def __init__(self, ledger: Path, divided: bool) -> None:
-        """Read ``ledger``. ``divided`` states whether any group has images in several splits."""
-        self._ledger, self._divided = PublishedGroups(ledger), divided
+    def __init__(self, ledger: PublishedLedger, divided: bool) -> None:
+        """``divided`` states whether any group has images in several splits."""
+        self._ledger, self._divided = ledger, divided
         self._numbers: dict[str | bytes, int] = {}
 
     def of(self, digests: NDArray[np.uint8]) -> NDArray[np.int32]:
@@ -118,9 +117,6 @@ class GroupNumbers:
     def has_explicit_test_images(self) -> bool:
         return self._ledger.has_explicit_test_images()
 
-    def close(self) -> None:
-        self._ledger.close()
-
 
 @contextmanager
 def group_numbers(dataset: Dataset) -> Generator[GroupNumbers | None]:
@@ -129,11 +125,8 @@ def group_numbers(dataset: Dataset) -> Generator[GroupNumbers | None]:
         yield None
         return
     divided = bool(dataset.manifest.problem_counts.get("split_group"))
-    with tempfile.TemporaryDirectory(prefix="evernear-groups-") as scratch:
-        path = Path(scratch, "ledger.sqlite")
-        Snapshots(dataset.store, dataset.manifest.name).fetch_ledger(dataset.manifest, path)
-        with closing(GroupNumbers(path, divided)) as numbers:
-            yield numbers
+    with opened_ledger(dataset) as ledger:
+        yield GroupNumbers(ledger, divided)
 
 
 CANDIDATES = ("stem", "folder", r"([^/]*\d)\d\.\w+$")
@@ -151,16 +144,10 @@ def propose_group(dataset: Dataset, pairs: Sequence[tuple[bytes, bytes]], share:
     """Return advice for a dataset that has near-duplicates in different splits. ``pairs`` contains
     digests of near-duplicates, ``share`` is the share of the test images that have one, and
     ``current`` is the value of ``data.group``."""
-    with tempfile.TemporaryDirectory(prefix="evernear-groups-") as scratch:
-        path = Path(scratch, "ledger.sqlite")
-        Snapshots(dataset.store, dataset.manifest.name).fetch_ledger(dataset.manifest, path)
-        ledger = PublishedGroups(path)
-        try:
-            divided_by_source = ledger.have_other_explicit_splits(pairs)
-            proposed = None if divided_by_source else _best(ledger, pairs, share, current)
-            examples = [ledger.files(pair) for pair in pairs[:1]]
-        finally:
-            ledger.close()
+    with opened_ledger(dataset) as ledger:
+        divided_by_source = ledger.have_other_explicit_splits(pairs)
+        proposed = None if divided_by_source else _best(ledger, pairs, share, current)
+        examples = [ledger.files_of(pair) for pair in pairs[:1]]
     names = " and ".join(name for files in examples for name, _ in files.values())
     divided = dataset.manifest.problem_counts.get("split_group", 0)
     if divided_by_source:
@@ -194,7 +181,7 @@ def propose_group(dataset: Dataset, pairs: Sequence[tuple[bytes, bytes]], share:
 
 
 def _best(
-    ledger: PublishedGroups, pairs: Sequence[tuple[bytes, bytes]], share: float, current: str
+    ledger: PublishedLedger, pairs: Sequence[tuple[bytes, bytes]], share: float, current: str
 ) -> tuple[str, int] | None:
     """The setting that puts the most pairs into one group each and, among settings that do so with
     enough pairs, makes the most groups. Also return the number of groups. None if no setting fits.
@@ -202,7 +189,7 @@ def _best(
     A setting fits only if few near-duplicates would be left, most classes have enough groups to be
     trained and tested, and a class has enough for all splits.
     """
-    files = ledger.files([digest for pair in pairs for digest in pair])
+    files = ledger.files_of([digest for pair in pairs for digest in pair])
     best, found = (0.0, 0), None
     for setting in CANDIDATES:
         group = grouping(setting)
@@ -211,7 +198,7 @@ def _best(
         if setting == current or (1 - alike) * share > _MAX_LEFT:
             continue
         of_class: defaultdict[str, set[int]] = defaultdict(set)
-        for name, label in ledger.all_files():
+        for name, label in ledger.image_files():
             of_class[label].add(hash(group(name, label)))
         counts = [len(keys) for keys in of_class.values()]
         rank = min(alike, _ENOUGH), len(set.union(*of_class.values()))

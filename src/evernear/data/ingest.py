@@ -139,9 +139,9 @@ def _ingest(
             if not settings.dataset:
                 require_one_source(ledger, snapshots.name, settings.source)
             admission = list_source(source, ledger, settings.source, minimum, reread=reread)
-            group = grouping(settings.group, source.group)
+            group = grouping(settings.group, ledger.named_group)
             require_groups(source, settings, group, ledger)
-            if source.names_groups() and not settings.group:
+            if not settings.group and ledger.names_groups():
                 warn(
                     f"the groups that {settings.source} names are not used: the images of a group stay in one split"
                     " only with --set data.group=column, from the first ingest on"

@@ -21,7 +21,6 @@ from evernear.data.manifest import Problem, Shard, Split
 from evernear.data.preprocess import Resize
 from evernear.data.reviewed import ReviewedImages
 from evernear.data.sources import FileEntry, NameSample
-from evernear.data.sources.named_groups import NamedGroups
 from evernear.data.sources.names import exported_position
 from evernear.data.sqlite import batched, insert_rows, marks, sqlite_errors
 
@@ -80,7 +79,6 @@ class Ledger:
             self._db.execute("CREATE TEMP TABLE results (name TEXT, digest BLOB, fault TEXT)")
         self.groups = GroupTable(self._db, self._source)
         self.reviewed = ReviewedImages(self._db)
-        self.named_groups = NamedGroups(self._db, self._source)
 
     def save(self, path: Path) -> None:
         self._index_files()
@@ -137,12 +135,12 @@ class Ledger:
         unchanged files are not written, because most files of a large source are unchanged."""
         for page in batched(entries, PAGE_NAMES):
             self._many(
-                "INSERT INTO files (source, name, etag, label, given, size_bytes, turn, pending)"
-                " VALUES (?, ?, ?, ?, ?, ?, ?, 1) ON CONFLICT (source, name) DO UPDATE SET"
+                "INSERT INTO files (source, name, etag, label, given, size_bytes, grp, turn, pending)"
+                " VALUES (?, ?, ?, ?, ?, ?, ?, ?, 1) ON CONFLICT (source, name) DO UPDATE SET"
                 " pending = pending OR fault IS NOT NULL OR etag != excluded.etag,"
                 " digest = CASE WHEN etag = excluded.etag THEN digest END,"
                 " fault = NULL, etag = excluded.etag, label = excluded.label, given = excluded.given,"
-                " size_bytes = excluded.size_bytes, turn = excluded.turn",
+                " size_bytes = excluded.size_bytes, grp = excluded.grp, turn = excluded.turn",
                 (
                     (self._source, *entry, decode_order(entry.name, entry.explicit_split, in_order))
                     for entry in self._listed.changed(page)
@@ -153,8 +151,8 @@ class Ledger:
         for page in batched(rows, _PAGE):
             self._listed.note(name for name, *_ in page)
             self._many(
-                "INSERT INTO files (source, name, etag, label, given, size_bytes, turn, pending, digest)"
-                " VALUES (?, ?, '', ?, ?, 0, 0, 0, ?) ON CONFLICT (source, name) DO UPDATE SET"
+                "INSERT INTO files (source, name, etag, label, given, size_bytes, grp, turn, pending, digest)"
+                " VALUES (?, ?, '', ?, ?, 0, '', 0, 0, ?) ON CONFLICT (source, name) DO UPDATE SET"
                 " label = excluded.label, given = excluded.given, pending = 0, digest = excluded.digest",
                 ((self._source, *row) for row in page),
             )
@@ -197,21 +195,12 @@ class Ledger:
 
     def forget_unlisted(self) -> None:
         self._listed.forget_others()
-        self.named_groups.forget_unlisted()
 
     def _index_files(self) -> None:
         """Create the indexes of a new ledger. Indexes are sorted faster than filled one file at a
         time."""
         for index in INDEXES:
             self._all(index)
-
-    def record_empty_folders(self, names: Iterable[str]) -> None:
-        self._all("DELETE FROM empty_folders WHERE source = ?", self._source)
-        self._many("INSERT INTO empty_folders VALUES (?, ?)", ((self._source, name) for name in names))
-
-    def record_hidden_folders(self, names: Iterable[str]) -> None:
-        self._all("DELETE FROM hidden_folders WHERE source = ?", self._source)
-        self._many("INSERT INTO hidden_folders VALUES (?, ?)", ((self._source, name) for name in names))
 
     def record_notes(self, notes: Mapping[str, NameSample]) -> None:
         self._all("DELETE FROM notes WHERE source = ?", self._source)
@@ -220,6 +209,14 @@ class Ledger:
             self._many("INSERT INTO notes VALUES (?, ?, ?, ?)", rows)
             if rest := note.count - len(rows):
                 self._all("INSERT INTO notes VALUES (?, ?, NULL, ?)", self._source, rule, rest)
+
+    def named_group(self, name: str) -> str:
+        """The group that the source specifies for a file, or an empty string."""
+        rows = self._all("SELECT grp FROM files WHERE source = ? AND name = ?", self._source, name)
+        return rows[0][0] if rows else ""
+
+    def names_groups(self) -> bool:
+        return bool(self._all("SELECT 1 FROM files WHERE source = ? AND grp != '' LIMIT 1", self._source))
 
     def count_listed(self) -> int:
         return self._int("SELECT COUNT(*) FROM files WHERE source = ?", self._source)

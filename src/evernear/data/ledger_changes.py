@@ -7,18 +7,16 @@ from pathlib import Path
 
 from evernear.data.group_table import SCHEMA as GROUPS_SCHEMA
 from evernear.data.reviewed import SCHEMA as REVIEWED_SCHEMA
-from evernear.data.sources.named_groups import SCHEMA as NAMED_GROUPS_SCHEMA
 
 # Tables for which the changed rows are stored, with their primary keys and the columns that are
 # compared. The other tables are small, so all of their rows are stored.
 _TABLES = {
-    "files": (("source", "name"), ("etag", "label", "given", "size_bytes", "pending", "digest", "fault")),
+    "files": (("source", "name"), ("etag", "label", "given", "size_bytes", "grp", "pending", "digest", "fault")),
     "images": (("digest",), ("label", "slot", "width", "height", "constant")),
     "removed": (("digest",), ("split",)),
     "groups": (("digest",), ("name",)),
     "reviewed": (("digest",), ("split",)),
     "waiting": (("source", "name"), ("digest",)),
-    "named_groups": (("source", "name"), ("grp",)),
     "labels": (("id",), ("name",)),
     "shards": (("slot",), ("shard",)),
     "decoders": (("source",), ("decoder",)),
@@ -26,7 +24,7 @@ _TABLES = {
 TOUCHED_IMAGES = "temp.touched CROSS JOIN images i ON i.digest = touched.digest"
 """The images ``i`` that are new, or that have a new, changed or deleted file, since the call of
 `track_images`. `CROSS JOIN` prevents SQLite from reading all images."""
-_SMALL_TABLES = ("sources", "empty_folders", "hidden_folders", "notes")
+_SMALL_TABLES = ("sources", "notes")
 
 
 def track_changes(db: sqlite3.Connection) -> None:
@@ -124,7 +122,6 @@ SCHEMA = """
 CREATE TABLE labels (id INTEGER PRIMARY KEY, name TEXT NOT NULL UNIQUE);
 CREATE TABLE sources (id INTEGER PRIMARY KEY, uri TEXT NOT NULL UNIQUE);
 CREATE TABLE shards (slot INTEGER PRIMARY KEY, shard TEXT NOT NULL);
-CREATE TABLE empty_folders (source INTEGER NOT NULL, name TEXT NOT NULL);
 CREATE TABLE files (
   source INTEGER NOT NULL,
   name TEXT NOT NULL,
@@ -132,6 +129,7 @@ CREATE TABLE files (
   label TEXT NOT NULL,
   given TEXT,                -- the explicit split; NULL: ingest chooses one
   size_bytes INTEGER NOT NULL,
+  grp TEXT NOT NULL,         -- the group that the source specifies, or empty
   turn INTEGER NOT NULL,     -- the order of decoding
   pending INTEGER NOT NULL,  -- 1: to be decoded
   digest BLOB,               -- of its image; NULL while pending, if broken, and if it is no image
@@ -146,7 +144,6 @@ CREATE TABLE images (
   height INTEGER NOT NULL,
   constant INTEGER NOT NULL  -- the image's flaws
 ) WITHOUT ROWID;
-CREATE TABLE hidden_folders (source INTEGER NOT NULL, name TEXT NOT NULL);
 CREATE TABLE decoders (source INTEGER PRIMARY KEY, decoder TEXT NOT NULL);
 CREATE TABLE removed (digest BLOB PRIMARY KEY, split TEXT NOT NULL) WITHOUT ROWID;
 CREATE TABLE waiting (
@@ -161,7 +158,7 @@ CREATE TABLE notes (
   name TEXT,                 -- NULL: the number of names that are not listed
   count INTEGER NOT NULL
 );
-""" + ";\n".join([GROUPS_SCHEMA, REVIEWED_SCHEMA, NAMED_GROUPS_SCHEMA])
+""" + ";\n".join([GROUPS_SCHEMA, REVIEWED_SCHEMA])
 INDEXES = (
     "CREATE INDEX IF NOT EXISTS files_by_digest ON files (digest) WHERE digest IS NOT NULL",
     "CREATE INDEX IF NOT EXISTS files_by_turn ON files (source, turn, name) WHERE pending",

@@ -23,6 +23,7 @@ _FLAWS = {
 _SIZE = "'has ' || width || ' x ' || height || ' pixels'"
 _RESIZED = {"cropped": "crop", "letterboxed": "letterbox", "stretched": "stretch"}
 _NOTES = {
+    "hidden_folder": "begins with a dot, so its images were left out",
     "not_an_image": "is not an image of a class",
     "litter": "is hidden, left behind by a system or program, or written by evernear",
     "no_class": "is in no class folder",
@@ -82,7 +83,9 @@ def list_problems(
     for kind, names, count, text in groups.problems(_MAX_LISTED_OF_OTHERS):
         counts[kind] = count
         problems += [Problem(kind=kind, names=(name,), detail=f"{name} {text}.") for name in names]
-    for rule, count in _all(db, "SELECT rule, SUM(count) FROM noted GROUP BY rule ORDER BY rule"):
+    for rule, count in _all(
+        db, "SELECT rule, SUM(count) FROM noted WHERE rule != 'empty_folder' GROUP BY 1 ORDER BY 1"
+    ):
         counts[rule] = count
         query = "SELECT name FROM noted WHERE rule = ? AND name IS NOT NULL ORDER BY name LIMIT ?"
         for (name,) in _all(db, query, rule, _MAX_LISTED_OF_OTHERS):
@@ -98,9 +101,8 @@ def _file_queries() -> Iterator[_Query]:
         " AND label NOT IN (SELECT label FROM files WHERE digest IS NOT NULL) GROUP BY label HAVING MAX(fault)"
     )
     yield "unreadable_class", f"{unusable} IS NOT NULL", ()
-    yield "tiny_class", f"SELECT name, NULL, {no_image} FROM empty_folders UNION {unusable} IS NULL", ()  # noqa: S608
-    hidden = "'begins with a dot, so its images were left out'"
-    yield "hidden_folder", f"SELECT name, NULL, {hidden} FROM hidden_folders", ()  # noqa: S608 - our own words
+    empty = f"SELECT name, NULL, {no_image} FROM notes WHERE rule = 'empty_folder' AND name IS NOT NULL"  # noqa: S608
+    yield "tiny_class", f"{empty} UNION {unusable} IS NULL", ()
     twins = "SELECT name, digest, {} FROM twins WHERE {}"
     yield "conflicting_labels", twins.format("'are copies of one image under several labels'", "labels > 1"), ()
     across = twins.format("'are copies of one image in several splits'", "labels = 1 AND splits > 1")

@@ -16,7 +16,7 @@ PAGE_NAMES = 500
 statement."""
 _MAX_ROWS = 4 * PAGE_NAMES
 # A broken file counts as changed, so that it is decoded again.
-_ROWS = "SELECT name, CASE WHEN fault IS NULL THEN etag END, label, given, size_bytes FROM files WHERE source = ?"
+_ROWS = "SELECT name, CASE WHEN fault IS NULL THEN etag END, label, given, size_bytes, grp FROM files WHERE source = ?"
 
 
 class ListedFiles:
@@ -89,7 +89,7 @@ def members(db: sqlite3.Connection, source: int | None, file: str, etag: str) ->
     """If ``file`` had the given ``etag`` in its last listing, yield the images in the file, sorted
     by name. Otherwise yield nothing."""
     query = (
-        "SELECT name, etag, label, given, size_bytes FROM files"
+        "SELECT name, etag, label, given, size_bytes, grp FROM files"
         " WHERE source = ? AND name > ? AND name < ? ORDER BY name LIMIT ?"
     )
     after, end = f"{file}/", f"{file}0"  # the character after the slash

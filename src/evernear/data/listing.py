@@ -106,15 +106,11 @@ def list_source(
     labels: set[str] = set()
     admission = Admission(minimum)
     if isinstance(source, FileSource):
-        if isinstance(source, PackedFiles):
-            source.named_groups = ledger.named_groups
-            if not reread:
-                source.remembered = ledger.members
+        if isinstance(source, PackedFiles) and not reread:
+            source.remembered = ledger.members
         ledger.list_files(admission.admitted(source.entries()), in_order=isinstance(source, PackedFiles))
         ledger.note_waiting(admission.left_out)
         ledger.forget_unlisted()
-        ledger.record_empty_folders(source.empty_folders)
-        ledger.record_hidden_folders(source.hidden_folders)
         ledger.record_notes(source.notes)
         if not ledger.count_listed():
             raise DataError(

@@ -70,7 +70,7 @@ class Manifest(Frozen):
 
     remedy = "run the ingest step again"
 
-    format: Literal[2] = 2
+    format: Literal[3] = 3
     name: str
     store_uri: str = ""
     """The store from which the manifest was read, for steps that receive the manifest as an

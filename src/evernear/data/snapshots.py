@@ -5,9 +5,8 @@ An image that is read again with the same digest stands in for a lost one in eve
 ledger of a snapshot contains the digests of its images.
 """
 
-import tempfile
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import closing, suppress
+from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path, PurePosixPath
 from tempfile import TemporaryDirectory
@@ -22,16 +21,7 @@ from evernear.data.ledger import Ledger
 from evernear.data.manifest import REPAIR, Manifest, Shard, Split, fetch_object, find_manifest, ledger_key, manifest_key
 from evernear.data.shards import Dataset
 from evernear.data.sources import open_source
-from evernear.data.stored_ledger import (
-    apply_changes,
-    compress,
-    expand,
-    save_compact,
-    shard_digests,
-    shard_files,
-    stored_digests,
-    unreplaced_names,
-)
+from evernear.data.stored_ledger import PublishedLedger, apply_changes, compress, expand, save_compact
 from evernear.errors import ConflictError, IntegrityError
 from evernear.settings import DataSettings
 
@@ -82,6 +72,15 @@ class Snapshots:
             self._changes_bytes += changes.stat().st_size
             apply_changes(path, changes)
             changes.unlink()
+
+    @contextmanager
+    def ledger(self, manifest: Manifest) -> Generator[PublishedLedger]:
+        """Read a local copy of a snapshot's ledger."""
+        with TemporaryDirectory(prefix="evernear-ledger-") as scratch:
+            path = Path(scratch, "ledger.sqlite")
+            self.fetch_ledger(manifest, path)
+            with closing(PublishedLedger(path, manifest.source)) as ledger:
+                yield ledger
 
     def move_head(self, digest: str | None) -> None:
         """Make the snapshot ``digest``, which is in the store, the newest snapshot. If ``digest``
@@ -139,10 +138,8 @@ class Snapshots:
     def images(self, manifest: Manifest) -> list[bytes]:
         """The digests of all images in one snapshot, and of images that wait for more of their
         class."""
-        with TemporaryDirectory(prefix="evernear-ledger-") as scratch:
-            path = Path(scratch) / "ledger.sqlite"
-            self.fetch_ledger(manifest, path)
-            return stored_digests(path)
+        with self.ledger(manifest) as ledger:
+            return ledger.stored_digests()
 
     def interrupt_ingests(self) -> None:
         """Make an ingest that is in progress fail, so that the next ingest starts over."""
@@ -233,6 +230,10 @@ class Snapshots:
         return manifest
 
 
+def opened_ledger(dataset: Dataset) -> AbstractContextManager[PublishedLedger]:
+    return Snapshots(dataset.store, dataset.manifest.name).ledger(dataset.manifest)
+
+
 def parts_prefix(name: str) -> str:
     return f"{DATASETS}{name}/parts/"
 
@@ -259,13 +260,12 @@ def split_digests(dataset: Dataset, split: Split) -> Iterator[NDArray[np.uint8]]
 
 
 def _ledger_digests(dataset: Dataset, shard: Shard, lost: IntegrityError) -> NDArray[np.uint8]:
-    with tempfile.TemporaryDirectory(prefix="evernear-ledger-") as scratch:
-        ledger = Path(scratch, "ledger.sqlite")
+    with ExitStack() as stack:
         try:
-            Snapshots(dataset.store, dataset.manifest.name).fetch_ledger(dataset.manifest, ledger)
+            ledger = stack.enter_context(opened_ledger(dataset))
         except IntegrityError:
             raise lost from None
-        return np.frombuffer(b"".join(shard_digests(ledger, shard.sha256)), np.uint8).reshape(-1, 32)
+        return np.frombuffer(b"".join(ledger.shard_digests(shard.sha256)), np.uint8).reshape(-1, 32)
 
 
 def gone_names(snapshots: Snapshots, lost: Iterable[str], settings: DataSettings, moved: bool) -> list[str]:
@@ -274,10 +274,8 @@ def gone_names(snapshots: Snapshots, lost: Iterable[str], settings: DataSettings
     ledger."""
     files: set[tuple[str, str, bytes]] = set()
     if (head := snapshots.head()) is not None:
-        with tempfile.TemporaryDirectory(prefix="evernear-ledger-") as scratch:
-            ledger = Path(scratch, "ledger.sqlite")
-            snapshots.fetch_ledger(head, ledger)
-            files = {file for sha256 in lost for file in shard_files(ledger, sha256)}
+        with snapshots.ledger(head) as ledger:
+            files = {file for sha256 in lost for file in ledger.shard_files(sha256)}
     present: set[bytes] = set()
     for uri in sorted({uri for uri, *_ in files}):
         of_name = {name: digest for source, name, digest in files if source == uri}
@@ -293,11 +291,9 @@ def lost_names(snapshots: Snapshots, sha256: str) -> list[str]:
     holders = (m for _, m in snapshots.manifests() if any(shard.sha256 == sha256 for shard in m.shards))
     if head is None or (holder := next(holders, None)) is None:
         raise IntegrityError("No intact snapshot names it.")
-    with tempfile.TemporaryDirectory(prefix="evernear-ledger-") as scratch:
-        earlier, newest = Path(scratch, "earlier.sqlite"), Path(scratch, "newest.sqlite")
-        snapshots.fetch_ledger(holder, earlier)
-        snapshots.fetch_ledger(head, newest)
-        return unreplaced_names(earlier, sha256, newest)
+    with snapshots.ledger(holder) as earlier, snapshots.ledger(head) as newest:
+        names = {digest: name for _, name, digest in sorted(earlier.shard_files(sha256), reverse=True)}
+        return sorted(names[digest] for digest in names.keys() - newest.image_labels([*names]).keys())
 
 
 def drop_shards(snapshots: Snapshots, lost: Iterable[str]) -> Manifest:
@@ -306,7 +302,7 @@ def drop_shards(snapshots: Snapshots, lost: Iterable[str]) -> Manifest:
     head, lost = snapshots.head(), set(lost)
     if head is None:
         raise IntegrityError(f"The dataset {snapshots.name} has no snapshot.")
-    with tempfile.TemporaryDirectory(prefix="evernear-repair-") as scratch:
+    with TemporaryDirectory(prefix="evernear-repair-") as scratch:
         path = Path(scratch) / "ledger.sqlite"
         snapshots.fetch_ledger(head, path)
         with closing(Ledger(path, head.source)) as ledger:
@@ -328,7 +324,7 @@ def rebuild_ledger(snapshots: Snapshots) -> None:
         raise IntegrityError(f"The dataset {snapshots.name} has no snapshot.")
     dataset = Dataset(head, snapshots.store)
     with (
-        tempfile.TemporaryDirectory(prefix="evernear-repair-") as scratch,
+        TemporaryDirectory(prefix="evernear-repair-") as scratch,
         closing(Ledger(Path(scratch) / "ledger.sqlite", head.source)) as ledger,
     ):
         ledger.add_labels(head.labels)

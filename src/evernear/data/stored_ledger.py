@@ -3,21 +3,25 @@
 import lzma
 import shutil
 import sqlite3
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple
 
 from evernear.common.disk import disk_errors
 from evernear.data import ledger_changes
+from evernear.data.group_table import LABEL_COUNTS, QUERIES_OF_SEEN_GROUPS
 from evernear.data.ledger_changes import source_uri, without_journal
 from evernear.data.listed_files import members
 from evernear.data.sources import FileEntry
 from evernear.data.sources.names import answer_in
-from evernear.data.sqlite import marks, sqlite_errors
+from evernear.data.sqlite import batched, marks, sqlite_errors
 
 _PRESET = 2  # higher presets take up to twice as long to make the file 8% smaller
 _CHUNK_BYTES = 2**20
+_PAGE = 500  # SQLite limits the number of parameters in a statement
+_IN_SHARD = "images JOIN shards USING (slot) WHERE json_extract(shard, '$.sha256') = ?"
 
 
 def apply_changes(ledger: Path, changes: Path) -> None:
@@ -44,48 +48,6 @@ def expand(changes: Path) -> None:
     expanded.replace(changes)
 
 
-def stored_digests(ledger: Path) -> list[bytes]:
-    """The digests of all images in the shards that a ledger lists, and of earlier images that wait
-    (`evernear.data.listing`)."""
-    with sqlite_errors(), closing(sqlite3.connect(ledger)) as db:
-        return [row[0] for row in db.execute("SELECT digest FROM images UNION SELECT digest FROM waiting")]
-
-
-def answered_files(ledger: Path) -> dict[str, str]:
-    """Maps each file that is in its class because of an answer in review
-    (`evernear.data.sources.names.answer_in`), and that contains an image, to its label."""
-    query = "SELECT name, label FROM files WHERE digest IS NOT NULL AND instr(name, 'review-')"
-    with sqlite_errors(), closing(sqlite3.connect(ledger)) as db:
-        return {name: label for name, label in db.execute(query) if answer_in(name)}
-
-
-_IN_SHARD = "images JOIN shards USING (slot) WHERE json_extract(shard, '$.sha256') = ?"
-
-
-def shard_digests(ledger: Path, sha256: str) -> list[bytes]:
-    with sqlite_errors(), closing(sqlite3.connect(ledger)) as db:
-        return [row[0] for row in db.execute(f"SELECT digest FROM {_IN_SHARD}", (sha256,))]  # noqa: S608 - our own words
-
-
-def shard_files(ledger: Path, sha256: str) -> list[tuple[str, str, bytes]]:
-    query = (
-        "SELECT uri, files.name, digest FROM files JOIN sources ON sources.id = source"  # noqa: S608 - our own words
-        f" WHERE digest IN (SELECT digest FROM {_IN_SHARD})"
-    )
-    with sqlite_errors(), closing(sqlite3.connect(ledger)) as db:
-        return db.execute(query, (sha256,)).fetchall()
-
-
-def unreplaced_names(ledger: Path, sha256: str, newer: Path) -> list[str]:
-    query = (
-        f"SELECT MIN(name) FROM files WHERE digest IN (SELECT digest FROM {_IN_SHARD})"  # noqa: S608 - our own words
-        " AND digest NOT IN (SELECT digest FROM newer.images) GROUP BY digest ORDER BY 1"
-    )
-    with sqlite_errors(), closing(sqlite3.connect(ledger)) as db:
-        db.execute("ATTACH ? AS newer", (str(newer),))
-        return [row[0] for row in db.execute(query, (sha256,))]
-
-
 def save_compact(ledger: Path, path: Path) -> None:
     """Write a compact ledger to ``path``, without deleted rows and without the splits, groups and
     reviews of removed images."""
@@ -104,46 +66,38 @@ class ReadFile(NamedTuple):
 
 
 class PublishedLedger:
-    """The files of one source in a published, immutable ledger. Close the object after use."""
+    """A published, immutable ledger. Methods about files concern those of ``source``, unless they
+    say otherwise. Close the object after use."""
 
     def __init__(self, path: Path, source: str) -> None:
         with sqlite_errors():
             self._db = sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro&immutable=1", uri=True)
-            row = self._db.execute("SELECT id FROM sources WHERE uri = ?", (source_uri(source),)).fetchone()
-        self._source = row[0] if row else None
+        row = self._all("SELECT id FROM sources WHERE uri = ?", source_uri(source))
+        self._source = row[0][0] if row else None
 
     def close(self) -> None:
         self._db.close()
 
+    # Files
+
     def count(self) -> int:
-        """The number of files, or 0 if the dataset does not have this source."""
-        with sqlite_errors():
-            query = "SELECT COUNT(*) FROM files WHERE source = ?"
-            return cast(int, self._db.execute(query, (self._source,)).fetchone()[0])
+        return self._all("SELECT COUNT(*) FROM files WHERE source = ?", self._source)[0][0]
 
     def members(self, file: str, etag: str) -> Iterator[FileEntry]:
         return members(self._db, self._source, file, etag)
 
     def listed(self, names: Sequence[str]) -> dict[str, tuple[str, str]]:
-        query = f"SELECT name, etag, label FROM files WHERE source = ? AND name IN ({marks(names)})"  # noqa: S608 - question marks only
-        with sqlite_errors():
-            rows = self._db.execute(query, (self._source, *names)).fetchall()
-        return {name: (etag, label) for name, etag, label in rows}
+        """The etag and the label of each of ``names`` in the ledger."""
+        query = "SELECT name, etag, label FROM files WHERE source = ? AND name"
+        return {name: (etag, label) for name, etag, label in self._among(query, names, self._source)}
 
     def as_read(self, names: Sequence[str]) -> dict[str, ReadFile]:
-        """Maps the name of each file that was read to the file as it was last read. Only files
-        among ``names`` (at most 500) are included."""
+        """Each of ``names`` that was read, as it was last read."""
         query = (
-            f"SELECT name, etag, size_bytes, digest FROM files WHERE source = ? AND name IN ({marks(names)})"  # noqa: S608 - question marks only
-            " AND (digest IS NOT NULL OR NOT pending)"
+            "SELECT name, etag, size_bytes, digest FROM files WHERE source = ?"
+            " AND (digest IS NOT NULL OR NOT pending) AND name"
         )
-        with sqlite_errors():
-            return {name: ReadFile(*row) for name, *row in self._db.execute(query, (self._source, *names))}
-
-    def image_labels(self, digests: Sequence[bytes]) -> dict[bytes, str]:
-        query = f"SELECT digest, name FROM images JOIN labels ON id = label WHERE digest IN ({marks(digests)})"  # noqa: S608 - question marks only
-        with sqlite_errors():
-            return dict(self._db.execute(query, tuple(digests)))
+        return {name: ReadFile(*row) for name, *row in self._among(query, names, self._source)}
 
     def own_classes(self) -> dict[str, int]:
         """The number of the source's files in each class that contains no images from other
@@ -152,13 +106,85 @@ class PublishedLedger:
             "SELECT label, COUNT(*) FROM files WHERE source = ? AND digest IS NOT NULL AND label NOT IN"
             " (SELECT label FROM files WHERE source != ? AND digest IS NOT NULL) GROUP BY label"
         )
-        with sqlite_errors():
-            return dict(self._db.execute(query, (self._source, self._source)))
+        return dict(self._all(query, self._source, self._source))
 
     def names(self, digests: Sequence[bytes]) -> dict[bytes, tuple[str, ...]]:
-        query = f"SELECT digest, name FROM files WHERE source = ? AND digest IN ({marks(digests)}) ORDER BY name"  # noqa: S608 - question marks only
         names: dict[bytes, tuple[str, ...]] = {}
-        with sqlite_errors():
-            for digest, name in self._db.execute(query, (self._source, *digests)):
-                names[digest] = (*names.get(digest, ()), name)
+        for digest, name in sorted(
+            self._among("SELECT digest, name FROM files WHERE source = ? AND digest", digests, self._source)
+        ):
+            names[digest] = (*names.get(digest, ()), name)
         return names
+
+    def answered_files(self) -> dict[str, str]:
+        """Maps each file of any source that is in its class because of an answer in review
+        (`evernear.data.sources.names.answer_in`), and that contains an image, to its label."""
+        query = "SELECT name, label FROM files WHERE digest IS NOT NULL AND instr(name, 'review-')"
+        return {name: label for name, label in self._all(query) if answer_in(name)}
+
+    def files_of(self, digests: Sequence[bytes]) -> dict[bytes, tuple[str, str]]:
+        """The name and the label of one file of each image, of any source."""
+        rows = self._among("SELECT digest, name, label FROM files WHERE digest", digests)
+        return {digest: (name, label) for digest, name, label in rows}
+
+    def image_files(self) -> Iterator[tuple[str, str]]:
+        """The name and the label of every image file of any source."""
+        with sqlite_errors():
+            yield from self._db.execute("SELECT name, label FROM files WHERE digest IS NOT NULL")
+
+    def have_other_explicit_splits(self, pairs: Sequence[tuple[bytes, bytes]]) -> bool:
+        """Whether the source gives the images of most ``pairs`` different splits. Without an
+        explicit split, ingest chooses a split that the source gives to no image."""
+        given: defaultdict[bytes, set[str | None]] = defaultdict(set)
+        digests = [digest for pair in pairs for digest in pair]
+        for digest, split in self._among("SELECT digest, given FROM files WHERE digest", digests):
+            given[digest].add(split)
+        return 2 * sum(given[test] != given[seen] for test, seen in pairs) > len(pairs)
+
+    def has_explicit_test_images(self) -> bool:
+        return bool(self._all("SELECT 1 FROM files WHERE given = 'test' LIMIT 1"))
+
+    # Images
+
+    def image_labels(self, digests: Sequence[bytes]) -> dict[bytes, str]:
+        return dict(self._among("SELECT digest, name FROM images JOIN labels ON id = label WHERE digest", digests))
+
+    def stored_digests(self) -> list[bytes]:
+        """The digests of all images in shards, and of earlier images that wait
+        (`evernear.data.listing`)."""
+        return [row[0] for row in self._all("SELECT digest FROM images UNION SELECT digest FROM waiting")]
+
+    def shard_digests(self, sha256: str) -> list[bytes]:
+        return [row[0] for row in self._all(f"SELECT digest FROM {_IN_SHARD}", sha256)]  # noqa: S608 - our own words
+
+    def shard_files(self, sha256: str) -> list[tuple[str, str, bytes]]:
+        """The source, the name and the digest of each file whose image is in a shard."""
+        query = (
+            "SELECT uri, files.name, digest FROM files JOIN sources ON sources.id = source"  # noqa: S608 - our own words
+            f" WHERE digest IN (SELECT digest FROM {_IN_SHARD})"
+        )
+        return self._all(query, sha256)
+
+    # Groups
+
+    def groups(self, digests: Sequence[bytes]) -> dict[bytes, str]:
+        """The group of each image that has one."""
+        return dict(self._among("SELECT digest, name FROM groups WHERE digest", digests))
+
+    def queries_of_seen_groups(self) -> frozenset[bytes]:
+        return frozenset(digest for (digest,) in self._all(QUERIES_OF_SEEN_GROUPS))
+
+    def label_counts(self) -> Iterator[tuple[str, str, int]]:
+        """Each group, each label in it, and the number of images with this label. An image without
+        a group counts as a group."""
+        with sqlite_errors():
+            yield from self._db.execute(LABEL_COUNTS)
+
+    def _all(self, query: str, *values: object) -> list[tuple[Any, ...]]:
+        with sqlite_errors():
+            return self._db.execute(query, values).fetchall()
+
+    def _among(self, query: str, keys: Sequence[object], *values: object) -> Iterator[tuple[Any, ...]]:
+        """The rows of ``query``, which ends with a column, for which this column is in ``keys``."""
+        for page in batched(keys, _PAGE):
+            yield from self._all(f"{query} IN ({marks(page)})", *values, *page)

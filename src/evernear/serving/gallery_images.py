@@ -6,9 +6,7 @@ row in it. Each call checks that the store still has the shard, even if it is ca
 `evernear forget` deletes the shards of forgotten images.
 """
 
-import tempfile
 import threading
-from pathlib import Path
 from typing import NamedTuple
 
 from evernear.common.store import Store
@@ -17,7 +15,6 @@ from evernear.data.manifest import find_manifest
 from evernear.data.preprocess import Pixels
 from evernear.data.shards import Dataset, remove_cached
 from evernear.data.snapshots import Snapshots
-from evernear.data.stored_ledger import PublishedLedger
 from evernear.data.writer import shard_key
 from evernear.release.manifest import ReleaseManifest, is_version
 from evernear.release.registry import Registry
@@ -80,19 +77,13 @@ class GalleryImages:
             opened = self._opened(version)
         if opened is None:
             return ()
-        release, dataset = opened
+        release, _ = opened
         # `evernear forget` may have rewritten the snapshot's ledger, so read the current manifest.
         manifest = find_manifest(self._store, release.dataset_name, release.dataset_digest)
         if manifest is None:
             return ()
-        with tempfile.TemporaryDirectory(prefix="evernear-ledger-") as scratch:
-            path = Path(scratch) / "ledger.sqlite"
-            Snapshots(self._store, release.dataset_name).fetch_ledger(manifest, path)
-            ledger = PublishedLedger(path, dataset.manifest.source)
-            try:
-                return ledger.names([bytes.fromhex(digest)]).get(bytes.fromhex(digest), ())
-            finally:
-                ledger.close()
+        with Snapshots(self._store, release.dataset_name).ledger(manifest) as ledger:
+            return ledger.names([bytes.fromhex(digest)]).get(bytes.fromhex(digest), ())
 
     def _opened(self, version: str) -> tuple[ReleaseManifest, Dataset] | None:
         if version not in self._open:

@@ -267,7 +267,7 @@ def test_later_ingests_store_only_the_changes_of_the_ledger(
     def ledger(manifest: Manifest) -> dict[str, list[tuple[object, ...]]]:
         path = fetch_ledger(store, manifest, tmp_path / "cache")
         with closing(sqlite3.connect(path)) as db:
-            tables = ("labels", "sources", "shards", "hidden_folders", "files", "images", "removed")
+            tables = ("labels", "sources", "shards", "notes", "files", "images", "removed")
             return {table: sorted(db.execute(f"SELECT * FROM {table}"), key=str) for table in tables}  # noqa: S608
 
     def size_bytes(sha256: str) -> int:
@@ -423,7 +423,7 @@ def test_store_of_another_format_is_refused_in_a_sentence(tree, run_ingest, tmp_
     manifest = run_ingest(tree)
     store = open_store((tmp_path / "store").as_uri())
     key = manifest_key(manifest.name, manifest.digest)
-    stored = store.get(key).replace(b'"format": 2', b'"format": 1').replace(b'"reviewed": 0', b'"reviews": 0')
+    stored = store.get(key).replace(b'"format": 3', b'"format": 1').replace(b'"reviewed": 0', b'"reviews": 0')
     assert b'"format": 1' in stored
     store.put(key, stored)
     with pytest.raises(

@@ -179,7 +179,7 @@ def test_manifest_of_other_shards_is_rejected(dataset: Dataset) -> None:
         list(lying.blocks("train"))
 
 
-@pytest.mark.parametrize("content", [None, "", "{}", '{"format": 2}'])
+@pytest.mark.parametrize("content", [None, "", "{}", '{"format": 3}'])
 def test_directory_without_a_manifest_is_rejected(tmp_path: Path, content: str | None) -> None:
     if content is not None:
         (tmp_path / "manifest.json").write_text(content)

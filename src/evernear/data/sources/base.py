@@ -5,7 +5,7 @@ import json
 import math
 import os
 from bisect import insort
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from decimal import Decimal
 from types import MappingProxyType
@@ -28,6 +28,8 @@ class FileEntry(NamedTuple):
     label: str
     explicit_split: Split | None
     size_bytes: int
+    group: str = ""
+    """The group that the source itself specifies (``data.group=column``), or empty."""
 
 
 def file_etag(stat: os.stat_result) -> str:
@@ -83,14 +85,6 @@ class Source(Protocol):
 
     def entries(self) -> Iterator[FileEntry]: ...
 
-    def group(self, name: str) -> str:
-        """The group that the source itself specifies for an image (``data.group=column``), or an
-        empty string if the source specifies no group. Call this after `entries`."""
-        return ""
-
-    def names_groups(self) -> bool:
-        return False
-
 
 class ArraySource(Source, Protocol):
     """A source of decoded images, for formats in which one file contains many images. The images
@@ -104,16 +98,11 @@ class ArraySource(Source, Protocol):
 
 @runtime_checkable
 class FileSource(Source, Protocol):
-    """A source of encoded image files.
+    """A source of encoded image files. Once `entries` is exhausted, ``chosen_splits`` is final, and
+    ``notes`` maps rules of `evernear.settings.ValidationSettings` to the names of the affected
+    files and folders. ``empty_folder`` lists class folders without an image, and ``hidden_folder``
+    lists class folders that are ignored because their names begin with a dot."""
 
-    Once `entries` is exhausted, ``chosen_splits`` is final. ``empty_folders`` then lists the class
-    folders that contain no image, and ``hidden_folders`` lists the class folders that are ignored
-    because their names begin with a dot. ``notes`` maps rules of
-    `evernear.settings.ValidationSettings` to the names of the affected files and folders.
-    """
-
-    empty_folders: Sequence[str] = ()
-    hidden_folders: Sequence[str] = ()
     notes: Mapping[str, NameSample] = MappingProxyType({})
     only_images: bool = False
     """Whether every listed file is meant to be an image, regardless of its name and content."""

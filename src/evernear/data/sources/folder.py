@@ -182,7 +182,7 @@ class Folder(_ClassFolders):
                 empty = False
                 yield entry._replace(etag=file_etag(stat), size_bytes=stat.st_size)
         if empty:
-            self.empty_folders = [*self.empty_folders, self._name(folder)]
+            self._note("empty_folder", self._name(folder))
 
     def _record_hidden_folders(self, parent: str) -> None:
         """Record class folders that contain images and whose names begin with a dot."""
@@ -192,7 +192,7 @@ class Folder(_ClassFolders):
             if is_output(folder):
                 self._note("litter", self._name(folder))
             elif any(has_image_suffix(name) for *_, names in os.walk(folder) for name in names):
-                self.hidden_folders = [*self.hidden_folders, _printable_name(self._name(folder))]
+                self._note("hidden_folder", self._name(folder))
 
     def _note_outside_classes(self, parent: str) -> None:
         """Note litter in ``parent``, and files that are next to the class folders."""
@@ -248,7 +248,8 @@ class Bucket(_ClassFolders):
         for folder in marked.names:
             self._notes["litter"].add(folder)
         self._check_and_note_folders()
-        self.hidden_folders = sorted(hidden)
+        for folder in hidden:
+            self._notes["hidden_folder"].add(folder)
 
     def read(self, name: str) -> bytes:
         return self._get(name)

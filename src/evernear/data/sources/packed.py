@@ -28,7 +28,6 @@ from evernear.data.manifest import Split
 from evernear.data.sources.base import FileEntry, FileSource, NameSample, file_etag
 from evernear.data.sources.folder import dataset_name
 from evernear.data.sources.layout import SPLIT_WORDS, NamedSplit, NamedSplits, split_option
-from evernear.data.sources.named_groups import NamedGroups
 from evernear.data.sources.names import skipped_path
 from evernear.errors import DataError
 from evernear.settings.data import DataSettings
@@ -80,9 +79,6 @@ class PackedFiles(FileSource):
         """The images of a file with the given etag, as they were listed before, or nothing if the
         file is new."""
         self._advice = ""
-        self.named_groups: NamedGroups | None = None
-        """Records the groups of images in newly listed files, and remembers the groups of all other
-        images. If None, groups are not recorded."""
 
     def entries(self) -> Iterator[FileEntry]:
         self._notes.clear()
@@ -102,12 +98,6 @@ class PackedFiles(FileSource):
         if not labeled.total():
             raise DataError(f"{self._location} contains no image with a label in {self.kind}.{self._advice}")
         self._require_labels({word: count for word, count in unlabeled.items() if count and not labeled[word]})
-
-    def group(self, name: str) -> str:
-        return self.named_groups.of(name) if self.named_groups else ""
-
-    def names_groups(self) -> bool:
-        return self.named_groups is not None and not self.named_groups.is_empty()
 
     def read(self, name: str) -> bytes:
         """Read the content of a single image. To read many images, use `read_in_order`, which reads
@@ -162,29 +152,27 @@ class PackedFiles(FileSource):
     def _listed(self, file: PackedFile, explicit: Split | None) -> tuple[list[FileEntry], int]:
         """Read the list of images in a packed file from the file itself. The result also contains
         the number of images without a label."""
-        groups: dict[str, str] = {}
-        entries: list[FileEntry] = []
+        entries: dict[str, FileEntry] = {}
         noted = sum(note.count for note in self._notes.values())
         with self._opened(file.name) as path:
             for member in self._members(path, file.name):
                 name = f"{file.name}/{member.name}"
-                if name in groups:
+                if name in entries:
                     raise DataError(f"{file.name} contains two images called {member.name}; rename one of them.")
-                groups[name] = member.group
-                entries.append(FileEntry(name, file.etag, class_name(member.label), explicit, member.size_bytes))
-        if self.named_groups:
-            self.named_groups.record(file.name, groups)
+                label = class_name(member.label)
+                entries[name] = FileEntry(name, file.etag, label, explicit, member.size_bytes, member.group)
         no_label = {""}
-        if file.split not in ("", "train") and {entry.label for entry in entries} <= {"", "-1"}:
+        if file.split not in ("", "train") and {entry.label for entry in entries.values()} <= {"", "-1"}:
             no_label.add("-1")  # the labels of a test split are hidden, and no feature names the classes
-        unlabeled = [entry.name for entry in entries if entry.label in no_label]
+        unlabeled = [entry.name for entry in entries.values() if entry.label in no_label]
         for name in unlabeled:
             self._notes["no_label"].add(name)
         # A file with notes is listed again every time, because only the file itself shows which
         # images are left out.
         has_notes = noted != sum(note.count for note in self._notes.values())
         etag = file.etag + _WITH_NOTES if has_notes else file.etag
-        return [entry._replace(etag=etag) for entry in entries if entry.label not in no_label], len(unlabeled)
+        labeled = [entry._replace(etag=etag) for entry in entries.values() if entry.label not in no_label]
+        return labeled, len(unlabeled)
 
     def _files(self) -> tuple[list[PackedFile], NamedSplits]:
         splits = NamedSplits(self._location, self._settings)

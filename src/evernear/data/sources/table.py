@@ -74,20 +74,19 @@ class Table(FileSource):
         self._notes: defaultdict[str, NameSample] = defaultdict(NameSample)
         self.notes = self._notes
         self._reader = cache(_reader)
-        self._db: sqlite3.Connection | None = None
 
     def entries(self) -> Iterator[FileEntry]:
         self._notes.clear()
-        self._db = sqlite3.connect("")  # a private temporary file
-        splits = self._load(self._db)
-        self._db.execute("CREATE INDEX rows_by_key ON rows (bucket, key)")
-        for (bucket,) in self._db.execute("SELECT DISTINCT bucket FROM rows WHERE bucket != ''").fetchall():
-            self._find_objects(self._db, bucket)
+        db = sqlite3.connect("")  # a private temporary file
+        splits = self._load(db)
+        db.execute("CREATE INDEX rows_by_key ON rows (bucket, key)")
+        for (bucket,) in db.execute("SELECT DISTINCT bucket FROM rows WHERE bucket != ''").fetchall():
+            self._find_objects(db, bucket)
         self.chosen_splits = splits.chosen_splits
         missing, folder, outputs = NameSample(), "", set[str]()
         with sqlite_errors():
-            for name, label, split, bucket, etag, size_bytes in self._db.execute(
-                "SELECT name, label, split, bucket, etag, size_bytes FROM rows ORDER BY name"
+            for name, label, split, bucket, etag, size_bytes, group in db.execute(
+                "SELECT name, label, split, bucket, etag, size_bytes, grp FROM rows ORDER BY name"
             ):
                 if not bucket:
                     etag, size_bytes = self._stat(name)
@@ -100,7 +99,7 @@ class Table(FileSource):
                 if etag is None:
                     missing.add(name)
                 else:
-                    yield FileEntry(name, etag, label, splits.explicit(split), size_bytes)
+                    yield FileEntry(name, etag, label, splits.explicit(split), size_bytes, group)
         for output in outputs:
             self._notes["litter"].add(output)
         self._require_present(missing)
@@ -113,17 +112,6 @@ class Table(FileSource):
         path = Path(self._root, name)
         with disk_errors(path):
             return path.read_bytes()
-
-    def group(self, name: str) -> str:
-        assert self._db is not None  # noqa: S101 - `entries` comes first
-        with sqlite_errors():
-            row = self._db.execute("SELECT grp FROM rows WHERE name = ?", (name,)).fetchone()
-        return row[0] if row else ""
-
-    def names_groups(self) -> bool:
-        assert self._db is not None  # noqa: S101 - `entries` comes first
-        with sqlite_errors():
-            return self._db.execute("SELECT 1 FROM rows WHERE grp != '' LIMIT 1").fetchone() is not None
 
     def _load(self, db: sqlite3.Connection) -> NamedSplits:
         splits = NamedSplits(self._file_name, self._settings)

@@ -3,13 +3,11 @@
 import shutil
 from io import BytesIO
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import pytest
 from PIL import Image
 
 from evernear.common.store import open_store
-from evernear.data.group_table import PublishedGroups
 from evernear.data.manifest import SPLITS, Manifest
 from evernear.data.shards import Dataset
 from evernear.data.snapshots import Snapshots
@@ -37,10 +35,8 @@ def contents(manifest: Manifest) -> dict[bytes, tuple[str, str, bytes]]:
 def groups(manifest: Manifest) -> dict[bytes, str]:
     """The group of each image by its digest."""
     digests = list(contents(manifest))
-    with TemporaryDirectory() as scratch:
-        path = Path(scratch, "ledger.sqlite")
-        Snapshots(open_store(manifest.store_uri), manifest.name).fetch_ledger(manifest, path)
-        return dict.fromkeys(digests, "") | PublishedGroups(path).groups(digests)
+    with Snapshots(open_store(manifest.store_uri), manifest.name).ledger(manifest) as ledger:
+        return dict.fromkeys(digests, "") | ledger.groups(digests)
 
 
 @pytest.mark.parametrize("form", SOURCES)
