@@ -9,14 +9,14 @@ import hashlib
 import sqlite3
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 from evernear.data import ledger_changes
 from evernear.data.group_table import GroupTable
-from evernear.data.ledger_changes import INDEXES, SCHEMA, source_uri, without_journal
+from evernear.data.ledger_changes import INDEXES, SCHEMA, members, source_uri, without_journal
 from evernear.data.ledger_problems import list_problems
-from evernear.data.listed_files import PAGE_NAMES, ListedFiles, members
 from evernear.data.manifest import Problem, Shard, Split
 from evernear.data.preprocess import Resize
 from evernear.data.reviewed import ReviewedImages
@@ -41,6 +41,22 @@ CREATE TEMP VIEW noted AS
 SELECT rule, CASE WHEN (SELECT COUNT(*) FROM sources) > 1 THEN uri || '/' || name ELSE name END AS name, count
 FROM notes JOIN sources ON sources.id = notes.source
 UNION ALL SELECT 'not_an_image', name, 1 FROM named WHERE digest IS NULL AND fault IS NULL AND NOT pending
+"""
+_LISTING = """
+CREATE TEMP TABLE listing (name TEXT PRIMARY KEY, etag TEXT, label TEXT, given TEXT, size_bytes INTEGER, grp TEXT)
+WITHOUT ROWID
+"""
+"""What the source lists in this ingest."""
+_LIST_CHANGED = """
+INSERT INTO files (source, name, etag, label, given, size_bytes, grp, turn, pending)
+SELECT ?1, l.*, turn(l.name, l.given), 1 FROM listing l LEFT JOIN files f ON f.source = ?1 AND f.name = l.name
+WHERE f.fault IS NOT NULL
+  OR (f.etag, f.label, f.given, f.size_bytes, f.grp) IS NOT (l.etag, l.label, l.given, l.size_bytes, l.grp)
+ON CONFLICT (source, name) DO UPDATE SET
+  pending = pending OR fault IS NOT NULL OR etag != excluded.etag,
+  digest = CASE WHEN etag = excluded.etag THEN digest END,
+  fault = NULL, etag = excluded.etag, label = excluded.label, given = excluded.given,
+  size_bytes = excluded.size_bytes, grp = excluded.grp, turn = excluded.turn
 """
 _COPIES = (
     "(SELECT digest FROM files GROUP BY digest HAVING COUNT(*) > 1) copies"
@@ -73,12 +89,13 @@ class Ledger:
             self._source = cast(int, row[0])
             self._db.execute(_NAMED)
             self._db.execute(_NOTED)
-            self._listed = ListedFiles(self._db, self._source)
+            self._db.execute(_LISTING)
             self._db.execute("CREATE TEMP TABLE changes (digest BLOB PRIMARY KEY, slot INTEGER, label INTEGER)")
             self._db.execute("CREATE TEMP TABLE decoded (name TEXT PRIMARY KEY) WITHOUT ROWID")
             self._db.execute("CREATE TEMP TABLE results (name TEXT, digest BLOB, fault TEXT)")
         self.groups = GroupTable(self._db, self._source)
         self.reviewed = ReviewedImages(self._db)
+        self.members = partial(members, self._db, self._source)
 
     def save(self, path: Path) -> None:
         self._index_files()
@@ -126,30 +143,18 @@ class Ledger:
 
     # Files
 
-    def members(self, file: str, etag: str) -> Iterator[FileEntry]:
-        return members(self._db, self._source, file, etag)
-
     def list_files(self, entries: Iterable[FileEntry], in_order: bool = False) -> None:
         """Record files of the source. New, changed and broken files become pending. Pending files
         are decoded in name order if ``in_order`` is set, and otherwise in mixed order. Rows of
         unchanged files are not written, because most files of a large source are unchanged."""
-        for page in batched(entries, PAGE_NAMES):
-            self._many(
-                "INSERT INTO files (source, name, etag, label, given, size_bytes, grp, turn, pending)"
-                " VALUES (?, ?, ?, ?, ?, ?, ?, ?, 1) ON CONFLICT (source, name) DO UPDATE SET"
-                " pending = pending OR fault IS NOT NULL OR etag != excluded.etag,"
-                " digest = CASE WHEN etag = excluded.etag THEN digest END,"
-                " fault = NULL, etag = excluded.etag, label = excluded.label, given = excluded.given,"
-                " size_bytes = excluded.size_bytes, grp = excluded.grp, turn = excluded.turn",
-                (
-                    (self._source, *entry, decode_order(entry.name, entry.explicit_split, in_order))
-                    for entry in self._listed.changed(page)
-                ),
-            )
+        for page in batched(entries, _PAGE):  # a page at a time, because a source may read from the ledger
+            self._many("INSERT OR REPLACE INTO listing VALUES (?, ?, ?, ?, ?, ?)", page)
+        self._db.create_function("turn", 2, partial(decode_order, in_order=in_order), deterministic=True)
+        self._all(_LIST_CHANGED, self._source)
 
     def list_decoded(self, rows: Iterable[tuple[str, str, Split | None, bytes]]) -> None:
         for page in batched(rows, _PAGE):
-            self._listed.note(name for name, *_ in page)
+            self._many("INSERT INTO listing (name) VALUES (?)", ((name,) for name, *_ in page))
             self._many(
                 "INSERT INTO files (source, name, etag, label, given, size_bytes, grp, turn, pending, digest)"
                 " VALUES (?, ?, '', ?, ?, 0, '', 0, 0, ?) ON CONFLICT (source, name) DO UPDATE SET"
@@ -194,7 +199,7 @@ class Ledger:
         self._all("DROP TABLE left_out")
 
     def forget_unlisted(self) -> None:
-        self._listed.forget_others()
+        self._all("DELETE FROM files WHERE source = ? AND name NOT IN (SELECT name FROM listing)", self._source)
 
     def _index_files(self) -> None:
         """Create the indexes of a new ledger. Indexes are sorted faster than filled one file at a
@@ -252,7 +257,7 @@ class Ledger:
             " WHERE pending AND source = ? AND name NOT IN (SELECT name FROM decoded) ORDER BY turn, name"
         )
         with sqlite_errors():
-            yield from map(FileEntry._make, self._db.execute(query, (self._source,)))
+            yield from (FileEntry(*row) for row in self._db.execute(query, (self._source,)))
 
     def in_order(self) -> Iterator[FileEntry]:
         query = (

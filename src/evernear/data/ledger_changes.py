@@ -3,10 +3,13 @@ stores little data."""
 # ruff: noqa: S608 - names of tables and columns are constants
 
 import sqlite3
+from collections.abc import Iterator
 from pathlib import Path
 
 from evernear.data.group_table import SCHEMA as GROUPS_SCHEMA
 from evernear.data.reviewed import SCHEMA as REVIEWED_SCHEMA
+from evernear.data.sources.base import FileEntry
+from evernear.data.sqlite import sqlite_errors
 
 # Tables for which the changed rows are stored, with their primary keys and the columns that are
 # compared. The other tables are small, so all of their rows are stored.
@@ -116,6 +119,7 @@ def _changed(table: str) -> str:
     return f"temp.written_{table} w LEFT JOIN main.{table} t USING ({', '.join(keys)}) WHERE w.before IS NOT {now}"
 
 
+_PAGE_ROWS = 500
 _CACHE_KIB = 64 * 2**10  # digests are random, so writes are spread over a whole large ledger
 
 SCHEMA = """
@@ -177,3 +181,20 @@ def source_uri(source: str) -> str:
     """Normalize a source URI, because ``s3://bucket/prefix/`` and ``s3://bucket/prefix`` are the
     same source."""
     return source.rstrip("/")
+
+
+def members(db: sqlite3.Connection, source: int | None, file: str, etag: str) -> Iterator[FileEntry]:
+    """If ``file`` had the given ``etag`` in its last listing, yield the images in the file, sorted
+    by name. Otherwise yield nothing."""
+    query = (
+        "SELECT name, etag, label, given, size_bytes, grp FROM files"
+        " WHERE source = ? AND name > ? AND name < ? ORDER BY name LIMIT ?"
+    )
+    after, end = f"{file}/", f"{file}0"  # the character after the slash
+    while True:
+        with sqlite_errors():  # a page at a time, because the caller writes to the table
+            rows = db.execute(query, (source, after, end, _PAGE_ROWS)).fetchall()
+        if not rows or any(row[1] != etag for row in rows):
+            return
+        after = rows[-1][0]
+        yield from (FileEntry(*row) for row in rows)

@@ -6,15 +6,14 @@ import sqlite3
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from evernear.common.disk import disk_errors
 from evernear.data import ledger_changes
 from evernear.data.group_table import LABEL_COUNTS, QUERIES_OF_SEEN_GROUPS
-from evernear.data.ledger_changes import source_uri, without_journal
-from evernear.data.listed_files import members
-from evernear.data.sources import FileEntry
+from evernear.data.ledger_changes import members, source_uri, without_journal
 from evernear.data.sources.names import answer_in
 from evernear.data.sqlite import batched, marks, sqlite_errors
 
@@ -73,7 +72,8 @@ class PublishedLedger:
         with sqlite_errors():
             self._db = sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro&immutable=1", uri=True)
         row = self._all("SELECT id FROM sources WHERE uri = ?", source_uri(source))
-        self._source = row[0][0] if row else None
+        self._source: int | None = row[0][0] if row else None
+        self.members = partial(members, self._db, self._source)
 
     def close(self) -> None:
         self._db.close()
@@ -82,9 +82,6 @@ class PublishedLedger:
 
     def count(self) -> int:
         return self._all("SELECT COUNT(*) FROM files WHERE source = ?", self._source)[0][0]
-
-    def members(self, file: str, etag: str) -> Iterator[FileEntry]:
-        return members(self._db, self._source, file, etag)
 
     def listed(self, names: Sequence[str]) -> dict[str, tuple[str, str]]:
         """The etag and the label of each of ``names`` in the ledger."""

@@ -39,12 +39,10 @@ def ingest(path: Path, listing: list[FileEntry], broken: str = "") -> tuple[list
 def test_any_order_of_names_gives_the_same_ledger(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, order: str, seed: int
 ) -> None:
-    monkeypatch.setattr("evernear.data.ledger.PAGE_NAMES", 7)
-    monkeypatch.setattr("evernear.data.listed_files._MAX_ROWS", 28)
+    monkeypatch.setattr("evernear.data.ledger._PAGE", 7)
     mixed = random.Random(seed)
     ledger, known, broken = tmp_path / "ledger.sqlite", dict[str, FileEntry](), ""
     for _ in range(6):
-        # Runs of missing numbers are longer than a page may be.
         gap = mixed.randrange(150)
         numbers = [number for number in range(200) if mixed.random() < 0.9 and not gap <= number < gap + 60]
         listing = [entry(number, mixed.choice(ETAGS)) for number in numbers]
