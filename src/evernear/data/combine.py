@@ -31,8 +31,7 @@ def array_batches(source: ArraySource, form: ImageForm, ledger: Ledger) -> Itera
 
 
 def file_batches(decoded: Iterator[DecodedFiles], ledger: Ledger, size: int) -> Iterator[Batch]:
-    """Record the results for files that are unchanged since they were decoded, and yield their
-    images in batches of at most ``size`` images. ``size`` is at most 500."""
+    """Record results of files that are unchanged since, and yield their images in batches."""
     for files in decoded:
         for page in files.pages(size):
             batch = _file_batch(page, ledger)

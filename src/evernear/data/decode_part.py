@@ -43,8 +43,7 @@ second, which is less than a CPU decodes (benchmarks/results/scale_ingest.md).""
 
 
 class IngestPart(Part):
-    """Files to decode, in the order of decoding. Each unit is a file. Each tuple contains a field
-    of `FileEntry` for every file."""
+    """Files in the order of decoding. Each tuple has a field of `FileEntry` for every file."""
 
     names: tuple[str, ...]
     etags: tuple[str, ...]
@@ -76,8 +75,8 @@ class Shared(Frozen):
 
 
 class Outcome(NamedTuple):
-    """The outcome of decoding one file. If ``digest`` is set, the file is an image. If ``fault`` is
-    set, the file is broken. Otherwise, the file is not an image."""
+    """With a digest, the file is an image; with a fault, it is broken; otherwise, it is no
+    image."""
 
     position: int
     digest: str = ""
@@ -88,8 +87,7 @@ class Outcome(NamedTuple):
 
 
 class DecodedPart(Frozen):
-    """The result of a part. Each tuple contains a field of `Outcome` for every file, in decoding
-    order."""
+    """The result of a part. Each tuple has a field of `Outcome` for every file, in order."""
 
     positions: tuple[int, ...]
     digests: tuple[str, ...]
@@ -98,8 +96,7 @@ class DecodedPart(Frozen):
     flaws: tuple[int, ...]
     faults: tuple[str | None, ...]
     pixels: str = ""
-    """The name of the object with the images' pixels, as a uint8 array of shape (N, H, W, C)
-    without a header. Empty if the part has no images."""
+    """The key of the pixels: uint8 (N, H, W, C) without a header. Empty without images."""
     sha256: str = ""
 
     @classmethod
@@ -164,8 +161,7 @@ def open_here(
 
 
 def open_worker(parts: Parts) -> Worker:
-    """Open the source and return a worker. Unlike `open_here`, this function runs in a different
-    process or on a different machine."""
+    """Like `open_here`, but opens the source, in another process or on another machine."""
     shared = Shared.model_validate(parts.plan.shared)
     source = open_source(shared.settings.source, shared.settings)
     if not isinstance(source, FileSource):
@@ -182,8 +178,7 @@ def _decode_part(
     number: int,
     value: bytes,
 ) -> bytes:
-    """Decode a part, and write the pixels to the store under their sha256. Return the part's
-    `DecodedPart` as JSON."""
+    """Decode a part, store the pixels by their sha256, and return its `DecodedPart` as JSON."""
     part = IngestPart.from_json(value, f"part {number} in {parts.store.uri}")
     positions = {name: position for position, name in enumerate(part.names)}
     at_once, threads = images_at_once(form), available_cpus()
@@ -226,8 +221,7 @@ def decoded_names(parts: Parts) -> Iterator[tuple[str, str]]:
 
 
 def stored_results(parts: Parts, scratch: Path) -> Iterator[DecodedFiles]:
-    """Yield the decoded files of each finished part. The pixels of at most three parts are on disk
-    at the same time."""
+    """Yield the decoded files of finished parts. At most three parts' pixels are on disk."""
     shape = Shared.model_validate(parts.plan.shared).form.shape
 
     def fetch(number: int) -> tuple[IngestPart, DecodedPart, Path]:
@@ -284,8 +278,7 @@ def images_at_once(form: ImageForm) -> int:
 
 @dataclass(frozen=True)
 class Batch:
-    """Images that are ready for a shard: ``pixels`` is a uint8 array of shape (N, H, W, C), in
-    which each image has the dataset's shape."""
+    """Images that are ready for a shard: ``pixels`` is a uint8 array (N, H, W, C)."""
 
     names: Sequence[str]
     labels: Sequence[str]
@@ -300,8 +293,7 @@ class Batch:
 
     @classmethod
     def of_arrays(cls, block: ArrayBlock, form: ImageForm) -> "Batch":
-        """Make a batch of images that a source provides as decoded arrays. Pillow is only used to
-        resize the images."""
+        """Pillow is only used to resize the images."""
         shape, resize = form.shape, form.resize
         count, height, width = block.images.shape
         flat = block.images.reshape(count, -1)

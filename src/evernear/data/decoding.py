@@ -26,8 +26,7 @@ PIXEL_SETTING = "data.max_pixels"
 
 @dataclass(frozen=True)
 class ImageForm:
-    """The form in which a dataset stores images. The first ingest chooses the form. The fields have
-    the same meaning as in `evernear.data.manifest.Manifest`."""
+    """The form of a dataset's images, with the fields of `evernear.data.manifest.Manifest`."""
 
     shape: tuple[int, int, int]
     resize: Resize = "stretch"
@@ -36,8 +35,7 @@ class ImageForm:
 
 @dataclass(frozen=True)
 class DecodedImage:
-    """A decoded image. ``pixels`` is a uint8 array of shape (H, W, C), in the shape of the dataset.
-    The other fields describe the original image."""
+    """``pixels`` has the dataset's shape (H, W, C). The other fields describe the original."""
 
     entry: FileEntry
     digest: bytes
@@ -48,8 +46,7 @@ class DecodedImage:
 
 @dataclass(frozen=True)
 class DecodeFailure:
-    """A file that cannot be decoded, and the reason. The reason is None if neither the name nor the
-    content of the file indicates an image."""
+    """``reason`` is None if neither the name nor the content indicates an image."""
 
     entry: FileEntry
     reason: str | None
@@ -72,8 +69,7 @@ class Decoder:
     def decode_all(
         self, entries: Iterator[FileEntry], requests_in_flight: int, threads: int, lookahead: int
     ) -> Generator[DecodedImage | DecodeFailure]:
-        """Read and decode ``entries`` in order, at most ``lookahead`` images ahead of the
-        consumer."""
+        """Decode ``entries`` in order, at most ``lookahead`` images ahead of the consumer."""
         pending: deque[tuple[Future[Future[DecodedImage | DecodeFailure]], int]] = deque()
         ahead_bytes = 0
         readers, decoders = ThreadPoolExecutor(requests_in_flight, "read"), ThreadPoolExecutor(threads, "decode")
@@ -157,8 +153,7 @@ def read_image(source: FileSource, entry: FileEntry, max_pixels: int, data: byte
 
 
 def max_file_size_bytes(max_pixels: int) -> int:
-    """The largest file size to read, which is the size of uncompressed pixels with four channels of
-    16 bits."""
+    """The size of uncompressed pixels with four channels of 16 bits."""
     return 8 * max_pixels
 
 
@@ -171,8 +166,7 @@ class _Budget:
 
     @contextmanager
     def reserve(self, amount: int) -> Generator[None]:
-        """Wait until ``amount`` is available, and reserve the amount for the context. If ``amount``
-        is larger than the limit, the limit is reserved."""
+        """Wait until ``amount``, but at most the limit, is available, and reserve it."""
         with self._changed:
             self._changed.wait_for(lambda: amount <= self._left)
             self._left -= amount

@@ -28,17 +28,14 @@ Weights = NDArray[np.float64]
 _Statistic = Callable[[Weights], Weights]
 
 SAMPLE = 500
-"""Number of live queries in one test. With 1,000 reference queries, the matrix of distances has 9
-MB."""
+"""Live queries in one test. With 1,000 reference queries, the distances take 9 MB."""
 MIN_QUERIES = 20
 """Minimum number of independent live queries, and also of reference queries, in one test."""
 POWER = 0.9
 _MIN_SHARED = 5
-"""Minimum number of reference queries in a stratum that contains classes without reference
-queries."""
+"""Fewest reference queries in a stratum with classes that have no reference query."""
 _BATCH = 400
-"""Number of permutations after which the test checks whether the p-values can still become small
-enough."""
+"""Permutations after which the test checks whether p-values can still become small enough."""
 
 
 @dataclass(frozen=True)
@@ -51,8 +48,7 @@ class Queries:
     distances: Floats
     """L2 distance to the nearest gallery image, (N,)."""
     coordinates: Floats
-    """Projected embeddings, as an array of shape (N, D). D is 0 if the release has no
-    projection."""
+    """Projected embeddings (N, D). D is 0 if the release has no projection."""
     is_unknown: NDArray[np.bool_]
     at_s: NDArray[np.float64]
     """Arrival times in Unix time, (N,), or zeros in a reference."""
@@ -85,8 +81,7 @@ class Shift:
     p: float
     level: float
     detectable: float
-    """The smallest effect that is detected with a probability of `POWER` in samples of this
-    size."""
+    """The smallest effect that is detected with a probability of `POWER`."""
 
     @property
     def detected(self) -> bool:
@@ -123,8 +118,8 @@ unchanged could have a smaller effect."""
 
 @dataclass(frozen=True)
 class _Strata:
-    """The classes of the queries in a pooled sample, in which the reference comes first. ``order``
-    sorts the sample by class, and ``ends`` contains the end position of each class."""
+    """A pooled sample, reference first. ``order`` sorts it by class; ``ends`` are the classes'
+    ends."""
 
     is_live: NDArray[np.bool_]
     order: NDArray[np.intp]
@@ -162,8 +157,7 @@ class _Strata:
 
 
 def _without_empty(classes: NDArray[np.intp], is_live: NDArray[np.bool_]) -> NDArray[np.intp]:
-    """Merge classes that have no reference query with the rarest other classes, until the merged
-    class has `_MIN_SHARED` reference queries."""
+    """Merge classes without a reference query with the rarest others, up to `_MIN_SHARED`."""
     counts = np.bincount(classes[~is_live], minlength=int(classes.max()) + 1)
     if counts.min():
         return classes
@@ -191,8 +185,7 @@ def unknown_rise(is_unknown: NDArray[np.bool_]) -> _Statistic:
 
 
 def distance_shift(distances: Floats) -> _Statistic:
-    """The Kolmogorov-Smirnov distance, which is the largest gap between two distribution
-    functions."""
+    """The Kolmogorov-Smirnov distance: the largest gap between two distribution functions."""
     order = np.argsort(distances, kind="stable")
     is_last = np.append(np.diff(distances[order]) > 0, True)  # the last of equal distances
     return lambda weights: np.abs(np.cumsum(weights[order], axis=0)[is_last]).max(axis=0)

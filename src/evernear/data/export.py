@@ -43,8 +43,7 @@ from evernear.errors import SettingsError
 Format = Literal["parquet", "webdataset", "folder"]
 FILE_BYTES = 2**28
 FILE_IMAGES = 100_000
-"""Maximum number of images in a Parquet or tar file, whose pixels are also limited to
-`FILE_BYTES`."""
+"""Most images in a Parquet or tar file, whose pixels are limited to `FILE_BYTES` too."""
 _BLOCK_BYTES = 2**23
 """Maximum size of the pixels that are read at a time. They form one row group of a Parquet file."""
 _BLOCK_IMAGES = 1000
@@ -96,8 +95,7 @@ def export_dataset(
     embed: Embed = without_embeddings,
     report: Callable[[int], None] = lambda _: None,
 ) -> None:
-    """Write the images of a snapshot. Memory use does not grow with their number. ``report``
-    receives the number of images so far."""
+    """Memory use does not grow with the number of images. ``report`` receives it."""
     with _groups(dataset) as groups:
         rows = _reported(_rows(dataset, embed, groups if form != "folder" else None), report)
         match form:
@@ -126,8 +124,7 @@ def _fields(row: Row) -> dict[str, Any]:
 
 
 def _schema(row: Row) -> Any:
-    """The columns of a Parquet file. The schema's metadata contains the feature types for Hugging
-    Face's `datasets`."""
+    """The metadata contains the feature types for Hugging Face's `datasets`."""
     texts = ("label", "split", "digest", *(() if row.group is None else ("group",)))
     fields = [
         pa.field("image", pa.struct([("bytes", pa.binary()), ("path", pa.string())])),
@@ -237,8 +234,7 @@ def _reported(rows: Iterator[Row], report: Callable[[int], None]) -> Iterator[Ro
 
 
 def _png(pixels: Pixels, digest: bytes) -> bytes:
-    """Encode an image of shape (H, W, C) as a PNG file. The file is gray if the original image was
-    gray, so that the digest remains ``digest``."""
+    """Encode an image (H, W, C). It is gray if the original was, so that the digest stays."""
     height_px, width_px, channels = pixels.shape
     gray = pixels[..., 0]
     if channels > 1 and not (

@@ -77,8 +77,7 @@ def _bit_depth(settings: DataSettings, sample: "_Sample", parent: Manifest | Non
 
 
 class _Sample:
-    """The shape and the bit depth of a source's images, determined from a sample of about
-    `_SAMPLED_FILES` images. Files are read only when a method needs them."""
+    """Shape and bit depth of a sample of files, which are read only when a method needs them."""
 
     def __init__(
         self, settings: DataSettings, source: ArraySource | FileSource, ledger: Ledger, max_size_px: int
@@ -107,15 +106,13 @@ class _Sample:
         return max(1, round(height * scale)), max(1, round(width * scale)), channels
 
     def bit_depth(self) -> BitDepth:
-        """The smallest bit depth that can represent the values in all 16-bit files, or 16 if no
-        file has 16 bits."""
+        """The smallest bit depth for all values in 16-bit files, or 16 if there are none."""
         used: list[BitDepth] = [depth for _, depth in self._files if depth]
         return max(used) if used else 16
 
     @cached_property
     def _files(self) -> list[tuple[Shape, BitDepth | None]]:
-        """Shapes and bit depths of the sampled files. Only 16-bit files are decoded. For any other
-        file, the header is sufficient."""
+        """Shapes and bit depths. Only 16-bit files are decoded; of others, the header suffices."""
         source = self._source
         if not isinstance(source, FileSource):
             return []

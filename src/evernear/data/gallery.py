@@ -12,8 +12,7 @@ from evernear.data.shards import Block, Dataset
 from evernear.errors import IntegrityError
 
 MIN_GALLERY_IMAGES = 10
-"""Minimum number of images per class in the gallery. If the gallery split has fewer images of a
-class than this number, train images are added."""
+"""Fewest images per class in the gallery. Train images fill it up."""
 
 
 def joining_gallery(manifest: Manifest, untrained: Collection[str] = ()) -> dict[str, int]:

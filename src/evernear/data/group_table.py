@@ -65,8 +65,7 @@ FROM images JOIN labels ON labels.id = images.label LEFT JOIN groups USING (dige
 
 
 class LargeGroup(NamedTuple):
-    """A group with ``images`` of all ``total`` images, in several classes. Its value may mean that
-    an image has no group."""
+    """A large group of several classes. Its value may mean that an image has no group."""
 
     name: str
     images: int
@@ -104,8 +103,7 @@ class GroupTable:
     def _grouped(
         self, files: Iterable[tuple[bytes, str, str]], group: Callable[[str, str], str]
     ) -> Iterator[tuple[bytes, str]]:
-        """Yield the digest and the group of each image. The files of an image must be consecutive
-        in ``files``. If the image has no group, the group is empty."""
+        """Yield digest and group (perhaps empty) of each image, whose files are consecutive."""
         for digest, copies in groupby(files, key=itemgetter(0)):
             names = [(name, group(name, label)) for _, name, label in copies]
             key = min((key for _, key in names if key), default="")
@@ -147,8 +145,7 @@ class GroupTable:
         return self._all("SELECT COALESCE(MIN(name), '') FROM listed_groups WHERE name != ''")[0][0]
 
     def is_class_divided(self) -> bool:
-        """Whether the listed files of any class are in more than one group. A file without a group
-        counts as one group."""
+        """Whether a class has several groups. A file without a group counts as one."""
         groups = "SUM(CASE name WHEN '' THEN images ELSE 1 END)"
         return bool(self._all(f"SELECT 1 FROM listed_groups GROUP BY label HAVING {groups} > 1"))  # noqa: S608 - our own words
 
@@ -169,8 +166,7 @@ class GroupTable:
         self._all(f"INSERT INTO placed SELECT name, label, split, COUNT(*) FROM ({located}) GROUP BY 1, 2, 3")  # noqa: S608 - our own words
 
     def units(self) -> Iterator[tuple[str, Split, int, int]]:
-        """Yield the label, the split, the number of groups, and the number of images in these
-        groups. Call this after `start_placing`."""
+        """Yield label, split, number of groups, and of their images. After `start_placing`."""
         yield from self._all("SELECT label, split, COUNT(*), SUM(images) FROM placed WHERE label != '' GROUP BY 1, 2")
 
     def placed(self, names: Collection[str]) -> defaultdict[str, Members]:
@@ -199,8 +195,7 @@ class GroupTable:
     # Problems
 
     def problems(self, limit: int) -> Iterator[tuple[str, list[str], int, str]]:
-        """Yield the kind of each problem, some names, the total number of names, and a description.
-        Call this after `refresh`."""
+        """Yield kind, some names, their total number, and a description. After `refresh`."""
         if self.is_empty():
             return
         if large := [str(LargeGroup._make(row)) for row in self._all(_LARGE_GROUPS.format(_STORED))]:

@@ -29,8 +29,7 @@ from evernear.data.stored_ledger import PublishedLedger
 from evernear.settings.data import COLUMN, GROUP_FORMS
 
 Grouping = Callable[[str, str], str]
-"""Maps the file name and the label of an image to the name of its group, or to an empty string if
-the image belongs to no group."""
+"""Maps the file name and the label of an image to its group, or to an empty string."""
 
 _RUNNING_NUMBER = re.compile(r"[^0-9A-Za-z/]*\d+[^0-9/]*$")
 
@@ -56,8 +55,7 @@ def grouping(setting: str, column: Callable[[str], str] = lambda name: "") -> Gr
 
 
 def below_class(name: str, label: str) -> str:
-    """The part of a file's name after the class folder, or the whole name if no folder has the name
-    of the class."""
+    """The part of a file's name after the class folder, or the whole name if there is none."""
     folders = name.split("/")[:-1]
     depth = next((depth for depth, folder in enumerate(folders, 1) if class_name(folder) == label), 0)
     return "/".join(name.split("/")[depth:])
@@ -68,16 +66,14 @@ def _folder(path: str) -> str:
 
 
 def _stem(path: str) -> str:
-    """The part of the file name before the last number, preceded by the folders below the class
-    folder."""
+    """The part before the last number, with the folders below the class folder."""
     stem = posixpath.splitext(path)[0]
     found = _RUNNING_NUMBER.search(stem)
     return stem[: found.start()].rstrip("/") if found else ""
 
 
 class GroupNumbers:
-    """Assigns numbers to the groups of a snapshot's images on demand. The groups are read from the
-    snapshot's ledger."""
+    """Assigns numbers to the groups of a snapshot's images on demand."""
 
     def __init__(self, ledger: PublishedLedger, divided: bool) -> None:
         """``divided`` states whether any group has images in several splits."""
@@ -85,8 +81,7 @@ class GroupNumbers:
         self._numbers: dict[str | bytes, int] = {}
 
     def of(self, digests: NDArray[np.uint8]) -> NDArray[np.int32]:
-        """The group number of each image (N,). The images are identified by digest (N, 32). An
-        image without a group counts as a separate group."""
+        """The group number of each image (N,). An image without a group counts as one."""
         images = [digest.tobytes() for digest in digests]
         keys = self._ledger.groups(images)
         of_image: list[str | bytes] = [keys.get(image) or image for image in images]

@@ -32,8 +32,7 @@ from evernear.errors import DataError
 from evernear.settings.section import MAX_PIXELS
 
 MAX_SIDE_PX = 2**15 - 1
-"""Maximum width and height. Each row of an image requires a pointer, and resizing requires memory
-for each column."""
+"""Each row requires a pointer, and resizing requires memory for each column."""
 MAX_SCANS = 32
 """Maximum number of scans in a JPEG file. libjpeg writes 10 scans for a color image and 18 for a
 CMYK image. MozJPEG writes up to about 20 scans."""
@@ -77,8 +76,7 @@ _HUFFMAN_FRAMES = frozenset({0xC0, 0xC1, 0xC2})  # baseline, extended sequential
 
 
 def suffix_of(data: bytes) -> Literal[".png", ".jpg", ".webp"]:
-    """The suffix that corresponds to a file's content. A file that is neither JPEG nor WebP counts
-    as PNG."""
+    """A file that is neither JPEG nor WebP counts as PNG."""
     if data.startswith(_JPEG_SIGNATURE):
         return ".jpg"
     return ".webp" if _WEBP_SIGNATURE.match(data) else ".png"
@@ -120,14 +118,12 @@ def inspect(data: bytes, max_pixels: int, name: str = "The image", setting: str 
 
 
 def has_image_signature(data: bytes) -> bool:
-    """Whether ``data`` begins like an image file in a supported or unsupported format. The first
-    `SIGNATURE_SIZE_BYTES` bytes of the file are sufficient."""
+    """Whether the first `SIGNATURE_SIZE_BYTES` are those of an image, supported or not."""
     return _ANY_FORMAT.match(data) is not None
 
 
 def has_image_suffix(name: str) -> bool:
-    """Whether a file name has an image suffix. This function does not use pathlib, which is ten
-    times slower. The difference in speed matters for millions of files."""
+    """Without pathlib, which is ten times slower and would matter for millions of files."""
     return posixpath.splitext(name)[1].rstrip(".").lower() in IMAGE_SUFFIXES
 
 
@@ -176,8 +172,7 @@ def _inspect_png(data: bytes, name: str) -> EncodedImage:
 
 
 def _png_chunks(data: bytes, name: str) -> Iterator[tuple[bytes, int, int]]:
-    """Yield the type of each chunk, and the start and the end of the chunk's data. If the file is
-    truncated, the last chunk is also truncated."""
+    """Yield type, start and end of each chunk. The last chunk may be truncated."""
     at = len(_PNG_SIGNATURE)
     for _ in range(max_segments(len(data))):
         if at + 8 > len(data):
@@ -320,8 +315,7 @@ def inspect_webp(data: bytes, name: str) -> EncodedImage:
 
 
 def _webp_chunks(data: bytes, name: str) -> Iterator[tuple[bytes, int, int]]:
-    """Yield the type of each chunk, and the start and the end of the chunk's data. If the file is
-    truncated, the last chunk is also truncated."""
+    """Yield type, start and end of each chunk. The last chunk may be truncated."""
     at, end = 12, min(len(data), 8 + int.from_bytes(data[4:8], "little"))
     for _ in range(max_segments(len(data))):
         if at + 8 > end:

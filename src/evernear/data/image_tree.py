@@ -20,8 +20,7 @@ class ImageFile(NamedTuple):
 
 
 class ImageTree(Protocol):
-    """A tree of image files that are read by name. ``skipped`` is complete when `files` is
-    exhausted."""
+    """A tree of image files. ``skipped`` is complete when `files` is exhausted."""
 
     skipped: NameSample
 
@@ -40,8 +39,7 @@ class ImageTree(Protocol):
 
 
 def open_tree(source: str) -> ImageTree:
-    """Open ``folder:DIRECTORY``, ``s3://bucket/prefix``, or any other source of files (see
-    `open_source`)."""
+    """Open ``folder:DIRECTORY``, ``s3://bucket/prefix``, or another source of files."""
     kind, _, location = source.partition(":")
     if kind == "folder" and location:
         return FolderTree(Path(location))

@@ -54,8 +54,7 @@ from evernear.settings import DataSettings
 from evernear.settings.data import MAX_SIZE_PX
 
 SHARD_SIZE_BYTES = 32 * 2**20
-"""Maximum size of a shard. Ingest holds one open shard per split, and a reader downloads whole
-shards."""
+"""Ingest holds one open shard per split, and a reader downloads whole shards."""
 _REPORT_INTERVAL_S = 1.0
 DECODING_CODE = tuple(
     f"data/{name}.py" for name in ("decoding", "encoded_image", "image_file", "preprocess", "reduction")
@@ -208,8 +207,7 @@ def _decode_again(reread: bool, decoder: str, ledger: Ledger, report: Callable[[
 
 class _Progress:
     def __init__(self, report: Callable[[str], None], total: int, done: str = "") -> None:
-        """``total`` is the number of all images, or 0 if this number is unknown. Each message ends
-        with ``done``."""
+        """``total`` is 0 if unknown. Each message ends with ``done``."""
         self._report, self._total, self._ending = report, total, done
         self._done, self._reported_s = 0, time.monotonic()
 

@@ -66,12 +66,11 @@ _COPIES = (
 
 
 class Ledger:
-    """The ledger of one dataset, in a local file. All methods raise `StoreError` if the disk is
+    """The ledger of one dataset, in a local file. Methods raise `StoreError` if the disk is
     full."""
 
     def __init__(self, path: Path, source: str, moved_from: str = "") -> None:
-        """Open or create the ledger for one ingest of ``source``. If the images have moved,
-        ``moved_from`` is the previous source."""
+        """Open or create it for one ingest of ``source``, whose images were in ``moved_from``."""
         self.is_new = is_new = not path.exists()
         self._db = sqlite3.connect(path, isolation_level=None)
         with sqlite_errors():
@@ -106,8 +105,7 @@ class Ledger:
             ledger_changes.track_changes(self._db)
 
     def save_changes(self, path: Path) -> None:
-        """Write to ``path`` all changes since the ledger was last opened or saved. `apply_changes`
-        reads this file."""
+        """Write all changes since it was opened or saved, for `apply_changes`."""
         with sqlite_errors():
             self._db.execute("COMMIT")
             ledger_changes.save(self._db, path)
@@ -202,8 +200,7 @@ class Ledger:
         self._all("DELETE FROM files WHERE source = ? AND name NOT IN (SELECT name FROM listing)", self._source)
 
     def _index_files(self) -> None:
-        """Create the indexes of a new ledger. Indexes are sorted faster than filled one file at a
-        time."""
+        """Indexes are sorted faster than filled one file at a time."""
         for index in INDEXES:
             self._all(index)
 
@@ -232,14 +229,12 @@ class Ledger:
         return self._int("SELECT COUNT(*) FROM files WHERE pending AND +source = ?", self._source)
 
     def pending(self, names: Sequence[str]) -> dict[str, tuple[str, str, Split | None]]:
-        """Maps each pending file among ``names`` (at most 500) to its etag, label and explicit
-        split, as currently listed."""
+        """Maps each pending file among ``names`` to its etag, label and explicit split."""
         query = f"SELECT name, etag, label, given FROM files WHERE pending AND source = ? AND name IN ({marks(names)})"  # noqa: S608 - question marks only
         return {row[0]: row[1:] for row in self._all(query, self._source, *names)}
 
     def note_decoded(self, files: Iterable[tuple[str, str]]) -> None:
-        """Exclude pending files with these names and etags from `to_decode`, because a part has
-        decoded them."""
+        """Exclude pending files from `to_decode`, because a part has decoded them."""
         self._many(
             "INSERT OR IGNORE INTO decoded"
             " SELECT name FROM files WHERE pending AND source = ? AND (name, etag) = (?, ?)",
@@ -250,8 +245,7 @@ class Ledger:
         return self.count_pending() - self._int("SELECT COUNT(*) FROM decoded")
 
     def to_decode(self) -> Iterator[FileEntry]:
-        """Yield the pending files that no part has decoded. Held-out splits come first. The order
-        mixes the classes."""
+        """Yield the pending files, held-out splits first, in an order that mixes the classes."""
         query = (
             "SELECT name, etag, label, given, size_bytes FROM files"
             " WHERE pending AND source = ? AND name NOT IN (SELECT name FROM decoded) ORDER BY turn, name"
@@ -270,8 +264,7 @@ class Ledger:
             yield from (FileEntry(*row) for row in rows)
 
     def sample(self, count: int) -> list[FileEntry]:
-        """Return ``count`` of the source's files, evenly spaced in name order, or all files if the
-        source has fewer."""
+        """``count`` of the source's files, evenly spaced in name order, or all if it has fewer."""
         query = (
             "SELECT name, etag, label, given, size_bytes FROM"
             " (SELECT *, ROW_NUMBER() OVER (ORDER BY name) - 1 AS number FROM files WHERE source = ?)"
@@ -323,8 +316,7 @@ class Ledger:
         return dict(self._of_digests("SELECT digest, split FROM removed", digests)) if self._has_removed() else {}
 
     def former_splits(self, names: Sequence[str]) -> dict[str, Split]:
-        """Maps the names of files that are unchanged but decoded again to the files' former splits.
-        Only files among ``names`` (at most 500) are included."""
+        """Maps names of unchanged files that are decoded again to their former splits."""
         if not self._has_removed():
             return {}
         query = (
@@ -336,8 +328,7 @@ class Ledger:
         return bool(self._all("SELECT 1 FROM removed LIMIT 1"))
 
     def add_images(self, images: Iterable[tuple[bytes, int, int, int, int, int]]) -> None:
-        """Record images that were written to a shard. Each image is (digest, label, slot, width in
-        pixels, height in pixels, flaws)."""
+        """Each image is (digest, label, slot, width in pixels, height in pixels, flaws)."""
         with sqlite_errors():
             rows = ((bytearray(digest), *columns) for digest, *columns in images)
             insert_rows(self._db, "images", "(?, ?, ?, ?, ?, ?)", rows)
@@ -354,8 +345,7 @@ class Ledger:
             self._all("INSERT INTO shards VALUES (?, ?)", slot, shard.model_dump_json())
 
     def lose_shards(self, sha256s: Collection[str]) -> None:
-        """Remove lost shards and their images. The next ingest reads these images from the source
-        again and assigns them to the same splits."""
+        """The next ingest reads their images again, and assigns them to the same splits."""
         self._all("DELETE FROM changes")
         for slot, shard in self.shards().items():
             if shard.sha256 in sha256s:
@@ -365,8 +355,7 @@ class Ledger:
             self.put_shard(slot, None)
 
     def remember_splits(self, digests: Iterable[bytes], split: Split) -> None:
-        """Record the split of images as if the images had been removed, so that they return to this
-        split."""
+        """Record a split as if the images had been removed, so that they return to it."""
         self._many("INSERT OR REPLACE INTO removed VALUES (?, ?)", ((digest, split) for digest in digests))
 
     # Comparison of files with shards
@@ -407,8 +396,7 @@ class Ledger:
         self._all("DELETE FROM removed WHERE digest IN (SELECT digest FROM images)")
 
     def swapped_classes(self) -> list[str]:
-        """One sentence for each pair of classes that swapped most of their images. Call this after
-        `reconcile`."""
+        """A sentence on each two classes that swapped most images. After `reconcile`."""
         rows = self._all(
             "SELECT a.name, r.count, a.id, b.name, s.count, b.id"
             " FROM relabeled r JOIN relabeled s ON r.old = s.new AND r.new = s.old AND r.old < r.new"
@@ -439,8 +427,7 @@ class Ledger:
         return [row[0] for row in self._all("SELECT DISTINCT slot FROM changes ORDER BY slot")]
 
     def changes(self, slot: int) -> dict[bytes, int | None]:
-        """Maps each changed image in a slot to its new label, or to None if the image is removed.
-        Call this after `reconcile` or `decode_all_again`."""
+        """Maps each changed image in a slot to its new label, or to None if it is removed."""
         return dict(self._all("SELECT digest, label FROM changes WHERE slot = ?", slot))
 
     def problems(self, height_px: int, width_px: int, resize: Resize) -> tuple[list[Problem], dict[str, int]]:

@@ -25,8 +25,7 @@ _TABLES = {
     "decoders": (("source",), ("decoder",)),
 }
 TOUCHED_IMAGES = "temp.touched CROSS JOIN images i ON i.digest = touched.digest"
-"""The images ``i`` that are new, or that have a new, changed or deleted file, since the call of
-`track_images`. `CROSS JOIN` prevents SQLite from reading all images."""
+"""Images with changed files since `track_images`. `CROSS JOIN` avoids reading all."""
 _SMALL_TABLES = ("sources", "notes")
 
 
@@ -77,8 +76,7 @@ def any_changed(db: sqlite3.Connection) -> bool:
 
 
 def save(db: sqlite3.Connection, path: Path) -> None:
-    """Write the changes since the call of `track_changes` to ``path``. Call this outside a
-    transaction."""
+    """Write the changes since `track_changes`. Call this outside a transaction."""
     db.execute("ATTACH ? AS part", (str(path),))
     db.execute("BEGIN")
     for table, (keys, _) in _TABLES.items():
@@ -112,8 +110,8 @@ def _content(table: str, row: str) -> str:
 
 
 def _changed(table: str) -> str:
-    """The FROM and WHERE clauses that select the changed rows of a table. ``w`` is a row before the
-    change, and ``t`` is the same row in its current state."""
+    """FROM and WHERE of a table's changed rows: ``w`` is a row before, and ``t`` the current
+    one."""
     keys = _TABLES[table][0]
     now = f"CASE WHEN t.{keys[0]} IS NOT NULL THEN {_content(table, 't')} END"
     return f"temp.written_{table} w LEFT JOIN main.{table} t USING ({', '.join(keys)}) WHERE w.before IS NOT {now}"
@@ -178,14 +176,12 @@ def without_journal(db: sqlite3.Connection) -> None:
 
 
 def source_uri(source: str) -> str:
-    """Normalize a source URI, because ``s3://bucket/prefix/`` and ``s3://bucket/prefix`` are the
-    same source."""
+    """``s3://bucket/prefix/`` and ``s3://bucket/prefix`` are the same source."""
     return source.rstrip("/")
 
 
 def members(db: sqlite3.Connection, source: int | None, file: str, etag: str) -> Iterator[FileEntry]:
-    """If ``file`` had the given ``etag`` in its last listing, yield the images in the file, sorted
-    by name. Otherwise yield nothing."""
+    """The images of a packed file, sorted by name, if it had this ``etag`` in its last listing."""
     query = (
         "SELECT name, etag, label, given, size_bytes, grp FROM files"
         " WHERE source = ? AND name > ? AND name < ? ORDER BY name LIMIT ?"

@@ -54,8 +54,7 @@ FROM (SELECT DISTINCT width, height, constant FROM images)
 
 
 _Query = tuple[str, str, tuple[object, ...]]
-"""A kind of problem, a query, and the query's values. The query returns rows of (name, digest or
-None, description). The digest is set if several files have the same digest."""
+"""Kind, query and values. The query returns name, digest if several files have it, and text."""
 
 
 def list_problems(

@@ -33,16 +33,14 @@ NO_IMAGES: Mapping[str, int] = MappingProxyType({})
 
 @dataclass(frozen=True)
 class ClassMinimum:
-    """The number of images from which on a class from review is used. Classes in ``live`` are used
-    in any case."""
+    """The number of images from which on a class from review is used, unless it is live."""
 
     images: int = 1
     live: Collection[str] = ()
 
 
 class Admission:
-    """Leaves out the files of the classes that wait. The other attributes and methods are final
-    once `admitted` is exhausted."""
+    """Leaves out files of classes that wait. Its results are final after `admitted`."""
 
     def __init__(self, minimum: ClassMinimum) -> None:
         self._minimum, self._live = minimum.images, frozenset(minimum.live)
@@ -52,8 +50,7 @@ class Admission:
         """Other classes all of whose images come from review."""
 
     def admitted(self, entries: Iterable[FileEntry]) -> Iterator[FileEntry]:
-        """Yield the files of the classes that do not wait. The first files of a class from review
-        are yielded once it has enough images. Memory use grows only with the number of classes."""
+        """The first files of a class from review follow once it has enough images."""
         decided = set[str]()
         for entry in entries:
             answer, label = answer_in(entry.name), entry.label
@@ -75,8 +72,7 @@ class Admission:
         return [entry.name for held in self._held.values() for files in held.values() for entry in files]
 
     def small_classes(self, images_by_class: Mapping[str, int] = NO_IMAGES) -> SmallClasses:
-        """The classes that wait, and the classes from review with too few of the dataset's
-        images."""
+        """Classes that wait, and used classes from review with too few images."""
         counts = {label: count for label, count in images_by_class.items() if label in self._from_review}
         used = {label: count for label, count in counts.items() if count < self._minimum}
         waiting = {label: len(held) for label, held in sorted(self._held.items())}
@@ -101,8 +97,7 @@ def list_source(
     *,
     reread: bool = False,
 ) -> Admission:
-    """Record the files and labels of a source, without classes that wait for more images
-    (`evernear.data.listing`)."""
+    """Record the files and labels of a source, without classes that wait."""
     labels: set[str] = set()
     admission = Admission(minimum)
     if isinstance(source, FileSource):
@@ -131,8 +126,7 @@ def list_source(
 
 
 def require_one_source(ledger: Ledger, name: str, source: str) -> None:
-    """Reject a source that would be added to a dataset of a different source only because the
-    dataset names are the same."""
+    """Reject a source that would join another's dataset only because of its name."""
     if others := ledger.other_sources():
         raise DataError(
             f"The dataset {name!r} was made from {others[0]}, and {source} would be added to it. If the images have"
@@ -142,8 +136,7 @@ def require_one_source(ledger: Ledger, name: str, source: str) -> None:
 
 
 def require_groups(source: ArraySource | FileSource, settings: DataSettings, group: Grouping, ledger: Ledger) -> None:
-    """Record the groups of the listed files. Require that ``data.group`` finds a group in at least
-    one of them, and leaves images to test."""
+    """Require that ``data.group`` finds groups, and leaves images to test."""
     if not settings.group:
         return
     groups = ledger.groups
@@ -175,8 +168,7 @@ def require_groups(source: ArraySource | FileSource, settings: DataSettings, gro
 
 
 def _left_out(source: FileSource) -> str:
-    """A sentence about the files of a source that are not images in a class folder, or an empty
-    string if there are no such files."""
+    """A sentence about files that are not images in a class folder, or an empty string."""
     notes = [note for rule, note in source.notes.items() if rule in ("no_class", "not_an_image", "litter")]
     count = sum(note.count for note in notes)
     names = [name for note in notes for name in note.names][:_MAX_NAMES]

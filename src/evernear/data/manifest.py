@@ -43,14 +43,12 @@ class Problem(Frozen):
 
 
 class SmallClasses(Frozen):
-    """Classes with fewer than ``minimum`` images, all of which come from review
-    (`evernear.data.listing`). The values are numbers of images."""
+    """Classes from review with fewer than ``minimum`` images, with their numbers of images."""
 
     minimum: int = 0
     waiting: dict[str, int] = {}
     used: dict[str, int] = {}
-    """Classes that are not left out: classes of the live release, and classes some of whose files
-    cannot be used."""
+    """Classes that are used all the same: live ones, and some with files that cannot be used."""
 
     def sentence(self) -> str:
         if not self.waiting:
@@ -88,26 +86,22 @@ class Manifest(Frozen):
     shards: tuple[Shard, ...]
     ledger_sha256: str
     ledger_changes: tuple[str, ...] = ()
-    """The sha256 of each file with later changes to the ledger, in order
-    (`evernear.data.stored_ledger.apply_changes`)."""
+    """The sha256 of each file with later changes to the ledger, in order."""
     groups: int = 0
     """Number of image groups (``data.group``). Images without a group are not counted."""
     groups_sha256: str = ""
-    """Hash of the images' groups, as computed by `evernear.data.group_table.GroupTable.sha256`.
-    Empty without groups."""
+    """`evernear.data.group_table.GroupTable.sha256`. Empty without groups."""
     problems: tuple[Problem, ...] = ()
     problem_counts: dict[str, int] = {}
     reviewed: int = 0
     """Number of images from review, which are only in the train and gallery splits."""
     reviewed_left_out: dict[Split, dict[str, int]] = {}
-    """Number of images from review that were in the test or query split, by former split and
-    label."""
+    """Images from review that left the test or query split, by split and label."""
     small_classes: SmallClasses = SmallClasses()
 
     @classmethod
     def from_store(cls, data: bytes, store: Store, key: str) -> "Manifest":
-        """Parse the object ``key`` in ``store``, even if the object was written for a different
-        store."""
+        """Parse an object, even if it was written for a different store."""
         return cls.from_json(data, f"{store.uri}/{key}", REPAIR).model_copy(update={"store_uri": store.uri})
 
     def to_store(self) -> bytes:
@@ -115,8 +109,7 @@ class Manifest(Frozen):
 
     @property
     def digest(self) -> str:
-        """sha256 of the content (images, labels, splits, groups, order, problems), which does not
-        depend on the store."""
+        """sha256 of images, labels, splits, groups, order and problems, in whatever store."""
         identity = self.model_dump(mode="json", include=_IDENTITY)
         return sha256_bytes(json.dumps(identity, sort_keys=True, separators=(",", ":")).encode())
 
@@ -124,8 +117,7 @@ class Manifest(Frozen):
         return sum(shard.count for shard in self.shards if shard.split == split)
 
     def label_counts(self, split: Split) -> dict[str, int]:
-        """The number of images of each label in one split, in the order of ``labels``. Labels
-        without images are included."""
+        """The number of images of each label in a split, in the order of ``labels``."""
         counts = dict.fromkeys(self.labels, 0)
         for shard in self.shards:
             if shard.split == split:
@@ -189,8 +181,7 @@ def ledger_key(name: str, sha256: str) -> str:
 
 
 def save_manifest(manifest: Manifest, directory: Path) -> None:
-    """Write ``manifest.json`` into ``directory``. A pipeline step receives only this file as the
-    dataset artifact."""
+    """A pipeline step receives only this file as the dataset artifact."""
     manifest.save(directory / FILE_NAME)
 
 

@@ -27,8 +27,7 @@ CORRELATION = 0.99
 MAX_SHARE = 0.3
 TEST_MAX = 2_000
 MAX_READ_BYTES = 2**31
-"""Maximum number of pixel bytes with which the test images are compared: about 3 million images of
-28 x 28 gray pixels, or 14,000 images of 224 x 224 color pixels."""
+"""About 3 million images of 28 x 28 gray pixels, or 14,000 of 224 x 224 color pixels."""
 MAX_PAIRS = 6
 _NAMED_PAIRS = 200
 _TILE_PX = 96
@@ -57,8 +56,7 @@ class NearDuplicates(Frozen):
 
     @property
     def is_leak(self) -> bool:
-        """Whether the share of near-duplicates indicates that some scenes are in the test split and
-        also in the train or gallery split."""
+        """Whether so many indicate that scenes are in test and in train or gallery."""
         return self.found > MAX_SHARE * self.compared
 
     def sentence(self) -> str:
@@ -131,8 +129,7 @@ def reduced(images: Pixels) -> NDArray[np.float32]:
 
 
 def _areas(size: int, parts: int) -> NDArray[np.float32]:
-    """A matrix of shape (``parts``, ``size``) that averages over areas of equal size, as adaptive
-    average pooling does."""
+    """A matrix (``parts``, ``size``) that averages as adaptive average pooling does."""
     weights = np.zeros((parts, size), np.float32)
     for part in range(parts):
         start, stop = part * size // parts, -(-(part + 1) * size // parts)
@@ -154,8 +151,7 @@ def _numbered(blocks: Iterator[Block]) -> Iterator[tuple[int, Block]]:
 
 
 def _every(block: Block, step: int, start: int) -> tuple[NDArray[np.float32], NDArray[np.uint8]]:
-    """Vectors and digests of every ``step``-th image in a split, for a block that begins at
-    position ``start`` of the split."""
+    """Every ``step``-th image of a split, for a block that begins at position ``start``."""
     chosen = slice(-start % step, None, step)
     return reduced(block.images[chosen]), block.digests[chosen]
 

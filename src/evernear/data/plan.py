@@ -41,8 +41,7 @@ from evernear.settings import DataSettings
 RunParts = Callable[[Parts, OpenWorker], object]
 """Runs all parts that do not have a result yet. The `OpenWorker` opens a worker in this process."""
 PART_SIZE_BYTES = 2**30
-"""Maximum total size of the files in a part, and also of their pixels in the form of the
-dataset."""
+"""Most bytes of files in a part, and of their pixels in the form of the dataset."""
 _MERGED_FILES = 256
 PART_NAMES = 20_000
 """Maximum number of files in a part, which limits the work that a killed ingest loses."""
@@ -53,8 +52,7 @@ _OF_SPEED = {"nodes"}
 def parts_folder(
     snapshots: Snapshots, settings: DataSettings, parent: Manifest | None, decoder: str, max_size_px: int, adopt: bool
 ) -> str:
-    """Choose the folder in which the plans of an ingest are stored. If ``adopt`` is set, plans of
-    an earlier ingest that started from the same state are reused."""
+    """Where plans are stored. With ``adopt``, plans of an equal earlier ingest are reused."""
     ledger = (parent.ledger_sha256, *parent.ledger_changes) if parent else ()
     # The key includes the names of all settings, because a version with different settings could
     # not read the plans.
@@ -65,8 +63,7 @@ def parts_folder(
 
 
 def planned_form(store: Store, folder: str) -> ImageForm | None:
-    """The image form in the plan of a killed ingest, or None if no plan exists. Without this plan,
-    a different sample of the files might lead to a different form."""
+    """The form of a killed ingest. Another sample of the files might lead to another form."""
     parts = Parts.find(store, f"{folder}/0")
     return Shared.model_validate(parts.plan.shared).form if parts else None
 
@@ -81,8 +78,7 @@ def decode_in_parts(
     run: RunParts,
     on_files: Callable[[int], None],
 ) -> list[Parts]:
-    """Decode the pending files in ``ledger``. Return the plans whose parts contain the results,
-    with the newest plan first."""
+    """Decode the pending files, and return the plans with the results, newest first."""
     plans: list[Parts] = []
 
     def run_plan(parts: Parts) -> None:
@@ -123,8 +119,8 @@ def cut(entries: Iterable[FileEntry], source: FileSource, names: int, image_byte
 
 
 def _units(entries: Iterable[FileEntry], source: FileSource) -> Iterator[tuple[list[FileEntry], int]]:
-    """Yield units that cannot be divided, which are single files or all images in a packed file.
-    Each unit is yielded with its size in bytes."""
+    """Yield files or, of packed files, all images together, which stay in one part, with their
+    size."""
     if not isinstance(source, PackedFiles):
         return (([entry], entry.size_bytes) for entry in entries)
     units = (list(images) for _, images in groupby(entries, key=lambda entry: source.file_of(entry.name)))
@@ -132,8 +128,7 @@ def _units(entries: Iterable[FileEntry], source: FileSource) -> Iterator[tuple[l
 
 
 def in_order(plans: list[Iterator[DecodedFiles]], source: FileSource) -> Iterator[DecodedFiles]:
-    """Merge the decoded files of several plans, in the order in which a single plan would decode
-    the files."""
+    """Merge the decoded files of several plans, in the order of a single plan."""
     if len(plans) == 1:
         return plans[0]
 

@@ -37,8 +37,7 @@ MAX_CROPPED = 0.5
 BAR_VALUE = 128
 
 DECODE_BYTES_PER_PIXEL = 12
-"""Peak memory for decoding. A progressive CMYK JPEG requires 8 bytes of coefficients and 4 bytes of
-pixels at the same time."""
+"""A progressive CMYK JPEG has 8 bytes of coefficients and 4 of pixels."""
 _BAND_PIXELS = 2**20
 _MIN_SPAN = 16
 """Minimum range of gray values, out of 256. An image with a smaller range is faint."""
@@ -69,8 +68,7 @@ _TRANSPOSITIONS = {
 
 
 class NetworkInput(Frozen):
-    """How a network adapts images to its backbone. The network resizes a center crop of each image
-    to a different size."""
+    """How a network resizes a center crop of each image for its backbone."""
 
     crop_height_px: int
     crop_width_px: int
@@ -96,8 +94,7 @@ class Preprocessing(Frozen):
     network_input: NetworkInput | None = None
     resize: Resize = "stretch"
     bit_depth: BitDepth = 16
-    """Number of bits that the values in 16-bit files use, as in
-    `evernear.data.manifest.Manifest`."""
+    """Number of bits that the values in 16-bit files use."""
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -108,8 +105,7 @@ class Flaw(IntFlag):
     NONE = 0
     CONSTANT = 1
     FAINT = 2
-    """After the reduction to 8 bits, the image has fewer than `_MIN_SPAN` different values,
-    although the file has more contrast."""
+    """After the reduction to 8 bits, fewer than `_MIN_SPAN` values are left of more contrast."""
     CLIPPED = 4
 
 
@@ -124,8 +120,7 @@ class Picture(NamedTuple):
     clipped: bool = False
 
     def digest(self) -> bytes:
-        """A digest that identifies the file's content. Two files whose images become equal only
-        after the reduction to 8 bits have different identities."""
+        """Files whose images become equal only after the reduction differ."""
         return self.identity or image_digest(self.image)
 
     def flaws(self) -> Flaw:
@@ -170,29 +165,25 @@ def decode_inspected(file: EncodedImage, bit_depth: BitDepth) -> Picture:
 
 
 def is_gray(file: EncodedImage) -> bool:
-    """Whether `decode_inspected` returns a gray image for a file that `inspect` has accepted. Only
-    the header is read."""
+    """Whether `decode_inspected` returns a gray image. Only the header is read."""
     with _pillow_errors(file.name):
         return _mode(_open(file)) == "L" or is_deep_gray(file)
 
 
 def bit_depth_of(file: EncodedImage) -> BitDepth | None:
-    """The smallest bit depth that can represent all values in a 16-bit file, or None for a file
-    that does not have 16 bits."""
+    """The smallest bit depth for all values in a 16-bit file, or None for other files."""
     with _pillow_errors(file.name):
         color_type = deep_color_type(file)
         return None if color_type is None else DeepImage(color_type, partial(_load, file)).used_bit_depth()
 
 
 def decode_size_bytes(max_pixels: int) -> int:
-    """Peak memory of `decode_inspected` and `to_array` for an image of ``max_pixels`` pixels,
-    excluding the file."""
+    """Peak memory of `decode_inspected` and `to_array`, excluding the file."""
     return max_pixels * DECODE_BYTES_PER_PIXEL
 
 
 def choose_resize(size: tuple[int, int], height_px: int, width_px: int, resize: Resize) -> Resize | None:
-    """Choose how an image of ``size`` (width, height) is resized. Return None if the image already
-    has the target aspect ratio, to within a pixel."""
+    """None if an image of ``size`` (width, height) has the target aspect ratio already."""
     width, height = _largest(size, height_px, width_px)
     if abs(width - size[0]) < 1 and abs(height - size[1]) < 1:
         return None
@@ -202,8 +193,7 @@ def choose_resize(size: tuple[int, int], height_px: int, width_px: int, resize: 
 
 
 def to_array(image: Image.Image, height_px: int, width_px: int, channels: int, resize: Resize = "stretch") -> Pixels:
-    """Convert an image from `decode` to a uint8 array of shape (H, W, C). If the image does not
-    have the target size, it is resized (bilinear, antialiased)."""
+    """Convert an image to uint8 (H, W, C), resized (bilinear, antialiased) if necessary."""
     image = as_mode(image, "L" if channels == 1 else "RGB")
     target = (width_px, height_px)
     if image.size != target:
@@ -217,15 +207,13 @@ def to_array(image: Image.Image, height_px: int, width_px: int, channels: int, r
 
 
 def _largest(size: tuple[int, int], height_px: int, width_px: int) -> tuple[float, float]:
-    """Width and height of the largest box within ``size`` (width, height) with the aspect ratio of
-    ``width_px`` to ``height_px``."""
+    """Width and height of the largest box of the target's aspect ratio within ``size``."""
     scale = max(width_px / size[0], height_px / size[1])
     return width_px / scale, height_px / scale
 
 
 def _crop(size: tuple[int, int], target: tuple[int, int]) -> tuple[float, float, float, float]:
-    """The largest centered box (left, top, right, bottom) with the aspect ratio of ``target`` in an
-    image of ``size``."""
+    """The largest centered box (left, top, right, bottom) of the target's aspect ratio."""
     width, height = _largest(size, target[1], target[0])
     left, top = (size[0] - width) / 2, (size[1] - height) / 2
     return max(left, 0.0), max(top, 0.0), min(left + width, size[0]), min(top + height, size[1])
@@ -241,8 +229,7 @@ def _letterbox(image: Image.Image, target: tuple[int, int]) -> Image.Image:
 
 
 def pixels_digest(mode: str, width_px: int, height_px: int, pixels: bytes) -> bytes:
-    """A digest that identifies an image: the sha256 of its mode, size and raw 8-bit pixels before
-    it is resized."""
+    """The sha256 of an image's mode, size and raw 8-bit pixels before it is resized."""
     return _digest(mode, width_px, height_px, [pixels])
 
 
@@ -292,7 +279,6 @@ def _has_transparency(image: Image.Image) -> bool:
 
 
 def _scale_transparency(image: Image.Image, file: EncodedImage) -> None:
-    """Scale the transparent value of a 2-bit or 4-bit gray image to 8 bits, in the same way as
-    Pillow scales the pixels."""
+    """Scale a 2-bit or 4-bit transparent value as Pillow scales the pixels."""
     if file.format == "PNG" and file.data[25] == 0 and file.data[24] in (2, 4) and "transparency" in image.info:
         image.info["transparency"] *= 255 // (2 ** file.data[24] - 1)

@@ -21,11 +21,9 @@ GAPS_S = (0.0, *(float(2**power) for power in range(13)))
 """The gaps in seconds that are tried. The gaps double up to 68 minutes."""
 SAMPLE = 2000
 _COMPARED = 8
-"""Number of preceding queries with which each query is compared. Only the nearest of these queries
-counts, because several cameras may take turns, and the images may change within the window."""
+"""Preceding queries of which the nearest counts, because cameras may take turns."""
 _ALIKE = 0.9
-"""Queries count as similar if the distance to the nearest earlier query is at most this fraction of
-the distance to other queries, and if the difference is significant."""
+"""Alike: at most this fraction of the distance to other queries, and significantly so."""
 _FALSE_ALARM_RATE = 0.001
 """Probability that the independent queries of a window count as similar. They would then be
 discarded, and too few would remain to test for drift. The rate is divided by the number of

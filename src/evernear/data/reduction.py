@@ -55,8 +55,7 @@ class Reduced(NamedTuple):
 
 
 class DeepImage:
-    """A decoded 16-bit PNG file with all bits of its values. In Pillow, color images have only 8
-    bits per channel."""
+    """A decoded 16-bit PNG file with all bits. In Pillow, color images have 8 bits per channel."""
 
     def __init__(self, color_type: int, load: Callable[[str], Image.Image]) -> None:
         """Decode the file with ``load``, a function that takes a Pillow raw mode."""
@@ -77,8 +76,7 @@ class DeepImage:
         return next(depth for depth in BIT_DEPTHS if most < 2 ** (depth - 8) or depth == BIT_DEPTHS[-1])
 
     def reduce(self, bit_depth: BitDepth) -> Reduced:
-        """Reduce the values to 8 bits, assuming that they use ``bit_depth`` bits. Larger values are
-        clipped."""
+        """Reduce values of ``bit_depth`` bits to 8 bits. Larger values are clipped."""
         # The upper byte of a value within the range has bit_depth - 8 bits, which become the upper
         # bits of the result.
         from_upper = [min(255, byte << 16 - bit_depth) if byte < 2 ** (bit_depth - 8) else 255 for byte in range(256)]
@@ -208,8 +206,7 @@ def as_mode(image: Image.Image, mode: str) -> Image.Image:
 
 
 def bands(image: Image.Image, pixels: int) -> Iterator[Box]:
-    """Boxes (left, top, right, bottom) of about ``pixels`` pixels each, which together cover an
-    image from top to bottom."""
+    """Boxes (left, top, right, bottom) of about ``pixels`` pixels, from top to bottom."""
     rows = max(1, pixels // image.width)
     for top in range(0, image.height, rows):
         yield 0, top, image.width, min(top + rows, image.height)

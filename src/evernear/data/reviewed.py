@@ -22,11 +22,9 @@ from evernear.data.sources.names import is_reviewed
 from evernear.data.sqlite import marks, sqlite_errors
 
 TRAINING: tuple[Split, ...] = ("train", "gallery")
-"""The splits for images that come from review. `evernear.evaluation` uses the other splits for
-measurements."""
+"""The splits for images from review. `evernear.evaluation` measures with the others."""
 SCHEMA = "CREATE TABLE reviewed (digest BLOB PRIMARY KEY, split TEXT NOT NULL) WITHOUT ROWID"
-"""``split`` is the measured split that contained the image or that the image's folder specifies.
-``split`` is empty if there is no such split."""
+"""``split``: the measured split that the image was in or is given, or an empty string."""
 _PAGE = 500
 
 # If the source also contains the image under an ordinary name, the image counts as an ordinary
@@ -57,8 +55,7 @@ class ReviewedImages:
         self.remember(row[0] for row in self._all(_BY_NAME))
 
     def remember(self, digests: Iterable[bytes]) -> None:
-        """Record that images come from review, together with the measured split that contained each
-        image."""
+        """Record that images come from review, with the measured split of each."""
         with sqlite_errors():
             self._db.executemany(_REMEMBER, [(digest,) for digest in digests])
 

@@ -48,8 +48,7 @@ class Block:
 
 
 class Dataset:
-    """A snapshot that is open for reading. The hash of each shard is checked before its first
-    use."""
+    """A snapshot that is open for reading. A shard's hash is checked before its first use."""
 
     def __init__(self, manifest: Manifest, store: Store, cache: Path | None = None) -> None:
         self.manifest = manifest
@@ -62,15 +61,13 @@ class Dataset:
 
     @staticmethod
     def open(directory: Path) -> "Dataset":
-        """Open the dataset whose manifest is in ``directory``
-        (`evernear.data.manifest.save_manifest`)."""
+        """Open the dataset whose manifest is in ``directory``."""
         manifest = load_manifest(directory)
         return Dataset(manifest, open_store(manifest.store_uri))
 
     @staticmethod
     def find(store: Store, name: str, digest: str) -> "Dataset | None":
-        """Find an earlier snapshot of the dataset ``name``, or return None if the store no longer
-        has the snapshot."""
+        """Find an earlier snapshot, or return None if the store no longer has it."""
         manifest = find_manifest(store, name, digest)
         return Dataset(manifest, store) if manifest else None
 
@@ -93,8 +90,7 @@ class Dataset:
             )
 
     def blocks(self, split: Split, block_size: int = 4096, rank: int = 0, world_size: int = 1) -> Iterator[Block]:
-        """Yield a split in order, at most ``block_size`` images at a time. Each rank gets every
-        ``world_size``-th block."""
+        """Yield a split in order. Each rank gets every ``world_size``-th block."""
         starts = ((shard, start) for shard in self.shards(split) for start in range(0, shard.count, block_size))
         for shard, start in islice(starts, rank, None, world_size):
             with self._files.open(shard, start) as file:
@@ -315,8 +311,7 @@ class _ShardFiles:
         return shard.sha256 in self._intact
 
     def _cached(self, path: Path, shard: Shard) -> FileIO | None:
-        """Open the file in the cache, or return None if it is missing or damaged, for example after
-        a power failure."""
+        """Open a cached file, or return None if it is missing or damaged."""
         file = _open_existing(path)
         if file is None or self._is_intact(file, shard):
             return file
@@ -333,8 +328,7 @@ class _ShardFiles:
         return self._cache / f"{shard.sha256}.npy"
 
     def _evict(self, size_bytes: int) -> None:
-        """Evict the least recently used copies. A process that is reading an evicted copy can
-        continue until the process closes the file."""
+        """Evict the least recently used copies. Open files can still be read."""
         with disk_errors(self._cache):
             self._cache.mkdir(parents=True, exist_ok=True)
             copies: list[tuple[int, int, Path]] = []
@@ -351,8 +345,7 @@ class _ShardFiles:
 
 
 def _touch(path: Path) -> bool:
-    """Mark a copy as used, or return False if it does not exist. The mark is necessary because some
-    file systems do not update access times."""
+    """Mark a copy as used, since not all file systems do. False if it does not exist."""
     try:
         os.utime(path)
     except FileNotFoundError:

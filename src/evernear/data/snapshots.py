@@ -62,8 +62,7 @@ class Snapshots:
         return self._manifest(head.digest)
 
     def fetch_ledger(self, manifest: Manifest, path: Path) -> None:
-        """Copy the ledger of a snapshot to ``path``. `publish` can then store only the changes to
-        the ledger."""
+        """Copy a snapshot's ledger. `publish` can then store only the changes to it."""
         self._ledger, self._changes_bytes = _ledger_of(manifest), 0
         self._fetch(manifest.ledger_sha256, path)
         for sha256 in manifest.ledger_changes:
@@ -96,8 +95,7 @@ class Snapshots:
             self.store.put_if(self._head_key, DatasetHead(digest=digest).to_json(), stored[1] if stored else None)
 
     def parts_folder(self, parent: Manifest | None) -> str:
-        """The folder for the parts of ingests that start from the snapshot ``parent``. It ends with
-        a slash."""
+        """The folder for parts of ingests that start from ``parent``, with a slash."""
         return parts_folder(self.name, parent.digest if parent else None)
 
     def delete_parts(self, is_obsolete: Callable[[str], bool] = lambda _: True) -> None:
@@ -136,8 +134,7 @@ class Snapshots:
         return manifest
 
     def images(self, manifest: Manifest) -> list[bytes]:
-        """The digests of all images in one snapshot, and of images that wait for more of their
-        class."""
+        """The digests of all images in a snapshot, and of images that wait."""
         with self.ledger(manifest) as ledger:
             return ledger.stored_digests()
 
@@ -151,8 +148,7 @@ class Snapshots:
         self.delete_parts()
 
     def compact_ledgers(self, manifests: Iterable[Manifest]) -> None:
-        """For each of ``manifests``, store a new ledger without data about removed images. Delete
-        all other ledgers."""
+        """Store ledgers without removed images, and delete all other ledgers."""
         compact: set[str] = set()
         with TemporaryDirectory(prefix="evernear-ledger-") as scratch:
             path, saved = Path(scratch) / "ledger.sqlite", Path(scratch) / "saved.sqlite"
@@ -205,8 +201,7 @@ class Snapshots:
                     yield digest, manifest
 
     def _require_no_later_snapshot(self) -> None:
-        """Check that a lost head is harmless. The only harmless case is a first ingest that was
-        killed, which leaves a snapshot without a head."""
+        """A lost head is harmless only after a killed first ingest."""
         if any(manifest.parent for _, manifest in self.manifests()):
             raise IntegrityError(
                 f"{self._head_key} does not exist in {self.store.uri}, although the dataset {self.name} has several "
@@ -243,14 +238,12 @@ def parts_folder(name: str, parent: str | None) -> str:
 
 
 def _ledger_of(manifest: Manifest) -> tuple[str, ...]:
-    """The sha256 of each file in which a snapshot's ledger is stored: the complete ledger, then
-    later changes."""
+    """The sha256 of the complete ledger, then of later changes."""
     return manifest.ledger_sha256, *manifest.ledger_changes
 
 
 def split_digests(dataset: Dataset, split: Split) -> Iterator[NDArray[np.uint8]]:
-    """Yield the digests (N, 32) of a split. Those of a lost shard come from the snapshot's
-    ledger."""
+    """The digests (N, 32) of a split. Those of a lost shard come from the ledger."""
     for shard in dataset.shards(split):
         try:
             digests = [block.digests for block in dataset.shard_blocks(shard)]
@@ -285,8 +278,7 @@ def gone_names(snapshots: Snapshots, lost: Iterable[str], settings: DataSettings
 
 
 def lost_names(snapshots: Snapshots, sha256: str) -> list[str]:
-    """One file name of each image in a lost shard of an earlier snapshot for which no image of the
-    newest snapshot stands in."""
+    """One file name of each image in a lost shard for which no newer image stands in."""
     head = snapshots.head()
     holders = (m for _, m in snapshots.manifests() if any(shard.sha256 == sha256 for shard in m.shards))
     if head is None or (holder := next(holders, None)) is None:

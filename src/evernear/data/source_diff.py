@@ -55,8 +55,7 @@ class SourceDiff:
     listed: int = 0
     new: int = 0
     touched: Counter[Split | None] = field(default_factory=Counter[Split | None])
-    """Number of files, by explicit split, whose etag has changed since they were last read, but
-    whose size has not."""
+    """Files, by explicit split, whose etag has changed since they were read, but not their size."""
     gone_classes: Mapping[str, int] = field(default_factory=dict[str, int])
     listing: str = ""
     """A digest of the listing, which changes if the listing changes."""
@@ -79,8 +78,7 @@ class SourceDiff:
 
 @dataclass(frozen=True)
 class Newest:
-    """The newest snapshot of a dataset. The ledger of this snapshot shows what ingest has read
-    since an older snapshot."""
+    """The newest snapshot, whose ledger shows what ingest has read since an older one."""
 
     ledger: Path
     bit_depth: BitDepth = 16
@@ -181,8 +179,7 @@ def _add(
 
 
 def _is_same(entry: FileEntry, etag: str, label: str) -> bool:
-    """Whether a file has the same etag and label as before. In a folder, a new label means a new
-    name for the file. In a table, the name stays the same if the label changes."""
+    """In a table, unlike in a folder, the name stays the same if the label changes."""
     return entry.label == label and _has_etag(entry, etag)
 
 
@@ -197,15 +194,13 @@ def _is_known(entry: FileEntry, read: ReadFile, labels: Mapping[bytes, str]) -> 
 
 
 class _Touched:
-    """A uniform sample of the files whose etag has changed and whose size has not. The share of
-    changed images is estimated from the sample."""
+    """A uniform sample of the touched files, for the share of changed images."""
 
     def __init__(self) -> None:
         self._sample: dict[int, tuple[FileEntry, bytes | None]] = {}
 
     def add(self, entry: FileEntry, digest: bytes | None) -> None:
-        """Add a file whose image previously had ``digest``. The sample consists of the files whose
-        hashes are lowest."""
+        """Add a file whose image had ``digest``. The files with the lowest hashes are kept."""
         self._sample[_hash(entry.name, entry.etag)] = entry, digest
         if len(self._sample) > _MAX_TOUCHED:
             del self._sample[max(self._sample)]

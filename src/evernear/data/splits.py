@@ -79,8 +79,7 @@ def hash_split(digest: bytes, fractions: Mapping[Split, float]) -> Split:
 
 
 class Placer:
-    """Chooses splits. Each group counts as one image, so that a class with a few large groups also
-    has test images."""
+    """Each group counts as one image, so that a class with few large groups has test images."""
 
     def __init__(self, settings: DataSettings, candidates: tuple[Split, ...], ledger: Ledger, group: Grouping) -> None:
         self._candidates, self._ledger, self._group = candidates, ledger, group
@@ -149,8 +148,7 @@ class Placer:
 
 
 def _followed(members: Members, candidates: Sequence[Split]) -> Split | None:
-    """The split among ``candidates`` that contains the most images of a group, or None if no
-    candidate contains an image of the group."""
+    """The split with most images of a group, or None if no candidate has one."""
     images: Counter[Split] = Counter()
     for (_, split), count in members.items():
         images[split] += count

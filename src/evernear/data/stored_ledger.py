@@ -24,16 +24,14 @@ _IN_SHARD = "images JOIN shards USING (slot) WHERE json_extract(shard, '$.sha256
 
 
 def apply_changes(ledger: Path, changes: Path) -> None:
-    """Apply the changes in a file from `Ledger.save_changes` to ``ledger``, a copy of the ledger
-    without these changes."""
+    """``ledger`` is a copy without these changes."""
     with sqlite_errors(), closing(sqlite3.connect(ledger, isolation_level=None)) as db:
         without_journal(db)
         ledger_changes.apply_row_changes(db, changes)
 
 
 def compress(changes: Path) -> None:
-    """Compress a file from `Ledger.save_changes`. Most of its bytes are hashes that it contains
-    twice, so the compression window is as large as the file may be."""
+    """Most bytes are hashes that occur twice, so the window is as large as the file may be."""
     compressed = changes.with_suffix(".xz")
     with disk_errors(changes), changes.open("rb") as file, lzma.open(compressed, "wb", preset=_PRESET) as target:
         shutil.copyfileobj(file, target, _CHUNK_BYTES)
@@ -48,8 +46,7 @@ def expand(changes: Path) -> None:
 
 
 def save_compact(ledger: Path, path: Path) -> None:
-    """Write a compact ledger to ``path``, without deleted rows and without the splits, groups and
-    reviews of removed images."""
+    """Without deleted rows, and splits, groups and reviews of removed images."""
     with sqlite_errors(), closing(sqlite3.connect(ledger, isolation_level=None)) as db:
         without_journal(db)
         db.execute("DELETE FROM removed")
@@ -97,8 +94,7 @@ class PublishedLedger:
         return {name: ReadFile(*row) for name, *row in self._among(query, names, self._source)}
 
     def own_classes(self) -> dict[str, int]:
-        """The number of the source's files in each class that contains no images from other
-        sources."""
+        """Files in each class that has no images from other sources."""
         query = (
             "SELECT label, COUNT(*) FROM files WHERE source = ? AND digest IS NOT NULL AND label NOT IN"
             " (SELECT label FROM files WHERE source != ? AND digest IS NOT NULL) GROUP BY label"

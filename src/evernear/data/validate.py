@@ -37,8 +37,7 @@ _LEFT_OUT = ("undecodable", "conflicting_labels")
 
 
 class Finding(Frozen):
-    """A violated rule. ``names`` contains some of the ``count`` affected files, classes or
-    splits."""
+    """A violated rule, with some of the ``count`` affected files, classes or splits."""
 
     rule: str
     severity: Literal["error", "warn", "info"]
@@ -49,8 +48,7 @@ class Finding(Frozen):
 
 
 class Report(Frozen):
-    """The validation report for one snapshot. ``counts`` contains the number of images by split and
-    label."""
+    """``counts`` contains the number of images by split and label."""
 
     dataset_digest: str
     counts: Counts
@@ -168,8 +166,7 @@ def _remedy(report: Report, errors: Iterable[Finding]) -> str:
 
 
 def _severities(settings: ValidationSettings, problem_counts: Mapping[str, int], used: int) -> dict[str, Severity]:
-    """The severity of each rule. If only a small share of the ``used`` images is left out, the
-    severity is reduced to a warning."""
+    """If only a small share of the ``used`` images is left out, errors become warnings."""
     severities = settings.severities()
     rules = [rule for rule in _LEFT_OUT if severities[rule] == "error"]
     left_out = sum(problem_counts.get(rule, 0) for rule in rules)
@@ -242,8 +239,7 @@ def _imbalance(present: Mapping[str, int]) -> Iterator[Finding]:
 
 
 def _similar(totals: dict[str, int]) -> Iterator[Finding]:
-    """Find classes whose names people may confuse. `class_name` has already merged equivalent
-    spellings."""
+    """Names that people may confuse. `class_name` has already merged equivalent spellings."""
     alike: defaultdict[str, list[str]] = defaultdict(list)
     for label in sorted(label for label, count in totals.items() if count):
         alike[lookalike_key(label)].append(label)
@@ -271,8 +267,7 @@ def _vanished(totals: dict[str, int], champion_labels: Sequence[str], classes: C
 
 
 def _unknown(champion_labels: Sequence[str], classes: ClassSettings) -> Iterator[Finding]:
-    """Find entries in the settings that are misspelled or have already taken effect. An entry has
-    taken effect if the champion has the new name of a class, or lacks the class."""
+    """Settings that are misspelled or have already taken effect in the champion."""
     known = set(map(class_name, champion_labels))
     unknown = [name for name in classes.former_names if name not in known and classes.renamed.get(name) not in known]
     if known and unknown:
@@ -313,8 +308,7 @@ def _missing(
     of_few_groups: Collection[str],
     problems: Sequence[Finding],
 ) -> Iterator[Finding]:
-    """Find the classes among ``present`` that have no image in a split, although other classes
-    have. `few_groups` reports the classes ``of_few_groups``."""
+    """Classes that have no image in a split, unless `few_groups` reports them."""
     filled_splits = [split for split in SPLITS if any(counts[split].values())]
     joining = joining_gallery(manifest)
     without = [label for label in present if not counts["gallery"][label]] if "gallery" in filled_splits else []
@@ -364,8 +358,7 @@ def _from_review(manifest: Manifest) -> Iterator[Finding]:
 
 
 def _reviewed(manifest: Manifest, counts: Counts) -> Iterator[Finding]:
-    """Report images from review, and classes for which no measurement is possible without these
-    images."""
+    """Images from review, and classes that cannot be measured without these."""
     left_out = manifest.reviewed_left_out
     totals = [f"{sum(labels.values()):,} of the {split} split" for split, labels in left_out.items()]
     if not totals:
@@ -411,6 +404,5 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def _cell(text: str) -> str:
-    """Escape text for a Markdown table, so that links, images, emphasis and HTML in the text are
-    not rendered."""
+    """Escape text, so that links, images, emphasis and HTML are not rendered."""
     return re.sub(r"([\\`*_~|!\[\]])", r"\\\1", html.escape(printable(text), quote=False))

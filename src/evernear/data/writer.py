@@ -21,13 +21,11 @@ from evernear.errors import IntegrityError
 Rows = NDArray[np.void]
 _BLOCK_BYTES = 2**20
 _LARGE_FRACTION = 1 / 8
-"""Fraction of a full shard. A later ingest does not fill a shard that already has at least this
-fraction of the maximum number of images."""
+"""A later ingest does not fill a shard with this fraction of the most images."""
 _TINY_FRACTION = 1 / 64
 """Fraction of a full shard. A later ingest always fills a smaller shard."""
 _MAX_SMALL = 8
-"""Maximum number of shards of a split below `_LARGE_FRACTION`. If a split has as many, a later
-ingest fills the smallest one."""
+"""Most shards of a split below `_LARGE_FRACTION`; then, the smallest is filled."""
 
 
 def row_dtype(shape: tuple[int, int, int]) -> np.dtype[np.void]:
@@ -53,8 +51,7 @@ def check_header(file: BinaryIO, dtype: np.dtype[np.void], shard: Shard) -> int:
 
 
 class ShardWriter:
-    """Appends images to splits, and updates the slots in the ledger. One block for each split is in
-    memory."""
+    """Updates the slots in the ledger. One block for each split is in memory."""
 
     def __init__(
         self,
@@ -66,8 +63,7 @@ class ShardWriter:
         scratch: Path,
         published: Collection[str] = (),
     ) -> None:
-        """Continue with the shards that are in ``ledger``. ``published`` contains the sha256 of
-        each shard in the parent snapshot."""
+        """``published`` contains the sha256 of each shard in the parent snapshot."""
         self._store, self._dataset, self._ledger, self._scratch = store, dataset, ledger, scratch
         self._dtype = row_dtype(shape)
         self._capacity = (shard_size_bytes - len(_header(self._dtype, 0))) // self._dtype.itemsize
@@ -98,8 +94,7 @@ class ShardWriter:
                 self._finish(split)
 
     def rewrite(self, slot: int, changes: Mapping[bytes, int | None]) -> None:
-        """Change the labels of images in a slot, or remove the images whose new label is None. Call
-        this method only while no shard is open."""
+        """Relabel images, or remove those whose label is None. No shard may be open."""
         shard = self._shards[slot]
         rewritten = _OpenShard(self._scratch, slot, self._dtype)
         for rows in self._rows_of(shard):
@@ -137,8 +132,7 @@ class ShardWriter:
         return shard
 
     def _slot_to_fill(self, split: Split) -> int | None:
-        """The slot whose shard is filled with the next images of a split, or None to start a new
-        shard."""
+        """The slot to fill with a split's next images, or None for a new shard."""
         slots = [slot for slot, shard in self._shards.items() if shard.split == split]
         last = max(slots, default=None)
         if last is not None and self._shards[last].sha256 not in self._published:

@@ -40,11 +40,9 @@ class Damage(Frozen):
     key: str
     reason: str
     needed_by: tuple[str, ...]
-    """The owners that need the object, such as "release 20261120.162250.af2fb66c", "the newest
-    snapshot of birds" or "live accuracy"."""
+    """Such as "release 20261120.162250.af2fb66c" or "the newest snapshot of birds"."""
     repaired: str = ""
-    """The action that `repair` took, or an empty string if the object is still missing or
-    damaged."""
+    """The action that `repair` took, or empty if the object is still missing or damaged."""
     consequence: str = ""
     """The effect of the damage, and the next step for the operator."""
 
@@ -54,8 +52,7 @@ class Damage(Frozen):
 
     @property
     def dataset(self) -> str:
-        """The dataset that the object belongs to, or an empty string if the object belongs to no
-        dataset."""
+        """The dataset that the object belongs to, or empty."""
         return self.key.split("/")[1] if self.key.startswith(DATASETS) else ""
 
 
@@ -94,8 +91,7 @@ def _repair(store: Store, settings: DataSettings, moved: bool, report: Report) -
 
 
 def _damages(store: Store, intact: set[str], report: Report) -> list[Damage]:
-    """The missing and damaged objects of a store, sorted by `_order`. Objects whose key is in
-    ``intact`` are not read again."""
+    """Sorted by `_order`. Objects whose key is in ``intact`` are not read again."""
     owners: defaultdict[str, dict[str, None]] = defaultdict(dict)
     hashes: dict[str, str] = {}
     reasons: dict[str, str] = {}
@@ -134,8 +130,7 @@ def _fault(store: Store, key: str, sha256: str, scratch: Path) -> str | None:
 
 
 def _order(key: str) -> tuple[int, str]:
-    """A sort key. Documents precede the objects that they reference. Ledgers precede shards,
-    because a shard is left out of the newest snapshot by its ledger."""
+    """Documents precede what they reference, and ledgers shards, which they leave out."""
     folders = (CHAMPION, MANIFESTS, HISTORY, ARCHIVES, "head.json", "/manifests/", "/ledgers/", "/shards/")
     return next((number for number, folder in enumerate(folders) if folder in key), len(folders)), key
 
@@ -189,8 +184,7 @@ class _Repair:
         )
 
     def _act(self, damage: Damage) -> str:
-        """Repair an object, and return the action taken. Raises `IntegrityError` if no repair is
-        possible."""
+        """Return the action taken. Raises `IntegrityError` if no repair is possible."""
         folder, name = PurePosixPath(damage.key).parent.name, PurePosixPath(damage.key).stem
         snapshots = Snapshots(self._store, damage.dataset)
         if damage.key.startswith(MANIFESTS):
@@ -204,8 +198,7 @@ class _Repair:
         raise IntegrityError("It cannot be made again from anything else in the store or the source.")
 
     def _reset_head(self, snapshots: Snapshots) -> str:
-        """Reset the head to the newest snapshot with an intact manifest. If no manifest is intact,
-        the dataset starts over."""
+        """To the newest intact snapshot, or to none, so that the dataset starts over."""
         intact = dict(snapshots.manifests())
         parents = {manifest.parent for manifest in intact.values()}
         last = max(intact, key=lambda digest: (digest not in parents, intact[digest].created), default=None)
@@ -221,8 +214,7 @@ class _Repair:
 
 
 def explained(store: Store, damages: Iterable[Damage]) -> Iterator[Damage]:
-    """Yield each damage with its consequence. A lost shard of an earlier snapshot is no damage if
-    images of the newest snapshot stand in for all of its images."""
+    """A lost shard is no damage if newer images stand in for all of its images."""
     for damage in damages:
         consequence = _consequence(damage)
         if "/shards/" in damage.key and not damage.in_newest:

@@ -63,11 +63,9 @@ class Forgotten(Frozen):
     labels: tuple[str, ...]
     releases: tuple[str, ...]
     champion: str | None
-    """The champion's version, or None if the champion is not affected. If the champion is affected,
-    nothing can be deleted."""
+    """The champion, if it is affected. Then nothing can be deleted."""
     anchor: str | None
-    """The anchor's version, or None if the gate's anchor is not deleted. The champion replaces a
-    deleted anchor."""
+    """The anchor, if it is deleted. The champion replaces it."""
     snapshots: tuple[str, ...]
     """Affected snapshots, as ``<dataset>/<digest>``."""
     shards: int
@@ -79,8 +77,7 @@ class Forgotten(Frozen):
     queries: int
     submissions: int
     unreadable: tuple[str, ...] = ()
-    """Damaged release records, query log files, answers and submissions. Their contents are
-    unknown."""
+    """Damaged records, query logs, answers and submissions with unknown contents."""
 
 
 @dataclass(frozen=True)
@@ -224,8 +221,7 @@ class _Forgetting:
                     yield info.key
 
     def _stale_pages(self) -> Iterator[str]:
-        """Run pages, sample images and the list of suspect labels, except objects whose snapshot is
-        known to be clean."""
+        """Run pages and samples, unless their snapshot is known to be clean."""
         clean = {manifest.digest for dataset in self._datasets for manifest in dataset.clean}
         for info in self._store.list(RUNS):
             run, _, name = info.key.removeprefix(RUNS).partition("/")
@@ -267,8 +263,7 @@ class _Forgetting:
                 yield info.key
 
     def _affected_originals(self) -> Iterator[str]:
-        """Original files of affected submissions, and orphaned files that a killed process left
-        behind."""
+        """Files of affected submissions, and orphans of a killed process."""
         affected = {PurePosixPath(key).stem for key in self._submissions}
         others = {PurePosixPath(info.key).stem for info in self._store.list(SUBMITTED)} - affected
         for info in self._store.list(ORIGINALS) if self._labels else ():
@@ -282,8 +277,7 @@ class _Forgetting:
         return not self._labels.isdisjoint((query.pred, *query.candidates, *given))
 
     def _labels_given(self) -> dict[str, frozenset[str]]:
-        """The labels that users gave to images in the query log. A prediction cannot name a class
-        that the release does not contain, but a label can."""
+        """Unlike a prediction, a label can name a class that no release has."""
         try:
             return labels_given(self._store) if self._labels else {}
         except IntegrityError:
@@ -336,7 +330,6 @@ def _removed(dataset: Dataset, shard: Shard, current: Digests) -> dict[bytes, st
 
 
 def _contains(current: Digests, digests: Digests) -> NDArray[np.bool_]:
-    """For each digest in ``digests`` (N,), whether ``current`` contains the digest. ``current`` is
-    sorted and not empty."""
+    """Whether ``current``, sorted and not empty, contains each of ``digests`` (N,)."""
     positions = np.minimum(np.searchsorted(current, digests), len(current) - 1)
     return current[positions] == digests

@@ -79,8 +79,7 @@ class Pruning(Frozen):
 class _Needs:
     keys: frozenset[str]
     folders: tuple[str, ...]
-    """Folders that may contain objects referenced by a damaged document. All objects in these
-    folders remain."""
+    """They may contain objects that a damaged document references, so all remain."""
     reasons: tuple[str, ...]
 
     def __contains__(self, key: str) -> bool:

@@ -36,13 +36,11 @@ _Document = TypeVar("_Document", bound=Frozen)
 
 @dataclass(frozen=True)
 class Reference:
-    """An object that ``owner`` needs. ``sha256`` is the hash of the object's content, or None for a
-    JSON document."""
+    """``sha256`` is None for a JSON document."""
 
     key: str
     owner: str
-    """The owner's name, such as "release 20261120.162250.af2fb66c" or "the newest snapshot of
-    birds"."""
+    """Such as "release 20261120.162250.af2fb66c" or "the newest snapshot of birds"."""
     sha256: str | None = None
 
 
@@ -99,8 +97,7 @@ def _of_dataset(store: Store, name: str) -> Iterator[Reference | Unreadable]:
 
 
 def _of_unfinished_ingests(store: Store, name: str, parent: str | None) -> Iterator[Reference]:
-    """Yield all parts of each unfinished ingest that began with the newest snapshot and was active
-    within `RESUMABLE`."""
+    """Parts of ingests from the newest snapshot, active within `RESUMABLE`."""
     resumable = datetime.now(UTC) - RESUMABLE
     folder = parts_folder(name, parent)
     ingests = groupby(store.list(folder), key=lambda info: info.key.removeprefix(folder).partition("/")[0])
@@ -111,8 +108,7 @@ def _of_unfinished_ingests(store: Store, name: str, parent: str | None) -> Itera
 
 
 def _is_first_ingest(store: Store, name: str) -> bool:
-    """Whether the dataset's head is missing because the first ingest is in progress or was
-    killed."""
+    """Whether a first ingest is in progress or was killed, so there is no head."""
     if store.find(f"{DATASETS}{name}/head.json") is not None:
         return False
     has_history = any(manifest.parent for _, manifest in Snapshots(store, name).manifests())
@@ -148,8 +144,7 @@ def _of_releases(store: Store, retired: frozenset[str]) -> Iterator[Reference | 
 
 
 def _of_champion(store: Store) -> Iterator[Reference | Unreadable]:
-    """Yield the champion pointer, its history, and the records of the champion, the rollback target
-    and the anchor."""
+    """The pointer, its history, and the records of champion, rollback target and anchor."""
     owner = "the champion"
     try:
         champion = Registry(store).champion()

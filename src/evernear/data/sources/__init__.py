@@ -46,8 +46,7 @@ def require_outside(out: Store, *sources: str) -> None:
 
 
 def _root_uri(source: str) -> str:
-    """The URI of the folder that a source lists, or an empty string if the source lists no
-    folder."""
+    """The URI of the folder that a source lists, or an empty string if it lists none."""
     kind, _, location = source.partition(":")
     if kind == "s3":
         return source.rstrip("/")

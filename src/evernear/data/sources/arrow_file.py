@@ -22,8 +22,7 @@ class ArrowFile(NamedTuple):
     batches: Callable[[list[str], int], Iterator[Any]]
 
     def texts(self, columns: Sequence[str], first_row: int = 0) -> Iterator[list[str]]:
-        """Yield the text of each row's cells in ``columns``. ``first_row`` is the number of the
-        first row in messages."""
+        """Yield the text of each row's cells. ``first_row`` is its number in messages."""
         names = class_names(self.schema)
         kinds = [str(self.schema.field(column).type) for column in columns]
         row = first_row
@@ -50,8 +49,7 @@ class ArrowFile(NamedTuple):
 
 
 def class_names(schema: Any) -> Mapping[str, Sequence[str]]:
-    """The names of the class numbers in each column that has such names, according to the features
-    that `datasets` writes. Features of an unknown form are ignored."""
+    """The names of class numbers by column, as `datasets` writes them, if the form is known."""
     try:
         metadata: Any = json.loads((schema.metadata or {}).get(b"huggingface", b"null"))
     except ValueError:

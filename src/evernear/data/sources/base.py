@@ -52,8 +52,7 @@ def without_change_time(etag: str) -> str:
 
 @dataclass
 class NameSample:
-    """The number of names, and the names that come first in sort order. Memory use does not grow
-    with the size of the listing."""
+    """The number of names, and the first ones in sort order."""
 
     count: int = 0
     names: list[str] = field(default_factory=list[str])
@@ -66,8 +65,7 @@ class NameSample:
 
 @dataclass(frozen=True)
 class ArrayBlock:
-    """A block of decoded grayscale images from one split. ``images`` is a uint8 array of shape (N,
-    H, W)."""
+    """Decoded grayscale images of one split, as a uint8 array (N, H, W)."""
 
     names: list[str]
     labels: list[str]
@@ -87,12 +85,10 @@ class Source(Protocol):
 
 
 class ArraySource(Source, Protocol):
-    """A source of decoded images, for formats in which one file contains many images. The images
-    have empty etags."""
+    """For formats in which one file contains many decoded images. Their etags are empty."""
 
     def blocks(self) -> Iterator[ArrayBlock]:
-        """Yield the images in a stable order, with held-out splits first. All images have the same
-        size, and no block is empty."""
+        """Yield images of one size in a stable order, held-out splits first."""
         ...
 
 
@@ -108,8 +104,7 @@ class FileSource(Source, Protocol):
     """Whether every listed file is meant to be an image, regardless of its name and content."""
 
     def read(self, name: str) -> bytes:
-        """Return the content of one file. This method is called from many threads at the same
-        time."""
+        """This method is called from many threads at the same time."""
         ...
 
 

@@ -15,8 +15,7 @@ from evernear.errors import SettingsError
 
 
 class Digits(ArraySource):
-    """scikit-learn's 1,797 handwritten digits, which have 8 x 8 pixels. Pixel values from 0 to 16
-    are scaled to the range 0 to 255."""
+    """scikit-learn's 1,797 digits of 8 x 8 pixels, with values scaled from 16 to 255."""
 
     name = "digits"
 
@@ -35,16 +34,14 @@ class Digits(ArraySource):
 
 
 class DigitFolders(NamedTuple):
-    """Folders with digits. One folder is a source that lacks one class, and the other folder
-    contains the images of that class."""
+    """A source that lacks one class, and a folder with the images of that class."""
 
     known: Path
     unseen: Path
 
 
 def lay_out_digits(directory: Path, without: str) -> DigitFolders:
-    """Write the digits to folders in ``directory``. If a folder already exists, it is not
-    changed."""
+    """A folder that already exists is not changed."""
     (block,) = Digits().blocks()
     if without not in block.labels:
         raise SettingsError(f"{without!r} is not a class of the digits; choose one of 0 to 9.")

@@ -59,8 +59,7 @@ class _ClassFolders(FileSource):
         self.notes = self._notes
 
     def _read_contents(self, folders: Iterable[str], read: Callable[[str], Contents]) -> dict[str, Contents]:
-        """Read the contents of the top-level folders. If seg_train contains only
-        seg_train/seg_train, the inner folder is read instead."""
+        """If seg_train contains only seg_train/seg_train, the inner one is read."""
         contents = {folder: read(folder) for folder in folders}
         repeated = [folder for folder, inner in contents.items() if inner == Contents(frozenset({folder}))]
         return contents | {folder: read(f"{folder}/{folder}") for folder in repeated}
@@ -81,8 +80,7 @@ class _ClassFolders(FileSource):
         return FileEntry(path, etag, label, meaning.explicit_split, size_bytes)
 
     def _meaning_of(self, folder: str) -> _Meaning:
-        """The meaning of a folder, given its path. The meaning of the last folder is remembered,
-        because most files are in the same folder as the file before."""
+        """The last one is remembered, because most files follow one of their folder."""
         if folder != self._meaning.folder:
             parts = folder.split("/")
             place = self.layout.place([part for part in parts if part])
@@ -162,8 +160,7 @@ class Folder(_ClassFolders):
         return path.removeprefix(self._root)
 
     def _group(self, folder: str) -> tuple[str, Split | None] | None:
-        """The class and the split of images that are directly in a folder, or None if such images
-        are left out."""
+        """Class and split of images that are directly in a folder, or None if left out."""
         place = self.layout.place(self._name(folder).split("/"))
         return place and (place.class_folder, place.split)
 
@@ -287,8 +284,7 @@ def _is_image(path: str) -> bool:
 
 
 def _may_be_image(key: str, size_bytes: int) -> bool:
-    """Whether an object may be an image, so that a request to read it is worthwhile. An object is
-    excluded if its suffix belongs to a different file type, or if it is too small."""
+    """False if the suffix belongs to another type, or the object is too small."""
     # Equivalent to `has_image_suffix`, because the file name does not begin with a dot, and five
     # times as fast.
     suffix = key[key.rfind(".") :]

@@ -36,8 +36,7 @@ class _Columns(NamedTuple):
 
 
 class HuggingFace(PackedFiles):
-    """A source of rows that contain an image, a label and, in the column ``group``, optionally a
-    group. The name or the folder of a file indicates the split of its rows."""
+    """Rows with an image, a label and perhaps a group. A file's path names their split."""
 
     suffixes = (".parquet", ".arrow")
     kind = "Parquet or Arrow files"
@@ -70,8 +69,7 @@ class HuggingFace(PackedFiles):
                         yield name, _content(images[position].as_py(), file, name)
 
     def _columns(self, table: ArrowFile) -> _Columns:
-        """Find the label column and the image column by the features that `datasets` writes or, if
-        these features are missing, by name and type."""
+        """Find label and image by the features of `datasets`, or by name and type."""
         names = table.schema.names
         classes = [*class_names(table.schema)]
         label = "label" if names.count("label") == 1 else classes[0] if len(classes) == 1 else None
@@ -120,8 +118,7 @@ _CACHE = re.compile(r"cache-[0-9a-f]{16}.*\.arrow")
 
 
 def stray_files(names: Sequence[str], read: Callable[[str], bytes]) -> set[str]:
-    """The files that do not belong to a dataset, although they may contain its rows. ``names`` are
-    the paths of all files, and ``read`` reads a file."""
+    """The files among ``names`` that do not belong to a dataset, but may contain its rows."""
     strays = {name for name in names if _CACHE.fullmatch(posixpath.basename(name))}
     for name in names:
         folder, base = posixpath.split(name)
@@ -135,8 +132,7 @@ def stray_files(names: Sequence[str], read: Callable[[str], bytes]) -> set[str]:
 
 
 def _saved_files(state: str, content: Any, names: Sequence[str]) -> set[str]:
-    """The files of a saved dataset, according to its state.json. The result is empty if ``content``
-    has another form."""
+    """The files of a saved dataset by its state.json, or none if it has another form."""
     match content:
         case {"_data_files": [*entries]} if entries and all(map(_file_name, entries)):
             folder = posixpath.dirname(state)
@@ -180,8 +176,7 @@ def _json(data: bytes) -> Any:
 
 
 def require_one_configuration(source: str, files: Collection[str], readme: bytes) -> None:
-    """Reject several configurations of one dataset. Their images would be mixed. ``readme`` is the
-    content of the dataset's README, or empty."""
+    """Reject several configurations of one dataset, whose images would be mixed."""
     named = _named_configurations(files, readme)
     configurations = named or _similar_folders(files)
     if len(configurations) < 2:
@@ -210,8 +205,7 @@ def require_one_configuration(source: str, files: Collection[str], readme: bytes
 
 
 def _named_configurations(files: Collection[str], readme: bytes) -> Mapping[str, frozenset[str]]:
-    """The files of each configuration in the header of a README. Configurations with the same files
-    are one configuration."""
+    """Configurations in a README's header. Those with the same files are one."""
     found = re.match(r"(?s)\ufeff?---\s*\n(.*?)\n---\s*(?:\n|$)", readme.decode(errors="replace"))
     try:
         header: Any = yaml.safe_load(found[1]) if found else None
@@ -235,8 +229,7 @@ def _name(config: Any) -> str:
 
 
 def _patterns(value: Any) -> list[str]:
-    """The patterns in ``data_files``, which are text, or lists or mappings of text, for all splits
-    together or for each."""
+    """``data_files``: text, or lists or mappings of text, for all splits or for each."""
     match value:
         case {"data_files": inner} | {"path": inner}:
             return _patterns(inner)
@@ -257,8 +250,7 @@ def _matching(files: Collection[str], patterns: Collection[str]) -> set[str]:
 
 
 def _similar_folders(files: Collection[str]) -> Mapping[str, frozenset[str]]:
-    """Folders, each with its files, that contain a file of the same name of the same split, such as
-    ``en/train-00000-of-00002`` and ``fr/train-00000-of-00001``."""
+    """Folders with a file of the same name of the same split, such as ``en`` and ``fr``."""
     folders: defaultdict[str, set[str]] = defaultdict(set)
     names: defaultdict[str, set[str]] = defaultdict(set)
     for file in files:

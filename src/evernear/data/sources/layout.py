@@ -31,16 +31,14 @@ SPLIT_WORDS: Final[dict[str, Split]] = {
     "query": "query",
     **dict.fromkeys(VALIDATION_WORDS, "gallery"),
 }
-"""Maps words in folder names to splits. Words for validation map to the gallery, because the
-network is validated on the gallery during training."""
+"""Validation maps to the gallery, on which training validates the network."""
 # Matches the beginning of names such as trainset, tests or Validate.
 _BEGINS_LIKE_SPLIT = re.compile(r"(?<![a-z])(?:train|test|valid|gallery|query)")
 _MAX_NAMES = 5
 
 
 class Contents(NamedTuple):
-    """The contents of a top-level folder: the names of its subfolders, whether it directly contains
-    images, and whether evernear wrote it."""
+    """A top-level folder: its subfolders, whether it has images, and whether evernear wrote it."""
 
     folders: frozenset[str] = frozenset()
     has_images: bool = False
@@ -88,8 +86,7 @@ class Layout:
         return not (self.left_out.isdisjoint(folders[:1]) and self.left_out_inside.isdisjoint(folders[1:2]))
 
     def place(self, folders: list[str]) -> Place | None:
-        """The meaning of the ``folders`` of an image. Returns None if the image is excluded or is
-        not in a class folder."""
+        """None if the image is excluded or is not in a class folder."""
         if self.leaves_out(folders):
             return None
         split_folder = ""
@@ -120,8 +117,7 @@ class Layout:
         return "/".join(filter(None, parts))
 
     def require_used(self, name: str, used: Collection[str], settings: DataSettings) -> None:
-        """Check that each split folder contains images in class folders. ``used`` contains the
-        split folders that satisfy this condition."""
+        """Check that each split folder is in ``used``: contains images in class folders."""
         for folder in sorted(self.splits.keys() - used):
             if folder in settings.split_folders:
                 raise DataError(
@@ -142,8 +138,7 @@ class Layout:
 
 
 class NestedFolders:
-    """The folders inside class folders, keyed by class. Memory use does not grow with the number of
-    folders."""
+    """Folders inside class folders. Memory does not grow with their number."""
 
     def __init__(self) -> None:
         self._folders: dict[str, set[str]] = {}
@@ -160,8 +155,7 @@ class NestedFolders:
             folders.add(place.class_folders[1])
 
     def names(self) -> Iterator[str]:
-        """The class folders whose subfolders may be classes or splits. A single subfolder in a
-        single class is neither a class nor a split."""
+        """Class folders whose subfolders may be classes or splits. A single one is neither."""
         single = {label for label, folders in self._folders.items() if len(folders) == 1 and label not in self._direct}
         for label, folders in self._folders.items():
             if len(folders) > 1 or (label in single and len(single) > 1) or _split_words(folders):
@@ -207,8 +201,7 @@ def _top_splits(name: str, folders: Mapping[str, Contents], given: Mapping[str, 
 
 
 def _splits_in_classes(name: str, folders: Mapping[str, Contents], given: Mapping[str, Split]) -> Mapping[str, Split]:
-    """The splits of the folders inside class folders, or an empty mapping if those folders are not
-    splits."""
+    """The splits of folders inside class folders, or nothing if those are no splits."""
     inner = [contents.folders for contents in folders.values()]
     plain = {folder: re.sub("[^a-z]", "", folder.lower()) for names in inner for folder in names - given.keys()}
     words = {folder: word for folder, word in plain.items() if word in SPLIT_WORDS}
@@ -226,16 +219,14 @@ def _splits_in_classes(name: str, folders: Mapping[str, Contents], given: Mappin
 
 
 def named_like_splits(folders: Collection[str]) -> set[str]:
-    """Folders whose names resemble the names of splits. The contents of such a folder determine
-    whether the folder is a split."""
+    """Folders whose contents determine whether they are splits."""
     return {folder for folder in folders if _split_words([folder]) or _BEGINS_LIKE_SPLIT.search(folder.lower())}
 
 
 def _known_splits(
     words: Mapping[str, str], folders: Collection[str], given: Mapping[str, Split]
 ) -> tuple[dict[str, Split], set[str]]:
-    """The splits of folders with the given ``words``, and the names of folders that have no split
-    or share their split with a different folder."""
+    """Splits of folders, and folders that have none or share it with another folder."""
     splits = _splits_of(words, given)
     uses = Counter(splits.values())
     known: dict[str, Split] = {folder: split for folder, split in splits.items() if uses[split] == 1}
@@ -243,8 +234,7 @@ def _known_splits(
 
 
 def _split_words(folders: Collection[str]) -> dict[str, str]:
-    """Map each folder whose name contains exactly one word of `SPLIT_WORDS` to this word. Letter
-    case is ignored."""
+    """Map folders with exactly one word of `SPLIT_WORDS`, in any case, to this word."""
     words = {folder: SPLIT_WORDS.keys() & re.findall("[a-z]+", folder.lower()) for folder in folders}
     return {folder: found.pop() for folder, found in words.items() if len(found) == 1}
 
@@ -261,8 +251,7 @@ def _splits_of(words: Mapping[str, str], given: Mapping[str, Split]) -> dict[str
 
 
 def _alike(words: Mapping[str, str]) -> set[str]:
-    """Folders whose names differ only in the word for the split, such as ``seg_train`` and
-    ``seg_test``."""
+    """Folders that differ only in the word for the split, such as ``seg_train``, ``seg_test``."""
     patterns = {folder: re.sub(f"(?<![a-z]){word}(?![a-z])", "*", folder.lower()) for folder, word in words.items()}
     counts = Counter(patterns.values())
     return {folder for folder, pattern in patterns.items() if counts[pattern] > 1}
@@ -338,8 +327,7 @@ class NamedSplits:
         self.chosen_splits: tuple[Split, ...] = SPLITS
 
     def add(self, word: str, where: str) -> NamedSplit:
-        """Return the split that ``word`` specifies, as an argument for `explicit`. Return ``none``
-        if ``data.split_folders`` excludes images with this word."""
+        """Return the split for `explicit`, or ``none`` if the settings exclude the word."""
         plain = word.strip().casefold()
         split: NamedSplit | None = self._given.get(word.strip())
         if split is None:
@@ -354,8 +342,7 @@ class NamedSplits:
         return split
 
     def finish(self) -> None:
-        """Determine the splits to which ingest assigns images. Call this method after the last call
-        of `add`."""
+        """Determine the splits to which ingest assigns images, after the last `add`."""
         used = {self._split(split) for split in self._used} - {None}
         if used and not self._used & {"train", ""}:
             raise DataError(
@@ -365,8 +352,7 @@ class NamedSplits:
         self.chosen_splits = ("train", *(split for split in SPLITS[1:] if split not in used)) if used else SPLITS
 
     def explicit(self, split: NamedSplit) -> Split | None:
-        """The explicit split of an image, or None if ingest chooses the image's split. Call this
-        after `finish`."""
+        """The explicit split, or None if ingest chooses one. Call this after `finish`."""
         chosen = self._split(split)
         return None if chosen in self.chosen_splits else chosen
 

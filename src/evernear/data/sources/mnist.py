@@ -26,8 +26,7 @@ _PARTS: tuple[tuple[str, Split | None], ...] = (("t10k", "test"), ("train", None
 
 
 class Mnist(ArraySource):
-    """The four IDX files of MNIST, uncompressed or gzipped. The 10,000 official test images form
-    the test split."""
+    """Four IDX files, plain or gzipped. The 10,000 official test images are the test split."""
 
     name = "mnist"
     chosen_splits = ("train", "gallery", "query")
@@ -103,8 +102,7 @@ def _open_idx(path: Path) -> Generator[_IdxReader]:
 
 
 def download_mnist() -> Path:
-    """Return the directory with the MNIST files. torchvision downloads the files once, and verifies
-    them."""
+    """The directory with the files, which torchvision downloads once and verifies."""
     directory = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "evernear" / "mnist"
     if not directory.is_dir():
         from torchvision.datasets import MNIST

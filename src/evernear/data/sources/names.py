@@ -37,8 +37,7 @@ _OTHER_SUFFIXES = frozenset(
 
 
 def is_litter(name: str) -> bool:
-    """Whether files or folders with this name are left behind by operating systems or programs.
-    Letter case is ignored."""
+    """Whether systems or programs leave such files or folders behind. Case is ignored."""
     name = name.casefold()
     return name in _LITTER or name.startswith(_LITTER_PREFIXES)
 
@@ -50,8 +49,7 @@ def is_skipped(name: str) -> bool:
 
 
 def skipped_path(path: str) -> str:
-    """The beginning of ``path`` up to and including the first component that `is_skipped`, or an
-    empty string if no component is skipped."""
+    """``path`` up to the first component that `is_skipped`, or an empty string."""
     parts = path.split("/")
     for depth, part in enumerate(parts, 1):
         if is_skipped(part):
@@ -60,8 +58,7 @@ def skipped_path(path: str) -> str:
 
 
 def names_other_kind(path: str) -> bool:
-    """Whether the suffix of a file indicates text, audio, video, an archive or data instead of an
-    image."""
+    """Whether a suffix indicates text, audio, video, an archive or data."""
     _, dot, suffix = path.rpartition(".")
     return dot + suffix.lower() in _OTHER_SUFFIXES
 
@@ -87,8 +84,7 @@ def answer_in(path: str) -> str:
 
 
 def exported_stem(position: int, digest: str) -> str:
-    """The file stem for an exported image. The stem consists of the image's position in its split
-    and its digest in hexadecimal form."""
+    """The position in its split, and the digest in hexadecimal form."""
     return f"{position:09}-{digest}"
 
 

@@ -42,8 +42,7 @@ _METADATA = frozenset(
 
 
 class Member(NamedTuple):
-    """An image in a packed file, in the order of the file. ``size_bytes`` is 0 if the size is
-    unknown until the image is read. ``group`` is empty if the file names no group."""
+    """An image in a packed file. Size 0 is unknown, and an empty group is none."""
 
     name: str
     label: str
@@ -76,8 +75,7 @@ class PackedFiles(FileSource):
         self._notes: defaultdict[str, NameSample] = defaultdict(NameSample)
         self.notes = self._notes
         self.remembered: Callable[[str, str], Iterable[FileEntry]] = lambda file, etag: ()
-        """The images of a file with the given etag, as they were listed before, or nothing if the
-        file is new."""
+        """The images of an unchanged file, as they were listed before."""
         self._advice = ""
 
     def entries(self) -> Iterator[FileEntry]:
@@ -100,14 +98,12 @@ class PackedFiles(FileSource):
         self._require_labels({word: count for word, count in unlabeled.items() if count and not labeled[word]})
 
     def read(self, name: str) -> bytes:
-        """Read the content of a single image. To read many images, use `read_in_order`, which reads
-        each file only once."""
+        """Read one image. For many, `read_in_order` reads each file only once."""
         entry = FileEntry(name, "", "", None, 0)
         return next(self.read_in_order([entry]))[1]
 
     def read_in_order(self, entries: Iterable[FileEntry]) -> Iterator[tuple[FileEntry, bytes]]:
-        """Yield the contents of ``entries``. Images in the same file must be consecutive. Each file
-        is read once, in the order of its images."""
+        """Yield contents. Images of a file are consecutive, and it is read once."""
         for file, group in groupby(entries, key=lambda entry: self.file_of(entry.name)):
             wanted = {entry.name.removeprefix(f"{file}/"): entry for entry in group}
             with self._opened(file) as path:
@@ -117,8 +113,7 @@ class PackedFiles(FileSource):
                 raise DataError(f"{file} no longer contains {min(wanted)}, which was listed; run again.")
 
     def _require_labels(self, hidden: Mapping[str, int]) -> None:
-        """Reject splits without a label. ``hidden`` maps the words for these splits to the numbers
-        of their images."""
+        """Reject splits without a label: ``hidden`` counts images by split word."""
         if not hidden:
             return
         counts = [f"{quantity(count, 'image')} of {word}" for word, count in hidden.items()]
@@ -132,8 +127,7 @@ class PackedFiles(FileSource):
         )
 
     def _strays(self, names: Sequence[str]) -> set[str]:
-        """The files that do not belong to the dataset, although their suffix may be right.
-        ``names`` are the paths of all files."""
+        """Files among ``names`` that do not belong to the dataset despite their suffix."""
         return set()
 
     def _small_file(self, file: str) -> bytes:
@@ -150,8 +144,7 @@ class PackedFiles(FileSource):
         file."""
 
     def _listed(self, file: PackedFile, explicit: Split | None) -> tuple[list[FileEntry], int]:
-        """Read the list of images in a packed file from the file itself. The result also contains
-        the number of images without a label."""
+        """Read a file's list of images, and the number of images without a label."""
         entries: dict[str, FileEntry] = {}
         noted = sum(note.count for note in self._notes.values())
         with self._opened(file.name) as path:
@@ -248,8 +241,7 @@ class PackedFiles(FileSource):
             yield self._store.fetch(file, Path(scratch, "file"))
 
     def file_of(self, name: str) -> str:
-        """The file that contains the image ``name``. The path of this file is the shortest prefix
-        of the name that ends with one of the suffixes."""
+        """The file of an image: the shortest prefix of its name with a right suffix."""
         pattern = "|".join(map(re.escape, self.suffixes))
         match = re.match(rf"(?i)(.*?(?:{pattern}))/", name)
         if match is None:
@@ -273,8 +265,7 @@ def _stem(file: str) -> str:
 
 
 def split_position(parts: Sequence[str]) -> int | None:
-    """The position of the last of ``parts`` that has a split word. Names with several split words
-    are ignored."""
+    """The last of ``parts`` with exactly one split word."""
     return next((place for place in reversed(range(len(parts))) if len(_words(parts[place])) == 1), None)
 
 

@@ -47,8 +47,7 @@ PARQUET_SUFFIXES = (".parquet", ".pq")
 
 
 class Row(NamedTuple):
-    """A row of a table: its position in the file, for messages, and the text of each cell. Absent
-    cells are empty."""
+    """Its position in the file, for messages, and the text of each cell, perhaps empty."""
 
     where: str
     path: str
@@ -58,8 +57,7 @@ class Row(NamedTuple):
 
 
 class Table(FileSource):
-    """The image files that are listed in a table. A path is relative to the folder of the table, or
-    has the form ``s3://bucket/key``."""
+    """A path is relative to the folder of the table, or has the form ``s3://bucket/key``."""
 
     def __init__(self, location: str, settings: DataSettings) -> None:
         if not is_table(location):
@@ -208,8 +206,7 @@ class Table(FileSource):
 
     @cache  # noqa: B019 - few tables exist
     def _output_around(self, folder: str) -> str:
-        """The folder below the table's folder that contains ``folder`` and that evernear wrote, or
-        an empty string."""
+        """The folder around ``folder`` that evernear wrote, or an empty string."""
         parts = folder.split("/")
         paths = ("/".join(parts[:depth]) for depth in range(1, len(parts) + 1))
         return next((path for path in paths if path and is_output(f"{self._root}/{path}")), "")
@@ -256,8 +253,7 @@ class Table(FileSource):
         )
 
     def _beside_twin(self, name: str) -> str:
-        """The name of a missing file and, if a file has a name that looks the same, both names with
-        escapes for the characters that differ."""
+        """A missing name, with the one that looks the same, and their differences escaped."""
         if name.startswith(_S3) or self._in_bucket:
             uri = name if name.startswith(_S3) else f"{self._root}/{name}"
             folder, _, last = uri.rpartition("/")
@@ -294,8 +290,7 @@ def _sample(names: NameSample) -> str:
 
 
 def read_rows(file: Path, name: str) -> Iterator[Row]:
-    """Yield the rows of a CSV or Parquet file, whose name in messages is ``name``. Memory use does
-    not grow with the size of the table."""
+    """Yield the rows of a CSV or Parquet file. Memory use is constant."""
     if name.lower().endswith(PARQUET_SUFFIXES):
         yield from _parquet_rows(file, name)
     else:

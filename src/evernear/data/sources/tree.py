@@ -52,8 +52,7 @@ class Tree:
         yield from self._files(folder, self._containing(folder), group)
 
     def scan(self, folder: str) -> Iterator[tuple[os.DirEntry[str], Literal["folder", "file", "skipped"]]]:
-        """Yield the folders, the regular files and the skipped entries that are directly in a
-        folder. Broken links and outputs of evernear are recorded instead."""
+        """Yield folders, files and skipped entries. Broken links and outputs are recorded."""
         with disk_errors(folder), os.scandir(folder) as entries:
             for entry in entries:
                 if is_skipped(entry.name):
@@ -81,8 +80,7 @@ class Tree:
         return True
 
     def require_no_broken_link(self) -> None:
-        """Check that no link that was found so far is broken, because images must not leave the
-        dataset when a disk is not mounted."""
+        """Images must not leave the dataset when a disk is not mounted."""
         if self._broken:
             shown = [f"{name} -> {target}" for name, target in sorted(self._broken.items())[:_MAX_NAMES]]
             more = " and more" if len(self._broken) > _MAX_NAMES else ""
@@ -109,8 +107,7 @@ class Tree:
             yield from self._files(entry.path, above | {inode}, group)
 
     def _enters(self, entry: os.DirEntry[str], above: frozenset[_Inode]) -> bool:
-        """Whether to list a folder. A folder is not listed if it is one of the folders ``above``.
-        If a link leads out of the tree, the link is recorded."""
+        """False for one of the folders ``above``. A link out of the tree is recorded."""
         if _inode(entry.path) in above:
             return False
         if entry.is_symlink():
@@ -120,8 +117,7 @@ class Tree:
         return True
 
     def _containing(self, folder: str) -> frozenset[_Inode]:
-        """The inodes of a folder in the tree, of the folders on the path to it, and of the folders
-        that contain the tree."""
+        """The inodes of a folder, and of all folders that contain it or the tree."""
         paths = [self._real_root, *map(str, Path(self._real_root).parents)]
         while len(folder) > len(self._root):
             paths.append(folder)

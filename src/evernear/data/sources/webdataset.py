@@ -55,8 +55,7 @@ class WebDataset(PackedFiles):
             _require_end(tar, file)
 
     def _of_sample(self, file: str, key: str, images: list[tarfile.TarInfo], labels: "_Labels") -> Iterator[Member]:
-        """The images of a sample. If names contain dots, as in ``a.0.png`` and ``a.0.cls``, several
-        samples have the same key."""
+        """The images of a sample. With dots in names, several samples share a key."""
         parts: defaultdict[str, list[tarfile.TarInfo]] = defaultdict(list)
         is_one, _ = labels.of(key) if images else ("", "")
         for image in images:
@@ -70,8 +69,7 @@ class WebDataset(PackedFiles):
                 yield from (Member(image.name, "", image.size) for image in own)
 
     def _choose(self, file: str, stem: str, images: list[tarfile.TarInfo]) -> tarfile.TarInfo:
-        """The image of a sample. Other images of the sample, such as masks, show the same scene,
-        and are left out."""
+        """The image of a sample. Others, such as masks, show the same scene."""
         names = [image.name for image in images]
         if len(set(names)) < len(names):
             raise DataError(f"{file} contains two images called {max(names, key=names.count)}; rename one of them.")
@@ -116,8 +114,7 @@ class WebDataset(PackedFiles):
 
 
 class _Labels:
-    """The labels and groups in the .cls and .json members of a sample. A member is parsed only if
-    its label is needed, because .json may contain anything."""
+    """A member is parsed only if its label is needed, since .json may contain anything."""
 
     def __init__(self, file: str, uses_groups: bool) -> None:
         self._file, self._uses_groups = file, uses_groups
@@ -127,16 +124,14 @@ class _Labels:
         self._contents[stem][suffix] = size if size > _MAX_LABEL_BYTES else read()
 
     def stem_of(self, name: str, key: str) -> str:
-        """The longest stem of a label that ``name`` begins with. If there is none, the result is
-        ``key``, the key of the sample."""
+        """The longest stem of a label that ``name`` begins with, or ``key``."""
         stem = name
         while len(stem) > len(key) and stem not in self._contents:
             stem = stem.rpartition(".")[0]
         return stem
 
     def of(self, stem: str) -> tuple[str, str]:
-        """The label and the group, which may be empty. If .json contains the class name, .cls
-        contains the class number, which the webdataset loader expects."""
+        """Label and group, perhaps empty. A name in .json precedes the number in .cls."""
         fields = self._fields(stem)
         label = self._field(fields, "label", stem) or self._text(stem, ".cls")
         is_group = self._uses_groups or isinstance(fields.get("group"), str | int)
@@ -176,16 +171,14 @@ def _listed(images: list[tarfile.TarInfo]) -> str:
 
 
 def _each(tar: tarfile.TarFile) -> Iterator[tarfile.TarInfo]:
-    """Yield the members in order. Unlike in `tarfile`, the list of all members is not kept in
-    memory."""
+    """Unlike in `tarfile`, the list of all members is not kept in memory."""
     while info := tar.next():
         yield info
         tar.members = []  # pyright: ignore[reportAttributeAccessIssue] - absent from the type stubs
 
 
 def _split_name(name: str) -> tuple[str, str]:
-    """Split a member's name into the name of the sample and the rest. The rest follows the first
-    dot in the file name."""
+    """The sample's name, and the rest after the first dot in the file name."""
     folder, base = posixpath.split(name)
     stem, _, rest = base.partition(".")
     return posixpath.join(folder, stem), rest.lower()
@@ -207,8 +200,7 @@ def _opened(path: Path, file: str) -> Generator[tarfile.TarFile]:
 
 
 def _require_end(tar: tarfile.TarFile, file: str) -> None:
-    """Check that a tar file is complete, because `tarfile` treats a broken header or a truncated
-    file as the end of the archive."""
+    """`tarfile` treats a broken header or a truncated file as the end of the archive."""
     assert tar.fileobj is not None  # noqa: S101 - it is open
     tar.fileobj.seek(tar.offset)
     if tar.fileobj.read(tarfile.BLOCKSIZE).strip(b"\0"):
