@@ -25,7 +25,7 @@ from evernear.settings import Settings, layers
 from evernear.settings.sources import Tree
 
 if TYPE_CHECKING:
-    from tests.releases import MakeRelease, System
+    from tests.releases import MakeRelease, PackedRelease, System
 
 hypothesis.settings.register_profile("no deadline", deadline=None)  # an example waits while another test computes
 hypothesis.settings.load_profile("no deadline")
@@ -162,3 +162,9 @@ def make_release(system: "System", tmp_path_factory: pytest.TempPathFactory) -> 
     from tests.releases import Restamp, release_maker
 
     return release_maker(system, lambda: tmp_path_factory.mktemp("release"), Restamp())
+
+
+@pytest.fixture(scope="session")
+def release(make_release: "MakeRelease") -> "PackedRelease":
+    """A release for tests that do not change it."""
+    return make_release()

@@ -19,11 +19,6 @@ def store(tmp_path: Path) -> Store:
     return open_store((tmp_path / "store").as_uri())
 
 
-@pytest.fixture(scope="module")
-def release(make_release: MakeRelease) -> PackedRelease:
-    return make_release()
-
-
 def publish(store: Store, archive: Path, verdict: Path) -> Deployment:
     return deploy_release(archive, verdict, Settings(store=store.uri, target="registry"))
 

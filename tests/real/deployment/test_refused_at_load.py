@@ -10,12 +10,7 @@ import pytest
 
 from evernear.errors import IntegrityError
 from evernear.serving.handler import EmbeddingHandler
-from tests.releases import MakeRelease, PackedRelease, forge
-
-
-@pytest.fixture(scope="module")
-def packed(make_release: MakeRelease) -> PackedRelease:
-    return make_release()
+from tests.releases import PackedRelease, forge
 
 
 def load(archive: Path, directory: Path) -> None:
@@ -27,7 +22,7 @@ def load(archive: Path, directory: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["network.pt", "index.faiss", "labels.npy", "index.json", "handler.py"])
-def test_replaced_part_is_rejected(packed: PackedRelease, tmp_path: Path, name: str) -> None:
+def test_replaced_part_is_rejected(release: PackedRelease, tmp_path: Path, name: str) -> None:
     marker = tmp_path / "proof"
 
     class Payload:
@@ -35,7 +30,7 @@ def test_replaced_part_is_rejected(packed: PackedRelease, tmp_path: Path, name: 
             return Path.touch, (marker,)
 
     other = tmp_path / "other.mar"
-    with zipfile.ZipFile(packed.archive) as old, zipfile.ZipFile(other, "w") as new:
+    with zipfile.ZipFile(release.archive) as old, zipfile.ZipFile(other, "w") as new:
         for member in old.namelist():
             new.writestr(member, pickle.dumps(Payload()) if member == name else old.read(member))
     with pytest.raises(IntegrityError, match=rf"{name} in .* is missing or does not match the manifest\."):
@@ -43,20 +38,20 @@ def test_replaced_part_is_rejected(packed: PackedRelease, tmp_path: Path, name: 
     assert not marker.exists()
 
 
-def test_index_of_another_network_is_rejected(packed: PackedRelease, tmp_path: Path) -> None:
-    with zipfile.ZipFile(packed.archive) as members:
+def test_index_of_another_network_is_rejected(release: PackedRelease, tmp_path: Path) -> None:
+    with zipfile.ZipFile(release.archive) as members:
         index = json.loads(members.read("index.json"))
     stamped = json.dumps(index | {"network_sha256": "0" * 64}).encode()
-    foreign = forge(packed, tmp_path / "foreign.mar", index_json=stamped)
+    foreign = forge(release, tmp_path / "foreign.mar", index_json=stamped)
     with pytest.raises(IntegrityError, match="contains vectors of network 000000000000"):
         load(foreign.archive, tmp_path / "unpacked")
 
 
-def test_replaced_network_is_rejected(packed: PackedRelease, tmp_path: Path) -> None:
+def test_replaced_network_is_rejected(release: PackedRelease, tmp_path: Path) -> None:
     """The manifest's list of parts contains the hash of the replacement, but the index that of the
     original."""
-    with zipfile.ZipFile(packed.archive) as members:
+    with zipfile.ZipFile(release.archive) as members:
         network = members.read("network.pt")
-    replaced = forge(packed, tmp_path / "replaced.mar", network_pt=network + b" ")
+    replaced = forge(release, tmp_path / "replaced.mar", network_pt=network + b" ")
     with pytest.raises(IntegrityError, match="contains vectors of network"):
         load(replaced.archive, tmp_path / "unpacked")

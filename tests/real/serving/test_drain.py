@@ -14,16 +14,11 @@ import pytest
 
 from evernear.serving import configuration, torchserve
 from evernear.serving.endpoints import read_key
-from tests.releases import MakeRelease, PackedRelease
+from tests.releases import PackedRelease
 from tests.served import Served, serving
 from tests.waiting import until
 
 CLIENTS = 12
-
-
-@pytest.fixture(scope="module")
-def release(make_release: MakeRelease) -> PackedRelease:
-    return make_release()
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ from evernear.serving.client import Client, Target
 from evernear.settings import ServingSettings, load
 from evernear.settings.serving import HEAP_SIZE_BYTES
 from tests.real.serving.raw import Answer, Raw, bearer, request
-from tests.releases import MakeRelease, PackedRelease
+from tests.releases import PackedRelease
 from tests.served import Served, serving
 from tests.waiting import until
 
@@ -27,11 +27,6 @@ LARGEST = ServingSettings.model_fields["max_request_size_bytes"].default
 SMALL_HEAP = 128 * 2**20
 FORM = (b'--x\r\nContent-Disposition: form-data; name="data"; filename="a"\r\n\r\n', b"\r\n--x--\r\n")
 FORM_TYPE = b"Content-Type: multipart/form-data; boundary=x\r\n"
-
-
-@pytest.fixture(scope="module")
-def release(make_release: MakeRelease) -> PackedRelease:
-    return make_release()
 
 
 @pytest.fixture(scope="module")

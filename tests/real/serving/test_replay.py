@@ -20,7 +20,7 @@ from evernear.release.archive_reader import open_release
 from evernear.release.registry import Registry
 from evernear.serving.query_log_files import LoggedQuery, Period
 from evernear.serving.replay import NEAR_DUPLICATE, UNREADABLE, replay, stored_queries
-from tests.releases import MakeRelease, PackedRelease, System
+from tests.releases import PackedRelease, System
 
 NOW = datetime.now(UTC)
 MAX_PIXELS = 10_000
@@ -40,11 +40,6 @@ def log_queries(store: Store, files: Sequence[bytes], version: str, pred: str = 
     ]
     lines = "".join(row.model_dump_json() + "\n" for row in [period, *rows])
     store.put(f"queries/{at:%Y%m%d}/{at:%Y%m%dT%H%M%SZ}-{version}-host-1-0.jsonl", lines.encode())
-
-
-@pytest.fixture(scope="module")
-def release(make_release: MakeRelease) -> PackedRelease:
-    return make_release()
 
 
 @pytest.fixture(scope="module")

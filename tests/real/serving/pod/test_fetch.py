@@ -16,12 +16,7 @@ from evernear.settings import Settings
 from evernear.settings.sources import TOKEN_FILE_VARIABLE
 from tests.no_files import NO_FILES
 from tests.real.serving.pod.kubelet import Pod, can_contain
-from tests.releases import MakeRelease, PackedRelease, forge
-
-
-@pytest.fixture(scope="module")
-def release(make_release: MakeRelease) -> PackedRelease:
-    return make_release()
+from tests.releases import PackedRelease, forge
 
 
 @pytest.fixture

@@ -26,7 +26,6 @@ LAG_S = 0.5  # delay between a change of the endpoints and of the balancer
 
 @pytest.fixture(scope="module")
 def pod(start_pod: StartPod) -> Pod:
-    """The pod that the last test replaces."""
     return start_pod(removal_s=2, threads=2)
 
 
