@@ -112,7 +112,7 @@ def serve_slack(
     if app is None:
         return
     is_socket = settings.slack.mode == "socket"
-    connection = _socket_mode(app, secrets.app_token, stop) if is_socket else _http_mode(app, settings.slack)
+    connection = _socket_mode(app, secrets.app_token, slack, stop) if is_socket else _http_mode(app, settings.slack)
     with connection as is_connected, _polling(Worker(services), woken) as polled_s:
         _log.info("The bot is up, in mode %s.", settings.slack.mode)
         _beat(settings, is_connected, polled_s, stop)
@@ -174,10 +174,10 @@ def _connect(connect: Callable[[], _T], stop: threading.Event) -> _T | None:
 
 
 @contextmanager
-def _socket_mode(app: App, app_token: str, stop: threading.Event) -> Generator[Callable[[], bool]]:
+def _socket_mode(app: App, app_token: str, slack: SlackClient, stop: threading.Event) -> Generator[Callable[[], bool]]:
     """Yields a function that returns whether the connection is up. The SDK renews the
     connection."""
-    handler = SocketModeHandler(app, app_token, ping_interval=PING_S)
+    handler = SocketModeHandler(app, app_token, web_client=slack, ping_interval=PING_S)
     try:
         _connect(handler.connect, stop)
         yield handler.client.is_connected

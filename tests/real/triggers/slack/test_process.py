@@ -10,9 +10,11 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import httpx
 import pytest
+from slack_sdk.http_retry import builtin_handlers
 
 from evernear.errors import ServingError, SettingsError, SlackError
 from evernear.settings import Settings
@@ -173,6 +175,16 @@ def test_process_waits_until_slack_is_available(slack: SlackServer, settings: Se
     with serving(settings, runs):
         assert slack.links == 1
     assert slack.calls.count("auth.test") >= 2
+
+
+def test_connecting_respects_a_rate_limit(
+    slack: SlackServer, settings: Settings, runs: MemoryRuns, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits_s: list[float] = []
+    monkeypatch.setattr(builtin_handlers, "time", SimpleNamespace(sleep=waits_s.append))
+    slack.faults["apps.connections.open"] = Fault("ratelimited", 429, retry_after_s=30)
+    with serving(settings, runs):
+        assert [round(wait_s) >= 30 for wait_s in waits_s] == [True]
 
 
 def test_refused_token_ends_the_process(slack: SlackServer, settings: Settings) -> None:
