@@ -13,12 +13,13 @@ import hashlib
 import json
 from collections.abc import Callable
 from contextlib import suppress
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from pydantic import JsonValue
 
-from evernear.common.code_digest import code_digest
 from evernear.common.disk import sha256_file
 from evernear.common.frozen import Frozen
 from evernear.common.store import Store
@@ -73,3 +74,28 @@ def _restore(store: Store, key: str, directory: Path | None) -> StepResult:
         for name, sha256 in result.files.items():
             store.fetch(f"{CHECKPOINTS}{key}/{name}", directory / name, sha256)
     return result
+
+
+ROOT = Path(__file__).parents[1]
+
+
+@cache
+def code_digest(paths: tuple[str, ...], libraries: tuple[str, ...] = ()) -> str:
+    """The sha256 of the Python files in ``paths`` of this package, which are files or folders, and
+    of the versions of ``libraries``."""
+    sha256 = hashlib.sha256()
+    for path in paths:
+        files = sorted((ROOT / path).rglob("*.py")) or [ROOT / path]
+        for file in files:
+            content = hashlib.sha256(file.read_bytes()).hexdigest()
+            sha256.update(f"{file.relative_to(ROOT).as_posix()} {content}\n".encode())
+    for library in libraries:
+        sha256.update(f"{library} {_installed(library)}\n".encode())
+    return sha256.hexdigest()
+
+
+def _installed(library: str) -> str:
+    try:
+        return version(library)
+    except PackageNotFoundError:
+        return "not installed"

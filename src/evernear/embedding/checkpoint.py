@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from evernear.common.code_digest import code_digest
+from evernear.common.step_results import code_digest
 from evernear.common.store import Store
 from evernear.embedding import CODE
 from evernear.embedding.arcface import TrainingModule

@@ -5,7 +5,7 @@ import hashlib
 import torch
 from torch import nn
 
-from evernear.common.code_digest import code_digest
+from evernear.common.step_results import code_digest
 from evernear.embedding import CODE
 
 LIBRARIES = ("timm", "torch")

@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from evernear.common.code_digest import code_digest
+from evernear.common.step_results import code_digest
 from evernear.data.shards import Block
 from evernear.embedding import CODE
 from evernear.embedding.data_loader import to_tensor

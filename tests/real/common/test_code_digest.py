@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from evernear.common import code_digest as module
-from evernear.common.code_digest import code_digest
+from evernear.common import step_results as module
+from evernear.common.step_results import code_digest
 from evernear.data.ingest import DECODING_CODE
 from evernear.embedding import CODE
 
