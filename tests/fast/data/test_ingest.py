@@ -72,8 +72,8 @@ def test_images_are_converted_to_one_shape(tmp_path: Path, run_ingest, make_imag
     assert "300 x 200" in manifest.problems[0].detail
     assert Counter(contents(manifest).label.values()) == {"a": 2, "b": 3}
 
-    converted = run_ingest(root, dataset="asked", size_px=16, channels="gray")
-    assert converted.shape == (16, 16, 1)
+    converted = run_ingest(root, dataset="asked", size_px=16)
+    assert converted.shape == (16, 16, 3)
     assert converted.problem_counts == {"cropped": 4, "letterboxed": 1, "upscaled": 4}
     stretched = run_ingest(root, dataset="stretched", size_px=16, resize="stretch")
     assert stretched.problem_counts["stretched"] == 5

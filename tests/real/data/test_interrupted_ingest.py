@@ -183,6 +183,7 @@ def test_interrupted_ingest_skips_finished_parts(
     tmp_path: Path, make_image, run_ingest, monkeypatch, has_parent: bool
 ) -> None:
     root = tmp_path / "tree"
+    monkeypatch.setattr("evernear.data.form._SAMPLED_FILES", 1)
 
     def add(numbers: range) -> None:
         for number in numbers:
@@ -191,7 +192,7 @@ def test_interrupted_ingest_skips_finished_parts(
             path.write_bytes(make_image(number, (70, 70)))
 
     def ingest(**settings: object) -> Manifest:
-        return run_ingest(root, size_px=70, bit_depth=16, part_names=16, **settings)  # nothing to sample
+        return run_ingest(root, size_px=70, bit_depth=16, part_names=16, **settings)
 
     add(range(30))
     if has_parent:
