@@ -23,10 +23,12 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from functools import wraps
+from io import BytesIO
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from PIL import Image
 
 from benchmarks import machine
 from benchmarks.scale.bucket import LATENCY_S
@@ -118,7 +120,7 @@ def measure(directory: Path, count: int, part_names: int) -> dict[str, Any]:
     timed(ingest, "combine", "combine")
     timed(Snapshots, "publish", "publish")
     plan.PART_NAMES = part_names
-    settings = DataSettings(source="s3://listed/names", size_px=SIZE_PX, channels="gray", bit_depth=8)
+    settings = DataSettings(source="s3://listed/names", size_px=SIZE_PX, bit_depth=8)
     before = Took(time.monotonic(), time.process_time())
     ingest.ingest_source(settings, store.uri, run=decode)
     all_stages = Took(time.monotonic() - before.wall_s, time.process_time() - before.cpu_s)
@@ -171,6 +173,13 @@ def serve_listing(count: int, took: dict[str, Took]) -> Bucket:
     def children(self: S3Store, folder: str) -> Iterator[str]:
         return iter(["0.png"] if folder else counts)
 
+    def read(self: Bucket, name: str) -> bytes:
+        """An image of the sample from which the form of the dataset is chosen."""
+        buffer = BytesIO()
+        Image.new("L", (SIZE_PX, SIZE_PX)).save(buffer, "PNG")
+        return buffer.getvalue()
+
+    Bucket.read = read
     S3Connection._page = page  # pyright: ignore[reportPrivateUsage]
     S3Store.children = children
     return Bucket("s3://listed")
@@ -225,7 +234,7 @@ def _save_results(parts: Parts, _: OpenWorker) -> None:
     assert isinstance(parts.store, SlowStore)
     before = parts.store.written_bytes
     for number in parts.missing():
-        names = IngestPart.from_json(parts.part(number), "").names
+        names = IngestPart.from_json(parts.part(number), "").columns[0]
         digests = [hashlib.sha256(name.encode()).digest() for name in names]
         rows = np.frombuffer(b"".join(digests), np.uint8).reshape(-1, 32)
         pixels = np.tile(rows, (1, SIZE_PX**2 // 32 + 1))[:, : SIZE_PX**2].tobytes()

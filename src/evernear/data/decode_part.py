@@ -43,30 +43,20 @@ second, which is less than a CPU decodes (benchmarks/results/scale_ingest.md).""
 
 
 class IngestPart(Part):
-    """Files in the order of decoding. Each tuple has a field of `FileEntry` for every file."""
+    """Files in the order of decoding, with a column for each field of `FileEntry`. Columns are
+    parsed faster than rows."""
 
-    names: tuple[str, ...]
-    etags: tuple[str, ...]
-    labels: tuple[str, ...]
-    explicit_splits: tuple[Split | None, ...]
-    sizes_bytes: tuple[int, ...]
+    columns: tuple[
+        tuple[str, ...], tuple[str, ...], tuple[str, ...], tuple[Split | None, ...], tuple[int, ...], tuple[str, ...]
+    ]
 
     @classmethod
     def of(cls, entries: Sequence[FileEntry]) -> "IngestPart":
-        names, etags, labels, explicit_splits, sizes_bytes, _ = zip(*entries, strict=True)
-        return cls(
-            units=len(entries),
-            names=names,
-            etags=etags,
-            labels=labels,
-            explicit_splits=explicit_splits,
-            sizes_bytes=sizes_bytes,
-        )
+        return cls.model_validate({"units": len(entries), "columns": [*zip(*entries, strict=True)]})
 
     @property
     def entries(self) -> list[FileEntry]:
-        columns = self.names, self.etags, self.labels, self.explicit_splits, self.sizes_bytes
-        return [FileEntry(*row) for row in zip(*columns, strict=True)]
+        return [FileEntry(*row) for row in zip(*self.columns, strict=True)]
 
 
 class Shared(Frozen):
@@ -87,31 +77,19 @@ class Outcome(NamedTuple):
 
 
 class DecodedPart(Frozen):
-    """The result of a part. Each tuple has a field of `Outcome` for every file, in order."""
+    """The result of a part, with a column for each field of `Outcome`."""
 
-    positions: tuple[int, ...]
-    digests: tuple[str, ...]
-    widths_px: tuple[int, ...]
-    heights_px: tuple[int, ...]
-    flaws: tuple[int, ...]
-    faults: tuple[str | None, ...]
+    columns: tuple[
+        tuple[int, ...], tuple[str, ...], tuple[int, ...], tuple[int, ...], tuple[int, ...], tuple[str | None, ...]
+    ]
     pixels: str = ""
     """The key of the pixels: uint8 (N, H, W, C) without a header. Empty without images."""
     sha256: str = ""
 
     @classmethod
     def of(cls, outcomes: Iterable[Outcome], pixels: str = "", sha256: str = "") -> "DecodedPart":
-        positions, digests, widths_px, heights_px, flaws, faults = zip(*outcomes, strict=True)
-        return cls(
-            positions=positions,
-            digests=digests,
-            widths_px=widths_px,
-            heights_px=heights_px,
-            flaws=flaws,
-            faults=faults,
-            pixels=pixels,
-            sha256=sha256,
-        )
+        columns = [*zip(*outcomes, strict=True)]
+        return cls.model_validate({"columns": columns, "pixels": pixels, "sha256": sha256})
 
 
 @dataclass(frozen=True)
@@ -180,7 +158,7 @@ def _decode_part(
 ) -> bytes:
     """Decode a part, store the pixels by their sha256, and return its `DecodedPart` as JSON."""
     part = IngestPart.from_json(value, f"part {number} in {parts.store.uri}")
-    positions = {name: position for position, name in enumerate(part.names)}
+    positions = {entry.name: position for position, entry in enumerate(part.entries)}
     at_once, threads = images_at_once(form), available_cpus()
     lookahead = max(REQUESTS_IN_FLIGHT, at_once)
     decoder, outcomes = Decoder(source, form, settings.max_pixels), list[Outcome]()
@@ -215,9 +193,11 @@ def _append(path: Path, images: Iterable[Pixels]) -> None:
 
 def decoded_names(parts: Parts) -> Iterator[tuple[str, str]]:
     for part, decoded in concurrently(partial(_stored_part, parts), _numbers(parts)):
-        for position, fault in zip(decoded.positions, decoded.faults, strict=True):
+        names, etags, *_ = part.columns
+        positions, *_, faults = decoded.columns
+        for position, fault in zip(positions, faults, strict=True):
             if fault is None:
-                yield part.names[position], part.etags[position]
+                yield names[position], etags[position]
 
 
 def stored_results(parts: Parts, scratch: Path) -> Iterator[DecodedFiles]:
@@ -239,15 +219,17 @@ def stored_results(parts: Parts, scratch: Path) -> Iterator[DecodedFiles]:
         if decoded.pixels:
             pixels = np.asarray(np.memmap(path, np.uint8, "r").reshape(-1, *shape))
             path.unlink()  # the memory mapping stays valid
+        names, etags, _, explicit_splits, *_ = part.columns
+        positions, digests, widths_px, heights_px, flaws, faults = decoded.columns
         yield DecodedFiles(
-            names=[part.names[position] for position in decoded.positions],
-            etags=[part.etags[position] for position in decoded.positions],
-            explicit_splits=[part.explicit_splits[position] for position in decoded.positions],
-            digests=[bytes.fromhex(digest) for digest in decoded.digests],
-            widths_px=decoded.widths_px,
-            heights_px=decoded.heights_px,
-            flaws=decoded.flaws,
-            faults=decoded.faults,
+            names=[names[position] for position in positions],
+            etags=[etags[position] for position in positions],
+            explicit_splits=[explicit_splits[position] for position in positions],
+            digests=[bytes.fromhex(digest) for digest in digests],
+            widths_px=widths_px,
+            heights_px=heights_px,
+            flaws=flaws,
+            faults=faults,
             pixels=pixels,
         )
 

@@ -150,10 +150,7 @@ def _ingest(
             folder = parts_folder(snapshots, settings, parent, f"{decoder} {moved_from}", max_size_px, adopt)
             form = planned_form(snapshots.store, folder)
             form = form or choose_form(settings, source, ledger, parent, max_size_px)
-            published = {shard.sha256 for shard in parent.shards} if parent else set[str]()
-            writer = ShardWriter(
-                snapshots.store, snapshots.name, form.shape, SHARD_SIZE_BYTES, ledger, scratch, published
-            )
+            writer = ShardWriter(snapshots.store, snapshots.name, form.shape, SHARD_SIZE_BYTES, ledger, scratch)
             _decode_again(reread, decoder, ledger, report)
 
             if isinstance(source, FileSource):
