@@ -28,16 +28,6 @@ def test_units_of_an_earlier_process_do_not_shorten_the_estimate() -> None:
     assert reports == ["resumed, about 16 min 30 s left", "resumed, about 16 min 10 s left"]
 
 
-def test_long_step_reports_about_fifty_times() -> None:
-    now_s = 0.0
-    reports: list[str] = []
-    countdown = Countdown(reports.append, clock=lambda: now_s)
-    for completed in range(1, 100_001):
-        now_s += 0.1
-        countdown(completed, 100_000, "")
-    assert 45 <= len(reports) <= 51
-
-
 def test_numbers_are_recorded_every_five_seconds_of_a_long_step() -> None:
     now_s = 0.0
     reports: list[str] = []
@@ -48,7 +38,7 @@ def test_numbers_are_recorded_every_five_seconds_of_a_long_step() -> None:
         countdown(completed, 100_000, f"{completed} of 100000")
     times_s = np.array([at_s for at_s, _ in records])
     assert 5 <= np.diff(times_s).min() <= np.diff(times_s).max() < 5.2
-    assert len(reports) <= 51, "the log has fewer lines"
+    assert 45 <= len(reports) <= 51, "the log has fewer lines"
     _, last = records[-1]
     assert last.total == 100_000
     assert last.done is not None

@@ -65,10 +65,15 @@ def loopback(tmp_path: Path, manifests: Objects, monkeypatch: pytest.MonkeyPatch
             utils.create_from_dict(admin, manifests[kind])
         client.CoreV1Api(admin).create_namespaced_pod_template("kubeflow", manifests["PodTemplate"])
         monkeypatch.setenv("KUBECONFIG", str(cluster.kubeconfig("kubeflow/pipeline-runner", namespace="kubeflow")))
-        monkeypatch.setenv("EVERNEAR_IMAGE", IMAGE)
         monkeypatch.setattr(indexed_job, "POLL_S", 0.1)
         cluster.calls.clear()
         yield cluster
+
+
+@pytest.fixture(autouse=True)
+def image(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The image of the pipeline of which this process is a step."""
+    monkeypatch.setenv("EVERNEAR_IMAGE", IMAGE)
 
 
 @pytest.fixture
@@ -332,23 +337,6 @@ def test_images_on_the_node_need_no_registry(
     job = loopback.api.create(JOB, indexed_job.indexed_job(plan(store), 2, stored), "kubeflow")
     (container,) = job["spec"]["template"]["spec"]["containers"]
     assert container["imagePullPolicy"] == (owners if owners == "Never" else "IfNotPresent")
-
-
-def test_pods_that_the_kubelet_refuses_name_the_reason(
-    loopback: LoopbackCluster, manifests: Objects, store: Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    core = client.CoreV1Api(config.new_client_from_config(str(loopback.kubeconfig())))
-    spec = manifests["PodTemplate"]["template"]["spec"]
-    del spec["securityContext"]["runAsUser"]
-    spec["containers"].append({"name": "proxy", "image": "docker.io/istio/proxyv2:1.27.0"})
-    core.delete_namespaced_pod_template("evernear-parts", "kubeflow")
-    core.create_namespaced_pod_template("kubeflow", manifests["PodTemplate"])
-    monkeypatch.setattr(job_module, "CREATION_TIMEOUT_S", 0.3)
-    monkeypatch.setattr(indexed_job, "TIMEOUT_S", 2)
-    states: list[str] = []
-    with pytest.raises(ClusterError, match="DeadlineExceeded"):
-        run(plan(store), report=states.append)
-    assert any("container has runAsNonRoot and image will run as root" in state for state in states)
 
 
 def test_missing_template_directory_and_image_have_a_remedy(
