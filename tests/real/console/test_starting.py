@@ -197,9 +197,9 @@ def test_person_behind_a_proxy_is_recorded_as_the_one_who_started_a_local_run(
     assert (state.is_failed, "no.such" in state.sentence) == (True, True)
     assert passed == "ann@x"
     monkeypatch.setenv(STARTED_BY_VARIABLE, passed)
-    assert pipeline_arguments(settings)["started_by"] == "ann@x"
+    assert pipeline_arguments(settings, {})["started_by"] == "ann@x"
     monkeypatch.delenv(STARTED_BY_VARIABLE)
-    assert pipeline_arguments(settings)["started_by"] == whoami()
+    assert pipeline_arguments(settings, {})["started_by"] == whoami()
 
 
 def test_person_behind_a_proxy_is_in_the_history_of_a_local_promotion(

@@ -148,7 +148,7 @@ def pipeline_arguments(workspace: Workspace) -> dict[str, object]:
     """Arguments of the rollback pipeline for the live release of the workspace."""
     settings = load(environment=workspace.environment)
     named = ("store", "target", "settings")
-    return {name: value for name, value in local_run.pipeline_arguments(settings).items() if name in named}
+    return {name: value for name, value in local_run.pipeline_arguments(settings, {}).items() if name in named}
 
 
 def test_model_trained_on_shuffled_labels_is_not_promoted(served: tuple[Workspace, dict]) -> None:

@@ -119,7 +119,7 @@ def product(s3_endpoint: str, bucket: str, tmp_path: Path) -> Iterator[Product]:
     for path in (tmp_path / "images").rglob("*.png"):
         images.put(path.relative_to(tmp_path / "images").as_posix(), path)
     first_release(settings, tmp_path / "first")
-    executor = LocalExecutor(tmp_path / "kfp", **pipeline_arguments(settings))
+    executor = LocalExecutor(tmp_path / "kfp", **pipeline_arguments(settings, {}))
     with SlackServer() as slack, KfpServer(executor=executor) as kfp:
         kfp.publish(GOLDEN, version="c0ffee1")
         workspace.environment |= {"EVERNEAR_PIPELINE__ENDPOINT": kfp.url, "EVERNEAR_SLACK__API_URL": slack.api_url}
@@ -136,7 +136,7 @@ def product(s3_endpoint: str, bucket: str, tmp_path: Path) -> Iterator[Product]:
 def first_release(settings: Settings, directory: Path) -> None:
     """Run the pipeline's steps in this process, which has already imported torch; in a run, each
     has its own."""
-    run, store, chosen = "first", settings.store_uri, pipeline_arguments(settings)["settings"]
+    run, store, chosen = "first", settings.store_uri, pipeline_arguments(settings, {})["settings"]
     names = ("dataset", "trained", "network", "open_set", "embeddings", "index", "evaluation", "verdict", "release")
     path = {name: str(directory / name) for name in names}
     dataset, network, open_set = path["dataset"], path["network"], path["open_set"]
