@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 from kubernetes.client import ApiClient, ApiException, BatchV1Api, CoreV1Api, V1Pod
 
-from evernear.common.run_parts import PartsRecord
+from evernear.common.parts import PartsRecord
 from evernear.common.run_record import RunRecord
 from evernear.common.store import Store, open_store
 from evernear.kubeflow import indexed_job

@@ -34,7 +34,7 @@ from evernear.settings import DataSettings, Settings, parse
 from evernear.settings.serving import MODEL_NAME
 
 if TYPE_CHECKING:
-    from evernear.common.run_parts import Executor
+    from evernear.common.parts import Executor
     from evernear.serving.client import Target
     from evernear.serving.responses import Metadata
 
@@ -282,7 +282,7 @@ def batch_predict(
     Each part is a Parquet file with the columns path, digest (sha256 of the file), label, distance,
     unknown, neighbors, version and error. Run the same command again to continue.
     """
-    from evernear.common.run_parts import run_parts
+    from evernear.common.parts import run_parts
     from evernear.common.store import open_store
     from evernear.data.sources import require_outside
     from evernear.release.registry import Registry
@@ -318,8 +318,8 @@ def batch_predict(
 def _executor(processes: int | None, nodes: int | None, *uris: str) -> "Executor":
     """Processes here or, if ``nodes`` is set, an Indexed Job whose pods can read all ``uris``."""
     if nodes is None:
+        from evernear.common.parts import Processes
         from evernear.common.processes import available_cpus
-        from evernear.common.run_parts import Processes
         from evernear.serving.batch import open_worker
 
         return Processes(processes or min(MAX_PROCESSES, max(1, available_cpus() // CPUS_PER_PROCESS)), open_worker)

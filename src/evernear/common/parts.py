@@ -9,26 +9,36 @@ times.
     <folder>/<plan>/failed/000000.json    why a part failed, if the same error would occur again
 
 The division into parts depends on a listing and a fixed part size. The division and the results do
-not depend on the number of processes. `evernear.common.run_parts` runs the parts.
+not depend on the number of processes. `Processes` on this machine or the pods of an
+Indexed Job (`evernear.kubeflow.indexed_job`) run them.
 """
 
 import json
+import multiprocessing
+import os
+import signal
+import threading
+import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, ThreadPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import PurePosixPath
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 from uuid import uuid4
 
 from pydantic import AwareDatetime, Field
 
 from evernear.common.frozen import Frozen
 from evernear.common.masking import mask
-from evernear.common.store import Store
-from evernear.errors import ConflictError, EvernearError, StoreError
+from evernear.common.output import quantity
+from evernear.common.processes import divide_between
+from evernear.common.store import Store, open_store
+from evernear.errors import BusyError, ClusterError, ConflictError, EvernearError, MissingObjectError, StoreError
 
 PARTS = "parts/"
 """Prefix in the store for the parts of steps: ``parts/<run>/<step>-<identity>/``."""
@@ -37,6 +47,13 @@ PART_SIZE_BYTES = 2**30
 takes some minutes, so that the start of a pod hardly matters."""
 REQUESTS_IN_FLIGHT = 16
 """Maximum number of small objects that are read or written concurrently."""
+FINAL_EXIT_CODE = 42
+"""Exit code of a process whose part failed permanently, unlike that of any error or signal."""
+STEPS_IN_PARTS = ("ingest", "embed")
+"""Steps of a run that save a `PartsRecord` as ``parts_<step>`` if their parts ran on several
+nodes."""
+Item = TypeVar("Item")
+Value = TypeVar("Value")
 Worker = Callable[[int, bytes], bytes]
 """Runs a part and returns its result. The arguments are the part's number and value.
 
@@ -145,7 +162,6 @@ class Parts:
         return [number for number in range(self.plan.parts) if number not in done]
 
     def part(self, number: int) -> bytes:
-        """The value of a part."""
         return self.store.get(self._key("parts", number))
 
     def result(self, number: int) -> bytes | None:
@@ -178,7 +194,6 @@ class Parts:
         return None
 
     def save_failure(self, number: int, error: EvernearError) -> None:
-        """Record that a part failed permanently."""
         failure = PartFailure(part=number, message=mask(str(error)))
         self.store.put(self._key("failed", number), failure.to_json())
 
@@ -207,10 +222,6 @@ def _parse_result(data: bytes) -> PartResult:
     return PartResult(value, json.loads(head)["time_s"])
 
 
-Item = TypeVar("Item")
-Value = TypeVar("Value")
-
-
 def concurrently(
     function: Callable[[Item], Value], items: Iterable[Item], ahead: int = REQUESTS_IN_FLIGHT
 ) -> Iterator[Value]:
@@ -224,3 +235,154 @@ def concurrently(
                 yield pending.popleft().result()
         while pending:
             yield pending.popleft().result()
+
+
+def is_final(error: EvernearError) -> bool:
+    """Whether the same error would occur again. Errors of a store, a server or a cluster may be
+    temporary."""
+    if isinstance(error, MissingObjectError):
+        return True
+    return not isinstance(error, (StoreError, BusyError, ClusterError))
+
+
+def run_part(parts: Parts, number: int, worker: Worker) -> None:
+    """Run a part with ``worker``, unless it already has a result. An error that would occur again
+    is recorded."""
+    if parts.result(number) is not None:
+        return
+    started_s = time.monotonic()
+    try:
+        parts.save_result(number, worker(number, parts.part(number)), time.monotonic() - started_s)
+    except EvernearError as error:
+        if is_final(error):
+            parts.save_failure(number, error)
+        raise
+
+
+class PodUsage(NamedTuple):
+    """The pods that ran parts."""
+
+    nodes: int
+    """Maximum number of pods that ran concurrently."""
+    retries: int
+    """Number of failed pods whose parts were run again."""
+    cpus: float | None
+    """CPU limit of a pod, or None if there is no limit."""
+    memory_bytes: float | None
+
+
+class PartsRecord(Frozen):
+    """How the parts of a step ran on several nodes, for the run page."""
+
+    nodes: int
+    parts: int
+    retries: int
+    cpus: float | None
+    """CPU limit of a pod, or None if there is no limit."""
+    memory_bytes: float | None
+    parts_s: float
+    """Total time of all parts, excluding the startup of pods. One node would have taken about this
+    time."""
+    elapsed_s: float
+    """Time since the parts were planned."""
+
+    def summary(self) -> str:
+        """The end of a sentence."""
+        return f" on {quantity(self.nodes, 'node')} in {quantity(self.parts, 'part')}"
+
+
+class Executor(Protocol):
+    """Runs parts, follows their progress, and returns when all parts have a result."""
+
+    def run(self, parts: Parts, numbers: Sequence[int], on_done: Callable[[int], None]) -> "PodUsage | None":
+        """Run the parts ``numbers``. Calls ``on_done`` with the number of parts that finished since
+        the last call. Returns the usage of pods, or None if no pods ran."""
+        ...
+
+
+@dataclass(frozen=True)
+class Processes:
+    """Runs parts in processes on this machine. If one process is sufficient, the parts run in the
+    current process."""
+
+    count: int
+    open_worker: OpenWorker
+
+    def run(self, parts: Parts, numbers: Sequence[int], on_done: Callable[[int], None]) -> None:
+        """Run the parts ``numbers``, like `Executor.run`. Each process opens its worker once."""
+        count = min(self.count, len(numbers))
+        if count > 1:
+            with divide_between(count):
+                self._run_in_pool(count, parts, numbers, on_done)
+        elif numbers:
+            worker = self.open_worker(parts)
+            for number in numbers:
+                run_part(parts, number, worker)
+                on_done(1)
+
+    def _run_in_pool(self, count: int, parts: Parts, numbers: Sequence[int], on_done: Callable[[int], None]) -> None:
+        start = partial(_start_process, parts.store.uri, parts.folder, self.open_worker)
+        context = multiprocessing.get_context("spawn")
+        pool = ProcessPoolExecutor(count, mp_context=context, initializer=start)
+        try:
+            waiting: set[Future[None]] = {pool.submit(_run_in_process, number) for number in numbers}
+            while waiting:
+                done, waiting = wait(waiting, return_when=FIRST_COMPLETED)
+                for future in done:
+                    future.result()
+                on_done(len(done))
+        except BrokenProcessPool:
+            raise EvernearError(
+                f"One of {count} processes was killed, perhaps because memory ran out. Run again with fewer processes; "
+                "finished parts stay."
+            ) from None
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+_run_in_this_process: Callable[[int], None] | None = None
+
+
+def _start_process(uri: str, folder: str, open_worker: OpenWorker) -> None:
+    """Open the worker in a process of the pool. The process ends when its parent ends. Ctrl-C ends
+    the process immediately."""
+    global _run_in_this_process
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
+    parts = Parts.find(open_store(uri), folder)
+    if parts is None:
+        raise MissingObjectError(f"{folder}/plan.json does not exist in {uri}.")
+    opened: Worker | None = None
+
+    # The worker is opened with the first part, because an error in an initializer would reach the
+    # parent without its message.
+    def run(number: int) -> None:
+        nonlocal opened
+        opened = opened or open_worker(parts)
+        run_part(parts, number, opened)
+
+    _run_in_this_process = run
+
+
+def _run_in_process(number: int) -> None:
+    if _run_in_this_process is None:
+        raise RuntimeError("The process has not been started by Processes.")
+    _run_in_this_process(number)
+
+
+def run_parts(parts: Parts, executor: Executor, report: Callable[[int, int], None]) -> PodUsage | None:
+    """Run every part without a result. ``report`` receives the number of finished parts and the
+    total number of parts. Returns the usage of pods, or None if no pods ran."""
+    missing, total = parts.missing(), parts.plan.parts
+    parts.forget_failures()
+    done = total - len(missing)
+    report(done, total)
+
+    def on_done(count: int) -> None:
+        nonlocal done
+        done += count
+        report(done, total)
+
+    return executor.run(parts, missing, on_done)

@@ -26,8 +26,7 @@ from pathlib import Path
 from evernear.common.disk import disk_errors
 from evernear.common.output import quantity
 from evernear.common.outputs import mark
-from evernear.common.parts import OpenWorker, Parts
-from evernear.common.run_parts import Processes, run_parts
+from evernear.common.parts import OpenWorker, Parts, Processes, run_parts
 from evernear.common.step_results import code_digest
 from evernear.common.store import open_store
 from evernear.data.combine import array_batches, combine, file_batches

@@ -25,8 +25,7 @@ from torch import nn
 
 from evernear.common.disk import disk_errors, sha256_bytes, sha256_file
 from evernear.common.frozen import Frozen
-from evernear.common.parts import PART_SIZE_BYTES, Part, Parts, Worker
-from evernear.common.run_parts import Processes, run_parts
+from evernear.common.parts import PART_SIZE_BYTES, Part, Parts, Processes, Worker, run_parts
 from evernear.common.store import FileStore, Store
 from evernear.common.store.base import fetch_folder
 from evernear.data.gallery import ShardImages, images_to_embed, joining_gallery

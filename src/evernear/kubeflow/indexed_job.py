@@ -15,8 +15,7 @@ from typing import Any
 from kubernetes.utils.quantity import parse_quantity
 
 from evernear.common.disk import sha256_bytes
-from evernear.common.parts import Parts
-from evernear.common.run_parts import FINAL_EXIT_CODE, PodUsage
+from evernear.common.parts import FINAL_EXIT_CODE, Parts, PodUsage
 from evernear.deployment.kubernetes.cluster import Cluster
 from evernear.errors import ClusterError, SettingsError
 from evernear.kubeflow import job

@@ -9,10 +9,9 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
-from evernear.common.parts import OpenWorker, Parts
+from evernear.common.parts import Executor, OpenWorker, Parts, PartsRecord, Processes, run_parts
 from evernear.common.plugins import FAISS
 from evernear.common.progress import Countdown
-from evernear.common.run_parts import Executor, PartsRecord, Processes, run_parts
 from evernear.common.store import open_store
 from evernear.common.store.base import put_folder
 from evernear.errors import SettingsError

@@ -11,8 +11,7 @@ from importlib import import_module
 
 from evernear.common.masking import mask_streams
 from evernear.common.output import print_line
-from evernear.common.parts import OpenWorker, Parts
-from evernear.common.run_parts import FINAL_EXIT_CODE, is_final, run_part
+from evernear.common.parts import FINAL_EXIT_CODE, OpenWorker, Parts, is_final, run_part
 from evernear.common.store import open_store
 from evernear.errors import EvernearError, MissingObjectError, SettingsError
 

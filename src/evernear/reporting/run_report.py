@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, NamedTuple
 
+from evernear.common.parts import STEPS_IN_PARTS, PartsRecord
 from evernear.common.progress import duration
-from evernear.common.run_parts import STEPS_IN_PARTS, PartsRecord
 from evernear.common.run_record import RunRecord, StepRecord
 from evernear.common.store import Store
 from evernear.data.validate import Report

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from evernear.common.run_parts import PartsRecord
+from evernear.common.parts import PartsRecord
 from evernear.common.run_record import RunRecord, StepRecord
 from evernear.common.store import open_store
 from evernear.reporting.notify import finalize

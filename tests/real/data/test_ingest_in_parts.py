@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from evernear.common.parts import OpenWorker, Parts
-from evernear.common.run_parts import Processes, run_parts
+from evernear.common.parts import OpenWorker, Parts, Processes, run_parts
 from evernear.common.store import FileStore, open_store
 from evernear.data import plan
 from evernear.data.decode_part import IngestPart, open_worker

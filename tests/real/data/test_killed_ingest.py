@@ -17,7 +17,7 @@ KILLS = 20
 # meets one.
 INGEST = """
 import sys, time
-from evernear.common.run_parts import Processes, run_parts
+from evernear.common.parts import Processes, run_parts
 from evernear.data import ingest, plan
 from evernear.data.decode_part import open_worker
 from evernear.settings import DataSettings

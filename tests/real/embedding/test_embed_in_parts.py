@@ -7,8 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from evernear.common.parts import Parts
-from evernear.common.run_parts import Processes, run_part, run_parts
+from evernear.common.parts import Parts, Processes, run_part, run_parts
 from evernear.common.store import Store, open_store
 from evernear.common.store.base import put_folder
 from evernear.data.manifest import save_manifest

@@ -24,7 +24,7 @@ EMBED = """
 import sys, time
 from functools import partial
 from pathlib import Path
-from evernear.common.run_parts import Processes, run_parts
+from evernear.common.parts import Processes, run_parts
 from evernear.common.store import open_store
 from evernear.data.shards import Dataset
 from evernear.embedding.embed import combine_embeddings, open_here, plan_embedding

@@ -17,8 +17,7 @@ import yaml
 from kubernetes import client, config, utils
 from PIL import Image
 
-from evernear.common.parts import Part, Parts
-from evernear.common.run_parts import FINAL_EXIT_CODE, PartsRecord, run_parts
+from evernear.common.parts import FINAL_EXIT_CODE, Part, Parts, PartsRecord, run_parts
 from evernear.common.run_record import RunRecord
 from evernear.common.store import Store, open_store
 from evernear.errors import ClusterError, SettingsError

@@ -13,8 +13,7 @@ from PIL import Image
 
 from evernear import steps
 from evernear.common.disk import sha256_file
-from evernear.common.parts import Parts
-from evernear.common.run_parts import Processes, run_part, run_parts
+from evernear.common.parts import Parts, Processes, run_part, run_parts
 from evernear.common.run_record import RunRecord
 from evernear.common.store import FileStore, open_store
 from evernear.data.image_tree import FolderTree
