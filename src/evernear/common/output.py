@@ -39,9 +39,10 @@ def quantity(count: int, noun: str, plural: str = "") -> str:
     return f"{count:,} {noun if count == 1 else plural or f'{noun}s'}"
 
 
-def named(names: Sequence[str]) -> str:
-    """The first `NAMED` of ``names``, and the number of the others."""
-    more = len(names) - NAMED
+def named(names: Sequence[str], count: int | None = None) -> str:
+    """The first `NAMED` of ``names``, and the number of the others. ``names`` may be some of
+    ``count`` names."""
+    more = (len(names) if count is None else count) - min(len(names), NAMED)
     return ", ".join(names[:NAMED]) + (f" and {more:,} more" if more > 0 else "")
 
 

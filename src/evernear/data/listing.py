@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from itertools import chain
 from types import MappingProxyType
 
-from evernear.common.output import quantity
+from evernear.common.output import named, quantity
 from evernear.data.groups import Grouping
 from evernear.data.ledger import Ledger
 from evernear.data.manifest import SmallClasses
@@ -27,7 +27,6 @@ from evernear.errors import DataError, SettingsError
 from evernear.settings import DataSettings
 from evernear.settings.data import COLUMN
 
-_MAX_NAMES = 5
 NO_IMAGES: Mapping[str, int] = MappingProxyType({})
 
 
@@ -171,11 +170,10 @@ def _left_out(source: FileSource) -> str:
     """A sentence about files that are not images in a class folder, or an empty string."""
     notes = [note for rule, note in source.notes.items() if rule in ("no_class", "not_an_image", "litter")]
     count = sum(note.count for note in notes)
-    names = [name for note in notes for name in note.names][:_MAX_NAMES]
     if not count:
         return ""
-    more = " and more" if count > len(names) else ""
-    return f" {quantity(count, 'file was', 'files were')} left out: {', '.join(names)}{more}."
+    names = [name for note in notes for name in note.names]
+    return f" {quantity(count, 'file was', 'files were')} left out: {named(names, count)}."
 
 
 def _waiting(admission: Admission) -> str:

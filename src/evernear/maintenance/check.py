@@ -12,13 +12,13 @@ only reported, with its consequence.
 
 import tempfile
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path, PurePosixPath
 
 from evernear.common.disk import disk_errors, sha256_file
 from evernear.common.frozen import Frozen
-from evernear.common.output import quantity
+from evernear.common.output import named, quantity
 from evernear.common.store import FileStore, Store
 from evernear.common.store.lease import Lease
 from evernear.console.live_labels import LIVE_LABELS, labeled_queries
@@ -33,7 +33,6 @@ from evernear.settings import DataSettings
 Report = Callable[[str], None]
 _PROMOTE = "`evernear registry promote VERSION`"
 _LIVE = "live accuracy"
-_NAMED = 5
 
 
 class Damage(Frozen):
@@ -174,13 +173,13 @@ class _Repair:
     def _leave_out(self, snapshots: Snapshots, lost: list[str]) -> str:
         try:
             gone = gone_names(snapshots, lost, self._settings, self._moved)
-            named = f" The source no longer has {_listed(gone)}." if gone else ""
+            absent = f" The source no longer has {named(gone)}." if gone else ""
         except (DataError, StoreError) as error:
-            named = f" Whether the source still has them is unknown, since it cannot be read: {error}"
+            absent = f" Whether the source still has them is unknown, since it cannot be read: {error}"
         manifest = drop_shards(snapshots, lost)
         return (
             f"The newest snapshot of {snapshots.name} is now {manifest.digest[:12]}, without these images; the next run"
-            f" reads them again from the source, into the same splits.{named}"
+            f" reads them again from the source, into the same splits.{absent}"
         )
 
     def _act(self, damage: Damage) -> str:
@@ -224,15 +223,10 @@ def explained(store: Store, damages: Iterable[Damage]) -> Iterator[Damage]:
                     continue
                 consequence = (
                     f"{quantity(len(names), 'image')} of {' and '.join(damage.needed_by)} cannot be shown:"
-                    f" {_listed(names)}. Those that a run reads again stand in for them. The gate knows all of them"
+                    f" {named(names)}. Those that a run reads again stand in for them. The gate knows all of them"
                     " from the ledger."
                 )
         yield damage.model_copy(update={"consequence": consequence})
-
-
-def _listed(names: Sequence[str]) -> str:
-    more = len(names) - _NAMED
-    return ", ".join(names[:_NAMED]) + (f" and {more:,} more" if more > 0 else "")
 
 
 def _consequence(damage: Damage) -> str:

@@ -163,9 +163,7 @@ def test_all_links_that_lead_nowhere_are_counted_and_some_named(tree, run_ingest
         (tree / "12"[number % 2] / f"d{number}").symlink_to("/unmounted")
     (tree / "1" / "self").symlink_to("self")
     (tree / "1" / "under a file").symlink_to("000.png/x")
-    with pytest.raises(
-        StoreError, match=r"contains 11 links that lead nowhere: 1/d0 -> .*, 1/d8 -> .* and more; mount"
-    ):
+    with pytest.raises(StoreError, match=r"contains 11 links that lead nowhere: 1/d0 -> .* and 6 more; mount"):
         run_ingest(tree)
     for path in tree.glob("*/d*"):
         path.unlink()

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import pyarrow as pa
 import yaml
 
+from evernear.common.output import named
 from evernear.data.sources.arrow_file import ArrowFile, class_names, open_arrow_file
 from evernear.data.sources.base import FileEntry
 from evernear.data.sources.layout import split_option
@@ -112,7 +113,6 @@ def _content(value: Any, file: str, name: str) -> bytes:
     return value or b""
 
 
-_MAX_NAMES = 5
 # Cached results of functions such as `map` and `filter` of `datasets`.
 _CACHE = re.compile(r"cache-[0-9a-f]{16}.*\.arrow")
 
@@ -177,8 +177,8 @@ def _json(data: bytes) -> Any:
 
 def require_one_configuration(source: str, files: Collection[str], readme: bytes) -> None:
     """Reject several configurations of one dataset, whose images would be mixed."""
-    named = _named_configurations(files, readme)
-    configurations = named or _similar_folders(files)
+    by_readme = _named_configurations(files, readme)
+    configurations = by_readme or _similar_folders(files)
     if len(configurations) < 2:
         return
     folders = {
@@ -197,9 +197,9 @@ def require_one_configuration(source: str, files: Collection[str], readme: bytes
     else:
         own = min(min(configurations.items())[1])
         remedy = f"copy the files of one of them, such as {own}, to a directory of their own"
-    belong = "move README.md away" if configurations is named else "give their files different names"
+    belong = "move README.md away" if configurations is by_readme else "give their files different names"
     raise DataError(
-        f"{source} contains several configurations of a dataset: {_listed(configurations)}. They are not mixed;"
+        f"{source} contains several configurations of a dataset: {named(sorted(configurations))}. They are not mixed;"
         f" {remedy}. If they are one dataset, {belong}."
     )
 
@@ -264,8 +264,3 @@ def _similar_folders(files: Collection[str]) -> Mapping[str, frozenset[str]]:
         names[re.sub(r"-of-\d+", "", "/".join(parts[depth:]))].add(folder)
     similar = {folder for sharing in names.values() if len(sharing) > 1 for folder in sharing}
     return {folder or ".": frozenset(own) for folder, own in folders.items() if folder in similar}
-
-
-def _listed(names: Collection[str]) -> str:
-    more = len(names) - _MAX_NAMES
-    return ", ".join(sorted(names)[:_MAX_NAMES]) + (f" and {more:,} more" if more > 0 else "")

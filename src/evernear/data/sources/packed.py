@@ -32,7 +32,6 @@ from evernear.data.sources.names import skipped_path
 from evernear.errors import DataError
 from evernear.settings.data import DataSettings
 
-_MAX_NAMES = 5
 _WITH_NOTES = " notes"
 _OF_EXPORT = (MARKER, ".staging/")
 _METADATA = frozenset(
@@ -190,13 +189,12 @@ class PackedFiles(FileSource):
             self._notes["litter"].add(name)
         unnamed = [file.name for file in files if not file.split]
         if unnamed and len(unnamed) < len(files):
-            more = " and more" if len(unnamed) > _MAX_NAMES else ""
             parts = unnamed[0].split("/")
             is_shared = len(parts) == 1 or any(parts[-2] in file.name.split("/") for file in files if file.split)
             option = split_option(_stem(parts[-1]) if is_shared else parts[-2], "test")
             raise DataError(
-                f"Some files of {self._location} name a split, and others do not: {', '.join(unnamed[:_MAX_NAMES])}"
-                f"{more}; put train, test, validation, gallery or query into each name, or into none, or give the"
+                f"Some files of {self._location} name a split, and others do not: {named(unnamed)};"
+                f" put train, test, validation, gallery or query into each name, or into none, or give the"
                 f" others a split (or none to leave them out), as in {option}."
             )
         if not files:

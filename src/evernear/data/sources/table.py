@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from evernear.common.disk import disk_errors
+from evernear.common.output import NAMED, named
 from evernear.common.outputs import MarkedFolders, is_output
 from evernear.common.store import open_store
 from evernear.common.text import class_name, column_positions, csv_rows, lookalike_key, spelled
@@ -30,7 +31,6 @@ from evernear.errors import DataError, SettingsError
 from evernear.settings.data import DataSettings
 
 _PAGE = 500
-_MAX_NAMES = 5
 _MAX_LISTED = 100_000
 """Number of objects among which a missing one is looked for under a similar name."""
 _S3 = "s3://"
@@ -140,7 +140,7 @@ class Table(FileSource):
         if conflicts.count:
             raise DataError(
                 f"{self._file_name} contradicts itself: another row has the same path, but another label, split or"
-                f" group for {_sample(conflicts)}; keep the right row of each."
+                f" group for {named(conflicts.names, conflicts.count)}; keep the right row of each."
             )
         splits.finish()
         return splits
@@ -246,10 +246,10 @@ class Table(FileSource):
         if not missing.count:
             return
         slashes = " Separate folders by / instead of \\." if any("\\" in name for name in missing.names) else ""
-        shown = NameSample(missing.count, [self._beside_twin(name) for name in missing.names[:_MAX_NAMES]])
+        shown = [self._beside_twin(name) for name in missing.names[:NAMED]]
         raise DataError(
-            f"{self._file_name} names files that do not exist in {self._root}: {_sample(shown)}; correct the paths,"
-            f" restore the files, or remove the rows.{slashes}"
+            f"{self._file_name} names files that do not exist in {self._root}: {named(shown, missing.count)}; correct"
+            f" the paths, restore the files, or remove the rows.{slashes}"
         )
 
     def _beside_twin(self, name: str) -> str:
@@ -281,12 +281,6 @@ def _twin_on_disk(root: Path, name: str) -> str:
             return ""
         path /= alike[0]
     return path.relative_to(root).as_posix() if path.is_file() else ""
-
-
-def _sample(names: NameSample) -> str:
-    shown = names.names[:_MAX_NAMES]
-    rest = names.count - len(shown)
-    return ", ".join(shown) + (f" and {rest:,} more" if rest else "")
 
 
 def read_rows(file: Path, name: str) -> Iterator[Row]:

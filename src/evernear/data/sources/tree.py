@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Literal
 
 from evernear.common.disk import disk_errors
+from evernear.common.output import named
 from evernear.common.outputs import is_output
 from evernear.data.sources.names import is_skipped
 from evernear.errors import StoreError
 
-_MAX_NAMES = 5
 _Inode = tuple[int, int]
 
 
@@ -82,11 +82,10 @@ class Tree:
     def require_no_broken_link(self) -> None:
         """Images must not leave the dataset when a disk is not mounted."""
         if self._broken:
-            shown = [f"{name} -> {target}" for name, target in sorted(self._broken.items())[:_MAX_NAMES]]
-            more = " and more" if len(self._broken) > _MAX_NAMES else ""
+            shown = [f"{name} -> {target}" for name, target in sorted(self._broken.items())]
             links = "a link that leads" if len(self._broken) == 1 else f"{len(self._broken):,} links that lead"
             raise StoreError(
-                f"{self._root} contains {links} nowhere: {', '.join(shown)}{more}; mount or restore the target, or"
+                f"{self._root} contains {links} nowhere: {named(shown)}; mount or restore the target, or"
                 " remove the link."
             )
 

@@ -80,7 +80,7 @@ class WebDataset(PackedFiles):
         if len(chosen) > 1:
             name = posixpath.basename(stem)
             raise DataError(
-                f"The sample {stem} of {file} has one label and several images: {_listed(images)}. They are one scene,"
+                f"The sample {stem} of {file} has one label and several images: {named(names)}. They are one scene,"
                 f" and one image of a scene is used: call it {name}.jpg or {name}.png, and the others"
                 f" {name}.mask.png or the like. If they are different images, give each its label, such as"
                 f" {posixpath.basename(posixpath.splitext(names[0])[0])}.cls, and remove the label of {stem}."
@@ -164,10 +164,6 @@ def _advice(file: str, key: str, members: list[str], image: str) -> str:
         f" {posixpath.splitext(image)[0]}.cls with its class, or a .json of this name with the field label, next to the"
         " image."
     )
-
-
-def _listed(images: list[tarfile.TarInfo]) -> str:
-    return named([image.name for image in images])
 
 
 def _each(tar: tarfile.TarFile) -> Iterator[tarfile.TarInfo]:
