@@ -313,16 +313,12 @@ def _open_trained(
     clock: Clock,
     held_out: frozenset[str],
 ) -> ProbedRecognizer:
-    """Train a network. It is not exported."""
     with TemporaryDirectory(prefix="evernear-probe-") as scratch:
-        trained, embeddings, index = (Path(scratch) / step for step in ("train", "embed", "index"))
-        train_network(dataset, recipe, trained, store, held_out, on_step=on_step, clock=clock)
-        described, network = load_trained(trained)
-        scripted, dim = freeze_parameters(center(network, dataset, held_out)), described.architecture.embedding_dim
-        embed = ImageVectors(EmbeddingCache(None, "", dim), lambda: scripted).of
-        joining = joining_gallery(dataset.manifest, frozenset())
-        write_embeddings(embed, dim, dataset, embeddings, joining, described.weights_sha256)
-        return ProbedRecognizer(_index(embeddings, dataset, settings, index, held_out, described.weights_sha256), embed)
+        train_network(dataset, recipe, Path(scratch), store, held_out, on_step=on_step, clock=clock)
+        described, network = load_trained(Path(scratch))
+    scripted, dim = freeze_parameters(center(network, dataset, held_out)), described.architecture.embedding_dim
+    embed = ImageVectors(EmbeddingCache(None, "", dim), lambda: scripted).of
+    return _with_gallery(embed, dim, described.weights_sha256, frozenset(), dataset, settings, held_out)
 
 
 def _open_head(
@@ -334,29 +330,30 @@ def _open_head(
     clock: Clock,
     held_out: frozenset[str],
 ) -> ProbedRecognizer:
-    """Fit the last layer of a pretrained network. Exporting it would take longer."""
+    """Fit the last layer of a pretrained network."""
     from evernear.embedding.features import HeadEmbedder  # timm takes seconds to import
 
     images = TrainingImages(dataset, held_out)
     fit_last_layer(pretrained, dataset, images, recipe, steps_of_head(on_step), clock)
     head = centered_head(pretrained.network, pretrained.features, dataset, held_out)
     embed, dim = HeadEmbedder(pretrained.features, head).embed, head.standardize.matrix.shape[1]
-    joining = joining_gallery(dataset.manifest, frozenset(dataset.labels))
-    with TemporaryDirectory(prefix="evernear-probe-") as scratch:
-        embeddings, index = (Path(scratch) / step for step in ("embed", "index"))
-        write_embeddings(embed, dim, dataset, embeddings, joining, pretrained.features.identity)
-        return ProbedRecognizer(
-            _index(embeddings, dataset, settings, index, held_out, pretrained.features.identity), embed
-        )
+    identity, untrained = pretrained.features.identity, frozenset(dataset.labels)
+    return _with_gallery(embed, dim, identity, untrained, dataset, settings, held_out)
 
 
-def _index(
-    embeddings: Path,
+def _with_gallery(
+    embed: Embed,
+    dim: int,
+    network_sha256: str,
+    untrained: frozenset[str],
     dataset: Dataset,
     settings: IndexSettings,
-    out_dir: Path,
     held_out: frozenset[str],
-    network_sha256: str,
-) -> Gallery:
-    build_index(Embeddings.open(embeddings), dataset.labels, settings.temporary, out_dir, held_out)
-    return Gallery.open(out_dir, network_sha256)
+) -> ProbedRecognizer:
+    """Exporting the network would take longer than embedding the gallery."""
+    joining = joining_gallery(dataset.manifest, untrained)
+    with TemporaryDirectory(prefix="evernear-probe-") as scratch:
+        embeddings, index = Path(scratch) / "embed", Path(scratch) / "index"
+        write_embeddings(embed, dim, dataset, embeddings, joining, network_sha256)
+        build_index(Embeddings.open(embeddings), dataset.labels, settings.temporary, index, held_out)
+        return ProbedRecognizer(Gallery.open(index, network_sha256), embed)
