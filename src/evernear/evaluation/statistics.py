@@ -114,20 +114,6 @@ def exact_proportion(count: int, total: int, confidence: float) -> Proportion:
     return Proportion(count=count, total=total, low=low, high=high)
 
 
-def auroc(known: NDArray[np.float32], unknown: NDArray[np.float32], confidence: float) -> Auroc:
-    """Area under the ROC curve for the distances of known (N,) and unknown (M,) images.
-
-    Neither array may be empty. Ties count half. The interval is the hull of two, because each fails
-    where the other is valid. The first (DeLong, DeLong and Clarke-Pearson 1988, Biometrics 44:837),
-    on the log-odds scale, assumes no distribution. Its width approaches zero if the distances of
-    known and unknown images hardly overlap. That of the second does not (Newcombe 2006, Statist Med
-    25:559, method 5).
-    """
-    placements = place(known, unknown)
-    value, low, high = auroc_interval(placements, len(known), len(unknown), confidence)
-    return Auroc(value=value, low=low, high=high, known=len(known), unknown=len(unknown))
-
-
 def place(known: NDArray[np.float32], unknown: NDArray[np.float32]) -> Placements:
     """Compare the distances of known (N,) and unknown (M,) images. Ties count half."""
     from scipy.stats import rankdata
@@ -140,8 +126,14 @@ def place(known: NDArray[np.float32], unknown: NDArray[np.float32]) -> Placement
 def auroc_interval(
     placements: Placements, known: float, unknown: float, confidence: float
 ) -> tuple[float, float, float]:
-    """The area, followed by the limits of the interval from `auroc`. ``known`` and ``unknown`` are
-    the numbers of independent images."""
+    """The area under the ROC curve, followed by the limits of its interval. ``known`` and
+    ``unknown`` are the numbers of independent images, at least 1.
+
+    The interval is the hull of two, because each fails where the other is valid. The first (DeLong,
+    DeLong and Clarke-Pearson 1988, Biometrics 44:837), on the log-odds scale, assumes no
+    distribution. Its width approaches zero if the distances of known and unknown images hardly
+    overlap. That of the second does not (Newcombe 2006, Statist Med 25:559, method 5).
+    """
     value, z = float(placements.beyond_known.mean()), deviations(confidence)
     ends = [*_newcombe(value, unknown, known, z), *_delong(value, placements, known, unknown, z)]
     return value, min(ends), max(ends)
