@@ -16,7 +16,6 @@ from tests.integrations.kserve.inference_service import (
     PROTOCOLS,
     TRACED,
     V1_LOGGING,
-    V1_UPLOAD_TIMEOUT_S,
     Server,
     open_inference_protocol,
 )
@@ -80,7 +79,7 @@ def service(
             *("transformer", logs / f"{protocol}.log", "--store", store, "--release", release.version),
             *("--predictor_host", f"{host}:{port}", "--predictor_protocol", protocol),
             *("--predictor_request_timeout_seconds", "10"),
-            *((*V1_LOGGING, "--upload_timeout_seconds", str(V1_UPLOAD_TIMEOUT_S)) if protocol == "v1" else ()),
+            *(V1_LOGGING if protocol == "v1" else ()),
             environment=(traced if protocol in TRACED else {}) | proxies.get(protocol, {}),
         )
     try:

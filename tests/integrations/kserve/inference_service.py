@@ -31,7 +31,6 @@ TRACED = ("v1", "grpc-v2")
 """The transformers that export traces; the other one shows that traces are off by default."""
 READY_TIMEOUT_S = 240
 END_TIMEOUT_S = 60
-V1_UPLOAD_TIMEOUT_S = 3  # of the transformer with protocol v1
 V1_LOGGING = ("--enable_access_log", "--enable_latency_logging", "true")
 
 

@@ -7,9 +7,7 @@ import ssl
 import subprocess
 import sys
 import time
-from collections import Counter
 from collections.abc import Callable
-from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -30,7 +28,6 @@ from evernear.settings import Settings
 from tests import ROOT
 from tests.no_files import NO_FILES
 from tests.real.serving.fake_servers import ANSWER, grpc_server, http_server
-from tests.real.serving.name_server import NameServer, use_name_server
 from tests.served import Served
 
 NOTHING_LISTENS = 9  # the discard port
@@ -301,26 +298,3 @@ def test_generated_protobuf_modules_match_the_proto_file(tmp_path: Path) -> None
     for suffix in ("_pb2.py", "_pb2.pyi"):
         name = proto.replace(".proto", suffix)
         assert (tmp_path / name).read_text() == (source / name).read_text()
-
-
-def test_addresses_of_one_name_are_used_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: Counter[str] = Counter()
-
-    def answer(host: str) -> bytes:
-        calls[host] += 1
-        return json.dumps(ANSWER).encode()
-
-    with ExitStack() as stack:
-        names = stack.enter_context(NameServer().running())
-        use_name_server(names.port, monkeypatch)
-        port = stack.enter_context(grpc_server(lambda *_: answer("first"), host="127.0.0.31"))
-        stack.enter_context(grpc_server(lambda *_: answer("second"), port, host="127.0.0.32"))
-        names.addresses = ["127.0.0.31", "127.0.0.32"]
-        client = stack.enter_context(Client(Target("pods.test", port, "embedding", "grpc")))
-        while len(calls) < 2:  # until both are connected
-            with suppress(ServerUnreachableError):  # gRPC itself does not know this name server
-                client.predict(b"image")
-        before = Counter(calls)
-        for _ in range(10):
-            client.predict(b"image")
-    assert calls - before == {"first": 5, "second": 5}

@@ -4,14 +4,13 @@ import base64
 import json
 import stat
 from datetime import UTC, datetime, timedelta
-from pathlib import Path
 
 import numpy as np
 import psutil
 import pytest
 import requests
 
-from evernear.errors import DataError, ServingError
+from evernear.errors import ServingError
 from evernear.serving import torchserve
 from evernear.serving.client import Client, Format
 from evernear.serving.endpoints import Endpoints, read_key
@@ -26,15 +25,6 @@ def headers(served: Served, key: str = "inference") -> dict[str, str]:
 
 def url(served: Served) -> str:
     return Endpoints.of(served.settings.serving).inference_url + "/predictions/embedding"
-
-
-def test_client_receives_the_stored_predictions(served: Served) -> None:
-    client = served.client()
-    for image, query in served.parts.smoke_queries():
-        answer = client.predict(image)
-        assert (answer.pred, answer.unknown) == (query.pred, query.unknown)
-        assert answer.dist == pytest.approx(query.dist, abs=1e-3)
-        assert client.predict(image, served.manifest.version).pred == query.pred
 
 
 def test_response_has_exactly_the_documented_fields(served: Served) -> None:
@@ -122,14 +112,6 @@ def test_workers_use_one_thread_and_inherit_no_secret(served: Served) -> None:
     environment = worker.environ()
     assert (environment["OMP_NUM_THREADS"], environment["OMP_WAIT_POLICY"]) == ("1", "PASSIVE")
     assert not [name for name in environment if name.startswith(("AWS_", "EVERNEAR_"))]
-
-
-def test_file_gets_a_json_response(served: Served, tmp_path: Path) -> None:
-    image, query = served.parts.smoke_queries()[0]
-    (tmp_path / "a.png").write_bytes(image)
-    assert served.client().predict_file(tmp_path / "a.png")["pred"] == query.pred
-    with pytest.raises(DataError, match=r"absent\.png cannot be read"):
-        served.client().predict_file(tmp_path / "absent.png")
 
 
 def test_start_is_idempotent_and_rejects_other_ports(served: Served) -> None:

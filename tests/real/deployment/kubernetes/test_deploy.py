@@ -228,20 +228,6 @@ def test_settings_need_a_champion(sandbox: Sandbox) -> None:
         deployment.apply(sandbox.settings)
 
 
-def test_applied_objects_name_their_release_and_field_manager(
-    sandbox: Sandbox, releases: tuple[PackedRelease, ...]
-) -> None:
-    sandbox.deploy(releases[0])
-    patches = [call for call in sandbox.loopback.calls if call.verb == "patch"]
-    assert {call.query["fieldManager"] for call in patches} == {"evernear"}
-    assert {call.query.get("force") for call in patches if call.name == NAME} == {"false"}
-    manifest = sandbox.cluster.get("Deployment", NAME)
-    assert manifest is not None
-    record = sandbox.registry.get(releases[0].version)
-    assert manifest["metadata"]["annotations"]["evernear.dev/archive-sha256"] == record.archive_sha256
-    assert manifest["metadata"]["labels"]["app.kubernetes.io/version"] == record.manifest.version
-
-
 @pytest.mark.parametrize(
     "fault",
     ["image", "wrong answer", *(pytest.param(item, marks=SLOW) for item in ("crash", "another release", "silence"))],
