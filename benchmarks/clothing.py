@@ -34,7 +34,7 @@ from torchvision.transforms import v2
 from benchmarks import machine
 from benchmarks.accuracy import ingest_dataset, mean_interval, run, settings_of
 from evernear.data.shards import Dataset
-from evernear.embedding.recipe import choose_precision
+from evernear.embedding.optimizer import choose_precision
 
 BATCH_SIZE = 64
 LEARNING_RATE = 0.1

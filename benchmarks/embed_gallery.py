@@ -21,9 +21,9 @@ import torch
 from benchmarks import machine
 from benchmarks.accuracy import ingest_dataset, settings_of
 from evernear.data.shards import Dataset
+from evernear.embedding.data_loader import embed_images
 from evernear.embedding.embed import embed_dataset
 from evernear.embedding.export import NETWORK_FILE, export_network
-from evernear.embedding.image_vectors import embed_images
 from evernear.embedding.train import train_network
 from evernear.settings import Settings
 

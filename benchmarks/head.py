@@ -40,8 +40,8 @@ from evernear.data.manifest import Split
 from evernear.data.shards import Block, Dataset
 from evernear.embedding.data_loader import TrainingImages
 from evernear.embedding.export import class_center
+from evernear.embedding.features import FrozenHead
 from evernear.embedding.freeze import Pretrained, open_pretrained
-from evernear.embedding.frozen_backbone import FrozenHead
 from evernear.embedding.head import train_head, whitening_for
 from evernear.embedding.recipe import with_defaults
 from evernear.embedding.timm_member import Whitening

@@ -22,9 +22,9 @@ from evernear.embedding.embeddings import EmbeddingBlock, Embeddings
 from evernear.index.build import build_index
 from evernear.index.calibrate import is_nearest
 from evernear.index.description import DESCRIPTION_FILE, PARTS, VECTORS_FILE, IndexDescription
-from evernear.index.exact import exact_neighbors
 from evernear.index.faiss_compat import FaissIndex, faiss
 from evernear.index.search import Gallery
+from evernear.index.vectors import exact_neighbors
 from evernear.settings import IndexSettings
 
 COUNTS: dict[Split, int] = {"gallery": 1_000_000, "query": 60_000, "test": 40_000}

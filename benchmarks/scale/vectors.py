@@ -15,10 +15,9 @@ from evernear.data.ingest import ingest_source
 from evernear.data.manifest import Split, save_manifest
 from evernear.data.shards import Block, Dataset
 from evernear.embedding.augmentation import Draws, random_affine
-from evernear.embedding.data_loader import to_tensor
+from evernear.embedding.data_loader import embed_images, to_tensor
 from evernear.embedding.embeddings import DESCRIPTION_FILE, Embeddings, EmbeddingsDescription, EmbeddingShard
 from evernear.embedding.export import describe_network, export_network, load_network
-from evernear.embedding.image_vectors import embed_images
 from evernear.embedding.train import train_network
 from evernear.settings import DataSettings, TrainSettings
 

@@ -161,7 +161,7 @@ def _training_key(
     result: str, code: tuple[str, ...], data: "Dataset", settings: TrainingChoices, store: Store, **inputs: JsonValue
 ) -> str:
     """A key for what depends on images, training settings, pretrained weights and code."""
-    from evernear.embedding.weights_digest import weights_sha256
+    from evernear.embedding.packaged_weights import weights_sha256
 
     weights, train = weights_sha256(settings, store), settings.model_dump(mode="json")
     return result_key(result, code, LIBRARIES, dataset=data.digest, train=train, weights=weights, **inputs)

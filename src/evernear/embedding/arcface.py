@@ -7,8 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from evernear.embedding.architecture import Architecture
-from evernear.embedding.network import build_network
+from evernear.embedding.network import Architecture, build_network
 
 HIGHEST_PROBABILITY = 1 - 1e-7
 """True-class probability that the softmax must be able to reach without label smoothing."""

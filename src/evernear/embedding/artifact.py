@@ -12,9 +12,8 @@ from evernear.common.disk import sha256_bytes, write_atomically
 from evernear.common.frozen import Frozen
 from evernear.common.output import warned
 from evernear.embedding import DESCRIPTION_FILE
-from evernear.embedding.architecture import Architecture
 from evernear.embedding.augmentation import Flip
-from evernear.embedding.network import EmbeddingNetwork, build_network
+from evernear.embedding.network import Architecture, EmbeddingNetwork, build_network
 from evernear.embedding.recipe import Recipe
 from evernear.errors import IntegrityError
 
@@ -75,7 +74,7 @@ class TrainingResult(Frozen):
     remedy = "run the train step again"
 
     key: str
-    """See `evernear.embedding.checkpoint.checkpoint_key`."""
+    """See `evernear.embedding.training_setup.checkpoint_key`."""
     best_epoch: int
     """The epoch whose weights were saved, or 0 for a frozen network, which has no epochs."""
     resumed_after_epoch: int

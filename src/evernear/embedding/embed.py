@@ -31,11 +31,16 @@ from evernear.common.store.base import fetch_folder
 from evernear.data.gallery import ShardImages, images_to_embed, joining_gallery
 from evernear.data.manifest import Split
 from evernear.data.shards import Block, Dataset
-from evernear.embedding.embedding_cache import EmbeddingCache, Vectors
-from evernear.embedding.embeddings import DESCRIPTION_FILE, EmbeddingsDescription, EmbeddingShard
+from evernear.embedding.data_loader import ImageVectors, OnImages, ShardBlocks
+from evernear.embedding.embeddings import (
+    DESCRIPTION_FILE,
+    EmbeddingCache,
+    EmbeddingsDescription,
+    EmbeddingShard,
+    Vectors,
+)
 from evernear.embedding.export import describe_network, load_network, load_parts
-from evernear.embedding.image_vectors import ImageVectors, OnImages, ShardBlocks
-from evernear.embedding.torchscript import freeze_parameters
+from evernear.embedding.network import freeze_parameters
 from evernear.errors import IntegrityError
 
 KIND = "embed"
@@ -119,7 +124,7 @@ def embed_dataset(
 ) -> EmbeddingsDescription:
     """Embed ``splits`` of ``dataset`` in this process, and write the shards to ``out_dir``.
 
-    With a ``store``, embeddings are cached there (`evernear.embedding.embedding_cache`).
+    With a ``store``, embeddings are cached there (`evernear.embedding.embeddings`).
     ``on_images`` is called after each batch.
     """
     parts = plan_embedding(network_dir, dataset, FileStore(out_dir), "parts", untrained, splits, batch_size)

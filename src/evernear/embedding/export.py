@@ -17,15 +17,14 @@ from evernear.data.manifest import Manifest, Split
 from evernear.data.preprocess import Preprocessing
 from evernear.data.shards import Dataset
 from evernear.embedding import DESCRIPTION_FILE
-from evernear.embedding.architecture import Architecture
 from evernear.embedding.artifact import TrainedNetwork, load_trained
-from evernear.embedding.data_loader import TrainingImages, to_tensor
-from evernear.embedding.identity import network_identity
-from evernear.embedding.image_vectors import OnImages
-from evernear.embedding.network import EmbeddingNetwork
-from evernear.embedding.torchscript import (
+from evernear.embedding.data_loader import OnImages, TrainingImages, to_tensor
+from evernear.embedding.network import (
+    Architecture,
+    EmbeddingNetwork,
     freeze_parameters,
     load_torchscript,
+    network_identity,
     read_torchscript,
     to_torchscript,
 )
@@ -33,8 +32,7 @@ from evernear.errors import IntegrityError, TrainingError
 from evernear.settings import ClassSettings
 
 if TYPE_CHECKING:
-    from evernear.embedding.features import FrozenFeatures
-    from evernear.embedding.frozen_backbone import FrozenHead
+    from evernear.embedding.features import FrozenFeatures, FrozenHead
 
 NETWORK_FILE = "network.pt"
 PARITY_TOLERANCE = 1e-4
@@ -142,8 +140,11 @@ def _frozen(
     store: Store | None,
     on_images: OnImages | None,
 ) -> _Exportable:
-    from evernear.embedding.features import FrozenFeatures  # timm is not installed where releases are served
-    from evernear.embedding.frozen_backbone import FrozenBackbone, FrozenNetwork
+    from evernear.embedding.features import (
+        FrozenBackbone,
+        FrozenFeatures,  # timm is not installed where releases are served
+        FrozenNetwork,
+    )
 
     features = FrozenFeatures(network, trained.architecture, store, on_images)
     head = centered_head(network, features, dataset, frozenset(trained.exclude_labels))
@@ -162,7 +163,7 @@ def centered_head(
     network: EmbeddingNetwork, features: "FrozenFeatures", dataset: Dataset, exclude_labels: frozenset[str]
 ) -> "FrozenHead":
     """The head of a frozen ``network``, centered like `center` with cached ``features``."""
-    from evernear.embedding.frozen_backbone import FrozenHead
+    from evernear.embedding.features import FrozenHead
 
     head, images = FrozenHead(network).eval(), TrainingImages(dataset, exclude_labels)
     vectors = ((head(batch), classes) for batch, classes in features.batches(dataset, "gallery", images))

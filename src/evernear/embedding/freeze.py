@@ -9,12 +9,10 @@ import torch
 from evernear.common.store import Store, open_store
 from evernear.data.manifest import Split
 from evernear.data.shards import Dataset
-from evernear.embedding.architecture import Architecture
 from evernear.embedding.artifact import HISTORY_FILE, TrainedNetwork, TrainingResult, save_trained
 from evernear.embedding.clock import Clock
-from evernear.embedding.data_loader import TrainingImages
-from evernear.embedding.image_vectors import OnImages
-from evernear.embedding.network import MEMBERS, EmbeddingNetwork, build_network, choose_patch
+from evernear.embedding.data_loader import OnImages, TrainingImages
+from evernear.embedding.network import MEMBERS, Architecture, EmbeddingNetwork, build_network, choose_patch
 from evernear.embedding.recipe import Recipe
 
 if TYPE_CHECKING:  # timm takes seconds to import
@@ -76,8 +74,7 @@ def initialize(network: EmbeddingNetwork, architecture: Architecture, recipe: Re
     """Load the pretrained weights of ``recipe``, and return the sha256 of their file."""
     if not recipe.weights:
         return None
-    from evernear.embedding.backbone import load_weights
-    from evernear.embedding.weights import read_weights
+    from evernear.embedding.backbone import load_weights, read_weights
 
     store = open_store(dataset.manifest.store_uri) if dataset.manifest.store_uri else None
     weights = read_weights(recipe.weights, architecture.backbone, store)

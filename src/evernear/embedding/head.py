@@ -19,16 +19,15 @@ from torch.nn import functional as F
 from evernear.common.output import quantity
 from evernear.data.shards import Dataset
 from evernear.embedding.arcface import ArcFace, TrainingModule
-from evernear.embedding.architecture import Architecture
 from evernear.embedding.artifact import HeadTest
+from evernear.embedding.augmentation import augment_block, view_name
 from evernear.embedding.backbone import whiten
 from evernear.embedding.clock import Clock
-from evernear.embedding.data_loader import TrainingImages
+from evernear.embedding.data_loader import TrainingImages, one_torch_thread
 from evernear.embedding.features import FrozenFeatures, View
-from evernear.embedding.image_vectors import one_torch_thread
-from evernear.embedding.network import EmbeddingNetwork
-from evernear.embedding.photographs import augment_block, view_name
-from evernear.embedding.recipe import Recipe, choose_optimizer, learning_rate, margin, steps_per_epoch
+from evernear.embedding.network import Architecture, EmbeddingNetwork
+from evernear.embedding.optimizer import choose_optimizer
+from evernear.embedding.recipe import Recipe, learning_rate, margin, steps_per_epoch
 from evernear.embedding.timm_member import TimmMember, Whitening
 
 DROPOUT = 0.5

@@ -1,14 +1,109 @@
 """The embedding network: a small convolutional network for gray or color images of any size."""
 
+import hashlib
+import io
 import math
+import warnings
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from evernear.embedding.architecture import Architecture
-from evernear.embedding.memory import inference_batch_size
+from evernear.common.frozen import Frozen
+from evernear.common.step_results import code_digest
+from evernear.data.preprocess import NetworkInput
+from evernear.embedding import CODE
+from evernear.errors import IntegrityError
+
+
+class Architecture(Frozen):
+    """Everything needed to build a network, except the weights."""
+
+    shape: tuple[int, int, int]
+    """Height, width and number of channels of an image."""
+    mean: tuple[float, ...]
+    """Mean of each channel over the training images, with pixels scaled to 0..1."""
+    std: tuple[float, ...]
+    patch_px: int
+    """Side length in pixels of the patches whose pixels become channels before the first
+    convolution."""
+    width: int
+    """Number of output channels of the first convolution."""
+    embedding_dim: int
+    """Dimensions of the whole embedding, of which each ensemble member computes an equal share."""
+    members: int = 1
+    backbone: str = "compact"
+    """A name in `MEMBERS`, or a timm model. ``input`` and ``frozen``
+    apply only to timm models."""
+    input: NetworkInput | None = None
+    frozen: bool = False
+    """Whether only an affine map of the backbone's features was fitted or trained."""
+    pretrained: bool = False
+    """Whether training started from a pretrained backbone and an affine map of its features."""
+    test_time_flip: bool = False
+    """Whether to average the embeddings of an image and its mirror image."""
+
+
+INFERENCE_BYTES = 64 * 2**20
+"""Maximum size of the activations that exist at once during inference, per embedding thread.
+
+A layer's input and output are at most half of it. glibc returns larger tensors to the system after
+each layer (``M_MMAP_THRESHOLD``, mallopt(3)), and the page faults of the next layer can take longer
+than its computation.
+"""
+TRAINING_BYTES = 2**30
+"""Maximum size of the activations that a training step on a CPU stores for the backward pass."""
+GPU_MEMORY_FRACTION = 0.5
+"""The same on a GPU, as a fraction of its memory."""
+INFERENCE_FACTOR = 2.0
+"""Intermediate results and memory-format copies, relative to a layer's input and output."""
+TRAINING_FACTOR = 2.0
+"""Gradients of activations and what layers store besides their output, relative to its size."""
+
+
+def inference_batch_size(network: nn.Module, image: Tensor) -> int:
+    """The largest batch to process without gradients. ``image`` (1, C, H, W) is an example."""
+    largest = max(_layer_bytes(network, image, lambda inputs, output: inputs + output), default=1)
+    return max(1, int(INFERENCE_BYTES / (largest * INFERENCE_FACTOR)))
+
+
+def training_batch_size(network: nn.Module, image: Tensor, device: torch.device) -> int:
+    """The largest batch to process with gradients. ``image`` (1, C, H, W) is an example."""
+    limit = TRAINING_BYTES
+    if device.type == "cuda":
+        limit = int(torch.cuda.get_device_properties(device).total_memory * GPU_MEMORY_FRACTION)
+    total = sum(_layer_bytes(network, image, lambda _, output: output))
+    return max(2, int(limit / max(1, total * TRAINING_FACTOR)))
+
+
+@torch.no_grad()
+def _layer_bytes(network: nn.Module, image: Tensor, measure: Callable[[int, int], int]) -> list[int]:
+    """``measure(input bytes, output bytes)`` of each layer when ``network`` processes one image."""
+    measured: list[int] = []
+
+    def hook(_: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+        measured.append(measure(sum(map(_bytes, inputs)), _bytes(output)))
+
+    layers = [module for module in network.modules() if not any(module.children())]
+    handles = [layer.register_forward_hook(hook) for layer in layers]
+    was_training = network.training
+    try:
+        network.eval()(image)
+    finally:
+        network.train(was_training)
+        for handle in handles:
+            handle.remove()
+    return measured
+
+
+def _bytes(value: Any) -> int:
+    return value.numel() * value.element_size() if isinstance(value, Tensor) else 0
+
 
 MAX_LAST_GRID = 3
 """Maximum side of the last feature map, which preserves the positions of features. Stages are added
@@ -158,3 +253,53 @@ class _PadToMultiple(nn.Module):
     def forward(self, pixels: Tensor) -> Tensor:
         right, bottom = -pixels.shape[3] % self.multiple, -pixels.shape[2] % self.multiple
         return F.pad(pixels, (0, right, 0, bottom))
+
+
+LIBRARIES = ("timm", "torch")
+"""Libraries whose versions affect a network's outputs."""
+
+
+def network_identity(network: nn.Module, architecture: str) -> str:
+    """The sha256 of ``architecture``, the parameters and buffers of ``network``, and the code."""
+    sha256 = hashlib.sha256(architecture.encode())
+    sha256.update(code_digest(CODE, LIBRARIES).encode())
+    for name, tensor in sorted(network.state_dict().items()):
+        sha256.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        sha256.update(tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    return sha256.hexdigest()
+
+
+def to_torchscript(network: nn.Module) -> bytes:
+    buffer = io.BytesIO()
+    with ignore_torchscript_deprecation():
+        torch.jit.save(torch.jit.script(network.eval()), buffer)
+    return buffer.getvalue()
+
+
+def load_torchscript(file: Path) -> torch.jit.ScriptModule:
+    """Load a file on the CPU, with constant parameters. The caller must have verified the file."""
+    return freeze_parameters(read_torchscript(file))
+
+
+def read_torchscript(file: Path) -> torch.jit.ScriptModule:
+    """Like `load_torchscript`, but keeps the submodules."""
+    with ignore_torchscript_deprecation():
+        try:
+            return torch.jit.load(file, map_location="cpu").eval()
+        except (RuntimeError, ValueError) as error:
+            raise IntegrityError(f"{file} is not a TorchScript network; run the export step again.") from error
+
+
+def freeze_parameters(network: nn.Module) -> torch.jit.ScriptModule:
+    """Script the network in eval mode, and turn its parameters into constants."""
+    with ignore_torchscript_deprecation():
+        scripted = network if isinstance(network, torch.jit.ScriptModule) else torch.jit.script(network.eval())
+        return torch.jit.freeze(scripted.eval())
+
+
+@contextmanager
+def ignore_torchscript_deprecation() -> Generator[None]:
+    """``torch.jit`` is deprecated (torch 2.13), but TorchServe loads only TorchScript."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", r"`torch\.jit\.", DeprecationWarning)
+        yield

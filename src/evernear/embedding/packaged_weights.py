@@ -11,7 +11,7 @@ from pathlib import Path
 from evernear.common.disk import sha256_file
 from evernear.common.store import Store
 from evernear.errors import MissingObjectError, TrainingError
-from evernear.settings.train import PACKAGE_PREFIX, WEIGHTS_FOLDER, WeightPackage, weight_package
+from evernear.settings.train import PACKAGE_PREFIX, WEIGHTS_FOLDER, TrainingChoices, WeightPackage, weight_package
 
 
 def store_package(weights: str, store: Store) -> None:
@@ -49,3 +49,19 @@ def _installed(weights: str, package: WeightPackage) -> Path:
 
 def _key(package: WeightPackage) -> str:
     return f"{WEIGHTS_FOLDER}{package.sha256}.pth"
+
+
+def weights_sha256(settings: TrainingChoices, store: Store) -> str | None:
+    """The sha256 of the file that ``train.weights`` names, or None without weights."""
+    if not settings.weights:
+        return None
+    if package := weight_package(settings.weights):
+        return package.sha256
+    if (path := Path(settings.weights)).is_file():
+        return sha256_file(path)
+    from evernear.embedding.backbone import (
+        choose_backbone,  # timm takes seconds to import
+        read_weights,
+    )
+
+    return read_weights(settings.weights, choose_backbone(settings), store).sha256

@@ -1,26 +1,16 @@
-"""The recipe of training: image-dependent defaults, device, precision, optimizer and schedules."""
+"""The recipe of training: defaults that depend on the images, and schedules."""
 
 import math
 from collections.abc import Callable
-from typing import Any, Literal, cast
-
-import torch
-from torch import Tensor, nn
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from typing import Any, Literal
 
 from evernear.data.manifest import SPLITS
 from evernear.data.shards import Dataset
-from evernear.embedding.arcface import TrainingModule
-from evernear.embedding.architecture import Architecture
-from evernear.embedding.memory import training_batch_size
-from evernear.embedding.muon import Muon
-from evernear.embedding.network import MEMBERS, EmbeddingNetwork
+from evernear.embedding.network import MEMBERS
 from evernear.settings.train import Augment, TrainingChoices, TrainSettings
 
 WARM_UP = 0.2
 """Fraction of the steps during which the learning rate rises to its peak."""
-MOMENTUM = 0.9
-"""Momentum of Muon."""
 MARGIN_WARM_UP = 0.5
 """Fraction of the steps during which the margin rises from 0 to `TrainSettings.margin`. With the
 full margin from the first step, accuracy on images harder than digits stays at chance. SphereFace
@@ -243,81 +233,6 @@ def steps_per_epoch(recipe: Recipe, images: int, batch_size: int) -> int:
     """Steps that cover ``images`` once, within ``min_steps`` and ``max_steps``."""
     steps = max(images // batch_size, math.ceil(recipe.min_steps / recipe.epochs))
     return max(1, min(steps, recipe.max_steps // recipe.epochs)) if recipe.max_steps else steps
-
-
-def choose_device(rank: int) -> torch.device:
-    """The GPU of the node's process ``rank``, or the CPU if it has none."""
-    return torch.device("cuda", rank) if rank < torch.cuda.device_count() else torch.device("cpu")
-
-
-def choose_precision(device: torch.device, chosen: Precision | None = None) -> torch.dtype:
-    """By default, half precision if the device computes in it."""
-    if chosen:
-        return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[chosen]
-    if device.type == "cuda":
-        return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float16
-    cpu = torch.cpu.get_capabilities()
-    return torch.bfloat16 if cpu.get("avx512_bf16") or cpu.get("amx_bf16") else torch.float32
-
-
-def choose_micro_batches(
-    module: TrainingModule, architecture: Architecture, batch_size: int, device: torch.device
-) -> int:
-    """Micro-batches in a batch, whose gradients are accumulated to bound the memory. Each has at
-    least two images, because batch normalization needs a variance."""
-    height, width, channels = architecture.shape
-    image = torch.zeros((1, channels, height, width), dtype=torch.uint8, device=device)
-    count = math.ceil(batch_size / training_batch_size(module.network, image, device))
-    return max(1, min(count, batch_size // 2))
-
-
-def choose_optimizer(module: TrainingModule, recipe: Recipe, precision: torch.dtype) -> torch.optim.Optimizer:
-    """Muon or AdamW, without weight decay for normalization layers and biases.
-
-    Muon updates the weights of convolutions and linear layers, but not of depthwise convolutions,
-    which have one input channel. A group's learning rate is the schedule's times its
-    ``rate_factor``.
-    """
-    of_stages = _stage_factors(module) if recipe.weights and recipe.trained_layers != "head" else {}
-    groups: dict[tuple[float, bool, bool], list[Tensor]] = {}
-    for name, parameter in module.named_parameters():
-        if not parameter.requires_grad:
-            continue
-        factor = of_stages.get(name, 1.0) if ".backbone." in name else 1.0
-        decayed = parameter.ndim > 1
-        orthogonal = decayed and min(parameter.shape[:2]) > 1 and not name.startswith("heads.")
-        groups.setdefault((factor, decayed, orthogonal), []).append(parameter)
-    options = [
-        {
-            "params": parameters,
-            "weight_decay": recipe.weight_decay if decayed else 0.0,
-            "rate_factor": factor,
-            "orthogonal": orthogonal,
-        }
-        for (factor, decayed, orthogonal), parameters in groups.items()
-    ]
-    if recipe.muon:
-        return Muon(options, recipe.learning_rate, MOMENTUM, precision)
-    return torch.optim.AdamW(options, lr=recipe.learning_rate, fused=True)
-
-
-def choose_average(module: TrainingModule, recipe: Recipe) -> AveragedModel | None:
-    """A running average of the weights and batch normalization statistics, or None if the recipe
-    averages none (Polyak and Juditsky 1992, "Acceleration of stochastic approximation by
-    averaging")."""
-    if recipe.ema_decay <= 0:
-        return None
-    return AveragedModel(module, multi_avg_fn=get_ema_multi_avg_fn(recipe.ema_decay), use_buffers=True)
-
-
-def _stage_factors(module: TrainingModule) -> dict[str, float]:
-    from evernear.embedding.stages import rate_factors  # timm takes seconds to import
-
-    return {
-        f"network.members.{number}.backbone.{name}": factor
-        for number, member in enumerate(cast(EmbeddingNetwork, module.network).members)
-        for name, factor in rate_factors(cast(nn.Module, member.backbone)).items()
-    }
 
 
 def learning_rate(recipe: Recipe, progress: float) -> float:

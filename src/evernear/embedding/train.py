@@ -32,14 +32,14 @@ from evernear.data.shards import Dataset
 from evernear.embedding import distributed
 from evernear.embedding.artifact import HISTORY_FILE, Epoch, TrainedNetwork, TrainingResult, save_trained
 from evernear.embedding.augmentation import Draws, Flip, augment, random_flips
-from evernear.embedding.batch_norm import GlobalBatchNorm
-from evernear.embedding.checkpoint import load_checkpoint, save_checkpoint
 from evernear.embedding.clock import Clock
+from evernear.embedding.data_loader import OnImages
+from evernear.embedding.distributed import GlobalBatchNorm
 from evernear.embedding.freeze import freeze
-from evernear.embedding.image_vectors import OnImages
 from evernear.embedding.monitor import choose_flips, collapse_warnings, measure_flips, measure_gallery, time_warnings
-from evernear.embedding.recipe import Recipe, choose_device, learning_rate, margin, size_factor, with_defaults
-from evernear.embedding.training_setup import Training, prepare_training
+from evernear.embedding.optimizer import choose_device
+from evernear.embedding.recipe import Recipe, learning_rate, margin, size_factor, with_defaults
+from evernear.embedding.training_setup import Training, load_checkpoint, prepare_training, save_checkpoint
 from evernear.errors import TrainingError
 from evernear.settings import TrainSettings
 
@@ -202,7 +202,7 @@ def train_epoch(training: Training, on_step: OnStep | None, clock: Clock) -> Epo
     if recipe.minutes and epoch:
         training.adapt_decay(begin)
     if recipe.weights:
-        from evernear.embedding.stages import prepare_epoch  # timm takes seconds to import
+        from evernear.embedding.timm_member import prepare_epoch  # timm takes seconds to import
 
         prepare_epoch(training.module, size_factor(recipe, begin), training.architecture.pretrained)
     done = 0

@@ -22,8 +22,8 @@ from evernear.data.manifest import SPLITS, Manifest, Shard, Split
 from evernear.data.shards import Block, Dataset
 from evernear.data.writer import row_dtype, shard_key
 from evernear.embedding.artifact import load_trained
+from evernear.embedding.data_loader import embed_images
 from evernear.embedding.export import center
-from evernear.embedding.image_vectors import embed_images
 from evernear.embedding.recipe import Recipe
 from evernear.embedding.train import train_network
 from evernear.index.faiss_compat import faiss

@@ -16,15 +16,13 @@ from evernear.data.manifest import SPLITS, Split
 from evernear.data.shards import Dataset
 from evernear.embedding.artifact import load_trained
 from evernear.embedding.clock import Clock
-from evernear.embedding.data_loader import TrainingImages
+from evernear.embedding.data_loader import ImageVectors, TrainingImages
 from evernear.embedding.embed import Embed, write_embeddings
-from evernear.embedding.embedding_cache import EmbeddingCache
-from evernear.embedding.embeddings import Embeddings
+from evernear.embedding.embeddings import EmbeddingCache, Embeddings
 from evernear.embedding.export import center, centered_head
 from evernear.embedding.freeze import Pretrained, fit_last_layer, open_pretrained
-from evernear.embedding.image_vectors import ImageVectors
+from evernear.embedding.network import freeze_parameters
 from evernear.embedding.recipe import PROBE_DRAWS, Recipe, recipe_of_probe
-from evernear.embedding.torchscript import freeze_parameters
 from evernear.embedding.train import OnStep, steps_of_head, train_network
 from evernear.evaluation.measure import BATCH_SIZE
 from evernear.evaluation.open_set import OpenSet
@@ -48,8 +46,8 @@ from evernear.evaluation.statistics import (
 from evernear.index.build import build_index
 from evernear.index.calibrate import threshold_at, threshold_rejecting
 from evernear.index.description import MAX_DISTANCE
-from evernear.index.exact import digests_outside
 from evernear.index.search import Gallery
+from evernear.index.vectors import digests_outside
 from evernear.settings import EvaluationSettings, IndexSettings, TrainSettings
 
 Distances = NDArray[np.float32]

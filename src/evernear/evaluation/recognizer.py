@@ -13,9 +13,9 @@ from evernear.common.store import Store
 from evernear.data.manifest import Split
 from evernear.data.preprocess import Preprocessing
 from evernear.data.shards import Block, Dataset
+from evernear.embedding.data_loader import embed_images
 from evernear.embedding.embed import ExportedEmbedder
 from evernear.embedding.export import describe_network, load_network
-from evernear.embedding.image_vectors import embed_images
 from evernear.index.search import Gallery
 
 

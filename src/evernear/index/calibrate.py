@@ -11,8 +11,7 @@ from evernear.data.shards import Dataset
 from evernear.embedding.embeddings import EmbeddingBlock
 from evernear.errors import DataError
 from evernear.index.description import DISTANCE_TOLERANCE, MAX_DISTANCE, Calibration
-from evernear.index.exact import ExactNeighbors, Floats
-from evernear.index.vectors import VectorIndex
+from evernear.index.vectors import ExactNeighbors, Floats, VectorIndex
 from evernear.settings import IndexSettings
 
 ROUNDING = 1e-5

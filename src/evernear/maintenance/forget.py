@@ -43,7 +43,7 @@ from evernear.data.manifest import Manifest, Shard, manifest_key
 from evernear.data.shards import Dataset, remove_cached
 from evernear.data.snapshots import DATASETS, Snapshots, parts_prefix
 from evernear.data.writer import shard_key
-from evernear.embedding.embedding_cache import EMBEDDINGS_PREFIX, cached_digests
+from evernear.embedding.embeddings import EMBEDDINGS_PREFIX, cached_digests
 from evernear.errors import ConflictError, IntegrityError
 from evernear.evaluation.verdict import Verdict
 from evernear.release.manifest import NETWORK_DESCRIPTION_FILE

@@ -38,7 +38,7 @@ from evernear.common.step_results import CHECKPOINTS
 from evernear.common.store import ObjectInfo, Store
 from evernear.common.store.lease import Lease
 from evernear.data.snapshots import DATASETS, Snapshots
-from evernear.embedding.embedding_cache import EMBEDDINGS_PREFIX
+from evernear.embedding.embeddings import EMBEDDINGS_PREFIX
 from evernear.errors import BusyError, IntegrityError
 from evernear.maintenance.references import RESUMABLE, Unreadable, datasets, references
 from evernear.release.pruning import prune_releases, surplus_releases

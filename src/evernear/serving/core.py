@@ -9,9 +9,9 @@ import torch
 from numpy.typing import NDArray
 
 from evernear.data.preprocess import Pixels
+from evernear.embedding.data_loader import embed_images
 from evernear.embedding.export import NETWORK_FILE
-from evernear.embedding.image_vectors import embed_images
-from evernear.embedding.torchscript import load_torchscript
+from evernear.embedding.network import load_torchscript
 from evernear.errors import StoreError
 from evernear.index.search import Gallery
 from evernear.release.archive_reader import ReleaseParts

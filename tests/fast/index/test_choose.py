@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from evernear.errors import SettingsError
-from evernear.index import choose
+from evernear.index import build
 from evernear.index.build import build_index
 from evernear.index.description import IndexDescription
 from evernear.index.faiss_compat import faiss
@@ -17,9 +17,9 @@ GALLERY, QUERIES = blobs(1, 6000, spread=0.2), blobs(2, 1500, spread=0.2)
 @pytest.fixture
 def large(monkeypatch: pytest.MonkeyPatch):
     """Every gallery counts as too large for exact search and for fp16, and 90% recall suffices."""
-    monkeypatch.setattr(choose, "RECALL", 0.9)
-    monkeypatch.setattr(choose, "FLAT_BYTES", 1)
-    monkeypatch.setattr(choose, "COMPRESSED_FROM_BYTES", 1)
+    monkeypatch.setattr(build, "RECALL", 0.9)
+    monkeypatch.setattr(build, "FLAT_BYTES", 1)
+    monkeypatch.setattr(build, "COMPRESSED_FROM_BYTES", 1)
 
 
 @pytest.fixture(scope="module")
@@ -55,8 +55,8 @@ def test_large_gallery_gets_the_smallest_index_that_reaches_the_recall(embedding
 
 
 def test_gallery_of_medium_size_is_stored_as_fp16(embeddings, tmp_path, monkeypatch):
-    monkeypatch.setattr(choose, "FLAT_BYTES", 1)
-    monkeypatch.setattr(choose, "RECALL", 0.9)
+    monkeypatch.setattr(build, "FLAT_BYTES", 1)
+    monkeypatch.setattr(build, "RECALL", 0.9)
     described = build_index(embeddings, LABELS, IndexSettings(), tmp_path)
     assert described.factory == "IVF153,SQfp16"
 
@@ -69,7 +69,7 @@ def test_fewest_lists_are_probed(embeddings, tmp_path, large):
 
 
 def test_more_exact_index_is_chosen_if_compression_loses_too_much(embeddings, tmp_path, large, monkeypatch):
-    monkeypatch.setattr(choose, "CODES", ("PQ2x4", "SQfp16", "Flat"))
+    monkeypatch.setattr(build, "CODES", ("PQ2x4", "SQfp16", "Flat"))
     described = build_index(embeddings, LABELS, IndexSettings(), tmp_path)
     assert described.factory == "IVF153,SQfp16"
     assert "PQ2x4 takes" in described.reason
@@ -77,7 +77,7 @@ def test_more_exact_index_is_chosen_if_compression_loses_too_much(embeddings, tm
 
 
 def test_gallery_is_searched_exactly_if_no_index_reaches_the_recall(embeddings, tmp_path, large, monkeypatch):
-    monkeypatch.setattr(choose, "CODES", ("PQ2x4",))
+    monkeypatch.setattr(build, "CODES", ("PQ2x4",))
     described = build_index(embeddings, LABELS, IndexSettings(), tmp_path)
     assert (described.factory, described.search) == ("Flat", "")
     assert described.reason.endswith("exact search remains")
@@ -85,7 +85,7 @@ def test_gallery_is_searched_exactly_if_no_index_reaches_the_recall(embeddings, 
 
 
 def test_gallery_is_searched_exactly_if_the_queries_cannot_show_the_recall(embeddings, tmp_path, large, monkeypatch):
-    monkeypatch.setattr(choose, "RECALL", 0.999)
+    monkeypatch.setattr(build, "RECALL", 0.999)
     described = build_index(embeddings, LABELS, IndexSettings(), tmp_path)
     assert described.factory == "Flat"
     assert described.reason == "1,500 queries are too few to show a recall of 0.999, so the search is exact"
@@ -97,20 +97,20 @@ def test_search_parameters_need_an_explicit_type(embeddings, tmp_path):
 
 
 def test_lists_have_enough_training_vectors():
-    assert choose._number_of_lists(1_000_000) == 4096
-    assert choose._number_of_lists(200_000) == 2048
+    assert build._number_of_lists(1_000_000) == 4096
+    assert build._number_of_lists(200_000) == 2048
     for size in (50, 5_000, 10_000_000):
-        lists = choose._number_of_lists(size)
-        assert 1 <= lists <= min(size, choose.TRAINING_VECTORS) / 39
+        lists = build._number_of_lists(size)
+        assert 1 <= lists <= min(size, build.TRAINING_VECTORS) / 39
 
 
 def test_lower_bound_is_that_of_wilson():
     from evernear.evaluation.statistics import proportion
 
     for hits in (0, 90, 99, 100):
-        assert choose._lower_bound(hits, 100) == pytest.approx(proportion(hits, 100, 0.95).low, abs=1e-12)
+        assert build._lower_bound(hits, 100) == pytest.approx(proportion(hits, 100, 0.95).low, abs=1e-12)
 
 
 def test_every_encoding_of_an_inverted_file_is_known_to_faiss():
-    for code in choose.CODES:
+    for code in build.CODES:
         assert faiss.index_factory(128, f"IVF64,{code}", faiss.METRIC_INNER_PRODUCT).nlist == 64

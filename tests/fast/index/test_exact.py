@@ -5,17 +5,17 @@ import pytest
 from scipy.stats import binomtest
 
 from evernear.embedding.embeddings import Embeddings
-from evernear.index import exact
+from evernear.index import vectors
 from evernear.index.build import build_index
-from evernear.index.exact import SAMPLE_SIZE, exact_neighbors, sample_queries
+from evernear.index.vectors import SAMPLE_SIZE, exact_neighbors, sample_queries
 from evernear.settings import IndexSettings
 from tests.gallery_vectors import MakeEmbeddings, blobs
 
 
 @pytest.mark.parametrize("classes", [2, 5, 90])
 def test_nearest_vectors_and_impostors_are_those_of_all_pairs(make_embeddings: MakeEmbeddings, monkeypatch, classes):
-    monkeypatch.setattr(exact, "QUERY_BLOCK_SIZE", 16)
-    monkeypatch.setattr(exact, "VECTOR_BLOCK_SIZE", 32)
+    monkeypatch.setattr(vectors, "QUERY_BLOCK_SIZE", 16)
+    monkeypatch.setattr(vectors, "VECTOR_BLOCK_SIZE", 32)
     gallery = blobs(1, 330, classes=classes)
     embeddings = make_embeddings({"gallery": gallery, "query": blobs(2, 130, classes=classes)})
     queries = sample_queries(embeddings, np.ones(classes, np.bool_))

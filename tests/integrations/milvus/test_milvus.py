@@ -8,7 +8,7 @@ import pytest
 from pymilvus import MilvusClient
 
 from evernear.errors import IntegrityError, SettingsError, TransientStoreError
-from evernear.index import choose
+from evernear.index import build
 from evernear.index.build import build_index
 from evernear.index.description import Collection, IndexDescription
 from evernear.index.search import Gallery
@@ -77,7 +77,7 @@ def test_build_continues_after_a_kill(embeddings, settings, tmp_path, monkeypatc
 
 
 def test_large_gallery_gets_a_graph_that_reaches_the_recall(embeddings, settings, tmp_path, monkeypatch):
-    monkeypatch.setattr(choose, "FLAT_BYTES", 1)
+    monkeypatch.setattr(build, "FLAT_BYTES", 1)
     described = build_index(embeddings, LABELS, settings, tmp_path)
     assert described.factory == milvus.GRAPH
     assert described.search in milvus.BEAMS

@@ -13,8 +13,8 @@ import evernear.integrations.tuning.study as study
 from evernear.data.ingest import ingest_source
 from evernear.data.manifest import SPLITS, save_manifest
 from evernear.data.shards import Dataset
-from evernear.embedding import image_vectors
-from evernear.embedding.image_vectors import embed_images
+from evernear.embedding import data_loader
+from evernear.embedding.data_loader import embed_images
 from evernear.errors import SettingsError, TrainingError
 from evernear.evaluation.statistics import Proportion, proportion
 from evernear.integrations.tuning.space import Choices, Range, SearchSpace
@@ -117,7 +117,7 @@ def test_trials_of_a_head_share_the_features(digits: Dataset, tmp_path: Path, mo
         seen.append(len(images))
         return embed_images(network, images)
 
-    monkeypatch.setattr(image_vectors, "embed_images", record)
+    monkeypatch.setattr(data_loader, "embed_images", record)
     weights = tmp_path / "weights.safetensors"
     save_file(timm.create_model("test_resnet", num_classes=0).state_dict(), weights)
     settings = load(

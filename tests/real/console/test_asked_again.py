@@ -7,8 +7,8 @@ import numpy as np
 
 from evernear.common.store import open_store
 from evernear.console.named import answer_of_others
-from evernear.embedding.image_vectors import embed_images
-from evernear.embedding.torchscript import load_torchscript
+from evernear.embedding.data_loader import embed_images
+from evernear.embedding.network import load_torchscript
 from evernear.release.archive_reader import open_release
 from evernear.release.registry import Registry
 from evernear.serving.core import Predictor

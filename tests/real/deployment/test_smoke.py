@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from evernear.deployment.target import smoke
+from evernear.embedding.data_loader import embed_images
 from evernear.embedding.embeddings import Embeddings
 from evernear.embedding.export import load_network
-from evernear.embedding.image_vectors import embed_images
 from evernear.errors import ServingError
 from evernear.index.build import build_index
 from evernear.index.description import DISTANCE_TOLERANCE

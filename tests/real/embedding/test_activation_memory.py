@@ -12,9 +12,8 @@ from PIL import Image
 from torch import Tensor
 
 from evernear.data.shards import Dataset
-from evernear.embedding import memory
-from evernear.embedding.architecture import Architecture
-from evernear.embedding.network import EmbeddingNetwork, build_network
+from evernear.embedding import network as network_module
+from evernear.embedding.network import Architecture, EmbeddingNetwork, build_network
 from evernear.embedding.train import train_network
 from evernear.settings import TrainSettings
 
@@ -24,7 +23,7 @@ def architecture(side: int) -> Architecture:
 
 
 def test_a_larger_batch_is_split(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "INFERENCE_BYTES", 2**20)
+    monkeypatch.setattr(network_module, "INFERENCE_BYTES", 2**20)
     network = build_network(architecture(32)).eval()
     assert 1 < network.max_batch_size < 50
     images = torch.randint(0, 256, (50, 3, 32, 32), dtype=torch.uint8)
@@ -41,14 +40,14 @@ def test_larger_images_are_processed_in_smaller_batches() -> None:
     small, large = build_network(architecture(16)), build_network(architecture(32))
     examples = [torch.zeros((1, 3, side, side), dtype=torch.uint8) for side in (16, 32)]
     assert 3.5 < small.max_batch_size / large.max_batch_size < 4.5
-    training = [memory.training_batch_size(*case, cpu) for case in zip((small, large), examples, strict=True)]
+    training = [network_module.training_batch_size(*case, cpu) for case in zip((small, large), examples, strict=True)]
     assert 3.5 < training[0] / training[1] < 4.5
 
 
 def test_a_batch_beyond_the_limit_is_one_step_of_several_micro_batches(
     digits: Dataset, tiny: TrainSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(memory, "TRAINING_BYTES", 2**17)
+    monkeypatch.setattr(network_module, "TRAINING_BYTES", 2**17)
     sizes: list[int] = []
     forward = EmbeddingNetwork.forward
 

@@ -20,17 +20,15 @@ from evernear.data.ingest import ingest_source
 from evernear.data.shards import Dataset
 from evernear.data.validate import require_valid, validate_dataset
 from evernear.embedding.arcface import TrainingModule
-from evernear.embedding.architecture import Architecture
 from evernear.embedding.artifact import load_trained
-from evernear.embedding.data_loader import TrainingImages, to_tensor
+from evernear.embedding.data_loader import TrainingImages, embed_images, to_tensor
 from evernear.embedding.embed import embed_dataset
 from evernear.embedding.embeddings import Embeddings
 from evernear.embedding.export import describe_network, export_network, load_network
 from evernear.embedding.freeze import choose_architecture
-from evernear.embedding.image_vectors import embed_images
-from evernear.embedding.network import build_network
-from evernear.embedding.recipe import choose_optimizer, with_defaults
-from evernear.embedding.torchscript import load_torchscript, to_torchscript
+from evernear.embedding.network import Architecture, build_network, load_torchscript, to_torchscript
+from evernear.embedding.optimizer import choose_optimizer
+from evernear.embedding.recipe import with_defaults
 from evernear.embedding.train import train_network
 from evernear.errors import StoreError, TrainingError
 from evernear.settings import TrainSettings, load
@@ -242,14 +240,14 @@ def test_the_hub_is_used_only_with_weights_hub(
         downloads.append((repository, file))
         return str(weights)
 
-    monkeypatch.setattr("evernear.embedding.weights.hf_hub_download", download)
+    monkeypatch.setattr("evernear.embedding.backbone.hf_hub_download", download)
     train_network(digits, settings(weights="hub", frozen=True, backbone_size_px=16), tmp_path)
     assert downloads == [("timm/test_resnet.r160_in1k", "model.safetensors")]
 
     def fail(repository: str, file: str) -> str:
         raise OSError("no network")
 
-    monkeypatch.setattr("evernear.embedding.weights.hf_hub_download", fail)
+    monkeypatch.setattr("evernear.embedding.backbone.hf_hub_download", fail)
     with pytest.raises(StoreError, match="cannot be downloaded from the hub: no network"):
         train_network(digits, settings(weights="hub", frozen=True), tmp_path)
 
@@ -309,7 +307,7 @@ import sys
 sys.modules["timm"] = sys.modules["torchvision"] = sys.modules["huggingface_hub"] = None
 import numpy as np
 from pathlib import Path
-from evernear.embedding.image_vectors import embed_images
+from evernear.embedding.data_loader import embed_images
 from evernear.embedding.export import load_network
 import evernear.serving.core
 print(embed_images(load_network(Path({str(tmp_path / "network")!r})), np.load({str(tmp_path / "images.npy")!r})).shape)

@@ -15,11 +15,11 @@ from evernear.common.store import Store, open_store
 from evernear.data.gallery import MIN_GALLERY_IMAGES
 from evernear.data.manifest import save_manifest
 from evernear.data.shards import Dataset
-from evernear.embedding import image_vectors
+from evernear.embedding import data_loader
+from evernear.embedding.data_loader import embed_images
 from evernear.embedding.embed import embed_dataset
 from evernear.embedding.embeddings import Embeddings
 from evernear.embedding.export import describe_network, export_network, load_network
-from evernear.embedding.image_vectors import embed_images
 from evernear.embedding.train import train_network
 from evernear.errors import IntegrityError
 from evernear.settings import DataSettings, TrainSettings
@@ -101,7 +101,7 @@ def batch_sizes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         sizes.append(len(images))
         return embed_images(network, images)
 
-    monkeypatch.setattr(image_vectors, "embed_images", recording_embed_images)
+    monkeypatch.setattr(data_loader, "embed_images", recording_embed_images)
     return sizes
 
 

@@ -9,9 +9,8 @@ import torch
 
 from evernear.data.shards import Dataset
 from evernear.embedding import embeddings as embeddings_module
-from evernear.embedding.architecture import Architecture
 from evernear.embedding.artifact import TrainedNetwork, load_trained, save_trained
-from evernear.embedding.data_loader import to_tensor
+from evernear.embedding.data_loader import embed_images, to_tensor
 from evernear.embedding.embed import embed_dataset
 from evernear.embedding.embeddings import Embeddings
 from evernear.embedding.export import (
@@ -20,10 +19,8 @@ from evernear.embedding.export import (
     export_network,
     load_network,
 )
-from evernear.embedding.image_vectors import embed_images
-from evernear.embedding.network import build_network
+from evernear.embedding.network import Architecture, build_network, load_torchscript, to_torchscript
 from evernear.embedding.recipe import with_defaults
-from evernear.embedding.torchscript import load_torchscript, to_torchscript
 from evernear.errors import IntegrityError, TrainingError
 from evernear.settings import TrainSettings
 

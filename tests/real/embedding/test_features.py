@@ -10,14 +10,13 @@ from numpy.typing import NDArray
 from evernear.common.store import Store, open_store
 from evernear.data.manifest import SPLITS
 from evernear.data.shards import Dataset
-from evernear.embedding import image_vectors
+from evernear.embedding import data_loader
 from evernear.embedding.artifact import load_trained
-from evernear.embedding.data_loader import to_tensor
+from evernear.embedding.data_loader import embed_images, to_tensor
 from evernear.embedding.embed import embed_dataset
 from evernear.embedding.embeddings import Embeddings
 from evernear.embedding.export import describe_network, export_network, load_network
 from evernear.embedding.features import FrozenFeatures, View
-from evernear.embedding.image_vectors import embed_images
 from evernear.embedding.recipe import shown_images, with_defaults
 from evernear.embedding.train import train_network
 from evernear.evaluation.measure import measure
@@ -58,7 +57,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         sizes.append(len(images))
         return embed_images(network, images)
 
-    monkeypatch.setattr(image_vectors, "embed_images", record)
+    monkeypatch.setattr(data_loader, "embed_images", record)
     return sizes
 
 
@@ -164,7 +163,7 @@ def test_the_cache_is_bounded_in_bytes(
     digits: Dataset, frozen: TrainSettings, tmp_path: Path, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     row_bytes = 4 * 96 + 32
-    monkeypatch.setattr("evernear.embedding.embedding_cache.MAX_BYTES", digits.count("train") * row_bytes + 1000)
+    monkeypatch.setattr("evernear.embedding.embeddings.MAX_BYTES", digits.count("train") * row_bytes + 1000)
     train_network(digits, frozen, tmp_path / "trained", store)
     assert [info.size_bytes // row_bytes for info in store.list("embeddings/")] == [digits.count("train")]
     trained, network = load_trained(tmp_path / "trained")

@@ -12,23 +12,21 @@ from torch.nn import functional as F
 from evernear.common.store import Store, open_store
 from evernear.data.manifest import SPLITS
 from evernear.data.shards import Block, Dataset
+from evernear.embedding import data_loader
 from evernear.embedding import head as head_module
-from evernear.embedding import image_vectors
 from evernear.embedding.artifact import load_trained
+from evernear.embedding.augmentation import augment_block, augment_photographs, view_name
 from evernear.embedding.clock import Clock
-from evernear.embedding.data_loader import TrainingImages
+from evernear.embedding.data_loader import TrainingImages, embed_images
 from evernear.embedding.embed import embed_dataset
 from evernear.embedding.embeddings import Embeddings
 from evernear.embedding.export import export_network, load_network
 from evernear.embedding.features import FrozenFeatures
 from evernear.embedding.freeze import choose_architecture, initialize
 from evernear.embedding.head import HeadExamples, compare, read_examples, train_head, whitening_for
-from evernear.embedding.image_vectors import embed_images
 from evernear.embedding.network import build_network
-from evernear.embedding.photographs import augment_block, augment_photographs, view_name
 from evernear.embedding.recipe import Recipe, recipe_of_head, with_defaults
-from evernear.embedding.stages import prepare_epoch
-from evernear.embedding.timm_member import Whitening
+from evernear.embedding.timm_member import Whitening, prepare_epoch
 from evernear.embedding.train import Steps, train_network
 from evernear.embedding.training_setup import prepare_training
 from evernear.errors import SettingsError
@@ -95,7 +93,7 @@ def test_weights_alone_train_a_head_on_features_that_are_computed_once(
         seen.append(len(images))
         return embed_images(network, images)
 
-    monkeypatch.setattr(image_vectors, "embed_images", record)
+    monkeypatch.setattr(data_loader, "embed_images", record)
     steps: list[Steps] = []
     result = train_network(digits, of_head, tmp_path / "trained", store, on_step=steps.append)
     assert steps[-1] == Steps(60, 60, 60)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from evernear.embedding.muon import Muon
+from evernear.embedding.optimizer import Muon
 
 SHAPES = [(8, 4, 3, 3), (16, 8), (4, 16)]
 

@@ -7,8 +7,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from evernear.embedding.architecture import Architecture
-from evernear.embedding.network import EmbeddingNetwork, build_network, choose_patch
+from evernear.embedding.network import Architecture, EmbeddingNetwork, build_network, choose_patch
 
 
 def network(

@@ -22,14 +22,13 @@ from evernear.data.ingest import ingest_source
 from evernear.data.shards import Dataset
 from evernear.embedding import distributed
 from evernear.embedding.arcface import TrainingModule
-from evernear.embedding.architecture import Architecture
 from evernear.embedding.artifact import Epoch, TrainingResult, load_trained
-from evernear.embedding.checkpoint import TrainingState, checkpoint_key
 from evernear.embedding.data_loader import TrainingImages
 from evernear.embedding.monitor import collapse_warnings, require_learned
+from evernear.embedding.network import Architecture
 from evernear.embedding.recipe import TOTAL_DECAY, learning_rate, with_defaults
 from evernear.embedding.train import Steps, train_network, train_step
-from evernear.embedding.training_setup import prepare_training
+from evernear.embedding.training_setup import TrainingState, checkpoint_key, prepare_training
 from evernear.errors import IntegrityError, StoreError, TrainingError
 from evernear.settings import DataSettings, TrainSettings
 from tests.limits import largest_file
@@ -187,7 +186,7 @@ def test_a_checkpoint_of_other_code_is_not_used(
 ) -> None:
     store = open_store((tmp_path / "store").as_uri())
     train_network(digits, tiny, tmp_path / "first", store)
-    monkeypatch.setattr("evernear.embedding.checkpoint.code_digest", lambda *_: "other code")
+    monkeypatch.setattr("evernear.embedding.training_setup.code_digest", lambda *_: "other code")
     epochs: list[Epoch] = []
     result = train_network(digits, tiny, tmp_path / "again", store, on_epoch=epochs.append)
     assert (len(epochs), result.resumed_after_epoch) == (tiny.epochs, 0)

@@ -11,9 +11,8 @@ import torch
 from evernear.common.disk import sha256_file
 from evernear.common.store import Store, open_store
 from evernear.embedding import packaged_weights
-from evernear.embedding.backbone import choose_backbone
+from evernear.embedding.backbone import choose_backbone, efficientnet_lite_key, read_weights
 from evernear.embedding.packaged_weights import store_package
-from evernear.embedding.weights import efficientnet_lite_key, read_weights
 from evernear.errors import TrainingError
 from evernear.settings import TrainSettings
 from evernear.settings.train import WEIGHT_PACKAGES

@@ -9,8 +9,8 @@ import pytest
 
 from evernear.common.disk import sha256_file
 from evernear.common.store import open_store
+from evernear.embedding.data_loader import embed_images
 from evernear.embedding.export import load_network
-from evernear.embedding.image_vectors import embed_images
 from evernear.errors import IntegrityError, StoreError
 from evernear.evaluation.evaluate import ReleasedSystem, UnavailableSystem
 from evernear.index.search import Gallery

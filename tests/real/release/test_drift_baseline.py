@@ -5,8 +5,8 @@ import io
 import numpy as np
 import pytest
 
+from evernear.embedding.data_loader import embed_images
 from evernear.embedding.export import load_network
-from evernear.embedding.image_vectors import embed_images
 from evernear.errors import IntegrityError
 from evernear.index.search import Gallery
 from evernear.release.archive_reader import read_part

@@ -12,7 +12,7 @@ from evernear.data.encoded_image import EncodedImage
 from evernear.data.preprocess import Pixels, Preprocessing
 from evernear.data.reduction import BitDepth
 from evernear.embedding.export import NETWORK_FILE
-from evernear.embedding.torchscript import load_torchscript
+from evernear.embedding.network import load_torchscript
 from evernear.errors import IntegrityError
 from evernear.index.search import Gallery
 from evernear.release.archive_reader import ReleaseParts

@@ -19,10 +19,9 @@ from evernear.common.disk import sha256_bytes
 from evernear.common.output import quantity
 from evernear.embedding.embeddings import EmbeddingBlock
 from evernear.errors import IntegrityError, SettingsError, TransientStoreError
-from evernear.index.choose import exact_search_reason, tune_index
+from evernear.index.build import exact_search_reason, tune_index
 from evernear.index.description import RECALL, Collection
-from evernear.index.exact import ExactNeighbors
-from evernear.index.vectors import Choice, GalleryVectors
+from evernear.index.vectors import Choice, ExactNeighbors, GalleryVectors
 from evernear.integrations.milvus.client import (
     TIMEOUT_S,
     Client,
