@@ -1,10 +1,10 @@
 """Comparison of evernear's server with others: ``python -m benchmarks.serving --source mnist``.
 
 All serve one network (of the preset ``fast``, trained briefly: weights do not affect speed) and one
-gallery with every image outside the test split: 60,000 vectors of 128 dimensions for MNIST. A
-closed loop of 1, 8 and 32 keep-alive clients sends images of the test split to one server at a
-time, in rounds. The results are medians over the rounds, and every response is compared with the
-core's, called in process. The naive handler searches exactly, so a few of its answers differ.
+gallery with all images of the splits train and gallery, as vectors of 128 dimensions. A closed loop
+of 1, 8 and 32 keep-alive clients sends images of the test split to one server at a time, in rounds.
+The results are medians over the rounds, and every response is compared with the core's, called in
+process. The naive handler searches exactly, so a few of its answers differ.
 
 - ``naive``: TorchServe with its defaults around a handler in the style of the source
   document;

@@ -1,5 +1,5 @@
-"""The release for all servers: one network and one gallery of 60,000 vectors, packed for evernear
-and for the naive handler, and the query images."""
+"""The release for all servers: one network and one large gallery, packed for evernear and for the
+naive handler, and the query images."""
 
 import json
 import os
@@ -30,7 +30,7 @@ from evernear.serving import HANDLER
 from evernear.settings import Settings
 
 QUERIES = 512
-GALLERY = ("train", "gallery", "query")
+GALLERY = ("train", "gallery")
 
 
 @dataclass(frozen=True)
@@ -84,9 +84,8 @@ def prepare(settings: Settings, scratch: Path) -> Served:
 
 
 def _embed_all_as_gallery(network_dir: Path, dataset: Dataset, out_dir: Path) -> Embeddings:
-    """Use every image outside the test split as the gallery (MNIST: 60,000), and the test split for
-    calibration."""
-    described = embed_dataset(network_dir, dataset, out_dir, (*GALLERY, "test"))
+    """Use the splits train and gallery as the gallery, and the query split for calibration."""
+    described = embed_dataset(network_dir, dataset, out_dir, (*GALLERY, "query"))
     shards = tuple(
         shard.model_copy(update={"split": "gallery" if shard.split in GALLERY else "query"})
         for shard in described.shards
