@@ -132,9 +132,8 @@ class DecodedFiles:
 def open_here(
     source: FileSource, settings: DataSettings, form: ImageForm, on_files: Callable[[int], None], parts: Parts
 ) -> Worker:
-    """Return a worker that uses ``source`` to decode parts. Bind all arguments except the last one
-    to get an `OpenWorker`. ``on_files`` is called with the number of files decoded since the
-    previous call."""
+    """Bind all arguments but the last to get an `OpenWorker`. ``on_files`` receives the number of
+    files decoded since its last call."""
     return partial(_decode_part, source, settings, form, on_files, parts)
 
 

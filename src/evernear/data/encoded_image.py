@@ -14,8 +14,7 @@ MEAN_SEGMENT_SIZE_BYTES = 512
 ``MEAN_SEGMENT_SIZE_BYTES`` bytes, because each chunk or segment takes half a microsecond. libpng
 writes chunks of 8 KiB."""
 WEBP_PIXEL_COST = 20 / 12
-"""Cost of a WebP pixel, relative to a pixel in other formats. Pillow uses 20 bytes of memory per
-pixel to decode WebP. For other formats, Pillow uses at most
+"""Relative cost of a WebP pixel, which takes 20 bytes in Pillow. In other formats, it takes at most
 `evernear.data.preprocess.DECODE_BYTES_PER_PIXEL`."""
 CODE_GROUP_COST = 1_720
 """Cost of a group of prefix codes in a lossless WebP file, expressed in pixels. The five tables of
@@ -28,12 +27,9 @@ _EXIF_SHORT, _EXIF_LONG = 3, 4
 
 @dataclass(frozen=True)
 class EncodedImage:
-    """A PNG, JPEG or WebP file whose decoding cost is bounded.
-
-    ``data`` is the file without its metadata. ``orientation`` is the EXIF orientation, 1 to 8.
-    ``name`` is used in error messages. ``code_groups`` is an upper bound on the number of prefix
-    code groups in a lossless WebP file.
-    """
+    """A PNG, JPEG or WebP file whose decoding cost is bounded. ``data`` is the file without its
+    metadata, ``orientation`` is 1 to 8 (EXIF), and ``code_groups`` bounds the prefix code groups in
+    a lossless WebP file."""
 
     name: str
     format: Literal["PNG", "JPEG", "WEBP"]
@@ -65,9 +61,8 @@ def too_many_segments(name: str, kind: str, size_bytes: int) -> DataError:
 
 
 def read_orientation(tiff: bytes) -> int:
-    """The orientation in EXIF data, which is 1 to 8. Invalid EXIF data are ignored, as in image
-    viewers. Only the orientation tag in the first directory is read. Pillow would load every tag,
-    and each tag can claim all of the data as its value."""
+    """1 to 8. Invalid EXIF data are ignored, as in image viewers. Pillow would load every tag, and
+    each tag can claim all of the data as its value."""
     order = {b"II*\0": "<", b"MM\0*": ">"}.get(tiff[:4])
     if order is None:
         return 1

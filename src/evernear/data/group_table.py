@@ -84,9 +84,8 @@ class GroupTable:
         self._all("CREATE TEMP TABLE listed_groups (name, label, images, PRIMARY KEY (name, label)) WITHOUT ROWID")
 
     def refresh(self, group: Callable[[str, str], str]) -> None:
-        """Set the group of every decoded image of the source. ``group`` derives the group from the
-        name and the label of a file. If an image has several files, it belongs to the first group
-        among the groups of these files."""
+        """Set the group of every decoded image of the source, from names and labels. An image with
+        several files belongs to the first of their groups."""
         self._ungrouped = NameSample()
         with sqlite_errors():
             files = self._db.execute(

@@ -95,12 +95,9 @@ class GroupNumbers:
         return float(sizes.sum() ** 2 / (sizes**2).sum())
 
     def seen_queries(self) -> frozenset[bytes]:
-        """Digests of the query images whose group also has images in the train or gallery split.
-
-        Query images of such a group resemble the gallery more than images from a new group do.
-        Query images of such a group occur only if the dataset was ingested before ``data.group``
-        was set, or if the source specifies the splits.
-        """
+        """Digests of the query images whose group is also in train or gallery, which they resemble
+        more than images of a new group do. Such groups were ingested before ``data.group`` was set,
+        or the source specifies the splits."""
         return self._ledger.queries_of_seen_groups() if self._divided else frozenset()
 
     def label_counts(self) -> dict[str, dict[str, int]]:
@@ -178,12 +175,9 @@ def propose_group(dataset: Dataset, pairs: Sequence[tuple[bytes, bytes]], share:
 def _best(
     ledger: PublishedLedger, pairs: Sequence[tuple[bytes, bytes]], share: float, current: str
 ) -> tuple[str, int] | None:
-    """The setting that puts the most pairs into one group each and, among settings that do so with
-    enough pairs, makes the most groups. Also return the number of groups. None if no setting fits.
-
-    A setting fits only if few near-duplicates would be left, most classes have enough groups to be
-    trained and tested, and a class has enough for all splits.
-    """
+    """The setting that puts the most pairs into one group each and, of those with enough pairs,
+    makes the most groups, with their number. It fits only if few near-duplicates are left, and
+    classes have enough groups for all splits."""
     files = ledger.files_of([digest for pair in pairs for digest in pair])
     best, found = (0.0, 0), None
     for setting in CANDIDATES:

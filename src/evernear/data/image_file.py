@@ -128,9 +128,7 @@ def has_image_suffix(name: str) -> bool:
 
 
 def is_image_file(path: str | Path) -> bool:
-    """Whether a file is an image, judging by its suffix or, if it has a different suffix, by its
-    content. A broken image file with an image suffix is therefore reported. For files with other
-    suffixes, a few bytes are read."""
+    """By its suffix, so that a broken image is reported, or else by a few bytes of its content."""
     if has_image_suffix(str(path)):
         return True
     with disk_errors(path):
@@ -345,12 +343,8 @@ def _vp8l_size(stream: bytes, name: str) -> tuple[int, int]:
 
 
 def _max_code_groups(width_px: int, height_px: int, lossless_bytes: int) -> int:
-    """Maximum number of prefix code groups in a lossless stream of ``lossless_bytes`` bytes, or 0
-    if there is no such stream.
-
-    Counting the groups would require decoding the stream. Instead, one group is assumed for each
-    block, and the number of groups is limited by the number of bits in the stream.
-    """
+    """An upper bound, or 0 without a lossless stream. Counting would require decoding, so one group
+    is assumed for each block, and the number of bits limits it."""
     blocks = -(-width_px // CODE_GROUP_BLOCK_PX) * -(-height_px // CODE_GROUP_BLOCK_PX)
     return min(MAX_CODE_GROUPS, blocks, -(-8 * lossless_bytes // CODE_GROUP_MIN_BITS))
 

@@ -126,9 +126,8 @@ class Ledger:
         return [row[0] for row in self._all("SELECT uri FROM sources WHERE id != ? ORDER BY id", self._source)]
 
     def _move_source(self, old: str, new: str) -> bool:
-        """Assign the files of the source ``old`` to the source ``new``, and return whether anything
-        changed. If the ledger contains both sources, the images were already ingested from the new
-        location. The files of the old source are then deleted."""
+        """Return whether anything changed. If the ledger contains both sources, the images were
+        already ingested from the new location, and the files of the old one are deleted."""
         (both,) = self._db.execute("SELECT COUNT(*) FROM sources WHERE uri IN (?, ?)", (old, new)).fetchone()
         if old == new or not self._db.execute("SELECT 1 FROM sources WHERE uri = ?", (old,)).fetchone():
             return False
@@ -168,9 +167,8 @@ class Ledger:
         self._all("INSERT OR REPLACE INTO decoders VALUES (?, ?)", self._source, decoder)
 
     def decode_all_again(self) -> None:
-        """Remove all images of the source so that they are decoded and stored again. The
-        `changed_slots` must be rewritten. `removed_splits` and `former_splits` still return the
-        splits of these images."""
+        """The `changed_slots` must be rewritten. `removed_splits` and `former_splits` still return
+        the splits of these images."""
         self._all(
             "INSERT INTO changes SELECT digest, slot, NULL FROM images"
             " WHERE digest IN (SELECT digest FROM files WHERE source = ?)",
@@ -183,9 +181,8 @@ class Ledger:
         self._all("UPDATE files SET pending = 1 WHERE source = ? AND NOT pending", self._source)
 
     def note_waiting(self, names: Iterable[str]) -> None:
-        """Replace the list of files that the source has, but that wait (`evernear.data.listing`).
-        Only files that were decoded before are noted, so that `evernear forget` does not treat
-        their images as removed. Call this before `forget_unlisted`."""
+        """Replace the list of files that wait and were decoded before, so that `evernear forget`
+        does not treat their images as removed. Call this before `forget_unlisted`."""
         self._all("CREATE TEMP TABLE left_out (name TEXT PRIMARY KEY)")
         self._many("INSERT OR IGNORE INTO left_out VALUES (?)", ((name,) for name in names))
         self._all(
@@ -275,18 +272,16 @@ class Ledger:
         return [FileEntry(*row) for row in self._all(query, self._source, count, total, count, total)]
 
     def record_results(self, images: Iterable[tuple[str, bytes]], failures: Iterable[tuple[str, str | None]]) -> None:
-        """Record decoding results, which take effect in `apply_results`. Each image is (name,
-        digest). Each failure is (name, fault), and its fault is None if the file is not an image.
-        The next ingest reads broken files again, but reads other files only if they change."""
+        """Record (name, digest) and (name, fault), for `apply_results`. A file without digest and
+        fault is no image. Only broken files are read again although they did not change."""
         with sqlite_errors():
             rows = ((name, bytearray(digest)) for name, digest in images)
             insert_rows(self._db, "results", "(?, ?, NULL)", rows)
             insert_rows(self._db, "results", "(?, NULL, ?)", failures)
 
     def apply_results(self) -> None:
-        """Apply all recorded results to the files, in the order of their names. The results are
-        recorded in decoding order, in which each would change a different page of a large ledger.
-        If a file has several results, an image precedes a fault."""
+        """In the order of names, because each result in decoding order would change a different
+        page of a large ledger. An image precedes a fault of the same file."""
         self._all(
             "UPDATE files SET pending = 0, digest = result.digest, fault = result.fault"
             " FROM (SELECT name, digest, fault, MAX(digest IS NOT NULL) FROM results GROUP BY name) AS result"
@@ -361,15 +356,12 @@ class Ledger:
     # Comparison of files with shards
 
     def reconcile(self) -> None:
-        """Update ``images`` from the files. The `changed_slots` must be rewritten.
+        """Update ``images`` from the files. The `changed_slots` must be rewritten. An image without
+        files is removed. One whose files all have a new label is relabeled. One whose labels
+        conflict is removed until they agree.
 
-        In a published ledger, images and files agree. Therefore only the images that this ingest
-        has touched are compared with their files. In a new ledger, only images with several files
-        may have another label than a file.
-
-        An image without files is removed. An image whose files all have a new label is relabeled.
-        An image whose files have conflicting labels is removed until the labels agree, and is then
-        decoded again.
+        In a published ledger, images and files agree, so only touched images are compared. In a new
+        ledger, only images with several files may differ.
         """
         self._index_files()
         unreconciled = "images i" if self.is_new else ledger_changes.TOUCHED_IMAGES
@@ -452,9 +444,9 @@ class Ledger:
 
 
 def decode_order(name: str, explicit_split: Split | None, in_order: bool) -> int:
-    """The key that sorts images in decoding order. Held-out splits come first, so an image that is
-    also in ``train`` is held out. Within a split, images are sorted by file name if ``in_order`` is
-    set, and otherwise by a hash of the file name. Exported images keep their order."""
+    """Held-out splits come first, so an image that is also in ``train`` is held out. Within a
+    split: by file name if ``in_order`` is set, and otherwise by its hash, or in the order of an
+    export."""
     if in_order:
         mixed = 0
     elif (exported := exported_position(name)) is not None:

@@ -30,9 +30,8 @@ _SMALL_TABLES = ("sources", "notes")
 
 
 def track_changes(db: sqlite3.Connection) -> None:
-    """Start to record written rows, together with their previous content, in temporary tables. Some
-    of the written rows are unchanged, such as rows for decoded images, for broken files and for
-    files that are read again."""
+    """Record written rows and their previous content, since some of them are unchanged, such as
+    those of files that are read again."""
     for table, (keys, _) in _TABLES.items():
         columns = ", ".join(keys)
         db.execute(f"CREATE TEMP TABLE IF NOT EXISTS written_{table} ({columns}, before, PRIMARY KEY ({columns}))")

@@ -33,9 +33,8 @@ class Shard(Frozen):
 
 
 class Problem(Frozen):
-    """A problem that ingest found. ``kind`` is the name of a rule in
-    `evernear.settings.ValidationSettings`. ``names`` contains some of the affected files in the
-    source."""
+    """``kind`` is a rule in `evernear.settings.ValidationSettings`, and ``names`` are some of the
+    affected files."""
 
     kind: str
     names: tuple[str, ...]
@@ -71,9 +70,8 @@ class Manifest(Frozen):
     format: Literal[3] = 3
     name: str
     store_uri: str = ""
-    """The store from which the manifest was read, for steps that receive the manifest as an
-    artifact. The value is empty in the store itself, because a store may be moved, renamed or
-    copied."""
+    """The store from which a step read it. Empty in the store itself, which may be moved, renamed
+    or copied."""
     source: str
     created: str
     parent: str | None

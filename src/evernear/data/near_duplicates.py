@@ -71,13 +71,8 @@ class NearDuplicates(Frozen):
 
 
 def find_near_duplicates(dataset: Dataset, group: str = "") -> NearDuplicates:
-    """Compare the test images with images from the train and gallery splits. ``group`` is
-    ``data.group``.
-
-    At most `TEST_MAX` test images are compared with at most `MAX_READ_BYTES` of train and gallery
-    images. The test images and the shards of the other images are evenly spaced. Memory use does
-    not grow with the size of the dataset.
-    """
+    """Compare at most `TEST_MAX` test images with at most `MAX_READ_BYTES` of train and gallery
+    images, evenly spaced, in constant memory. ``group`` is ``data.group``."""
     total = dataset.count("test")
     step = max(1, -(-total // TEST_MAX))
     tests = [_every(block, step, start) for start, block in _numbered(_blocks(dataset, dataset.shards("test")))]

@@ -103,9 +103,8 @@ def decode_in_parts(
 
 
 def cut(entries: Iterable[FileEntry], source: FileSource, names: int, image_bytes: int) -> Iterator[IngestPart]:
-    """Yield parts with at most ``names`` files and `PART_SIZE_BYTES` of data. A file that is larger
-    than `PART_SIZE_BYTES` is a separate part. A file that contains many images is not divided
-    between parts, because each part would have to read the whole file."""
+    """Yield parts with at most ``names`` files and `PART_SIZE_BYTES`, or one larger file. A file of
+    many images is not divided, because each part would read it completely."""
     names = min(names, max(1, PART_SIZE_BYTES // image_bytes))
     part, size_bytes = list[FileEntry](), 0
     for unit, unit_bytes in _units(entries, source):

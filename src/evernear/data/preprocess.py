@@ -30,9 +30,8 @@ from evernear.data.reduction import (
 
 Pixels = NDArray[np.uint8]
 Resize = Literal["auto", "crop", "letterbox", "stretch"]
-"""How an image with a different aspect ratio than the dataset is resized. ``crop`` uses only the
-center of the image, ``letterbox`` adds gray bars, and ``stretch`` distorts the image. ``auto``
-means ``crop``, or ``letterbox`` if a crop would lose more than `MAX_CROPPED` of the image."""
+"""``crop`` uses the center of an image, ``letterbox`` adds gray bars, and ``stretch`` distorts it.
+``auto`` crops, or adds bars if a crop would lose more than `MAX_CROPPED`."""
 MAX_CROPPED = 0.5
 BAR_VALUE = 128
 
@@ -78,12 +77,9 @@ class NetworkInput(Frozen):
 
 
 class Preprocessing(Frozen):
-    """The preprocessing of images for a network. The preprocessing is part of every release.
-
-    `to_array` applies the size, ``resize`` and the number of channels, and returns a uint8 array.
-    The exported network itself applies ``mean`` and ``std`` per channel, on a scale from 0 to 1,
-    and ``network_input``.
-    """
+    """The preprocessing in a release. `to_array` applies size, ``resize`` and channels. The network
+    itself applies ``mean`` and ``std`` per channel, on a scale from 0 to 1, and
+    ``network_input``."""
 
     height_px: int
     width_px: int
@@ -110,9 +106,8 @@ class Flaw(IntFlag):
 
 
 class Picture(NamedTuple):
-    """A decoded 8-bit image with mode ``L`` (gray) or ``RGB``. ``identity`` is a hash that
-    identifies the content of the file. If the 8-bit image has less contrast than the file, ``span``
-    is the contrast of the file."""
+    """A decoded 8-bit image, ``L`` or ``RGB``. ``identity`` identifies the content of the file, and
+    ``span`` is its contrast if the 8-bit image has less."""
 
     image: Image.Image
     identity: bytes = b""
@@ -142,12 +137,12 @@ def decode(data: bytes, max_pixels: int, name: str = "The image", bit_depth: Bit
 
 
 def decode_inspected(file: EncodedImage, bit_depth: BitDepth) -> Picture:
-    """Decode a file to 8 bits after `inspect` has accepted the file. Memory use stays below
-    `decode_size_bytes`.
+    """Decode a file to 8 bits, within `decode_size_bytes`. EXIF orientation is applied, palettes
+    and CMYK become RGB, and transparent images are placed over a background
+    (`evernear.data.reduction.flatten`).
 
-    EXIF orientation is applied. Palette images and CMYK images are converted to RGB. Transparent
-    images are placed over a background (`evernear.data.reduction.flatten`). The values in 16-bit
-    files are interpreted with ``bit_depth``.
+    Raises:
+        DataError: the file is broken.
     """
     with _pillow_errors(file.name):
         if (color_type := deep_color_type(file)) is not None:

@@ -41,12 +41,9 @@ _MIN_DRAWN_ALPHA = 32
 
 
 class Reduced(NamedTuple):
-    """A 16-bit image reduced to 8 bits, with mode ``L``, ``LA``, ``RGB`` or ``RGBA``.
-
-    ``digest`` is the sha256 of the image's 16-bit content. ``span`` is approximately the largest
-    difference between values in a channel. ``span`` is 0 only if every channel is constant.
-    ``clipped`` indicates whether any values exceed the range of the bit depth.
-    """
+    """A 16-bit image reduced to 8 bits: ``L``, ``LA``, ``RGB`` or ``RGBA``. ``digest`` is of the
+    16-bit content. ``span`` is about the largest difference in a channel, 0 only if every channel
+    is constant. ``clipped``: whether values exceed the bit depth."""
 
     image: Image.Image
     digest: bytes

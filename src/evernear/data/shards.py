@@ -111,24 +111,16 @@ class Dataset:
     def shuffled_batches(
         self, split: Split, batch_size: int, seed: int, epoch: int, rank: int = 0, world_size: int = 1
     ) -> Iterator[Block]:
-        """Yield one epoch of batches, shuffled by ``seed`` and ``epoch``. Every rank gets the same
-        number of batches.
+        """Yield an epoch of batches, shuffled by ``seed`` and ``epoch``, as many for every rank.
 
-        The shards are shuffled and divided into groups. Each group has 16 shards, or fewer if 16
-        shards do not fit into half of the cache. No shard is therefore fetched twice in an epoch.
-        The groups differ from epoch to epoch. The shards of a group are fetched concurrently.
-        Chunks of 256 KiB are shuffled within a group. Images are shuffled in a buffer of 32 MiB or
-        8 batches, whichever is larger. A batch therefore mixes about 128 chunks from all shards of
-        its group, or fewer chunks if the images are larger. If the cache is smaller than four
-        shards, a group may consist of a single shard. A batch then mixes only the images of this
-        shard.
+        Shards are shuffled and divided into groups of 16, or fewer if they do not fit into half of
+        the cache, so that no shard is fetched twice in an epoch. Within a group, chunks of 256 KiB
+        are shuffled, and images in a buffer of 32 MiB or 8 batches. A batch therefore mixes about
+        128 chunks of its group, or fewer of larger images.
 
-        An incomplete last batch is dropped. A split that is smaller than one batch becomes one
-        batch.
-
-        The concatenated batches of all ranks equal a batch of ``world_size * batch_size`` images on
-        a single rank. A rank reads only its own images, unless the images are so small that reading
-        whole chunks is faster.
+        An incomplete last batch is dropped, and a split that is smaller than one batch becomes one.
+        The concatenated batches of all ranks equal the batch of a single rank. A rank reads only
+        its own images, unless they are so small that whole chunks are faster.
         """
         total = self.count(split) // world_size
         if total == 0:
@@ -212,9 +204,8 @@ class Dataset:
 
 
 def _groups(shards: list[Shard]) -> Iterator[list[Shard]]:
-    """Divide ``shards`` into groups that fit into half of the cache, so that fetching the next
-    group does not evict shards in use. The groups, and thus the order of the images, do not depend
-    on the store."""
+    """Groups that fit into half of the cache, so that fetching the next one evicts no shard in use.
+    The order of the images does not depend on the store."""
     group: list[Shard] = []
     for shard in shards:
         size_bytes = sum(member.size_bytes for member in group) + shard.size_bytes

@@ -262,9 +262,8 @@ def _ledger_digests(dataset: Dataset, shard: Shard, lost: IntegrityError) -> NDA
 
 
 def gone_names(snapshots: Snapshots, lost: Iterable[str], settings: DataSettings, moved: bool) -> list[str]:
-    """One file name of each image in the shards ``lost`` of the newest snapshot that the source no
-    longer lists. If ``moved`` is set, ``settings.source`` is listed instead of the sources in the
-    ledger."""
+    """One file name of each image in lost shards of the newest snapshot that the source no longer
+    lists: ``settings.source`` if it has ``moved``, and otherwise the sources in the ledger."""
     files: set[tuple[str, str, bytes]] = set()
     if (head := snapshots.head()) is not None:
         with snapshots.ledger(head) as ledger:
@@ -308,9 +307,8 @@ def drop_shards(snapshots: Snapshots, lost: Iterable[str]) -> Manifest:
 
 
 def rebuild_ledger(snapshots: Snapshots) -> None:
-    """Replace the newest snapshot's ledger with a ledger that contains only the splits of the
-    images. The splits are read from the snapshot's shards. The next ingest reads all images again,
-    and puts them into the same splits."""
+    """Replace the newest snapshot's ledger with the splits of the images in its shards. The next
+    ingest reads all images again, and puts them into the same splits."""
     head = snapshots.head()
     if head is None:
         raise IntegrityError(f"The dataset {snapshots.name} has no snapshot.")

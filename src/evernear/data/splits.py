@@ -54,13 +54,9 @@ def choose_split(digest: bytes, counts: Mapping[Split, int], fractions: Mapping[
 
 
 def choose_group_split(group: str, counts: Sequence[Mapping[Split, int]], fractions: Mapping[Split, float]) -> Split:
-    """Choose the split for a new group. ``counts`` contains, for each class of the group, the
-    number of groups in each split. The class of the group's first image is the first.
-
-    The first three groups of a class are assigned to train, test and gallery. Even a class with two
-    groups is therefore tested with images from a different scene. If the gallery is empty, it is
-    filled with train images. For later groups, `choose_split` uses the hash of the group's name.
-    """
+    """``counts`` are the groups of each of its classes in each split, that of its first image
+    first. The first three groups of a class go to train, test and gallery, so that even a class of
+    two is tested with another scene. Later, `choose_split` uses the hash of the name."""
     for split in _FIRST_GROUPS:
         if fractions.get(split) and not all(of_class[split] for of_class in counts):
             return split
@@ -100,9 +96,8 @@ class Placer:
         explicit_splits: Sequence[Split | None],
         former_splits: Mapping[str, Split],
     ) -> dict[int, Split]:
-        """Map the positions of new images to the splits of these images. Images that are already in
-        the dataset are omitted from the result. A call takes at most 500 images. ``former_splits``
-        maps the name of each unchanged file that is decoded again to its split."""
+        """Map the positions of new images, at most 500, to their splits. ``former_splits`` maps the
+        names of unchanged files that are decoded again to their splits."""
         known = self._ledger.stored_digests(digests)
         reviewed = self._ledger.reviewed.among(digests)
         earlier = self._ledger.removed_splits(digests)

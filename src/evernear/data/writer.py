@@ -164,10 +164,6 @@ class ShardWriter:
             self._shards[open_shard.slot] = shard
 
 
-def shard_content(rows: Rows) -> bytes:
-    return _header(rows.dtype, len(rows)) + rows.tobytes()
-
-
 class _OpenShard:
     def __init__(self, scratch: Path, slot: int, dtype: np.dtype[np.void]) -> None:
         self.slot = slot

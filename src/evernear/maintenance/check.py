@@ -55,8 +55,8 @@ class Damage(Frozen):
         return self.key.split("/")[1] if self.key.startswith(DATASETS) else ""
 
 
-def check_store(store: Store, report: Report = lambda _: None) -> list[Damage]:
-    return [*explained(store, _damages(store, set(), report))]
+def check_store(store: Store) -> list[Damage]:
+    return [*explained(store, _damages(store, set(), lambda _: None))]
 
 
 def repair(store: Store, settings: DataSettings, *, moved: bool, report: Report = lambda _: None) -> list[Damage]:

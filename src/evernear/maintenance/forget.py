@@ -190,13 +190,9 @@ class _Forgetting:
         dataset.snapshots.interrupt_ingests()
 
     def _affected_releases(self) -> list[str]:
-        """Releases that were built from an affected snapshot, or whose network was trained on an
-        affected snapshot.
-
-        A network's description file names the network's training snapshot. A reindex copies the
-        description file, so the oldest release with the same file was built from the training
-        snapshot.
-        """
+        """Releases built from an affected snapshot, or whose network was trained on one. A reindex
+        copies the network's description, so the oldest release with it names the training
+        snapshot."""
         clean = {manifest.digest for dataset in self._datasets for manifest in dataset.clean}
         published = set(self._registry.list())
         trained_on: dict[str, str] = {}

@@ -5,8 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from evernear.data.drift import Queries
-from evernear.data.query_blocks import independent_queries
+from evernear.data.drift import Queries, independent_queries
 
 CENTERS = np.random.default_rng(99).standard_normal((10, 16)) * 0.3
 

@@ -33,20 +33,15 @@ class FileEntry(NamedTuple):
 
 
 def file_etag(stat: os.stat_result) -> str:
-    """The etag of a file on disk, which is computed from its size, modification time, change time
-    and inode.
-
-    The modification time alone is not sufficient. ``cp -p``, ``mv`` and ``touch -r`` preserve the
-    modification time, and two files of the same size may have the same modification time. The
-    device number is left out, because it may change with each mount.
-    """
+    """From size, modification time, change time and inode. ``cp -p``, ``mv`` and ``touch -r``
+    preserve the modification time. The device number may change with each mount, so it is left
+    out."""
     return f"{stat.st_size}-{stat.st_mtime_ns} {stat.st_ctime_ns}-{stat.st_ino}"
 
 
 def without_change_time(etag: str) -> str:
-    """The part of an etag that does not change when a file is copied or restored with its times, or
-    when its mode or owner changes. For an object in a bucket, this part is the whole etag, because
-    the etag cannot contain a space (RFC 9110)."""
+    """The part that stays when a file is copied with its times, or when its mode or owner changes.
+    That of an object is its whole etag, which cannot contain a space (RFC 9110)."""
     return etag.partition(" ")[0]
 
 

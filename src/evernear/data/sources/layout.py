@@ -57,9 +57,8 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class Layout:
-    """The meaning of a source's folders. ``splits`` maps the names of split folders to the splits.
-    The split folders are inside the class folders if ``class_first`` is set, and otherwise at the
-    top level."""
+    """``splits`` maps split folders, inside the class folders if ``class_first`` is set and
+    otherwise at the top level, to their splits."""
 
     splits: Mapping[str, Split] = field(default_factory=dict[str, Split])
     left_out: frozenset[str] = frozenset()
@@ -106,9 +105,8 @@ class Layout:
         return Place(class_folder, split_folder, self.splits.get(split_folder), folders)
 
     def class_folder(self, label: str, file: str = "") -> str:
-        """The folder for an image of the class ``label``. The image is either new or an existing
-        ``file`` whose class changes. An existing file stays in its split folder. A new image
-        becomes a training image."""
+        """The folder for a new image, which becomes a training image, or for an existing ``file``,
+        which stays in its split folder."""
         split_folder = self.train_folder
         if file:
             place = self.place(file.split("/")[:-1])
@@ -240,9 +238,8 @@ def _split_words(folders: Collection[str]) -> dict[str, str]:
 
 
 def _splits_of(words: Mapping[str, str], given: Mapping[str, Split]) -> dict[str, Split]:
-    """The splits of folders with the given ``words``. A validation folder is the test split if the
-    source has no test folder, and otherwise the gallery. If a dataset has only train and validation
-    folders, its published results were measured on the validation folder."""
+    """A validation folder is the test split if the source has no test folder, and otherwise the
+    gallery: published results were then measured on it."""
     has_test = "test" in given.values() or any(SPLIT_WORDS[word] == "test" for word in words.values())
     return {
         folder: "test" if word in VALIDATION_WORDS and not has_test else SPLIT_WORDS[word]
@@ -258,13 +255,8 @@ def _alike(words: Mapping[str, str]) -> set[str]:
 
 
 def _look_like_splits(words: Collection[str], folders: Mapping[str, Contents]) -> set[str]:
-    """Folders that look like splits, judging by their names and contents.
-
-    A folder with one of the ``words`` looks like a split if it contains class folders and no image,
-    or if other folders contain class folders with the same names. A folder whose name merely begins
-    like the name of a split looks like a split only if other folders contain class folders with the
-    same names.
-    """
+    """Folders with one of the ``words`` that contain class folders and no image, and folders named
+    like splits that share names of class folders with others."""
     sharing = _sharing(folders)
     with_word = {
         folder for folder in words if folder in sharing or (folders[folder].folders and not folders[folder].has_images)
@@ -314,12 +306,8 @@ NamedSplit = Split | Literal["", "none", "validation"]
 
 
 class NamedSplits:
-    """Collects the split words in a source, and then determines the split of each image.
-
-    As with folders, validation images belong to the gallery if any image is in the test split, and
-    to the test split otherwise. If no image specifies a certain split, ingest fills this split with
-    images from train.
-    """
+    """Collects the split words of a source. As with folders, validation is the gallery if any image
+    is in test, and test otherwise. Ingest fills splits that no image names."""
 
     def __init__(self, name: str, settings: DataSettings) -> None:
         self._name, self._given = name, settings.split_folders

@@ -74,9 +74,8 @@ def is_reviewed(path: str) -> bool:
 
 
 def answer_in(path: str) -> str:
-    """The beginning of the hash in the name of a file that is in its class folder because of an
-    answer in review: a labeled query, or an image of the source whose label was changed. Empty for
-    other files."""
+    """The beginning of the hash in the name of a labeled query, or of an image whose label was
+    changed in review. Empty for other files."""
     if "review-" not in path:
         return ""
     matched = re.fullmatch(r"(?:.*-)?review-([0-9a-f]{16})(?:-\d+)?(?:\.[^.]*)?", path.rpartition("/")[2])

@@ -248,9 +248,8 @@ class PackedFiles(FileSource):
 
 
 def split_word(name: str, folders: Collection[str] = ()) -> str:
-    """The name of the file (without shard number and suffix) or of a folder above it, if it is one
-    of ``folders``, and otherwise the split word in the deepest name that has one. The result is
-    empty if no name has a split word."""
+    """A name in the path that is one of ``folders``, and otherwise the split word in the deepest
+    name that has one. Empty if there is none."""
     parts = name.split("/")
     if named := [part for part in (*parts[:-1], _stem(parts[-1])) if part in folders]:
         return named[0]

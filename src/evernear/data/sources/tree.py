@@ -42,13 +42,9 @@ class Tree:
         return sorted(entry.path for entry in entries if self._enters(entry, above))
 
     def files(self, folder: str, group: Callable[[str], Hashable]) -> Iterator[os.DirEntry[str]]:
-        """Yield all files below a folder, in no particular order. Sorting the files would require
-        the listing of a whole folder in memory.
-
-        If a folder `is_skipped`, it is yielded instead of its files. If ``group`` returns None for
-        the path of a folder, the folder is left out. Links between folders could multiply files.
-        Therefore, a link to a folder that was already listed for the same group is skipped.
-        """
+        """Yield the files below a folder in no particular order, since sorting would need a whole
+        folder in memory, and a skipped folder instead of its files. Folders for which ``group`` is
+        None are left out, and so is a link to a folder that was listed for its group."""
         yield from self._files(folder, self._containing(folder), group)
 
     def scan(self, folder: str) -> Iterator[tuple[os.DirEntry[str], Literal["folder", "file", "skipped"]]]:

@@ -21,10 +21,9 @@ from typing import TypeVar
 from evernear.common.store import Store
 from evernear.common.text import class_name
 from evernear.console.live_labels import labels_of_release
-from evernear.data.drift import Measure, Queries, Shift, measure_drift
+from evernear.data.drift import Measure, Queries, Shift, independent_queries, measure_drift
 from evernear.data.listing import ClassMinimum
 from evernear.data.manifest import Manifest, find_manifest, manifest_key
-from evernear.data.query_blocks import independent_queries
 from evernear.data.snapshots import Snapshots
 from evernear.data.source_diff import Newest, SourceDiff, diff_source, fetch_ledger
 from evernear.errors import EvernearError, StoreError
