@@ -7,18 +7,11 @@ from typing import Annotated
 
 import typer
 
-from evernear.cli.options import ReleaseOption, local_settings, options_of
+from evernear.cli.options import ReleaseOption, group, local_settings, options_of
 from evernear.common.output import print_line, quantity
 from evernear.settings import Settings
 
-deployment_app = typer.Typer(
-    name="deployment", rich_markup_mode="markdown", no_args_is_help=True, help="The Kubernetes objects of a release."
-)
-
-
-@deployment_app.callback()
-def _group() -> None:
-    """Make Typer treat the only command as a subcommand."""
+deployment_app = group("deployment", "The Kubernetes objects of a release.")
 
 
 @deployment_app.command()
@@ -38,12 +31,7 @@ def render(
     sys.stdout.write(yaml.safe_dump_all(unshared, sort_keys=False, width=120))  # escapes non-ASCII characters
 
 
-pod_app = typer.Typer(
-    name="pod",
-    rich_markup_mode="markdown",
-    no_args_is_help=True,
-    help="Commands of a serving pod's containers.",
-)
+pod_app = group("pod", "Commands of a serving pod's containers.")
 
 
 @pod_app.command()

@@ -8,23 +8,13 @@ from typing import Annotated, Literal
 
 import typer
 
-from evernear.cli.options import JsonOption, OutOption, options_of, output_uri, registry_settings, run_settings
+from evernear.cli.options import JsonOption, OutOption, group, options_of, output_uri, registry_settings, run_settings
 from evernear.common.output import print_json, print_line, print_table, quantity
 from evernear.errors import IntegrityError, SettingsError
 from evernear.settings import DataSettings, Settings, parse
 from evernear.settings.layers import command_for
 
-dataset_app = typer.Typer(
-    name="dataset",
-    rich_markup_mode="markdown",
-    no_args_is_help=True,
-    help="Export datasets as files that other tools open.",
-)
-
-
-@dataset_app.callback()
-def _group() -> None:  # pyright: ignore[reportUnusedFunction] - with one command, typer would leave out its name
-    """A group."""
+dataset_app = group("dataset", "Export datasets as files that other tools open.")
 
 
 @dataset_app.command()
@@ -77,12 +67,7 @@ def export(
         print_line(f"{described} as {form} in {output.uri}.")
 
 
-labels_app = typer.Typer(
-    name="labels",
-    rich_markup_mode="markdown",
-    no_args_is_help=True,
-    help="Look for wrong labels, and import those of live queries.",
-)
+labels_app = group("labels", "Look for wrong labels, and import those of live queries.")
 _PRINTED = 10
 
 
@@ -166,9 +151,7 @@ def _some(names: Sequence[str]) -> str:
     return ", ".join(names[:_PRINTED]) + (" ..." if len(names) > _PRINTED else "")
 
 
-store_app = typer.Typer(
-    name="store", rich_markup_mode="markdown", no_args_is_help=True, help="Check, repair and prune the object store."
-)
+store_app = group("store", "Check, repair and prune the object store.")
 
 
 @store_app.command()

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from evernear.cli.options import JsonOption, options_of
+from evernear.cli.options import JsonOption, group, options_of
 from evernear.cli.releases import registry_of, safe
 from evernear.common.disk import open_regular
 from evernear.common.output import print_json, print_line
@@ -19,18 +19,8 @@ if TYPE_CHECKING:
     from evernear.serving.responses import Prediction, Rejection
 
 BATCH = 32
-app = typer.Typer(
-    name="inspect",
-    rich_markup_mode="markdown",
-    no_args_is_help=True,
-    help="Recognize images with a release, without a server.",
-)
+app = group("inspect", "Recognize images with a release, without a server.")
 ReleaseArgument = Annotated[str, typer.Argument(metavar="RELEASE", help="A .mar file or a version in the registry.")]
-
-
-@app.callback()
-def _group() -> None:  # pyright: ignore[reportUnusedFunction] - with one command, typer would leave out its name
-    ...
 
 
 @app.command()

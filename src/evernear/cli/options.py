@@ -64,6 +64,13 @@ OutOption = Annotated[str, typer.Option("--out", metavar="DIR|s3://...", help="W
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 
 
+def group(name: str, help: str) -> typer.Typer:
+    """An app whose commands keep their names, even if it has only one."""
+    app = typer.Typer(name=name, help=help, rich_markup_mode="markdown", no_args_is_help=True)
+    app.callback()(lambda: None)
+    return app
+
+
 def options_of(build: Callable[..., Built]) -> Callable[[Callable[Concatenate[Built, ...], None]], Callable[..., None]]:
     """Add ``build``'s parameters to a command's options, and pass it the result first."""
 

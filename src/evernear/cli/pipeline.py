@@ -8,7 +8,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from evernear.cli.options import ConfigOption, JsonOption, PresetOption, assignments, message_on_interrupt, options_of
+from evernear.cli.options import (
+    ConfigOption,
+    JsonOption,
+    PresetOption,
+    assignments,
+    group,
+    message_on_interrupt,
+    options_of,
+)
 from evernear.cli.runs import follow, outcome_of, record_of, row, show, store_of, title
 from evernear.common.output import print_json, print_line, print_table
 from evernear.errors import SettingsError, StoreError
@@ -19,12 +27,7 @@ if TYPE_CHECKING:
 
 DEFAULT = "continuous-training"
 
-app = typer.Typer(
-    name="pipeline",
-    rich_markup_mode="markdown",
-    no_args_is_help=True,
-    help="Upload, run, schedule, show and stop pipelines on Kubeflow Pipelines.",
-)
+app = group("pipeline", "Upload, run, schedule, show and stop pipelines on Kubeflow Pipelines.")
 PipelineArgument = Annotated[str, typer.Argument(metavar="PIPELINE")]
 EndpointOption = Annotated[
     str | None, typer.Option("--endpoint", metavar="URL", help="URL of the KFP API. [pipeline.endpoint]")

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from evernear.cli.options import JsonOption, options_of, registry_settings
+from evernear.cli.options import JsonOption, group, options_of, registry_settings
 from evernear.common.output import print_json, print_line, print_table, printable, quantity
 from evernear.errors import IntegrityError, SettingsError
 from evernear.evaluation.verdict import classes_tested
@@ -19,12 +19,7 @@ if TYPE_CHECKING:
     from evernear.release.records import Description, Record, Signature
     from evernear.release.registry import Registry
 
-app = typer.Typer(
-    name="registry",
-    rich_markup_mode="markdown",
-    no_args_is_help=True,
-    help="List, show, promote, roll back and restore releases, and move the anchor.",
-)
+app = group("registry", "List, show, promote, roll back and restore releases, and move the anchor.")
 VersionArgument = Annotated[str, typer.Argument(metavar="VERSION")]
 SHOWN_LABELS = 50
 WhyOption = Annotated[str, typer.Option("--why", metavar="TEXT", help="Reason for the history.")]

@@ -130,26 +130,6 @@ class Settings(RunSettings):
     watch: WatchSettings = WatchSettings()
 
 
-def load(
-    *,
-    preset: str | None = None,
-    config: Path | None = None,
-    environment: Mapping[str, str] | None = None,
-    overrides: Iterable[str] = (),
-    remembered: bool = True,
-) -> Settings:
-    """Read the settings from all sources, the working directory's file only if ``remembered``.
-
-    ``overrides`` are ``section.key=value`` strings.
-
-    Raises:
-        SettingsError: a key is unknown, a value is invalid, or a file cannot be read.
-    """
-    return load_layers(
-        preset=preset, config=config, environment=environment, overrides=overrides, remembered=remembered
-    ).settings()
-
-
 def load_layers(
     *,
     preset: str | None = None,
@@ -158,10 +138,21 @@ def load_layers(
     overrides: Iterable[str] = (),
     remembered: bool = True,
 ) -> Layers[Settings]:
-    """Like `load`, but keep the sources separate."""
+    """Read the settings from all sources, the working directory's file only if ``remembered``.
+
+    ``overrides`` are ``section.key=value`` strings.
+
+    Raises:
+        SettingsError: a key is unknown, a value is invalid, or a file cannot be read.
+    """
     assigned = sources.assignments(Settings, overrides) | ({} if preset is None else {PRESET: preset})
     variables = os.environ if environment is None else environment
     return read_layers(Settings, config, variables, assigned, remembered=remembered)
+
+
+def load(**sources_of_layers: Any) -> Settings:
+    """The combined settings of `load_layers`."""
+    return load_layers(**sources_of_layers).settings()
 
 
 def of_run(overrides: Mapping[str, Any], *, preset: str = "", **parameters: str) -> OneRun:
