@@ -136,8 +136,8 @@ def test_secret_of_the_environment_is_neither_kept_nor_shown(work: Path, monkeyp
         ("index.uri=http://ada:hunter2@milvus:19530", "http://***@milvus:19530"),
         ("pipeline.endpoint=http://ada:hunter2@kfp.example", "http://***@kfp.example"),
         ("pipeline.ui_url=http://kfp?api_key=hunter2", "http://kfp?api_key=***"),
-        ("slack.channel=xoxb-hunter2-hunter2", "***"),
-        ('permissions.start=["U1", "xoxb-hunter2-hunter2"]', "['U1', '***']"),
+        ("slack.channel=xoxb-1234567890-hunter2", "***"),
+        ('permissions.start=["U1", "xoxb-1234567890-hunter2"]', "['U1', '***']"),
     ],
 )
 def test_secret_in_a_setting_is_refused(work: Path, setting: str, masked: str) -> None:
