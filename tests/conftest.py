@@ -10,16 +10,18 @@ import tests.environment  # noqa: F401 - first, because libraries and `evernear`
 import itertools
 import os
 import random
+import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 import hypothesis
 import pytest
 from filelock import FileLock
 from pydantic import BaseModel
+from xdist.scheduler import LoadFileScheduling
 
 from evernear.settings import Settings, layers
 from evernear.settings.sources import Tree
@@ -45,6 +47,7 @@ LONGEST_FIRST = (
 )
 """Directories whose tests take longest: if started last, they would run alone at the end, on one of
 two cores."""
+USES_SERVER = re.compile(r"def test_\w+\([^)]*\bserved: Served\b")
 SEED = "EVERNEAR_TEST_SEED"
 """The environment variable with the seed of the order of the tests."""
 SLOW_TIMEOUT_S = 1800
@@ -66,6 +69,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("slow") and not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(SLOW_TIMEOUT_S))
+
+
+class ByFileAndServer(LoadFileScheduling):
+    """The tests of a file run in one worker, and so do all tests with `served`: one TorchServe
+    suffices for them."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        file = super()._split_scope(nodeid)
+        return "served" if USES_SERVER.search((self.config.rootpath / file).read_text()) else file
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> ByFileAndServer:
+    return ByFileAndServer(config, log)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

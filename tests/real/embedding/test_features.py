@@ -40,7 +40,8 @@ def frozen(digits: Dataset, tmp_path_factory: pytest.TempPathFactory) -> TrainSe
     directory = tmp_path_factory.mktemp("first")
     train_network(digits, first, directory)
     weights = directory / "weights.pt"
-    return TrainSettings(backbone="test_resnet", weights=str(weights), frozen=True, backbone_size_px=16)
+    short = {"epochs": 1, "min_steps": 60}
+    return TrainSettings(backbone="test_resnet", weights=str(weights), frozen=True, backbone_size_px=16, **short)
 
 
 @pytest.fixture

@@ -47,7 +47,13 @@ def images(tmp_path: Path) -> Path:
 
 
 def settings_of(images: Path, **changes: object) -> Tree:
-    recipe = {"backbone": TINY, "weights": str(images / "model.safetensors"), "backbone_size_px": 16}
+    recipe = {
+        "backbone": TINY,
+        "weights": str(images / "model.safetensors"),
+        "backbone_size_px": 16,
+        "epochs": 1,
+        "min_steps": 40,
+    }
     chosen = RunSettings.model_validate({"store": (images / "store").as_uri(), "train": recipe | changes})
     return chosen.model_dump(mode="json", exclude_defaults=True)
 
