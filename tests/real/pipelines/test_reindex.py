@@ -1,6 +1,6 @@
 """Reuse of the champion's network and threshold.
 
-tests/real/scenarios/test_main_job.py tests complete reindex runs.
+tests/slow/scenarios/test_main_job.py tests complete reindex runs.
 """
 
 import json

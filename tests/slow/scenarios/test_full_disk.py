@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from tests import ROOT
-from tests.real.scenarios.on_small_disks import NO_MOUNT
 from tests.real.scenarios.workspace import COMMAND_TIMEOUT_S, Workspace, write_digits
+from tests.slow.scenarios.on_small_disks import NO_MOUNT
 
 pytestmark = pytest.mark.slow
 # `validate`, which writes only a one-page report, fits on the smallest disk.
@@ -42,7 +42,7 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Workspace:
 
 @pytest.mark.parametrize("step", STEPS)
 def test_step_reports_a_full_disk(workspace: Workspace, tmp_path: Path, step: str) -> None:
-    script = ["-m", "tests.real.scenarios.on_small_disks", step]
+    script = ["-m", "tests.slow.scenarios.on_small_disks", step]
     paths = [str(workspace.directory / "result.json"), str(workspace.directory / "images"), str(tmp_path)]
     completed = subprocess.run(
         ["unshare", "--map-root-user", "--mount", sys.executable, *script, *paths],
