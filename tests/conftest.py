@@ -25,6 +25,7 @@ from xdist.scheduler import LoadFileScheduling
 
 from evernear.settings import Settings, layers
 from evernear.settings.sources import Tree
+from tests import ROOT
 
 if TYPE_CHECKING:
     from tests.releases import MakeRelease, PackedRelease, System
@@ -60,11 +61,14 @@ def pytest_configure() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run the tests of a file in random order, and the files of a directory."""
+    """Run files in random order, and so the tests of a fast file.
+
+    The others share servers, some of which notice later that the clients of a test are gone.
+    """
     rng = random.Random(os.environ[SEED])
     rank = {path: rng.random() for path in dict.fromkeys(item.path for item in items)}
-    rng.shuffle(items)
-    items.sort(key=lambda item: rank[item.path])
+    fast = ROOT / "tests" / "fast"
+    items.sort(key=lambda item: (rank[item.path], rng.random() if item.path.is_relative_to(fast) else 0))
     items.sort(key=lambda item: min(map(LONGEST_FIRST.index, _directories(item)), default=len(LONGEST_FIRST)))
     for item in items:
         if item.get_closest_marker("slow") and not item.get_closest_marker("timeout"):

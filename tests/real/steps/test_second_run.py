@@ -137,7 +137,7 @@ def test_the_probe_trains_a_head_on_as_many_views_as_the_training_had_time_for(
     monkeypatch.setattr(steps, "Clock", lambda: Clock(lambda: 0.0))
     for run, end_of_views in (("all", 2.0), ("none", 0.0)):
         monkeypatch.setattr("evernear.embedding.head.VIEWS_SHARE", end_of_views)
-        settings = settings_of(images, minutes=2.0, layers="head", seed=len(probed))
+        settings = settings_of(images, minutes=2.0, epochs=None, min_steps=None, layers="head", seed=len(probed))
         steps.train(run, settings, str(images), str(images / run), str(images / "curves.html"))
         steps.probe(run, settings, str(images), str(images / "open_set"))
     assert probed == [4, 0]
