@@ -51,6 +51,9 @@ def test_setting_can_be_given_by_name_or_parameter() -> None:
     known = parameters_of(uploaded())
     assert from_words(["data.source=s3://x"], known) == from_words(["source=s3://x"], known) == {"source": "s3://x"}
     assert from_words([f"kubernetes.image={IMAGE}"], known) == {"serving_image": IMAGE}
+    once = {"reread": True, "moved_from": "s3://old", "classes": {"retired": ["cat"]}}
+    words = ["reread=true", "moved_from=s3://old", 'classes.retired=["cat"]']
+    assert from_words(words, known) == {"settings": once}
     assert from_words(["train.epochs=3", "train.width=8", 'settings={"gate": {"significance": 0.2}}'], known) == {
         "settings": {"train": {"epochs": 3, "width": 8}, "gate": {"significance": 0.2}}
     }
