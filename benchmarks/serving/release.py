@@ -16,7 +16,7 @@ from evernear.data.ingest import ingest_source
 from evernear.data.manifest import save_manifest
 from evernear.data.shards import Dataset
 from evernear.embedding.embed import embed_dataset
-from evernear.embedding.embeddings import DESCRIPTION_FILE, Embeddings
+from evernear.embedding.embeddings import Embeddings
 from evernear.embedding.export import NETWORK_FILE, export_network
 from evernear.embedding.train import train_network
 from evernear.evaluation.verdict import Rule, System, Verdict
@@ -30,7 +30,6 @@ from evernear.serving import HANDLER
 from evernear.settings import Settings
 
 QUERIES = 512
-GALLERY = ("train", "gallery")
 
 
 @dataclass(frozen=True)
@@ -55,7 +54,9 @@ def prepare(settings: Settings, scratch: Path) -> Served:
     one_epoch = settings.train.model_copy(update={"epochs": 1, "min_steps": 0})  # weights do not affect speed
     train_network(dataset, one_epoch, scratch / "trained")
     export_network(scratch / "trained", dataset, network_dir)
-    gallery = _embed_all_as_gallery(network_dir, dataset, scratch / "embeddings")
+    # All train images join the gallery, as those of classes that the network was not trained on.
+    embed_dataset(network_dir, dataset, scratch / "embeddings", untrained=frozenset(dataset.labels))
+    gallery = Embeddings.open(scratch / "embeddings")
     index = build_index(gallery, dataset.labels, settings.index, index_dir)
     verdict = scratch / "verdict.json"
     rule = Rule(name="benchmark", passed=True, reason="only speed matters here")
@@ -81,18 +82,6 @@ def prepare(settings: Settings, scratch: Path) -> Served:
     naive_store = _pack_naive(network_dir, index_dir, gallery, dataset, scratch / "naive")
     images = tuple(_png(image) for image in next(dataset.blocks("test", QUERIES)).images)
     return Served(settings, scratch / "parts", naive_store, images, gallery.count("gallery"))
-
-
-def _embed_all_as_gallery(network_dir: Path, dataset: Dataset, out_dir: Path) -> Embeddings:
-    """Use the splits train and gallery as the gallery, and the query split for calibration."""
-    described = embed_dataset(network_dir, dataset, out_dir, (*GALLERY, "query"))
-    shards = tuple(
-        shard.model_copy(update={"split": "gallery" if shard.split in GALLERY else "query"})
-        for shard in described.shards
-    )
-    regrouped = described.model_copy(update={"shards": shards})
-    (out_dir / DESCRIPTION_FILE).write_text(regrouped.model_dump_json())
-    return Embeddings.open(out_dir)
 
 
 def _pack_naive(network_dir: Path, index_dir: Path, gallery: Embeddings, dataset: Dataset, directory: Path) -> Path:
