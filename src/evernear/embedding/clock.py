@@ -1,10 +1,23 @@
-"""The time of training or probe, which ``train.minutes`` limits."""
+"""The progress of a training, and the time, which ``train.minutes`` limits."""
 
 import math
 import time
 from collections.abc import Callable
+from typing import NamedTuple
 
 from evernear.errors import SettingsError
+
+
+class Steps(NamedTuple):
+    """Counted over all epochs. ``done`` includes steps that are skipped for lack of time. Early
+    stopping may end training before ``total``."""
+
+    done: int
+    total: int
+    per_epoch: int
+
+
+OnStep = Callable[[Steps], None]
 
 
 class Clock:

@@ -10,14 +10,14 @@ from evernear.common.store import Store, open_store
 from evernear.data.manifest import Split
 from evernear.data.shards import Dataset
 from evernear.embedding.artifact import HISTORY_FILE, TrainedNetwork, TrainingResult, save_trained
-from evernear.embedding.clock import Clock
+from evernear.embedding.clock import Clock, OnStep
 from evernear.embedding.data_loader import OnImages, TrainingImages
 from evernear.embedding.network import MEMBERS, Architecture, EmbeddingNetwork, build_network, choose_patch
 from evernear.embedding.recipe import Recipe
 
 if TYPE_CHECKING:  # timm takes seconds to import
     from evernear.embedding.features import FrozenFeatures
-    from evernear.embedding.head import Head, OnHeadStep
+    from evernear.embedding.head import Head
     from evernear.embedding.timm_member import TimmMember
 
 MAX_IMAGES_OF_START = 20_000
@@ -113,7 +113,7 @@ def fit_last_layer(
     dataset: Dataset,
     images: TrainingImages,
     recipe: Recipe,
-    on_step: "OnHeadStep | None" = None,
+    on_step: OnStep | None = None,
     clock: Clock | None = None,
 ) -> "Head | None":
     """Fit the last layer to the train split.
@@ -137,7 +137,7 @@ def freeze(
     store: Store | None = None,
     exclude_labels: frozenset[str] = frozenset(),
     on_images: OnImages | None = None,
-    on_step: "OnHeadStep | None" = None,
+    on_step: OnStep | None = None,
     clock: Clock | None = None,
 ) -> TrainingResult:
     """Write a network with a frozen backbone to ``out_dir``, in the format of a trained network.

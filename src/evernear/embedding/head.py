@@ -5,7 +5,7 @@ cached. A training step on them takes milliseconds.
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from itertools import islice
 from typing import NamedTuple, cast
@@ -22,7 +22,7 @@ from evernear.embedding.arcface import ArcFace, TrainingModule
 from evernear.embedding.artifact import HeadTest
 from evernear.embedding.augmentation import augment_block, view_name
 from evernear.embedding.backbone import whiten
-from evernear.embedding.clock import Clock
+from evernear.embedding.clock import Clock, OnStep, Steps
 from evernear.embedding.data_loader import TrainingImages, one_torch_thread
 from evernear.embedding.features import FrozenFeatures, View
 from evernear.embedding.network import Architecture, EmbeddingNetwork
@@ -45,8 +45,6 @@ HEAD_SHARE = 0.5
 """Share of the head in the similarity of two embeddings. The rest is the whitened features'. On
 four sets of photographs, half of each beats a head alone
 (docs/decisions/0030-pretrained-weights.md)."""
-OnHeadStep = Callable[[int, int], None]
-"""Called after each training step with the completed and the total number of steps."""
 
 
 class LinearHead(nn.Module):
@@ -104,7 +102,7 @@ def train_head(
     dataset: Dataset,
     images: TrainingImages,
     recipe: Recipe,
-    on_step: OnHeadStep | None = None,
+    on_step: OnStep | None = None,
     clock: Clock | None = None,
 ) -> Head:
     """Train a head on the train split, and compare it with whitened features on the gallery split.
@@ -232,7 +230,7 @@ def start_at_head(module: TrainingModule, head: Head) -> None:
 
 
 def _train(
-    module: TrainingModule, examples: HeadExamples, recipe: Recipe, on_step: OnHeadStep | None, clock: Clock
+    module: TrainingModule, examples: HeadExamples, recipe: Recipe, on_step: OnStep | None, clock: Clock
 ) -> None:
     batch_size = min(recipe.batch_size, len(examples.classes))
     steps = recipe.epochs * steps_per_epoch(recipe, len(examples.classes), batch_size)
@@ -248,7 +246,7 @@ def _train(
         module(features, classes, margin(recipe, progress), classes).backward()
         optimizer.step()
         if on_step is not None:
-            on_step(step + 1, steps)
+            on_step(Steps(step + 1, steps, steps))
     module.eval()
 
 

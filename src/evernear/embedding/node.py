@@ -22,8 +22,9 @@ from evernear.common.store import Store, open_store
 from evernear.data.shards import Dataset
 from evernear.embedding import distributed
 from evernear.embedding.artifact import Epoch
+from evernear.embedding.clock import Steps
 from evernear.embedding.recipe import Recipe
-from evernear.embedding.train import Steps, train_in_processes
+from evernear.embedding.train import train_in_processes
 from evernear.errors import EvernearError, IntegrityError
 
 TASK = "nodes/task"

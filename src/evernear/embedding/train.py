@@ -19,7 +19,6 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -32,7 +31,7 @@ from evernear.data.shards import Dataset
 from evernear.embedding import distributed
 from evernear.embedding.artifact import HISTORY_FILE, Epoch, TrainedNetwork, TrainingResult, save_trained
 from evernear.embedding.augmentation import Draws, Flip, augment, random_flips
-from evernear.embedding.clock import Clock
+from evernear.embedding.clock import Clock, OnStep, Steps
 from evernear.embedding.data_loader import OnImages
 from evernear.embedding.distributed import GlobalBatchNorm
 from evernear.embedding.freeze import freeze
@@ -44,23 +43,6 @@ from evernear.errors import TrainingError
 from evernear.settings import TrainSettings
 
 OnEpoch = Callable[[Epoch], None]
-
-
-class Steps(NamedTuple):
-    """Counted over all epochs. ``done`` includes steps that are skipped for lack of time. Early
-    stopping may end training before ``total``."""
-
-    done: int
-    total: int
-    per_epoch: int
-
-
-OnStep = Callable[[Steps], None]
-
-
-def steps_of_head(on_step: OnStep | None) -> Callable[[int, int], None] | None:
-    """Counts the steps of a head, which has no epochs."""
-    return None if on_step is None else lambda done, total: on_step(Steps(done, total, total))
 
 
 def train_network(
@@ -91,7 +73,7 @@ def train_network(
     recipe, clock = with_defaults(settings, dataset), clock or Clock()
     clock.limit(recipe.minutes)
     if recipe.keeps_backbone:
-        return freeze(dataset, recipe, out_dir, store, exclude_labels, on_images, steps_of_head(on_step), clock)
+        return freeze(dataset, recipe, out_dir, store, exclude_labels, on_images, on_step, clock)
     if recipe.nodes > 1:
         return write_result_of_nodes(dataset, recipe, out_dir, store, exclude_labels)
     if recipe.processes > 1:

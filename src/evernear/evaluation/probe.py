@@ -15,7 +15,7 @@ from evernear.data.groups import GroupNumbers, group_numbers
 from evernear.data.manifest import SPLITS, Split
 from evernear.data.shards import Dataset
 from evernear.embedding.artifact import load_trained
-from evernear.embedding.clock import Clock
+from evernear.embedding.clock import Clock, OnStep
 from evernear.embedding.data_loader import ImageVectors, TrainingImages
 from evernear.embedding.embed import Embed, write_embeddings
 from evernear.embedding.embeddings import EmbeddingCache, Embeddings
@@ -23,7 +23,7 @@ from evernear.embedding.export import center, centered_head
 from evernear.embedding.freeze import Pretrained, fit_last_layer, open_pretrained
 from evernear.embedding.network import freeze_parameters
 from evernear.embedding.recipe import PROBE_DRAWS, Recipe, recipe_of_probe
-from evernear.embedding.train import OnStep, steps_of_head, train_network
+from evernear.embedding.train import train_network
 from evernear.evaluation.measure import BATCH_SIZE
 from evernear.evaluation.open_set import OpenSet
 from evernear.evaluation.statistics import (
@@ -332,7 +332,7 @@ def _open_head(
     from evernear.embedding.features import HeadEmbedder  # timm takes seconds to import
 
     images = TrainingImages(dataset, held_out)
-    fit_last_layer(pretrained, dataset, images, recipe, steps_of_head(on_step), clock)
+    fit_last_layer(pretrained, dataset, images, recipe, on_step, clock)
     head = centered_head(pretrained.network, pretrained.features, dataset, held_out)
     embed, dim = HeadEmbedder(pretrained.features, head).embed, head.standardize.matrix.shape[1]
     identity, untrained = pretrained.features.identity, frozenset(dataset.labels)

@@ -10,7 +10,7 @@ from evernear.common.run_record import StepProgress
 
 if TYPE_CHECKING:
     from evernear.embedding.artifact import Epoch
-    from evernear.embedding.train import Steps
+    from evernear.embedding.clock import Steps
     from evernear.evaluation.measure import Observer
 
 

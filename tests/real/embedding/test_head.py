@@ -16,7 +16,7 @@ from evernear.embedding import data_loader
 from evernear.embedding import head as head_module
 from evernear.embedding.artifact import load_trained
 from evernear.embedding.augmentation import augment_block, augment_photographs, view_name
-from evernear.embedding.clock import Clock
+from evernear.embedding.clock import Clock, Steps
 from evernear.embedding.data_loader import TrainingImages, embed_images
 from evernear.embedding.embed import embed_dataset
 from evernear.embedding.embeddings import Embeddings
@@ -27,7 +27,7 @@ from evernear.embedding.head import HeadExamples, compare, read_examples, train_
 from evernear.embedding.network import build_network
 from evernear.embedding.recipe import Recipe, recipe_of_head, with_defaults
 from evernear.embedding.timm_member import Whitening, prepare_epoch
-from evernear.embedding.train import Steps, train_network
+from evernear.embedding.train import train_network
 from evernear.embedding.training_setup import prepare_training
 from evernear.errors import SettingsError
 from evernear.evaluation.probe import probe_open_set

@@ -23,11 +23,12 @@ from evernear.data.shards import Dataset
 from evernear.embedding import distributed
 from evernear.embedding.arcface import TrainingModule
 from evernear.embedding.artifact import Epoch, TrainingResult, load_trained
+from evernear.embedding.clock import Steps
 from evernear.embedding.data_loader import TrainingImages
 from evernear.embedding.monitor import collapse_warnings, require_learned
 from evernear.embedding.network import Architecture
 from evernear.embedding.recipe import TOTAL_DECAY, learning_rate, with_defaults
-from evernear.embedding.train import Steps, train_network, train_step
+from evernear.embedding.train import train_network, train_step
 from evernear.embedding.training_setup import TrainingState, checkpoint_key, prepare_training
 from evernear.errors import IntegrityError, StoreError, TrainingError
 from evernear.settings import DataSettings, TrainSettings
