@@ -1,6 +1,6 @@
 """Kubernetes settings of the tasks: Secrets, scratch space, resources, timeouts and retries.
 
-`evernear.kubeflow.publish` replaces the Secret of the store, the limits and the accelerator with those of the cluster.
+`evernear.kubeflow.publish` replaces the limits and the accelerator with those of the cluster.
 How KFP 2.17 compiles them, and its limits: docs/decisions/0015-a-run-starts-once.md.
 """
 
