@@ -1,5 +1,4 @@
-"""What the console's endpoints share: templates, forms, images, errors, the predictor, and the
-warm-up."""
+"""What the console's endpoints share: templates, forms, images, errors and the predictor."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping

@@ -107,8 +107,7 @@ class Draws(NamedTuple):
 
 
 def augment(images: Tensor, kind: str, draws: Draws) -> Tensor:
-    """Augment each of ``images`` (N, C, H, W). ``kind`` is a value of ``train.augment`` but not
-    ``auto``."""
+    """Augment each of ``images`` (N, C, H, W). ``kind`` is a value of ``train.augment``."""
     if kind == "none":
         return images
     if kind == "shift":

@@ -2,7 +2,7 @@
 
 All its files are in its home directory (``WORKDIR/torchserve``, mode 0700): configuration, keys,
 logs and model store. Java is started directly, because the ``torchserve`` script supports only one
-process per machine. Tested with TorchServe 0.12.0 on Java 17 and 25.
+process per machine. Tested with TorchServe 0.12.0 on Java 25.
 """
 
 import contextlib

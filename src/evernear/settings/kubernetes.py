@@ -1,4 +1,4 @@
-"""The settings of a cluster: the serving Deployment, Kubeflow Pipelines, parts and prices."""
+"""The settings of a cluster: the serving Deployment, Kubeflow Pipelines and prices."""
 
 from typing import Self
 
