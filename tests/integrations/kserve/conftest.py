@@ -26,7 +26,7 @@ from tests.releases import MakeRelease, PackedRelease
 @pytest.fixture(scope="session", autouse=True)
 def sdk() -> None:
     if open_inference_protocol() is None:
-        reason = f"KServe's SDK is not installed in {ENVIRONMENT}; `make test` installs it, for Python below 3.14"
+        reason = f"KServe's SDK is not installed in {ENVIRONMENT}; `make test-integrations` installs it (Python < 3.14)"
         if os.environ.get("CI"):
             pytest.fail(reason)
         pytest.skip(reason)
