@@ -15,7 +15,7 @@ from evernear.data.sources import open_source
 from evernear.data.sources.folder import Bucket
 from evernear.data.validate import validate_dataset
 from evernear.errors import DataError, SettingsError
-from evernear.settings import DataSettings, Settings, ValidationSettings, load, overrides_from
+from evernear.settings import DataSettings, ValidationSettings, load, overrides_from
 
 MakeTree = Callable[..., Path]
 NAMES = ["a", "b"]
@@ -348,9 +348,9 @@ def test_layout_of_a_bucket_costs_few_requests(make_tree, bucket: str, monkeypat
 
 
 def test_layout_is_a_setting_of_a_pipeline_run() -> None:
-    from evernear.settings import of_run
+    from evernear.settings import OneRun, of_run
 
     words = ["data.split_folders.eval=test", "data.layout=innermost"]
     chosen = of_run(overrides_from(words), source="s3://bucket/images")
     assert (chosen.data.split_folders, chosen.data.layout) == ({"eval": "test"}, "innermost")
-    assert Settings.model_validate_json(chosen.model_dump_json()).data == chosen.data
+    assert OneRun.model_validate_json(chosen.model_dump_json()) == chosen

@@ -32,7 +32,7 @@ from evernear.reporting.notify import finalize
 from evernear.reporting.page import run_page
 from evernear.serving.decoding import encode_png
 from evernear.serving.query_log_files import LoggedQuery, Period
-from evernear.settings import DataSettings, RunSettings, of_run, parse
+from evernear.settings import DataSettings, OneRun, RunSettings, of_run, parse
 from tests.releases import MakeRelease, System
 
 
@@ -145,7 +145,7 @@ def test_ingest_passes_on_only_the_settings_that_differ_from_the_defaults(tmp_pa
     changed = {"train": {"seed": 1, "margin": 0.3}, "classes": {"renamed": {"7": "seven"}}}
     _, settings = steps.ingest("run", store, parameters, changed, str(tmp_path / "dataset"))
     chosen = of_run(changed, **parameters, store=store)
-    assert parse(RunSettings, settings) == chosen
+    assert parse(OneRun, settings) == chosen
     assert settings["classes"] == {"renamed": {"7": "seven"}}
     assert "margin" not in settings["train"], "0.3 is the default"
     assert len(json.dumps(settings)) < 1000

@@ -172,7 +172,7 @@ def test_unavailable_predictor_is_retried(stored_releases: ReleaseStore, predict
 def test_slow_predictor_times_out(
     stored_releases: ReleaseStore, predictor: Predictor, port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(service, "TIMEOUT_S", 0.3)
+    monkeypatch.setattr(service, "PREP_TIMEOUT_S", 0.3)
     predictor.answer = predictor.wait
     with prep_client(stored_releases.settings(port)) as client:
         assert "within 0.3 s" in refusal(client.post("/predict", json=png()), 504)

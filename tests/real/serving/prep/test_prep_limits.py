@@ -115,7 +115,7 @@ def until(ask: Callable[[], httpx.Response], status: int, waiting: list[Future[h
 def test_waiting_too_long_for_decoding_times_out(
     stored_releases: ReleaseStore, port: int, gate: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(service, "TIMEOUT_S", 2)
+    monkeypatch.setattr(service, "PREP_TIMEOUT_S", 2)
     with prep_client(stored_releases.settings(port)) as prep:
         with ThreadPoolExecutor(2) as pool:
             answers = list(pool.map(lambda _: prep.post("/predict", json=LARGE), range(2)))
