@@ -192,7 +192,7 @@ def _validate_settings(arguments: Mapping[str, Any], by_name: Mapping[str, Param
     defaults = {name: by_name[name].default for name in ("preset", "settings") if name in by_name}
     combined = combine(defaults, arguments)
     settings = of_run(combined.get("settings") or {}, preset=combined.get("preset") or "")
-    if settings.kubernetes.memory != "auto":
+    if settings.kubernetes.memory is not None:
         from evernear.serving.pod import pod_memory
 
         pod_memory(settings)  # rejects memory that suffices for no release; the deploy step knows the actual release

@@ -78,20 +78,20 @@ def pod_memory(settings: RunSettings, index_size_bytes: int = 0, worker_parts_si
     that any release needs.
 
     Raises:
-        SettingsError: ``kubernetes.memory`` is less than the value that ``auto`` would select.
+        SettingsError: ``kubernetes.memory`` is less than the release needs.
     """
     serving, chosen = settings.serving, settings.kubernetes.memory
     needed = memory_size_bytes(serving, index_size_bytes, worker_parts_size_bytes)
     needed_bytes = math.ceil(needed / MEMORY_STEP_BYTES) * MEMORY_STEP_BYTES
-    auto = f"{needed_bytes // 2**20}Mi"
-    if chosen == "auto":
-        return auto
+    default = f"{needed_bytes // 2**20}Mi"
+    if chosen is None:
+        return default
     if int(chosen[:-2]) * _UNITS[chosen[-2:]] < needed_bytes:
         of_release = "" if index_size_bytes or worker_parts_size_bytes else " or more, depending on the release"
         raise SettingsError(
-            f"Invalid setting kubernetes.memory = {chosen}: a pod needs {auto}{of_release}. With less, the kernel "
+            f"Invalid setting kubernetes.memory = {chosen}: a pod needs {default}{of_release}. With less, the kernel "
             f"kills a worker and its requests when {serving.batch_size} requests of the largest size arrive together; "
-            "use auto, or lower serving.workers, serving.batch_size, serving.max_request_size_bytes or "
+            "leave it out, or lower serving.workers, serving.batch_size, serving.max_request_size_bytes or "
             "serving.max_pixels."
         )
     return chosen

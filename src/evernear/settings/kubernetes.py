@@ -32,11 +32,11 @@ class KubernetesSettings(Section):
     replicas_min: int = Field(default=2, ge=1, description="minReplicas of the HorizontalPodAutoscaler.")
     replicas_max: int = Field(default=4, ge=1, description="maxReplicas of the HorizontalPodAutoscaler.")
     cpu: str = Field(default="2", pattern=_CPU, description="CPU request and limit of a pod.")
-    memory: str = Field(
-        default="auto",
-        pattern=r"^(auto|[0-9]+[MG]i)$",
-        description="Memory request and limit of a pod; auto: from the release and the limits of serving.*. A lower "
-        "value than that is refused.",
+    memory: str | None = Field(
+        default=None,
+        pattern=r"^[0-9]+[MG]i$",
+        description="Memory request and limit of a pod. Default: what the release and the limits of serving.* need. A "
+        "lower value is refused.",
     )
     query_secret: str = Field(
         default="",

@@ -79,7 +79,8 @@ def test_deployer_has_exactly_the_rights_that_it_uses(
     before = len(cluster.calls)
 
     with LeaseLock(api, settings.kubernetes.name, 2):
-        old = serving_objects(settings, ServedRelease(OLD, "b" * 64, "c" * 64))
+        owners = api.get("PodTemplate", settings.kubernetes.name)
+        old = serving_objects(settings, ServedRelease(OLD, "b" * 64, "c" * 64), owners)
         apply_revision(api, old, dry_run=True)
         apply_revision(api, old)
         await_rollout(api, settings.kubernetes)

@@ -210,7 +210,7 @@ def _create_collection(client: Client, collection: Collection, gallery: GalleryV
         client.drop_collection(collection.name, timeout=TIMEOUT_S)
         raise SettingsError(
             f"index.type = {factory!r} does not work in Milvus at {address(collection.uri)}: {sentence(error)}; use "
-            "auto, FLAT or HNSW,M=32,efConstruction=360, for example."
+            "FLAT or HNSW,M=32,efConstruction=360, for example."
         ) from None
 
 

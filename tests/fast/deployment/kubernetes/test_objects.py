@@ -131,11 +131,11 @@ def test_memory_of_a_pod_follows_from_the_release() -> None:
         (["kubernetes.memory=2Gi"], replace(RELEASE, worker_parts_size_bytes=2**30), "a pod needs 3072Mi. With"),
     ],
 )
-def test_memory_below_that_of_auto_is_refused(overrides: list[str], release: ServedRelease, sentence: str) -> None:
-    with pytest.raises(SettingsError, match=r"^Invalid setting kubernetes\.memory = .*use auto, or lower") as refused:
+def test_memory_below_the_default_is_refused(overrides: list[str], release: ServedRelease, sentence: str) -> None:
+    with pytest.raises(SettingsError, match=r"^Invalid setting kubernetes\.memory = .*leave it out") as refused:
         objects(*overrides, release=release)
     assert sentence in str(refused.value)
-    assert pod(objects("kubernetes.memory=auto", *overrides[1:], release=release))
+    assert pod(objects(*overrides[1:], release=release))
 
 
 def test_memory_is_checked_before_the_first_step_reads_images() -> None:
