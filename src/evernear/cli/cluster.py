@@ -26,7 +26,7 @@ def render(
 
     from evernear.deployment.kubernetes import KubernetesTarget
 
-    objects = KubernetesTarget(settings).render(release)
+    objects = KubernetesTarget(settings).render(release, lambda sentence: print_line(sentence, sys.stderr))
     unshared = json.loads(json.dumps(objects))  # without shared values, which YAML would write as aliases
     sys.stdout.write(yaml.safe_dump_all(unshared, sort_keys=False, width=120))  # escapes non-ASCII characters
 

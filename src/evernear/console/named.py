@@ -28,7 +28,7 @@ _MORE_IMAGES_HELP = ("class_recall", "false_rejects", "accuracy_floor", "no_wors
 
 
 class Hold(NamedTuple):
-    """The last run that ended, if it was held or failed, and the run's failed gate rules."""
+    """The last run that ended, if it was held or failed, and its failed gate rules."""
 
     outcome: RunOutcome
     begun: datetime

@@ -6,7 +6,7 @@ next one makes the cluster serve it again.
 """
 
 import contextlib
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -95,14 +95,23 @@ class KubernetesTarget:
         with contextlib.suppress(ClusterError):  # the saved revision is then older than the champion, and ignored
             save_last_known_good(self.cluster, self._kubernetes, revision)
 
-    def render(self, version: str | None) -> list[Tree]:
-        """The objects to apply when a published release (default: the champion) is deployed."""
+    def render(self, version: str | None, warn: Callable[[str], None]) -> list[Tree]:
+        """The objects to apply when a published release (default: the champion) is deployed.
+
+        Without credentials for a cluster, they lack its PodTemplate's additions. ``warn`` says so.
+        """
         if version is None:
             champion = self._registry.champion()
             if champion is None:
                 raise StoreError(f"No release has been promoted in {self._registry.uri} yet; name one with --release.")
             version = champion.version
-        return self._revision(version).objects
+        release = ServedRelease.of(self._registry.get(version))
+        try:
+            _ = self.cluster
+        except ClusterError as error:
+            warn(f"Rendered without the additions of a PodTemplate {self._kubernetes.name}: {error}")
+            return serving_objects(self._settings, release)
+        return self._objects(release)
 
     def status(self) -> dict[str, Any]:
         """The state of the Deployment and of the registry.

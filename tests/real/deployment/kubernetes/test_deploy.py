@@ -308,9 +308,21 @@ def test_field_conflicts_are_reported_before_any_change(sandbox: Sandbox, releas
         sandbox.deploy(second)
     settings = client.CoreV1Api(apps.api_client).read_namespaced_config_map(NAME, "evernear")
     assert settings.metadata.annotations[RELEASE] == first.version
-    for manifest in KubernetesTarget(sandbox.settings).render(None):  # what the remedy does
+    for manifest in KubernetesTarget(sandbox.settings).render(None, warn=pytest.fail):  # what the remedy does
         sandbox.cluster.apply(manifest, force=True)
     assert sandbox.deploy(second).version == second.version
+
+
+def test_release_is_rendered_without_a_cluster(
+    sandbox: Sandbox, releases: tuple[PackedRelease, ...], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    sandbox.deploy(releases[0])
+    target, warned = KubernetesTarget(sandbox.settings), list[str]()
+    expected = target.render(None, warn=pytest.fail)
+    monkeypatch.setenv("KUBECONFIG", str(tmp_path / "absent"))
+    assert KubernetesTarget(sandbox.settings).render(None, warn=warned.append) == expected
+    (sentence,) = warned
+    assert sentence.startswith("Rendered without the additions of a PodTemplate evernear-serving: ")
 
 
 def test_owner_adds_to_the_pods(sandbox: Sandbox, releases: tuple[PackedRelease, ...]) -> None:
