@@ -31,7 +31,7 @@ from benchmarks import machine
 from evernear.evaluation.bake import LEVEL, Comparison, Figures
 from evernear.serving.metrics import SECONDS_BOUNDS
 from evernear.settings import WatchSettings
-from evernear.triggers.watch.service import BAKE_INTERVAL_S
+from evernear.triggers.watch.baker import BAKE_INTERVAL_S
 
 REFERENCE_CELLS, REFERENCE_CELL_S = 60, 60.0
 DAY_S = 86_400.0

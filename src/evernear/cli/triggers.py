@@ -84,8 +84,7 @@ def watch(
     overrides: SetOption = None,
     workdir: WorkdirOption = None,
 ) -> None:
-    """Run the watcher until SIGTERM or Ctrl-C. The watcher checks on the schedule, and soon after
-    MinIO reports a change."""
+    """Run the watcher until SIGTERM or Ctrl-C. The watcher checks on the schedule."""
     if context.invoked_subcommand is not None:
         return
     if (on is not None) + status + ship > 1 or (now and not ship):
@@ -103,8 +102,7 @@ def watch(
 
 def _run(settings: Settings) -> None:
     from evernear.common.store import open_store
-    from evernear.triggers.watch.service import WatchService
-    from evernear.triggers.watch.watcher import Watcher
+    from evernear.triggers.watch.watcher import Watcher, WatchService
 
     log_to_stderr(logging.WARNING, settings.log_format)
     with tempfile.TemporaryDirectory(prefix="evernear-watch-") as cache:

@@ -16,7 +16,7 @@ import yaml
 
 from evernear.serving.metrics import metrics_file
 from evernear.serving.prep.service import Metrics
-from evernear.triggers.watch.metrics import FIGURES
+from evernear.triggers.watch.watcher import FIGURES
 from tests.repository.deploy.rendered import DEPLOY, named, objects
 
 UNIT_TESTS = [Path(__file__).with_name(name) for name in ("alerts_test.yaml", "alerts_week_test.yaml")]

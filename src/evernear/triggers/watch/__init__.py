@@ -6,11 +6,8 @@ start the action.
     observe.py           changes of the source, and drift: the input of a decision
     decide.py            retrain, reindex or no action, by the thresholds of `evernear.settings.WatchSettings`
     proposals.py         propose or start an action once: cooldown, pending proposals, active runs
-    watcher.py           a check from end to end
-    service.py           the process: check on a schedule, and when the bucket reports a change
+    watcher.py           a check from end to end, and the process that repeats it
     baker.py             after a rollout, compare a release with the previous release, and roll back if it is worse
-    metrics.py           live accuracy, for Prometheus
     pod_metrics.py       the counters of the pods
-    bucket_events.py     the notifications of a bucket
     schedule_state.py    on or off, and the last check, in the store
 """  # noqa: W505

@@ -32,6 +32,8 @@ BAKER = "the watcher's bake"
 SAVE_INTERVAL = timedelta(minutes=1)
 """Time between two saves of the counter values. If the process is killed, at most the requests
 since the last save are lost."""
+BAKE_INTERVAL_S = 10.0
+"""Time between two polls. A rollback begins within seconds of a breach."""
 FIRST_RETRY_S, LAST_RETRY_S = 30.0, 600.0
 
 

@@ -167,16 +167,6 @@ class Observer:
             faults=tuple(faults),
         )
 
-    def source(self) -> str:
-        """The source to watch.
-
-        Raises:
-            StoreError, IntegrityError: the champion or its snapshot cannot be read.
-        """
-        registry = Registry(self.store)
-        pointer = registry.champion()
-        return self._watched(registry.get(pointer.version).manifest if pointer else None).source
-
     def _watched(self, champion: ReleaseManifest | None) -> DataSettings:
         """The data settings. If no source is configured, the source of the champion's snapshot is
         used."""

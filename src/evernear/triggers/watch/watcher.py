@@ -1,19 +1,37 @@
-"""A complete check: observe, decide, act, and save the report."""
+"""The watcher: a complete check (observe, decide, act, save the report), and the process that
+repeats it.
 
-from collections.abc import Callable
+SIGTERM or Ctrl-C ends the process after the current check. A killed check leaves no incomplete
+state.
+"""
+
+import json
+import logging
+import time
+from collections.abc import Callable, Generator, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING
+from threading import Event
+from typing import TYPE_CHECKING, Any
 
-from evernear.common.output import quantity
-from evernear.common.store import Store
+from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.registry import Collector
+
+from evernear.common.output import print_line, quantity
+from evernear.common.retry import backoff_s
+from evernear.common.store import Store, open_store
 from evernear.console.queue import remove_submissions
 from evernear.errors import EvernearError, SettingsError
+from evernear.maintenance.prune import prune_store
 from evernear.serving.configuration import logged_queries
-from evernear.serving.endpoints import home_of
+from evernear.serving.endpoints import bind_error, home_of
 from evernear.serving.live_queries import remove_before
 from evernear.serving.query_log import ship_query_log
 from evernear.settings import Settings
+from evernear.triggers.watch.baker import BAKE_INTERVAL_S, Baker
 from evernear.triggers.watch.decide import decide_action
 from evernear.triggers.watch.observe import Observer
 from evernear.triggers.watch.proposals import Outcome, ProposalService
@@ -22,7 +40,23 @@ from evernear.triggers.watch.schedule_state import CheckReport, ScheduleStore
 if TYPE_CHECKING:
     from evernear.kubeflow.client import KfpRuns
 
+FIRST_RETRY_S = 30.0
+PERIOD_CHECKS = 10
+"""The shortest period of the checks, as a multiple of the duration of the last check: most of it is
+the listing of the source, which is a load for its server."""
+STUCK_AFTER_S = 1800.0
+PRUNE_INTERVAL_S, PRUNE_RETRY_S = 24 * 3600.0, 3600.0
+FIGURES = {
+    "live_labels": "Live queries of the champion that were labeled in this month and the one before.",
+    "live_accuracy": "Accuracy of the champion on these queries.",
+    "live_accuracy_low": "Lower end of the 95% interval of evernear_live_accuracy.",
+    "live_accuracy_high": "Upper end of the 95% interval of evernear_live_accuracy.",
+    "class_mix_difference": "Share of live queries that would need another predicted class for the reference's mix.",
+}
+"""Figures in a `CheckReport` that are exported as ``evernear_<figure>`` with the label
+``version``."""
 _TIME = "%Y-%m-%d %H:%M"
+_log = logging.getLogger(__name__)
 Clock = Callable[[], datetime]
 
 
@@ -53,10 +87,6 @@ class Watcher:
         self._observer = Observer(settings, store, cache)
         self._proposals = ProposalService(settings, store, runs)
         self._clock = clock
-
-    def source(self) -> str:
-        """The source to watch, from `Observer.source`."""
-        return self._observer.source()
 
     def check(self, act: bool = True) -> CheckReport:
         """Check once. If ``act`` is set, propose the decision or start its run, and save the report
@@ -129,3 +159,162 @@ class Watcher:
                 f"{now - retention:{_TIME}} UTC."
             )
         return " ".join(f"Removed {quantity(n, 'old file')} {which}." for which, n in removed.items() if n)
+
+
+class LastCheck(Collector):
+    """The metrics of the last check."""
+
+    report: CheckReport | None = None
+
+    def collect(self) -> Iterable[GaugeMetricFamily]:
+        for figure, meaning in FIGURES.items():
+            family = GaugeMetricFamily(f"evernear_{figure}", meaning, labels=("version",))
+            if self.report and figure in self.report.figures:
+                family.add_metric((self.report.champion,), self.report.figures[figure])
+            yield family
+
+
+class WatchService:
+    """The process: repeats the checks, the polls of a `Baker`, and the pruning of the store."""
+
+    def __init__(
+        self,
+        watcher: Watcher,
+        settings: Settings,
+        baker: Baker | None = None,
+        clock_s: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._watcher = watcher
+        self._watch = settings.watch
+        self._store_uri = settings.store_uri
+        self._baker = baker
+        self._bake_fault = ""
+        self._clock_s = clock_s
+        self._ended_s, self._wait_s = clock_s(), float(settings.watch.interval_s)
+        self._failures = 0
+        self._status = ""
+        self.last = LastCheck()
+        self.stopping = Event()
+
+    def run(self) -> None:
+        """Repeat everything until `stopping` is set.
+
+        Raises:
+            ServingError: the port of the health probe cannot be bound.
+        """
+        tasks = [self.check, *([self.bake] if self._baker else []), *([self.prune] if self._watch.prune_keep else [])]
+        with self._serve_probe(), ThreadPoolExecutor(len(tasks)) as threads:
+            list(threads.map(self._repeat, tasks))
+
+    def _repeat(self, task: Callable[[], float]) -> None:
+        while not self.stopping.is_set():
+            self.stopping.wait(task())
+
+    def check(self) -> float:
+        """Check, unless the watcher is paused. Returns the seconds until the next check."""
+        begin_s = self._clock_s()
+        fault = _fault_of(self._check)
+        self._ended_s = self._clock_s()
+        if fault:
+            self._failures += 1
+            self._wait_s = backoff_s(self._failures, FIRST_RETRY_S, self._watch.interval_s)
+            self._report(f"{fault} Retrying in {self._wait_s:.0f} s.")
+        else:
+            self._failures = 0
+            took_s = self._ended_s - begin_s
+            period_s = max(self._watch.interval_s, PERIOD_CHECKS * took_s)
+            self._wait_s = period_s - took_s
+            if period_s > self._watch.interval_s:
+                _print(f"The check took {took_s:.0f} s, so the next one is in {self._wait_s:.0f} s.")
+        return self._wait_s
+
+    def bake(self) -> float:
+        """Poll the baker, unless the watcher is paused. A lasting failure is reported once."""
+        fault = _fault_of(self._bake)
+        if fault and fault != self._bake_fault:
+            _print(f"The bake is interrupted: {fault} Retrying in {BAKE_INTERVAL_S:.0f} s.")
+        self._bake_fault = fault
+        return BAKE_INTERVAL_S
+
+    def prune(self) -> float:
+        """Prune the store. A run in progress is a failure, which is repeated soon."""
+        if fault := _fault_of(self._prune):
+            _print(f"{fault} Pruning again in {PRUNE_RETRY_S / 3600:.0f} h.")
+        return PRUNE_RETRY_S if fault else PRUNE_INTERVAL_S
+
+    def health(self) -> tuple[bool, dict[str, object]]:
+        """Whether checks complete, with details."""
+        age_s = self._clock_s() - self._ended_s
+        return age_s < self._wait_s + STUCK_AFTER_S, {
+            "seconds_since_last_check": round(age_s),
+            "consecutive_failures": self._failures,
+            "status": self._status,
+        }
+
+    def _check(self) -> str:
+        if not self._watcher.schedule.read().on:
+            self._report("Paused; `evernear watch --on` resumes it.")
+            return ""
+        report = self.last.report = self._watcher.check()
+        self._report(f"{report.action}: {' '.join(report.reasons)}")
+        return " ".join(report.faults)
+
+    def _bake(self) -> str:
+        if self._baker and self._watcher.schedule.read().on and (sentence := self._baker.poll()):
+            _print(sentence)
+        return ""
+
+    def _prune(self) -> str:
+        if keep := self._watch.prune_keep:
+            _print(f"Pruned the store: deleted {prune_store(open_store(self._store_uri), keep)}.")
+        return ""
+
+    def _report(self, sentence: str) -> None:
+        self._status = sentence
+        _print(sentence)
+
+    @contextmanager
+    def _serve_probe(self) -> Generator[None]:
+        """Serve ``GET /metrics``, and a probe at all other paths: the status 200 or 503, with the
+        details from `health`."""
+        host, port = self._watch.health_host, self._watch.health_port
+        if not port:
+            yield
+            return
+        registry = CollectorRegistry()
+        registry.register(self.last)
+        try:
+            server, _ = start_http_server(port, host, registry)
+        except OSError as error:
+            raise bind_error(error, host, port, "watch.health_port") from None
+        metrics: Any = server.get_app()
+
+        def answer(environ: dict[str, Any], start_response: Any) -> Iterable[bytes]:
+            if environ["PATH_INFO"] == "/metrics":
+                return metrics(environ, start_response)
+            is_healthy, details = self.health()
+            status = "200 OK" if is_healthy else "503 Service Unavailable"
+            start_response(status, [("Content-Type", "application/json")])
+            return [json.dumps(details).encode() + b"\n"]
+
+        server.set_app(answer)
+        try:
+            yield
+        finally:
+            server.shutdown()
+            server.server_close()
+
+
+def _fault_of(act: Callable[[], str]) -> str:
+    """The fault that ``act`` returns or raises."""
+    try:
+        return act()
+    except EvernearError as error:
+        return str(error)
+    except Exception as error:  # an internal error must not end the process
+        _log.exception("Internal error.")
+        return f"Internal error: {type(error).__name__}: {error}"
+
+
+def _print(sentence: str) -> None:
+    print_line(f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ} {sentence}")
