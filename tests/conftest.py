@@ -7,12 +7,13 @@ import tests.environment  # noqa: F401 - first, because libraries and `evernear`
 
 # isort: split
 
+import gc
 import itertools
 import os
 import random
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
@@ -58,6 +59,18 @@ times as long on a busy one."""
 
 def pytest_configure() -> None:
     os.environ.setdefault(SEED, str(random.SystemRandom().randrange(10**6)))  # the workers have the same one
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, Any, Any]:
+    """Keep the garbage collector away from all that the test files import, which takes it as long
+    as importing it."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
