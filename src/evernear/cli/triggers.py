@@ -206,8 +206,7 @@ def baker_of(settings: Settings, store: "Store", runs: "KfpRuns | None") -> "Bak
     """The baker for releases in the cluster, or None if baking is disabled."""
     if settings.target != "kubernetes" or not settings.watch.bake_s:
         return None
-    from evernear.triggers.watch.baker import Baker
-    from evernear.triggers.watch.pod_metrics import PODS_SERVICE_SUFFIX, PodMetrics, addresses
+    from evernear.triggers.watch.baker import PODS_SERVICE_SUFFIX, Baker, PodMetrics, addresses
 
     kubernetes = settings.kubernetes
     host = f"{kubernetes.name}{PODS_SERVICE_SUFFIX}.{kubernetes.namespace}.svc"

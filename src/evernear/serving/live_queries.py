@@ -1,22 +1,59 @@
 from collections.abc import Iterator
+from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 
 import numpy as np
+from numpy.typing import NDArray
 
 from evernear.common.store import ObjectInfo, Store
-from evernear.data.drift import Queries
 from evernear.errors import IntegrityError
 from evernear.evaluation.examples import LiveDistances, histogram
 from evernear.evaluation.measure import Measurement
 from evernear.release.drift_baseline import DriftBaseline
 from evernear.serving.query_log_files import MAX_FILE_BYTES, QUERIES, LoggedQuery, Period, closed_at, parse_file
 
+Floats = NDArray[np.float32]
 LIVE_DAYS = 30
 MAX_FILES = 500
 """Maximum number of files to read for a time window, evenly spaced: about 25 MB."""
 WANTED = 1000
 """Sampled queries that thinning leaves in a time window. Without this minimum, a burst would cause
 most queries outside it to be dropped."""
+
+
+@dataclass(frozen=True)
+class Queries:
+    """Queries of one release. Among the ``total`` queries, ``unknown`` queries show unknown images.
+    The arrays contain the predictions for a sample of N queries."""
+
+    total: int
+    unknown: int
+    distances: Floats
+    """L2 distance to the nearest gallery image, (N,)."""
+    coordinates: Floats
+    """Projected embeddings (N, D). D is 0 if the release has no projection."""
+    is_unknown: NDArray[np.bool_]
+    at_s: NDArray[np.float64]
+    """Arrival times in Unix time, (N,), or zeros in a reference."""
+    labels: NDArray[np.str_]
+
+    @property
+    def unknown_rate(self) -> float:
+        return self.unknown / self.total if self.total else 0.0
+
+    def __len__(self) -> int:
+        return len(self.distances)
+
+    def select(self, rows: NDArray[np.intp]) -> "Queries":
+        return Queries(
+            self.total,
+            self.unknown,
+            self.distances[rows],
+            self.coordinates[rows],
+            self.is_unknown[rows],
+            self.at_s[rows],
+            self.labels[rows],
+        )
 
 
 def live_queries(store: Store, version: str, since: datetime, until: datetime) -> tuple[Queries, list[str]]:

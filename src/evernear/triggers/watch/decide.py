@@ -7,12 +7,27 @@ from dataclasses import dataclass, field
 
 from evernear.common.output import quantity
 from evernear.settings import Settings
-from evernear.triggers.watch.drift_sentences import drift_reasons, mix_remarks, no_drift_reasons
-from evernear.triggers.watch.observe import Observation, SourceChanges
+from evernear.triggers.watch.drift import MIN_QUERIES, POWER, SAMPLE, Measure, Shift
+from evernear.triggers.watch.observe import Drift, Observation, SourceChanges
 from evernear.triggers.watch.schedule_state import Action
 
 DRIFT = "drift"
 ACCURACY = "accuracy"
+_SHIFTED: dict[Measure, str] = {
+    "unknown_rise": "{live.unknown_rate:.1%} of the live queries are unknown, compared with"
+    " {reference.unknown_rate:.1%} of the champion's reference",
+    "distance_shift": "Distances to the gallery have shifted: Kolmogorov-Smirnov statistic {shift.effect:.2f}, bound"
+    " {shift.bound:.2f}",
+    "embedding_shift": "Embeddings of live queries have shifted: energy coefficient {shift.effect:.3f}, bound"
+    " {shift.bound:.3f}",
+}
+_DETECTABLE: dict[Measure, str] = {
+    "unknown_rise": "a rise of the unknown rate by {points:.1f} points",
+    "distance_shift": "a Kolmogorov-Smirnov statistic of {effect:.2f}",
+    "embedding_shift": "an energy coefficient of {effect:.3f}",
+}
+_MIX_CLASSES, _MIX_DIFFERENCE = 3, 0.1
+"""Number of classes that a remark about the mix names, and the smallest difference in a share."""
 _DRIFT_RATIO = 1.5
 """Factor by which the effect of drift must grow for the drift to count as worse. Daily effects vary
 by chance."""
@@ -94,8 +109,8 @@ def _causes_to_train(observation: Observation, settings: Settings) -> tuple[Caus
     causes: list[Cause] = []
     watch, changes = settings.watch, observation.changes
     steps = {"new_train_images": watch.new_train_images}
-    if changes and observation.champion is None and changes.listed_files:
-        images = quantity(changes.listed_files, "image")
+    if changes and observation.champion is None and changes.gallery.listed:
+        images = quantity(changes.gallery.listed, "image")
         reasons = [f"No release has been promoted yet, and {observation.source} has {images}."]
         if "source" not in settings.data.model_fields_set:
             reasons.append(f"{observation.source} is the default; set data.source to watch another source.")
@@ -108,8 +123,9 @@ def _causes_to_train(observation: Observation, settings: Settings) -> tuple[Caus
         )
         causes.append(Cause("training_images", (reason,), steps))
     remedy = [_NOTHING_NEW] if changes and not changes.train_images else []
-    if observation.drift and (reasons := drift_reasons(observation.drift)):
-        bounds = {shift.measure: shift.bound for shift in observation.drift.shifts if shift.detected}
+    if (drift := observation.drift) and drift.detected:
+        reasons = [_shift_sentence(shift, drift) for shift in drift.detected]
+        bounds = {shift.measure: shift.bound for shift in drift.detected}
         causes.append(Cause(DRIFT, (*reasons, *remedy), bounds, _DRIFT_RATIO))
         remedy = []
     if observation.live and observation.live.lost_at:
@@ -135,7 +151,7 @@ def _gone_classes(observation: Observation, settings: Settings) -> list[str]:
     """A sentence about classes that the source no longer contains."""
     if observation.changes is None:
         return []
-    gone = dict(sorted(observation.changes.gone_classes.items()))
+    gone = dict(sorted(observation.changes.gallery.gone_classes.items()))
     if not gone:
         return []
     sentence = f"{'A class is' if len(gone) == 1 else 'Classes are'} gone from the source: {_counted(gone)}."
@@ -157,17 +173,23 @@ def _counted(classes: Mapping[str, int]) -> str:
 def _reasons_for_nothing(observation: Observation) -> list[str]:
     reasons: list[str] = []
     if changes := observation.changes:
-        new = quantity(changes.new_files, "new file")
-        reasons.append(f"The source has {new}, below the thresholds." if changes.new_files else "Nothing is new.")
+        new = quantity(changes.gallery.new, "new file")
+        reasons.append(f"The source has {new}, below the thresholds." if changes.gallery.new else "Nothing is new.")
     if drift := observation.drift:
-        reasons += no_drift_reasons(drift)
+        reasons += _no_drift_reasons(drift)
     elif observation.champion:
         reasons.append("Drift was not tested.")
     return reasons
 
 
 def _remarks(observation: Observation) -> list[str]:
-    remarks = mix_remarks(observation.drift) if observation.drift else []
+    """Remarks about the class mix and the live accuracy, if neither leads to a run. Where drift was
+    detected, it may make one class look like another."""
+    remarks: list[str] = []
+    if (drift := observation.drift) and drift.shifts and not drift.detected:
+        differ = [share for share in drift.class_mix() if abs(share.live - share.reference) >= _MIX_DIFFERENCE]
+        named = [f"{share.live:.0%} {share.label} (reference {share.reference:.0%})" for share in differ[:_MIX_CLASSES]]
+        remarks += [f"The mix of classes differs, which is not drift: {', '.join(named)}."] if named else []
     if observation.live and observation.live.lost_at is None:
         remarks.append(str(observation.live))
     return remarks
@@ -181,21 +203,21 @@ def _figures(observation: Observation, settings: Settings) -> dict[str, float]:
             "trained_on": changes.trained_on,
             "new_gallery_images": round(changes.gallery_images, 1),
             "new_classes": len(_valid_classes(changes, settings)),
-            "new_files": changes.new_files,
-            "gone_files": changes.gone_files,
-            "gone_classes": len(changes.gone_classes),
-            "listed_files": changes.listed_files,
+            "new_files": changes.gallery.new,
+            "gone_files": changes.gallery.removed,
+            "gone_classes": len(changes.gallery.gone_classes),
+            "listed_files": changes.gallery.listed,
         }
     if drift := observation.drift:
         figures |= {
-            "queries": drift.queries,
-            "sampled_queries": drift.sampled,
+            "queries": drift.live.total,
+            "sampled_queries": len(drift.live),
             "independent_queries": drift.independent,
             "query_gap_s": drift.gap_s,
-            "reference_images": drift.reference,
-            "unknown_rate": drift.unknown_rate,
-            "reference_unknown_rate": drift.reference_unknown_rate,
-            "drift_found": sum(shift.detected for shift in drift.shifts),
+            "reference_images": len(drift.reference),
+            "unknown_rate": drift.live.unknown_rate,
+            "reference_unknown_rate": drift.reference.unknown_rate,
+            "drift_found": len(drift.detected),
         }
         for shift in drift.shifts:
             figures |= {
@@ -203,8 +225,8 @@ def _figures(observation: Observation, settings: Settings) -> dict[str, float]:
                 f"{shift.measure}_p": shift.p,
                 f"{shift.measure}_detectable": shift.detectable,
             }
-        if drift.mix:
-            figures["class_mix_difference"] = sum(abs(share.live - share.reference) for share in drift.mix) / 2
+        if mix := drift.class_mix():
+            figures["class_mix_difference"] = sum(abs(share.live - share.reference) for share in mix) / 2
     if live := observation.live:
         figures |= {
             "live_labels": live.accuracy.total,
@@ -214,3 +236,50 @@ def _figures(observation: Observation, settings: Settings) -> dict[str, float]:
             "live_loss": live.loss,
         }
     return figures
+
+
+def _no_drift_reasons(drift: Drift) -> list[str]:
+    """The reason why no drift was detected, and the smallest shift that would have been
+    detected."""
+    if drift.shifts:
+        asked = quantity(drift.live.total, "live query", "live queries")
+        return [f"No drift in {asked}{_age(drift)}{_independent(drift)}.", _detectable(drift)]
+    if len(drift.reference) < MIN_QUERIES:
+        return [
+            f"Drift was not tested: the release was measured on {quantity(len(drift.reference), 'image')} of its query"
+            f" and test splits, and the tests need {MIN_QUERIES}."
+        ]
+    sampled = f"{quantity(len(drift.live), 'live query', 'live queries')}{_age(drift)} sampled"
+    if drift.gap_s and drift.independent < MIN_QUERIES:
+        return [f"Drift was not tested: {sampled}{_independent(drift)}, and the tests need {MIN_QUERIES}."]
+    return [f"Only {sampled}, too few to test for drift."]
+
+
+def _age(drift: Drift) -> str:
+    hours = drift.window_s / 3600
+    return f" of the last {f'{hours:.0f} h' if hours < 48 else f'{hours / 24:.1f} days'}"
+
+
+def _independent(drift: Drift) -> str:
+    """A remark about dependent queries, or an empty string."""
+    if not drift.gap_s:
+        return ""
+    return f", of which {drift.independent:,} at least {drift.gap_s:g} s apart count, because close ones are alike"
+
+
+def _detectable(drift: Drift) -> str:
+    *others, last = (
+        _DETECTABLE[shift.measure].format(effect=shift.detectable, points=100 * shift.detectable)
+        for shift in drift.shifts
+    )
+    smallest = f"{', '.join(others)} and {last}" if others else last
+    return (
+        f"With {min(SAMPLE, drift.independent):,} queries and {quantity(len(drift.reference), 'reference image')}, the"
+        f" smallest shifts that are found in {POWER:.0%} of cases are {smallest}."
+    )
+
+
+def _shift_sentence(shift: Shift, drift: Drift) -> str:
+    finding = _SHIFTED[shift.measure].format(shift=shift, live=drift.live, reference=drift.reference)
+    asked = f"{quantity(drift.live.total, 'query', 'queries')}{_age(drift)}{_independent(drift)}"
+    return f"{finding} (p = {shift.p:.1g}, significant below {shift.level:.1g}; {asked})."

@@ -16,12 +16,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from pathlib import Path
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from evernear.common.store import Store
 from evernear.common.text import class_name
 from evernear.console.live_labels import labels_of_release
-from evernear.data.drift import Measure, Queries, Shift, independent_queries, measure_drift
 from evernear.data.listing import ClassMinimum
 from evernear.data.manifest import Manifest, find_manifest, manifest_key
 from evernear.data.snapshots import Snapshots
@@ -32,8 +31,9 @@ from evernear.release.archive_reader import ARCHIVE_FILE, read_part
 from evernear.release.drift_baseline import DriftBaseline
 from evernear.release.manifest import DRIFT_BASELINE_FILE, ReleaseManifest
 from evernear.release.registry import Registry
-from evernear.serving.live_queries import live_queries, reference_queries
+from evernear.serving.live_queries import Queries, live_queries, reference_queries
 from evernear.settings import DataSettings, Settings
+from evernear.triggers.watch.drift import Measure, Shift, independent_queries, measure_drift
 
 DRIFT_WINDOW_S = 24 * 3600.0
 """Age of the live queries that a check reads: a day, since the hours of a day differ."""
@@ -58,27 +58,26 @@ independent queries requires."""
 class SourceChanges:
     """Differences between the source and the champion's snapshots."""
 
-    train_images: float
-    """Expected number of new training images since the network was trained."""
+    gallery: SourceDiff
+    """Since the champion's index was built."""
+    train: SourceDiff
+    """Since its network was trained."""
     trained_on: int
     """Number of images with which the network was trained."""
-    gallery_images: float
-    """Expected number of new gallery images since the champion's index was built."""
-    new_files: int
-    """Number of files that are not in the champion's snapshot."""
-    gone_files: int
-    listed_files: int
-    new_classes: dict[str, int]
+    new_classes: Mapping[str, int]
     """Number of files in each class that the champion does not know."""
-    gone_classes: dict[str, int]
-    """For each class that the source no longer contains, the number of files in the champion's
-    snapshot."""
-    listing: str
-    """A digest of the listing."""
+
+    @property
+    def train_images(self) -> float:
+        """Expected number of new training images."""
+        return self.train.expected("train")
+
+    @property
+    def gallery_images(self) -> float:
+        return self.gallery.expected("gallery")
 
 
-@dataclass(frozen=True)
-class ClassShare:
+class ClassShare(NamedTuple):
     """The share of live queries, and the share of reference images, for which one class is
     predicted."""
 
@@ -89,39 +88,44 @@ class ClassShare:
 
 @dataclass(frozen=True)
 class Drift:
-    """Differences between the champion's live queries and its reference.
+    """Differences between the champion's ``live`` queries and its ``reference``.
 
     ``shifts`` is empty if the sample is too small.
     """
 
     shifts: tuple[Shift, ...]
-    queries: int
-    sampled: int
+    reference: Queries
+    live: Queries
     independent: int
-    """Number of sampled queries that are at least `gap_s` apart, so that they are independent of
-    each other."""
+    """Number of live queries that are at least `gap_s` apart, so that they are independent of each
+    other."""
     gap_s: float
     window_s: float
     """Age of the oldest queries. The age exceeds `DRIFT_WINDOW_S` if that window contains too few
     independent queries."""
-    unknown_rate: float
-    reference_unknown_rate: float
-    reference: int
-    """Number of images in the reference."""
-    mix: tuple[ClassShare, ...]
-    """The class shares, sorted by descending difference. Empty without live queries."""
+
+    @property
+    def detected(self) -> list[Shift]:
+        return [shift for shift in self.shifts if shift.detected]
+
+    def class_mix(self) -> list[ClassShare]:
+        """The class shares, sorted by descending difference. Empty without live queries."""
+        known, asked = (Counter[str](side.labels.tolist()) for side in (self.reference, self.live))
+        if not asked:
+            return []
+        shares = [
+            ClassShare(label, asked[label] / len(self.live), known[label] / max(1, len(self.reference)))
+            for label in sorted(known | asked)
+        ]
+        return sorted(shares, key=lambda share: -abs(share.live - share.reference))
 
 
 @dataclass(frozen=True)
 class Observation:
-    """The input of a decision.
-
-    If a part of the observation failed, its field is None, and ``faults`` contains a message.
-    """
+    """The input of a decision. If a part failed, its field is None, and ``faults`` says so."""
 
     champion: str | None
     source: str
-    """The watched source."""
     champion_since: datetime | None = None
     changes: SourceChanges | None = None
     drift: Drift | None = None
@@ -153,10 +157,10 @@ class Observer:
         pointer = registry.champion()
         champion = registry.get(pointer.version).manifest if pointer else None
         faults: list[str] = []
-        data = _try(lambda: self._watched(champion), faults)
-        changes = _try(lambda: self._changes(registry, champion, data), faults) if data else None
-        drift = _try(lambda: self._drift(registry, champion, now, faults), faults) if champion else None
-        live = _try(lambda: self._live_accuracy(champion, now, faults), faults) if champion else None
+        data = attempt(lambda: self._watched(champion), faults)
+        changes = attempt(lambda: self._changes(registry, champion, data), faults) if data else None
+        drift = attempt(lambda: self._drift(registry, champion, now, faults), faults) if champion else None
+        live = attempt(lambda: self._live_accuracy(champion, now, faults), faults) if champion else None
         return Observation(
             champion=pointer.version if pointer else None,
             source=data.source if data else "",
@@ -178,7 +182,7 @@ class Observer:
     def _changes(self, registry: Registry, champion: ReleaseManifest | None, data: DataSettings) -> SourceChanges:
         if champion is None:
             (every,) = diff_source(data, [None], minimum=self._minimum(()))
-            return _source_changes(every, every, 0, every.labels)
+            return SourceChanges(every, every, 0, every.labels)
         indexed = self._snapshot(champion)
         trained = self._snapshot(_first_with_network(registry, champion))
         newest = Snapshots(self.store, indexed.name).head() or indexed
@@ -192,7 +196,7 @@ class Observer:
             gallery, train = diff_source(data, ledgers, read, minimum)
         known = set(map(class_name, champion.labels))
         new_classes = {label: count for label, count in gallery.labels.items() if label not in known}
-        return _source_changes(gallery, train, trained.count("train"), new_classes)
+        return SourceChanges(gallery, train, trained.count("train"), new_classes)
 
     def _minimum(self, champion_labels: Sequence[str]) -> ClassMinimum:
         return ClassMinimum(self.settings.validation.min_class_images, [*map(class_name, champion_labels)])
@@ -208,36 +212,32 @@ class Observer:
         return manifest
 
     def _drift(self, registry: Registry, champion: ReleaseManifest, now: datetime, faults: list[str]) -> Drift:
-        retention_s = self.settings.watch.query_retention_s
         reference = reference_queries(self._baseline(registry, champion.version))
-        window_s = DRIFT_WINDOW_S
-        live, damaged = live_queries(self.store, champion.version, now - timedelta(seconds=window_s), now)
+        window_s, retention_s = DRIFT_WINDOW_S, self.settings.watch.query_retention_s
+        live, damaged = self._queries(champion, now, window_s)
         independent, gap_s = independent_queries(live)
         if len(independent) < MIN_QUERIES and window_s < retention_s:
-            wanted_s = _WINDOW_MARGIN * window_s * MIN_QUERIES / max(1, len(independent))
-            window_s = min(wanted_s, retention_s)
-            live, damaged = live_queries(self.store, champion.version, now - timedelta(seconds=window_s), now)
+            window_s = min(_WINDOW_MARGIN * window_s * MIN_QUERIES / max(1, len(independent)), retention_s)
+            live, damaged = self._queries(champion, now, window_s)
             independent, gap_s = independent_queries(live)
         faults += damaged
         is_enough = len(live) >= MIN_QUERIES
         return Drift(
             shifts=tuple(measure_drift(reference, independent, BOUNDS, FALSE_ALARM_RATE)) if is_enough else (),
-            queries=live.total,
-            sampled=len(live),
+            reference=reference,
+            live=live,
             independent=len(independent),
             gap_s=gap_s,
             window_s=window_s,
-            unknown_rate=live.unknown_rate,
-            reference_unknown_rate=reference.unknown_rate,
-            reference=len(reference),
-            mix=_class_mix(reference, live),
         )
+
+    def _queries(self, champion: ReleaseManifest, now: datetime, window_s: float) -> tuple[Queries, list[str]]:
+        return live_queries(self.store, champion.version, now - timedelta(seconds=window_s), now)
 
     def _live_accuracy(self, champion: ReleaseManifest, now: datetime, faults: list[str]) -> Assessment | None:
         labels = labels_of_release(self.store, champion.version)
         faults += labels.damaged.values()
-        expected = expected_accuracy(champion.metrics)
-        return assess(labels.queries, expected, now)
+        return assess(labels.queries, expected_accuracy(champion.metrics), now)
 
     def _baseline(self, registry: Registry, version: str) -> DriftBaseline:
         """The drift baseline of a release."""
@@ -248,16 +248,6 @@ class Observer:
                 data = read_part(archive, DRIFT_BASELINE_FILE) or b""
             self._baselines = {version: DriftBaseline.parse(data, f"{DRIFT_BASELINE_FILE} of release {version}")}
         return self._baselines[version]
-
-
-def _class_mix(reference: Queries, live: Queries) -> tuple[ClassShare, ...]:
-    if not len(live):
-        return ()
-    known, asked = Counter[str](reference.labels.tolist()), Counter[str](live.labels.tolist())
-    shares = [
-        ClassShare(label, asked[label] / len(live), known[label] / len(reference)) for label in sorted(known | asked)
-    ]
-    return tuple(sorted(shares, key=lambda share: -abs(share.live - share.reference)))
 
 
 def _first_with_network(registry: Registry, champion: ReleaseManifest) -> ReleaseManifest:
@@ -272,25 +262,10 @@ def _first_with_network(registry: Registry, champion: ReleaseManifest) -> Releas
     return release
 
 
-def _source_changes(
-    gallery: SourceDiff, train: SourceDiff, trained_on: int, new_classes: Mapping[str, int]
-) -> SourceChanges:
-    return SourceChanges(
-        train_images=train.expected("train"),
-        trained_on=trained_on,
-        gallery_images=gallery.expected("gallery"),
-        new_files=gallery.new,
-        gone_files=gallery.removed,
-        listed_files=gallery.listed,
-        new_classes=dict(new_classes),
-        gone_classes=dict(gallery.gone_classes),
-        listing=gallery.listing,
-    )
-
-
-def _try(observe: Callable[[], _T], faults: list[str]) -> _T | None:
+def attempt(act: Callable[[], _T], faults: list[str]) -> _T | None:
+    """The result of ``act``, or None after a failure, which ``faults`` receives."""
     try:
-        return observe()
+        return act()
     except EvernearError as error:
         faults.append(str(error))
         return None

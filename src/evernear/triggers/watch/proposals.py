@@ -29,32 +29,26 @@ if TYPE_CHECKING:
 
 _CLOCK_TOLERANCE = timedelta(hours=1)
 """Largest tolerated difference between the clocks of several watchers."""
-_TESTED = {DRIFT}
-"""Causes that a statistical test detects. A check may miss such a cause although the cause
-lasts."""
 _PIPELINES = {"retrain": TRAINING, "reindex": "reindex"}
+_ENDINGS = {"failed": "failed", "stopped": "was stopped", "rolled back": "was rolled back"}
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """The request that resulted from a decision, or the reason why no request was made."""
+class Proposer:
+    """Proposes one ``decision`` about one store. ``runs`` is None if no pipeline server is
+    configured."""
 
-    request: Request | None = None
-    reason: str = ""
+    settings: Settings
+    store: Store
+    requests: RequestStore
+    runs: "KfpRuns | None"
+    decision: WatchDecision
+    observation: Observation
+    now: datetime
 
-
-class ProposalService:
-    """Executes decisions about one store. ``runs`` is None if no pipeline server is configured."""
-
-    def __init__(self, settings: Settings, store: Store, runs: "KfpRuns | None") -> None:
-        self._settings = settings
-        self._store = store
-        self._runs = runs
-        self._requests = RequestStore(store)
-        self._cooldown = timedelta(seconds=settings.watch.cooldown_s)
-
-    def act(self, decision: WatchDecision, observation: Observation, watcher_id: str, now: datetime) -> Outcome:
-        """Propose the decision or start its run, unless there is a reason not to.
+    def act(self, watcher_id: str) -> tuple[Request | None, str]:
+        """Propose the decision or start its run. Returns the request, or the reason why none is
+        made.
 
         ``watcher_id`` identifies the store.
 
@@ -66,123 +60,110 @@ class ProposalService:
         """
         # The id is computed before the requests are read, so that a proposal that a different
         # watcher adds in the meantime has the same id.
-        request_id = _next_id(self._requests.ids(), watcher_id)
-        requests = [request for request in self._requests.list() if request.is_proposal]
-        requests = [self._expire(request, decision, observation, now) for request in requests]
+        request_id = _next_id(self.requests.ids(), watcher_id)
+        requests = [self._expire(request) for request in self.requests.list() if request.is_proposal]
         requests = [self._start(request) for request in requests]
-        if decision.action == "nothing":
-            return Outcome()
-        pipeline = _PIPELINES[decision.action]
+        if self.decision.action == "nothing":
+            return None, ""
         if pending := [request for request in requests if request.state == "pending"]:
-            return Outcome(reason=self._update(pending[-1], decision, observation, now))
-        reason = self._held_back(decision, pipeline, requests, observation, now)
-        if reason:
-            return Outcome(reason=reason)
-        by_policy = self._settings.watch.policy == "start" and not decision.for_a_person
+            return None, self._update(pending[-1])
+        if reason := self._held_back(requests):
+            return None, reason
+        by_policy = self.settings.watch.policy == "start" and not self.decision.for_a_person
         request = Request(
             id=request_id,
             state="accepted" if by_policy else "pending",
-            created=now,
+            created=self.now,
             asked_by=WATCHER,
             answered_by=POLICY if by_policy else None,
-            answered=now if by_policy else None,
-            pipeline=pipeline,
-            parameters={"source": observation.source} if observation.source else {},
-            champion=observation.champion,
-            **_content(decision, observation, now),
+            answered=self.now if by_policy else None,
+            pipeline=_PIPELINES[self.decision.action],
+            parameters={"source": self.observation.source} if self.observation.source else {},
+            champion=self.observation.champion,
+            **self._content(),
         )
         try:
-            self._requests.add(request)
+            self.requests.add(request)
         except ConflictError:
-            return Outcome(reason="Another watcher proposed it first.")
-        return Outcome(self._start(request))
+            return None, "Another watcher proposed it first."
+        return self._start(request), ""
 
-    def _expire(self, request: Request, decision: WatchDecision, observation: Observation, now: datetime) -> Request:
+    def _expire(self, request: Request) -> Request:
         """Mark a pending request as expired if its causes are gone, or if a release or a larger
         proposal replaces it."""
         if request.state != "pending":
             return request
-        promoted = observation.champion_since is not None and request.created < observation.champion_since <= now
-        superseded = decision.action == "retrain" and request.pipeline != TRAINING
-        obsolete = not self._lasts(request, decision, now) and not observation.faults
-        if not (promoted or superseded or obsolete or request.is_expired(now) or _is_ahead(request, now)):
-            return request
-        return self._change(request, state="expired")
+        since = self.observation.champion_since
+        promoted = since is not None and request.created < since <= self.now
+        superseded = self.decision.action == "retrain" and request.pipeline != TRAINING
+        obsolete = not self._lasts(request) and not self.observation.faults
+        if promoted or superseded or obsolete or request.is_expired(self.now) or self._is_ahead(request):
+            return self._change(request, state="expired")
+        return request
 
-    def _lasts(self, request: Request, decision: WatchDecision, now: datetime) -> bool:
-        """Whether a cause of ``request`` still exists, which means that the cause was observed or
-        that a test detected it recently.
-
-        A test may miss a cause that it detected before.
-        """
-        if any(_covers(request, cause) for cause in decision.causes):
+    def _lasts(self, request: Request) -> bool:
+        """Whether a cause of ``request`` was observed, or detected recently by a test, which may
+        miss it in one check."""
+        if any(_covers(request, cause) for cause in self.decision.causes):
             return True
-        return bool(_TESTED & set(request.causes)) and now - (request.seen or request.created) < self._cooldown
+        return DRIFT in request.causes and self.now - (request.seen or request.created) < self._cooldown
 
-    def _update(self, request: Request, decision: WatchDecision, observation: Observation, now: datetime) -> str:
-        """If the causes of a pending proposal have grown, update the proposal. Returns the reason
-        why no second proposal is made."""
-        if request.pipeline == _PIPELINES[decision.action]:
-            if any(not _covers(request, c) or c.is_worse(decision.figures, request.figures) for c in decision.causes):
-                self._change(request, grown=request.grown + 1, **_content(decision, observation, now))
+    def _update(self, request: Request) -> str:
+        """Update a pending proposal whose causes have grown. Returns the reason why no second one
+        is made."""
+        causes, figures = self.decision.causes, self.decision.figures
+        if request.pipeline == _PIPELINES[self.decision.action]:
+            if any(not _covers(request, cause) or cause.is_worse(figures, request.figures) for cause in causes):
+                self._change(request, grown=request.grown + 1, **self._content())
                 return f"Proposal {request.id} waits for an answer, and has grown."
-            if _TESTED & {cause.name for cause in decision.causes}:
-                self._change(request, seen=now)
+            if any(cause.name == DRIFT for cause in causes):
+                self._change(request, seen=self.now)
         return f"Proposal {request.id} waits for an answer."
 
-    def _held_back(
-        self,
-        decision: WatchDecision,
-        pipeline: str,
-        requests: Sequence[Request],
-        observation: Observation,
-        now: datetime,
-    ) -> str:
-        """The reason why nothing is proposed now, or an empty string if there is no reason."""
+    def _held_back(self, requests: Sequence[Request]) -> str:
+        """The reason why nothing is proposed now, or an empty string."""
         if accepted := [request.id for request in requests if request.state == "accepted"]:
             return f"Proposal {accepted[-1]} is accepted, and its run is about to start."
-        if self._runs:
-            newest = [run for name in _PIPELINES.values() for run in self._runs.list(name)]
-            if active := [run for run in newest if not run.state.is_final]:
-                return f"Run {active[0].name} of {active[0].pipeline} is {active[0].state}."
-        requests = [request for request in requests if not _is_ahead(request, now)]
-        declined = [r for r in requests if r.state == "declined" and not _has_new_champion(r, observation)]
-        answers = {cause.name: _declined(cause, decision, declined) for cause in decision.causes}
-        causes = [cause for cause in decision.causes if answers[cause.name] is None]
+        newest = [run for name in _PIPELINES.values() for run in self.runs.list(name)] if self.runs else []
+        if active := [run for run in newest if not run.state.is_final]:
+            return f"Run {active[0].name} of {active[0].pipeline} is {active[0].state}."
+        figures, requests = self.decision.figures, [request for request in requests if not self._is_ahead(request)]
+        declined = [r for r in requests if r.state == "declined" and not self._has_new_champion(r)]
+        answers = [
+            (cause, [r.id for r in declined if _covers(r, cause) and not cause.is_worse(figures, r.figures)])
+            for cause in self.decision.causes
+        ]
+        causes = [cause for cause, ids in answers if not ids]
         if not causes:
-            proposals = sorted({request.id for request in answers.values() if request})
-            return (
-                f"Declined in proposal {' and '.join(proposals)}; proposed again when it is worse or another release is"
-                " live."
-            )
+            proposals = " and ".join(sorted({ids[-1] for _, ids in answers}))
+            return f"Declined in proposal {proposals}; proposed again when it is worse or another release is live."
+        pipeline = _PIPELINES[self.decision.action]
         earlier = [r for r in requests if r.pipeline == pipeline and any(_covers(r, cause) for cause in causes)]
-        if not earlier or any(cause.is_worse(decision.figures, earlier[-1].figures) for cause in causes):
+        if not earlier or any(cause.is_worse(figures, earlier[-1].figures) for cause in causes):
             return ""
         last = earlier[-1]
         until = (last.answered or last.created) + self._cooldown
-        if now < until:
+        if self.now < until:
             return (
                 f"Proposal {last.id} was {last.state}; it may be proposed again after {until:%Y-%m-%d %H:%M} UTC,"
                 " or earlier if the figures grow."
             )
-        return self._without_release(last, observation)
+        return self._without_release(last)
 
-    def _without_release(self, request: Request, observation: Observation) -> str:
-        """The reason not to repeat a run that did not lead to a release, or an empty string if
-        there is no reason.
+    def _without_release(self, request: Request) -> str:
+        """The reason not to repeat a run that did not lead to a release, or an empty string.
 
         A run that failed, was stopped or was killed would end in the same way until something
         changes.
         """
-        if not request.run or _has_new_champion(request, observation):
+        if not request.run or self._has_new_champion(request):
             return ""
-        outcome = load_outcome(self._store, request.run)
+        outcome = load_outcome(self.store, request.run)
         if outcome is not None and outcome.state == "held":
             return f"The gate held the run of proposal {request.id}, and too few new images have been added since."
-        if observation.changes and observation.changes.listing != request.listing:
+        if (changes := self.observation.changes) and changes.gallery.listing != request.listing:
             return ""
-        ending = {"failed": "failed", "stopped": "was stopped", "rolled back": "was rolled back"}
-        ended = ending.get(outcome.state, "led to no release") if outcome else "led to no release"
+        ended = _ENDINGS.get(outcome.state if outcome else "", "led to no release")
         return (
             f"The run of proposal {request.id} {ended}, and nothing has changed in the source since. Mend the cause,"
             " then start the run yourself."
@@ -194,56 +175,49 @@ class ProposalService:
         The request's id is the idempotency key of the run, so that a repeated start finds the first
         run.
         """
-        if self._runs is None or request.state != "accepted" or request.answered_by != POLICY:
+        if self.runs is None or request.state != "accepted" or request.answered_by != POLICY:
             return request
-        ours = from_settings(self._settings, self._runs.parameters(request.pipeline))
+        ours = from_settings(self.settings, self.runs.parameters(request.pipeline))
         # No person approved this run, so a person must decide on a release whose losses the gate
         # could not detect.
         unattended = {"settings": {"gate": {"on_undetected_loss": "hold"}}}
         started_by = {"started_by": f"the watcher, proposal {request.id}"}
         parameters = combine(unattended, ours, started_by, request.parameters)
-        run = self._runs.start(request.pipeline, parameters, request.key, self._store)
+        run = self.runs.start(request.pipeline, parameters, request.key, self.store)
         return self._change(request, state="started", run=run.id)
 
     def _change(self, request: Request, **fields: object) -> Request:
         try:
-            return self._requests.change(request, **fields)
+            return self.requests.change(request, **fields)
         except ConflictError:  # an answer or another watcher changed it first
-            return self._requests.find(request.id) or request
+            return self.requests.find(request.id) or request
 
+    def _content(self) -> dict[str, Any]:
+        """The fields that are updated when a request grows."""
+        return {
+            "causes": tuple(cause.name for cause in self.decision.causes),
+            "reasons": self.decision.reasons,
+            "figures": self.decision.figures,
+            "listing": self.observation.changes.gallery.listing if self.observation.changes else "",
+            "seen": self.now,
+        }
 
-def _content(decision: WatchDecision, observation: Observation, now: datetime) -> dict[str, Any]:
-    """The fields that are updated when a request grows."""
-    return {
-        "causes": tuple(cause.name for cause in decision.causes),
-        "reasons": decision.reasons,
-        "figures": decision.figures,
-        "listing": observation.changes.listing if observation.changes else "",
-        "seen": now,
-    }
+    @property
+    def _cooldown(self) -> timedelta:
+        return timedelta(seconds=self.settings.watch.cooldown_s)
+
+    def _has_new_champion(self, request: Request) -> bool:
+        """Whether the live release has changed since the request was made."""
+        return self.observation.champion != request.champion
+
+    def _is_ahead(self, request: Request) -> bool:
+        """Whether the date of the request or of its answer comes from a wrong clock."""
+        return max(request.created, request.answered or request.created) > self.now + _CLOCK_TOLERANCE
 
 
 def _covers(request: Request, cause: Cause) -> bool:
     """Whether ``request`` names ``cause``."""
     return cause.name in request.causes
-
-
-def _declined(cause: Cause, decision: WatchDecision, declined: Sequence[Request]) -> Request | None:
-    """The request in which ``cause`` was declined at about the same size, or None."""
-    for request in reversed(declined):
-        if _covers(request, cause) and not cause.is_worse(decision.figures, request.figures):
-            return request
-    return None
-
-
-def _has_new_champion(request: Request, observation: Observation) -> bool:
-    """Whether the live release has changed since the request was made."""
-    return observation.champion != request.champion
-
-
-def _is_ahead(request: Request, now: datetime) -> bool:
-    """Whether the date of the request or of its answer comes from a wrong clock."""
-    return max(request.created, request.answered or request.created) > now + _CLOCK_TOLERANCE
 
 
 def _next_id(ids: Sequence[str], watcher_id: str) -> str:

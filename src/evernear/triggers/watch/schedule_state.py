@@ -6,7 +6,7 @@ the state before every check.
 """
 
 from collections.abc import Callable
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime
 from typing import ClassVar, Literal
 from uuid import uuid4
 
@@ -18,9 +18,6 @@ from evernear.errors import ConflictError
 
 STATE = "triggers/watch.json"
 _ATTEMPTS = 5
-_WRONG_CLOCK = timedelta(days=1)
-"""If a stored report is dated later than an incoming report by more than this time, the stored date
-is assumed to be wrong."""
 
 Action = Literal["retrain", "reindex", "nothing"]
 
@@ -64,12 +61,6 @@ class ScheduleStore:
     def __init__(self, store: Store) -> None:
         self._store = store
 
-    def find(self) -> ScheduleState | None:
-        """The current state, or None before the first `read`, for example if no watcher has used
-        the store yet."""
-        stored = self._store.find(STATE)
-        return self._parse(stored[0]) if stored else None
-
     def read(self) -> ScheduleState:
         """The current state. The first call creates the state with the watcher switched on."""
         return self._change(lambda state: state)
@@ -80,20 +71,17 @@ class ScheduleStore:
         return self._change(lambda state: state if state.on == on else state.model_copy(update=update))
 
     def save(self, report: CheckReport) -> ScheduleState:
-        """Store the report of the last check, unless a later report is already stored."""
-
-        def save(state: ScheduleState) -> ScheduleState:
-            if state.last and report.at < state.last.at < report.at + _WRONG_CLOCK:
-                return state
-            return state.model_copy(update={"last": report})
-
-        return self._change(save)
+        """Store the report of the last check."""
+        return self._change(lambda state: state.model_copy(update={"last": report}))
 
     def _change(self, change: Callable[[ScheduleState], ScheduleState]) -> ScheduleState:
         """Apply ``change``, and retry if other processes write at the same time."""
         for _ in range(_ATTEMPTS):
             stored = self._store.find(STATE)
-            state = self._parse(stored[0]) if stored else ScheduleState(id=uuid4().hex[:8], since=datetime.now(UTC))
+            if stored:
+                state = ScheduleState.from_json(stored[0], f"{self._store.uri}/{STATE}")
+            else:
+                state = ScheduleState(id=uuid4().hex[:8], since=datetime.now(UTC))
             changed = change(state)
             if stored and changed == state:
                 return state
@@ -103,6 +91,3 @@ class ScheduleStore:
                 continue
             return changed
         raise ConflictError(f"{STATE} in {self._store.uri} changes faster than it can be written; try again.")
-
-    def _parse(self, stored: bytes) -> ScheduleState:
-        return ScheduleState.from_json(stored, f"{self._store.uri}/{STATE}")

@@ -31,10 +31,11 @@ from evernear.serving.endpoints import bind_error, home_of
 from evernear.serving.live_queries import remove_before
 from evernear.serving.query_log import ship_query_log
 from evernear.settings import Settings
+from evernear.triggers.requests import RequestStore
 from evernear.triggers.watch.baker import BAKE_INTERVAL_S, Baker
 from evernear.triggers.watch.decide import decide_action
-from evernear.triggers.watch.observe import Observer
-from evernear.triggers.watch.proposals import Outcome, ProposalService
+from evernear.triggers.watch.observe import Observer, attempt
+from evernear.triggers.watch.proposals import Proposer
 from evernear.triggers.watch.schedule_state import CheckReport, ScheduleStore
 
 if TYPE_CHECKING:
@@ -85,7 +86,8 @@ class Watcher:
         self._settings = settings
         self._store = store
         self._observer = Observer(settings, store, cache)
-        self._proposals = ProposalService(settings, store, runs)
+        self._requests = RequestStore(store)
+        self._runs = runs
         self._clock = clock
 
     def check(self, act: bool = True) -> CheckReport:
@@ -97,52 +99,36 @@ class Watcher:
         Raises:
             EvernearError: the store is unavailable, or the champion cannot be read.
         """
-        now = self._clock()
-        removal, faults = self._maintain_logs(now) if act else ("", [])
+        now, faults = self._clock(), list[str]()
+        removal = attempt(lambda: self._maintain_logs(now, faults), faults) if act else ""
         observation = self._observer.observe(now)
         now = min(now, self._clock())  # the clock may have been set in the meantime
         decision = decide_action(observation, self._settings)
-        outcome = Outcome()
-        if act:
-            try:
-                outcome = self._proposals.act(decision, observation, self.schedule.read().id, now)
-            except EvernearError as error:
-                faults.append(str(error))
+        proposer = Proposer(self._settings, self._store, self._requests, self._runs, decision, observation, now)
+        outcome = attempt(lambda: proposer.act(self.schedule.read().id), faults) if act else None
+        request, reason = outcome or (None, "")
         report = CheckReport(
             at=now,
             source=observation.source,
             champion=observation.champion or "",
             action=decision.action,
-            reasons=(*decision.reasons, *filter(None, [outcome.reason, removal])),
+            reasons=(*decision.reasons, *filter(None, [reason, removal])),
             figures=decision.figures,
             faults=(*faults, *observation.faults),
-            proposal=outcome.request.id if outcome.request else None,
+            proposal=request.id if request else None,
         )
         if act:
             self.schedule.save(report)
         return report
 
-    def _maintain_logs(self, now: datetime) -> tuple[str, list[str]]:
-        """Upload the query logs of a server on this machine, and remove old query logs. Returns a
-        report and errors."""
-        removal, faults = "", list[str]()
-        try:
-            ship_query_log(logged_queries(home_of(self._settings.workdir)), self._store)
-        except EvernearError as error:
-            faults.append(str(error))
-        try:
-            removal = self._remove_old_logs(now)
-        except EvernearError as error:
-            faults.append(str(error))
-        return removal, faults
-
-    def _remove_old_logs(self, now: datetime) -> str:
-        """Remove the query logs that were already too old at the time of the last check. Returns a
-        sentence for the report, or an empty string.
+    def _maintain_logs(self, now: datetime, faults: list[str]) -> str:
+        """Upload the query logs of a server on this machine, and remove those that were already too
+        old at the time of the last check. Returns a sentence for the report, or an empty string.
 
         If a clock jumps ahead, all logs become too old at once. The first check after the jump only
         warns, and removes no logs.
         """
+        attempt(lambda: ship_query_log(logged_queries(home_of(self._settings.workdir)), self._store), faults)
         last = self.schedule.read().last
         if last is None:
             return ""

@@ -22,8 +22,7 @@ from evernear.release.archive_reader import open_release
 from evernear.release.promotions import Cause
 from evernear.release.registry import Registry
 from evernear.settings import Settings
-from evernear.triggers.watch.baker import BAKER, Baker
-from evernear.triggers.watch.pod_metrics import PodMetrics
+from evernear.triggers.watch.baker import BAKER, Baker, PodMetrics
 from tests.loopback.kubernetes import LoopbackCluster, Ready, labeled
 from tests.real.deployment.kubernetes.deployer import MakeSettings
 from tests.real.serving.fake_servers import http_server

@@ -18,8 +18,7 @@ from evernear.release.registry import Registry
 from evernear.settings import Settings
 from evernear.triggers.requests import RequestStore
 from evernear.triggers.watch import baker as baker_module
-from evernear.triggers.watch.baker import BAKER, Baker
-from evernear.triggers.watch.pod_metrics import PodMetrics, addresses, parse_counters
+from evernear.triggers.watch.baker import BAKER, Baker, PodMetrics, addresses, parse_counters
 from tests.real.serving.fake_servers import http_server
 from tests.real.triggers.watch.watched import NOON, MemoryRuns
 from tests.releases import MakeRelease, PackedRelease

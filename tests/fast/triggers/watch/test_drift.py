@@ -7,15 +7,8 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from evernear.data.drift import (
-    MIN_QUERIES,
-    SAMPLE,
-    Floats,
-    Measure,
-    Queries,
-    Shift,
-    measure_drift,
-)
+from evernear.serving.live_queries import Floats, Queries
+from evernear.triggers.watch.drift import MIN_QUERIES, SAMPLE, Measure, Shift, measure_drift
 
 LEVEL = 0.05
 SEEDS = 80
@@ -149,7 +142,7 @@ def test_shift_is_detected_at_rates_with_a_rounded_share(rate: float) -> None:
 
 def test_significant_but_small_difference_is_ignored() -> None:
     rng = np.random.default_rng(0)
-    reference, live = drawn(rng, 1000), drawn(rng, SAMPLE, farther=0.05)
+    reference, live = drawn(rng, 1000), drawn(rng, SAMPLE, farther=0.07)
     shift = measured(reference, live, "distance_shift", 0.001, bound=0.3)
     assert shift.p <= shift.level
     assert not shift.detected

@@ -28,8 +28,9 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from evernear.serving.live_queries import Floats, Queries
+
 Measure = Literal["unknown_rise", "distance_shift", "embedding_shift"]
-Floats = NDArray[np.float32]
 Weights = NDArray[np.float64]
 _Statistic = Callable[[Weights], Weights]
 
@@ -38,45 +39,9 @@ SAMPLE = 500
 MIN_QUERIES = 20
 """Minimum number of independent live queries, and also of reference queries, in one test."""
 POWER = 0.9
+_MIN_PERMUTATIONS = 400
 _MIN_SHARED = 5
 """Fewest reference queries in a stratum with classes that have no reference query."""
-_BATCH = 400
-"""Permutations after which the test checks whether p-values can still become small enough."""
-
-
-@dataclass(frozen=True)
-class Queries:
-    """Queries of one release. Among the ``total`` queries, ``unknown`` queries show unknown images.
-    The arrays contain the predictions for a sample of N queries."""
-
-    total: int
-    unknown: int
-    distances: Floats
-    """L2 distance to the nearest gallery image, (N,)."""
-    coordinates: Floats
-    """Projected embeddings (N, D). D is 0 if the release has no projection."""
-    is_unknown: NDArray[np.bool_]
-    at_s: NDArray[np.float64]
-    """Arrival times in Unix time, (N,), or zeros in a reference."""
-    labels: NDArray[np.str_]
-
-    @property
-    def unknown_rate(self) -> float:
-        return self.unknown / self.total if self.total else 0.0
-
-    def __len__(self) -> int:
-        return len(self.distances)
-
-    def select(self, rows: NDArray[np.intp]) -> "Queries":
-        return Queries(
-            self.total,
-            self.unknown,
-            self.distances[rows],
-            self.coordinates[rows],
-            self.is_unknown[rows],
-            self.at_s[rows],
-            self.labels[rows],
-        )
 
 
 @dataclass(frozen=True)
@@ -105,15 +70,18 @@ def measure_drift(
     rng = np.random.default_rng(seed)
     if len(live) > SAMPLE:
         live = live.select(np.sort(rng.choice(len(live), SAMPLE, replace=False)))
-    strata = _Strata.of(reference, live)
-    statistics = _statistics(reference, live, strata.weights())
+    is_live = np.repeat([False, True], [len(reference), len(live)])
+    _, classes = np.unique(np.concatenate([reference.labels, live.labels]), return_inverse=True)
+    classes = _without_empty(classes, is_live)
     level = false_alarm_rate / len(bounds)
-    measures: list[Measure] = [measure for measure in bounds if measure in statistics]
-    observed, null = _permute(strata, [statistics[measure] for measure in measures], level, rng)
+    actual = _weights(is_live, classes)
+    permuted = _weights(is_live, classes, rng, max(_MIN_PERMUTATIONS, math.ceil(1 / level)))
     shifts: list[Shift] = []
-    for measure, effect, permuted in zip(measures, observed, null, strict=True):
-        p = (1 + int((permuted >= effect - _ROUNDING).sum())) / (1 + len(permuted))
-        shifts.append(Shift(measure, effect, bounds[measure], p, level, _detectable(permuted, level, bounds[measure])))
+    for measure, statistic in _statistics(reference, live, actual).items():
+        if bound := bounds.get(measure):
+            effect, null = float(statistic(actual)[0]), statistic(permuted)
+            p = (1 + int((null >= effect - _ROUNDING).sum())) / (1 + len(null))  # Phipson and Smyth 2010
+            shifts.append(Shift(measure, effect, bound, p, level, _detectable(null, level, bound)))
     return shifts
 
 
@@ -122,44 +90,23 @@ _ROUNDING = 1e-6
 unchanged could have a smaller effect."""
 
 
-@dataclass(frozen=True)
-class _Strata:
-    """A pooled sample, reference first. ``order`` sorts it by class; ``ends`` are the classes'
-    ends."""
+def _weights(
+    is_live: NDArray[np.bool_], classes: NDArray[np.intp], rng: np.random.Generator | None = None, count: int = 1
+) -> Weights:
+    """Return signed weights of shape (N, ``count``) for the pooled sample, permuted within the
+    classes unless ``rng`` is None.
 
-    is_live: NDArray[np.bool_]
-    order: NDArray[np.intp]
-    ends: list[int]
-
-    @staticmethod
-    def of(reference: Queries, live: Queries) -> "_Strata":
-        is_live = np.repeat([False, True], [len(reference), len(live)])
-        _, classes = np.unique(np.concatenate([reference.labels, live.labels]), return_inverse=True)
-        classes = _without_empty(classes, is_live)
-        order = np.argsort(classes, kind="stable")
-        return _Strata(is_live, order, np.cumsum(np.unique(classes, return_counts=True)[1]).tolist())
-
-    def weights(self, permutations: int = 0, rng: np.random.Generator | None = None) -> Weights:
-        """Return signed weights of shape (N, ``permutations``) for the pooled sample, for
-        permutations within the classes.
-
-        Each live query weighs 1/n. Reference queries have negative weights, so that the weights of
-        each class add up to zero. If ``rng`` is None, return the weights of the actual sides, with
-        shape (N, 1).
-        """
-        total = int(self.is_live.sum())
-        weights = np.zeros((len(self.order), permutations if rng else 1))
-        for start, end in zip([0, *self.ends], self.ends, strict=False):
-            rows = self.order[start:end]
-            live = int(self.is_live[rows].sum())
-            if not live:
-                continue
-            signed = np.where(self.is_live[rows], 1 / total, -live / total / max(1, len(rows) - live))
-            if rng:
-                weights[rows] = rng.permuted(np.repeat(signed[:, None], permutations, axis=1), axis=0)
-            else:
-                weights[rows, 0] = signed
-        return weights
+    Each live query weighs 1/n. Reference queries have negative weights, so that the weights of
+    each class add up to zero.
+    """
+    weights = np.zeros((len(classes), count))
+    for its in np.unique(classes):
+        rows = np.flatnonzero(classes == its)
+        share = is_live[rows].sum() / is_live.sum()
+        signed = np.where(is_live[rows], 1 / is_live.sum(), -share / max(1, (~is_live[rows]).sum()))
+        columns = np.repeat(signed[:, None], count, axis=1)
+        weights[rows] = rng.permuted(columns, axis=0) if rng else columns
+    return weights
 
 
 def _without_empty(classes: NDArray[np.intp], is_live: NDArray[np.bool_]) -> NDArray[np.intp]:
@@ -217,28 +164,6 @@ def embedding_shift(points: Floats, weights: Weights) -> _Statistic:
         return -np.einsum("ij,ij->j", signed, distances @ signed, dtype=np.float64) / across
 
     return energy
-
-
-def _permute(
-    strata: _Strata, statistics: list[_Statistic], level: float, rng: np.random.Generator
-) -> tuple[list[float], list[Weights]]:
-    """Return the statistics of the actual sides and of the permutations (Phipson and Smyth 2010).
-    The test stops early when no p-value can reach ``level`` anymore (Besag and Clifford 1991).
-    Stopping early does not change any decision."""
-    observed = [float(statistic(strata.weights())[0]) for statistic in statistics]
-    null: list[list[Weights]] = [[] for _ in statistics]
-    # One more permutation than necessary is made, because rounding may move 1 / (1 / level) above
-    # ``level``. No p-value could then reach the level.
-    wanted = max(_BATCH, math.ceil(1 / level))
-    exceeding = np.zeros(len(statistics), int)
-    done = 0
-    while done < wanted and (not done or (exceeding.min() + 1) / (wanted + 1) <= level):
-        weights = strata.weights(min(_BATCH, wanted - done), rng)
-        for number, statistic in enumerate(statistics):
-            null[number].append(statistic(weights))
-            exceeding[number] += int((null[number][-1] >= observed[number] - _ROUNDING).sum())
-        done += weights.shape[1]
-    return observed, [np.concatenate(parts) for parts in null]
 
 
 def _detectable(permuted: Weights, level: float, bound: float) -> float:

@@ -5,7 +5,8 @@ import dataclasses
 import numpy as np
 import pytest
 
-from evernear.data.drift import Queries, independent_queries
+from evernear.serving.live_queries import Queries
+from evernear.triggers.watch.drift import independent_queries
 
 CENTERS = np.random.default_rng(99).standard_normal((10, 16)) * 0.3
 
