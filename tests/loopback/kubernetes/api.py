@@ -75,7 +75,7 @@ class Api:
         subject: Object,
         namespace: str = "",
         *,
-        manager: Manager = _ANONYMOUS,
+        manager: Manager | None = None,
         dry_run: bool = False,
         trusted: bool = False,
     ) -> Object:
@@ -222,13 +222,12 @@ class Api:
             if self.store.get(kind, metadata.get("namespace", ""), metadata["name"]):
                 self.store.remove(kind, subject)
 
-    def edit(self, kind: Kind, subject: Object, *, manager: str, subresource: str = "") -> Object:
-        """Store a write of one of the server's controllers, without validation."""
+    def edit(self, kind: Kind, subject: Object, *, subresource: str = "") -> Object:
+        """Store a write of a controller of the server, which is trusted and owns no fields."""
         with self.store.changed:
             metadata = subject["metadata"]
             live = self.get(kind, metadata.get("namespace", ""), metadata["name"])
-            writer = Manager(manager, "Update", kind.api_version, subresource)
-            return self._write(kind, live, subject, writer, subresource=subresource, trusted=True)
+            return self._write(kind, live, subject, None, subresource=subresource, trusted=True)
 
     def _incoming(self, kind: Kind, subject: Object, namespace: str) -> Object:
         subject = _without_nulls(subject)
@@ -256,8 +255,7 @@ class Api:
         dry_run: bool = False,
         trusted: bool = False,
     ) -> Object:
-        """Fill in defaults, validate and store; ``manager`` is None if ``managedFields`` are
-        already set."""
+        """Fill in defaults, validate and store; without ``manager``, keep ``managedFields``."""
         new = _preserve_server_fields(kind, live, deep_copy(new), subresource)
         if not trusted:
             self.schemas.check(kind, new)

@@ -20,6 +20,7 @@ from tests.loopback.kubernetes import rbac, status
 from tests.loopback.kubernetes.api import Api
 from tests.loopback.kubernetes.calls import Call
 from tests.loopback.kubernetes.controllers import Controllers
+from tests.loopback.kubernetes.kinds import KINDS, POD
 from tests.loopback.kubernetes.kubelet import Node
 from tests.loopback.kubernetes.pod_lifecycle import PodBehavior, Ready
 from tests.loopback.kubernetes.server import Fault, Server
@@ -89,6 +90,18 @@ class LoopbackCluster:
         path.write_text(yaml.safe_dump(config))
         path.chmod(0o600)
         return path
+
+    def create(self, manifest: Object, namespace: str = "") -> None:
+        """Create an object as the administrator, by default in its own namespace."""
+        self.api.create(KINDS[manifest["kind"]], manifest, namespace)
+
+    def find(self, kind: str, namespace: str, name: str) -> Object | None:
+        """Return an object of a kind such as ``Pod``, or None."""
+        return self.api.store.get(KINDS[kind], namespace, name)
+
+    def running_pods(self, namespace: str) -> list[Object]:
+        """Return the pods that are not being deleted."""
+        return [pod for pod in self.api.store.all(POD, namespace) if not pod["metadata"].get("deletionTimestamp")]
 
     def set_pod_behavior(
         self,

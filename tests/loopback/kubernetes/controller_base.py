@@ -4,13 +4,11 @@ import math
 from typing import Any
 
 from tests.loopback.kubernetes.api import Api
-from tests.loopback.kubernetes.fields import Manager
 from tests.loopback.kubernetes.kinds import Kind
 from tests.loopback.kubernetes.kubelet import record
 from tests.loopback.kubernetes.pod_lifecycle import Event
 
 Object = dict[str, Any]
-MANAGER = "kube-controller-manager"
 
 
 class Controller:
@@ -29,12 +27,11 @@ class Controller:
 
     def create(self, kind: Kind, subject: Object, namespace: str) -> Object:
         """Create an object. Raises the errors of `Api.create`."""
-        manager = Manager(MANAGER, "Update", kind.api_version)
-        return self.api.create(kind, subject, namespace, manager=manager, trusted=True)
+        return self.api.create(kind, subject, namespace, trusted=True)
 
     def edit(self, kind: Kind, subject: Object, subresource: str = "") -> None:
         """Replace an object."""
-        self.api.edit(kind, subject, manager=MANAGER, subresource=subresource)
+        self.api.edit(kind, subject, subresource=subresource)
 
     def set_status(self, kind: Kind, subject: Object, status: Object) -> bool:
         """Update a status; return whether it changed."""

@@ -9,6 +9,7 @@ from tests.loopback.kubernetes.api import Api
 from tests.loopback.kubernetes.controller_base import Controller
 from tests.loopback.kubernetes.deployments import Deployments
 from tests.loopback.kubernetes.endpoints import Endpoints
+from tests.loopback.kubernetes.fields import Manager
 from tests.loopback.kubernetes.jobs import Jobs
 from tests.loopback.kubernetes.kinds import (
     AUTOSCALER,
@@ -23,6 +24,7 @@ from tests.loopback.kubernetes.replica_sets import ReplicaSets
 from tests.loopback.kubernetes.train_jobs import TrainJobs
 
 Object = dict[str, Any]
+_SCALER = Manager("kube-controller-manager", "Update", DEPLOYMENT.api_version, "scale")
 _PAUSE_S = 0.002  # lets clients observe intermediate states
 
 
@@ -116,8 +118,8 @@ class Controllers:
             if desired != current:
                 bound = "below Spec.MinReplicas" if desired > current else "above Spec.MaxReplicas"
                 reason = f"New size: {desired}; reason: Current number of replicas {bound}"
-                deployment["spec"]["replicas"] = desired
-                self._autoscaling.edit(DEPLOYMENT, deployment, "scale")
+                scaled = deployment | {"spec": deployment["spec"] | {"replicas": desired}}
+                self._api.replace(DEPLOYMENT, scaled, namespace, target["name"], manager=_SCALER)
                 self._autoscaling.event(AUTOSCALER, autoscaler, "SuccessfulRescale", reason)
                 changed = True
             known = {"currentReplicas": current, "desiredReplicas": desired, "currentMetrics": None}

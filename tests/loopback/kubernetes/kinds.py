@@ -71,37 +71,9 @@ TRAINING_RUNTIME = Kind(
     "trainer.kubeflow.org", "v1alpha1", "TrainingRuntime", "trainingruntimes", unconditional_update=False
 )
 
-KINDS = (
-    NAMESPACE,
-    NODE,
-    POD,
-    SERVICE,
-    CONFIG_MAP,
-    SECRET,
-    SERVICE_ACCOUNT,
-    EVENT,
-    CLAIM,
-    DEPLOYMENT,
-    REPLICA_SET,
-    BUDGET,
-    AUTOSCALER,
-    NETWORK_POLICY,
-    LEASE,
-    ENDPOINT_SLICE,
-    JOB,
-    POD_TEMPLATE,
-    ROLE,
-    ROLE_BINDING,
-    TRAIN_JOB,
-    TRAINING_RUNTIME,
-)
+KINDS = {kind.name: kind for kind in list(globals().values()) if isinstance(kind, Kind)}
 
 
 def find(group: str, version: str, plural: str) -> Kind | None:
     """Return the kind of ``/apis/GROUP/VERSION/.../PLURAL``, or None."""
-    return next((k for k in KINDS if (k.group, k.version, k.plural) == (group, version, plural)), None)
-
-
-def named(api_version: str, name: str) -> Kind | None:
-    """Return the kind with an object's ``apiVersion`` and ``kind``, or None."""
-    return next((k for k in KINDS if (k.api_version, k.name) == (api_version, name)), None)
+    return next((k for k in KINDS.values() if (k.group, k.version, k.plural) == (group, version, plural)), None)

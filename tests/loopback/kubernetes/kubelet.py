@@ -51,7 +51,7 @@ class Node:
         addresses = [{"type": "InternalIP", "address": NODE_IP}, {"type": "Hostname", "address": NODE_NAME}]
         node = api.create(NODE, {"metadata": {"name": NODE_NAME}})
         status = {"allocatable": allocatable, "capacity": allocatable, "addresses": addresses}
-        api.edit(NODE, node | {"status": status}, manager="kubelet", subresource="status")
+        api.edit(NODE, node | {"status": status}, subresource="status")
         self._allocatable = {name: quantities.value(amount) for name, amount in allocatable.items()}
         self._progress: dict[str, _Progress] = {}  # by pod UID
         self._hosts = iter(range(2, 2**16))
@@ -135,9 +135,9 @@ class Node:
     def _write(self, pod: Object, update: StatusUpdate) -> None:
         if update.writer == "kubelet" and not pod["spec"].get("nodeName"):
             bound = pod | {"spec": pod["spec"] | {"nodeName": NODE_NAME}}
-            pod = self._api.edit(POD, bound, manager="kube-scheduler", subresource="binding")
+            pod = self._api.edit(POD, bound, subresource="binding")
         updated = pod | {"status": pod.get("status", {}) | update.status}
-        self._api.edit(POD, updated, manager=update.writer, subresource="status")
+        self._api.edit(POD, updated, subresource="status")
         for event in update.events:
             record(self._api, POD, pod, update.writer, event)
 

@@ -42,7 +42,7 @@ def review(store: Store, user: str, request: Object) -> Object:
     """Answer a SelfSubjectAccessReview, which every user may create."""
     about = request["spec"]["resourceAttributes"]
     group, plural = about.get("group", ""), about.get("resource", "")
-    kind = next((item for item in KINDS if (item.group, item.plural) == (group, plural)), None)
+    kind = next((item for item in KINDS.values() if (item.group, item.plural) == (group, plural)), None)
     kind = kind or Kind(group, about.get("version", ""), plural, plural)
     place = (about.get("namespace", ""), about.get("name", ""), about.get("subresource", ""))
     allowed = _may(store, Attempt(user, about.get("verb", ""), kind, *place))

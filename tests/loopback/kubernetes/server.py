@@ -15,8 +15,6 @@ from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-import yaml
-
 from tests.loopback.kubernetes import proxy, rbac, status, watches
 from tests.loopback.kubernetes.api import Api
 from tests.loopback.kubernetes.calls import HEALTH, REVIEW, Call, name_selected, parse
@@ -154,7 +152,7 @@ class _Handler(BaseHTTPRequestHandler):
         if call.path in HEALTH:
             self._respond_bytes(200, b"ok", "text/plain")
         elif call.path == REVIEW:
-            self._respond_json(201, rbac.review(self.server.api.store, call.user, _decode(body, "application/json")))
+            self._respond_json(201, rbac.review(self.server.api.store, call.user, _decode(body)))
         else:
             self._respond_error(status.no_such_path())
 
@@ -197,7 +195,7 @@ class _Handler(BaseHTTPRequestHandler):
     def _write(self, call: Call, body: bytes, *, dry_run: bool) -> tuple[int, Object]:
         assert call.kind is not None
         api, media_type = self.server.api, (self.headers.get("Content-Type") or "").partition(";")[0]
-        subject = _decode(body, media_type)
+        subject = _decode(body)
         manager = self._manager(call)
         common: dict[str, Any] = {"manager": manager, "dry_run": dry_run}
         if call.verb == "create":
@@ -340,15 +338,15 @@ def _delete(api: Api, call: Call, options: Object, *, dry_run: bool) -> Object:
 
 def _options(call: Call, body: bytes) -> Object:
     """Read ``DeleteOptions`` from the body, or from the query if the body is empty."""
-    options = _decode(body, "application/json") if body else {}
+    options = _decode(body) if body else {}
     names = ("gracePeriodSeconds",)
     return {name: call.query[name] for name in names if name in call.query} | options
 
 
-def _decode(body: bytes, media_type: str) -> Object:
+def _decode(body: bytes) -> Object:
     try:
-        decoded = yaml.safe_load(body) if media_type.endswith("yaml") else json.loads(body)
-    except (ValueError, yaml.YAMLError) as error:
+        decoded = json.loads(body)
+    except ValueError as error:
         raise status.bad_request(f"the object provided is unrecognized (must be of type JSON): {error}") from None
     if not isinstance(decoded, dict):
         raise status.bad_request("the object provided is unrecognized (must be of type object)")

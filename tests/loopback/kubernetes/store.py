@@ -2,14 +2,14 @@
 
 import json
 import threading
-from collections import deque
+from collections import defaultdict, deque
 from dataclasses import dataclass
 from typing import Any
 
 from tests.loopback.kubernetes.kinds import Kind
 
 Object = dict[str, Any]
-Key = tuple[Kind, str, str]
+Key = tuple[str, str]
 _HISTORY = 1000  # events; requests for older ones get a 410
 
 
@@ -33,25 +33,24 @@ class Store:
         self.changed = threading.Condition(threading.RLock())
         self.version = 1
         self.oldest = 0  # changes up to this version are discarded
-        self._objects: dict[Key, str] = {}
+        self._objects: defaultdict[Kind, dict[Key, str]] = defaultdict(dict)
         self._history: deque[Change] = deque()
 
     def get(self, kind: Kind, namespace: str, name: str) -> Object | None:
         """Return an object, or None."""
         with self.changed:
-            text = self._objects.get((kind, namespace, name))
+            text = self._objects[kind].get((namespace, name))
             return None if text is None else json.loads(text)
 
     def all(self, kind: Kind, namespace: str = "") -> list[Object]:
         """Return the objects of a kind in one namespace or in all, sorted by namespace and name."""
         with self.changed:
-            keys = sorted(key[1:] for key in self._objects if key[0] == kind and namespace in ("", key[1]))
-            return [json.loads(self._objects[kind, *key]) for key in keys]
+            return [json.loads(text) for key, text in sorted(self._objects[kind].items()) if namespace in ("", key[0])]
 
     def everything(self) -> list[tuple[Kind, Object]]:
         """Return every object."""
         with self.changed:
-            return [(key[0], json.loads(text)) for key, text in self._objects.items()]
+            return [(kind, json.loads(text)) for kind, texts in self._objects.items() for text in texts.values()]
 
     def put(self, kind: Kind, subject: Object) -> Object:
         """Store an object under a new resourceVersion and return it."""
@@ -60,14 +59,14 @@ class Store:
             self.version += 1
             subject = {**subject, "metadata": {**subject["metadata"], "resourceVersion": str(self.version)}}
             text = json.dumps(subject)
-            self._record(Change(self.version, kind, self._objects.get(key), text))
-            self._objects[key] = text
+            self._record(Change(self.version, kind, self._objects[kind].get(key), text))
+            self._objects[kind][key] = text
             return json.loads(text)
 
     def remove(self, kind: Kind, subject: Object) -> Object:
         """Delete an object and return its last state."""
         with self.changed:
-            before = self._objects.pop(_key(kind, subject))
+            before = self._objects[kind].pop(_key(kind, subject))
             self.version += 1
             self._record(Change(self.version, kind, before, None))
             return json.loads(before)
@@ -99,4 +98,4 @@ def deep_copy(subject: Object) -> Object:
 
 def _key(kind: Kind, subject: Object) -> Key:
     metadata = subject["metadata"]
-    return (kind, metadata.get("namespace", "") if kind.namespaced else "", metadata["name"])
+    return (metadata.get("namespace", "") if kind.namespaced else "", metadata["name"])

@@ -14,7 +14,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import yaml
-from kubernetes import client, config, utils
+from kubernetes import client, config
 from PIL import Image
 
 from evernear.common.parts import FINAL_EXIT_CODE, Part, Parts, PartsRecord, run_parts
@@ -58,11 +58,9 @@ def loopback(tmp_path: Path, manifests: Objects, monkeypatch: pytest.MonkeyPatch
     """A cluster with the objects of `deploy/`; ``KUBECONFIG`` authenticates as the account of the
     pipeline's steps."""
     with LoopbackCluster(tmp_path) as cluster:
-        admin = config.new_client_from_config(str(cluster.kubeconfig()))
-        utils.create_from_dict(admin, {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": "kubeflow"}})
-        for kind in ("Role", "RoleBinding"):
-            utils.create_from_dict(admin, manifests[kind])
-        client.CoreV1Api(admin).create_namespaced_pod_template("kubeflow", manifests["PodTemplate"])
+        cluster.create({"kind": "Namespace", "metadata": {"name": "kubeflow"}})
+        for kind in ("Role", "RoleBinding", "PodTemplate"):
+            cluster.create(manifests[kind], "kubeflow")
         monkeypatch.setenv("KUBECONFIG", str(cluster.kubeconfig("kubeflow/pipeline-runner", namespace="kubeflow")))
         monkeypatch.setattr(indexed_job, "POLL_S", 0.1)
         cluster.calls.clear()

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import yaml
-from kubernetes import client, config, utils
+from kubernetes import client, config
 
 from evernear import steps
 from evernear.common.run_record import RunRecord
@@ -54,13 +54,9 @@ def loopback(tmp_path: Path, manifests: Objects, monkeypatch: pytest.MonkeyPatch
     """A cluster with the objects of `deploy/`; ``KUBECONFIG`` authenticates as the account of the
     pipeline's steps."""
     with LoopbackCluster(tmp_path) as cluster:
-        admin = config.new_client_from_config(str(cluster.kubeconfig()))
-        utils.create_from_dict(admin, {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": "kubeflow"}})
-        for kind in ("Role", "RoleBinding"):
-            utils.create_from_dict(admin, manifests[kind])
-        client.CustomObjectsApi(admin).create_namespaced_custom_object(
-            "trainer.kubeflow.org", "v1alpha1", "kubeflow", "trainingruntimes", manifests["TrainingRuntime"]
-        )
+        cluster.create({"kind": "Namespace", "metadata": {"name": "kubeflow"}})
+        for kind in ("Role", "RoleBinding", "TrainingRuntime"):
+            cluster.create(manifests[kind], "kubeflow")
         monkeypatch.setenv("KUBECONFIG", str(cluster.kubeconfig("kubeflow/pipeline-runner", namespace="kubeflow")))
         monkeypatch.setenv(IMAGE_VARIABLE, IMAGE)
         monkeypatch.setattr(train_job, "POLL_S", 0.1)

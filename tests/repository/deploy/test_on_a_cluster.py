@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from kubernetes import client, config, utils
+from kubernetes import client, config
 
 from evernear.deployment.kubernetes import rollout
 from evernear.deployment.kubernetes.cluster import VERSION, Cluster
@@ -25,7 +25,7 @@ from evernear.errors import ClusterError
 from evernear.settings import Settings
 from tests.loopback.kubernetes import CrashLoop, LoopbackCluster, NotReady, labeled
 from tests.loopback.kubernetes.calls import Call
-from tests.loopback.kubernetes.kinds import named as known_kind
+from tests.loopback.kubernetes.kinds import KINDS
 from tests.repository.deploy.rendered import DEPLOY, DIGEST, Object, named, objects, settings_of
 from tests.waiting import until
 
@@ -39,7 +39,6 @@ READY_TIMEOUT_S = 30
 def cluster(tmp_path: Path) -> Iterator[LoopbackCluster]:
     """A cluster with the local overlay and every Secret except the inference token."""
     with LoopbackCluster(tmp_path, second_s=1.0) as running:
-        admin = config.new_client_from_config(str(running.kubeconfig()))
         kubeflow = {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": "kubeflow"}}
         filled = [
             secret | {"stringData": dict.fromkeys(secret["stringData"], "x")}
@@ -48,8 +47,8 @@ def cluster(tmp_path: Path) -> Iterator[LoopbackCluster]:
         ]
         for manifest in sorted([kubeflow, *filled, *LOCAL], key=lambda item: item["kind"] != "Namespace"):
             own_account = manifest["kind"] == "ServiceAccount" and manifest["metadata"]["name"] == "default"
-            if known_kind(manifest["apiVersion"], manifest["kind"]) and not own_account:
-                utils.create_from_dict(admin, manifest)
+            if manifest["kind"] in KINDS and not own_account:
+                running.create(manifest)
         yield running
 
 

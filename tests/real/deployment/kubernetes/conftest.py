@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import yaml
-from kubernetes import config, utils
 
 from evernear.deployment import kubernetes
 from evernear.deployment.kubernetes import rollout, service
@@ -34,6 +33,20 @@ spec: {accessModes: [ReadWriteMany], resources: {requests: {storage: 1Gi}}}
 """
 
 
+def _manifests() -> Iterator[dict[str, Any]]:
+    """The namespace and its deployer, with the namespace that kustomize sets."""
+    files = [(BASE / name).read_text() for name in ("namespace.yaml", "deployer.yaml")]
+    for manifest in yaml.safe_load_all("\n---\n".join([*files, FROM_OUTSIDE])):
+        if manifest["metadata"]["name"] == "default":  # the namespace's default account exists already
+            continue
+        for subject in manifest.get("subjects", ()):
+            subject.setdefault("namespace", "evernear")
+        yield manifest
+
+
+MANIFESTS = [*_manifests()]
+
+
 @pytest.fixture
 def second_s() -> float:
     """Duration of a second of ``progressDeadlineSeconds``; a test may override it."""
@@ -44,11 +57,8 @@ def second_s() -> float:
 def loopback(tmp_path: Path, second_s: float, monkeypatch: pytest.MonkeyPatch) -> Iterator[LoopbackCluster]:
     """The cluster; ``KUBECONFIG`` authenticates as the deployer of `deploy/base`."""
     with LoopbackCluster(tmp_path, second_s=second_s) as cluster:
-        admin = config.new_client_from_config(str(cluster.kubeconfig()))
-        files = [(BASE / name).read_text() for name in ("namespace.yaml", "deployer.yaml")]
-        for manifest in yaml.safe_load_all("\n---\n".join([*files, FROM_OUTSIDE])):
-            if manifest["metadata"]["name"] != "default":  # the namespace's default account exists already
-                utils.create_from_dict(admin, _in_namespace(manifest))
+        for manifest in MANIFESTS:
+            cluster.create(manifest, "evernear")
         monkeypatch.setenv("KUBECONFIG", str(cluster.kubeconfig("evernear/evernear-deployer", namespace="evernear")))
         monkeypatch.setattr(rollout, "DIAGNOSIS_INTERVAL_S", 1)
         yield cluster
@@ -71,12 +81,3 @@ def make_settings(tmp_path: Path) -> MakeSettings:
         return parse(Settings, tree)
 
     return make
-
-
-def _in_namespace(manifest: dict[str, Any]) -> dict[str, Any]:
-    """Set the namespace, as kustomize does."""
-    if manifest["kind"] != "Namespace":
-        manifest["metadata"].setdefault("namespace", "evernear")
-    for subject in manifest.get("subjects", ()):
-        subject.setdefault("namespace", "evernear")
-    return manifest

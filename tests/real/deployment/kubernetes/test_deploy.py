@@ -89,7 +89,6 @@ class Sandbox:
         self.settings = settings
         self.registry = Registry(open_store(settings.store_uri))
         self.cluster = Cluster.of(settings.kubernetes.namespace)
-        self._admin = config.new_client_from_config(str(loopback.kubeconfig()))
 
     @property
     def champion(self) -> str | None:
@@ -99,9 +98,9 @@ class Sandbox:
     @property
     def live(self) -> tuple[set[str], set[str]]:
         """Releases and images of all pods."""
-        pods = client.CoreV1Api(self._admin).list_namespaced_pod("evernear").items
-        running = [pod for pod in pods if not pod.metadata.deletion_timestamp]
-        return {pod.metadata.annotations[RELEASE] for pod in running}, {pod.spec.containers[0].image for pod in running}
+        running = self.loopback.running_pods("evernear")
+        releases = {pod["metadata"]["annotations"][RELEASE] for pod in running}
+        return releases, {pod["spec"]["containers"][0]["image"] for pod in running}
 
     def remaining(self) -> list[str]:
         """Kinds of the remaining objects of a deployment."""
@@ -110,7 +109,7 @@ class Sandbox:
 
     def find(self, kind: str) -> dict[str, Any] | None:
         """An object of a deployment; the deployer itself may not read every kind."""
-        return Cluster(self._admin, "evernear", inside=False).get(kind, NAME)
+        return self.loopback.find(kind, "evernear", NAME)
 
     def with_settings(self, **changes: Any) -> Settings:
         """The settings with ``changes`` in the section kubernetes."""
@@ -306,8 +305,9 @@ def test_field_conflicts_are_reported_before_any_change(sandbox: Sandbox, releas
         r"--field-manager=evernear --force-conflicts -f -`\.$",
     ):
         sandbox.deploy(second)
-    settings = client.CoreV1Api(apps.api_client).read_namespaced_config_map(NAME, "evernear")
-    assert settings.metadata.annotations[RELEASE] == first.version
+    settings = sandbox.find("ConfigMap")
+    assert settings is not None
+    assert settings["metadata"]["annotations"][RELEASE] == first.version
     for manifest in KubernetesTarget(sandbox.settings).render(None, warn=pytest.fail):  # what the remedy does
         sandbox.cluster.apply(manifest, force=True)
     assert sandbox.deploy(second).version == second.version
@@ -326,10 +326,10 @@ def test_release_is_rendered_without_a_cluster(
 
 
 def test_owner_adds_to_the_pods(sandbox: Sandbox, releases: tuple[PackedRelease, ...]) -> None:
-    core = client.CoreV1Api(config.new_client_from_config(str(sandbox.loopback.kubeconfig())))
     tolerations = [{"key": "nvidia.com/gpu", "operator": "Exists"}]
     spec = {"tolerations": tolerations, "containers": [{"name": "torchserve", "image": "replaced"}]}
-    core.create_namespaced_pod_template("evernear", {"metadata": {"name": NAME}, "template": {"spec": spec}})
+    metadata = {"name": NAME, "namespace": "evernear"}
+    sandbox.loopback.create({"kind": "PodTemplate", "metadata": metadata, "template": {"spec": spec}})
     sandbox.deploy(releases[0])
     deployed = sandbox.find("Deployment")
     assert deployed is not None

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import yaml
-from kubernetes import client, config
 
 from evernear.cli.doctor import check
 from tests.loopback.kubernetes import LoopbackCluster
+from tests.loopback.kubernetes.kinds import KINDS
 from tests.real.deployment.kubernetes.deployer import BASE, MakeSettings
 
 ROLE = next(
@@ -43,13 +43,11 @@ def test_check_accepts_a_usable_cluster_without_changing_it(
 
 def test_each_missing_right_is_reported(loopback: LoopbackCluster, make_settings: MakeSettings) -> None:
     messages: dict[str, str] = {}
-    with config.new_client_from_config(str(loopback.kubeconfig())) as administrator:
-        roles = client.RbacAuthorizationV1Api(administrator)
-        for right, rules in ROLES_LACKING.items():
-            roles.patch_namespaced_role("evernear-deployer", "evernear", {"rules": rules})
-            (result,) = check(make_settings(), ["cluster"])
-            assert not result.ok, right
-            messages[right] = result.message
+    for right, rules in ROLES_LACKING.items():
+        loopback.api.patch(KINDS["Role"], {"rules": rules}, "evernear", "evernear-deployer")
+        (result,) = check(make_settings(), ["cluster"])
+        assert not result.ok, right
+        messages[right] = result.message
     for right, message in messages.items():
         sentence = f"The credentials lack permissions in namespace evernear: {right}. docs/kubernetes.md has the Role"
         assert message.startswith(sentence), message
@@ -58,8 +56,7 @@ def test_each_missing_right_is_reported(loopback: LoopbackCluster, make_settings
 def test_service_proxy_right_is_needed_only_without_a_service_url(
     loopback: LoopbackCluster, make_settings: MakeSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with config.new_client_from_config(str(loopback.kubeconfig())) as administrator:
-        client.RbacAuthorizationV1Api(administrator).delete_namespaced_role("from-outside", "evernear")
+    loopback.api.delete(KINDS["Role"], "evernear", "from-outside")
     (result,) = check(make_settings(), ["cluster"])
     assert "lack permissions in namespace evernear: create services/proxy evernear-serving:http." in result.message
     monkeypatch.setenv("EVERNEAR_SERVICE_URL", "http://serving.example")

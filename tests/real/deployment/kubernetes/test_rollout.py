@@ -25,6 +25,7 @@ from tests.loopback.kubernetes import (
     labeled,
     too_many_requests,
 )
+from tests.loopback.kubernetes.controller_base import is_ready
 from tests.real.deployment.kubernetes.deployer import MakeSettings
 from tests.waiting import until
 
@@ -39,10 +40,7 @@ def roll_out(settings: Settings, version: str) -> None:
 
 def served(loopback: LoopbackCluster) -> set[str]:
     """Releases of the ready pods."""
-    core = client.CoreV1Api(config.new_client_from_config(str(loopback.kubeconfig())))
-    pods = core.list_namespaced_pod("evernear").items
-    ready = [pod for pod in pods if any(c.type == "Ready" and c.status == "True" for c in pod.status.conditions or [])]
-    return {pod.metadata.labels[VERSION] for pod in ready if not pod.metadata.deletion_timestamp}
+    return {pod["metadata"]["labels"][VERSION] for pod in loopback.running_pods("evernear") if is_ready(pod)}
 
 
 def test_rollout_completes_when_all_pods_are_new_and_ready(
