@@ -19,6 +19,7 @@ def start_moto() -> ThreadedMotoServer:
     moto.start()
     server, lock = moto._server, threading.Lock()
     assert server is not None
+    server.RequestHandlerClass.log_request = lambda *_: None  # type: ignore[attr-defined] - no time for its format
     application = server.app
     # Without this cache, moto lists the directories of all services for each request, which is a
     # fourth of its time.

@@ -76,7 +76,6 @@ class Api:
         namespace: str = "",
         *,
         manager: Manager | None = None,
-        dry_run: bool = False,
         trusted: bool = False,
     ) -> Object:
         """Store a new object. ``trusted`` objects, from the server's controllers, skip validation
@@ -94,18 +93,10 @@ class Api:
             self._require_namespace(kind, metadata)
             if self.store.get(kind, metadata.get("namespace", ""), metadata["name"]):
                 raise status.already_exists(kind, metadata["name"])
-            return self._write(kind, None, subject, manager, dry_run=dry_run, trusted=trusted)
+            return self._write(kind, None, subject, manager, trusted=trusted)
 
     def replace(
-        self,
-        kind: Kind,
-        subject: Object,
-        namespace: str,
-        name: str,
-        *,
-        subresource: str = "",
-        manager: Manager = _ANONYMOUS,
-        dry_run: bool = False,
+        self, kind: Kind, subject: Object, namespace: str, name: str, *, manager: Manager = _ANONYMOUS
     ) -> Object:
         """Replace the object with the same name.
 
@@ -120,19 +111,9 @@ class Api:
                 cause = Cause("metadata.resourceVersion", "Invalid value: 0: must be specified for an update")
                 raise status.invalid(kind.name, kind.group, name, [cause])
             _check_preconditions(kind, live, subject["metadata"])
-            return self._write(kind, live, subject, manager, subresource=subresource, dry_run=dry_run)
+            return self._write(kind, live, subject, manager)
 
-    def patch(
-        self,
-        kind: Kind,
-        patch: Object,
-        namespace: str,
-        name: str,
-        *,
-        subresource: str = "",
-        manager: Manager = _ANONYMOUS,
-        dry_run: bool = False,
-    ) -> Object:
+    def patch(self, kind: Kind, patch: Object, namespace: str, name: str, *, manager: Manager = _ANONYMOUS) -> Object:
         """Apply a strategic merge patch.
 
         Raises:
@@ -143,7 +124,7 @@ class Api:
             new = patches.strategic(self.schemas, self.schemas.of(kind), live, patch)
             _check_preconditions(kind, live, new["metadata"])
             new = self._incoming(kind, new, namespace)
-            return self._write(kind, live, new, manager, subresource=subresource, dry_run=dry_run)
+            return self._write(kind, live, new, manager)
 
     def apply(
         self,
@@ -154,7 +135,6 @@ class Api:
         *,
         manager: Manager,
         force: bool = False,
-        subresource: str = "",
         dry_run: bool = False,
     ) -> tuple[Object, bool]:
         """Apply ``config`` on the server side; also return whether the object is new.
@@ -178,24 +158,17 @@ class Api:
                 _check_preconditions(kind, live, metadata)
             base = deep_copy(live) if live else {"metadata": {"name": name}}
             managers = _managers(base["metadata"].pop("managedFields", []))
-            config = _writable(kind, config, subresource)
+            if kind.has_status:
+                config.pop("status", None)
             try:
                 new, managers = merge.apply(base, config, managers, manager, force=force)
             except UndeclaredFieldError as error:
                 subject = f"{namespace}/{name}; {kind.group}/{kind.version}, Kind={kind.name}"
                 raise status.ApiError(500, "", f"failed to create typed patch object ({subject}): {error}") from None
             new["metadata"]["managedFields"] = self._entries(live, managers)
-            return self._write(kind, live, new, None, subresource=subresource, dry_run=dry_run), live is None
+            return self._write(kind, live, new, None, dry_run=dry_run), live is None
 
-    def delete(
-        self,
-        kind: Kind,
-        namespace: str,
-        name: str,
-        *,
-        grace_period_s: int | None = None,
-        dry_run: bool = False,
-    ) -> Object:
+    def delete(self, kind: Kind, namespace: str, name: str) -> Object:
         """Delete an object. Return a ``Status`` if it is gone, or the object if its deletion takes
         time.
 
@@ -204,16 +177,10 @@ class Api:
         """
         with self.store.changed:
             live = self.get(kind, namespace, name)
-            metadata = live["metadata"]
-            graceful = kind is POD and grace_period_s != 0
-            if not graceful:
-                return status.success(kind, live if dry_run else self.store.remove(kind, live))
-            if metadata.get("deletionTimestamp") is None:
-                metadata["deletionTimestamp"] = now()
-                default = live["spec"].get("terminationGracePeriodSeconds", 30)
-                metadata["deletionGracePeriodSeconds"] = default if grace_period_s is None else grace_period_s
-                live = live if dry_run else self.store.put(kind, live)
-            return live
+            if kind is not POD:
+                return status.success(kind, self.store.remove(kind, live))
+            live["metadata"].setdefault("deletionTimestamp", now())
+            return self.store.put(kind, live)
 
     def finish(self, kind: Kind, subject: Object) -> None:
         """Remove an object that was marked for deletion; ignore one that is already gone."""
@@ -222,12 +189,11 @@ class Api:
             if self.store.get(kind, metadata.get("namespace", ""), metadata["name"]):
                 self.store.remove(kind, subject)
 
-    def edit(self, kind: Kind, subject: Object, *, subresource: str = "") -> Object:
+    def edit(self, kind: Kind, subject: Object) -> Object:
         """Store a write of a controller of the server, which is trusted and owns no fields."""
         with self.store.changed:
             metadata = subject["metadata"]
-            live = self.get(kind, metadata.get("namespace", ""), metadata["name"])
-            return self._write(kind, live, subject, None, subresource=subresource, trusted=True)
+            return self._put(kind, self.get(kind, metadata.get("namespace", ""), metadata["name"]), subject)
 
     def _incoming(self, kind: Kind, subject: Object, namespace: str) -> Object:
         subject = _without_nulls(subject)
@@ -251,12 +217,11 @@ class Api:
         new: Object,
         manager: Manager | None,
         *,
-        subresource: str = "",
         dry_run: bool = False,
         trusted: bool = False,
     ) -> Object:
         """Fill in defaults, validate and store; without ``manager``, keep ``managedFields``."""
-        new = _preserve_server_fields(kind, live, deep_copy(new), subresource)
+        new = _preserve_server_fields(kind, live, deep_copy(new))
         if not trusted:
             self.schemas.check(kind, new)
         defaults.fill(kind, new)
@@ -268,12 +233,13 @@ class Api:
         self._admit(kind, live, new)
         if manager is not None:
             new["metadata"]["managedFields"] = self._owned_after_update(kind, live, new, manager)
-        if live is not None and _equals(live, new):
+        return new if dry_run else self._put(kind, live, new)
+
+    def _put(self, kind: Kind, live: Object | None, new: Object) -> Object:
+        if live is not None and _without_times(live) == _without_times(new):
             return live
         if live is not None and kind.counts_generations and _versioned(kind, live) != _versioned(kind, new):
             new["metadata"]["generation"] = live["metadata"]["generation"] + 1
-        if dry_run:
-            return new
         return self.store.put(kind, new)
 
     def _owned_after_update(self, kind: Kind, live: Object | None, new: Object, manager: Manager) -> list[Object]:
@@ -347,22 +313,18 @@ def now() -> str:
     return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
-def _preserve_server_fields(kind: Kind, live: Object | None, new: Object, subresource: str) -> Object:
+def _preserve_server_fields(kind: Kind, live: Object | None, new: Object) -> Object:
     """Restore the fields that clients cannot set and those that this endpoint does not write."""
     metadata = new["metadata"]
     if live is None:
         metadata |= {"uid": str(uuid.uuid4()), "creationTimestamp": now()}
-        for field in ("deletionTimestamp", "deletionGracePeriodSeconds"):
-            metadata.pop(field, None)
         if kind.counts_generations:
             metadata["generation"] = 1
         if kind.has_status:
             new.pop("status", None)
         return new
     current = live["metadata"]
-    if subresource == "status":
-        new = deep_copy(live) | {"status": new.get("status", {}), "metadata": metadata}
-    elif kind.has_status:
+    if kind.has_status:
         new = {field: value for field, value in new.items() if field != "status"}
         new |= {"status": deep_copy(live["status"])} if "status" in live else {}
     for field in ("uid", "creationTimestamp", "generation", "resourceVersion", "deletionTimestamp"):
@@ -371,22 +333,10 @@ def _preserve_server_fields(kind: Kind, live: Object | None, new: Object, subres
     return new
 
 
-def _writable(kind: Kind, config: Object, subresource: str) -> Object:
-    """The part of a configuration that this endpoint writes; the strategy's reset fields have no
-    owner."""
-    if subresource == "status":
-        return {field: value for field, value in config.items() if field != "spec"}
-    return {field: value for field, value in config.items() if not (kind.has_status and field == "status")}
-
-
 def _versioned(kind: Kind, subject: Object) -> Any:
     """The fields whose change increments the generation; a Deployment includes its annotations."""
     rest = {field: value for field, value in subject.items() if field not in ("metadata", "status")}
     return (rest, subject["metadata"].get("annotations") if kind is DEPLOYMENT else None)
-
-
-def _equals(old: Object, new: Object) -> bool:
-    return _without_times(old) == _without_times(new)
 
 
 def _without_times(subject: Object) -> Object:

@@ -45,12 +45,11 @@ def parse(method: str, path: str, query: dict[str, str], user: str) -> Call:
     if not rest:
         return bare
     namespace = ""
-    if rest[0] == "namespaces" and len(rest) > 2 and rest[2] != "status":
+    if rest[0] == "namespaces" and len(rest) > 2:
         namespace, rest = rest[1], rest[2:]
     plural, name, subresource = (*rest[:3], "", "", "")[:3]
     kind = kinds.find(group, version, plural)
-    known = ("status",) * kind.has_status + kind.subresources if kind else ()
-    if kind is None or (subresource and subresource not in known):
+    if kind is None or (subresource and subresource not in kind.subresources):
         raise status.no_such_path()
     if kind.namespaced and not namespace and (name or method != "GET"):
         raise status.method_not_allowed()

@@ -12,10 +12,10 @@ Object = dict[str, Any]
 
 
 class Controller:
-    """Base class of a controller; ``component`` is its name in events."""
+    """Base class of a controller."""
 
-    def __init__(self, api: Api, component: str) -> None:
-        self.api, self._component = api, component
+    def __init__(self, api: Api) -> None:
+        self.api = api
 
     def owned(self, kind: Kind, owner: Object) -> list[Object]:
         """Return the dependents of an object."""
@@ -29,22 +29,18 @@ class Controller:
         """Create an object. Raises the errors of `Api.create`."""
         return self.api.create(kind, subject, namespace, trusted=True)
 
-    def edit(self, kind: Kind, subject: Object, subresource: str = "") -> None:
-        """Replace an object."""
-        self.api.edit(kind, subject, subresource=subresource)
-
     def set_status(self, kind: Kind, subject: Object, status: Object) -> bool:
         """Update a status; return whether it changed."""
         metadata = subject["metadata"]
         live = self.api.store.get(kind, metadata.get("namespace", ""), metadata["name"])
         if live is None or live.get("status") == status:
             return False
-        self.edit(kind, live | {"status": status}, "status")
+        self.api.edit(kind, live | {"status": status})
         return True
 
-    def event(self, kind: Kind, subject: Object, reason: str, message: str, level: str = "Normal") -> None:
-        """Record an event, as ``kubectl describe`` shows it."""
-        record(self.api, kind, subject, self._component, Event(reason, message, level))
+    def warn(self, kind: Kind, subject: Object, reason: str, message: str) -> None:
+        """Record a warning, as ``kubectl describe`` shows it."""
+        record(self.api, kind, subject, Event(reason, message, "Warning"))
 
 
 def is_ready(pod: Object) -> bool:

@@ -6,9 +6,7 @@ import time
 from typing import Any
 
 from tests.loopback.kubernetes.api import Api
-from tests.loopback.kubernetes.controller_base import Controller
 from tests.loopback.kubernetes.deployments import Deployments
-from tests.loopback.kubernetes.endpoints import Endpoints
 from tests.loopback.kubernetes.fields import Manager
 from tests.loopback.kubernetes.jobs import Jobs
 from tests.loopback.kubernetes.kinds import (
@@ -34,10 +32,7 @@ class Controllers:
     def __init__(self, api: Api, node: Node, second_s: float) -> None:
         self._api, self._node = api, node
         self._deployments, self._replica_sets = Deployments(api, second_s), ReplicaSets(api)
-        self._endpoints = Endpoints(api)
         self.train_jobs, self.jobs = TrainJobs(api), Jobs(api)
-        self._autoscaling = Controller(api, "horizontal-pod-autoscaler")
-        self._disruption = Controller(api, "controllermanager")
         self._seen = 0
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="controllers", daemon=True)
@@ -71,7 +66,6 @@ class Controllers:
             self._deployments.step,
             self._replica_sets.step,
             self._node.step,
-            self._endpoints.step,
             self.train_jobs.step,
             self.jobs.step,
             self._collect_garbage,
@@ -116,14 +110,9 @@ class Controllers:
             current = deployment["spec"]["replicas"]
             desired = min(max(current, spec["minReplicas"]), spec["maxReplicas"])
             if desired != current:
-                bound = "below Spec.MinReplicas" if desired > current else "above Spec.MaxReplicas"
-                reason = f"New size: {desired}; reason: Current number of replicas {bound}"
                 scaled = deployment | {"spec": deployment["spec"] | {"replicas": desired}}
                 self._api.replace(DEPLOYMENT, scaled, namespace, target["name"], manager=_SCALER)
-                self._autoscaling.event(AUTOSCALER, autoscaler, "SuccessfulRescale", reason)
                 changed = True
-            known = {"currentReplicas": current, "desiredReplicas": desired, "currentMetrics": None}
-            changed = self._autoscaling.set_status(AUTOSCALER, autoscaler, known) or changed
         return changed
 
     def _collect_garbage(self) -> bool:

@@ -19,9 +19,6 @@ from tests.loopback.kubernetes.store import deep_copy
 Object = dict[str, Any]
 REVISION = "deployment.kubernetes.io/revision"
 HASH = "pod-template-hash"
-_NOT_COPIED = {REVISION, "kubectl.kubernetes.io/last-applied-configuration", "deprecated.deployment.rollback.to"} | {
-    f"deployment.kubernetes.io/{name}" for name in ("revision-history", "desired-replicas", "max-replicas")
-}
 _SUFFIXES = "bcdfghjklmnpqrstvwxz2456789"
 
 
@@ -36,7 +33,7 @@ class Deployments(Controller):
     """The deployment controller."""
 
     def __init__(self, api: Api, second_s: float) -> None:
-        super().__init__(api, "deployment-controller")
+        super().__init__(api)
         self._second_s = second_s
         self._progressing: dict[str, _Progress] = {}  # by uid
 
@@ -60,12 +57,10 @@ class Deployments(Controller):
         replica_sets = self.owned(REPLICA_SET, deployment)
         new = next((item for item in replica_sets if _template(item) == _template(deployment)), None)
         old = [item for item in replica_sets if new is None or item["metadata"]["uid"] != new["metadata"]["uid"]]
-        if deployment["spec"].get("paused"):
-            return self._report(deployment, new, old)
         changed = self._revise(deployment, new, old)
         if changed or new is None:
             return True
-        return self._scale(deployment, new, old) or self._report(deployment, new, old) or self._forget(deployment, old)
+        return self._scale(deployment, new, old) or self._report(deployment, new, old)
 
     def _revise(self, deployment: Object, new: Object | None, old: list[Object]) -> bool:
         """Create the ReplicaSet of the current template, or give the existing one the newest
@@ -81,18 +76,18 @@ class Deployments(Controller):
             desired[REVISION] = revision
         if any(annotations.get(key) != value for key, value in desired.items()):
             annotations |= desired
-            self.edit(REPLICA_SET, new)
+            self.api.edit(REPLICA_SET, new)
             changed = True
         if (deployment["metadata"].get("annotations") or {}).get(REVISION) != annotations[REVISION]:
             deployment["metadata"].setdefault("annotations", {})[REVISION] = annotations[REVISION]
-            self.edit(DEPLOYMENT, deployment)
+            self.api.edit(DEPLOYMENT, deployment)
             changed = True
         return changed
 
     @staticmethod
     def _copied_annotations(deployment: Object) -> dict[str, str]:
         have = deployment["metadata"].get("annotations") or {}
-        return {key: value for key, value in have.items() if key not in _NOT_COPIED}
+        return {key: value for key, value in have.items() if key != REVISION}
 
     def _create_replica_set(self, deployment: Object, revision: str) -> None:
         metadata, spec = deployment["metadata"], deployment["spec"]
@@ -111,26 +106,24 @@ class Deployments(Controller):
             },
             "spec": {"replicas": 0, "selector": selector, "template": template},
         }
-        if "minReadySeconds" in spec:
-            replica_set["spec"]["minReadySeconds"] = spec["minReadySeconds"]
         self.create(REPLICA_SET, replica_set, metadata["namespace"])
 
     def _scale(self, deployment: Object, new: Object, old: list[Object]) -> bool:
         if deployment["spec"]["strategy"]["type"] == "Recreate":
             if any(item["spec"]["replicas"] for item in old):
-                return sum(self._resize(deployment, item, 0) for item in old) > 0
+                return sum(self._resize(item, 0) for item in old) > 0
             if any(self.owned(POD, item) for item in old):
                 return False
-            return self._resize(deployment, new, deployment["spec"]["replicas"])
+            return self._resize(new, deployment["spec"]["replicas"])
         return self._scale_up(deployment, new, old) or self._scale_down(deployment, new, old)
 
     def _scale_up(self, deployment: Object, new: Object, old: list[Object]) -> bool:
         desired, current = deployment["spec"]["replicas"], new["spec"]["replicas"]
         if current >= desired:
-            return current > desired and self._resize(deployment, new, desired)
+            return current > desired and self._resize(new, desired)
         surge, _ = _bounds(deployment)
         headroom = desired + surge - current - sum(item["spec"]["replicas"] for item in old)
-        return headroom > 0 and self._resize(deployment, new, current + min(headroom, desired - current))
+        return headroom > 0 and self._resize(new, current + min(headroom, desired - current))
 
     def _scale_down(self, deployment: Object, new: Object, old: list[Object]) -> bool:
         _, unavailable = _bounds(deployment)
@@ -143,23 +136,19 @@ class Deployments(Controller):
         for item in old:  # unavailable ones first
             down = min(item["spec"]["replicas"] - _available(item), surplus)
             if down > 0:
-                return self._resize(deployment, item, item["spec"]["replicas"] - down)
+                return self._resize(item, item["spec"]["replicas"] - down)
         surplus = _available(new) + sum(_available(item) for item in old) - min_available
         for item in old:
             down = min(item["spec"]["replicas"], surplus)
             if down > 0:
-                return self._resize(deployment, item, item["spec"]["replicas"] - down)
+                return self._resize(item, item["spec"]["replicas"] - down)
         return False
 
-    def _resize(self, deployment: Object, replica_set: Object, replicas: int) -> bool:
-        before = replica_set["spec"]["replicas"]
-        if before == replicas:
+    def _resize(self, replica_set: Object, replicas: int) -> bool:
+        if replica_set["spec"]["replicas"] == replicas:
             return False
         replica_set["spec"]["replicas"] = replicas
-        self.edit(REPLICA_SET, replica_set)
-        direction = "up" if replicas > before else "down"
-        message = f"Scaled {direction} replica set {replica_set['metadata']['name']} from {before} to {replicas}"
-        self.event(DEPLOYMENT, deployment, "ScalingReplicaSet", message)
+        self.api.edit(REPLICA_SET, replica_set)
         return True
 
     def _report(self, deployment: Object, new: Object | None, old: list[Object]) -> bool:
@@ -219,17 +208,6 @@ class Deployments(Controller):
     def _deadline_s(self, deployment: Object, progress: "_Progress") -> float:
         """The progress deadline, on the monotonic clock."""
         return progress.since_s + deployment["spec"]["progressDeadlineSeconds"] * self._second_s
-
-    def _forget(self, deployment: Object, old: list[Object]) -> bool:
-        """Drop the oldest revisions beyond ``revisionHistoryLimit``."""
-        empty = sorted(
-            (item for item in old if not item["spec"]["replicas"] and not item.get("status", {}).get("replicas")),
-            key=_revision,
-        )
-        for item in empty[: max(len(empty) - deployment["spec"]["revisionHistoryLimit"], 0)]:
-            self.api.delete(REPLICA_SET, item["metadata"]["namespace"], item["metadata"]["name"])
-            return True
-        return False
 
 
 def _bounds(deployment: Object) -> tuple[int, int]:

@@ -59,7 +59,7 @@ class Jobs(Controller):
     """Runs every Job that has not ended."""
 
     def __init__(self, api: Api) -> None:
-        super().__init__(api, "job-controller")
+        super().__init__(api)
         self._pods: dict[str, _Pods] = {}  # by UID
 
     def step(self) -> bool:
@@ -105,10 +105,10 @@ class Jobs(Controller):
         for index in waiting[: spec["parallelism"] - len(pods.running) - len(pods.pending)]:
             if spec["template"]["spec"].get("nodeSelector"):
                 pods.pending.add(index)
-                self.event(POD, _pod(job, index), "FailedScheduling", UNSCHEDULABLE, "Warning")
+                self.warn(POD, _pod(job, index), "FailedScheduling", UNSCHEDULABLE)
             elif errors := config_errors(spec["template"]["spec"]):
                 pods.pending.add(index)
-                self.event(POD, _pod(job, index), "Failed", f"Error: {next(iter(errors.values()))}", "Warning")
+                self.warn(POD, _pod(job, index), "Failed", f"Error: {next(iter(errors.values()))}")
             else:
                 pods.running[index] = _start(spec["template"]["spec"]["containers"][0], index)
         if pods.running or pods.pending:

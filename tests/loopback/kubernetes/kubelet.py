@@ -51,7 +51,7 @@ class Node:
         addresses = [{"type": "InternalIP", "address": NODE_IP}, {"type": "Hostname", "address": NODE_NAME}]
         node = api.create(NODE, {"metadata": {"name": NODE_NAME}})
         status = {"allocatable": allocatable, "capacity": allocatable, "addresses": addresses}
-        api.edit(NODE, node | {"status": status}, subresource="status")
+        api.edit(NODE, node | {"status": status})
         self._allocatable = {name: quantities.value(amount) for name, amount in allocatable.items()}
         self._progress: dict[str, _Progress] = {}  # by pod UID
         self._hosts = iter(range(2, 2**16))
@@ -133,16 +133,16 @@ class Node:
         )
 
     def _write(self, pod: Object, update: StatusUpdate) -> None:
-        if update.writer == "kubelet" and not pod["spec"].get("nodeName"):
+        if "hostIP" in update.status and not pod["spec"].get("nodeName"):
             bound = pod | {"spec": pod["spec"] | {"nodeName": NODE_NAME}}
-            pod = self._api.edit(POD, bound, subresource="binding")
+            pod = self._api.edit(POD, bound)
         updated = pod | {"status": pod.get("status", {}) | update.status}
-        self._api.edit(POD, updated, subresource="status")
+        self._api.edit(POD, updated)
         for event in update.events:
-            record(self._api, POD, pod, update.writer, event)
+            record(self._api, POD, pod, event)
 
 
-def record(api: Api, kind: Kind, subject: Object, component: str, event: Event) -> None:
+def record(api: Api, kind: Kind, subject: Object, event: Event) -> None:
     """Write an Event about an object, or increment the count of an existing one."""
     metadata = subject["metadata"]
     same = (metadata["uid"], event.reason, event.message)
@@ -158,18 +158,13 @@ def record(api: Api, kind: Kind, subject: Object, component: str, event: Event) 
                 "namespace": metadata["namespace"],
                 "name": metadata["name"],
                 "uid": metadata["uid"],
-                "apiVersion": kind.api_version,
-                "resourceVersion": metadata["resourceVersion"],
             },
             "reason": event.reason,
             "message": event.message,
             "type": event.level,
-            "source": {"component": component},
             "firstTimestamp": now(),
             "lastTimestamp": now(),
             "count": 1,
-            "reportingComponent": component,
-            "reportingInstance": "",
         }
         try:
             api.create(EVENT, written, metadata["namespace"], trusted=True)

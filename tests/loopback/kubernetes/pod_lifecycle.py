@@ -99,7 +99,6 @@ class StatusUpdate:
     status: Object
     events: Sequence[Event] = ()
     after_s: float = 0.0
-    writer: str = "kubelet"
 
 
 def status_updates(
@@ -128,7 +127,7 @@ class _StatusSequence:
         self._pod, self._behavior, self._missing = pod, behavior, missing
         self._init: list[Object] = pod["spec"].get("initContainers") or []
         self._main: list[Object] = pod["spec"]["containers"]
-        self._address = {"podIP": pod_ip, "podIPs": [{"ip": pod_ip}]}
+        self._address = {"podIP": pod_ip}
         reason = "PodInitializing" if self._init else "ContainerCreating"
         self._idle = [_waiting(container, reason) for container in self._main]
 
@@ -149,7 +148,7 @@ class _StatusSequence:
                     yield StatusUpdate(self._in_init(position, status), events)
                 return
             completed = _terminated(container, 0, "Completed") | {"ready": True}
-            yield StatusUpdate(self._in_init(position, completed), _started(container))
+            yield StatusUpdate(self._in_init(position, completed))
         yield from self._run()
 
     def _run(self) -> Iterator[StatusUpdate]:
@@ -158,8 +157,7 @@ class _StatusSequence:
                 for status, events in self._failures(container):
                     yield StatusUpdate(self._with_failure(position, status), events)
                 return
-        events = [event for container in self._main for event in _started(container)]
-        yield StatusUpdate(self._running(ready=()), events)
+        yield StatusUpdate(self._running(ready=()))
         if isinstance(self._behavior, NotReady):
             at_fault = container_of(self._behavior, self._pod)
             others = [container["name"] for container in self._main if container["name"] != at_fault]
@@ -209,18 +207,14 @@ class _StatusSequence:
     def _status(self, phase: str, init_statuses: list[Object], statuses: list[Object]) -> Object:
         ready = _all_ready("ContainersNotReady", "unready", statuses)
         conditions = [
-            _condition("PodReadyToStartContainers"),
             _condition("Initialized", *_all_ready("ContainersNotInitialized", "incomplete", init_statuses)),
             _condition("Ready", *ready),
-            _condition("ContainersReady", *ready),
             _condition("PodScheduled"),
         ]
         return {
             "phase": phase,
             "conditions": conditions,
             "hostIP": NODE_IP,
-            "startTime": self._pod.get("status", {}).get("startTime") or now(),
-            "qosClass": "Burstable",
             "containerStatuses": statuses,
             **({"initContainerStatuses": init_statuses} if init_statuses else {}),
         }
@@ -229,7 +223,7 @@ class _StatusSequence:
 def _unschedulable_update(message: str) -> StatusUpdate:
     condition = _condition("PodScheduled", "Unschedulable", message)
     events = [Event("FailedScheduling", message, "Warning")]
-    return StatusUpdate({"phase": "Pending", "conditions": [condition]}, events, writer="default-scheduler")
+    return StatusUpdate({"phase": "Pending", "conditions": [condition]}, events)
 
 
 def _image_pull_failures(container: Object, reason: str) -> Iterator[tuple[Object, list[Event]]]:
@@ -238,8 +232,7 @@ def _image_pull_failures(container: Object, reason: str) -> Iterator[tuple[Objec
         f'Failed to pull image "{image}": rpc error: code = NotFound desc = failed to pull and unpack image '
         f'"{image}": failed to resolve reference "{image}": {reason}'
     )
-    pulling = Event("Pulling", f'Pulling image "{image}"')
-    errors = [pulling, Event("Failed", failed, "Warning"), Event("Failed", "Error: ErrImagePull", "Warning")]
+    errors = [Event("Failed", failed, "Warning"), Event("Failed", "Error: ErrImagePull", "Warning")]
     yield _waiting(container, "ErrImagePull", failed), errors
     back_off = f'Back-off pulling image "{image}"'
     errors = [Event("BackOff", back_off), Event("Failed", "Error: ImagePullBackOff", "Warning")]
@@ -251,21 +244,12 @@ def _crash_failures(container: Object, crash: CrashLoop, metadata: Object) -> It
     ended = _terminated(container, crash.exit_code, crash.reason)
     for restarts in range(_CRASHES):
         past = {"restartCount": restarts} | ({"lastState": ended["state"]} if restarts else {})
-        yield _running(container, ready=False) | past, _started(container)
+        yield _running(container, ready=False) | past, []
         yield ended | past, []
         reason = f"back-off {10 * 2**restarts}s restarting failed container={container['name']} pod={pod}"
         event = Event("BackOff", f"Back-off restarting failed container {container['name']} in pod {pod}", "Warning")
         waiting = {"restartCount": restarts, "lastState": ended["state"]}
         yield _waiting(container, "CrashLoopBackOff", reason) | waiting, [event]
-
-
-def _started(container: Object) -> list[Event]:
-    name, image = container["name"], container["image"]
-    return [
-        Event("Pulled", f'Container image "{image}" already present on machine'),
-        Event("Created", f"Created container: {name}"),
-        Event("Started", f"Started container {name}"),
-    ]
 
 
 def _all_ready(reason: str, adjective: str, containers: list[Object]) -> tuple[str, str]:

@@ -1,4 +1,4 @@
-"""Addresses of the services that the API server proxies to."""
+"""The pods behind a Service, to which the API server proxies requests."""
 
 import random
 from typing import Any
@@ -6,8 +6,8 @@ from typing import Any
 from tests.loopback.kubernetes import status
 from tests.loopback.kubernetes.api import Api
 from tests.loopback.kubernetes.calls import Call
-from tests.loopback.kubernetes.endpoints import is_endpoint, selected, target_port
-from tests.loopback.kubernetes.kinds import SERVICE
+from tests.loopback.kubernetes.controller_base import is_ready
+from tests.loopback.kubernetes.kinds import POD, SERVICE
 from tests.loopback.kubernetes.kubelet import Node
 from tests.loopback.kubernetes.pod_lifecycle import Address
 
@@ -15,34 +15,34 @@ Object = dict[str, Any]
 
 
 def address(api: Api, node: Node, call: Call) -> Address:
-    """Resolve /services/[SCHEME:]NAME[:PORT]/proxy to an address.
+    """Resolve /services/NAME:PORT/proxy to an address.
 
     Raises:
         ApiError: 404, the service does not exist; 503, nothing listens there.
     """
-    parts = call.name.split(":")
-    name, port = (parts[1], parts[2]) if len(parts) == 3 else (*parts, "")[:2]
+    name, _, port_name = call.name.partition(":")
     service = api.get(SERVICE, call.namespace, name)
-    ports = service["spec"].get("ports") or []
-    if port.isdigit():
-        chosen = next((item for item in ports if item["port"] == int(port)), None)
-        if chosen is None:
-            raise status.unavailable(f'no service port {port} found for service "{name}"')
-    else:
-        chosen = next((item for item in ports if item.get("name", "") == port), None)
-    pods = [pod for pod in selected(api, service) if is_endpoint(pod)]
-    if not pods:
+    port = next((item for item in service["spec"]["ports"] if item["name"] == port_name), None)
+    labels = service["spec"]["selector"]
+    pods = [
+        pod
+        for pod in api.store.all(POD, call.namespace)
+        if labels.items() <= (pod["metadata"].get("labels") or {}).items()
+        if is_ready(pod) and not pod["metadata"].get("deletionTimestamp")
+    ]
+    if port is None or not pods:
         raise status.unavailable(f'no endpoints available for service "{name}"')
     pod = random.choice(pods)
-    number = target_port(chosen, pod) if chosen else None
-    if number is None:
-        raise status.unavailable(f'no endpoints available for service "{call.name}"')
-    return _endpoint(node, pod, number)
+    number = _target_port(port["targetPort"], pod)
+    if found := node.address(pod, number):
+        return found
+    ip = pod["status"]["podIP"]
+    raise status.unavailable(f"error trying to reach service: dial tcp {ip}:{number}: connect: connection refused")
 
 
-def _endpoint(node: Node, pod: Object, port: int) -> Address:
-    address = node.address(pod, port)
-    if address is None:
-        ip = pod.get("status", {}).get("podIP", "")
-        raise status.unavailable(f"error trying to reach service: dial tcp {ip}:{port}: connect: connection refused")
-    return address
+def _target_port(target: int | str, pod: Object) -> int:
+    """Resolve the target port of a Service to the number of a container's port."""
+    if isinstance(target, int):
+        return target
+    ports = (port for container in pod["spec"]["containers"] for port in container.get("ports") or ())
+    return next(port["containerPort"] for port in ports if port.get("name") == target)

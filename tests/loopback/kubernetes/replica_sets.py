@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from tests.loopback.kubernetes.api import Api, now
+from tests.loopback.kubernetes.api import now
 from tests.loopback.kubernetes.controller_base import Controller, is_ready, reference
 from tests.loopback.kubernetes.kinds import POD, REPLICA_SET
 from tests.loopback.kubernetes.status import ApiError
@@ -13,9 +13,6 @@ Object = dict[str, Any]
 
 class ReplicaSets(Controller):
     """Creates and deletes the pods of each ReplicaSet."""
-
-    def __init__(self, api: Api) -> None:
-        super().__init__(api, "replicaset-controller")
 
     def step(self) -> bool:
         """Create or delete one pod per ReplicaSet; return whether anything was written."""
@@ -31,14 +28,8 @@ class ReplicaSets(Controller):
         missing = spec["replicas"] - len(pods)
         if missing > 0:
             try:
-                pod = self._pod(replica_set)
+                self._create_pod(replica_set)
                 changed = True
-                self.event(
-                    REPLICA_SET,
-                    replica_set,
-                    "SuccessfulCreate",
-                    f"Created pod: {pod['metadata']['name']}",
-                )
             except ApiError as error:
                 failure = self._failure(replica_set, str(error))
         elif missing < 0:
@@ -47,7 +38,6 @@ class ReplicaSets(Controller):
             pods.sort(key=lambda pod: (is_ready(pod), -int(pod["metadata"]["resourceVersion"])))
             victim = pods[0]["metadata"]
             self.api.delete(POD, victim["namespace"], victim["name"])
-            self.event(REPLICA_SET, replica_set, "SuccessfulDelete", f"Deleted pod: {victim['name']}")
             changed = True
         ready = sum(is_ready(pod) for pod in pods)
         status = {
@@ -72,14 +62,13 @@ class ReplicaSets(Controller):
             and conditions[0]["message"].partition(" is forbidden")[2] == reason.partition(" is forbidden")[2]
         ):
             return conditions
-        self.event(REPLICA_SET, replica_set, "FailedCreate", f"Error creating: {reason}", "Warning")
         condition = {"type": "ReplicaFailure", "status": "True", "reason": "FailedCreate", "message": reason}
         return [condition | {"lastTransitionTime": now()}]
 
-    def _pod(self, replica_set: Object) -> Object:
+    def _create_pod(self, replica_set: Object) -> None:
         template = deep_copy(replica_set["spec"]["template"])
         template["metadata"] |= {
             "generateName": f"{replica_set['metadata']['name']}-",
             "ownerReferences": [reference(REPLICA_SET, replica_set)],
         }
-        return self.create(POD, template, replica_set["metadata"]["namespace"])
+        self.create(POD, template, replica_set["metadata"]["namespace"])

@@ -4,28 +4,14 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from tests.loopback.kubernetes.kinds import EVENT, POD, SECRET, Kind
+from tests.loopback.kubernetes.kinds import EVENT, Kind
 from tests.loopback.kubernetes.status import ApiError, bad_request
 
 Object = dict[str, Any]
 Predicate = Callable[[Object], bool]
 _EQUAL = re.compile(r"^(?P<key>[^\s!=,()]+)\s*(?P<how>==|=|!=)\s*(?P<value>[^\s!=,()]*)$")
-# In addition to metadata.name and metadata.namespace, which every kind supports.
-_FIELDS = {
-    POD: ("spec.nodeName", "spec.restartPolicy", "spec.serviceAccountName", "status.phase", "status.podIP"),
-    EVENT: (
-        "involvedObject.kind",
-        "involvedObject.namespace",
-        "involvedObject.name",
-        "involvedObject.uid",
-        "involvedObject.fieldPath",
-        "reason",
-        "reportingComponent",
-        "source",
-        "type",
-    ),
-    SECRET: ("type",),
-}
+# In addition to metadata.name; only those that these tests need.
+_FIELDS = {EVENT: ("involvedObject.name", "type")}
 
 
 def labels(text: str) -> Predicate:
@@ -49,30 +35,15 @@ def fields(kind: Kind, text: str) -> Predicate:
         match = _EQUAL.match(part.strip())
         if not match:
             raise bad_request(f"invalid selector: '{part}'; can't understand '{part}'")
-        if match["key"] not in ("metadata.name", "metadata.namespace", *_FIELDS.get(kind, ())):
+        if match["key"] not in ("metadata.name", *_FIELDS.get(kind, ())):
             raise ApiError(400, "BadRequest", f"field label not supported: {match['key']}")
         tests.append((match["key"], match["how"] != "!=", match["value"]))
     return lambda subject: all((_at(subject, path) == value) is equal for path, equal, value in tests)
 
 
-def matches(selector: Object | None, labels: dict[str, str]) -> bool:
-    """Whether labels match an object's ``LabelSelector``; an empty selector matches everything,
-    None nothing."""
-    if selector is None:
-        return False
-    match_labels = selector.get("matchLabels") or {}
-    return all(labels.get(key) == value for key, value in match_labels.items()) and all(
-        _requirement(labels, **expression) for expression in selector.get("matchExpressions") or ()
-    )
-
-
-def _requirement(labels: dict[str, str], key: str, operator: str, values: tuple[str, ...] = ()) -> bool:
-    return {
-        "In": labels.get(key) in values,
-        "NotIn": labels.get(key) not in values,
-        "Exists": key in labels,
-        "DoesNotExist": key not in labels,
-    }[operator]
+def matches(selector: Object, labels: dict[str, str]) -> bool:
+    """Whether labels match the ``matchLabels`` of a workload's selector."""
+    return selector["matchLabels"].items() <= labels.items()
 
 
 def _label_test(part: str) -> Callable[[dict[str, str]], bool]:

@@ -187,58 +187,40 @@ class _Handler(BaseHTTPRequestHandler):
             return 200, self._log(call)
         if call.verb in ("get", "list"):
             return 200, _read(self.server.api, call)
-        dry_run = _dry_run(call)
         if call.verb == "delete":
-            return 200, _delete(self.server.api, call, _options(call, body), dry_run=dry_run)
-        return self._write(call, body, dry_run=dry_run)
+            return 200, self.server.api.delete(call.kind, call.namespace, call.name)
+        return self._write(call, body)
 
-    def _write(self, call: Call, body: bytes, *, dry_run: bool) -> tuple[int, Object]:
+    def _write(self, call: Call, body: bytes) -> tuple[int, Object]:
         assert call.kind is not None
-        api, media_type = self.server.api, (self.headers.get("Content-Type") or "").partition(";")[0]
-        subject = _decode(body)
-        manager = self._manager(call)
-        common: dict[str, Any] = {"manager": manager, "dry_run": dry_run}
+        api, subject = self.server.api, _decode(body)
+        is_apply = self.headers["Content-Type"] == "application/apply-patch+yaml"
+        assert is_apply or "dryRun" not in call.query
+        # Without fieldManager, the manager is the first word of the User-Agent.
+        name = call.query.get("fieldManager") or self.headers["User-Agent"].partition("/")[0]
+        manager = Manager(name, "Apply" if is_apply else "Update", call.kind.api_version)
         if call.verb == "create":
-            return 201, api.create(call.kind, subject, call.namespace, **common)
-        common["subresource"] = call.subresource
+            return 201, api.create(call.kind, subject, call.namespace, manager=manager)
         if call.verb == "update":
-            return 200, api.replace(call.kind, subject, call.namespace, call.name, **common)
-        if media_type != "application/apply-patch+yaml":
-            return 200, api.patch(call.kind, subject, call.namespace, call.name, **common)
+            return 200, api.replace(call.kind, subject, call.namespace, call.name, manager=manager)
+        if not is_apply:
+            return 200, api.patch(call.kind, subject, call.namespace, call.name, manager=manager)
+        options = {"force": call.query.get("force") == "true", "dry_run": call.query.get("dryRun") == "All"}
         with api.store.changed:
-            if not call.subresource and api.store.get(call.kind, call.namespace, call.name) is None:
+            if api.store.get(call.kind, call.namespace, call.name) is None:
                 attempt = rbac.Attempt(call.user, "create", call.kind, call.namespace, call.name)
                 rbac.authorize(api.store, attempt)
-            force = call.query.get("force", "").lower() == "true"
-            applied, is_new = api.apply(call.kind, subject, call.namespace, call.name, force=force, **common)
+            applied, is_new = api.apply(call.kind, subject, call.namespace, call.name, manager=manager, **options)
         return 201 if is_new else 200, applied
-
-    def _manager(self, call: Call) -> Manager:
-        assert call.kind is not None
-        # Without fieldManager, the manager is the first word of the User-Agent.
-        name = call.query.get("fieldManager") or (self.headers.get("User-Agent") or "unknown").partition("/")[0]
-        is_apply = (self.headers.get("Content-Type") or "").startswith("application/apply-patch")
-        operation = "Apply" if is_apply else "Update"
-        return Manager(name, operation, call.kind.api_version, call.subresource)
 
     def _log(self, call: Call) -> str:
         pod = self.server.api.get(POD, call.namespace, call.name)
-        init = [container["name"] for container in pod["spec"].get("initContainers") or ()]
-        main = [container["name"] for container in pod["spec"]["containers"]]
-        container = call.query.get("container") or (main[0] if len(main) == 1 else "")
-        if not container:
-            or_init = f" or one of the init containers: [{' '.join(init)}]" if init else ""
-            which = f"choose one of: [{' '.join(main)}]{or_init}"
-            raise status.bad_request(f"a container name must be specified for pod {call.name}, {which}")
-        if container not in [*init, *main]:
+        containers = [*(pod["spec"].get("initContainers") or ()), *pod["spec"]["containers"]]
+        container = call.query.get("container", "")
+        if container not in (item["name"] for item in containers):
             raise status.bad_request(f"container {container} is not valid for pod {call.name}")
-        log = self.server.node.log(pod, container, previous=call.query.get("previous", "").lower() == "true")
-        lines = log.splitlines(keepends=True)
-        if "tailLines" in call.query:
-            count = int(call.query["tailLines"])
-            lines = lines[-count:] if count else []
-        text = "".join(lines)
-        return text[: int(call.query["limitBytes"])] if "limitBytes" in call.query else text
+        log = self.server.node.log(pod, container, previous=call.query.get("previous") == "true")
+        return "".join(log.splitlines(keepends=True)[-int(call.query["tailLines"]) :])
 
     def _watch(self, call: Call) -> None:
         """Stream events until the watch ends or the client disconnects."""
@@ -324,25 +306,6 @@ def _read(api: Api, call: Call) -> Object:
     )
 
 
-def _delete(api: Api, call: Call, options: Object, *, dry_run: bool) -> Object:
-    assert call.kind is not None
-    grace = options.get("gracePeriodSeconds")
-    return api.delete(
-        call.kind,
-        call.namespace,
-        call.name,
-        grace_period_s=None if grace is None else int(grace),
-        dry_run=dry_run or bool(options.get("dryRun")),
-    )
-
-
-def _options(call: Call, body: bytes) -> Object:
-    """Read ``DeleteOptions`` from the body, or from the query if the body is empty."""
-    options = _decode(body) if body else {}
-    names = ("gracePeriodSeconds",)
-    return {name: call.query[name] for name in names if name in call.query} | options
-
-
 def _decode(body: bytes) -> Object:
     try:
         decoded = json.loads(body)
@@ -351,10 +314,6 @@ def _decode(body: bytes) -> Object:
     if not isinstance(decoded, dict):
         raise status.bad_request("the object provided is unrecognized (must be of type object)")
     return decoded
-
-
-def _dry_run(call: Call) -> bool:
-    return call.query.get("dryRun") == "All"
 
 
 def _close(connection: socket.socket) -> None:

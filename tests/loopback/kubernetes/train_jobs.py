@@ -41,7 +41,7 @@ class TrainJobs(Controller):
     """Runs every TrainJob that has not ended."""
 
     def __init__(self, api: Api) -> None:
-        super().__init__(api, "trainer-trainjob-controller")
+        super().__init__(api)
         self._nodes: dict[str, _Nodes] = {}  # by UID
         self._refused: set[str] = set()  # UIDs
 
@@ -100,7 +100,7 @@ class TrainJobs(Controller):
             return False
         self._refused.add(uid)
         message = f"TrainJob resources reconciliation failed: {reason}"
-        self.event(TRAIN_JOB, job, "TrainJobResourcesCreationFailed", message, "Warning")
+        self.warn(TRAIN_JOB, job, "TrainJobResourcesCreationFailed", message)
         return True
 
     def _report(self, job: Object, counts: dict[str, int]) -> bool:

@@ -74,7 +74,7 @@ def _workload(subject: Object) -> Iterator[Cause]:
     if spec.get("replicas", 0) < 0:
         yield invalid("spec.replicas", spec["replicas"], "must be greater than or equal to 0")
     selector, labels = spec["selector"], spec["template"].get("metadata", {}).get("labels") or {}
-    if not selector.get("matchLabels") and not selector.get("matchExpressions"):
+    if not selector.get("matchLabels"):
         yield invalid("spec.selector", selector, "empty selector is invalid for deployment")
     elif not selectors.matches(selector, labels):
         yield invalid("spec.template.metadata.labels", labels, "`selector` does not match template `labels`")

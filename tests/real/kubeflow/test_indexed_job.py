@@ -14,7 +14,6 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import yaml
-from kubernetes import client, config
 from PIL import Image
 
 from evernear.common.parts import FINAL_EXIT_CODE, Part, Parts, PartsRecord, run_parts
@@ -108,7 +107,7 @@ def left_behind(cluster: LoopbackCluster, parts: Parts, manifests: Objects) -> s
 
 
 def jobs(cluster: LoopbackCluster) -> list[dict[str, Any]]:
-    return [*cluster.api.store.all(JOB)]
+    return cluster.api.store.all(JOB)
 
 
 @pytest.mark.slow
@@ -265,9 +264,8 @@ parts.save_result(number, b"done")
 def test_pods_that_cannot_start_name_the_reason_and_the_deadline_the_setting(
     loopback: LoopbackCluster, manifests: Objects, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    core = client.CoreV1Api(config.new_client_from_config(str(loopback.kubeconfig())))
     patch = {"template": {"spec": {"nodeSelector": {"example.org/gpu": "yes"}}}}
-    core.patch_namespaced_pod_template("evernear-parts", "kubeflow", patch)
+    loopback.api.patch(POD_TEMPLATE, patch, "kubeflow", "evernear-parts")
     monkeypatch.setattr(job_module, "CREATION_TIMEOUT_S", 0.3)
     monkeypatch.setattr(indexed_job, "TIMEOUT_S", 2)
     states: list[str] = []
@@ -321,15 +319,13 @@ def test_images_on_the_node_need_no_registry(
     loopback: LoopbackCluster, manifests: Objects, store: Store, owners: str | None
 ) -> None:
     """Templates of earlier deployments have no policy of their own."""
-    core = client.CoreV1Api(config.new_client_from_config(str(loopback.kubeconfig())))
     template = manifests["PodTemplate"]
     (container,) = template["template"]["spec"]["containers"]
     container.pop("imagePullPolicy", None)
     if owners:
         container["imagePullPolicy"] = owners
-    core.delete_namespaced_pod_template("evernear-parts", "kubeflow")
-    core.create_namespaced_pod_template("kubeflow", template)
-    stored = loopback.api.get(POD_TEMPLATE, "kubeflow", "evernear-parts")
+    loopback.api.delete(POD_TEMPLATE, "kubeflow", "evernear-parts")
+    stored = loopback.api.create(POD_TEMPLATE, template, "kubeflow")
     assert stored["template"]["spec"]["containers"][0]["imagePullPolicy"] == (owners or "Always")
     job = loopback.api.create(JOB, indexed_job.indexed_job(plan(store), 2, stored), "kubeflow")
     (container,) = job["spec"]["template"]["spec"]["containers"]

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import yaml
-from kubernetes import client, config
 
 from evernear import steps
 from evernear.common.run_record import RunRecord
@@ -77,8 +76,7 @@ def settings(tmp_path: Path) -> RunSettings:
 
 
 def train_jobs(cluster: LoopbackCluster) -> list[dict[str, Any]]:
-    api = client.CustomObjectsApi(config.new_client_from_config(str(cluster.kubeconfig())))
-    return api.list_namespaced_custom_object("trainer.kubeflow.org", "v1alpha1", "kubeflow", "trainjobs")["items"]
+    return cluster.api.store.all(TRAIN_JOB)
 
 
 def run_command(monkeypatch: pytest.MonkeyPatch, code: str) -> None:
@@ -190,13 +188,10 @@ def test_running_train_job_is_adopted_and_a_failed_one_is_replaced(
     loopback: LoopbackCluster, digits: Dataset, settings: RunSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run_command(monkeypatch, f"raise SystemExit({TrainingError.exit_code})")
-    admin = client.CustomObjectsApi(config.new_client_from_config(str(loopback.kubeconfig())))
-    place = ("trainer.kubeflow.org", "v1alpha1", "kubeflow", "trainjobs")
 
     def left_behind() -> str:
-        return admin.create_namespaced_custom_object(*place, train_job.train_job("run-1", settings.train, settings))[
-            "metadata"
-        ]["uid"]
+        manifest = train_job.train_job("run-1", settings.train, settings)
+        return loopback.api.create(TRAIN_JOB, manifest, "kubeflow")["metadata"]["uid"]
 
     left_behind()
     while not train_jobs(loopback)[0].get("status", {}).get("conditions"):
@@ -250,16 +245,14 @@ def test_step_that_cannot_list_events_still_names_condition_and_controller(
     """Someone reduced the Role of deploy/ to what they know to be needed."""
     monkeypatch.setattr(job_module, "CREATION_TIMEOUT_S", 0.5)
     role = loopback.api.get(ROLE, "kubeflow", manifests["Role"]["metadata"]["name"])
-    loopback.api.edit(ROLE, role | {"rules": role["rules"][:1]}, manager="test")
+    loopback.api.edit(ROLE, role | {"rules": role["rules"][:1]})
 
     def add_condition(state: str) -> None:
         if state.startswith("waiting"):
             (job,) = loopback.api.store.all(TRAIN_JOB)
             condition = {"type": "TrainJobResourcesCreationFailed", "status": "True", "reason": "Refused"}
             condition |= {"message": "not\ncreated.", "lastTransitionTime": now()}
-            loopback.api.edit(
-                TRAIN_JOB, job | {"status": {"conditions": [condition]}}, manager="t", subresource="status"
-            )
+            loopback.api.edit(TRAIN_JOB, job | {"status": {"conditions": [condition]}})
 
     refuse(loopback, manifests, monkeypatch)
     with pytest.raises(TrainingError, match=r"TrainJobResourcesCreationFailed: Refused: not created; .*cannot be read"):

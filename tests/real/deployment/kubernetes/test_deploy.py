@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kubernetes import client, config
 from typer.testing import CliRunner
 
 from evernear import deployment, steps
@@ -40,6 +39,8 @@ from evernear.release.promotions import CHAMPION, Cause
 from evernear.release.registry import Registry
 from evernear.settings import Settings
 from tests.loopback.kubernetes import CrashLoop, ImageMissing, LoopbackCluster, Ready, labeled
+from tests.loopback.kubernetes.fields import Manager
+from tests.loopback.kubernetes.kinds import DEPLOYMENT
 from tests.real.deployment.kubernetes.deployer import IMAGE, MakeSettings
 from tests.real.serving.fake_servers import http_server
 from tests.releases import MakeRelease, PackedRelease
@@ -295,9 +296,9 @@ def test_failed_restore_is_reported(sandbox: Sandbox, releases: tuple[PackedRele
 def test_field_conflicts_are_reported_before_any_change(sandbox: Sandbox, releases: tuple[PackedRelease, ...]) -> None:
     first, second, _ = releases
     sandbox.deploy(first)
-    apps = client.AppsV1Api(config.new_client_from_config(str(sandbox.loopback.kubeconfig())))
     patch = {"spec": {"template": {"spec": {"terminationGracePeriodSeconds": 7}}}}
-    apps.patch_namespaced_deployment(NAME, "evernear", patch, field_manager="kubectl-edit")
+    editor = Manager("kubectl-edit", "Update", "apps/v1")
+    sandbox.loopback.api.patch(DEPLOYMENT, patch, "evernear", NAME, manager=editor)
     with pytest.raises(
         ClusterError,
         match=r'^Deployment evernear-serving: "kubectl-edit".* set \.spec\.template\.spec\.terminationGrace\w+; '

@@ -3,7 +3,6 @@
 import threading
 
 import pytest
-from kubernetes import client, config
 
 from evernear.deployment.kubernetes.cluster import VERSION, Cluster
 from evernear.deployment.kubernetes.objects import serving_objects
@@ -26,6 +25,7 @@ from tests.loopback.kubernetes import (
     too_many_requests,
 )
 from tests.loopback.kubernetes.controller_base import is_ready
+from tests.loopback.kubernetes.kinds import DEPLOYMENT
 from tests.real.deployment.kubernetes.deployer import MakeSettings
 from tests.waiting import until
 
@@ -58,8 +58,7 @@ def test_rollout_completes_when_all_pods_are_new_and_ready(
 def test_deployment_scaled_to_zero_fails(loopback: LoopbackCluster, make_settings: MakeSettings) -> None:
     settings = make_settings()
     roll_out(settings, OLD)
-    apps = client.AppsV1Api(config.new_client_from_config(str(loopback.kubeconfig())))
-    apps.patch_namespaced_deployment("evernear-serving", "evernear", {"spec": {"replicas": 0}})
+    loopback.api.patch(DEPLOYMENT, {"spec": {"replicas": 0}}, "evernear", "evernear-serving")
     with pytest.raises(ClusterError, match="was scaled to 0 replicas"):
         roll_out(settings, NEW)
 
@@ -161,8 +160,7 @@ def test_deployment_deleted_during_the_rollout_is_reported(
     loopback: LoopbackCluster, make_settings: MakeSettings
 ) -> None:
     loopback.set_pod_behavior(Stuck())
-    admin = client.AppsV1Api(config.new_client_from_config(str(loopback.kubeconfig())))
-    timer = threading.Timer(0.5, admin.delete_namespaced_deployment, ["evernear-serving", "evernear"])
+    timer = threading.Timer(0.5, loopback.api.delete, [DEPLOYMENT, "evernear", "evernear-serving"])
     timer.start()
     with pytest.raises(ClusterError, match="the Deployment evernear-serving was deleted"):
         roll_out(make_settings(), NEW)
