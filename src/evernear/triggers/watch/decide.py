@@ -16,14 +16,11 @@ ACCURACY = "accuracy"
 _SHIFTED: dict[Measure, str] = {
     "unknown_rise": "{live.unknown_rate:.1%} of the live queries are unknown, compared with"
     " {reference.unknown_rate:.1%} of the champion's reference",
-    "distance_shift": "Distances to the gallery have shifted: Kolmogorov-Smirnov statistic {shift.effect:.2f}, bound"
-    " {shift.bound:.2f}",
     "embedding_shift": "Embeddings of live queries have shifted: energy coefficient {shift.effect:.3f}, bound"
     " {shift.bound:.3f}",
 }
 _DETECTABLE: dict[Measure, str] = {
     "unknown_rise": "a rise of the unknown rate by {points:.1f} points",
-    "distance_shift": "a Kolmogorov-Smirnov statistic of {effect:.2f}",
     "embedding_shift": "an energy coefficient of {effect:.3f}",
 }
 _MIX_CLASSES, _MIX_DIFFERENCE = 3, 0.1
@@ -268,11 +265,10 @@ def _independent(drift: Drift) -> str:
 
 
 def _detectable(drift: Drift) -> str:
-    *others, last = (
+    smallest = " and ".join(
         _DETECTABLE[shift.measure].format(effect=shift.detectable, points=100 * shift.detectable)
         for shift in drift.shifts
     )
-    smallest = f"{', '.join(others)} and {last}" if others else last
     return (
         f"With {min(SAMPLE, drift.independent):,} queries and {quantity(len(drift.reference), 'reference image')}, the"
         f" smallest shifts that are found in {POWER:.0%} of cases are {smallest}."

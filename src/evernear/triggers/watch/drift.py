@@ -1,4 +1,4 @@
-"""Measure the drift of live queries from the champion's reference. Three two-sample tests are used,
+"""Measure the drift of live queries from the champion's reference. Two two-sample tests are used,
 each with an effect size.
 
 A p-value shows that two samples differ, but not that the difference matters. With enough queries,
@@ -23,6 +23,7 @@ itself, a few pairs from one block go unnoticed.
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import numpy as np
@@ -30,7 +31,7 @@ from numpy.typing import NDArray
 
 from evernear.serving.live_queries import Floats, Queries
 
-Measure = Literal["unknown_rise", "distance_shift", "embedding_shift"]
+Measure = Literal["unknown_rise", "embedding_shift"]
 Weights = NDArray[np.float64]
 _Statistic = Callable[[Weights], Weights]
 
@@ -74,12 +75,18 @@ def measure_drift(
     _, classes = np.unique(np.concatenate([reference.labels, live.labels]), return_inverse=True)
     classes = _without_empty(classes, is_live)
     level = false_alarm_rate / len(bounds)
-    actual = _weights(is_live, classes)
-    permuted = _weights(is_live, classes, rng, max(_MIN_PERMUTATIONS, math.ceil(1 / level)))
+    actual, permute = _weights(is_live, classes), partial(_weights, is_live, classes, rng)
+    is_unknown = np.concatenate([reference.is_unknown, live.is_unknown])
+    # The increase in the unknown rate, after direct standardization to the live class mix.
+    statistics: dict[Measure, _Statistic] = {"unknown_rise": lambda weights: is_unknown @ weights}
+    if reference.coordinates.shape[1] == live.coordinates.shape[1] > 0:
+        points = np.concatenate([reference.coordinates, live.coordinates])
+        statistics["embedding_shift"] = _energy(points, actual)
     shifts: list[Shift] = []
-    for measure, statistic in _statistics(reference, live, actual).items():
+    for measure, statistic in statistics.items():
         if bound := bounds.get(measure):
-            effect, null = float(statistic(actual)[0]), statistic(permuted)
+            effect = float(statistic(actual)[0])
+            null = _permuted(effect, statistic, permute, level)
             p = (1 + int((null >= effect - _ROUNDING).sum())) / (1 + len(null))  # Phipson and Smyth 2010
             shifts.append(Shift(measure, effect, bound, p, level, _detectable(null, level, bound)))
     return shifts
@@ -109,6 +116,16 @@ def _weights(
     return weights
 
 
+def _permuted(effect: float, statistic: _Statistic, permute: Callable[[int], Weights], level: float) -> Weights:
+    """The statistics of permutations. After the first ones, the others are only made if the p-value
+    can still be at most ``level`` (Besag and Clifford 1991), which changes no decision."""
+    null = statistic(permute(_MIN_PERMUTATIONS))
+    count = max(_MIN_PERMUTATIONS, math.ceil(1 / level))
+    if 1 + int((null >= effect - _ROUNDING).sum()) > level * (1 + count):
+        return null
+    return np.concatenate([null, statistic(permute(count - _MIN_PERMUTATIONS))])
+
+
 def _without_empty(classes: NDArray[np.intp], is_live: NDArray[np.bool_]) -> NDArray[np.intp]:
     """Merge classes without a reference query with the rarest others, up to `_MIN_SHARED`."""
     counts = np.bincount(classes[~is_live], minlength=int(classes.max()) + 1)
@@ -119,33 +136,9 @@ def _without_empty(classes: NDArray[np.intp], is_live: NDArray[np.bool_]) -> NDA
     return np.where(np.isin(classes, rarest[: last + 1]), rarest[0], classes)
 
 
-def _statistics(reference: Queries, live: Queries, weights: Weights) -> dict[Measure, _Statistic]:
-    """Functions that map signed weights of shape (N, P) to statistics of shape (P,). ``weights``
-    contains the weights of the actual sides, before any permutation."""
-    statistics: dict[Measure, _Statistic] = {
-        "unknown_rise": unknown_rise(np.concatenate([reference.is_unknown, live.is_unknown])),
-        "distance_shift": distance_shift(np.concatenate([reference.distances, live.distances])),
-    }
-    if reference.coordinates.shape[1] == live.coordinates.shape[1] and live.coordinates.shape[1]:
-        points = np.concatenate([reference.coordinates, live.coordinates])
-        statistics["embedding_shift"] = embedding_shift(points, weights)
-    return statistics
-
-
-def unknown_rise(is_unknown: NDArray[np.bool_]) -> _Statistic:
-    """The increase in the unknown rate, after direct standardization to the live class mix."""
-    return lambda weights: is_unknown @ weights
-
-
-def distance_shift(distances: Floats) -> _Statistic:
-    """The Kolmogorov-Smirnov distance: the largest gap between two distribution functions."""
-    order = np.argsort(distances, kind="stable")
-    is_last = np.append(np.diff(distances[order]) > 0, True)  # the last of equal distances
-    return lambda weights: np.abs(np.cumsum(weights[order], axis=0)[is_last]).max(axis=0)
-
-
-def embedding_shift(points: Floats, weights: Weights) -> _Statistic:
-    """The energy coefficient of two samples, which are subsets of ``points``.
+def _energy(points: Floats, weights: Weights) -> _Statistic:
+    """A function that maps signed weights (N, P) to the energy coefficients (P,) of two samples,
+    which are subsets of ``points``.
 
     Let X and X' be from one sample, and Y and Y' from the other sample. E = 2 E|X-Y| - E|X-X'| -
     E|Y-Y'| is zero only if both samples have the same distribution. H = E / 2 E|X-Y| is between 0

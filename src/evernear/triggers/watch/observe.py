@@ -44,10 +44,9 @@ reads older ones, up to ``watch.query_retention_s``. In smaller samples, random 
 FALSE_ALARM_RATE = 0.001
 """Largest share of checks that may report drift by chance: with a check an hour, once in six
 weeks."""
-BOUNDS: dict[Measure, float] = {"unknown_rise": 0.05, "distance_shift": 0.15, "embedding_shift": 0.005}
+BOUNDS: dict[Measure, float] = {"unknown_rise": 0.05, "embedding_shift": 0.005}
 """Smallest effects to report, because tiny ones are significant in a large sample: a rise of the
-unknown rate as a share of all queries, the Kolmogorov-Smirnov statistic of the gallery distances,
-and the energy coefficient of the embeddings."""
+unknown rate as a share of all queries, and the energy coefficient of the embeddings."""
 _T = TypeVar("_T")
 _WINDOW_MARGIN = 1.2
 """Safety factor for extending a window. The window is this factor longer than the rate of

@@ -319,7 +319,7 @@ def test_drift_leads_to_a_training(watched: WatchedSystem) -> None:
     assert report.figures["drift_found"] >= 2
     assert report.figures["unknown_rise"] > 0.05
     assert "of the live queries are unknown" in report.reasons[0]
-    assert "Distances to the gallery have shifted" in report.reasons[1]
+    assert "Embeddings of live queries have shifted" in report.reasons[1]
     assert not report.reasons[-1].startswith("But the source")
 
 
