@@ -12,8 +12,7 @@ from evernear.settings import DataSettings
 
 LIMITS = {
     "shard_size_bytes": "evernear.data.ingest.SHARD_SIZE_BYTES",
-    "part_size_bytes": "evernear.common.parts.PART_SIZE_BYTES",
-    "part_names": "evernear.data.plan.PART_NAMES",
+    "part_names": "evernear.data.decode_part.PART_NAMES",
     "requests_in_flight": "evernear.data.decode_part.REQUESTS_IN_FLIGHT",
     "decode_threads": "evernear.data.decode_part.available_cpus",
 }

@@ -37,7 +37,7 @@ from evernear.common.parts import OpenWorker, Parts
 from evernear.common.store import FileStore
 from evernear.common.store.s3 import S3Store
 from evernear.common.store.s3_connection import S3Connection
-from evernear.data import ingest, plan
+from evernear.data import decode_part, ingest
 from evernear.data.decode_part import DecodedPart, IngestPart, Outcome
 from evernear.data.snapshots import Snapshots
 from evernear.data.sources.folder import Bucket
@@ -119,7 +119,7 @@ def measure(directory: Path, count: int, part_names: int) -> dict[str, Any]:
     timed(ingest, "decode_in_parts", "plan")
     timed(ingest, "combine", "combine")
     timed(Snapshots, "publish", "publish")
-    plan.PART_NAMES = part_names
+    decode_part.PART_NAMES = part_names
     settings = DataSettings(source="s3://listed/names", size_px=SIZE_PX, bit_depth=8)
     before = Took(time.monotonic(), time.process_time())
     ingest.ingest_source(settings, store.uri, run=decode)
@@ -233,15 +233,19 @@ def _save_results(parts: Parts, _: OpenWorker) -> None:
     """Write the results of all parts."""
     assert isinstance(parts.store, SlowStore)
     before = parts.store.written_bytes
-    for number in parts.missing():
-        names = IngestPart.from_json(parts.part(number), "").columns[0]
+    for number, value in parts.tasks(parts.missing()):
+        entries = IngestPart.from_json(value, "").entries
+        names = [entry.name for entry in entries]
         digests = [hashlib.sha256(name.encode()).digest() for name in names]
         rows = np.frombuffer(b"".join(digests), np.uint8).reshape(-1, 32)
         pixels = np.tile(rows, (1, SIZE_PX**2 // 32 + 1))[:, : SIZE_PX**2].tobytes()
         sha256 = sha256_bytes(pixels)
         key = f"{parts.folder}/{sha256}.raw"
         parts.store.put(key, pixels)
-        outcomes = (Outcome(position, digest.hex(), SIZE_PX, SIZE_PX) for position, digest in enumerate(digests))
+        outcomes = (
+            Outcome(entry.name, entry.etag, entry.explicit_split, digest.hex(), SIZE_PX, SIZE_PX)
+            for entry, digest in zip(entries, digests, strict=True)
+        )
         parts.save_result(number, DecodedPart.of(outcomes, key, sha256).to_json())
     parts.store.decoded_bytes += parts.store.written_bytes - before
 

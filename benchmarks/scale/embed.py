@@ -1,9 +1,9 @@
 """The embed step in parts: ``python -m benchmarks.scale.embed``.
 
 Random images are embedded twice by processes that run ``python -m evernear.kubeflow.part``, as the
-pods of an Indexed Job do, one after the other: all images as one part, and in four parts. Each
-process loads the network and reads its shards; nothing is cached. With four nodes, the step would
-take as long as the longest part and combining the results.
+pods of an Indexed Job do, one after the other: by one worker, and by four. Each process loads the
+network and reads its shards; nothing is cached. With four nodes, the step would take as long as the
+longest worker and combining the results.
 
 CPU time is what a node with as many cores needs at least; it does not depend on what else the
 machine does.
@@ -39,7 +39,7 @@ from evernear.settings import TrainSettings
 
 SHARD_BYTES = 2**20
 LABELS = 10
-PARTS = 4
+WORKERS = 4
 
 
 class Took(NamedTuple):
@@ -65,18 +65,16 @@ def main() -> None:
         export_network(Path(scratch, "trained"), few, Path(scratch, "network"), tolerance=4.0)
         many = write_dataset(store, "many", shape, {"gallery": arguments.images})
         rows, embedded = [], []
-        for parts in (1, PARTS):
-            size_bytes = -(-arguments.images // parts) * int(np.prod(shape)) + SHARD_BYTES
-            planned = plan_embedding(
-                Path(scratch, "network"), many, store, "parts/run", splits=("gallery",), part_size_bytes=size_bytes
-            )
+        for workers in (1, WORKERS):
+            folder = f"parts/run-{workers}"
+            planned = plan_embedding(Path(scratch, "network"), many, store, folder, splits=("gallery",))
             put_folder(store, network_folder(planned), Path(scratch, "network"))
-            took = [run_part(planned, number) for number in range(planned.plan.parts)]
+            took = [run_worker(planned, index, workers) for index in range(workers)]
             shutil.rmtree(store.path("embeddings"))
-            out, started_s, started_cpu_s = Path(scratch, f"out-{parts}"), time.monotonic(), time.process_time()
+            out, started_s, started_cpu_s = Path(scratch, f"out-{workers}"), time.monotonic(), time.process_time()
             combine_embeddings(planned, Path(scratch, "network"), many, out, store.uri)
             combined = Took(time.monotonic() - started_s, time.process_time() - started_cpu_s)
-            rows.append({"parts": len(took), "took": [each._asdict() for each in took], "combine": combined._asdict()})
+            rows.append({"workers": workers, "took": [each._asdict() for each in took], "combine": combined._asdict()})
             blocks = [*Embeddings.open(out).blocks("gallery")]
             embedded.append(
                 [np.concatenate([getattr(block, name) for block in blocks]) for name in ("embeddings", "digests")]
@@ -91,9 +89,9 @@ def main() -> None:
     result = {"images": arguments.images, "shape": shape, "equal": equal, "ratios": ratios, "rows": rows}
     table = [
         ["", "seconds", "CPU seconds"],
-        ["all images in one part, and combine", *(f"{all_in_one[unit]:.1f}" for unit in ("wall_s", "cpu_s"))],
+        ["one worker, and combine", *(f"{all_in_one[unit]:.1f}" for unit in ("wall_s", "cpu_s"))],
         [
-            f"the longest of {rows[1]['parts']} parts, and combine",
+            f"the longest of {WORKERS} workers, and combine",
             *(f"{longest[unit]:.1f}" for unit in ("wall_s", "cpu_s")),
         ],
         ["of which combine", *(f"{rows[1]['combine'][unit]:.2f}" for unit in ("wall_s", "cpu_s"))],
@@ -107,15 +105,15 @@ def main() -> None:
     machine.write(name, title, machine_info, result, table)
 
 
-def run_part(parts: Parts, number: int) -> Took:
-    """Run a part in a process, as a pod does."""
-    command = [sys.executable, "-m", "evernear.kubeflow.part", parts.store.uri, parts.folder]
+def run_worker(parts: Parts, index: int, workers: int) -> Took:
+    """Run the parts of a worker in a process, as a pod does."""
+    command = [sys.executable, "-m", "evernear.kubeflow.part", parts.store.uri, parts.folder, str(workers)]
     started_s = time.monotonic()
-    process = subprocess.Popen(command, env={**os.environ, "JOB_COMPLETION_INDEX": str(number)})
+    process = subprocess.Popen(command, env={**os.environ, "JOB_COMPLETION_INDEX": str(index)})
     _, status, usage = os.wait4(process.pid, 0)
     process.returncode = os.waitstatus_to_exitcode(status)
     if process.returncode:
-        raise SystemExit(f"Part {number} failed.")
+        raise SystemExit(f"Worker {index} failed.")
     return Took(time.monotonic() - started_s, usage.ru_utime + usage.ru_stime)
 
 

@@ -18,9 +18,9 @@ import numpy as np
 from PIL import Image
 
 from benchmarks import machine
-from benchmarks.scale.embed import Took, run_part
+from benchmarks.scale.embed import Took, run_worker
 from evernear.common.parts import OpenWorker, Parts
-from evernear.data import plan
+from evernear.data import decode_part
 from evernear.data.ingest import ingest_source
 from evernear.settings import DataSettings
 
@@ -58,9 +58,9 @@ def ingest(scratch: Path, parts: int, part_names: int) -> dict:
     took: list[Took] = []
 
     def run(planned: Parts, _: OpenWorker) -> None:
-        took.extend(run_part(planned, number) for number in range(planned.plan.parts))
+        took.extend(run_worker(planned, index, parts) for index in range(parts))
 
-    plan.PART_NAMES = part_names
+    decode_part.PART_NAMES = part_names
     settings = DataSettings(source=f"folder:{scratch / 'images'}")
     started_s, started_cpu_s = time.monotonic(), time.process_time()
     manifest = ingest_source(settings, (scratch / f"store-{parts}").as_uri(), run=run)

@@ -206,7 +206,7 @@ def embed(run: str, settings: Tree, dataset: str, network: str, embeddings: str)
     """Embed the gallery and query splits into the store, and return the artifact's metadata. Nodes
     also embed the test split, which evaluate then reads from the cache."""
     with _step("embed", run, settings) as (running, chosen, record):
-        from evernear.common.parts import PART_SIZE_BYTES, PARTS
+        from evernear.common.parts import PARTS
         from evernear.data.shards import Dataset
         from evernear.embedding.embed import combine_embeddings, network_folder, open_here, plan_embedding
         from evernear.embedding.export import untrained_classes
@@ -216,9 +216,7 @@ def embed(run: str, settings: Tree, dataset: str, network: str, embeddings: str)
         untrained = untrained_classes(network_dir, data, store, chosen.classes)
         nodes = StepNodes(chosen.index.nodes, running.report)
         splits = ("gallery", "query") if nodes.is_one else ("gallery", "query", "test")
-        parts = plan_embedding(
-            network_dir, data, store, f"{PARTS}{run}", untrained, splits, part_size_bytes=PART_SIZE_BYTES
-        )
+        parts = plan_embedding(network_dir, data, store, f"{PARTS}{run}", untrained, splits)
         on_images = countdowns.images(running, parts.plan.units)
         open_worker = partial(open_here, network_dir, data, store, on_images)
         nodes.run(parts, open_worker, {network_folder(parts): network_dir})

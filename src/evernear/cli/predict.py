@@ -5,6 +5,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from ipaddress import AddressValueError, IPv6Address
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TextIO
@@ -34,7 +35,6 @@ from evernear.settings import DataSettings, Settings, parse
 from evernear.settings.serving import MODEL_NAME
 
 if TYPE_CHECKING:
-    from evernear.common.parts import Executor
     from evernear.serving.client import Target
     from evernear.serving.responses import Metadata
 
@@ -282,7 +282,6 @@ def batch_predict(
     Each part is a Parquet file with the columns path, digest (sha256 of the file), label, distance,
     unknown, neighbors, version and error. Run the same command again to continue.
     """
-    from evernear.common.parts import run_parts
     from evernear.common.store import open_store
     from evernear.data.sources import require_outside
     from evernear.release.registry import Registry
@@ -297,14 +296,14 @@ def batch_predict(
     )
     output = open_store(output_uri(out))
     require_outside(output, settings.data.source)
-    executor = _executor(processes, nodes, shared.source, settings.store_uri, output.uri)
+    run = _runner(processes, nodes, shared.source, settings.store_uri, output.uri)
     with message_on_interrupt("Interrupted. Finished parts stay; run the command again to continue."):
         parts = plan_predictions(shared, output)
         for note in parts.plan.notes:
             print_line(note, sys.stderr)
         images = quantity(parts.plan.units, "image")
         print_line(f"{images} in {shared.source}, listed {parts.plan.planned:%Y-%m-%d %H:%M} UTC.", sys.stderr)
-        run_parts(parts, executor, _parts_progress())
+        run(parts, on_parts=_parts_progress())
     summary = summarize(parts)
     if as_json:
         print_json({"out": output.uri, "version": shared.version, **summary.model_dump()})
@@ -315,21 +314,22 @@ def batch_predict(
     summary.require_predictions(shared.source)
 
 
-def _executor(processes: int | None, nodes: int | None, *uris: str) -> "Executor":
-    """Processes here or, if ``nodes`` is set, an Indexed Job whose pods can read all ``uris``."""
+def _runner(processes: int | None, nodes: int | None, *uris: str) -> Callable[..., object]:
+    """Runs parts in processes here or, if ``nodes`` is set, in pods that can read all ``uris``."""
     if nodes is None:
-        from evernear.common.parts import Processes
+        from evernear.common.parts import run_in_processes
         from evernear.common.processes import available_cpus
         from evernear.serving.batch import open_worker
 
-        return Processes(processes or min(MAX_PROCESSES, max(1, available_cpus() // CPUS_PER_PROCESS)), open_worker)
-    from evernear.kubeflow.indexed_job import IndexedJob, require_shared
+        count = processes or min(MAX_PROCESSES, max(1, available_cpus() // CPUS_PER_PROCESS))
+        return partial(run_in_processes, open_worker=open_worker, processes=count)
+    from evernear.kubeflow.indexed_job import require_shared, run_on_nodes
 
     if processes:
         raise SettingsError("--processes and --nodes exclude each other: a pod of --nodes runs one process.")
     for uri, what in zip(uris, ("the source", "the store of the release", "the output"), strict=True):
         require_shared(uri, what)
-    return IndexedJob(nodes, lambda text: print_line(text, sys.stderr))
+    return partial(run_on_nodes, nodes=nodes, report=lambda text: print_line(text, sys.stderr))
 
 
 def _absolute(source: str) -> str:

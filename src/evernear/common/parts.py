@@ -1,38 +1,37 @@
-"""The parts of a step. A part is a value in a store. Any process may run a part any number of
-times.
+"""The parts of a step, which any process may run any number of times.
 
 ::
 
-    <folder>/plan.json                    the plan, written last and once
-    <folder>/<plan>/parts/000000.json     one part: the input of the worker
-    <folder>/<plan>/results/000000        time and result of a part; a part with a result is skipped
-    <folder>/<plan>/failed/000000.json    why a part failed, if the same error would occur again
+    <folder>/parts.json        the plan, written last and once
+    <folder>/<sha256>.jsonl    the list of the parts: one line each, the input of the worker
+    <folder>/results/000000    time and result of a part; a part with a result is skipped
+    <folder>/failed.txt        why a part failed, if the same error would occur again
 
-The division into parts depends on a listing and a fixed part size. The division and the results do
-not depend on the number of processes. `Processes` on this machine or the pods of an
-Indexed Job (`evernear.kubeflow.indexed_job`) run them.
+Worker *i* of *n* runs the parts ``i::n``. The division into parts depends on a listing and a fixed
+part size. The division and the results do not depend on *n*. The workers are this process,
+processes on this machine, or the pods of an Indexed Job (`evernear.kubeflow.indexed_job`).
 """
 
 import json
 import multiprocessing
 import os
 import signal
+import tempfile
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, ThreadPoolExecutor, wait
+from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from functools import partial
-from pathlib import PurePosixPath
-from typing import Any, NamedTuple, Protocol, TypeVar
-from uuid import uuid4
+from pathlib import Path, PurePosixPath
+from typing import Any, NamedTuple, TypeVar
 
 from pydantic import AwareDatetime, Field
 
+from evernear.common.disk import disk_errors, sha256_file
 from evernear.common.frozen import Frozen
 from evernear.common.masking import mask
 from evernear.common.output import quantity
@@ -42,11 +41,8 @@ from evernear.errors import BusyError, ClusterError, ConflictError, EvernearErro
 
 PARTS = "parts/"
 """Prefix in the store for the parts of steps: ``parts/<run>/<step>-<identity>/``."""
-PART_SIZE_BYTES = 2**30
-"""Size of a part of embed: images in the form of the dataset, by whole shards. A part
-takes some minutes, so that the start of a pod hardly matters."""
 REQUESTS_IN_FLIGHT = 16
-"""Maximum number of small objects that are read or written concurrently."""
+"""Maximum number of small objects that are read concurrently."""
 FINAL_EXIT_CODE = 42
 """Exit code of a process whose part failed permanently, unlike that of any error or signal."""
 STEPS_IN_PARTS = ("ingest", "embed")
@@ -64,18 +60,22 @@ OpenWorker = Callable[["Parts"], Worker]
 
 The function is defined at module level, so that other processes can import it.
 """
+Task = tuple[int, bytes]
+"""The number and the value of a part."""
+OnParts = Callable[[int, int], None]
+"""Receives the number of finished parts and the total number of parts."""
 
 
 class Plan(Frozen):
-    """The parts of a step, and the data that they share."""
+    """What the parts of a step share, and their list."""
 
-    id: str
     kind: str
     """The worker that runs the parts (`evernear.kubeflow.part`)."""
     shared: dict[str, Any]
     """Data that all parts share, such as the source and the release. A different plan needs a
     different folder."""
     parts: int = Field(ge=0)
+    sha256: str
     units: int = Field(ge=0)
     """Total number of images, or of other units of work, in all parts."""
     notes: tuple[str, ...] = ()
@@ -97,13 +97,6 @@ class PartResult(NamedTuple):
     time_s: float
 
 
-class PartFailure(Frozen):
-    """The reason why a part failed permanently."""
-
-    part: int = Field(ge=0)
-    message: str
-
-
 @dataclass(frozen=True)
 class Parts:
     """The parts of a step in ``folder`` of ``store``."""
@@ -115,10 +108,17 @@ class Parts:
     @staticmethod
     def find(store: Store, folder: str) -> "Parts | None":
         """The parts that were planned in ``folder``, or None if no plan exists yet."""
-        stored = store.find(f"{folder}/plan.json")
+        stored = store.find(f"{folder}/parts.json")
         if stored is None:
             return None
-        return Parts(store, folder, Plan.from_json(stored[0], f"{folder}/plan.json in {store.uri}"))
+        return Parts(store, folder, Plan.from_json(stored[0], f"{folder}/parts.json in {store.uri}"))
+
+    @staticmethod
+    def open(store: Store, folder: str) -> "Parts":
+        parts = Parts.find(store, folder)
+        if parts is None:
+            raise MissingObjectError(f"{folder}/parts.json does not exist in {store.uri}.")
+        return parts
 
     @staticmethod
     def make(
@@ -130,96 +130,69 @@ class Parts:
         notes: Callable[[], tuple[str, ...]] = tuple,
     ) -> "Parts":
         """Write ``parts``, then the plan. ``notes`` is called after the last part. If a different
-        process wrote its plan first, that plan is returned and the parts from this call are
-        deleted."""
-        plan_id, count, units = uuid4().hex[:12], 0, 0
+        process wrote its plan first, that plan is returned."""
+        count = units = 0
+        with tempfile.TemporaryDirectory(prefix="evernear-parts-") as scratch:
+            path = Path(scratch) / "parts.jsonl"
+            with disk_errors(path), path.open("wb") as file:
+                for part in parts:
+                    file.write(part.model_dump_json().encode() + b"\n")
+                    count, units = count + 1, units + part.units
+            sha256 = sha256_file(path)
+            store.put(f"{folder}/{sha256}.jsonl", path)
+        now = datetime.now(UTC)
+        plan = Plan(kind=kind, shared=shared, parts=count, sha256=sha256, units=units, notes=notes(), planned=now)
+        with suppress(ConflictError):
+            store.put_if(f"{folder}/parts.json", plan.to_json(), None)
+        return Parts.open(store, folder)
 
-        def write(numbered: tuple[int, Part]) -> int:
-            number, part = numbered
-            store.put(_key(folder, plan_id, "parts", number), part.model_dump_json().encode())
-            return part.units
-
-        for part_units in concurrently(write, enumerate(parts)):
-            count, units = count + 1, units + part_units
-        plan = Plan(
-            id=plan_id, kind=kind, shared=shared, parts=count, units=units, notes=notes(), planned=datetime.now(UTC)
-        )
-        try:
-            store.put_if(f"{folder}/plan.json", plan.to_json(), None)
-        except ConflictError:
-            with suppress(StoreError):  # the pipeline's credentials may not permit deletion
-                for number in range(count):
-                    store.delete(_key(folder, plan_id, "parts", number))
-            first = Parts.find(store, folder)
-            if first is None:
-                raise
-            return first
-        return Parts(store, folder, plan)
+    def tasks(self, numbers: Sequence[int]) -> Iterator[Task]:
+        """The parts ``numbers``, in order."""
+        if not numbers:
+            return
+        wanted = set(numbers)
+        with tempfile.TemporaryDirectory(prefix="evernear-parts-") as scratch:
+            key, path = f"{self.folder}/{self.plan.sha256}.jsonl", Path(scratch) / "parts.jsonl"
+            with self.store.fetch(key, path, self.plan.sha256).open("rb") as file:
+                yield from ((number, value) for number, value in enumerate(file) if number in wanted)
 
     def missing(self) -> list[int]:
         """The numbers of the parts without a result."""
-        done = set(self._numbers("results"))
+        done = set(self.done())
         return [number for number in range(self.plan.parts) if number not in done]
 
-    def part(self, number: int) -> bytes:
-        return self.store.get(self._key("parts", number))
+    def done(self) -> Iterator[int]:
+        """The numbers of the parts with a result, in order."""
+        for info in self.store.list(f"{self.folder}/results/"):
+            yield int(PurePosixPath(info.key).name)
 
-    def result(self, number: int) -> bytes | None:
-        """The result of a part, or None if the part has no result."""
-        stored = self.store.find(self._key("results", number))
-        return _parse_result(stored[0]).value if stored else None
+    def result(self, number: int) -> PartResult:
+        """The result of a part. The first line of the object is JSON that contains the duration."""
+        head, _, value = self.store.get(self._result(number)).partition(b"\n")
+        return PartResult(value, json.loads(head)["time_s"])
 
     def results(self) -> Iterator[PartResult]:
         """The results of all parts, in order."""
-
-        def read(number: int) -> PartResult:
-            return _parse_result(self.store.get(self._key("results", number)))
-
-        return concurrently(read, range(self.plan.parts))
+        return concurrently(self.result, range(self.plan.parts))
 
     def save_result(self, number: int, result: bytes, time_s: float = 0.0) -> None:
         """Write the result of a part, unless a different process has already written a result."""
         head = json.dumps({"time_s": round(time_s, 3)}).encode()
-        try:
-            self.store.put_if(self._key("results", number), head + b"\n" + result, None)
-        except ConflictError:
-            return
+        with suppress(ConflictError):
+            self.store.put_if(self._result(number), head + b"\n" + result, None)
 
-    def failure(self) -> PartFailure | None:
-        """The first permanent failure of a part, or None."""
-        for number in self._numbers("failed"):
-            key = self._key("failed", number)
-            if data := self.store.get(key):
-                return PartFailure.from_json(data, key)
-        return None
+    def _result(self, number: int) -> str:
+        return f"{self.folder}/results/{number:06}"
 
-    def save_failure(self, number: int, error: EvernearError) -> None:
-        failure = PartFailure(part=number, message=mask(str(error)))
-        self.store.put(self._key("failed", number), failure.to_json())
+    def failure(self) -> str:
+        """Why a part failed permanently, or an empty string."""
+        stored = self.store.find(f"{self.folder}/failed.txt")
+        return stored[0].decode() if stored else ""
 
-    def forget_failures(self) -> None:
-        """Let failed parts run again. The records of failures are emptied and not deleted, because
-        the pipeline's credentials may not permit deletion."""
-        for number in [*self._numbers("failed")]:
-            self.store.put(self._key("failed", number), b"")
-
-    def _numbers(self, kind: str) -> Iterator[int]:
-        for info in self.store.list(f"{self.folder}/{self.plan.id}/{kind}/"):
-            yield int(PurePosixPath(info.key).stem)
-
-    def _key(self, kind: str, number: int) -> str:
-        return _key(self.folder, self.plan.id, kind, number)
-
-
-def _key(folder: str, plan_id: str, kind: str, number: int) -> str:
-    return f"{folder}/{plan_id}/{kind}/{number:06}{'' if kind == 'results' else '.json'}"
-
-
-def _parse_result(data: bytes) -> PartResult:
-    """Parse a stored result. The first line is JSON that contains the duration. The remaining data
-    is the worker's return value."""
-    head, _, value = data.partition(b"\n")
-    return PartResult(value, json.loads(head)["time_s"])
+    def save_failure(self, message: str) -> None:
+        """An empty message lets failed parts run again, because the pipeline's credentials may not
+        permit deletion."""
+        self.store.put(f"{self.folder}/failed.txt", mask(message).encode())
 
 
 def concurrently(
@@ -228,13 +201,17 @@ def concurrently(
     """Yield the results of ``function`` in the order of the items. ``function`` is called
     concurrently, at most ``ahead`` items ahead of the consumer."""
     with ThreadPoolExecutor(ahead, "parts") as pool:
-        pending: deque[Future[Value]] = deque()
-        for item in items:
-            pending.append(pool.submit(function, item))
-            if len(pending) > ahead:
-                yield pending.popleft().result()
-        while pending:
+        yield from _in_order(pool, function, items, ahead)
+
+
+def _in_order(pool: Executor, function: Callable[[Item], Value], items: Iterable[Item], ahead: int) -> Iterator[Value]:
+    pending: deque[Future[Value]] = deque()
+    for item in items:
+        pending.append(pool.submit(function, item))
+        if len(pending) > ahead:
             yield pending.popleft().result()
+    while pending:
+        yield pending.popleft().result()
 
 
 def is_final(error: EvernearError) -> bool:
@@ -245,38 +222,14 @@ def is_final(error: EvernearError) -> bool:
     return not isinstance(error, (StoreError, BusyError, ClusterError))
 
 
-def run_part(parts: Parts, number: int, worker: Worker) -> None:
-    """Run a part with ``worker``, unless it already has a result. An error that would occur again
-    is recorded."""
-    if parts.result(number) is not None:
-        return
-    started_s = time.monotonic()
-    try:
-        parts.save_result(number, worker(number, parts.part(number)), time.monotonic() - started_s)
-    except EvernearError as error:
-        if is_final(error):
-            parts.save_failure(number, error)
-        raise
-
-
-class PodUsage(NamedTuple):
-    """The pods that ran parts."""
-
-    nodes: int
-    """Maximum number of pods that ran concurrently."""
-    retries: int
-    """Number of failed pods whose parts were run again."""
-    cpus: float | None
-    """CPU limit of a pod, or None if there is no limit."""
-    memory_bytes: float | None
-
-
 class PartsRecord(Frozen):
     """How the parts of a step ran on several nodes, for the run page."""
 
     nodes: int
+    """Maximum number of pods that ran concurrently."""
     parts: int
     retries: int
+    """Number of failed pods whose parts were run again."""
     cpus: float | None
     """CPU limit of a pod, or None if there is no limit."""
     memory_bytes: float | None
@@ -291,46 +244,29 @@ class PartsRecord(Frozen):
         return f" on {quantity(self.nodes, 'node')} in {quantity(self.parts, 'part')}"
 
 
-class Executor(Protocol):
-    """Runs parts, follows their progress, and returns when all parts have a result."""
+def run_parts(
+    parts: Parts, open_worker: OpenWorker, on_parts: OnParts = lambda *_: None, index: int = 0, workers: int = 1
+) -> None:
+    """Run every part without a result in this process. With several workers, run only the parts of
+    the worker ``index``."""
+    missing = [number for number in parts.missing() if number % workers == index]
+    run = _Run(parts, open_worker)
+    _follow(parts, missing, map(run, parts.tasks(missing)), on_parts)
 
-    def run(self, parts: Parts, numbers: Sequence[int], on_done: Callable[[int], None]) -> "PodUsage | None":
-        """Run the parts ``numbers``. Calls ``on_done`` with the number of parts that finished since
-        the last call. Returns the usage of pods, or None if no pods ran."""
-        ...
 
-
-@dataclass(frozen=True)
-class Processes:
-    """Runs parts in processes on this machine. If one process is sufficient, the parts run in the
-    current process."""
-
-    count: int
-    open_worker: OpenWorker
-
-    def run(self, parts: Parts, numbers: Sequence[int], on_done: Callable[[int], None]) -> None:
-        """Run the parts ``numbers``, like `Executor.run`. Each process opens its worker once."""
-        count = min(self.count, len(numbers))
-        if count > 1:
-            with divide_between(count):
-                self._run_in_pool(count, parts, numbers, on_done)
-        elif numbers:
-            worker = self.open_worker(parts)
-            for number in numbers:
-                run_part(parts, number, worker)
-                on_done(1)
-
-    def _run_in_pool(self, count: int, parts: Parts, numbers: Sequence[int], on_done: Callable[[int], None]) -> None:
-        start = partial(_start_process, parts.store.uri, parts.folder, self.open_worker)
-        context = multiprocessing.get_context("spawn")
-        pool = ProcessPoolExecutor(count, mp_context=context, initializer=start)
+def run_in_processes(parts: Parts, open_worker: OpenWorker, processes: int, on_parts: OnParts) -> None:
+    """Run every part without a result in processes on this machine. Each process opens its worker
+    once."""
+    missing = parts.missing()
+    count = min(processes, len(missing))
+    if count <= 1:
+        run_parts(parts, open_worker, on_parts)
+        return
+    arguments = (parts.store.uri, parts.folder, open_worker)
+    with divide_between(count):
+        pool = ProcessPoolExecutor(count, multiprocessing.get_context("spawn"), _start_process, arguments)
         try:
-            waiting: set[Future[None]] = {pool.submit(_run_in_process, number) for number in numbers}
-            while waiting:
-                done, waiting = wait(waiting, return_when=FIRST_COMPLETED)
-                for future in done:
-                    future.result()
-                on_done(len(done))
+            _follow(parts, missing, _in_order(pool, _run_in_process, parts.tasks(missing), 2 * count), on_parts)
         except BrokenProcessPool:
             raise EvernearError(
                 f"One of {count} processes was killed, perhaps because memory ran out. Run again with fewer processes; "
@@ -340,49 +276,43 @@ class Processes:
             pool.shutdown(cancel_futures=True)
 
 
-_run_in_this_process: Callable[[int], None] | None = None
+def _follow(parts: Parts, missing: Sequence[int], finished: Iterator[None], on_parts: OnParts) -> None:
+    done, total = parts.plan.parts - len(missing), parts.plan.parts
+    on_parts(done, total)
+    for count, _ in enumerate(finished, done + 1):
+        on_parts(count, total)
+
+
+@dataclass
+class _Run:
+    """Runs parts with a worker that is opened with the first part."""
+
+    parts: Parts
+    open_worker: OpenWorker
+    worker: Worker | None = None
+
+    def __call__(self, task: Task) -> None:
+        self.worker = self.worker or self.open_worker(self.parts)
+        started_s = time.monotonic()
+        result = self.worker(*task)
+        self.parts.save_result(task[0], result, time.monotonic() - started_s)
+
+
+_run: _Run | None = None
 
 
 def _start_process(uri: str, folder: str, open_worker: OpenWorker) -> None:
-    """Open the worker in a process of the pool. The process ends when its parent ends. Ctrl-C ends
-    the process immediately."""
-    global _run_in_this_process
+    """Prepare a process of the pool. The process ends when its parent ends. Ctrl-C ends the process
+    immediately."""
+    global _run
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     parent = multiprocessing.parent_process()
     if parent is not None:
         threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
-    parts = Parts.find(open_store(uri), folder)
-    if parts is None:
-        raise MissingObjectError(f"{folder}/plan.json does not exist in {uri}.")
-    opened: Worker | None = None
-
-    # The worker is opened with the first part, because an error in an initializer would reach the
-    # parent without its message.
-    def run(number: int) -> None:
-        nonlocal opened
-        opened = opened or open_worker(parts)
-        run_part(parts, number, opened)
-
-    _run_in_this_process = run
+    _run = _Run(Parts.open(open_store(uri), folder), open_worker)
 
 
-def _run_in_process(number: int) -> None:
-    if _run_in_this_process is None:
-        raise RuntimeError("The process has not been started by Processes.")
-    _run_in_this_process(number)
-
-
-def run_parts(parts: Parts, executor: Executor, report: Callable[[int, int], None]) -> PodUsage | None:
-    """Run every part without a result. ``report`` receives the number of finished parts and the
-    total number of parts. Returns the usage of pods, or None if no pods ran."""
-    missing, total = parts.missing(), parts.plan.parts
-    parts.forget_failures()
-    done = total - len(missing)
-    report(done, total)
-
-    def on_done(count: int) -> None:
-        nonlocal done
-        done += count
-        report(done, total)
-
-    return executor.run(parts, missing, on_done)
+def _run_in_process(task: Task) -> None:
+    if _run is None:
+        raise RuntimeError("The process has not been started by run_in_processes.")
+    _run(task)

@@ -6,20 +6,61 @@ The choice depends on the earlier images. The step then compares the shards with
 files may have been removed or relabeled.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from PIL import Image
 
 from evernear.common.output import quantity
-from evernear.data.decode_part import Batch, DecodedFiles
+from evernear.data.decode_part import DecodedFiles
 from evernear.data.decoding import ImageForm
 from evernear.data.groups import Grouping
 from evernear.data.ledger import Ledger
 from evernear.data.manifest import SPLITS, Split
-from evernear.data.preprocess import Pixels
-from evernear.data.sources import ArraySource
+from evernear.data.preprocess import Pixels, pixels_digest, to_array
+from evernear.data.sources import ArrayBlock, ArraySource
 from evernear.data.splits import Placer
 from evernear.data.writer import ShardWriter
 from evernear.errors import ConflictError
 from evernear.settings import DataSettings
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Images that are ready for a shard: ``pixels`` is a uint8 array (N, H, W, C)."""
+
+    names: Sequence[str]
+    labels: Sequence[str]
+    explicit_splits: Sequence[Split | None]
+    digests: Sequence[bytes]
+    widths_px: Sequence[int]
+    heights_px: Sequence[int]
+    flaws: Sequence[int]
+    pixels: Pixels
+    former_splits: Mapping[str, Split] = field(default_factory=dict[str, Split])
+    """Maps file names to former splits, for unchanged files that are decoded again."""
+
+    @classmethod
+    def of_arrays(cls, block: ArrayBlock, form: ImageForm) -> "Batch":
+        """Pillow is only used to resize the images."""
+        shape, resize = form.shape, form.resize
+        count, height, width = block.images.shape
+        flat = block.images.reshape(count, -1)
+        if (height, width) == shape[:2]:
+            pixels = np.repeat(block.images[..., None], shape[2], axis=3)
+        else:
+            pixels = np.stack([to_array(Image.fromarray(image), *shape, resize) for image in block.images])
+        return cls(
+            names=block.names,
+            labels=block.labels,
+            explicit_splits=[block.explicit_split] * count,
+            digests=[pixels_digest("L", width, height, row.tobytes()) for row in flat],
+            widths_px=[width] * count,
+            heights_px=[height] * count,
+            flaws=(flat.min(axis=1) == flat.max(axis=1)).astype(int).tolist(),
+            pixels=pixels,
+        )
 
 
 def array_batches(source: ArraySource, form: ImageForm, ledger: Ledger) -> Iterator[Batch]:

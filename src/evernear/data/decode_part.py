@@ -1,45 +1,61 @@
-"""A part of an ingest (`evernear.common.parts`), which decodes and hashes some of the files. Parts
-are processed independently of each other.
+"""The parts of an ingest (`evernear.common.parts`): plan them, and decode and hash their files.
+Each part is a range of the files in decoding order, and is processed independently of the others.
 
-::
+The decoding order depends only on the listing, and so do the parts. If an ingest is killed and run
+again, the new run first finishes the planned parts. After that, the new run plans the files that
+were added since. Plans are numbered::
 
-    <folder>/...              the plan, its parts and their results
-    <folder>/<sha256>.raw     the pixels of one part's images
+    datasets/<name>/parts/<parent snapshot>/<settings>/<number>/...              parts and results
+    datasets/<name>/parts/<parent snapshot>/<settings>/<number>/<sha256>.raw     one part's pixels
 
-The result of a part describes each of its files, in decoding order, and contains the name of the
-object with the pixels. Parts and results are stored as columns, because columns are parsed faster
-than rows.
+The result of a part describes each of its files, in the order of its pixels, and contains the name
+of the object with the pixels. Parts and results are stored as columns, because columns are parsed
+faster than rows.
 """
 
 import math
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import closing, suppress
+from dataclasses import dataclass
 from functools import partial
-from itertools import chain
+from heapq import merge
+from itertools import chain, groupby
 from pathlib import Path
 from typing import Any, NamedTuple
+from uuid import uuid4
 
 import numpy as np
-from PIL import Image
 
-from evernear.common.disk import disk_errors, sha256_file
+from evernear.common.disk import disk_errors, sha256_bytes, sha256_file
 from evernear.common.frozen import Frozen
-from evernear.common.parts import Part, Parts, Worker, concurrently
+from evernear.common.parts import OpenWorker, Part, Parts, Worker, concurrently
 from evernear.common.processes import available_cpus
+from evernear.common.store import Store
 from evernear.data.decoding import DecodedImage, DecodeFailure, Decoder, ImageForm
-from evernear.data.manifest import Split
-from evernear.data.preprocess import Pixels, pixels_digest, to_array
-from evernear.data.sources import ArrayBlock, FileEntry, FileSource, open_source
+from evernear.data.ledger import Ledger, decode_order
+from evernear.data.manifest import Manifest, Split
+from evernear.data.preprocess import Pixels
+from evernear.data.snapshots import Snapshots
+from evernear.data.sources import FileEntry, FileSource, open_source
+from evernear.data.sources.packed import PackedFiles
 from evernear.data.sqlite import batched
-from evernear.errors import DataError, IntegrityError, MissingObjectError
+from evernear.errors import DataError, EvernearError, IntegrityError, MissingObjectError
 from evernear.settings import DataSettings
 
 KIND = "ingest"
 REQUESTS_IN_FLIGHT = 32
 """Files to read concurrently. A bucket that answers in 20 ms limits two readers to 79 images per
 second, which is less than a CPU decodes (benchmarks/results/scale_ingest.md)."""
+RunParts = Callable[[Parts, OpenWorker], object]
+"""Runs all parts that do not have a result yet. The `OpenWorker` opens a worker in this process."""
+PART_SIZE_BYTES = 2**30
+"""Most bytes of files in a part, and of their pixels in the form of the dataset."""
+_MERGED_FILES = 256
+PART_NAMES = 20_000
+"""Maximum number of files in a part, which limits the work that a killed ingest loses."""
+_OF_SPEED = {"nodes"}
+"""Settings that do not change the outcome of decoding a file."""
 
 
 class IngestPart(Part):
@@ -68,7 +84,9 @@ class Outcome(NamedTuple):
     """With a digest, the file is an image; with a fault, it is broken; otherwise, it is no
     image."""
 
-    position: int
+    name: str
+    etag: str
+    explicit_split: Split | None
     digest: str = ""
     width_px: int = 0
     height_px: int = 0
@@ -80,7 +98,14 @@ class DecodedPart(Frozen):
     """The result of a part, with a column for each field of `Outcome`."""
 
     columns: tuple[
-        tuple[int, ...], tuple[str, ...], tuple[int, ...], tuple[int, ...], tuple[int, ...], tuple[str | None, ...]
+        tuple[str, ...],
+        tuple[str, ...],
+        tuple[Split | None, ...],
+        tuple[str, ...],
+        tuple[int, ...],
+        tuple[int, ...],
+        tuple[int, ...],
+        tuple[str | None, ...],
     ]
     pixels: str = ""
     """The key of the pixels: uint8 (N, H, W, C) without a header. Empty without images."""
@@ -157,7 +182,6 @@ def _decode_part(
 ) -> bytes:
     """Decode a part, store the pixels by their sha256, and return its `DecodedPart` as JSON."""
     part = IngestPart.from_json(value, f"part {number} in {parts.store.uri}")
-    positions = {entry.name: position for position, entry in enumerate(part.entries)}
     at_once, threads = images_at_once(form), available_cpus()
     lookahead = max(REQUESTS_IN_FLIGHT, at_once)
     decoder, outcomes = Decoder(source, form, settings.max_pixels), list[Outcome]()
@@ -166,7 +190,7 @@ def _decode_part(
         decoded = decoder.decode_all(iter(part.entries), REQUESTS_IN_FLIGHT, threads, lookahead)
         with closing(decoded) as results:
             for batch in batched(results, at_once):
-                outcomes += [_outcome(result, positions[result.entry.name]) for result in batch]
+                outcomes += [_outcome(result) for result in batch]
                 _append(path, (result.pixels for result in batch if isinstance(result, DecodedImage)))
                 on_files(len(batch))
         if not any(outcome.digest for outcome in outcomes):
@@ -177,10 +201,11 @@ def _decode_part(
     return DecodedPart.of(outcomes, key, sha256).to_json()
 
 
-def _outcome(result: DecodedImage | DecodeFailure, position: int) -> Outcome:
+def _outcome(result: DecodedImage | DecodeFailure) -> Outcome:
+    entry = result.entry
     if isinstance(result, DecodeFailure):
-        return Outcome(position, fault=result.reason)
-    return Outcome(position, result.digest.hex(), *result.size, int(result.flaws))
+        return Outcome(entry.name, entry.etag, entry.explicit_split, fault=result.reason)
+    return Outcome(entry.name, entry.etag, entry.explicit_split, result.digest.hex(), *result.size, int(result.flaws))
 
 
 def _append(path: Path, images: Iterable[Pixels]) -> None:
@@ -191,62 +216,39 @@ def _append(path: Path, images: Iterable[Pixels]) -> None:
 
 
 def decoded_names(parts: Parts) -> Iterator[tuple[str, str]]:
-    for part, decoded in concurrently(partial(_stored_part, parts), _numbers(parts)):
-        names, etags, *_ = part.columns
-        positions, *_, faults = decoded.columns
-        for position, fault in zip(positions, faults, strict=True):
-            if fault is None:
-                yield names[position], etags[position]
+    for decoded in concurrently(partial(_result, parts), parts.done()):
+        names, etags, *_, faults = decoded.columns
+        yield from ((name, etag) for name, etag, fault in zip(names, etags, faults, strict=True) if fault is None)
 
 
 def stored_results(parts: Parts, scratch: Path) -> Iterator[DecodedFiles]:
     """Yield the decoded files of finished parts. At most three parts' pixels are on disk."""
     shape = Shared.model_validate(parts.plan.shared).form.shape
 
-    def fetch(number: int) -> tuple[IngestPart, DecodedPart, Path]:
-        part, decoded = _stored_part(parts, number)
-        path = scratch / f"{parts.plan.id}-{number}.raw"
+    def fetch(number: int) -> tuple[DecodedPart, Path]:
+        decoded, path = _result(parts, number), scratch / f"{parts.plan.sha256}-{number}.raw"
         if decoded.pixels:
             try:
                 parts.store.fetch(decoded.pixels, path, decoded.sha256)
-            except (IntegrityError, MissingObjectError) as error:
+            except IntegrityError as error:
                 raise MissingObjectError(str(error)) from error
-        return part, decoded, path
+        return decoded, path
 
-    for part, decoded, path in concurrently(fetch, _numbers(parts), ahead=1):
+    for decoded, path in concurrently(fetch, parts.done(), ahead=1):
         pixels = np.empty((0, *shape), np.uint8)
         if decoded.pixels:
             pixels = np.asarray(np.memmap(path, np.uint8, "r").reshape(-1, *shape))
             path.unlink()  # the memory mapping stays valid
-        names, etags, _, explicit_splits, *_ = part.columns
-        positions, digests, widths_px, heights_px, flaws, faults = decoded.columns
-        yield DecodedFiles(
-            names=[names[position] for position in positions],
-            etags=[etags[position] for position in positions],
-            explicit_splits=[explicit_splits[position] for position in positions],
-            digests=[bytes.fromhex(digest) for digest in digests],
-            widths_px=widths_px,
-            heights_px=heights_px,
-            flaws=flaws,
-            faults=faults,
-            pixels=pixels,
-        )
+        names, etags, splits, hexdigests, widths_px, heights_px, flaws, faults = decoded.columns
+        digests = [*map(bytes.fromhex, hexdigests)]
+        yield DecodedFiles(names, etags, splits, digests, widths_px, heights_px, flaws, faults, pixels)
 
 
-def _stored_part(parts: Parts, number: int) -> tuple[IngestPart, DecodedPart]:
-    where = f"part {number} in {parts.store.uri}/{parts.folder}"
+def _result(parts: Parts, number: int) -> DecodedPart:
     try:
-        result = parts.result(number)
-        if result is None:
-            raise MissingObjectError(f"The result of {where} does not exist.")
-        return IngestPart.from_json(parts.part(number), where), DecodedPart.from_json(result, where)
-    except (IntegrityError, MissingObjectError) as error:
+        return DecodedPart.from_json(parts.result(number).value, f"part {number} in {parts.store.uri}/{parts.folder}")
+    except IntegrityError as error:
         raise MissingObjectError(str(error)) from error
-
-
-def _numbers(parts: Parts) -> list[int]:
-    missing = set(parts.missing())
-    return [number for number in range(parts.plan.parts) if number not in missing]
 
 
 _MAX_IMAGES = 500
@@ -257,38 +259,93 @@ def images_at_once(form: ImageForm) -> int:
     return max(1, min(_MAX_IMAGES, _MAX_BYTES // math.prod(form.shape)))
 
 
-@dataclass(frozen=True)
-class Batch:
-    """Images that are ready for a shard: ``pixels`` is a uint8 array (N, H, W, C)."""
+def parts_folder(
+    snapshots: Snapshots, settings: DataSettings, parent: Manifest | None, decoder: str, max_size_px: int, adopt: bool
+) -> str:
+    """Where plans are stored. With ``adopt``, plans of an equal earlier ingest are reused."""
+    ledger = (parent.ledger_sha256, *parent.ledger_changes) if parent else ()
+    # The key includes the names of all settings, because a version with different settings could
+    # not read the plans.
+    chosen = f"{[*DataSettings.model_fields]} {settings.model_dump_json(exclude=_OF_SPEED)} {max_size_px}"
+    begun = f"{chosen} {ledger} {decoder}"
+    key = sha256_bytes(begun.encode()) if adopt else uuid4().hex
+    return f"{snapshots.parts_folder(parent)}{key[:16]}"
 
-    names: Sequence[str]
-    labels: Sequence[str]
-    explicit_splits: Sequence[Split | None]
-    digests: Sequence[bytes]
-    widths_px: Sequence[int]
-    heights_px: Sequence[int]
-    flaws: Sequence[int]
-    pixels: Pixels
-    former_splits: Mapping[str, Split] = field(default_factory=dict[str, Split])
-    """Maps file names to former splits, for unchanged files that are decoded again."""
 
-    @classmethod
-    def of_arrays(cls, block: ArrayBlock, form: ImageForm) -> "Batch":
-        """Pillow is only used to resize the images."""
-        shape, resize = form.shape, form.resize
-        count, height, width = block.images.shape
-        flat = block.images.reshape(count, -1)
-        if (height, width) == shape[:2]:
-            pixels = np.repeat(block.images[..., None], shape[2], axis=3)
-        else:
-            pixels = np.stack([to_array(Image.fromarray(image), *shape, resize) for image in block.images])
-        return cls(
-            names=block.names,
-            labels=block.labels,
-            explicit_splits=[block.explicit_split] * count,
-            digests=[pixels_digest("L", width, height, row.tobytes()) for row in flat],
-            widths_px=[width] * count,
-            heights_px=[height] * count,
-            flaws=(flat.min(axis=1) == flat.max(axis=1)).astype(int).tolist(),
-            pixels=pixels,
-        )
+def planned_form(store: Store, folder: str) -> ImageForm | None:
+    """The form of a killed ingest. Another sample of the files might lead to another form."""
+    parts = Parts.find(store, f"{folder}/0")
+    return Shared.model_validate(parts.plan.shared).form if parts else None
+
+
+def decode_in_parts(
+    source: FileSource,
+    settings: DataSettings,
+    form: ImageForm,
+    ledger: Ledger,
+    store: Store,
+    folder: str,
+    run: RunParts,
+    on_files: Callable[[int], None],
+) -> list[Parts]:
+    """Decode the pending files, and return the plans with the results, newest first."""
+    plans: list[Parts] = []
+
+    def run_plan(parts: Parts) -> None:
+        try:
+            run(parts, partial(open_here, source, settings, form, on_files))
+        except EvernearError as error:
+            if Parts.find(store, parts.folder) is None:
+                raise MissingObjectError("Another ingest of the same files finished in the meantime.") from error
+            raise
+
+    while (earlier := Parts.find(store, f"{folder}/{len(plans)}")) is not None:
+        with suppress(EvernearError):  # files may have been deleted since, and the next plan has the remaining files
+            run_plan(earlier)
+        ledger.note_decoded(decoded_names(earlier))
+        plans.insert(0, earlier)
+    if ledger.count_to_decode():
+        parts = cut(ledger.to_decode(), source, PART_NAMES, math.prod(form.shape))
+        shared = Shared(settings=settings, form=form).model_dump(mode="json")
+        plans.insert(0, Parts.make(store, f"{folder}/{len(plans)}", KIND, shared, parts))
+        run_plan(plans[0])
+    return plans
+
+
+def cut(entries: Iterable[FileEntry], source: FileSource, names: int, image_bytes: int) -> Iterator[IngestPart]:
+    """Yield parts with at most ``names`` files and `PART_SIZE_BYTES`, or one larger file. A file of
+    many images is not divided, because each part would read it completely."""
+    names = min(names, max(1, PART_SIZE_BYTES // image_bytes))
+    part, size_bytes = list[FileEntry](), 0
+    for unit, unit_bytes in _units(entries, source):
+        if part and (len(part) + len(unit) > names or size_bytes + unit_bytes > PART_SIZE_BYTES):
+            yield IngestPart.of(part)
+            part, size_bytes = [], 0
+        part += unit
+        size_bytes += unit_bytes
+    if part:
+        yield IngestPart.of(part)
+
+
+def _units(entries: Iterable[FileEntry], source: FileSource) -> Iterator[tuple[list[FileEntry], int]]:
+    """Yield files or, of packed files, all images together, which stay in one part, with their
+    size."""
+    if not isinstance(source, PackedFiles):
+        return (([entry], entry.size_bytes) for entry in entries)
+    units = (list(images) for _, images in groupby(entries, key=lambda entry: source.file_of(entry.name)))
+    return ((unit, sum(entry.size_bytes for entry in unit)) for unit in units)
+
+
+def in_order(plans: list[Iterator[DecodedFiles]], source: FileSource) -> Iterator[DecodedFiles]:
+    """Merge the decoded files of several plans, in the order of a single plan."""
+    if len(plans) == 1:
+        return plans[0]
+
+    def order(file: DecodedFiles) -> tuple[int, str]:
+        (name,), (split,) = file.names, file.explicit_splits
+        if isinstance(source, PackedFiles):
+            return decode_order(name, split, in_order=True), source.file_of(name)
+        return decode_order(name, split, in_order=False), name
+
+    files = merge(*((file for part in plan for file in part.pages(1)) for plan in plans), key=order)
+    return map(DecodedFiles.joined, batched(files, _MERGED_FILES))

@@ -2,7 +2,7 @@
 publish.
 
 - **list** the source, and record its files in the ledger (`evernear.data.listing`);
-- **plan** parts, which are ranges of the new and changed files (`evernear.data.plan`);
+- **plan** parts, which are ranges of the new and changed files;
 - **parts** decode and hash their files, on any number of machines
   (`evernear.data.decode_part`);
 - **combine** the decoded images, in a fixed order, into splits and shards
@@ -26,11 +26,19 @@ from pathlib import Path
 from evernear.common.disk import disk_errors
 from evernear.common.output import quantity
 from evernear.common.outputs import mark
-from evernear.common.parts import OpenWorker, Parts, Processes, run_parts
+from evernear.common.parts import run_parts
 from evernear.common.step_results import code_digest
 from evernear.common.store import open_store
 from evernear.data.combine import array_batches, combine, file_batches
-from evernear.data.decode_part import MissingObjectError, images_at_once, stored_results
+from evernear.data.decode_part import (
+    RunParts,
+    decode_in_parts,
+    images_at_once,
+    in_order,
+    parts_folder,
+    planned_form,
+    stored_results,
+)
 from evernear.data.decoding import ImageForm
 from evernear.data.form import choose_form
 from evernear.data.groups import grouping
@@ -44,11 +52,10 @@ from evernear.data.listing import (
     require_one_source,
 )
 from evernear.data.manifest import SPLITS, Manifest
-from evernear.data.plan import RunParts, decode_in_parts, in_order, parts_folder, planned_form
 from evernear.data.snapshots import Snapshots
 from evernear.data.sources import FileSource, open_source
 from evernear.data.writer import ShardWriter
-from evernear.errors import SettingsError, StoreError
+from evernear.errors import MissingObjectError, SettingsError, StoreError
 from evernear.settings import DataSettings
 from evernear.settings.data import MAX_SIZE_PX
 
@@ -63,16 +70,12 @@ DECODING_LIBRARIES = ("numpy", "pillow")
 """Libraries whose versions may affect the decoded pixels."""
 
 
-def run_here(parts: Parts, open_worker: OpenWorker) -> None:
-    run_parts(parts, Processes(1, open_worker), lambda *_: None)
-
-
 def ingest_source(
     settings: DataSettings,
     store_uri: str,
     report: Callable[[str], None] = lambda _: None,
     warn: Callable[[str], None] = lambda _: None,
-    run: RunParts = run_here,
+    run: RunParts = run_parts,
     minimum: ClassMinimum = ANY_NUMBER,
     max_size_px: int = MAX_SIZE_PX,
     *,

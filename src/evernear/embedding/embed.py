@@ -2,13 +2,13 @@
 
 ::
 
-    <folder>/embed-<identity>/...                 the plan, its parts and their results
+    <folder>/embed-<identity>/...                 the parts and their results
     <folder>/embed-<identity>/<sha256>.npy        the embeddings of one part
     <folder>/embed-<identity>/network/...         the network, if other machines run parts
 
-A part is a range of whole shards, so no two parts share a cached object, and the batches are the
-same for any number of machines. Its result names the object that it wrote. Combining the results
-reads no embeddings.
+A part is a shard, so no two parts share a cached object, and the batches are the same for any
+number of machines. Its result names the object that it wrote. Combining the results reads no
+embeddings.
 """
 
 import json
@@ -25,7 +25,7 @@ from torch import nn
 
 from evernear.common.disk import disk_errors, sha256_bytes, sha256_file
 from evernear.common.frozen import Frozen
-from evernear.common.parts import PART_SIZE_BYTES, Part, Parts, Processes, Worker, run_parts
+from evernear.common.parts import Part, Parts, Worker, run_parts
 from evernear.common.store import FileStore, Store
 from evernear.common.store.base import fetch_folder
 from evernear.data.gallery import ShardImages, images_to_embed, joining_gallery
@@ -94,12 +94,13 @@ def _apply(head: nn.Module, features: Vectors) -> Vectors:
 
 
 class EmbedPart(Part):
-    """Images of whole shards of one split, in the order of their embeddings. A unit is an image.
-    The embeddings of the test split are only cached, for the evaluate step."""
+    """Images of a shard, for one split. A unit is an image. The embeddings of the test split are
+    only cached, for the evaluate step."""
 
     split: Split
-    shards: tuple[tuple[str, dict[str, int] | None], ...]
-    """The sha256 of each shard, and how many images of each label to take from it (None: all)."""
+    sha256: str
+    taken: dict[str, int] | None
+    """How many images of each label to take from the shard (None: all)."""
 
 
 class Shared(Frozen):
@@ -109,7 +110,6 @@ class Shared(Frozen):
     splits: tuple[Split, ...]
     joining_sha256: str
     batch_size: int
-    part_size_bytes: int
 
 
 def embed_dataset(
@@ -128,7 +128,7 @@ def embed_dataset(
     ``on_images`` is called after each batch.
     """
     parts = plan_embedding(network_dir, dataset, FileStore(out_dir), "parts", untrained, splits, batch_size)
-    run_parts(parts, Processes(1, partial(open_here, network_dir, dataset, store, on_images)), lambda *_: None)
+    run_parts(parts, partial(open_here, network_dir, dataset, store, on_images))
     return combine_embeddings(parts, network_dir, dataset, out_dir, store_uri="")
 
 
@@ -140,13 +140,12 @@ def plan_embedding(
     untrained: frozenset[str] = frozenset(),
     splits: Sequence[Split] = ("gallery", "query"),
     batch_size: int = BATCH_SIZE,
-    part_size_bytes: int = PART_SIZE_BYTES,
 ) -> Parts:
     """Plan the parts in ``folder`` of ``results``, or return those of an equal earlier plan.
 
     ``untrained`` are the classes that the network was not trained on. They are ignored for a frozen
     network, which was trained on none. `joining_gallery` describes which train images join the
-    gallery. A part has shards of at most ``part_size_bytes``, or one larger shard.
+    gallery.
     """
     described = describe_network(network_dir)
     expected = described.preprocessing.shape
@@ -164,28 +163,14 @@ def plan_embedding(
         splits=tuple(splits),
         joining_sha256=sha256_bytes(json.dumps(joining).encode()),
         batch_size=batch_size,
-        part_size_bytes=part_size_bytes,
     )
     folder = f"{folder}/{KIND}-{sha256_bytes(shared.to_json())[:16]}"
-    planned = (part for split in splits for part in _parts(dataset, split, joining, part_size_bytes))
+    planned = (
+        EmbedPart(units=images.count, split=split, sha256=images.shard.sha256, taken=images.taken)
+        for split in splits
+        for images in images_to_embed(dataset, split, joining)
+    )
     return Parts.find(results, folder) or Parts.make(results, folder, KIND, shared.model_dump(mode="json"), planned)
-
-
-def _parts(dataset: Dataset, split: Split, joining: dict[str, int], size_bytes: int) -> Iterator[EmbedPart]:
-    image_bytes = int(np.prod(dataset.shape))
-    group: list[ShardImages] = []
-    for images in images_to_embed(dataset, split, joining):
-        if group and image_bytes * (images.count + sum(each.count for each in group)) > size_bytes:
-            yield _part(split, group)
-            group = []
-        group.append(images)
-    if group:
-        yield _part(split, group)
-
-
-def _part(split: Split, group: list[ShardImages]) -> EmbedPart:
-    shards = tuple((each.shard.sha256, None if each.taken is None else dict(each.taken)) for each in group)
-    return EmbedPart(units=sum(each.count for each in group), split=split, shards=shards)
 
 
 def open_here(
@@ -218,10 +203,10 @@ def _embed_part(
     """Store the part's embeddings under their sha256, and return an `EmbeddingShard` as JSON."""
     part = EmbedPart.from_json(value, f"part {number} in {parts.store.uri}")
     batch_size = Shared.model_validate(parts.plan.shared).batch_size
-    by_hash = {shard.sha256: shard for shard in dataset.manifest.shards}
-    images = [ShardImages(by_hash[sha256], None if taken is None else Counter(taken)) for sha256, taken in part.shards]
+    shard = next(shard for shard in dataset.manifest.shards if shard.sha256 == part.sha256)
+    images = ShardImages(shard, None if part.taken is None else Counter(part.taken))
     reused_before = embedder.reused
-    embedded = embedder.embed((each.blocks(dataset, batch_size), each.count) for each in images)
+    embedded = embedder.embed([(images.blocks(dataset, batch_size), images.count)])
     if part.split == "test":
         count = sum(len(block) for block, _ in embedded)
         return EmbeddingShard(file="", sha256="", split=part.split, count=count).to_json()

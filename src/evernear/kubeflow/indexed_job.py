@@ -1,5 +1,5 @@
-"""Run the parts of a step on several nodes with a Kubernetes Indexed Job, whose index is the part
-number.
+"""Run the parts of a step on several nodes with a Kubernetes Indexed Job, whose index is the number
+of the worker.
 
 The pods come from a PodTemplate (``deploy/components/many-machines``), which a cluster's owner
 patches. This module adds the image and command. Parts and results pass through the store, so this
@@ -7,15 +7,15 @@ process needs no access to pods.
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from copy import deepcopy
-from dataclasses import dataclass
+from datetime import UTC, datetime
 from typing import Any
 
 from kubernetes.utils.quantity import parse_quantity
 
 from evernear.common.disk import sha256_bytes
-from evernear.common.parts import FINAL_EXIT_CODE, Parts, PodUsage
+from evernear.common.parts import FINAL_EXIT_CODE, OnParts, Parts, PartsRecord
 from evernear.deployment.kubernetes.cluster import Cluster
 from evernear.errors import ClusterError, SettingsError
 from evernear.kubeflow import job
@@ -30,77 +30,69 @@ QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
 TIMEOUT_S = 23 * 3600
 """``activeDeadlineSeconds`` of the Job. The step has an hour more, to combine the results."""
 RETRIES = 3
-"""``backoffLimitPerIndex``: retries of a part that failed, lost nodes apart. An error that would
+"""``backoffLimitPerIndex``: retries of a worker that failed, lost nodes apart. An error that would
 only occur again is not retried at all."""
 CONTAINER = "part"
-"""The container of the PodTemplate that runs the part."""
+"""The container of the PodTemplate that runs the parts."""
 KEEP_FINISHED_S = 3600
 """Seconds after which Kubernetes deletes a finished Job whose step was killed."""
-MAX_PARTS = 100_000
-"""Kubernetes' limit of ``completions`` with a parallelism above 10,000. No reasonable number of
-parts comes near it."""
 
 
-@dataclass(frozen=True)
-class IndexedJob:
-    """An `Executor` that runs parts in the pods of an Indexed Job, at most ``nodes`` at a time."""
+def run_on_nodes(parts: Parts, nodes: int, report: Callable[[str], None], on_parts: OnParts) -> PartsRecord | None:
+    """Run every part without a result in at most ``nodes`` pods. A Job that an earlier attempt left
+    behind is adopted if it is still running. Returns how the parts ran, or None if all had
+    results."""
+    missing, total = len(parts.missing()), parts.plan.parts
+    on_parts(total - missing, total)
+    if not missing:
+        return None
+    require_shared(parts.store.uri, "the parts")
+    parts.save_failure("")
+    cluster = Cluster.of()
+    template = cluster.get("PodTemplate", TEMPLATE)
+    if template is None:
+        raise SettingsError(
+            f"The PodTemplate {TEMPLATE} does not exist in the namespace {cluster.namespace}; apply "
+            "deploy/components/many-machines."
+        )
+    manifest = indexed_job(parts, nodes, template)
+    with job.owned(cluster, manifest, _has_ended, POLL_S) as name:
+        report(f"Job {name}: {missing} of {total} parts on up to {nodes} nodes")
+        status = _follow(cluster, name, parts, report, on_parts)
+    return _record(manifest, status, parts)
 
-    nodes: int
-    report: Callable[[str], None]
 
-    def run(self, parts: Parts, numbers: Sequence[int], on_done: Callable[[int], None]) -> PodUsage | None:
-        """Run the parts ``numbers``, like `Executor.run`. A Job that an earlier attempt left behind
-        is adopted if it is still running. A pod whose part already has a result ends at once."""
-        if not numbers:
-            return None
-        require_shared(parts.store.uri, "the parts")
-        cluster = Cluster.of()
-        template = cluster.get("PodTemplate", TEMPLATE)
-        if template is None:
-            raise SettingsError(
-                f"The PodTemplate {TEMPLATE} does not exist in the namespace {cluster.namespace}; apply "
-                "deploy/components/many-machines."
-            )
-        manifest = indexed_job(parts, self.nodes, template)
-        with job.owned(cluster, manifest, _has_ended, POLL_S) as name:
-            self.report(f"Job {name}: {len(numbers)} of {parts.plan.parts} parts on up to {self.nodes} nodes")
-            status = self._follow(cluster, name, parts, frozenset(numbers), on_done)
-        return _usage(manifest, status)
-
-    def _follow(
-        self, cluster: Cluster, name: str, parts: Parts, numbers: frozenset[int], on_done: Callable[[int], None]
-    ) -> Tree:
-        """Wait until the Job is complete, and return its status."""
-        done, state, ready_s = 0, "", time.monotonic()
-        for resource in job.follow(
-            cluster,
-            "Job",
-            name,
-            self.report,
-            has_started=_has_pods,
-            poll_s=POLL_S,
-            timeout_s=TIMEOUT_S,
-            fails=ClusterError,
-            remedy=f"Correct the PodTemplate {TEMPLATE} or its quota, and run again.",
-        ):
-            status = resource.get("status", {})
-            completed = len(numbers & indexes(status.get("completedIndexes", "")))
-            if completed > done:
-                on_done(completed - done)
-                done = completed
-            if job.condition(resource, "Complete"):
-                return status
-            if failed := job.condition(resource, "FailureTarget") or job.condition(resource, "Failed"):
-                raise ClusterError(_cause(cluster, resource, failed, parts))
-            current = _state(status)
-            if status.get("ready") or not status.get("active"):
-                ready_s = time.monotonic()
-            elif time.monotonic() - ready_s > job.CREATION_TIMEOUT_S:
-                current = "; ".join([current, *job.newest_warnings(cluster, resource)])
-            if current != state:
-                self.report(current)
-                state = current
-        raise AssertionError("job.follow ends with an error")
+def _follow(cluster: Cluster, name: str, parts: Parts, report: Callable[[str], None], on_parts: OnParts) -> Tree:
+    """Wait until the Job is complete, and return its status."""
+    missing, state, ready_s = len(parts.missing()), "", time.monotonic()
+    for resource in job.follow(
+        cluster,
+        "Job",
+        name,
+        report,
+        has_started=_has_pods,
+        poll_s=POLL_S,
+        timeout_s=TIMEOUT_S,
+        fails=ClusterError,
+        remedy=f"Correct the PodTemplate {TEMPLATE} or its quota, and run again.",
+    ):
+        status = resource.get("status", {})
+        if (current := len(parts.missing())) < missing:
+            missing = current
+            on_parts(parts.plan.parts - missing, parts.plan.parts)
+        if job.condition(resource, "Complete"):
+            return status
+        if failed := job.condition(resource, "FailureTarget") or job.condition(resource, "Failed"):
+            raise ClusterError(_cause(cluster, resource, failed, parts))
+        words = _state(status)
+        if status.get("ready") or not status.get("active"):
+            ready_s = time.monotonic()
+        elif time.monotonic() - ready_s > job.CREATION_TIMEOUT_S:
+            words = "; ".join([words, *job.newest_warnings(cluster, resource)])
+        if words != state:
+            report(words)
+            state = words
+    raise AssertionError("job.follow ends with an error")
 
 
 def require_shared(uri: str, what: str) -> None:
@@ -111,10 +103,8 @@ def require_shared(uri: str, what: str) -> None:
 
 def indexed_job(parts: Parts, nodes: int, template: Tree) -> Tree:
     """The manifest of the Job that runs ``parts``, with pods from the PodTemplate ``template``. The
-    Job's name contains the kind of the parts and a hash of their plan, so that concurrent steps do
+    Job's name contains the kind of the parts and a hash of their list, so that concurrent steps do
     not adopt each other's Jobs."""
-    if parts.plan.parts > MAX_PARTS:
-        raise SettingsError(f"{parts.plan.parts:,} parts are more than {MAX_PARTS:,}; choose larger parts.")
     pod = deepcopy(template["template"])
     container = next((item for item in pod["spec"]["containers"] if item["name"] == CONTAINER), None)
     if container is None:
@@ -125,9 +115,10 @@ def indexed_job(parts: Parts, nodes: int, template: Tree) -> Tree:
     if container.get("imagePullPolicy") == "Always":
         del container["imagePullPolicy"]
     container["command"] = ["python", "-m", "evernear.kubeflow.part"]
-    container["args"] = [parts.store.uri, parts.folder]
+    workers = min(nodes, parts.plan.parts)
+    container["args"] = [parts.store.uri, parts.folder, str(workers)]
     pod["spec"]["restartPolicy"] = "Never"
-    digest = sha256_bytes(f"{parts.store.uri} {parts.folder} {parts.plan.id}".encode())
+    digest = sha256_bytes(f"{parts.store.uri} {parts.folder} {parts.plan.sha256}".encode())
     labels = {"app.kubernetes.io/name": "evernear", "app.kubernetes.io/component": parts.plan.kind}
     if queue := (template["metadata"].get("labels") or {}).get(QUEUE_LABEL):
         labels[QUEUE_LABEL] = queue
@@ -137,13 +128,13 @@ def indexed_job(parts: Parts, nodes: int, template: Tree) -> Tree:
         "metadata": {"name": f"evernear-{parts.plan.kind}-{digest[:16]}", "labels": labels},
         "spec": {
             "completionMode": "Indexed",
-            "completions": parts.plan.parts,
-            "parallelism": min(nodes, parts.plan.parts),
+            "completions": workers,
+            "parallelism": workers,
             "backoffLimitPerIndex": RETRIES,
-            "maxFailedIndexes": 0,  # the first part that failed permanently ends the step
+            "maxFailedIndexes": 0,  # the first worker that failed permanently ends the step
             "podFailurePolicy": {
                 "rules": [
-                    # A drained or lost node does not count as a failure of its part.
+                    # A drained or lost node does not count as a failure of its worker.
                     {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
                     {
                         "action": "FailIndex",
@@ -158,17 +149,8 @@ def indexed_job(parts: Parts, nodes: int, template: Tree) -> Tree:
     }
 
 
-def indexes(text: str) -> frozenset[int]:
-    """Parse the numbers in the ``completedIndexes`` of a Job, such as ``0-3,7``."""
-    numbers: set[int] = set()
-    for interval in filter(None, text.split(",")):
-        first, _, last = interval.partition("-")
-        numbers.update(range(int(first), int(last or first) + 1))
-    return frozenset(numbers)
-
-
-def _usage(manifest: Tree, status: Tree) -> PodUsage:
-    """The pods of a completed Job, and the limits of each pod."""
+def _record(manifest: Tree, status: Tree, parts: Parts) -> PartsRecord:
+    """How a completed Job ran ``parts``, with the limits of each pod."""
     containers = manifest["spec"]["template"]["spec"]["containers"]
     limits: list[Tree] = [container.get("resources", {}).get("limits", {}) for container in containers]
 
@@ -176,8 +158,15 @@ def _usage(manifest: Tree, status: Tree) -> PodUsage:
         quantities = [limit.get(resource) for limit in limits]
         return float(sum(map(parse_quantity, quantities))) if all(quantities) else None
 
-    nodes, retries = manifest["spec"]["parallelism"], status.get("failed") or 0
-    return PodUsage(nodes=nodes, retries=retries, cpus=total("cpu"), memory_bytes=total("memory"))
+    return PartsRecord(
+        nodes=manifest["spec"]["parallelism"],
+        parts=parts.plan.parts,
+        retries=status.get("failed") or 0,
+        cpus=total("cpu"),
+        memory_bytes=total("memory"),
+        parts_s=sum(result.time_s for result in parts.results()),
+        elapsed_s=(datetime.now(UTC) - parts.plan.planned).total_seconds(),
+    )
 
 
 def _has_ended(resource: Tree) -> bool:
@@ -204,7 +193,7 @@ def _state(status: Tree) -> str:
 def _cause(cluster: Cluster, resource: Tree, failed: Tree, parts: Parts) -> str:
     """A sentence about the part that failed permanently, or Kubernetes' reason."""
     if failure := parts.failure():
-        return failure.message
+        return failure
     name = resource["metadata"]["name"]
     reason = f"The Job {name} failed: {failed['reason']}: {failed.get('message', '').rstrip('.')}."
     if failed["reason"] in ("MaxFailedIndexesExceeded", "FailedIndexes"):

@@ -6,10 +6,9 @@ The Kubernetes client is imported only if a step uses other nodes.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 
-from evernear.common.parts import Executor, OpenWorker, Parts, PartsRecord, Processes, run_parts
+from evernear.common.parts import OpenWorker, Parts, PartsRecord, run_parts
 from evernear.common.plugins import FAISS
 from evernear.common.progress import Countdown
 from evernear.common.store import open_store
@@ -44,30 +43,19 @@ class StepNodes:
         """Run all parts in ``parts`` that have no result. ``open_here`` opens the worker of this
         process. Each directory of ``inputs`` is copied to the folder of the store that is its key,
         if workers run on other machines. If pods ran parts, `ran` is set."""
+        if self.is_one:
+            run_parts(parts, open_here)
+            return
+        from evernear.kubeflow.indexed_job import run_on_nodes
+
+        for folder, directory in inputs.items():
+            put_folder(parts.store, folder, directory)
         countdown = Countdown(self.report)
-        if not self.is_one:
-            for folder, directory in inputs.items():
-                put_folder(parts.store, folder, directory)
 
         def on_parts(done: int, total: int) -> None:
-            if not self.is_one:
-                countdown(done, total, f"{done:,} of {total:,} parts")
+            countdown(done, total, f"{done:,} of {total:,} parts")
 
-        usage = run_parts(parts, self._executor(open_here), on_parts)
-        if usage is not None:
-            self.ran = PartsRecord(
-                **usage._asdict(),
-                parts=parts.plan.parts,
-                parts_s=sum(result.time_s for result in parts.results()),
-                elapsed_s=(datetime.now(UTC) - parts.plan.planned).total_seconds(),
-            )
-
-    def _executor(self, open_here: OpenWorker) -> Executor:
-        if self.is_one:
-            return Processes(1, open_here)
-        from evernear.kubeflow.indexed_job import IndexedJob
-
-        return IndexedJob(self.nodes, self.report)
+        self.ran = run_on_nodes(parts, self.nodes, self.report, on_parts) or self.ran
 
 
 def require_reachable(nodes: int, what: str, *uris: str) -> None:

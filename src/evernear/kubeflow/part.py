@@ -1,8 +1,9 @@
-"""Run a part of a step in a separate process:
-``python -m evernear.kubeflow.part STORE FOLDER``, the command of an Indexed Job.
+"""Run the parts of one worker in a separate process:
+``python -m evernear.kubeflow.part STORE FOLDER WORKERS``, the command of an Indexed Job.
 
-The part number is the index in ``JOB_COMPLETION_INDEX``, which Kubernetes sets. An error that would
-only occur again ends the process with `FINAL_EXIT_CODE`, so that the Job does not repeat the part.
+The number of the worker is the index in ``JOB_COMPLETION_INDEX``, which Kubernetes sets. An error
+that would only occur again ends the process with `FINAL_EXIT_CODE`, so that the Job does not repeat
+it.
 """
 
 import os
@@ -11,9 +12,9 @@ from importlib import import_module
 
 from evernear.common.masking import mask_streams
 from evernear.common.output import print_line
-from evernear.common.parts import FINAL_EXIT_CODE, OpenWorker, Parts, is_final, run_part
+from evernear.common.parts import FINAL_EXIT_CODE, Parts, Worker, is_final, run_parts
 from evernear.common.store import open_store
-from evernear.errors import EvernearError, MissingObjectError, SettingsError
+from evernear.errors import EvernearError, SettingsError
 
 INDEX_VARIABLE = "JOB_COMPLETION_INDEX"
 MODULES = {
@@ -24,28 +25,34 @@ MODULES = {
 """Each has a function ``open_worker``."""
 
 
-def worker_of(kind: str) -> OpenWorker:
+def open_worker(parts: Parts) -> Worker:
+    """Open the worker for the kind of the parts. It prints the number of each part, so that the log
+    of a killed pod ends with the part that killed it."""
+    kind = parts.plan.kind
     if kind not in MODULES:
         raise SettingsError(
             f"This version of evernear runs no parts of the kind {kind!r}; use the version that planned."
         )
-    return import_module(MODULES[kind]).open_worker
+    worker: Worker = import_module(MODULES[kind]).open_worker(parts)
+
+    def run(number: int, value: bytes) -> bytes:
+        print_line(f"{kind}: part {number} of {parts.plan.parts}")
+        return worker(number, value)
+
+    return run
 
 
-def main(uri: str, folder: str, number: int) -> int:
-    """Run the part ``number``, and return the exit code."""
+def main(uri: str, folder: str, workers: int, index: int) -> int:
+    """Run the parts ``index::workers``, and return the exit code."""
     mask_streams()
     try:
-        parts = Parts.find(open_store(uri), folder)
-        if parts is None:
-            raise MissingObjectError(f"{folder}/plan.json does not exist in {uri}.")
+        parts = Parts.open(open_store(uri), folder)
         try:
-            worker = worker_of(parts.plan.kind)(parts)
+            run_parts(parts, open_worker, index=index, workers=workers)
         except EvernearError as error:
             if is_final(error):
-                parts.save_failure(number, error)
+                parts.save_failure(str(error))
             raise
-        run_part(parts, number, worker)
     except EvernearError as error:
         print_line(f"evernear: {error}", sys.stderr)
         return FINAL_EXIT_CODE if is_final(error) else error.exit_code
@@ -53,4 +60,4 @@ def main(uri: str, folder: str, number: int) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1], sys.argv[2], int(os.environ[INDEX_VARIABLE])))
+    sys.exit(main(sys.argv[1], sys.argv[2], int(sys.argv[3]), int(os.environ[INDEX_VARIABLE])))

@@ -1,11 +1,11 @@
 """Batch prediction without a server: write predictions for all images of a source to Parquet files.
 
 The source is listed once and divided into parts (`evernear.common.parts`). Each becomes one Parquet
-file next to the plan folder. Parquet readers ignore that folder and the marker
+file next to the folder of the parts. Parquet readers ignore that folder and the marker
 (`evernear.common.outputs`), because their names begin with an underscore::
 
     <out>/part-000000.parquet
-    <out>/_evernear/plan.json, ...
+    <out>/_evernear/parts.json, ...
 """
 
 import tempfile
@@ -36,7 +36,7 @@ from evernear.serving.responses import Prediction, Rejection
 
 KIND = "predict"
 FOLDER = OWN_FOLDER
-"""The plan folder in the output directory."""
+"""The folder of the parts in the output directory."""
 PART_IMAGES = 5000
 """Images per part: one second to a few minutes of work, depending on the size of the network."""
 PART_BYTES = 2**31

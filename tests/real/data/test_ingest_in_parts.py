@@ -8,13 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from evernear.common.parts import OpenWorker, Parts, Processes, run_parts
+from evernear.common.parts import OpenWorker, Parts, Task, run_in_processes, run_parts
 from evernear.common.store import FileStore, open_store
-from evernear.data import plan
-from evernear.data.decode_part import IngestPart, open_worker
-from evernear.data.ingest import ingest_source, run_here
+from evernear.data import decode_part
+from evernear.data.decode_part import IngestPart, RunParts, open_worker
+from evernear.data.ingest import ingest_source
 from evernear.data.manifest import Manifest
 from evernear.data.snapshots import Snapshots
+from evernear.data.sources import FileEntry
 from evernear.data.sources.folder import Folder
 from evernear.errors import StoreError
 from evernear.maintenance.references import references
@@ -43,11 +44,19 @@ def varied(tree: Path, make_image) -> Path:
 def ingest(tmp_path: Path) -> RunIngest:
     """``ingest(source, run, **settings)`` ingests with ``run`` as what runs the parts."""
 
-    def ingest(source: Path | str, run: plan.RunParts = run_here, **settings: object) -> Manifest:
+    def ingest(source: Path | str, run: RunParts = run_parts, **settings: object) -> Manifest:
         source = f"folder:{source}" if isinstance(source, Path) else source
         return ingest_with(source, (tmp_path / "store").as_uri(), run=run, **settings)
 
     return ingest
+
+
+def tasks(parts: Parts) -> list[Task]:
+    return [*parts.tasks(range(parts.plan.parts))]
+
+
+def entries(task: Task) -> list[FileEntry]:
+    return IngestPart.from_json(task[1], "").entries
 
 
 def parts_of(store: Path) -> list[Path]:
@@ -66,8 +75,8 @@ def test_snapshot_does_not_depend_on_the_parts(varied: Path, ingest: RunIngest, 
         counts.append(parts.plan.parts)
         # The last parts first: their order does not count either.
         worker = open_here(parts)
-        for number in reversed(range(parts.plan.parts)):
-            parts.save_result(number, worker(number, parts.part(number)))
+        for number, value in reversed(tasks(parts)):
+            parts.save_result(number, worker(number, value))
 
     names = {"one": 1000, "three": 70, "eight": 26, "many": 1}
     first = {name: ingest(varied, run, dataset=name, part_names=size, **settings) for name, size in names.items()}
@@ -85,7 +94,7 @@ def test_snapshot_does_not_depend_on_the_parts(varied: Path, ingest: RunIngest, 
 
 def test_processes_that_open_the_source_themselves_decode_the_same(varied: Path, ingest: RunIngest) -> None:
     def run(parts: Parts, _: OpenWorker) -> None:
-        run_parts(parts, Processes(2, open_worker), lambda *_: None)
+        run_in_processes(parts, open_worker, 2, lambda *_: None)
 
     assert found(ingest(varied, run, dataset="two", part_names=50)) == found(ingest(varied, dataset="one"))
 
@@ -100,11 +109,11 @@ def test_ingest_that_was_killed_ends_as_if_it_began_now(
 
     def killed(parts: Parts, open_here: OpenWorker) -> None:
         worker = open_here(parts)
+        planned = tasks(parts)
         for number in (0, 2, 3):
-            parts.save_result(number, worker(number, parts.part(number)))
-            finished.update(entry.name for entry in IngestPart.from_json(parts.part(number), "").entries)
-        decoded = IngestPart.from_json(parts.part(2), "").entries
-        waiting = IngestPart.from_json(parts.part(4), "").entries
+            parts.save_result(number, worker(*planned[number]))
+            finished.update(entry.name for entry in entries(planned[number]))
+        decoded, waiting = entries(planned[2]), entries(planned[4])
         (varied / waiting[0].name).unlink()
         (varied / decoded[0].name).unlink()
         (varied / decoded[1].name).write_bytes(make_image(3000))
@@ -132,10 +141,10 @@ def test_ingest_that_loses_its_parts_to_another_one_starts_over(
 
         def raced(parts: Parts, open_here: OpenWorker, moment: str = moment, others: list[Manifest] = others) -> None:
             if moment == "after":
-                run_here(parts, open_here)
+                run_parts(parts, open_here)
             if not others:
                 others.append(ingest(varied, dataset=moment))
-            run_here(parts, open_here)
+            run_parts(parts, open_here)
 
         manifest = ingest(varied, raced, dataset=moment)
         assert found(manifest) == found(others[0])
@@ -146,7 +155,7 @@ def test_damaged_result_is_decoded_again(varied: Path, ingest: RunIngest, tmp_pa
     damaged: list[Path] = []
 
     def run(parts: Parts, open_here: OpenWorker) -> None:
-        run_here(parts, open_here)
+        run_parts(parts, open_here)
         if not damaged:
             damaged.append(next(path for path in parts_of(tmp_path / "store") if path.suffix == ".raw"))
             damaged[0].write_bytes(b"")
@@ -180,11 +189,10 @@ def test_part_is_limited_by_the_bytes_of_its_files_and_pixels(
     sizes: list[list[int]] = []
 
     def run(parts: Parts, open_here: OpenWorker) -> None:
-        each = [IngestPart.from_json(parts.part(number), "").entries for number in range(parts.plan.parts)]
-        sizes.append([sum(entry.size_bytes for entry in entries) for entries in each])
-        run_here(parts, open_here)
+        sizes.append([sum(entry.size_bytes for entry in entries(task)) for task in tasks(parts)])
+        run_parts(parts, open_here)
 
-    monkeypatch.setattr(plan, "PART_SIZE_BYTES", 2**12)
+    monkeypatch.setattr(decode_part, "PART_SIZE_BYTES", 2**12)
     whole = ingest(varied, run, dataset="small")
     assert len(sizes[0]) > 3
     assert max(sizes[0]) <= 2**12
@@ -206,9 +214,9 @@ def test_file_of_many_images_is_in_one_part(tmp_path: Path, make_image, ingest: 
     names: list[list[set[str]]] = []
 
     def run(parts: Parts, open_here: OpenWorker) -> None:
-        each = [IngestPart.from_json(parts.part(number), "").entries for number in range(parts.plan.parts)]
+        each = [entries(task) for task in tasks(parts)]
         names.append([{entry.name.split("/")[0] for entry in entries} for entries in each])
-        run_here(parts, open_here)
+        run_parts(parts, open_here)
 
     source = f"webdataset:{folder}"
     manifests = [ingest(source, run, dataset=f"of-{size}", part_names=size) for size in (1, 16, 1000)]
@@ -225,7 +233,7 @@ def test_table_in_a_bucket_is_read_by_a_process_that_did_not_list_it(bucket: str
     store.put("table.csv", "\n".join(["path,label", *rows]).encode())
 
     def run(parts: Parts, _: OpenWorker) -> None:
-        run_here(parts, open_worker)
+        run_parts(parts, open_worker)
 
     settings = DataSettings(source=f"table:{store.uri}/table.csv")
     manifest = ingest_source(settings, (tmp_path / "store").as_uri(), run=run)

@@ -7,22 +7,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from evernear.common.parts import Parts, Processes, run_part, run_parts
+from evernear.common.parts import Parts, run_in_processes, run_parts
 from evernear.common.store import Store, open_store
 from evernear.common.store.base import put_folder
 from evernear.data.manifest import save_manifest
 from evernear.data.shards import Dataset
-from evernear.embedding import embed
 from evernear.embedding.embed import combine_embeddings, embed_dataset, network_folder, open_here, plan_embedding
 from evernear.embedding.embeddings import Embeddings
 from evernear.errors import IntegrityError
 from evernear.kubeflow.part import main as run_pod
-from evernear.kubeflow.part import worker_of
 from evernear.settings import DataSettings
 from tests.small_ingest import ingest_small
-
-EACH_SHARD = 1
-"""A part size in bytes below that of a shard: each shard is a part."""
 
 
 @pytest.fixture(scope="module")
@@ -39,8 +34,8 @@ def store(tmp_path: Path) -> Store:
     return open_store((tmp_path / "results").as_uri())
 
 
-def plan(network_dir: Path, dataset: Dataset, store: Store, part_size_bytes: int = EACH_SHARD) -> Parts:
-    return plan_embedding(network_dir, dataset, store, "parts/run", part_size_bytes=part_size_bytes)
+def plan(network_dir: Path, dataset: Dataset, store: Store) -> Parts:
+    return plan_embedding(network_dir, dataset, store, "parts/run")
 
 
 def rows(directory: Path) -> dict[str, list[bytes]]:
@@ -57,7 +52,7 @@ def rows(directory: Path) -> dict[str, list[bytes]]:
     }
 
 
-def test_parts_are_whole_shards_in_order_and_do_not_depend_on_who_runs_them(
+def test_parts_are_shards_in_order_and_do_not_depend_on_who_runs_them(
     sharded: Dataset, network_dir: Path, store: Store, tmp_path: Path
 ) -> None:
     embed_dataset(network_dir, sharded, tmp_path / "whole")
@@ -65,8 +60,9 @@ def test_parts_are_whole_shards_in_order_and_do_not_depend_on_who_runs_them(
     assert parts.plan.parts == len(sharded.shards("gallery")) + len(sharded.shards("query")) >= 3
     assert parts.plan.units == sharded.count("gallery") + sharded.count("query")
     worker = open_here(network_dir, sharded, None, None, parts)
-    for number in [*reversed(range(parts.plan.parts)), 0]:  # another order, and one twice
-        run_part(parts, number, worker)
+    tasks = [*parts.tasks(range(parts.plan.parts))]
+    for number, value in [*reversed(tasks), tasks[0]]:  # another order, and one twice
+        parts.save_result(number, worker(number, value))
     described = combine_embeddings(parts, network_dir, sharded, tmp_path / "parts", store.uri)
     assert rows(tmp_path / "parts") == rows(tmp_path / "whole")
     assert [path.name for path in (tmp_path / "parts").iterdir()] == ["embeddings.json"]
@@ -78,7 +74,7 @@ def test_two_processes_write_what_one_writes(sharded: Dataset, network_dir: Path
     for count in (1, 2):
         results = open_store((tmp_path / str(count)).as_uri())
         parts = plan(network_dir, sharded, results)
-        run_parts(parts, Processes(count, partial(open_here, network_dir, sharded, None, None)), lambda *_: None)
+        run_in_processes(parts, partial(open_here, network_dir, sharded, None, None), count, lambda *_: None)
         described.append(combine_embeddings(parts, network_dir, sharded, tmp_path / f"out-{count}", ""))
     assert described[0] == described[1]
 
@@ -87,12 +83,14 @@ def test_same_call_continues_and_computes_no_part_twice(
     sharded: Dataset, network_dir: Path, store: Store, tmp_path: Path
 ) -> None:
     parts, seen = plan(network_dir, sharded, store), list[int]()
-    run_part(parts, 1, open_here(network_dir, sharded, None, seen.append, parts))
+    open_worker = partial(open_here, network_dir, sharded, None, seen.append)
+    run_parts(parts, open_worker, index=1, workers=parts.plan.parts)
+    assert 0 < sum(seen) < parts.plan.units
     again = plan(network_dir, sharded, store)
     assert again.plan == parts.plan
-    run_parts(again, Processes(1, partial(open_here, network_dir, sharded, None, seen.append)), lambda *_: None)
+    run_parts(again, open_worker)
     assert sum(seen) == parts.plan.units
-    other = plan_embedding(network_dir, sharded, store, "parts/run", frozenset({"3"}), part_size_bytes=EACH_SHARD)
+    other = plan_embedding(network_dir, sharded, store, "parts/run", frozenset({"3"}))
     assert other.folder != parts.folder  # more images join the gallery
 
 
@@ -104,8 +102,9 @@ def test_pod_embeds_with_the_network_and_the_dataset_of_the_store(
     dataset = Dataset(manifest, store)
     parts = plan(network_dir, dataset, store)
     put_folder(store, network_folder(parts), network_dir)
-    for number in range(parts.plan.parts):
-        assert run_pod(store.uri, parts.folder, number) == 0
+    for index in range(2):
+        assert parts.missing()
+        assert run_pod(store.uri, parts.folder, 2, index) == 0
     combine_embeddings(parts, network_dir, dataset, tmp_path / "pods", store.uri)
     embed_dataset(network_dir, sharded, tmp_path / "here")
     assert rows(tmp_path / "pods") == rows(tmp_path / "here")
@@ -115,12 +114,7 @@ def test_pod_embeds_with_the_network_and_the_dataset_of_the_store(
         Embeddings.open(tmp_path / "pods")
 
 
-def test_pod_without_its_snapshot_ends_for_good(
-    sharded: Dataset, network_dir: Path, store: Store, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_pod_without_its_snapshot_ends_for_good(sharded: Dataset, network_dir: Path, store: Store) -> None:
     parts = plan(network_dir, sharded, store)  # a store that does not have the dataset
-    assert run_pod(store.uri, parts.folder, 0) == 42
-    failure = parts.failure()
-    assert failure is not None
-    assert "no longer has the snapshot" in failure.message
-    assert worker_of("embed") is embed.open_worker
+    assert run_pod(store.uri, parts.folder, 1, 0) == 42
+    assert "no longer has the snapshot" in parts.failure()

@@ -44,13 +44,11 @@ def put_system(system: System, store: Store, out: Path) -> Path:
 
 
 def embed(run: str, nodes: int, system: System, dataset: Path, store: Store, out: Path) -> Tree:
-    """Run the embed step without cached embeddings and with one shard per part, and return its
-    metadata."""
+    """Run the embed step without cached embeddings, and return its metadata."""
     for info in [*store.list("embeddings/")]:
         store.delete(info.key)
     settings = {"store": store.uri, "index": {"nodes": nodes}}
-    with limits(part_size_bytes=1):
-        return steps.embed(run, settings, str(dataset), str(system.network_dir), str(out / run))
+    return steps.embed(run, settings, str(dataset), str(system.network_dir), str(out / run))
 
 
 def embedded(directory: Path) -> list[tuple[str, str]]:

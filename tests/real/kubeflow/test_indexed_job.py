@@ -16,13 +16,13 @@ import pytest
 import yaml
 from PIL import Image
 
-from evernear.common.parts import FINAL_EXIT_CODE, Part, Parts, PartsRecord, run_parts
+from evernear.common.parts import FINAL_EXIT_CODE, Part, Parts, PartsRecord
 from evernear.common.run_record import RunRecord
 from evernear.common.store import Store, open_store
 from evernear.errors import ClusterError, SettingsError
 from evernear.kubeflow import indexed_job
 from evernear.kubeflow import job as job_module
-from evernear.kubeflow.indexed_job import IndexedJob, indexes
+from evernear.kubeflow.indexed_job import run_on_nodes
 from evernear.release.registry import Registry
 from tests import ROOT
 from tests.command_line import evernear
@@ -34,14 +34,17 @@ from tests.releases import MakeRelease, System
 
 DEPLOY = ROOT / "deploy" / "components" / "many-machines"
 IMAGE = "registry.example/evernear-train@sha256:" + "a" * 64
-# The command of a pod: it writes the result of its part as `evernear.kubeflow.part` does, without
+# The command of a pod: it writes the results of its parts as `evernear.kubeflow.part` does, without
 # loading a release.
 FINISH = """
 import os, sys
 from evernear.common.parts import Parts
 from evernear.common.store import open_store
-parts = Parts.find(open_store(sys.argv[1]), sys.argv[2])
+parts = Parts.open(open_store(sys.argv[1]), sys.argv[2])
 number = int(os.environ["JOB_COMPLETION_INDEX"])
+def finish():
+    for part in range(number, parts.plan.parts, int(sys.argv[3])):
+        parts.save_result(part, b"done")
 """
 Objects = dict[str, dict[str, Any]]
 
@@ -95,8 +98,7 @@ def run_command(monkeypatch: pytest.MonkeyPatch, code: str) -> None:
 
 def run(parts: Parts, report: Any = lambda _: None, nodes: int = 2) -> list[int]:
     seen: list[int] = []
-    executor = IndexedJob(nodes, report)
-    run_parts(parts, executor, lambda done, total: seen.append(done))
+    run_on_nodes(parts, nodes, report, lambda done, total: seen.append(done))
     return seen
 
 
@@ -137,13 +139,13 @@ def test_pods_predict_what_one_process_predicts(
 def test_job_runs_every_part_with_the_rights_of_the_role(
     loopback: LoopbackCluster, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run_command(monkeypatch, "parts.save_result(number, b'done')")
+    run_command(monkeypatch, "finish()")
     parts, states = plan(store), list[str]()
     parts.save_result(1, b"earlier")
     seen = run(parts, report=states.append)
     assert (seen[0], seen[-1]) == (1, 4)
     assert parts.missing() == []
-    assert parts.result(1) == b"earlier"
+    assert parts.result(1).value == b"earlier"
     assert {(call.verb, call.kind.name) for call in loopback.calls} == {
         ("get", "PodTemplate"), ("create", "Job"), ("get", "Job"), ("delete", "Job")
     }  # fmt: skip
@@ -155,16 +157,15 @@ def test_part_that_failed_for_good_ends_the_step_with_its_sentence(
     loopback: LoopbackCluster, store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     code = f"""
-from evernear.errors import DataError
 open({str(tmp_path)!r} + f"/started-{{number}}", "a").write("x")
 if number == 2:
-    parts.save_failure(number, DataError("The shard 7 is damaged."))
+    parts.save_failure("The shard 7 is damaged.")
     sys.exit({FINAL_EXIT_CODE})
-parts.save_result(number, b"done")
+finish()
 """
     run_command(monkeypatch, code)
     with pytest.raises(ClusterError, match=r"^The shard 7 is damaged\.$"):
-        run(plan(store))
+        run(plan(store), nodes=4)
     assert (tmp_path / "started-2").read_text() == "x", "it is not retried"
     assert jobs(loopback) == []
 
@@ -181,10 +182,10 @@ if first and number == 0:
     sys.exit(4)
 if first and number == 1:
     time.sleep(600)
-parts.save_result(number, b"done")
+finish()
 """
     run_command(monkeypatch, code)
-    parts = plan(store, parts=2)
+    parts = plan(store)
 
     def drain() -> None:
         while not (tmp_path / "started-1").exists():
@@ -214,7 +215,7 @@ def test_running_job_is_adopted_and_an_ended_one_is_replaced(
     loopback: LoopbackCluster, manifests: Objects, store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     parts = plan(store, parts=2)
-    run_command(monkeypatch, f"if os.path.exists({str(tmp_path / 'works')!r}): parts.save_result(number, b'done')")
+    run_command(monkeypatch, f"if os.path.exists({str(tmp_path / 'works')!r}): finish()")
 
     ended, seen = left_behind(loopback, parts, manifests), set[str]()
     while not jobs(loopback)[0].get("status", {}).get("conditions"):
@@ -225,8 +226,7 @@ def test_running_job_is_adopted_and_an_ended_one_is_replaced(
     assert seen
     assert ended not in seen
 
-    parts.store.delete(f"{parts.folder}/plan.json")
-    parts, seen = plan(store, parts=2), set[str]()
+    parts, seen = plan(store, "runs/run-2/embed", parts=2), set[str]()
     running = left_behind(loopback, parts, manifests)
     run(parts, report=lambda _: seen.update(job["metadata"]["uid"] for job in jobs(loopback)))
     assert seen == {running}
@@ -246,7 +246,7 @@ while number == 0 and not os.path.exists(waits):
     time.sleep(0.01)
 if not os.path.exists(works):
     sys.exit({FINAL_EXIT_CODE})
-parts.save_result(number, b"done")
+finish()
 """
     run_command(monkeypatch, code)
     parts, seen = plan(store, parts=2), set[str]()
@@ -310,7 +310,7 @@ def test_queue_of_kueue_and_image_are_in_the_job(manifests: Objects, store: Stor
     template["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] = "team-a"
     manifest = indexed_job.indexed_job(plan(store), 8, template)
     assert manifest["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "team-a"
-    assert manifest["spec"]["parallelism"] == manifest["spec"]["completions"] == 4
+    assert manifest["spec"]["parallelism"] == manifest["spec"]["completions"] == 4, "no more workers than parts"
     assert manifest["spec"]["template"]["spec"]["containers"][0]["image"] == IMAGE
 
 
@@ -353,11 +353,6 @@ def test_pods_of_the_template_meet_the_restricted_standard(manifests: Objects) -
     assert not violations("restricted", pod)
     assert pod["automountServiceAccountToken"] is pod["enableServiceLinks"] is False
     assert pod["containers"][0]["securityContext"]["readOnlyRootFilesystem"] is True
-
-
-def test_indexes_of_a_status() -> None:
-    assert indexes("") == frozenset()
-    assert indexes("0-2,7,9-10") == {0, 1, 2, 7, 9, 10}
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ from PIL import Image
 
 from evernear import steps
 from evernear.common.disk import sha256_file
-from evernear.common.parts import Parts, Processes, run_part, run_parts
+from evernear.common.parts import Parts, run_in_processes, run_parts
 from evernear.common.run_record import RunRecord
 from evernear.common.store import FileStore, open_store
 from evernear.data.image_tree import FolderTree
@@ -59,7 +59,7 @@ def shared(photos: Path, make_release: MakeRelease, tmp_path_factory: pytest.Tem
 
 def predict(shared: Shared, out: Path, processes: int = 1) -> Parts:
     parts = plan_predictions(shared, FileStore(out))
-    run_parts(parts, Processes(processes, open_worker), lambda done, total: None)
+    run_in_processes(parts, open_worker, processes, lambda done, total: None)
     return parts
 
 
@@ -102,14 +102,14 @@ def test_killed_run_continues_with_the_parts_that_are_missing(
 ) -> None:
     out = FileStore(tmp_path / "out")
     parts = plan_predictions(shared, out)
-    run_part(parts, 2, open_worker(parts))
+    run_parts(parts, open_worker, index=2, workers=parts.plan.parts)
     written = (out.root / "part-000002.parquet").stat().st_mtime_ns
     monkeypatch.setattr(batch, "open_tree", lambda source: pytest.fail("The source is listed once."))
     again = plan_predictions(shared, out)
     assert again.missing() == [0, 1, 3]
     monkeypatch.undo()
     seen: list[tuple[int, int]] = []
-    run_parts(again, Processes(1, open_worker), lambda done, total: seen.append((done, total)))
+    run_parts(again, open_worker, lambda done, total: seen.append((done, total)))
     assert seen == [(1, 4), (2, 4), (3, 4), (4, 4)]
     assert (out.root / "part-000002.parquet").stat().st_mtime_ns == written
     assert files(out.root) == files(predict(shared, tmp_path / "other").store.root)  # pyright: ignore
@@ -141,7 +141,7 @@ def test_file_that_was_deleted_after_the_listing_has_an_error(shared: Shared, ph
     out = FileStore(tmp_path / "out")
     parts = plan_predictions(shared.model_copy(update={"source": f"folder:{tmp_path / 'in'}"}), out)
     (tmp_path / "in" / "gone.png").unlink()
-    run_parts(parts, Processes(1, open_worker), lambda done, total: None)
+    run_parts(parts, open_worker)
     rows = {row["path"]: row["error"] for row in pq.read_table(out.root).to_pylist()}
     assert rows == {"gone.png": "gone.png cannot be read: No such file or directory.", "keep.png": None}
 
@@ -153,9 +153,8 @@ def test_vectors_that_cannot_be_searched_are_no_fault_of_an_image(
     monkeypatch.setattr(Predictor, "predict", lambda self, images: [down] * len(images))
     parts = plan_predictions(shared, FileStore(tmp_path / "out"))
     with pytest.raises(StoreError, match="cannot be searched"):
-        run_parts(parts, Processes(1, open_worker), lambda done, total: None)
+        run_parts(parts, open_worker)
     assert parts.missing() == [0, 1, 2, 3]
-    assert parts.failure() is None
     assert not files(tmp_path / "out")
 
 
@@ -165,7 +164,7 @@ def test_bucket_gives_the_rows_of_a_folder(shared: Shared, photos: Path, bucket:
         source.put(file.name, (photos / file.name).read_bytes())
     source.put("notes.txt", b"x" * 100)
     parts = plan_predictions(shared.model_copy(update={"source": source.uri}), out)
-    run_parts(parts, Processes(1, open_worker), lambda done, total: None)
+    run_parts(parts, open_worker)
     assert parts.plan.notes == (f"Skipped 1 file or folder that is no image in {source.uri}: notes.txt.",)
     rows = []
     for number in range(parts.plan.parts):
@@ -182,7 +181,7 @@ def test_command_names_what_has_no_prediction(shared: Shared, photos: Path, tmp_
     assert "24 images in folder:" in done.stderr
     assert "1 image has no prediction; see the column error: a/broken.png." in done.stderr
     assert len(files(tmp_path / "out")) == 3
-    assert (tmp_path / "out" / FOLDER / "plan.json").exists()
+    assert (tmp_path / "out" / FOLDER / "parts.json").exists()
 
 
 def test_table_at_a_relative_path_is_predicted_from_any_directory(
@@ -224,7 +223,7 @@ def test_step_of_the_pipeline_predicts_with_the_champion_and_its_run_ends_as_pre
 def test_progress_counts_every_image(shared: Shared, tmp_path: Path) -> None:
     counts: list[int] = []
     parts = plan_predictions(shared, FileStore(tmp_path / "out"))
-    run_parts(parts, Processes(1, partial(open_worker, on_images=counts.append)), lambda done, total: None)
+    run_parts(parts, partial(open_worker, on_images=counts.append))
     assert sum(counts) == IMAGES + 1
 
 

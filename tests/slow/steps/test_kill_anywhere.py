@@ -30,7 +30,7 @@ SLOW_PARTS = """
 import sys, time
 from functools import partial
 from pathlib import Path
-from evernear.common.parts import Processes, run_parts
+from evernear.common.parts import run_in_processes
 
 def open_slowly(open_worker, *arguments):
     worker = open_worker(*arguments)
@@ -41,10 +41,10 @@ def open_slowly(open_worker, *arguments):
 
 def run_slowly(parts, open_worker, *arguments):
     print("planned", flush=True)
-    run_parts(parts, Processes(2, partial(open_slowly, open_worker, *arguments)), lambda *_: None)
+    run_in_processes(parts, partial(open_slowly, open_worker, *arguments), 2, lambda *_: None)
 """
 INGEST = """
-from evernear.data import ingest, plan
+from evernear.data import decode_part, ingest
 from evernear.data.decode_part import open_worker
 from evernear.settings import DataSettings
 
@@ -53,7 +53,7 @@ def run(parts, _):
 
 if __name__ == "__main__":
     directory, store = map(Path, sys.argv[1:])
-    ingest.SHARD_SIZE_BYTES, plan.PART_NAMES = 2**16, 25
+    ingest.SHARD_SIZE_BYTES, decode_part.PART_NAMES = 2**16, 25
     settings = DataSettings(source=f"folder:{directory / 'images'}")
     digest = ingest.ingest_source(settings, store.as_uri(), run=run).digest
     assert not [path for path in store.rglob("parts/**/*") if path.is_file()]
@@ -67,7 +67,7 @@ from evernear.embedding.embed import combine_embeddings, open_here, plan_embeddi
 if __name__ == "__main__":
     directory, out = map(Path, sys.argv[1:])
     network, data, store = directory / "network", Dataset.open(directory / "dataset"), open_store(out.as_uri())
-    parts = plan_embedding(network, data, store, "parts/run", part_size_bytes=1)
+    parts = plan_embedding(network, data, store, "parts/run")
     run_slowly(parts, open_here, network, data, store, None)
     combine_embeddings(parts, network, data, out / "embeddings", store.uri)
     print((out / "embeddings/embeddings.json").read_text().replace("\\\\n", " "), flush=True)
