@@ -14,8 +14,13 @@ from io import BytesIO
 import numpy as np
 from PIL import Image, ImageFile
 
-from evernear.data.encoded_image import CODE_GROUP_COST, WEBP_PIXEL_COST
-from evernear.data.image_file import CODE_GROUP_BLOCK_PX, MAX_SCANS, MAX_TABLES_SIZE_BYTES
+from evernear.data.image_file import (
+    CODE_GROUP_BLOCK_PX,
+    CODE_GROUP_COST,
+    MAX_SCANS,
+    MAX_TABLES_SIZE_BYTES,
+    WEBP_PIXEL_COST,
+)
 
 SIGNATURE = b"\x89PNG\r\n\x1a\n"
 GRAY, RGB, PALETTE, GRAY_ALPHA, RGBA = 0, 2, 3, 4, 6

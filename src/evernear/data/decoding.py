@@ -8,11 +8,11 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
-from evernear.data.encoded_image import EncodedImage
-from evernear.data.image_file import has_image_signature, has_image_suffix, inspect
+from evernear.data.image_file import EncodedImage, has_image_signature, inspect
 from evernear.data.preprocess import Flaw, Pixels, Resize, decode_inspected, to_array
 from evernear.data.reduction import BitDepth
 from evernear.data.sources import FileEntry, FileSource
+from evernear.data.sources.names import has_image_suffix
 from evernear.data.sources.packed import PackedFiles
 from evernear.errors import DataError
 

@@ -6,28 +6,21 @@ segments of a file without decoding it. `inspect` rejects files that are too exp
 and removes the metadata. The decoder then receives one header, one palette and one stream of
 pixels.
 
+Pillow itself limits the number of pixels and the size of text, but not the number of scans, chunks
+or prefix codes (docs/decisions/0014-pixels.md).
+
 Sources: PNG specification (third edition), sections 5 and 11; ITU-T T.81, annex B; RFC 9649 (WebP),
-sections 2 and 3; RFC 6386 (VP8), section 9.1.
+sections 2 and 3; RFC 6386 (VP8), section 9.1; Exif 2.32, section 4.6.
 """
 
-import os
-import posixpath
+import math
 import re
 import struct
 import zlib
 from collections.abc import Iterator
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Literal
 
-from evernear.common.disk import disk_errors
-from evernear.data.encoded_image import (
-    EXIF_PREFIX,
-    EncodedImage,
-    broken,
-    max_segments,
-    read_orientation,
-    too_many_segments,
-)
 from evernear.errors import DataError
 from evernear.settings.section import MAX_PIXELS
 
@@ -39,6 +32,22 @@ CMYK image. MozJPEG writes up to about 20 scans."""
 MAX_TABLES_SIZE_BYTES = 2**16
 """Maximum size of the quantization and Huffman tables in a JPEG file. The usual four quantization
 tables and eight Huffman tables require 2.8 KiB. Each scan may add Huffman tables."""
+
+SEGMENTS = 256
+MEAN_SEGMENT_SIZE_BYTES = 512
+"""A file may have ``SEGMENTS`` PNG chunks or JPEG segments, plus one for every
+``MEAN_SEGMENT_SIZE_BYTES`` bytes, because each chunk or segment takes half a microsecond. libpng
+writes chunks of 8 KiB."""
+WEBP_PIXEL_COST = 20 / 12
+"""Relative cost of a WebP pixel, which takes 20 bytes in Pillow. In other formats, it takes at most
+`evernear.data.preprocess.DECODE_BYTES_PER_PIXEL`."""
+CODE_GROUP_COST = 1_720
+"""Cost of a group of prefix codes in a lossless WebP file, expressed in pixels. The five tables of
+a group have at most 5,004 entries of 4 bytes (libwebp, ``kTableSize`` and ``FIXED_TABLE_SIZE``).
+Their header has 560 bytes."""
+EXIF_PREFIX = b"Exif\0\0"
+_ORIENTATION_TAG = 0x0112
+_EXIF_SHORT, _EXIF_LONG = 3, 4
 
 _PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 _JPEG_SIGNATURE = b"\xff\xd8\xff"
@@ -60,12 +69,6 @@ _ANY_FORMAT = re.compile(
     ),
     re.DOTALL,
 )
-IMAGE_SUFFIXES = frozenset(
-    {".apng", ".jfi", ".jfif", ".jif", ".jpe", ".jpeg", ".jpg", ".mpo", ".pjpeg", ".png", ".webp"}
-    | {".avif", ".bmp", ".dib", ".gif", ".heic", ".heif", ".j2k", ".jp2", ".jxl", ".tga", ".tif", ".tiff"}
-    | {".pbm", ".pgm", ".pnm", ".ppm"}
-)
-"""File name suffixes for images in supported and unsupported formats."""
 # A JPEG marker. Stuffed zeros and restart markers belong to the surrounding scan.
 _JPEG_MARKER = re.compile(rb"\xff[^\x00\xff\xd0-\xd7]")
 _TEM, _SOI, _EOI, _SOS, _APP1 = 0x01, 0xD8, 0xD9, 0xDA, 0xE1
@@ -73,6 +76,29 @@ _COLOR_SPACE = {0xE0: b"JFIF\0", 0xEE: b"Adobe"}  # APP0, APP14
 _TABLES = frozenset({0xC4, 0xDB, 0xDD})  # DHT, DQT, DRI
 _FRAMES = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}  # SOF0 to SOF15
 _HUFFMAN_FRAMES = frozenset({0xC0, 0xC1, 0xC2})  # baseline, extended sequential, progressive
+
+
+@dataclass(frozen=True)
+class EncodedImage:
+    """A PNG, JPEG or WebP file whose decoding cost is bounded. ``data`` is the file without its
+    metadata, ``orientation`` is 1 to 8 (EXIF), and ``code_groups`` bounds the prefix code groups in
+    a lossless WebP file."""
+
+    name: str
+    format: Literal["PNG", "JPEG", "WEBP"]
+    width_px: int
+    height_px: int
+    orientation: int
+    data: bytes
+    code_groups: int = 0
+
+    @property
+    def pixels(self) -> int:
+        """The decoding cost in pixels, which is width times height, or more for a WebP file."""
+        area = self.width_px * self.height_px
+        if self.format != "WEBP":
+            return area
+        return math.ceil(area * WEBP_PIXEL_COST) + self.code_groups * CODE_GROUP_COST
 
 
 def suffix_of(data: bytes) -> Literal[".png", ".jpg", ".webp"]:
@@ -120,23 +146,6 @@ def inspect(data: bytes, max_pixels: int, name: str = "The image", setting: str 
 def has_image_signature(data: bytes) -> bool:
     """Whether the first `SIGNATURE_SIZE_BYTES` are those of an image, supported or not."""
     return _ANY_FORMAT.match(data) is not None
-
-
-def has_image_suffix(name: str) -> bool:
-    """Without pathlib, which is ten times slower and would matter for millions of files."""
-    return posixpath.splitext(name)[1].rstrip(".").lower() in IMAGE_SUFFIXES
-
-
-def is_image_file(path: str | Path) -> bool:
-    """By its suffix, so that a broken image is reported, or else by a few bytes of its content."""
-    if has_image_suffix(str(path)):
-        return True
-    with disk_errors(path):
-        descriptor = os.open(path, os.O_RDONLY)  # a file object takes four times as long
-        try:
-            return has_image_signature(os.read(descriptor, SIGNATURE_SIZE_BYTES))
-        finally:
-            os.close(descriptor)
 
 
 def _inspect_png(data: bytes, name: str) -> EncodedImage:
@@ -351,3 +360,34 @@ def _max_code_groups(width_px: int, height_px: int, lossless_bytes: int) -> int:
 
 def _uint24(value: int) -> bytes:
     return value.to_bytes(3, "little")
+
+
+def broken(name: str, reason: str) -> DataError:
+    return DataError(f"{name} is a broken image ({reason}).")
+
+
+def max_segments(size_bytes: int) -> int:
+    return SEGMENTS + size_bytes // MEAN_SEGMENT_SIZE_BYTES
+
+
+def too_many_segments(name: str, kind: str, size_bytes: int) -> DataError:
+    return DataError(f"{name} consists of more than {max_segments(size_bytes)} {kind}; save it again.")
+
+
+def read_orientation(tiff: bytes) -> int:
+    """1 to 8. Invalid EXIF data are ignored, as in image viewers. Pillow would load every tag, and
+    each tag can claim all of the data as its value."""
+    order = {b"II*\0": "<", b"MM\0*": ">"}.get(tiff[:4])
+    if order is None:
+        return 1
+    try:
+        (at,) = struct.unpack_from(f"{order}I", tiff, 4)
+        (count,) = struct.unpack_from(f"{order}H", tiff, at)
+        for entry in range(at + 2, at + 2 + 12 * count, 12):
+            tag, kind = struct.unpack_from(f"{order}HH", tiff, entry)
+            if tag == _ORIENTATION_TAG and kind in (_EXIF_SHORT, _EXIF_LONG):
+                (value,) = struct.unpack_from(f"{order}{'H' if kind == _EXIF_SHORT else 'I'}", tiff, entry + 8)
+                return value if value in range(1, 9) else 1
+    except struct.error:
+        pass
+    return 1

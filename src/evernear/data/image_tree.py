@@ -8,9 +8,9 @@ from typing import NamedTuple, Protocol
 
 from evernear.common.outputs import MarkedFolders, is_output
 from evernear.common.store import open_store
-from evernear.data.image_file import SIGNATURE_SIZE_BYTES, has_image_suffix, is_image_file
+from evernear.data.image_file import SIGNATURE_SIZE_BYTES
 from evernear.data.sources import FileSource, NameSample, open_source
-from evernear.data.sources.names import is_skipped, names_other_kind, skipped_path
+from evernear.data.sources.names import has_image_suffix, is_image_file, is_skipped, names_other_kind, skipped_path
 from evernear.errors import DataError, MissingObjectError, SettingsError, StoreError
 
 

@@ -16,8 +16,7 @@ from numpy.typing import NDArray
 from PIL import Image, ImageFile
 
 from evernear.common.frozen import Frozen
-from evernear.data.encoded_image import EncodedImage, broken
-from evernear.data.image_file import inspect
+from evernear.data.image_file import EncodedImage, broken, inspect
 from evernear.data.reduction import (
     BitDepth,
     DeepImage,

@@ -12,8 +12,7 @@ from typing import ParamSpec, TypeVar
 
 from PIL import Image
 
-from evernear.data.encoded_image import EncodedImage
-from evernear.data.image_file import inspect
+from evernear.data.image_file import EncodedImage, inspect
 from evernear.data.preprocess import Flaw, Pixels, Preprocessing, decode_inspected, decode_size_bytes, to_array
 from evernear.errors import DataError, ServingError
 from evernear.serving.responses import Rejection

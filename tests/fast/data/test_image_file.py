@@ -14,6 +14,7 @@ from PIL.ExifTags import Base
 from evernear.data import image_file
 from evernear.data.image_file import MAX_SCANS, inspect
 from evernear.data.preprocess import decode
+from evernear.data.sources.names import is_image_file
 from evernear.errors import DataError
 from tests import hostile
 
@@ -141,12 +142,12 @@ def test_image_of_another_format_is_named_with_the_remedy(kind: str) -> None:
 def test_file_among_others_is_an_image_by_its_suffix_or_else_by_its_content(tmp_path: Path) -> None:
     for name in ("a.png", "a.JPG", "a.b.jpeg", "a.jfif", "a.heif", "broken.webp"):
         (tmp_path / name).write_bytes(b"")
-        assert image_file.is_image_file(tmp_path / name)
+        assert is_image_file(tmp_path / name)
     for name in ("a.jpg_large", "a.jpg?w=640", "a.jpg.1", "a.JPG~", "a.jpg.txt", "a.png.", "a.", "a", "a.png:large"):
         (tmp_path / name).write_bytes(hostile.jpeg())
-        assert image_file.is_image_file(tmp_path / name)
+        assert is_image_file(tmp_path / name)
         (tmp_path / name).write_bytes(b"some words, no pixels")
-        assert not image_file.is_image_file(str(tmp_path / name))
+        assert not is_image_file(str(tmp_path / name))
 
 
 @pytest.mark.parametrize("limit", [99, 100])

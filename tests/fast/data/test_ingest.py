@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from evernear.data.encoded_image import EncodedImage
+from evernear.data.image_file import EncodedImage
 from evernear.data.manifest import Manifest
 from evernear.data.preprocess import Picture, decode_inspected
 from evernear.data.reduction import BitDepth

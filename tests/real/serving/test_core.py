@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from evernear.data.encoded_image import EncodedImage
+from evernear.data.image_file import EncodedImage
 from evernear.data.preprocess import Pixels, Preprocessing
 from evernear.data.reduction import BitDepth
 from evernear.embedding.export import NETWORK_FILE

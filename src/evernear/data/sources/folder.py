@@ -15,11 +15,19 @@ from evernear.common.disk import disk_errors
 from evernear.common.outputs import MARKER, MarkedFolders, is_output
 from evernear.common.store import open_store
 from evernear.common.text import class_name, spelled
-from evernear.data.image_file import IMAGE_SUFFIXES, SIGNATURE_SIZE_BYTES, has_image_suffix, is_image_file
+from evernear.data.image_file import SIGNATURE_SIZE_BYTES
 from evernear.data.manifest import Split
 from evernear.data.sources.base import FileEntry, FileSource, NameSample, file_etag
 from evernear.data.sources.layout import Contents, Layout, NestedFolders, Place, choose_layout, named_like_splits
-from evernear.data.sources.names import is_litter, is_skipped, names_other_kind, skipped_path
+from evernear.data.sources.names import (
+    IMAGE_SUFFIXES,
+    has_image_suffix,
+    is_image_file,
+    is_litter,
+    is_skipped,
+    names_other_kind,
+    skipped_path,
+)
 from evernear.data.sources.tree import Tree
 from evernear.errors import DataError, StoreError
 from evernear.settings.data import DataSettings

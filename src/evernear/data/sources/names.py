@@ -1,13 +1,24 @@
-"""Classify files and folders by their names, without reading them."""
+"""Classify files and folders by their names, and files without an image suffix by a few bytes."""
 
+import os
+import posixpath
 import re
 from mimetypes import MimeTypes
+from pathlib import Path
 from typing import Final
 
+from evernear.common.disk import disk_errors
 from evernear.common.outputs import MARKER
+from evernear.data.image_file import SIGNATURE_SIZE_BYTES, has_image_signature
 
 OWN_FOLDER = "_evernear"
 """The folder in which ``batch-predict`` keeps the plan for its output."""
+IMAGE_SUFFIXES = frozenset(
+    {".apng", ".jfi", ".jfif", ".jif", ".jpe", ".jpeg", ".jpg", ".mpo", ".pjpeg", ".png", ".webp"}
+    | {".avif", ".bmp", ".dib", ".gif", ".heic", ".heif", ".j2k", ".jp2", ".jxl", ".tga", ".tif", ".tiff"}
+    | {".pbm", ".pgm", ".pnm", ".ppm"}
+)
+"""File name suffixes for images in supported and unsupported formats."""
 _LITTER = frozenset(
     {"@eadir", "@recently-snapshot", "@recycle", "@tmp", "#recycle", "#snapshot", ".@__thumb"}  # Synology, QNAP
     | {"__macosx", ".appledouble", ".apdisk", ".ds_store", ".fseventsd", ".spotlight-v100", ".trashes", "icon\r"}
@@ -93,3 +104,20 @@ def exported_position(path: str) -> int | None:
         return None
     matched = re.fullmatch(r"([0-9]{9,16})-[0-9a-f]{64}\.[^.]+", name)
     return int(matched[1]) if matched else None
+
+
+def has_image_suffix(name: str) -> bool:
+    """Without pathlib, which is ten times slower and would matter for millions of files."""
+    return posixpath.splitext(name)[1].rstrip(".").lower() in IMAGE_SUFFIXES
+
+
+def is_image_file(path: str | Path) -> bool:
+    """By its suffix, so that a broken image is reported, or else by a few bytes of its content."""
+    if has_image_suffix(str(path)):
+        return True
+    with disk_errors(path):
+        descriptor = os.open(path, os.O_RDONLY)  # a file object takes four times as long
+        try:
+            return has_image_signature(os.read(descriptor, SIGNATURE_SIZE_BYTES))
+        finally:
+            os.close(descriptor)

@@ -20,9 +20,8 @@ from typing import Any
 
 from evernear.common.disk import disk_errors
 from evernear.common.output import named
-from evernear.data.image_file import has_image_suffix
 from evernear.data.sources.base import FileEntry, field_text
-from evernear.data.sources.names import skipped_path
+from evernear.data.sources.names import has_image_suffix, skipped_path
 from evernear.data.sources.packed import Member, PackedFiles
 from evernear.errors import DataError
 from evernear.settings.data import COLUMN

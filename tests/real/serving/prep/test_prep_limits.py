@@ -9,7 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import httpx
 import pytest
 
-from evernear.data.encoded_image import EncodedImage
+from evernear.data.image_file import EncodedImage
 from evernear.release.manifest import ReleaseManifest
 from evernear.serving.decoding import MAX_WAITING_LARGE, SMALL_PIXELS
 from evernear.serving.prep import service
