@@ -14,7 +14,7 @@ from evernear.common.progress import EVENTS_VARIABLE, Event, read_events
 from tests.loopback.kfp.state import RunControl
 
 POLL_S = 0.05
-STATES = {"started": "RUNNING", "progress": "RUNNING", "finished": "SUCCEEDED", "failed": "FAILED"}
+STATES = {"started": "RUNNING", "progress": "RUNNING", "note": "RUNNING", "finished": "SUCCEEDED", "failed": "FAILED"}
 
 
 class LocalExecutor:
@@ -62,7 +62,7 @@ class LocalExecutor:
         }
         with log.open("w") as output:
             process = subprocess.Popen(
-                [sys.executable, "-m", "evernear.kubeflow.local_pipeline"],
+                [sys.executable, "-m", "tests.loopback.kfp.forked_steps"],
                 env={**os.environ, EVENTS_VARIABLE: str(events)},
                 stdin=subprocess.PIPE,
                 stdout=output,
