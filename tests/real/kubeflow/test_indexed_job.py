@@ -3,7 +3,6 @@ Role of `deploy/`."""
 
 import os
 import signal
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -26,7 +25,9 @@ from evernear.kubeflow.indexed_job import run_on_nodes
 from evernear.release.registry import Registry
 from tests import ROOT
 from tests.command_line import evernear
+from tests.forks import Fork
 from tests.loopback.kubernetes import LoopbackCluster
+from tests.loopback.kubernetes import jobs as jobs_controller
 from tests.loopback.kubernetes.kinds import JOB, POD_TEMPLATE
 from tests.loopback.kubernetes.pod_security import violations
 from tests.real.kubeflow import small_steps
@@ -86,14 +87,11 @@ def plan(store: Store, folder: str = "runs/run-1/embed", parts: int = 4) -> Part
 
 def run_command(monkeypatch: pytest.MonkeyPatch, code: str) -> None:
     """Replace the command of the pods by a Python program."""
-    manifest = indexed_job.indexed_job
 
-    def changed(*arguments: Any) -> dict[str, Any]:
-        tree = manifest(*arguments)
-        tree["spec"]["template"]["spec"]["containers"][0]["command"] = [sys.executable, "-c", FINISH + code]
-        return tree
+    def start(container: dict[str, Any], index: int) -> Fork:
+        return Fork(FINISH + code, container["args"], {**os.environ, "JOB_COMPLETION_INDEX": str(index)})
 
-    monkeypatch.setattr(indexed_job, "indexed_job", changed)
+    monkeypatch.setattr(jobs_controller, "_start", start)
 
 
 def run(parts: Parts, report: Any = lambda _: None, nodes: int = 2) -> list[int]:

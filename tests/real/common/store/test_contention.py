@@ -3,7 +3,6 @@
 ``TEST_S3_URL``, ``TEST_S3_ACCESS_KEY`` and ``TEST_S3_SECRET_KEY`` select a real server.
 """
 
-import multiprocessing
 import os
 from itertools import pairwise
 
@@ -11,6 +10,7 @@ import pytest
 
 from evernear.common.store import open_store
 from evernear.release.registry import Registry
+from tests.forks import CONTEXT
 from tests.real.common.store.contender import compete
 from tests.real.common.store.faulty import FaultyProxy
 from tests.releases import MakeRelease, PackedRelease
@@ -46,8 +46,7 @@ def test_contended_promotions_neither_fail_nor_get_lost(
     for release in releases:
         registry.publish(release.archive)
     versions = [release.version for release in releases]
-    context = multiprocessing.get_context("spawn")
-    with context.Manager() as manager, context.Pool(PROCESSES) as pool:
+    with CONTEXT.Manager() as manager, CONTEXT.Pool(PROCESSES) as pool:
         start, done = manager.Barrier(PROCESSES), manager.Event()
         tasks = [(uri, versions, f"process {n}", promotions, start, in_lockstep, done) for n in range(PROCESSES)]
         results = pool.starmap(compete, tasks)
