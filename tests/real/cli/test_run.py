@@ -158,9 +158,10 @@ def test_note_has_its_own_line(terminal: bool) -> None:
     ],
 )
 def test_contradictory_class_changes_are_rejected(tmp_path: Path, options: list[str], message: str) -> None:
-    done = evernear("run", "--workdir", tmp_path, *options)
+    done = evernear("run", "--workdir", tmp_path / "new", *options)
     assert done.returncode == SettingsError.exit_code
     assert message in done.stderr
+    assert not (tmp_path / "new").exists()
 
 
 @pytest.fixture

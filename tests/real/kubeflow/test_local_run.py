@@ -10,7 +10,7 @@ import pytest
 
 from evernear.common.outputs import is_output
 from evernear.common.progress import DIRECTORY_FORMAT, Event, progress, prune_runs, run_directories
-from evernear.errors import SettingsError
+from evernear.errors import BusyError, SettingsError
 from evernear.kubeflow import local_run
 from evernear.settings import load
 
@@ -55,6 +55,12 @@ def test_ended_and_killed_runs_are_not_in_progress(run: Path, tmp_path: Path) ->
         assert progress(tmp_path)
     assert progress(tmp_path) is None
     assert progress(tmp_path / "absent") is None
+
+
+def test_concurrent_run_in_one_working_directory_is_rejected(tmp_path: Path) -> None:
+    settings = load(environment={}, overrides=[f"workdir={tmp_path}"])
+    with local_run._lock(tmp_path), pytest.raises(BusyError, match=rf"process {os.getpid()}\) uses {tmp_path};"):
+        local_run.run_pipeline(settings, lambda _: None)
 
 
 def test_oldest_runs_are_deleted(tmp_path: Path) -> None:

@@ -66,6 +66,15 @@ def test_validate_rejects_a_champion_with_another_image_size(
     assert f"{release.version} takes images of (8, 8, 1)" in capsys.readouterr().err
 
 
+def test_reindex_requires_a_release(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    ingest_noise(tmp_path, "01")
+    settings = RunSettings(store=(tmp_path / "store").as_uri()).model_dump(mode="json")
+    with pytest.raises(SystemExit) as stopped:
+        steps.reuse("run", settings, str(tmp_path), str(tmp_path / "network"), str(tmp_path / "open-set.json"))
+    assert stopped.value.code == 4
+    assert "run `evernear run` first" in capsys.readouterr().err
+
+
 def test_train_reports_its_progress_and_fails_if_the_network_learned_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -181,16 +190,18 @@ def test_ingest_reports_a_missing_directory_before_a_busy_port(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as busy:
-        settings = {"workdir": str(tmp_path), "serving": {"inference_port": busy.getsockname()[1]}}
+        port = busy.getsockname()[1]
+        settings = {"workdir": str(tmp_path), "serving": {"inference_port": port}}
         parameters = {"source": f"folder:{tmp_path}/absent", "target": "local"}
         for source, exit_code, message in (
             (f"folder:{tmp_path}/absent", 3, "The image directory"),
-            ("digits", 4, ""),
+            ("digits", 4, f"Port {port} on 127.0.0.1 is in use by another program; stop that, or choose a free port"),
         ):
             with pytest.raises(SystemExit) as stopped:
                 steps.ingest("run", (tmp_path / "store").as_uri(), parameters | {"source": source}, settings, "unused")
             assert stopped.value.code == exit_code
             assert message in capsys.readouterr().err
+    assert not (tmp_path / "store" / "datasets").exists(), "no image was decoded"
 
 
 def test_validate_mentions_what_is_no_problem(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,6 +9,8 @@ from minio import Minio
 from evernear.embedding.embeddings import Embeddings
 from tests.real.scenarios.workspace import Workspace, write_digits, write_negatives
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def workspace(tmp_path: Path) -> Workspace:
@@ -22,29 +24,6 @@ def run_failing(workspace: Workspace, *words: str) -> tuple[int, str]:
     return refused
 
 
-def test_config_typo(workspace: Workspace) -> None:
-    assert workspace.refused("run", "--set", "train.epoch=3") == (
-        2,
-        "evernear: No setting 'train.epoch'; did you mean 'train.epochs'?",
-    )
-    assert not workspace.workdir.exists()
-
-
-def test_missing_relative_folder_is_named_with_the_current_directory(workspace: Workspace) -> None:
-    code, message = run_failing(workspace, "--source", "folder:images")
-    assert code == 3
-    assert str(workspace.directory / "images") in message
-
-
-def test_invalid_image_file_is_named(workspace: Workspace) -> None:
-    write_digits(workspace.directory / "images")
-    (workspace.directory / "images/1/note.png").write_bytes(b"not a picture")
-    code, message = run_failing(workspace, "--set", "validation.max_left_out_fraction=0")
-    assert code == 3
-    assert "1/note.png" in message
-
-
-@pytest.mark.slow
 def test_corrupt_png_is_left_out_or_stops_the_run_as_configured(workspace: Workspace) -> None:
     write_digits(workspace.directory / "images")
     victim = next((workspace.directory / "images/2").iterdir())
@@ -57,7 +36,6 @@ def test_corrupt_png_is_left_out_or_stops_the_run_as_configured(workspace: Works
     assert victim.name in Path(left_out["paths"]["validate.report"]).read_text()
 
 
-@pytest.mark.slow
 def test_removed_class(workspace: Workspace) -> None:
     write_digits(workspace.directory / "images")
     assert workspace.run()["promoted"]
@@ -69,14 +47,6 @@ def test_removed_class(workspace: Workspace) -> None:
     assert len(list(workspace.workdir.glob("store/releases/manifests/*.json"))) == 1
 
 
-def test_reindex_requires_a_release(workspace: Workspace) -> None:
-    write_digits(workspace.directory / "images", per_class=20)
-    code, message = workspace.refused("reindex", "--preset", "quick")
-    assert code == 4
-    assert "run `evernear run` first" in message
-
-
-@pytest.mark.slow
 def test_bucket_as_source_and_store(workspace: Workspace, bucket: str, s3_endpoint: str) -> None:
     """Images and store are in S3, and nothing of the store is on the local disk."""
     workspace.environment |= {
@@ -108,7 +78,6 @@ def test_bucket_as_source_and_store(workspace: Workspace, bucket: str, s3_endpoi
 ODD_NAMES = {"0": "\x1b]0;owned\x07", "1": "[red]one", "2": "\u202eowt", "3": "three\nevernear: fine"}
 
 
-@pytest.mark.slow
 def test_any_class_name_can_be_released(workspace: Workspace) -> None:
     images = workspace.directory / "images"
     write_digits(images)
