@@ -98,6 +98,8 @@ def test_nothing_is_computed_twice_for_the_same_inputs(
     again = summaries(images, "second")
     assert set(again) == {"train", "export", "probe"}
     assert all(REUSED in message for message in again.values())
+    if frozen:
+        require_no_torch(images, settings)
 
     with pytest.raises(ComputedAgainError):
         run_steps(images, "seed", settings_of(images, frozen=frozen, seed=1))
@@ -107,16 +109,15 @@ def test_nothing_is_computed_twice_for_the_same_inputs(
         run_steps(images, "weights", settings)
 
 
-def test_steps_that_reuse_a_result_do_not_load_torch(images: Path) -> None:
-    settings = settings_of(images, frozen=True)
-    run_steps(images, "first", settings)
+def require_no_torch(images: Path, settings: Tree) -> None:
+    """Steps that reuse a result do not load torch, which takes seconds."""
     script = f"""
 import json, sys
 from evernear import steps
 settings = json.loads(sys.argv[1])
-steps.train("second", settings, {str(images)!r}, {str(images / "t")!r}, {str(images / "c.html")!r})
-steps.export("second", settings, {str(images)!r}, {str(images / "t")!r}, {str(images / "n")!r})
-steps.probe("second", settings, {str(images)!r}, {str(images / "o")!r})
+steps.train("third", settings, {str(images)!r}, {str(images / "t")!r}, {str(images / "c.html")!r})
+steps.export("third", settings, {str(images)!r}, {str(images / "t")!r}, {str(images / "n")!r})
+steps.probe("third", settings, {str(images)!r}, {str(images / "o")!r})
 print({{"torch", "timm", "scipy"}} & set(sys.modules))
 """
     command = [sys.executable, "-c", script, json.dumps(settings)]
