@@ -2,7 +2,8 @@
 
 import pickle
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from html.parser import HTMLParser
 from pathlib import Path
@@ -26,6 +27,7 @@ from evernear.evaluation.open_set import OpenSet
 from evernear.evaluation.probe import assess
 from evernear.evaluation.recognizer import Recognizer
 from evernear.evaluation.statistics import proportion
+from evernear.evaluation.verdict import Verdict
 from evernear.reporting import plots
 from evernear.reporting.notify import finalize
 from evernear.reporting.page import compare_page, page, run_page
@@ -114,25 +116,70 @@ def charts_of_equal_figures_are_drawn_once() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(scope="module")
-def recognizer(system: System) -> Recognizer:
-    return Recognizer.open(system.network_dir, system.index_dir, CHAMPION)
+@dataclass
+class Run:
+    """A run in which the small network is evaluated against itself as champion."""
+
+    record: RunRecord
+    system: System
+    evaluation: Evaluation
+    examples: Examples
+
+    def save(
+        self,
+        floor: float = 0.5,
+        evaluation: Mapping[str, Any] = {},
+        examples: Mapping[str, Any] = {},
+        **documents: Any,
+    ) -> None:
+        """Record the run up to its outcome, with other fields of its evaluation and examples, or
+        other documents."""
+        changed = self.evaluation.model_copy(update=dict(evaluation))
+        verdict = decide(changed, GateSettings(accuracy_floor=floor, beat_baseline=False))
+        self.record.save_step(
+            StepRecord(
+                step="evaluate",
+                state="finished",
+                message="accuracy 90%",
+                started=datetime(2026, 1, 2, 3, 4, tzinfo=UTC),
+                ended=datetime(2026, 1, 2, 3, 5, 30, tzinfo=UTC),
+                peak_memory_bytes=512_000_000,
+                cpu_s=3600.0,
+            )
+        )
+        recorded: dict[str, Any] = {
+            "evaluation": changed,
+            "examples": self.examples.model_copy(update=dict(examples)),
+            "verdict": verdict,
+            "validation": validate_dataset(self.system.dataset, ValidationSettings()),
+            "training": {"epochs": EPOCHS, "best_epoch": 2},
+            "settings": RunSettings(target="registry").model_dump(mode="json"),
+            "archived": {"version": CANDIDATE},
+            "metrics": changed.metrics(),
+            "deployment": {"version": CANDIDATE, "url": None} if verdict.promote else {},
+        }
+        self.record.save(**recorded | documents)
+        finalize(self.record, "continuous-training", "SUCCEEDED", "", ("run", "--workdir", "my work"))
+
+    def page(self, *arguments: Any, **documents: Any) -> str:
+        """Save the run, and return its page."""
+        self.save(*arguments, **documents)
+        html = run_page(self.record)
+        check(html)
+        return html
 
 
 @pytest.fixture(scope="module")
-def measured(system: System, recognizer: Recognizer) -> tuple[Evaluation, Examples]:
-    """The evaluation of the small network against itself as champion."""
-    return measure(
-        system,
-        recognizer,
-        ReleasedSystem(recognizer, system.dataset),
-        assess([draw_of(*NEAR_AND_FAR)], IndexSettings()),
-    )
+def measured(system: System) -> tuple[Evaluation, Examples]:
+    recognizer = Recognizer.open(system.network_dir, system.index_dir, CHAMPION)
+    open_set = assess([draw_of(*NEAR_AND_FAR)], IndexSettings())
+    return measure(system, recognizer, ReleasedSystem(recognizer, system.dataset), open_set)
 
 
 @pytest.fixture(scope="module")
-def measured_alone(system: System, recognizer: Recognizer) -> tuple[Evaluation, Examples]:
+def measured_alone(system: System) -> tuple[Evaluation, Examples]:
     """The evaluation of the small network without a champion."""
+    recognizer = Recognizer.open(system.network_dir, system.index_dir, CHAMPION)
     return measure(system, recognizer, None, OpenSet(held_out=()))
 
 
@@ -149,50 +196,25 @@ def record(tmp_path: Path) -> RunRecord:
     return RunRecord(open_store((tmp_path / "store").as_uri()), "r1")
 
 
-def save(
-    record: RunRecord, system: System, measured: tuple[Evaluation, Examples], floor: float = 0.5, **documents: Any
-) -> None:
-    """Record a run up to its outcome."""
-    evaluation, examples = measured
-    verdict = decide(evaluation, GateSettings(accuracy_floor=floor, beat_baseline=False))
-    report = validate_dataset(system.dataset, ValidationSettings())
-    record.save_step(
-        StepRecord(
-            step="evaluate",
-            state="finished",
-            message="accuracy 90%",
-            started=datetime(2026, 1, 2, 3, 4, tzinfo=UTC),
-            ended=datetime(2026, 1, 2, 3, 5, 30, tzinfo=UTC),
-            peak_memory_bytes=512_000_000,
-            cpu_s=3600.0,
-        )
-    )
-    recorded = {
-        "evaluation": evaluation.model_dump(mode="json"),
-        "examples": examples.model_dump(mode="json"),
-        "verdict": verdict.model_dump(mode="json"),
-        "validation": report.model_dump(mode="json"),
-        "training": {"epochs": EPOCHS, "best_epoch": 2},
-        "settings": RunSettings(target="registry").model_dump(mode="json"),
-        "archived": {"version": CANDIDATE},
-        "metrics": evaluation.metrics(),
-        "deployment": {"version": CANDIDATE, "url": None} if verdict.promote else {},
-    }
-    record.save(**recorded | documents)
-    finalize(record, "continuous-training", "SUCCEEDED", "", ("run", "--workdir", "my work"))
+@pytest.fixture
+def run(record: RunRecord, system: System, measured: tuple[Evaluation, Examples]) -> Run:
+    return Run(record, system, *measured)
 
 
-def test_page_has_every_section_and_begins_with_verdict_and_next_command(
-    record: RunRecord, system: System, measured: tuple[Evaluation, Examples]
-) -> None:
-    save(record, system, measured)
-    html = run_page(record)
-    parsed = check(html)
+def top_of(html: str) -> str:
+    return html[html.index("<h1>") : html.index("<nav>")]
+
+
+def words_of(html: str) -> str:
+    return re.sub(r"<[^>]*>", "", html)
+
+
+def test_page_has_every_section_and_begins_with_verdict_and_next_command(run: Run) -> None:
+    html = run.page()
     sections = {"metrics", "classes", "mistakes", "map", "distances", "training", "data", "steps", "lineage"}
-    assert sections <= set(parsed.ids)
-    top = html[html.index("<h1>") : html.index("<nav>")]
-    assert len(re.sub(r"<[^>]*>|\s+", " ", top)) < 1500
-    words = re.sub(r"<[^>]*>", "", top)
+    assert sections <= set(check(html).ids)
+    words = words_of(top_of(html))
+    assert len(" ".join(words.split())) < 1500
     order = [words.index(text) for text in ("promoted", f"Release {CANDIDATE}", "Accuracy", "--image IMAGE")]
     assert order == sorted(order)
     assert "evernear registry rollback --why REASON --workdir &#39;my work&#39;" in words
@@ -202,48 +224,36 @@ def test_page_has_every_section_and_begins_with_verdict_and_next_command(
         assert text in html
 
 
-def test_held_page_begins_with_the_failed_rules(
-    record: RunRecord, system: System, measured: tuple[Evaluation, Examples]
-) -> None:
-    warned = measured[0].model_copy(update={"training_warnings": ("Training collapsed after epoch 1.",)})
-    save(record, system, (warned, measured[1]), floor=1.0)
-    html = run_page(record)
-    check(html)
-    top = html[html.index("<h1>") : html.index("<nav>")]
-    assert f"Release {CANDIDATE} is not promoted" in top
-    assert "below the floor of 100.00%" in top
-    assert "Training collapsed after epoch 1." in top
-    words = re.sub(r"<[^>]*>", "", top)
-    assert "--set gate.accuracy_floor=" in words
-    assert f"evernear inspect run {CANDIDATE} --image IMAGE --workdir &#39;my work&#39;" in words
+def test_held_page_begins_with_the_failed_rules(run: Run) -> None:
+    top = top_of(run.page(1.0, {"training_warnings": ("Training collapsed after epoch 1.",)}))
+    for text in (
+        f"Release {CANDIDATE} is not promoted",
+        "below the floor of 100.00%",
+        "Training collapsed after epoch",
+    ):
+        assert text in top
+    assert "--set gate.accuracy_floor=" in words_of(top)
+    assert f"evernear inspect run {CANDIDATE} --image IMAGE --workdir &#39;my work&#39;" in words_of(top)
 
 
 def test_page_says_what_a_promotion_leaves_unknown_and_what_is_not_measured(
-    record: RunRecord, system: System, measured: tuple[Evaluation, Examples], monkeypatch: pytest.MonkeyPatch
+    run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("evernear.evaluation.gate.MAX_UNDETECTED_LOSS", 0.001)
-    changed = measured[0].model_copy(update={"reviewed_left_out": {"test": 12, "query": 1}})
-    verdict = decide(changed, GateSettings(accuracy_floor=0.5, beat_baseline=False))
-    assert verdict.promote
-    assert "is detected with 90% probability" in verdict.caution
-    save(record, system, (changed, measured[1]), verdict=verdict.model_dump(mode="json"))
-    html = run_page(record)
-    check(html)
-    top = html[html.index("<h1>") : html.index("<nav>")]
-    assert f'<p class="warning">{verdict.caution}</p>' in top
+    html = run.page(0.5, {"reviewed_left_out": {"test": 12, "query": 1}})
+    caution = Verdict.model_validate(run.record.load("verdict")).caution
+    assert "is detected with 90% probability" in caution
+    assert f'<p class="warning">{caution}</p>' in top_of(html)
     assert "12 images of the test split came by review and are not measured." in html
     assert "1 image of the query split came by review and is not measured." in html
 
 
-def test_many_failed_rules_do_not_push_the_next_command_down(
-    record: RunRecord, system: System, measured: tuple[Evaluation, Examples]
-) -> None:
-    save(record, system, measured, floor=1.0)
-    record.save(outcome=record.load("outcome") | {"reasons": [f"Rule {n} failed." for n in range(6)]})
-    html = run_page(record)
+def test_many_failed_rules_do_not_push_the_next_command_down(run: Run) -> None:
+    run.save(1.0)
+    run.record.save(outcome=run.record.load("outcome") | {"reasons": [f"Rule {n} failed." for n in range(6)]})
+    html = run_page(run.record)
     check(html)
-    top = html[html.index("<h1>") : html.index("<nav>")]
-    visible, folded = top.split("<details>")
+    visible, folded = top_of(html).split("<details>")
     assert re.findall(r"Rule \d", visible) == [f"Rule {n}" for n in range(4)]
     assert re.findall(r"Rule \d", folded) == ["Rule 4", "Rule 5"]
     assert "2 more reasons" in folded
@@ -259,16 +269,9 @@ def test_many_failed_rules_do_not_push_the_next_command_down(
     ],
 )
 def test_page_without_a_champion_explains_the_threshold(
-    record: RunRecord,
-    system: System,
-    measured_alone: tuple[Evaluation, Examples],
-    open_set: OpenSet,
-    explanation: str,
+    record: RunRecord, system: System, measured_alone: tuple[Evaluation, Examples], open_set: OpenSet, explanation: str
 ) -> None:
-    evaluation, examples = measured_alone
-    save(record, system, (evaluation.model_copy(update={"open_set": open_set}), examples))
-    html = run_page(record)
-    check(html)
+    html = Run(record, system, *measured_alone).page(0.5, {"open_set": open_set})
     assert "no champion yet" in html
     assert explanation in html
 
@@ -279,11 +282,10 @@ def test_page_of_a_failed_run_shows_the_error_and_the_steps_so_far(record: RunRe
     finalize(record, "continuous-training", "FAILED", "")
     html = run_page(record)
     check(html)
-    assert (
-        html.index("Failed at ingest")
-        < html.index("The disk is full.")
-        < html.index("<span>evernear</span> <span>pipeline")
-    )
+    places = [
+        html.index(text) for text in ("Failed at ingest", "The disk is full.", "<span>evernear</span> <span>pipe")
+    ]
+    assert places == sorted(places)
 
 
 def test_unknown_run_is_an_error(record: RunRecord) -> None:
@@ -302,64 +304,53 @@ def renamed(value: Any, old: str, new: str) -> Any:
     return new if value == old else value
 
 
-def test_labels_and_messages_are_escaped(
-    record: RunRecord, system: System, measured: tuple[Evaluation, Examples]
-) -> None:
-    evaluation, examples = (renamed(each.model_dump(mode="json"), "8", HOSTILE) for each in measured)
+def test_labels_and_messages_are_escaped(run: Run) -> None:
+    report = validate_dataset(run.system.dataset, ValidationSettings())
+    evaluation, examples, validation = (
+        renamed(each.model_dump(mode="json"), "8", HOSTILE) for each in (run.evaluation, run.examples, report)
+    )
+    evaluation |= {"training_warnings": [HOSTILE]}
     examples["mistakes"] = examples["mistakes"] or []
-    warned = evaluation | {"training_warnings": [HOSTILE]}
-    report = validate_dataset(system.dataset, ValidationSettings()).model_dump(mode="json")
-    finding = {"rule": HOSTILE, "severity": "warn", "message": HOSTILE, "names": [], "count": 1}
-    validation = renamed(report, "8", HOSTILE) | {"findings": [finding]}
+    validation |= {"findings": [{"rule": HOSTILE, "severity": "warn", "message": HOSTILE, "names": [], "count": 1}]}
     settings = RunSettings(target="registry").model_dump(mode="json") | {"store": HOSTILE}
-    documents = {"evaluation": warned, "examples": examples, "validation": validation, "settings": settings}
-    save(record, system, measured, **documents)
-    record.save_step(StepRecord(step=HOSTILE, state="failed", message=HOSTILE, started=datetime.now(UTC)))
-    for html in (run_page(record), compare_page(record, record)):
+    run.save(validation=validation, settings=settings)
+    run.record.save(evaluation=evaluation, examples=examples)
+    run.record.save_step(StepRecord(step=HOSTILE, state="failed", message=HOSTILE, started=datetime.now(UTC)))
+    for html in (run_page(run.record), compare_page(run.record, run.record)):
         check(html)
         assert html.count("&lt;script&gt;") > 3
 
 
-def test_information_of_the_validation_is_no_warning(
-    record: RunRecord, system: System, measured: tuple[Evaluation, Examples]
-) -> None:
-    report = validate_dataset(system.dataset, ValidationSettings()).model_dump(mode="json")
+def test_information_of_the_validation_is_no_warning(run: Run) -> None:
+    report = validate_dataset(run.system.dataset, ValidationSettings()).model_dump(mode="json")
     finding = {"rule": "litter", "severity": "info", "message": "7 files were left out.", "names": [], "count": 7}
-    save(record, system, measured, validation=report | {"findings": [finding]})
-    assert '<p class="muted"><b>litter</b>: 7 files were left out.</p>' in run_page(record)
+    html = run.page(validation=report | {"findings": [finding]})
+    assert '<p class="muted"><b>litter</b>: 7 files were left out.</p>' in html
 
 
-def thousand_classes(measured: tuple[Evaluation, Examples]) -> tuple[Evaluation, Examples]:
-    """The largest examples, of images of 96 x 96 noise, and an evaluation of 1,000 classes."""
-    evaluation, examples = measured
+def thousand_classes(run: Run) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Fields of the largest examples, of images of 96 x 96 noise, and of an evaluation of 1,000
+    classes."""
     labels = tuple(f"class number {number}" for number in range(1000))
     recall = {label: proportion(number % 20, 20, 0.95) for number, label in enumerate(labels)}
     confusions = tuple((label, labels[(n * 7 + 1) % 1000], 1 + n % 5) for n, label in enumerate(labels))
-    candidate = evaluation.candidate.model_copy(
-        update={"labels": labels, "class_recall": recall, "class_rejects": recall, "confusions": confusions}
-    )
-    points = tuple(examples.map[n % len(examples.map)].model_copy(update={"label": labels[n]}) for n in range(500))
+    changed = {"labels": labels, "class_recall": recall, "class_rejects": recall, "confusions": confusions}
+    points = run.examples.map
+    points = tuple(points[n % len(points)].model_copy(update={"label": labels[n]}) for n in range(500))
     samples = tuple(Sample(label=label, tiles=tuple(range(6))) for label in labels[:20])
-    wide = examples.model_copy(update={"map": points, "samples": samples, "new_images": samples})
-    return evaluation.model_copy(update={"candidate": candidate}), wide
+    candidate = run.evaluation.candidate.model_copy(update=changed)
+    return {"candidate": candidate}, {"map": points, "samples": samples, "new_images": samples}
 
 
-def test_tables_of_a_thousand_classes_are_bounded(
-    record: RunRecord, system: System, measured: tuple[Evaluation, Examples]
-) -> None:
-    evaluation, examples = thousand_classes(measured)
-    save(record, system, measured, evaluation=evaluation.model_dump(mode="json"), examples=examples.model_dump())
-    html = run_page(record)
-    check(html)
+def test_tables_of_a_thousand_classes_are_bounded(run: Run) -> None:
+    html = run.page(0.0, *thousand_classes(run))
     assert re.search(r"9\d\d more classes, all with at least", html)
     matrix = html[html.index('class="confusion"') : html.index('id="mistakes"')]
     assert matrix.count("<tr>") == 1 + 31
     assert len(html) < 1_000_000
 
 
-def test_largest_page_is_small_enough_to_send(
-    record: RunRecord, system: System, recognizer: Recognizer, measured: tuple[Evaluation, Examples]
-) -> None:
+def test_largest_page_is_small_enough_to_send(run: Run) -> None:
     """Photographs compress better than noise, which is the worst case of every image format."""
     from evernear.evaluation import example_collector as module
 
@@ -375,50 +366,37 @@ def test_largest_page_is_small_enough_to_send(
     mistakes = module.MISTAKES * (1 + module.NEIGHBORS)
     count = mistakes + module.SAMPLE_CLASSES * module.SAMPLES_PER_CLASS + module.NEW_IMAGES
     sheets = {"images": noise(count, TILE_PX), "map_images": noise(module.MAP_POINTS, module.MAP_TILE_PX)}
-    evaluation, examples = thousand_classes(measured)
-    save(record, system, (evaluation, examples.model_copy(update=sheets)))
-    html = run_page(record)
-    assert 500_000 < len(html.encode()) < 3_000_000
+    evaluation, examples = thousand_classes(run)
+    assert 500_000 < len(run.page(0.0, evaluation, examples | sheets).encode()) < 3_000_000
 
 
-def test_live_queries_are_drawn_with_their_threshold(
-    record: RunRecord, system: System, measured: tuple[Evaluation, Examples]
-) -> None:
+def test_live_queries_are_drawn_with_their_threshold(run: Run) -> None:
     live = LiveDistances(release=CHAMPION, queries=40, unknown=10, threshold=0.7, histogram=(2,) * BINS)
-    save(record, system, (measured[0], measured[1].model_copy(update={"live": live})))
-    html = run_page(record)
-    check(html)
+    html = run.page(examples={"live": live})
     assert "Live queries of the champion" in html
     assert "25.0% called unknown" in html
 
 
-def test_accuracy_in_life_is_shown_by_week(
-    record: RunRecord, system: System, measured: tuple[Evaluation, Examples]
-) -> None:
-    save(record, system, measured)
-    assert "No live query has a true label yet." in run_page(record)
+def test_accuracy_in_life_is_shown_by_week(run: Run) -> None:
+    assert "No live query has a true label yet." in run.page()
     week = LiveAccuracy(version=CHAMPION, week="2026-W47", accuracy=proportion(91, 100, 0.95))
-    save(record, system, (measured[0], measured[1].model_copy(update={"live_accuracy": (week,)})))
-    html = run_page(record)
-    check(html)
-    assert "2026-W47" in html
-    assert "91.0%" in html
-    assert "84% to 95%" in html
+    html = run.page(examples={"live_accuracy": (week,)})
+    for text in ("2026-W47", "91.0%", "84% to 95%"):
+        assert text in html
 
 
-def test_two_runs_are_compared(record: RunRecord, system: System, measured: tuple[Evaluation, Examples]) -> None:
-    save(record, system, measured)
-    other = RunRecord(record.store, "r2")
+def test_two_runs_are_compared(run: Run) -> None:
+    run.save()
+    other = replace(run, record=RunRecord(run.record.store, "r2"))
     settings = RunSettings(target="registry").model_dump(mode="json")
     settings["train"]["epochs"] = 77
-    save(other, system, measured, floor=1.0, settings=settings, archived={"version": CHAMPION}, training={})
-    assert find_run(record.store, CHAMPION).run == "r2"
-    html = compare_page(find_run(record.store, "r1"), find_run(record.store, CHAMPION))
+    other.save(1.0, settings=settings, archived={"version": CHAMPION}, training={})
+    assert find_run(run.record.store, CHAMPION).run == "r2"
+    html = compare_page(find_run(run.record.store, "r1"), find_run(run.record.store, CHAMPION))
     check(html)
-    assert "train.epochs" in html
-    assert "77" in html
+    for text in ("train.epochs", "77", "which is the same for both"):
+        assert text in html
     assert "train.margin" not in html
-    assert "which is the same for both" in html
 
 
 def test_curves_are_a_page_in_the_colors_of_the_theme() -> None:
@@ -464,12 +442,9 @@ def test_confusion_png_accepts_any_class_name(
     assert confusion_png(measured[0]).startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize("promoted", [True, False])
-def test_page_and_comparison_have_a_main_and_tables_that_a_keyboard_scrolls(
-    record: RunRecord, system: System, measured: tuple[Evaluation, Examples], promoted: bool
-) -> None:
-    save(record, system, measured, floor=0.5 if promoted else 1.0)
-    for html in (run_page(record), compare_page(record, record)):
+@pytest.mark.parametrize("floor", [0.5, 1.0])
+def test_page_and_comparison_have_a_main_and_tables_that_a_keyboard_scrolls(run: Run, floor: float) -> None:
+    for html in (run.page(floor), compare_page(run.record, run.record)):
         check(html)
         assert html.count("<main>") == 1
         divisions = re.findall(r'<div class="scroll"[^>]*>', html)
@@ -479,40 +454,30 @@ def test_page_and_comparison_have_a_main_and_tables_that_a_keyboard_scrolls(
         assert html.count('class="scroll"') == html.count("<table"), "every table is in one of them"
 
 
-def test_page_explains_its_terms_and_claims_nothing_about_what_is_live_later(
-    record: RunRecord, system: System, measured: tuple[Evaluation, Examples]
-) -> None:
-    save(record, system, measured, deployment={"version": CANDIDATE, "url": "http://h/predictions/m"})
-    html = run_page(record)
+def test_page_explains_its_terms_and_claims_nothing_about_what_is_live_later(run: Run) -> None:
+    html = run.page(deployment={"version": CANDIDATE, "url": "http://h/predictions/m"})
     assert f"Release {CANDIDATE} was promoted" in html
     assert "deployed to http://h/predictions/m" in html
     assert "The probe trains a network without some of the classes" in html
     assert "The anchor, an earlier release with which the gate also compares" in html
-    for page_ in (html, compare_page(record, record)):
+    for page_ in (html, compare_page(run.record, run.record)):
         assert "is live at" not in page_
         assert f"{CANDIDATE} is live" not in page_
         assert "as it ended" in page_
-    save(record, system, measured, floor=1.0)
-    assert "Held: the gate did not promote the candidate" in run_page(record)
+    assert "Held: the gate did not promote the candidate" in run.page(1.0)
 
 
-def test_page_says_how_many_classes_were_tested(
-    record: RunRecord, system: System, measured: tuple[Evaluation, Examples]
-) -> None:
-    save(record, system, measured)
-    assert "classes tested" not in run_page(record)
-    evaluation, examples = measured
-    _, *others = evaluation.candidate.class_recall
-    recall = {each: evaluation.candidate.class_recall[each] for each in others}
-    partly = evaluation.model_copy(
-        update={"candidate": evaluation.candidate.model_copy(update={"class_recall": recall})}
-    )
-    save(record, system, (partly, examples))
-    known = len(evaluation.candidate.known_labels)
+def test_page_says_how_many_classes_were_tested(run: Run) -> None:
+    assert "classes tested" not in run.page()
+    candidate = run.evaluation.candidate
+    recall = dict([*candidate.class_recall.items()][1:])
+    partly = {"candidate": candidate.model_copy(update={"class_recall": recall})}
+    html = run.page(0.5, partly)
+    known = len(candidate.known_labels)
     tested = f"{known - 1} of {known} classes tested"
-    html = run_page(record)
-    assert tested in html[html.index("<h1>") : html.index("<nav>")], "the reason with the accuracy says so"
+    assert tested in top_of(html), "the reason with the accuracy says so"
     assert f'<b class="warn">{tested}</b>' in html
-    assert tested in compare_page(record, record)
-    assert tested in partly.summary()
-    assert (partly.metrics()["classes"], partly.metrics()["tested_classes"]) == (known, known - 1)
+    assert tested in compare_page(run.record, run.record)
+    evaluation = run.evaluation.model_copy(update=partly)
+    assert tested in evaluation.summary()
+    assert (evaluation.metrics()["classes"], evaluation.metrics()["tested_classes"]) == (known, known - 1)
