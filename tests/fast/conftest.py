@@ -5,6 +5,7 @@ TorchServe is a process. A socket pair, which asyncio uses, is neither bound nor
 
 import importlib.abc
 import sys
+import time
 from collections.abc import Generator, Sequence
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -22,26 +23,38 @@ REFUSED = {
     "socket.bind": "listen on a socket",
     "socket.connect": "connect a socket",
     "socket.getaddrinfo": "look up a host",
-    "time.sleep": "sleep",
 }
 """What audit events mean (https://docs.python.org/3/library/audit_events.html)."""
+_sleep = time.sleep
 _running: str | None = None
 """The fast test, or the file with fast tests, that runs now."""
 
 
-def _refuse(event: str, _: tuple[Any, ...]) -> None:
-    if _running and event in REFUSED:
-        pytest.fail(f"{_running} may not {REFUSED[event]}: move it to tests/real.")
+def _refuse(action: str) -> None:
+    if _running:
+        pytest.fail(f"{_running} may not {action}: move it to tests/real.")
+
+
+def _hook(event: str, _: tuple[Any, ...]) -> None:
+    if event in REFUSED:
+        _refuse(REFUSED[event])
+
+
+def _refusing_sleep(seconds: float) -> None:
+    """Python 3.11 and 3.12 have no audit event for it."""
+    _refuse("sleep")
+    _sleep(seconds)
 
 
 class _NoSlowLibraries(importlib.abc.MetaPathFinder):
     def find_spec(self, fullname: str, path: Sequence[str] | None, target: Any = None) -> ModuleSpec | None:
-        if _running and fullname in SLOW_LIBRARIES:
-            pytest.fail(f"{_running} may not import {fullname}: move it to tests/real.")
+        if fullname in SLOW_LIBRARIES:
+            _refuse(f"import {fullname}")
         return None
 
 
-sys.addaudithook(_refuse)
+sys.addaudithook(_hook)
+time.sleep = _refusing_sleep
 sys.meta_path.insert(0, _NoSlowLibraries())
 
 

@@ -2,10 +2,9 @@
 
 import errno
 import threading
-import time
-from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
+from queue import Queue
 
 import pytest
 
@@ -72,57 +71,51 @@ def test_unwritable_store_does_not_fail_a_step(tmp_path: Path) -> None:
         running.summary = "done"
 
 
-def progress_in(store: Store) -> StepProgress | None:
-    (recorded,) = RunRecord(store, "run").steps()
-    return recorded.progress
+@pytest.fixture
+def saved(monkeypatch: pytest.MonkeyPatch) -> Queue[StepProgress]:
+    """Receives the progress that is in the store."""
+    save, saved = RunRecord.save_step, Queue[StepProgress]()
+
+    def save_and_tell(record: RunRecord, step: StepRecord) -> None:
+        save(record, step)
+        if step.progress:
+            saved.put(step.progress)
+
+    monkeypatch.setattr(RunRecord, "save_step", save_and_tell)
+    return saved
 
 
-def wait_for(condition: Callable[[], bool]) -> None:
-    deadline_s = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.01)
-
-
-def test_progress_of_a_running_step_is_in_the_store(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_progress_of_a_running_step_is_in_the_store(
+    store: Store, saved: Queue[StepProgress], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(progress, "REPORT_INTERVAL_S", 0.05)
-    at = datetime.now(UTC)
     with step("embed", "run", store.uri) as running:
         running.report("reading")
-        wait_for(lambda: progress_in(store) is not None)
-        first = progress_in(store)
-        assert first
+        first = saved.get(timeout=30)
         assert (first.message, first.done) == ("reading", None)
-        counted = StepProgress(at=at, message="5 of 9 images", done=5, total=9, left_s=4.0)
+        counted = StepProgress(at=datetime.now(UTC), message="5 of 9 images", done=5, total=9, left_s=4.0)
         running.progressed(counted)
-        wait_for(lambda: progress_in(store) == counted)
+        assert saved.get(timeout=30) == counted
         running.report("5 of 9 images, about 4 s left")
-        wait_for(lambda: "about" in str(progress_in(store)))
-        last = progress_in(store)
-        assert last
+        last = saved.get(timeout=30)
+        assert "about" in last.message
         assert (last.done, last.total, last.left_s) == (5, 9, 4.0), "a line of the log keeps the numbers"
         (recorded,) = RunRecord(store, "run").steps()
-        assert recorded.state == "running"
-    assert progress_in(store) is None, "a finished step has a summary instead"
+        assert (recorded.state, recorded.progress) == ("running", last)
+    (recorded,) = RunRecord(store, "run").steps()
+    assert recorded.progress is None, "a finished step has a summary instead"
 
 
-def test_progress_is_written_at_most_once_in_an_interval(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_progress_is_written_at_most_once_in_an_interval(
+    store: Store, saved: Queue[StepProgress], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(progress, "REPORT_INTERVAL_S", 3600)
-    written: list[str] = []
-    save = RunRecord.save_step
-
-    def count(record: RunRecord, step: StepRecord) -> None:
-        if step.progress:
-            written.append(step.progress.message)
-        save(record, step)
-
-    monkeypatch.setattr(RunRecord, "save_step", count)
     with step("embed", "run", store.uri) as running:
         running.report("first")
-        wait_for(lambda: bool(written))
+        assert saved.get(timeout=30).message == "first"
         for number in range(1000):
             running.report(f"image {number}")
-    assert written == ["first"]
+    assert saved.empty()
 
 
 def test_slow_store_neither_delays_a_step_nor_replaces_its_end(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
