@@ -2,12 +2,11 @@
 
 import random
 import uuid
-from collections.abc import Iterable
 from datetime import UTC, datetime
 from typing import Any
 
 from tests.loopback.kubernetes import defaults, patches, pod_security, selectors, status, validation, webhooks
-from tests.loopback.kubernetes.fields import Fields, Manager, Merge, UndeclaredFieldError, decode, encode
+from tests.loopback.kubernetes.fields import Fields, Manager, Merge, UndeclaredFieldError
 from tests.loopback.kubernetes.kinds import (
     DEPLOYMENT,
     NAMESPACE,
@@ -33,6 +32,7 @@ class Api:
     def __init__(self, version: str) -> None:
         self.schemas = schemas(version)
         self.store = Store()
+        self._owners: dict[str, dict[Manager, Fields]] = {}  # by UID; no client reads ``managedFields``
         self._addresses = iter(range(1, 250))
         for name in ("default", "kube-system"):
             self.create(NAMESPACE, {"metadata": {"name": name}})
@@ -109,7 +109,7 @@ class Api:
             live = self.get(kind, namespace, name)
             if not subject["metadata"].get("resourceVersion") and not kind.unconditional_update:
                 cause = Cause("metadata.resourceVersion", "Invalid value: 0: must be specified for an update")
-                raise status.invalid(kind.name, kind.group, name, [cause])
+                raise status.invalid(kind, name, [cause])
             _check_preconditions(kind, live, subject["metadata"])
             return self._write(kind, live, subject, manager)
 
@@ -157,16 +157,17 @@ class Api:
             else:
                 _check_preconditions(kind, live, metadata)
             base = deep_copy(live) if live else {"metadata": {"name": name}}
-            managers = _managers(base["metadata"].pop("managedFields", []))
             if kind.has_status:
                 config.pop("status", None)
             try:
-                new, managers = merge.apply(base, config, managers, manager, force=force)
+                new, owners = merge.apply(base, config, self._owners_of(live), manager, force=force)
             except UndeclaredFieldError as error:
                 subject = f"{namespace}/{name}; {kind.group}/{kind.version}, Kind={kind.name}"
-                raise status.ApiError(500, "", f"failed to create typed patch object ({subject}): {error}") from None
-            new["metadata"]["managedFields"] = self._entries(live, managers)
-            return self._write(kind, live, new, None, dry_run=dry_run), live is None
+                raise status.ApiError(500, f"failed to create typed patch object ({subject}): {error}") from None
+            applied = self._write(kind, live, new, None, dry_run=dry_run)
+            if not dry_run:
+                self._owners[applied["metadata"]["uid"]] = owners
+            return applied, live is None
 
     def delete(self, kind: Kind, namespace: str, name: str) -> Object:
         """Delete an object. Return a ``Status`` if it is gone, or the object if its deletion takes
@@ -178,7 +179,7 @@ class Api:
         with self.store.changed:
             live = self.get(kind, namespace, name)
             if kind is not POD:
-                return status.success(kind, self.store.remove(kind, live))
+                return {"kind": "Status", "status": "Success", "metadata": self.store.remove(kind, live)["metadata"]}
             live["metadata"].setdefault("deletionTimestamp", now())
             return self.store.put(kind, live)
 
@@ -220,7 +221,7 @@ class Api:
         dry_run: bool = False,
         trusted: bool = False,
     ) -> Object:
-        """Fill in defaults, validate and store; without ``manager``, keep ``managedFields``."""
+        """Fill in defaults, validate and store; ``manager`` then owns what it changed."""
         new = _preserve_server_fields(kind, live, deep_copy(new))
         if not trusted:
             self.schemas.check(kind, new)
@@ -229,46 +230,22 @@ class Api:
         if not trusted:
             causes = validation.faults(kind, new, live)
             if causes:
-                raise status.invalid(kind.name, kind.group, new["metadata"]["name"], causes)
+                raise status.invalid(kind, new["metadata"]["name"], causes)
         self._admit(kind, live, new)
         if manager is not None:
-            new["metadata"]["managedFields"] = self._owned_after_update(kind, live, new, manager)
+            owners = Merge(self.schemas, self.schemas.of(kind)).update(live or {}, new, self._owners_of(live), manager)
+            self._owners[new["metadata"]["uid"]] = owners
         return new if dry_run else self._put(kind, live, new)
 
+    def _owners_of(self, live: Object | None) -> dict[Manager, Fields]:
+        return self._owners.get(live["metadata"]["uid"], {}) if live else {}
+
     def _put(self, kind: Kind, live: Object | None, new: Object) -> Object:
-        if live is not None and _without_times(live) == _without_times(new):
+        if live == new:
             return live
         if live is not None and kind.counts_generations and _versioned(kind, live) != _versioned(kind, new):
             new["metadata"]["generation"] = live["metadata"]["generation"] + 1
         return self.store.put(kind, new)
-
-    def _owned_after_update(self, kind: Kind, live: Object | None, new: Object, manager: Manager) -> list[Object]:
-        before = deep_copy(live) if live else {}
-        after = deep_copy(new)
-        managers = _managers(before.get("metadata", {}).pop("managedFields", []))
-        after["metadata"].pop("managedFields", None)
-        manager = manager._replace(api_version=kind.api_version)
-        merge = Merge(self.schemas, self.schemas.of(kind))
-        return self._entries(live, merge.update(before, after, managers, manager))
-
-    @staticmethod
-    def _entries(live: Object | None, managers: dict[Manager, Fields]) -> list[Object]:
-        """Build ``managedFields``; an entry keeps its time unless its fields change."""
-        old = {_manager(entry): entry for entry in live["metadata"].get("managedFields", [])} if live else {}
-        entries: list[Object] = []
-        for manager, owned in managers.items():
-            fields = encode(owned)
-            old_entry = old.get(manager, {})
-            entry = {
-                "manager": manager.name,
-                "operation": manager.operation,
-                "apiVersion": manager.api_version,
-                "time": old_entry["time"] if old_entry.get("fieldsV1") == fields else now(),
-                "fieldsType": "FieldsV1",
-                "fieldsV1": fields,
-            }
-            entries.append(entry | ({"subresource": manager.subresource} if manager.subresource else {}))
-        return sorted(entries, key=lambda entry: (entry["operation"], entry["time"], entry["manager"]))
 
     def _allocate(self, kind: Kind, live: Object | None, new: Object) -> None:
         """Allocate a cluster IP for a Service."""
@@ -305,7 +282,7 @@ class Api:
             runtime = self.store.get(TRAINING_RUNTIME, namespace, reference["name"])
             webhook, reasons = webhooks.TRAIN_JOB, webhooks.train_job(new, runtime)
         if reasons:
-            raise status.denied(webhooks.denial(webhook, reasons))
+            raise status.ApiError(403, webhooks.denial(webhook, reasons))
 
 
 def now() -> str:
@@ -339,27 +316,11 @@ def _versioned(kind: Kind, subject: Object) -> Any:
     return (rest, subject["metadata"].get("annotations") if kind is DEPLOYMENT else None)
 
 
-def _without_times(subject: Object) -> Object:
-    metadata = {
-        **subject["metadata"],
-        "managedFields": [{**entry, "time": ""} for entry in subject["metadata"].get("managedFields", [])],
-    }
-    return {**subject, "metadata": metadata}
-
-
 def _check_preconditions(kind: Kind, live: Object, metadata: Object) -> None:
     """Check the resourceVersion that the writer sent, if any."""
     current = live["metadata"]
     if metadata.get("resourceVersion") and metadata["resourceVersion"] != current["resourceVersion"]:
         raise status.conflict(kind, current["name"])
-
-
-def _managers(entries: Iterable[Object]) -> dict[Manager, Fields]:
-    return {_manager(entry): decode(entry["fieldsV1"]) for entry in entries}
-
-
-def _manager(entry: Object) -> Manager:
-    return Manager(entry["manager"], entry["operation"], entry["apiVersion"], entry.get("subresource", ""))
 
 
 def _without_nulls(value: Any) -> Any:

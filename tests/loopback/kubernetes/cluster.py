@@ -16,7 +16,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
-from tests.loopback.kubernetes import rbac, status
+from tests.loopback.kubernetes import rbac
 from tests.loopback.kubernetes.api import Api
 from tests.loopback.kubernetes.calls import Call
 from tests.loopback.kubernetes.controllers import Controllers
@@ -153,12 +153,13 @@ class LoopbackCluster:
 
 def too_many_requests(retry_after_s: int = 1) -> ApiError:
     """A 429 with a ``Retry-After`` header."""
-    return status.too_many_requests(retry_after_s)
+    message = "the server has received too many requests and has asked us to try again later"
+    return ApiError(429, message, retry_after_s=retry_after_s)
 
 
 def internal_error(reason: str = "etcdserver: request timed out") -> ApiError:
     """A 500."""
-    return status.internal(reason)
+    return ApiError(500, f"Internal error occurred: {reason}")
 
 
 def labeled(name: str, value: str) -> Callable[[Object], bool]:

@@ -25,7 +25,7 @@ _OWNERLESS.add((("f", "metadata"), ("f", "resourceVersion")))
 
 
 class Manager(NamedTuple):
-    """A field manager: an entry of ``metadata.managedFields`` without its fields and time."""
+    """A field manager, as in an entry of ``metadata.managedFields``."""
 
     name: str
     operation: str  # Apply | Update
@@ -197,32 +197,6 @@ def text(path: Path) -> str:
     return "".join(f".{value}" if kind == "f" else _format_element((kind, value)) for kind, value in path)
 
 
-def encode(fields: Fields) -> Object:
-    """``fieldsV1`` of a ``managedFields`` entry."""
-    tree: Object = {}
-    for path in sorted(fields, key=repr):
-        node = tree
-        for element in path:
-            node = node.setdefault(_name(element), {})
-        node["."] = {}
-    return _without_lone_dots(tree)
-
-
-def decode(tree: Object) -> Fields:
-    """Decode ``fieldsV1`` into a set of fields."""
-    fields: Fields = set()
-
-    def walk(node: Object, path: Path) -> None:
-        if path and (not node or "." in node):
-            fields.add(path)
-        for name, child in node.items():
-            if name != ".":
-                walk(child, (*path, _element(name)))
-
-    walk(tree, ())
-    return fields
-
-
 def _resolve_ownership(
     managers: dict[Manager, Fields], manager: Manager, difference: Difference, *, force: bool
 ) -> dict[Manager, Fields]:
@@ -256,7 +230,7 @@ def _apply_conflict(conflicts: dict[Manager, Fields]) -> ApiError:
             for line in (f"conflicts with {manager}:", *(f"- {path}" for path in paths))
         ]
         reason = f"{len(causes)} conflicts: " + "\n".join(lines)
-    return ApiError(409, "Conflict", f"Apply failed with {reason}", {"causes": causes})
+    return ApiError(409, f"Apply failed with {reason}", {"causes": causes})
 
 
 def _with_parents(fields: Fields) -> Fields:
@@ -270,22 +244,3 @@ def _format_element(element: tuple[str, Any]) -> str:
     if kind == "v":
         return f"[={json.dumps(value)}]"
     return "[" + ",".join(f"{name}={json.dumps(key)}" for name, key in value) + "]"
-
-
-def _name(element: tuple[str, Any]) -> str:
-    kind, value = element
-    if kind == "f":
-        return f"f:{value}"
-    return f"{kind}:" + json.dumps(dict(value) if kind == "k" else value, separators=(",", ":"))
-
-
-def _element(name: str) -> tuple[str, Any]:
-    kind, _, rest = name.partition(":")
-    if kind == "f":
-        return ("f", rest)
-    value = json.loads(rest)
-    return (kind, tuple(sorted(value.items())) if kind == "k" else value)
-
-
-def _without_lone_dots(tree: Object) -> Object:
-    return {} if tree.keys() == {"."} else {name: _without_lone_dots(child) for name, child in tree.items()}

@@ -100,15 +100,15 @@ class Schemas:
             path = dotted(error.absolute_path)
             if error.validator == "required":
                 field = next(name for name in error.validator_value if name not in error.instance)
-                causes.append(Cause(f"{path}.{field}".lstrip("."), "Required value", "FieldValueRequired"))
+                causes.append(Cause(f"{path}.{field}".lstrip("."), "Required value"))
             elif error.validator == "enum":
                 allowed = ", ".join(json.dumps(value) for value in error.validator_value if value)
                 message = f"Unsupported value: {json.dumps(error.instance)}: supported values: {allowed}"
-                causes.append(Cause(path, message, "FieldValueNotSupported"))
+                causes.append(Cause(path, message))
             else:
                 raise _undecodable(kind, path, error)
         if causes:
-            raise invalid(kind.name, kind.group, subject.get("metadata", {}).get("name", ""), causes)
+            raise invalid(kind, subject.get("metadata", {}).get("name", ""), causes)
 
 
 @cache

@@ -36,7 +36,7 @@ def fields(kind: Kind, text: str) -> Predicate:
         if not match:
             raise bad_request(f"invalid selector: '{part}'; can't understand '{part}'")
         if match["key"] not in ("metadata.name", *_FIELDS.get(kind, ())):
-            raise ApiError(400, "BadRequest", f"field label not supported: {match['key']}")
+            raise ApiError(400, f"field label not supported: {match['key']}")
         tests.append((match["key"], match["how"] != "!=", match["value"]))
     return lambda subject: all((_at(subject, path) == value) is equal for path, equal, value in tests)
 

@@ -170,7 +170,7 @@ class _Handler(BaseHTTPRequestHandler):
         scheme, _, token = (self.headers.get("Authorization") or "").partition(" ")
         user = self.server.user_of(token) if scheme.lower() == "bearer" else None
         if user is None:
-            raise status.unauthorized()
+            raise ApiError(401, "Unauthorized")
         url = urllib.parse.urlsplit(self.path)
         query = {key: values[-1] for key, values in urllib.parse.parse_qs(url.query).items()}
         return parse(self.command, url.path, query, user)

@@ -128,7 +128,7 @@ def _pod_template(subject: Object) -> Iterator[Cause]:
 
 def _pod_spec(path: str, spec: Object) -> Iterator[Cause]:
     if not spec.get("containers"):
-        yield Cause(f"{path}.containers", "Required value", "FieldValueRequired")
+        yield Cause(f"{path}.containers", "Required value")
     volumes = [volume["name"] for volume in spec.get("volumes") or ()]
     yield from _duplicates(f"{path}.volumes", volumes)
     names: list[str] = []
@@ -137,7 +137,7 @@ def _pod_spec(path: str, spec: Object) -> Iterator[Cause]:
             where = f"{path}.{group}[{position}]"
             names.append(container["name"])
             if names.count(container["name"]) > 1:
-                yield Cause(f"{where}.name", f"Duplicate value: {json.dumps(container['name'])}", "FieldValueDuplicate")
+                yield Cause(f"{where}.name", f"Duplicate value: {json.dumps(container['name'])}")
             yield from _container(where, container, volumes, is_init=group == "initContainers")
 
 
@@ -145,11 +145,11 @@ def _container(path: str, container: Object, volumes: list[str], *, is_init: boo
     if not _fits(_LABEL, container["name"], 63):
         yield invalid(f"{path}.name", container["name"], _LABEL_RULE)
     if not container.get("image"):
-        yield Cause(f"{path}.image", "Required value", "FieldValueRequired")
+        yield Cause(f"{path}.image", "Required value")
     for position, mount in enumerate(container.get("volumeMounts") or ()):
         if mount["name"] not in volumes:
             where = f"{path}.volumeMounts[{position}].name"
-            yield Cause(where, f"Not found: {json.dumps(mount['name'])}", "FieldValueNotFound")
+            yield Cause(where, f"Not found: {json.dumps(mount['name'])}")
     yield from _duplicates(f"{path}.ports", [port["name"] for port in container.get("ports") or () if port.get("name")])
     resources = container.get("resources") or {}
     for name, amount in (resources.get("requests") or {}).items():
@@ -159,10 +159,10 @@ def _container(path: str, container: Object, volumes: list[str], *, is_init: boo
             yield invalid(f"{path}.resources.requests", amount, reason)
     for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
         if probe in container and not {"exec", "httpGet", "tcpSocket", "grpc"} & container[probe].keys():
-            yield Cause(f"{path}.{probe}", "Required value: must specify a handler type", "FieldValueRequired")
+            yield Cause(f"{path}.{probe}", "Required value: must specify a handler type")
         if probe in container and is_init and container.get("restartPolicy") != "Always":
             reason = "may not be set for init containers without restartPolicy=Always"
-            yield Cause(f"{path}.{probe}", f"Forbidden: {reason}", "FieldValueForbidden")
+            yield Cause(f"{path}.{probe}", f"Forbidden: {reason}")
 
 
 def _immutable(kind: Kind, new: Object, old: Object) -> Iterator[Cause]:
@@ -185,7 +185,7 @@ _IMMUTABLE = {
 def _duplicates(path: str, names: list[str]) -> Iterator[Cause]:
     for position, name in enumerate(names):
         if name in names[:position]:
-            yield Cause(f"{path}[{position}].name", f"Duplicate value: {json.dumps(name)}", "FieldValueDuplicate")
+            yield Cause(f"{path}[{position}].name", f"Duplicate value: {json.dumps(name)}")
 
 
 def invalid(path: str, value: Any, reason: str) -> Cause:

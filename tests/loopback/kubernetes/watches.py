@@ -30,7 +30,7 @@ def events(store: Store, call: Call, is_cut: Callable[[], bool]) -> Iterator[lis
         with store.changed:
             if version < store.oldest:
                 reason = f"too old resource version: {version} ({store.oldest})"
-                yield [("ERROR", status.expired(reason).body())]
+                yield [("ERROR", status.ApiError(410, reason).body())]
                 return
             changes, version = store.changes(call.kind, version), store.version
             events_ = [event for change in changes if (event := _event(change, chosen))]
