@@ -1,4 +1,4 @@
-"""A Kubeflow Pipelines API server on loopback, for the real ``kfp.Client``.
+"""A Kubeflow Pipelines API server on loopback, for the published client.
 
 It stores pipelines, versions, experiments, runs and recurring runs, validates every
 request and response against the published v2beta1 API (`contract`), and rejects what

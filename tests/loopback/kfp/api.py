@@ -21,7 +21,6 @@ from tests.loopback.kfp.state import FINAL, Resource, State
 
 COMMON = ("created_at", "description", "display_name", "namespace")
 FIELDS: dict[str, tuple[str, ...]] = {
-    "pipeline": ("pipeline_id", "name", "id", *COMMON),
     "version": ("pipeline_version_id", "name", "id", "created_at", "display_name", "description", "status"),
     "experiment": ("experiment_id", "name", "id", "last_run_created_at", "storage_state", *COMMON),
     "run": ("run_id", "experiment_id", "recurring_run_id", "state", "storage_state", "finished_at", *COMMON),
@@ -60,19 +59,9 @@ class Api:
         self._on_run = on_run
         self.policies: list[str] = []
 
-    def healthz_service_get_healthz(self, _: ValidRequest) -> Resource:
-        return {"multi_user": bool(self.state.namespaces), "pipeline_store": "database"}
-
     def pipeline_service_create_pipeline(self, request: ValidRequest) -> Resource:
         fields = dict(request.body)
         return self.state.create_pipeline(fields.pop("name", "") or fields.get("display_name", ""), **fields)
-
-    def pipeline_service_list_pipelines(self, request: ValidRequest) -> Resource:
-        namespace = request.query.get("namespace", "")
-        if namespace:
-            self.state.check_namespace(namespace, "A pipeline")
-        pipelines = [p for p in self.state.pipelines.values() if p.get("namespace", "") == namespace]
-        return _listed("pipelines", *page(pipelines, request.query, FIELDS["pipeline"], "pipeline_id"))
 
     def pipeline_service_get_pipeline(self, request: ValidRequest) -> Resource:
         return _found(self.state.pipelines, request.path["pipeline_id"], "Pipeline")
@@ -94,14 +83,6 @@ class Api:
 
     def pipeline_service_get_pipeline_version(self, request: ValidRequest) -> Resource:
         return _found(self.state.versions, request.path["pipeline_version_id"], "PipelineVersion")
-
-    def upload_pipeline(self, request: ValidRequest) -> Resource:
-        fields = dict(request.query)
-        name = fields.pop("name", "") or fields.get("display_name", "")
-        pipeline = self.state.create_pipeline(name, **fields)
-        fields.pop("namespace", "")
-        self.state.create_version(pipeline["pipeline_id"], name, request.file, **fields)
-        return pipeline
 
     def upload_pipeline_version(self, request: ValidRequest) -> Resource:
         fields = dict(request.query)
@@ -262,7 +243,7 @@ class Application:
         faults = [f"query parameter {key}" for key in request.query_params if key not in operation.query]
         tree: Any = None
         if operation.body:
-            tree = json.loads(body, object_hook=_as_protobuf)
+            tree = json.loads(body)
             faults += contract.faults(operation.body, tree)
         if not hasattr(self._api, operation.name):
             faults.append("this loopback server does not implement the operation")
@@ -271,13 +252,6 @@ class Application:
             raise invalid(f"{operation.name}: {faults[0]}")
         file = _uploaded(request.headers["content-type"], body) if operation.files else b""
         return ValidRequest(path, dict(request.query_params), tree, file)
-
-
-def _as_protobuf(tree: Resource) -> Resource:
-    """Convert numbers to strings: protobuf's JSON encodes 64-bit integers as strings, but
-    kfp.Client sends numbers."""
-    wide = ("max_concurrency", "interval_second")
-    return {key: str(value) if key in wide and isinstance(value, int) else value for key, value in tree.items()}
 
 
 def _uploaded(content_type: str, body: bytes) -> bytes:

@@ -4,13 +4,14 @@ Swagger file.
 ``kfp_server_api`` is generated from KFP's Swagger file: a class for each definition and a method
 for each operation. Each method is called once with a recorder in place of the network, which
 records method, path, query parameters, body and response.
-`tests/real/loopback/kfp/test_contract.py` compares all of it with the Swagger file if
+`tests/fast/loopback/kfp/test_contract.py` compares all of it with the Swagger file if
 ``EVERNEAR_TEST_KFP_SWAGGER`` names a copy of kfp_api_single_file.swagger.json.
 """
 
 import inspect
 import re
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import kfp_server_api
@@ -57,6 +58,7 @@ class _Recorder:
         return path, method, query_params, rest
 
 
+@cache
 def operations() -> list[Operation]:
     """Return every operation of the published client, those with a fixed path first."""
     unsorted = [
@@ -91,20 +93,17 @@ def faults(type_name: str, value: Any) -> list[str]:
     return [f"{'/'.join(map(str, error.absolute_path)) or type_name}: {error.message}" for error in errors]
 
 
+@cache
 def definitions() -> dict[str, Any]:
     """Return every definition as a strict JSON schema."""
     models = {name: model for name, model in vars(kfp_server_api).items() if hasattr(model, "openapi_types")}
     return {name: _definition(model) for name, model in models.items()}
 
 
+@cache
 def _validator(type_name: str) -> Draft202012Validator:
-    if type_name not in _VALIDATORS:
-        schema = {**_schema(type_name), "$defs": definitions()}
-        _VALIDATORS[type_name] = Draft202012Validator(schema, format_checker=FormatChecker(["date-time"]))
-    return _VALIDATORS[type_name]
-
-
-_VALIDATORS: dict[str, Draft202012Validator] = {}
+    schema = {**_schema(type_name), "$defs": definitions()}
+    return Draft202012Validator(schema, format_checker=FormatChecker(["date-time"]))
 
 
 def _definition(model: Any) -> dict[str, Any]:

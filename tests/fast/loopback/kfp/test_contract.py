@@ -1,4 +1,4 @@
-"""The contract equals the published API, and violations are detected."""
+"""The contract equals the published API."""
 
 import json
 import os
@@ -8,26 +8,10 @@ from typing import Any
 import pytest
 
 from tests.loopback.kfp import contract
-from tests.loopback.kfp.api import Api
 
 SWAGGER = os.environ.get("EVERNEAR_TEST_KFP_SWAGGER")
 """kfp_api_single_file.swagger.json of KFP 2.17.0: backend/api/v2beta1/swagger in
 github.com/kubeflow/pipelines."""
-
-
-def test_invalid_requests_and_responses_are_detected() -> None:
-    run = {"run_id": "a", "display_name": "b", "created_at": "2026-11-22T00:00:00Z", "state": "RUNNING"}
-    assert contract.faults("V2beta1Run", run) == []
-    assert contract.faults("V2beta1Run", {**run, "created_at": "yesterday"})
-    assert contract.faults("V2beta1Run", {**run, "state": "Running"})
-    assert contract.faults("V2beta1Run", {**run, "name": "that was v1"})
-    assert contract.faults("V2beta1Run", {**run, "run_details": {"task_details": [{"state": 3}]}})
-    assert contract.faults("V2beta1RecurringRun", {"max_concurrency": 1}), "int64 is a string in protobuf's JSON"
-
-
-def test_loopback_server_has_only_published_operations() -> None:
-    published = {operation.name for operation in contract.operations()}
-    assert {name for name in vars(Api) if not name.startswith("_")} <= published
 
 
 @pytest.mark.skipif(not SWAGGER, reason="EVERNEAR_TEST_KFP_SWAGGER does not name a copy of the Swagger file")
