@@ -26,7 +26,6 @@ from xdist.scheduler import LoadFileScheduling
 
 from evernear.settings import Settings, layers
 from evernear.settings.sources import Tree
-from tests import ROOT
 
 if TYPE_CHECKING:
     from tests.releases import MakeRelease, PackedRelease, System
@@ -49,7 +48,7 @@ LONGEST_FIRST = (
 )
 """Directories whose tests take longest: if started last, they would run alone at the end, on one of
 two cores."""
-USES_SERVER = re.compile(r"def test_\w+\([^)]*\bserved: Served\b")
+USES_SERVER = re.compile(r"def test_\w+\([^)]*\b(served|stub): Served\b")
 SEED = "EVERNEAR_TEST_SEED"
 """The environment variable with the seed of the order of the tests."""
 SLOW_TIMEOUT_S = 1800
@@ -73,15 +72,13 @@ def pytest_collection() -> Generator[None, Any, Any]:
         gc.enable()
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run files in random order, and so the tests of a fast file.
-
-    The others share servers, some of which notice later that the clients of a test are gone.
-    """
+    """Run the files, and the tests of each file, in random order. pytest then puts the tests of a
+    parametrized module fixture next to each other again."""
     rng = random.Random(os.environ[SEED])
     rank = {path: rng.random() for path in dict.fromkeys(item.path for item in items)}
-    fast = ROOT / "tests" / "fast"
-    items.sort(key=lambda item: (rank[item.path], rng.random() if item.path.is_relative_to(fast) else 0))
+    items.sort(key=lambda item: (rank[item.path], rng.random()))
     items.sort(key=lambda item: min(map(LONGEST_FIRST.index, _directories(item)), default=len(LONGEST_FIRST)))
     for item in items:
         if item.get_closest_marker("slow") and not item.get_closest_marker("timeout"):
@@ -89,12 +86,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 class ByFileAndServer(LoadFileScheduling):
-    """The tests of a file run in one worker, and so do all tests with `served`: one TorchServe
-    suffices for them."""
+    """The tests of a file run in one worker, and so do all tests with `served`, and all with
+    `stub`: one TorchServe each suffices for them."""
 
     def _split_scope(self, nodeid: str) -> str:
         file = super()._split_scope(nodeid)
-        return "served" if USES_SERVER.search((self.config.rootpath / file).read_text()) else file
+        server = USES_SERVER.search((self.config.rootpath / file).read_text())
+        return server[1] if server else file
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -196,6 +194,24 @@ def make_release(system: "System", tmp_path_factory: pytest.TempPathFactory) -> 
     from tests.releases import Restamp, release_maker
 
     return release_maker(system, lambda: tmp_path_factory.mktemp("release"), Restamp())
+
+
+@pytest.fixture(scope="session")
+def make_stub(system: "System", tmp_path_factory: pytest.TempPathFactory) -> "MakeRelease":
+    """Pack the system with the handler of `tests.stub_handler`."""
+    from tests.releases import STUB_HANDLER, Restamp, release_maker
+
+    return release_maker(system, lambda: tmp_path_factory.mktemp("stub"), Restamp(STUB_HANDLER))
+
+
+@pytest.fixture(scope="module")
+def without_torch(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """TorchServe's workers import no torch."""
+    from tests.served import modules_without_torch
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(modules_without_torch(tmp_path_factory.mktemp("modules"))))
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -165,7 +165,7 @@ def _base64(image: bytes) -> str:
     return base64.b64encode(image).decode()
 
 
-def _picture(mode: str = "L", kind: str = "PNG", size: tuple[int, int] = (40, 30), **options: object) -> bytes:
+def picture(mode: str = "L", kind: str = "PNG", size: tuple[int, int] = (40, 30), **options: object) -> bytes:
     buffer = BytesIO()
     Image.effect_noise(size, 64).convert(mode).save(buffer, format=kind, **options)
     return buffer.getvalue()
@@ -175,12 +175,12 @@ def _picture(mode: str = "L", kind: str = "PNG", size: tuple[int, int] = (40, 30
 def real_images() -> tuple[bytes, ...]:
     """Valid images of several formats, to be damaged."""
     return (
-        _picture(),
-        _picture("P"),
-        _picture("RGBA"),
-        _picture("RGB", "JPEG", (300, 200)),
-        _picture("RGB", "JPEG", progressive=True),
-        _picture("CMYK", "JPEG"),
+        picture(),
+        picture("P"),
+        picture("RGBA"),
+        picture("RGB", "JPEG", (300, 200)),
+        picture("RGB", "JPEG", progressive=True),
+        picture("CMYK", "JPEG"),
         hostile.png(40, 30, 16, interlaced=True),
         hostile.animated(),
         hostile.progressive(64, 64, 3, 12),

@@ -1,5 +1,6 @@
 """A preprocessing server on a real port, and releases with chosen preprocessing."""
 
+import base64
 import threading
 import time
 from collections.abc import Iterator
@@ -88,6 +89,10 @@ class ReleaseStore:
             serving=ServingSettings(grpc_inference_port=predictor_port),
             prep=PrepSettings.model_validate({"predictor_host": "127.0.0.1"} | prep),
         )
+
+
+def encoded(image: bytes) -> dict[str, str]:
+    return {"data": base64.b64encode(image).decode()}
 
 
 def refusal(answer: httpx.Response, status: int) -> str:

@@ -30,6 +30,7 @@ from tests.ports import free_ports
 
 COMPLETE = "complete"
 """A file that `build_system` writes last."""
+STUB_HANDLER = Path(__file__).with_name("stub_handler.py")
 TORCHSERVE_MANIFEST = "MAR-INF/MANIFEST.json"
 
 
@@ -86,8 +87,8 @@ Pack = Callable[[Candidate, Path, datetime], PackedRelease]
 """Packs a candidate in a directory, as created at a time."""
 
 
-def pack_release(candidate: Candidate, directory: Path, created: datetime) -> PackedRelease:
-    release = make_archive(candidate, ServingSettings(), HANDLER, directory, created)
+def pack_release(candidate: Candidate, directory: Path, created: datetime, handler: Path = HANDLER) -> PackedRelease:
+    release = make_archive(candidate, ServingSettings(), handler, directory, created)
     return PackedRelease(release.archive, release.manifest, candidate.verdict_file)
 
 
@@ -116,12 +117,13 @@ class Restamp:
     """A `Pack` of candidates that differ in verdict and parent alone: only the first one takes half
     a second."""
 
-    def __init__(self) -> None:
+    def __init__(self, handler: Path = HANDLER) -> None:
+        self._handler = handler
         self._first: PackedRelease | None = None
 
     def __call__(self, candidate: Candidate, directory: Path, created: datetime) -> PackedRelease:
         if self._first is None:
-            self._first = pack_release(candidate, directory, created)
+            self._first = pack_release(candidate, directory, created, self._handler)
             return self._first
         verdict = candidate.verdict_file.read_bytes()
         described = Part(sha256=sha256_bytes(verdict), size_bytes=len(verdict))

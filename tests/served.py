@@ -15,6 +15,21 @@ from evernear.serving.endpoints import Management, home_of
 from evernear.settings import Settings
 from tests.releases import PackedRelease, settings_on_free_ports
 
+SECRETS = {
+    **{name: f"{name.replace('_', '')}=wJalrXUt" for name in ("EVERNEAR_MILVUS_TOKEN", "OTEL_EXPORTER_OTLP_HEADERS")},
+    "KFP_TOKEN": "KFPTOKEN=wJalrXUt",
+    "DATABASE_URL": "http://user:wJalrXUt-2@127.0.0.1:9",
+}
+"""Environment variables for a server."""
+SMALL_HEAP = 128 * 2**20
+
+
+def modules_without_torch(directory: Path) -> Path:
+    """A PYTHONPATH with which a worker starts in a tenth of the time. TorchServe imports torch even
+    if the handler does not."""
+    (directory / "torch.py").write_text("class Tensor: ...\n")
+    return directory
+
 
 @dataclass(frozen=True)
 class Served:

@@ -18,11 +18,20 @@ from evernear.release.registry import Registry
 from tests.releases import MakeRelease, PackedRelease, forge
 
 
-@pytest.fixture(params=["file", "s3"])
+@pytest.fixture
 def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
-    if request.param == "file":
-        return open_store((tmp_path / "store").as_uri())
-    return open_store(f"s3://{request.getfixturevalue('bucket')}/team")
+    """A store in a directory, or in a bucket for tests with `ON_BOTH`; both keep one contract."""
+    if getattr(request, "param", "file") == "s3":
+        return open_store(f"s3://{request.getfixturevalue('bucket')}/team")
+    return open_store((tmp_path / "store").as_uri())
+
+
+@pytest.fixture
+def registry(store: Store) -> Registry:
+    return Registry(store)
+
+
+ON_BOTH = pytest.mark.parametrize("store", ["file", "s3"], indirect=True)
 
 
 @pytest.fixture(scope="module")
@@ -34,8 +43,14 @@ def publish(registry: Registry, release: PackedRelease) -> None:
     registry.publish(release.archive)
 
 
-def test_version_is_never_overwritten(store: Store, releases: list[PackedRelease], tmp_path: Path) -> None:
-    registry = Registry(store)
+def champion_of(registry: Registry) -> Champion:
+    champion = registry.champion()
+    assert champion is not None
+    return champion
+
+
+@ON_BOTH
+def test_version_is_never_overwritten(registry: Registry, releases: list[PackedRelease], tmp_path: Path) -> None:
     publish(registry, releases[0])
     publish(registry, releases[0])  # again, as after a lost response
     other = forge(releases[0], tmp_path / "other.mar", smoke_json=b"[]")
@@ -51,44 +66,31 @@ def test_unknown_version_is_named(store: Store) -> None:
             Registry(store).get(version)
 
 
-def test_missing_champion_is_reported_and_can_be_replaced(store: Store, releases: list[PackedRelease]) -> None:
-    registry = Registry(store)
+def test_missing_champion_is_reported_and_can_be_replaced(registry: Registry, releases: list[PackedRelease]) -> None:
     missing = champions(registry, releases[:1])
     publish(registry, releases[1])
-    store.delete(f"releases/manifests/{missing.version}.json")
+    registry.store.delete(f"releases/manifests/{missing.version}.json")
     with pytest.raises(StoreError, match=f"{missing.version} does not exist .* it is the champion; .*registry promote"):
         registry.get(missing.version)
     assert registry.set_champion(releases[1].version, registry.champion()).version == releases[1].version
 
 
-def test_damaged_archive_is_not_returned(store: Store, releases: list[PackedRelease], tmp_path: Path) -> None:
-    registry = Registry(store)
-    record = registry.publish(releases[0].archive)
-    store.put(record.archive_key, b"damaged")
-    with pytest.raises(IntegrityError):
-        registry.fetch(releases[0].version, tmp_path / "fetched.mar")
-    assert not (tmp_path / "fetched.mar").exists()
-
-
 @pytest.mark.parametrize("garbage", [b"", b"{}", b'{"version": "x", "previous": null, "since": "now"}'])
-def test_damaged_record_is_an_error(store: Store, releases: list[PackedRelease], garbage: bytes) -> None:
-    registry = Registry(store)
+def test_damaged_record_is_an_error(registry: Registry, releases: list[PackedRelease], garbage: bytes) -> None:
     publish(registry, releases[0])
-    store.put("releases/champion.json", garbage)
-    store.put(f"releases/manifests/{releases[0].version}.json", garbage)
+    registry.store.put("releases/champion.json", garbage)
+    registry.store.put(f"releases/manifests/{releases[0].version}.json", garbage)
     with pytest.raises(IntegrityError):
         registry.champion()
     with pytest.raises(IntegrityError):
         registry.get(releases[0].version)
 
 
-@pytest.mark.parametrize("kind", ["file", "s3"])
+@ON_BOTH
 @pytest.mark.parametrize("first", [True, False])
 def test_exactly_one_concurrent_promotion_succeeds(
-    request: pytest.FixtureRequest, tmp_path: Path, releases: list[PackedRelease], first: bool, kind: str
+    registry: Registry, releases: list[PackedRelease], first: bool
 ) -> None:
-    uri = f"s3://{request.getfixturevalue('bucket')}/team" if kind == "s3" else (tmp_path / "store").as_uri()
-    registry = Registry(open_store(uri))
     for release in releases:
         publish(registry, release)
     champion = None if first else registry.set_champion(releases[0].version, None)
@@ -97,23 +99,22 @@ def test_exactly_one_concurrent_promotion_succeeds(
     def promote(number: int) -> str | None:
         barrier.wait()
         try:
-            return Registry(open_store(uri)).set_champion(releases[1 + number % 2].version, champion).version
+            another = Registry(open_store(registry.store.uri))
+            return another.set_champion(releases[1 + number % 2].version, champion).version
         except ConflictError:
             return None
 
     with ThreadPoolExecutor(8) as pool:
         promoted = [version for version in pool.map(promote, range(8)) if version]
     assert len(promoted) == 1
-    champion = registry.champion()
-    assert champion is not None
-    assert champion.version == promoted[0]
+    assert champion_of(registry).version == promoted[0]
     assert [promotion.version for promotion in registry.history()] == (
         [] if first else [releases[0].version]
     ) + promoted
 
 
-def test_promotion_with_a_stale_champion_fails(store: Store, releases: list[PackedRelease]) -> None:
-    registry = Registry(store)
+@ON_BOTH
+def test_promotion_with_a_stale_champion_fails(registry: Registry, releases: list[PackedRelease]) -> None:
     for release in releases:
         publish(registry, release)
     old = registry.set_champion(releases[0].version, None)
@@ -125,7 +126,7 @@ def test_promotion_with_a_stale_champion_fails(store: Store, releases: list[Pack
 
 
 def test_kill_between_archive_and_record_leaves_no_release(
-    store: Store, releases: list[PackedRelease], monkeypatch: pytest.MonkeyPatch
+    registry: Registry, releases: list[PackedRelease], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Killed(BaseException):
         pass
@@ -133,21 +134,13 @@ def test_kill_between_archive_and_record_leaves_no_release(
     def die(*_: object) -> str:
         raise Killed
 
-    registry = Registry(store)
     with monkeypatch.context() as patched:
-        patched.setattr(store, "put_if", die)
+        patched.setattr(registry.store, "put_if", die)
         with pytest.raises(Killed):
             publish(registry, releases[0])
     assert list(registry.list()) == []
     publish(registry, releases[0])
     assert list(registry.list()) == [releases[0].version]
-
-
-def promoted(store: Store, releases: list[PackedRelease]) -> Registry:
-    """A registry where each of ``releases`` was promoted in turn."""
-    registry = Registry(store)
-    champions(registry, releases)
-    return registry
 
 
 def champions(registry: Registry, releases: list[PackedRelease]) -> Champion:
@@ -160,8 +153,7 @@ def champions(registry: Registry, releases: list[PackedRelease]) -> Champion:
     return champion
 
 
-def test_rollbacks_undo_promotions_one_by_one(store: Store, releases: list[PackedRelease]) -> None:
-    registry = Registry(store)
+def test_rollbacks_undo_promotions_one_by_one(registry: Registry, releases: list[PackedRelease]) -> None:
     first, second, third = (release.version for release in releases)
     champion = champions(registry, releases)
     champion = registry.roll_back(champion, Cause(by="eve", why="three errs", run="4711"))
@@ -186,9 +178,8 @@ def test_rollbacks_undo_promotions_one_by_one(store: Store, releases: list[Packe
     ]
 
 
-def test_repeated_rollback_does_not_alternate(store: Store, releases: list[PackedRelease]) -> None:
+def test_repeated_rollback_does_not_alternate(registry: Registry, releases: list[PackedRelease]) -> None:
     """After the promotions A, B, A, B, rollbacks lead to A, B, A instead of alternating."""
-    registry = Registry(store)
     first, second, _ = releases
     champion = champions(registry, [first, second])
     for release in (first, second):
@@ -201,12 +192,11 @@ def test_repeated_rollback_does_not_alternate(store: Store, releases: list[Packe
 
 
 def test_kill_before_the_pointer_update_leaves_the_history_unchanged(
-    store: Store, releases: list[PackedRelease], monkeypatch: pytest.MonkeyPatch
+    registry: Registry, releases: list[PackedRelease], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    registry = Registry(store)
     champion = champions(registry, releases[:2])
     publish(registry, releases[2])
-    real = store.put_if
+    real = registry.store.put_if
 
     def die_at_pointer_update(key: str, data: bytes, etag: str | None) -> str:
         if key == "releases/champion.json":
@@ -214,15 +204,16 @@ def test_kill_before_the_pointer_update_leaves_the_history_unchanged(
         return real(key, data, etag)
 
     with monkeypatch.context() as patched:
-        patched.setattr(store, "put_if", die_at_pointer_update)
+        patched.setattr(registry.store, "put_if", die_at_pointer_update)
         with pytest.raises(KeyboardInterrupt):
             registry.set_champion(releases[2].version, champion)
+    assert [promotion.number for promotion in registry.history()] == [1, 2]
     moved = registry.set_champion(releases[2].version, registry.champion())
     assert [promotion.version for promotion in registry.history()] == [release.version for release in releases]
     assert moved.previous == releases[1].version
 
 
-class ServerUnreachableError:
+class UnreachableStore:
     """A store in which some conditional writes fail before or after execution."""
 
     def __init__(self, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -249,11 +240,10 @@ class ServerUnreachableError:
 
 @pytest.mark.parametrize("executed", [False, True], ids=["not carried out", "carried out"])
 def test_promotion_is_retried_during_an_outage_and_counts_once(
-    store: Store, releases: list[PackedRelease], monkeypatch: pytest.MonkeyPatch, executed: bool
+    registry: Registry, releases: list[PackedRelease], monkeypatch: pytest.MonkeyPatch, executed: bool
 ) -> None:
-    registry = Registry(store)
     champion = champions(registry, releases[:2])
-    unreachable = ServerUnreachableError(store, monkeypatch)
+    unreachable = UnreachableStore(registry.store, monkeypatch)
     publish(registry, releases[2])
     unreachable.fail(3, executed)
     champion = registry.set_champion(releases[2].version, champion)
@@ -293,20 +283,6 @@ def test_promotion_with_a_lost_response_is_reported_as_done(
         registry.set_champion(releases[1].version, champion)
 
 
-def test_failed_promotion_is_not_in_the_history(
-    store: Store, releases: list[PackedRelease], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The history entry is written before the pointer; if the pointer update fails, the entry must
-    not count."""
-    registry = Registry(store)
-    champion = champions(registry, releases[:2])
-    ServerUnreachableError(store, monkeypatch).fail(1, executed=False)
-    monkeypatch.setattr(promotions, "_RETRY_TIMEOUT_S", -1.0)
-    with pytest.raises(TransientStoreError):
-        registry.set_champion(releases[0].version, champion)
-    assert [promotion.number for promotion in registry.history()] == [1, 2]
-
-
 @pytest.fixture(scope="module")
 def six_releases(make_release: MakeRelease) -> list[PackedRelease]:
     """Six releases; the second is the parent of the fifth."""
@@ -314,33 +290,31 @@ def six_releases(make_release: MakeRelease) -> list[PackedRelease]:
     return [*releases, make_release(parent=releases[1].version), make_release()]
 
 
-def promoted_registry(store: Store, six_releases: list[PackedRelease]) -> Registry:
-    """A registry whose champion is the fifth release, promoted after the third."""
-    registry = Registry(store)
+def promote_fifth(registry: Registry, six_releases: list[PackedRelease]) -> None:
+    """Publish all, and promote the fifth release after the third."""
     for release in six_releases:
         publish(registry, release)
     third = registry.set_champion(six_releases[2].version, None)
     registry.set_champion(six_releases[4].version, third)
-    return registry
 
 
-def archives(store: Store) -> set[str]:
-    return {entry.key for entry in store.list("releases/archives/")}
+def archives(registry: Registry) -> set[str]:
+    return {entry.key for entry in registry.store.list("releases/archives/")}
 
 
+@ON_BOTH
 def test_prune_keeps_champion_parent_rollback_targets_and_newest(
-    store: Store, six_releases: list[PackedRelease], tmp_path: Path
+    registry: Registry, six_releases: list[PackedRelease], tmp_path: Path
 ) -> None:
-    registry = promoted_registry(store, six_releases)
+    promote_fifth(registry, six_releases)
     pruned = [six_releases[0].version, six_releases[3].version]
     assert list(prune_releases(registry, 1)) == pruned
     remaining = [six_releases[n].version for n in (1, 2, 4, 5)]
     assert list(registry.list()) == remaining
-    assert archives(store) == {registry.get(version).archive_key for version in remaining}
+    assert archives(registry) == {registry.get(version).archive_key for version in remaining}
     for version in remaining:
         registry.fetch(version, tmp_path / "fetched.mar")
-    champion = registry.champion()
-    assert champion is not None
+    champion = champion_of(registry)
     assert champion.version == six_releases[4].version
     assert prune_releases(registry, 1) == ()
 
@@ -353,8 +327,7 @@ def test_prune_keeps_champion_parent_rollback_targets_and_newest(
     registry.roll_back(champion)
 
 
-def test_first_promoted_release_stays_the_anchor(store: Store, releases: list[PackedRelease]) -> None:
-    registry = Registry(store)
+def test_first_promoted_release_stays_the_anchor(registry: Registry, releases: list[PackedRelease]) -> None:
     first, second, third = (release.version for release in releases)
     champion = champions(registry, releases[:1])
     assert champion.anchor == first
@@ -368,8 +341,9 @@ def test_first_promoted_release_stays_the_anchor(store: Store, releases: list[Pa
     assert (champion.version, champion.anchor) == (second, first)
 
 
-def test_moved_anchor_is_in_the_history_and_survives_rollbacks(store: Store, releases: list[PackedRelease]) -> None:
-    registry = Registry(store)
+def test_moved_anchor_is_in_the_history_and_survives_rollbacks(
+    registry: Registry, releases: list[PackedRelease]
+) -> None:
     first, second, third = (release.version for release in releases)
     champion = champions(registry, releases)
     champion = registry.set_anchor(second, champion, Cause(by="ann", why="harder classes"))
@@ -382,18 +356,9 @@ def test_moved_anchor_is_in_the_history_and_survives_rollbacks(store: Store, rel
     assert (champion.version, champion.anchor) == (first, first), "the anchor that was left was the anchor no longer"
 
 
-def test_anchor_that_is_rolled_back_gives_way_to_the_one_before(store: Store, releases: list[PackedRelease]) -> None:
-    registry = Registry(store)
-    champion = champions(registry, releases)
-    champion = registry.set_anchor(releases[2].version, champion)
-    champion = registry.roll_back(champion)
-    assert (champion.version, champion.anchor) == (releases[1].version, releases[0].version)
-
-
 def test_anchor_is_not_pruned_and_cannot_be_moved_to_a_release_that_is(
-    store: Store, six_releases: list[PackedRelease]
+    registry: Registry, six_releases: list[PackedRelease]
 ) -> None:
-    registry = Registry(store)
     champion = champions(registry, six_releases)
     first = six_releases[0].version
     assert champion.anchor == first
@@ -407,66 +372,48 @@ def test_anchor_is_not_pruned_and_cannot_be_moved_to_a_release_that_is(
         registry.set_anchor(champion.version, stale)
 
 
-def test_champion_becomes_the_anchor_if_that_is_removed(store: Store, six_releases: list[PackedRelease]) -> None:
-    registry = Registry(store)
+def test_champion_becomes_the_anchor_if_that_is_removed(registry: Registry, six_releases: list[PackedRelease]) -> None:
     champions(registry, six_releases)
     first = six_releases[0].version
     assert remove_releases(registry, [first]) == (first,)
-    champion = registry.champion()
-    assert champion is not None
+    champion = champion_of(registry)
     assert champion.anchor == champion.version == six_releases[-1].version
     last = [*registry.history()][-1]
     assert (last.how, last.why) == ("anchor", f"The anchor {first} was removed.")
 
 
-def test_restored_pointer_has_the_anchor_of_the_history(store: Store, releases: list[PackedRelease]) -> None:
-    registry = Registry(store)
-    champions(registry, releases)
-    store.delete(CHAMPION)
-    assert registry.restore().anchor == releases[0].version
-
-
-def test_records_of_pruned_releases_are_small(store: Store, six_releases: list[PackedRelease]) -> None:
+def test_records_of_pruned_releases_are_small(registry: Registry, six_releases: list[PackedRelease]) -> None:
     """Each release leaves one for ever."""
-    registry = promoted_registry(store, six_releases)
+    promote_fifth(registry, six_releases)
     before = {version: registry.get(version) for version in registry.list()}
     first, second = prune_releases(registry, 1)
     for version in (first, second):
         key = f"{PRUNED}{version}.json"
-        assert len(store.get(key)) < len(before[version].to_json()) / 2
+        assert len(registry.store.get(key)) < len(before[version].to_json()) / 2
         assert registry.get(version, include_pruned=True) == before[version]
-    store.put(f"{PRUNED}{second}.json", store.get(f"{PRUNED}{second}.json")[:-20])
+    registry.store.put(f"{PRUNED}{second}.json", registry.store.get(f"{PRUNED}{second}.json")[:-20])
     with pytest.raises(IntegrityError, match=f"The record {PRUNED}{second}.json"):
         registry.get(second, include_pruned=True)
 
 
-def test_release_of_another_format_is_refused_in_a_sentence(store: Store, releases: list[PackedRelease]) -> None:
-    registry = Registry(store)
+def test_release_of_another_format_is_refused_in_a_sentence(registry: Registry, releases: list[PackedRelease]) -> None:
     publish(registry, releases[0])
     key = f"{MANIFESTS}{releases[0].version}.json"
-    tree = json.loads(store.get(key))
+    tree = json.loads(registry.store.get(key))
     tree["manifest"]["format"] = 1
     del tree["manifest"]["joined_gallery"]
-    store.put(key, json.dumps(tree).encode())
+    registry.store.put(key, json.dumps(tree).encode())
     with pytest.raises(IntegrityError, match=r"is a record in the format of another version.*needs a new store"):
         registry.get(releases[0].version)
 
 
-def test_prune_without_a_champion_removes_nothing(store: Store, six_releases: list[PackedRelease]) -> None:
-    registry = Registry(store)
-    publish(registry, six_releases[0])
-    publish(registry, six_releases[1])
-    assert prune_releases(registry, 1) == ()
-    assert len(list(registry.list())) == 2
-
-
-def test_prune_keeps_shared_archives(store: Store, six_releases: list[PackedRelease], tmp_path: Path) -> None:
-    registry = promoted_registry(store, six_releases)
+def test_prune_keeps_shared_archives(registry: Registry, six_releases: list[PackedRelease], tmp_path: Path) -> None:
+    promote_fifth(registry, six_releases)
     oldest, newest = six_releases[0].version, six_releases[5].version
     shared = registry.get(newest)
     key = f"releases/manifests/{oldest}.json"
-    record = json.loads(store.get(key))
-    store.put(key, json.dumps(record | {"archive_sha256": shared.archive_sha256}).encode())
+    record = json.loads(registry.store.get(key))
+    registry.store.put(key, json.dumps(record | {"archive_sha256": shared.archive_sha256}).encode())
     assert oldest in prune_releases(registry, 1)
     assert oldest not in registry.list()
     registry.fetch(newest, tmp_path / "fetched.mar")
@@ -474,11 +421,11 @@ def test_prune_keeps_shared_archives(store: Store, six_releases: list[PackedRele
 
 @pytest.mark.parametrize("step", range(1, 9))
 def test_killed_prune_is_safe_and_completed_by_the_next(
-    store: Store, six_releases: list[PackedRelease], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int
+    registry: Registry, six_releases: list[PackedRelease], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int
 ) -> None:
     """Eight writes: the pointer; for each of two releases the tombstone, the record and the
     archive; the pointer."""
-    registry = promoted_registry(store, six_releases)
+    promote_fifth(registry, six_releases)
     remaining = iter(range(1, step))
 
     def killed_at_step(write: Callable[..., object]) -> Callable[..., object]:
@@ -491,13 +438,12 @@ def test_killed_prune_is_safe_and_completed_by_the_next(
 
     with monkeypatch.context() as patched:
         for name in ("put", "put_if", "delete"):
-            patched.setattr(store, name, killed_at_step(getattr(store, name)))
+            patched.setattr(registry.store, name, killed_at_step(getattr(registry.store, name)))
         with pytest.raises(KeyboardInterrupt):
             prune_releases(registry, 1)
 
     pruned = {six_releases[0].version, six_releases[3].version}
-    champion = registry.champion()
-    assert champion is not None
+    champion = champion_of(registry)
     for version in registry.list():
         if version in pruned and step > 1:  # partially removed releases cannot be promoted
             with pytest.raises(StoreError, match="is being pruned"):
@@ -507,36 +453,34 @@ def test_killed_prune_is_safe_and_completed_by_the_next(
     prune_releases(registry, 1)
     remaining = [release.version for release in six_releases if release.version not in pruned]
     assert list(registry.list()) == remaining
-    assert archives(store) == {registry.get(version).archive_key for version in remaining}
+    assert archives(registry) == {registry.get(version).archive_key for version in remaining}
     assert all(registry.get(version, include_pruned=True) for version in pruned)
 
 
-def test_stale_promotion_after_a_prune_fails(store: Store, six_releases: list[PackedRelease]) -> None:
+def test_stale_promotion_after_a_prune_fails(registry: Registry, six_releases: list[PackedRelease]) -> None:
     """This also applies if the pointer is unchanged: the record is read, then pruned, then
     promoted."""
-    registry = promoted_registry(store, six_releases)
+    promote_fifth(registry, six_releases)
     champion = registry.champion()
     real_get = registry.get
 
     def get_then_prune(version: str) -> object:
         record = real_get(version)
-        prune_releases(Registry(store), 1)
+        prune_releases(Registry(registry.store), 1)
         return record
 
     registry.get = get_then_prune  # type: ignore[method-assign,assignment]
     with pytest.raises(ConflictError):
         registry.set_champion(six_releases[0].version, champion)
-    champion = registry.champion()
-    assert champion is not None
-    assert champion.version == six_releases[4].version
+    assert champion_of(registry).version == six_releases[4].version
 
 
 def test_concurrent_promotion_aborts_a_prune(
-    store: Store, six_releases: list[PackedRelease], monkeypatch: pytest.MonkeyPatch
+    registry: Registry, six_releases: list[PackedRelease], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    registry = promoted_registry(store, six_releases)
+    promote_fifth(registry, six_releases)
     before = list(registry.list())
-    real, other = store.put_if, Registry(store)
+    real, other = registry.store.put_if, Registry(registry.store)
 
     def promote_first(key: str, data: bytes, etag: str | None) -> str:
         patched.undo()
@@ -544,13 +488,11 @@ def test_concurrent_promotion_aborts_a_prune(
         return real(key, data, etag)
 
     with monkeypatch.context() as patched:
-        patched.setattr(store, "put_if", promote_first)
+        patched.setattr(registry.store, "put_if", promote_first)
         with pytest.raises(ConflictError, match="champion changed in the meantime"):
             prune_releases(registry, 1)
     assert list(registry.list()) == before
-    champion = registry.champion()
-    assert champion is not None
-    assert champion.version == six_releases[0].version
+    assert champion_of(registry).version == six_releases[0].version
 
 
 def test_release_dated_in_the_future_is_older_than_the_others(store: Store) -> None:
@@ -563,9 +505,9 @@ def test_release_dated_in_the_future_is_older_than_the_others(store: Store) -> N
     assert list(Registry(store).list()) == [future, recent, tomorrow]
 
 
-def test_lost_pointer_is_not_taken_for_a_new_registry(store: Store, releases: list[PackedRelease]) -> None:
-    registry = promoted(store, releases[:1])
-    store.delete(CHAMPION)
+def test_lost_pointer_is_not_taken_for_a_new_registry(registry: Registry, releases: list[PackedRelease]) -> None:
+    champions(registry, releases[:1])
+    registry.store.delete(CHAMPION)
     for use in (registry.champion, lambda: list(registry.history()), lambda: prune_releases(registry, 1)):
         with pytest.raises(IntegrityError, match=r"champion\.json does not exist .*run `evernear registry restore`"):
             use()
@@ -573,48 +515,47 @@ def test_lost_pointer_is_not_taken_for_a_new_registry(store: Store, releases: li
 
 @pytest.mark.parametrize("damage", [None, b"", b"{}"])
 def test_pointer_is_restored_from_the_history(
-    store: Store, releases: list[PackedRelease], damage: bytes | None
+    registry: Registry, releases: list[PackedRelease], damage: bytes | None
 ) -> None:
-    registry = promoted(store, releases[:3])
-    store.delete(CHAMPION) if damage is None else store.put(CHAMPION, damage)
+    champions(registry, releases[:3])
+    registry.store.delete(CHAMPION) if damage is None else registry.store.put(CHAMPION, damage)
     restored = registry.restore()
     assert registry.champion() == restored
     assert (restored.version, restored.promotion.how) == (releases[2].version, "restore")
+    assert restored.anchor == releases[0].version
     assert [promotion.number for promotion in registry.history()] == [1, 2, 3, 4]
     back = registry.roll_back(restored)
     assert back.version == releases[1].version
     assert registry.roll_back(back).version == releases[0].version
 
 
-def test_pointer_is_restored_to_a_named_release(store: Store, releases: list[PackedRelease]) -> None:
-    registry = promoted(store, releases[:2])
+def test_pointer_is_restored_to_a_named_release(registry: Registry, releases: list[PackedRelease]) -> None:
+    champions(registry, releases[:2])
     publish(registry, releases[2])
-    store.delete(CHAMPION)
+    registry.store.delete(CHAMPION)
     restored = registry.restore(releases[2].version)
-    assert (restored.version, restored.previous, restored.promotion.number) == (
-        releases[2].version, releases[1].version, 3
-    )  # fmt: skip
-    assert registry.roll_back(restored).version == releases[1].version
+    expected = (releases[2].version, releases[1].version, 3)
+    assert (restored.version, restored.previous, restored.promotion.number) == expected
 
 
-def test_restore_never_reuses_a_number(store: Store, releases: list[PackedRelease]) -> None:
-    registry = promoted(store, releases[:3])
-    store.delete(CHAMPION)
-    store.put("releases/history/00000003.json", b"")
+def test_restore_never_reuses_a_number(registry: Registry, releases: list[PackedRelease]) -> None:
+    champions(registry, releases[:3])
+    registry.store.delete(CHAMPION)
+    registry.store.put("releases/history/00000003.json", b"")
     restored = registry.restore()
     assert (restored.version, restored.promotion.number) == (releases[1].version, 4)
 
 
-def test_intact_pointer_is_not_replaced(store: Store, releases: list[PackedRelease]) -> None:
-    registry = promoted(store, releases[:2])
+def test_intact_pointer_is_not_replaced(registry: Registry, releases: list[PackedRelease]) -> None:
+    champions(registry, releases[:2])
     with pytest.raises(StoreError, match=f"{releases[1].version}.*nothing to restore"):
         registry.restore(releases[0].version)
 
 
-def test_restore_without_history_needs_a_version(store: Store, releases: list[PackedRelease]) -> None:
-    registry = Registry(store)
+def test_restore_without_history_needs_a_version(registry: Registry, releases: list[PackedRelease]) -> None:
     publish(registry, releases[0])
-    store.put(CHAMPION, b"")
+    assert prune_releases(registry, 0) == (), "without a champion, nothing is removed"
+    registry.store.put(CHAMPION, b"")
     with pytest.raises(StoreError, match="`evernear registry restore VERSION`"):
         registry.restore()
     with pytest.raises(StoreError, match="does not exist"):
@@ -624,11 +565,12 @@ def test_restore_without_history_needs_a_version(store: Store, releases: list[Pa
 
 @pytest.mark.parametrize("folder", ["manifests", "history"])
 def test_one_damaged_record_does_not_break_list_history_and_prune(
-    store: Store, releases: list[PackedRelease], folder: str
+    registry: Registry, releases: list[PackedRelease], folder: str
 ) -> None:
-    registry = promoted(store, releases[:3])
+    champions(registry, releases[:3])
     damaged = releases[0].version
-    store.put(f"releases/manifests/{damaged}.json" if folder == "manifests" else "releases/history/00000001.json", b"")
+    name = damaged if folder == "manifests" else "00000001"
+    registry.store.put(f"releases/{folder}/{name}.json", b"")
     records, faults = registry.records()
     if folder == "manifests":
         assert [*records] == [release.version for release in releases[1:3]]
@@ -639,7 +581,5 @@ def test_one_damaged_record_does_not_break_list_history_and_prune(
     else:
         assert not faults
         assert [promotion.number for promotion in registry.history()] == [2, 3]
-        champion = registry.champion()
-        assert champion
-        registry.set_anchor(releases[1].version, champion)
+        registry.set_anchor(releases[1].version, champion_of(registry))
         assert prune_releases(registry, 1) == (damaged,)

@@ -7,9 +7,9 @@ pipelines on this machine.
 
 import itertools
 import json
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from evernear import steps
 from evernear.common.store import Store, open_store
 from evernear.kubeflow.local_run import pipeline_arguments
 from evernear.settings import Settings, load
-from tests import ROOT
+from tests import ROOT, waiting
 from tests.loopback.kfp import KfpServer, LocalExecutor
 from tests.loopback.kfp.state import RunControl
 from tests.loopback.slack import Person, SlackServer, signed
@@ -33,6 +33,7 @@ ADA, EVE = Person("U0ADA", "ada"), Person("U0EVE", "eve")
 CHANNEL = "C0TRAINING"
 RUN_TIMEOUT_S = 600
 TIMEOUT_S = 240.0
+until = partial(waiting.until, timeout_s=TIMEOUT_S)
 CLASSES, NEW_CLASS = "01234", "9"
 FIRST_IMAGES = 100  # of each class in the first release
 pytestmark = pytest.mark.timeout(900)
@@ -180,13 +181,6 @@ def test_new_class_is_proposed_trained_deployed_and_recognized(product: Product)
     answer = product.recognize(NEW_CLASS)
     assert (answer["pred"], answer["version"]) == (NEW_CLASS, status["champion"])
     assert product.watch()["action"] == "nothing", "the release records what it was trained on"
-
-
-def until(condition: Callable[[], object], timeout_s: float = TIMEOUT_S) -> None:
-    until_s = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < until_s
-        time.sleep(0.05)
 
 
 def answers(url: str) -> bool:

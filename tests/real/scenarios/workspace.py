@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 import time
@@ -149,9 +148,3 @@ def write_digits(directory: Path, labels: str = "0123", per_class: int = 120, sh
             folder.mkdir(parents=True, exist_ok=True)
             pixels = (images[number].reshape(8, 8) * 255 / 16).astype(np.uint8)
             Image.fromarray(pixels).save(folder / f"{number}.png")
-
-
-def clear(directory: Path) -> None:
-    """Recreate ``directory`` empty."""
-    shutil.rmtree(directory, ignore_errors=True)
-    directory.mkdir(parents=True)

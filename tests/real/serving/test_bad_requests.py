@@ -5,17 +5,14 @@ import base64
 import json
 import random
 import struct
-import zlib
-from io import BytesIO
 
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
-from PIL import Image
 
 from evernear.serving.endpoints import read_key
 from tests import hostile
-from tests.hostile_requests import Request, RequestTarget, form, fuzz, is_refusal, json_request, torchserve
+from tests.hostile_requests import Request, RequestTarget, form, is_refusal, json_request, picture, torchserve
 from tests.served import Served
 
 IN_FLIGHT = 64
@@ -29,35 +26,29 @@ def target(served: Served) -> RequestTarget:
     return torchserve(served.settings.serving.inference_port, token, image, query.pred)
 
 
-def picture(mode: str = "L", kind: str = "PNG", size: tuple[int, int] = (40, 30), **options: object) -> bytes:
-    buffer = BytesIO()
-    Image.effect_noise(size, 64).convert(mode).save(buffer, format=kind, **options)
-    return buffer.getvalue()
-
-
-def sixteen_bits() -> bytes:
-    buffer = BytesIO()
-    Image.effect_noise((40, 30), 64).convert("I").point(lambda v: v * 256).convert("I;16").save(buffer, format="PNG")
-    return buffer.getvalue()
-
-
-def with_header(image: bytes, width: int, height: int, depth: int = 8, color_type: int = 0) -> bytes:
+def with_header(image: bytes, width: int, height: int) -> bytes:
     """A PNG with a forged header and a matching checksum."""
-    header = struct.pack(">IIBBBBB", width, height, depth, color_type, 0, 0, 0)
-    return image[:16] + header + struct.pack(">I", zlib.crc32(b"IHDR" + header)) + image[33:]
+    header = struct.pack(">IIBBBBB", width, height, 8, 0, 0, 0, 0)
+    return image[:8] + hostile.chunk(b"IHDR", header) + image[33:]
 
 
 PNG, JPEG = picture(), picture("RGB", "JPEG")
 ACCEPTED = {
     "gray": Request(PNG),
     "color": Request(JPEG),
-    "16 bits": Request(sixteen_bits()),
+    "16 bits": Request(hostile.png(40, 30, 16)),
+    "WebP": Request(picture("RGB", "WEBP")),
     "CMYK": Request(picture("CMYK", "JPEG")),
     "palette": Request(picture("P")),
     "alpha": Request(picture("RGBA")),
     "alpha in gray": Request(picture("LA")),
     "one bit": Request(picture("1")),
     "form": form(b"data", PNG),
+    "form with another field": form(b"image", PNG),
+    "image/png": Request(PNG, ((b"Content-Type", b"image/png"),)),
+    "image as JSON": Request(PNG, ((b"Content-Type", b"application/json"),)),
+    "image as text": Request(PNG, ((b"Content-Type", b"text/plain"),)),
+    "JSON without a type": Request(json.dumps({"data": base64.b64encode(PNG).decode()}).encode()),
     "JSON": json_request({"data": base64.b64encode(PNG).decode()}),
 }
 REFUSED = {
@@ -105,7 +96,7 @@ def test_json_without_an_image_is_rejected_cheaply(target: RequestTarget) -> Non
 
 
 @pytest.mark.parametrize("name", ACCEPTED)
-def test_accepts_every_kind_of_png_and_jpeg(target: RequestTarget, name: str) -> None:
+def test_accepts_every_kind_of_image(target: RequestTarget, name: str) -> None:
     (answer,) = target.send([ACCEPTED[name]])
     assert answer.status == 200, answer.body
     assert "pred" in json.loads(answer.body)
@@ -157,11 +148,4 @@ def test_survives_two_thousand_malformed_requests_without_5xx(served: Served, ta
 
     throw()
     assert len(sent) >= 2000
-    assert served.management.describe("embedding").workers == workers
-
-
-@pytest.mark.slow
-def test_survives_a_minute_of_fuzzing_without_5xx(served: Served, target: RequestTarget) -> None:
-    workers = served.management.describe("embedding").workers
-    assert fuzz(target, seconds=60) > 100
     assert served.management.describe("embedding").workers == workers

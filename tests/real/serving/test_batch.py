@@ -3,7 +3,6 @@ once."""
 
 import json
 import shutil
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -87,14 +86,6 @@ def test_every_image_has_the_answer_of_a_server(shared: Shared, photos: Path, tm
     summary = summarize(parts)
     assert (summary.images, summary.errors, summary.failed) == (IMAGES + 1, 1, ("a/broken.png",))
     assert "Skipped 2 files or folders that are no images" in parts.plan.notes[0]
-
-
-@pytest.mark.slow  # tests/real/embedding/test_embed_in_parts.py has two processes
-def test_two_processes_write_the_same_files_as_one(shared: Shared, tmp_path: Path) -> None:
-    predict(shared, tmp_path / "one")
-    predict(shared, tmp_path / "two", processes=2)
-    assert len(files(tmp_path / "one")) == 4
-    assert files(tmp_path / "one") == files(tmp_path / "two")
 
 
 def test_killed_run_continues_with_the_parts_that_are_missing(
@@ -218,21 +209,6 @@ def test_step_of_the_pipeline_predicts_with_the_champion_and_its_run_ends_as_pre
     (record,) = [each for each in RunRecord(open_store(shared.store_uri), "run-1").steps() if each.step == "predict"]
     assert record.message.endswith("; 1 image has no prediction; see the column error: a/broken.png")
     assert "Predicted" in (tmp_path / "page.html").read_text()
-
-
-def test_progress_counts_every_image(shared: Shared, tmp_path: Path) -> None:
-    counts: list[int] = []
-    parts = plan_predictions(shared, FileStore(tmp_path / "out"))
-    run_parts(parts, partial(open_worker, on_images=counts.append))
-    assert sum(counts) == IMAGES + 1
-
-
-def test_step_continues_where_another_run_stopped(shared: Shared, photos: Path, tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    predict(shared, out)
-    before = files(out)
-    steps.predict("run-2", shared.store_uri, f"folder:{photos}", out.as_uri(), shared.version, 1)
-    assert files(out) == before
 
 
 @pytest.mark.parametrize(

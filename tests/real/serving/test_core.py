@@ -1,19 +1,16 @@
 import random
 import subprocess
 import sys
-from io import BytesIO
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from PIL import Image
 
 from evernear.data.image_file import EncodedImage
 from evernear.data.preprocess import Pixels, Preprocessing
 from evernear.data.reduction import BitDepth
 from evernear.embedding.export import NETWORK_FILE
 from evernear.embedding.network import load_torchscript
-from evernear.errors import IntegrityError
 from evernear.index.search import Gallery
 from evernear.release.archive_reader import ReleaseParts
 from evernear.serving import core as core_module
@@ -68,19 +65,6 @@ def test_bad_image_fails_alone_at_any_position(core: Predictor, parts: ReleasePa
                 )
 
 
-def test_webp_and_png_of_the_same_pixels_have_the_same_prediction(core: Predictor, parts: ReleaseParts) -> None:
-    images = [image for image, _ in parts.smoke_queries()]
-    for png, answer in zip(images, core.predict(images), strict=True):
-        buffer = BytesIO()
-        with Image.open(BytesIO(png)) as image:
-            image.save(buffer, "WEBP", lossless=True)
-        (again,) = core.predict([buffer.getvalue()])
-        assert isinstance(answer, Prediction)
-        assert isinstance(again, Prediction)
-        assert again.pred == answer.pred
-        assert again.dist == pytest.approx(answer.dist, abs=1e-4)
-
-
 def test_decompression_bombs_fail_alone(core: Predictor, parts: ReleaseParts) -> None:
     good = [image for image, _ in parts.smoke_queries()]
     bombs = [bomb.make() for bomb in hostile.REFUSED.values()]
@@ -130,23 +114,6 @@ def test_accepts_an_empty_batch_and_one_of_bad_images(core: Predictor) -> None:
     assert all(isinstance(answer, Rejection) for answer in core.predict([b"", b"x"]))
 
 
-def test_resizes_an_image_of_another_size(core: Predictor) -> None:
-    from io import BytesIO
-
-    from PIL import Image
-
-    buffer = BytesIO()
-    Image.new("RGB", (300, 200), "white").save(buffer, format="JPEG")
-    (answer,) = core.predict([buffer.getvalue()])
-    assert isinstance(answer, Prediction)
-
-
-def test_rejects_an_index_of_another_network(parts: ReleaseParts) -> None:
-    other = parts.manifest.model_copy(update={"network_sha256": "0" * 64})
-    with pytest.raises(IntegrityError, match="not of 000000000000"):
-        Predictor.open(ReleaseParts(other, parts.directory))
-
-
 def test_handler_imports_only_packages_of_the_serving_image() -> None:
     script = (
         "import sys, evernear.serving.handler\n"
@@ -176,13 +143,3 @@ def test_deep_images_are_read_with_the_bit_depth_of_the_release(
         deep[0] = 256
         predictor.predict([deep_png(deep)])
         assert "beyond the 8 bits that the release reads" in caplog.text
-
-
-def test_light_drawings_on_transparency_are_seen(core: Predictor) -> None:
-    pixels = np.full((8, 8, 2), 255, np.uint8)
-    pixels[..., 1] = 255 * np.eye(8, dtype=np.uint8)
-    buffer = BytesIO()
-    Image.fromarray(pixels).save(buffer, "PNG")
-    seen = core.predict_batch([buffer.getvalue()]).images
-    assert seen is not None
-    assert np.array_equal(seen[0], pixels[..., 1:])

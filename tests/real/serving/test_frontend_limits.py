@@ -1,6 +1,6 @@
-"""Limits on clients of a server with the smallest Java heap, which keeps working at every limit."""
+"""Limits on clients of a server with a small Java heap, which keeps working at every limit."""
 
-import signal
+import shutil
 import socket
 import struct
 import time
@@ -8,54 +8,55 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
-import requests
 
 from evernear.errors import PredictionRejectedError, ServingError, SettingsError
-from evernear.serving import configuration, torchserve
+from evernear.serving import torchserve
 from evernear.serving.client import Client, Target
+from evernear.serving.configuration import model_store
 from evernear.settings import ServingSettings, load
 from evernear.settings.serving import HEAP_SIZE_BYTES
 from tests.real.serving.raw import Answer, Raw, bearer, request
 from tests.releases import PackedRelease
-from tests.served import Served, serving
+from tests.served import SMALL_HEAP, Served
 from tests.waiting import until
 
 CLIENTS = 150
 LARGEST = ServingSettings.model_fields["max_request_size_bytes"].default
-SMALL_HEAP = 128 * 2**20
+MOST_UPLOADS = SMALL_HEAP // 4 // LARGEST
 FORM = (b'--x\r\nContent-Disposition: form-data; name="data"; filename="a"\r\n\r\n', b"\r\n--x--\r\n")
 FORM_TYPE = b"Content-Type: multipart/form-data; boundary=x\r\n"
 
 
-@pytest.fixture(scope="module")
-def small(release: PackedRelease, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    """A server with a small heap."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(configuration, "HEAP_SIZE_BYTES", SMALL_HEAP)
-        with serving(release, tmp_path_factory.mktemp("small")) as served:
-            yield served
-            assert not [log for log in (served.home / "logs").iterdir() if b"OutOfMemory" in log.read_bytes()]
-
-
 @contextmanager
 def connections(served: Served, count: int) -> Iterator[list[Raw]]:
+    """Connections that the server has closed, too, at the end."""
     with ExitStack() as stack:
-        yield [stack.enter_context(Raw.to(served.settings.serving.inference_port)) for _ in range(count)]
+        yield [stack.enter_context(connection(served)) for _ in range(count)]
 
 
 @contextmanager
-def admitted_uploads(served: Served) -> Iterator[list[Raw]]:
-    """Connections that fill the server, once it has noticed that those of earlier tests are
-    closed."""
+def connection(served: Served) -> Iterator[Raw]:
+    with Raw.to(served.settings.serving.inference_port) as client:
+        yield client
+        with suppress(OSError):  # a reset, or closed by the test
+            client.end()
+            while client.socket.recv(65536):
+                pass
+
+
+@contextmanager
+def admitted_uploads(served: Served, headers: bytes = b"") -> Iterator[list[Raw]]:
+    """Connections that fill the server, once requests of earlier tests have ended."""
     clients: list[Raw] = []
 
     def are_enough() -> bool:
-        client = stack.enter_context(Raw.to(served.settings.serving.inference_port))
-        if is_admitted(client, served):
+        client = stack.enter_context(connection(served))
+        if is_admitted(client, served, headers):
             clients.append(client)
-        return len(clients) == most_uploads(served)
+        return len(clients) == MOST_UPLOADS
 
     with ExitStack() as stack:
         until(are_enough)
@@ -78,53 +79,51 @@ def is_overload(answer: Answer) -> bool:
     return "reached the server's limit in bytes" in answer.sentence
 
 
-def most_uploads(served: Served) -> int:
-    return configuration.frontend_limits(served.settings.serving)["max_in_flight_bytes"] // LARGEST
-
-
 def predicts(served: Served) -> bool:
     image, query = served.parts.smoke_queries()[0]
     with Client.of(served.settings) as client, Client.of(served.settings, "grpc") as grpc:
         return client.predict(image).pred == query.pred == grpc.predict(image).pred
 
 
-def test_missing_token_is_rejected_before_the_body_arrives(small: Served) -> None:
-    with connections(small, 1) as (client,):
+def test_missing_token_is_rejected_before_the_body_arrives(stub: Served) -> None:
+    with connections(stub, 1) as (client,):
         answer = client.send(upload(b"")).answer()
         assert (answer.status, answer.headers["connection"]) == (401, "close")
 
 
-def test_bodies_without_a_token_are_not_stored(small: Served) -> None:
-    with connections(small, CLIENTS) as clients:
+def test_bodies_without_a_token_are_not_stored(stub: Served) -> None:
+    with connections(stub, CLIENTS) as clients:
         for client in clients:
             client.send(upload(b"") + bytes(LARGEST - 1))
         assert {client.answer().status for client in clients} == {401}
-        assert predicts(small)
+        assert predicts(stub)
 
 
-def test_heap_fits_all_requests_in_flight_and_more_are_rejected(small: Served) -> None:
+def test_heap_fits_all_requests_in_flight_and_more_are_rejected(stub: Served) -> None:
     """Forms are parsed twice."""
     begin, end = FORM
     body = begin + bytes(LARGEST - len(begin) - len(end)) + end
     for _ in range(2):  # the memory of these requests is free again
-        with connections(small, CLIENTS) as clients:
-            admitted = [client for client in clients if is_admitted(client, small, FORM_TYPE)]
-            assert len(admitted) == most_uploads(small) == 5
+        with admitted_uploads(stub, FORM_TYPE) as admitted, connections(stub, CLIENTS) as others:
+            assert len(admitted) == 5
+            assert not [client for client in others if is_admitted(client, stub)]
             for client in admitted:
                 client.send(body[:-1])
-            assert predicts(small)  # an image of the usual size still fits
+            assert predicts(stub)  # an image of the usual size still fits
             for client in admitted:
                 client.send(body[-1:])
             for client in admitted:
                 answer = client.answer()
                 assert (answer.status, "is not a PNG, JPEG or WebP" in answer.sentence) == (400, True)
-    assert predicts(small)
+    assert predicts(stub)
 
 
-def test_chunks_count_as_they_arrive(small: Served) -> None:
+def test_chunks_count_as_they_arrive(stub: Served) -> None:
     chunk = b"%x\r\n%s\r\n" % (1_000_000, bytes(1_000_000))
-    head = request(b"POST /predictions/embedding", bearer(small) + b"Transfer-Encoding: chunked\r\n")
-    with connections(small, 6) as clients:
+    head = request(b"POST /predictions/embedding", bearer(stub) + b"Transfer-Encoding: chunked\r\n")
+    with admitted_uploads(stub):
+        pass  # nothing of other tests is in flight
+    with connections(stub, MOST_UPLOADS + 1) as clients:
         for client in clients:
             client.send(head + 6 * chunk)
         for client in clients:
@@ -132,53 +131,43 @@ def test_chunks_count_as_they_arrive(small: Served) -> None:
         answers = [client.answer() for client in clients]
     assert {answer.status for answer in answers} == {400, 503}
     assert all(is_overload(answer) for answer in answers if answer.status == 503)
-    assert predicts(small)
+    assert predicts(stub)
 
 
-def test_queued_requests_of_disconnected_clients_count(small: Served) -> None:
-    (worker,) = [process for process in torchserve.processes(small.home) if "java" not in process.name()]
-    before = requests_received(small)
-    worker.send_signal(signal.SIGSTOP)
-    try:
-        with admitted_uploads(small) as clients:
+def test_queued_requests_of_disconnected_clients_count(stub: Served, tmp_path: Path) -> None:
+    hold = tmp_path / "hold"
+    with connections(stub, 1) as (first,):
+        first.send(request(b"POST /predictions/embedding", bearer(stub), b"hold " + bytes(hold)))
+        until(hold.exists)
+        with admitted_uploads(stub) as clients:
             for client in clients:
                 client.send(bytes(LARGEST))
-            until(lambda: requests_received(small) == before + len(clients))
+            until(lambda: stub.management.describe("embedding").queue.pending == len(clients))
             for client in clients:
-                client.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # a reset
+                client.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                client.socket.close()  # a reset
         for _ in range(10):
-            assert not has_room(small)
+            with connections(stub, 1) as (client,):
+                assert not is_admitted(client, stub)
             time.sleep(0.1)
-    finally:
-        worker.send_signal(signal.SIGCONT)
-    until(lambda: has_room(small))
-    assert predicts(small)
+        hold.unlink()
+        assert first.answer().status == 400
+    with admitted_uploads(stub):
+        assert predicts(stub)
 
 
-def requests_received(served: Served) -> int:
-    """Total number of prediction requests that TorchServe has received."""
-    url = f"http://127.0.0.1:{served.settings.serving.metrics_port}/metrics"
-    lines = requests.get(url, timeout=30).text.splitlines()
-    return sum(int(float(line.split()[-1])) for line in lines if line.startswith("ts_inference_requests_total{"))
-
-
-def has_room(served: Served) -> bool:
-    with connections(served, 1) as (client,):
-        return is_admitted(client, served)
-
-
-def test_grpc_calls_count_toward_the_limit(small: Served) -> None:
+def test_grpc_calls_count_toward_the_limit(stub: Served) -> None:
     with (
-        admitted_uploads(small),
-        Client.of(small.settings, "grpc") as grpc,
+        admitted_uploads(stub),
+        Client.of(stub.settings, "grpc") as grpc,
         pytest.raises(ServingError, match="reached the server's limit in bytes"),
     ):
         grpc.predict(bytes(LARGEST - 10_000))
-    assert predicts(small)
+    assert predicts(stub)
 
 
-def test_grpc_messages_without_a_token_are_not_stored(small: Served) -> None:
-    target = replace(Target.local(small.settings, "grpc"), token=lambda: "x")
+def test_grpc_messages_without_a_token_are_not_stored(stub: Served) -> None:
+    target = replace(Target.local(stub.settings, "grpc"), token=lambda: "x")
 
     def ask(_: int) -> str:
         with Client(target) as unauthorized, pytest.raises(PredictionRejectedError) as refusal:
@@ -187,24 +176,12 @@ def test_grpc_messages_without_a_token_are_not_stored(small: Served) -> None:
 
     with ThreadPoolExecutor(40) as pool:
         assert all("Token Authorization failed" in refusal for refusal in pool.map(ask, range(CLIENTS)))
-    assert predicts(small)
+    assert predicts(stub)
 
 
 def test_settings_reject_a_request_size_beyond_the_heap_quarter() -> None:
     with pytest.raises(SettingsError, match=r"max_request_size_bytes = 134217729: .*134217728"):
         load(overrides=[f"serving.max_request_size_bytes={HEAP_SIZE_BYTES // 4 + 1}"])
-
-
-@pytest.fixture(scope="module")
-def hasty(release: PackedRelease, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    """A server with short timeouts and few connections."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(configuration, "UPLOAD_TIMEOUT_S", 1)
-        patch.setattr(configuration, "IDLE_TIMEOUT_S", 3)
-        patch.setattr(configuration, "CONNECTION_BYTES", SMALL_HEAP // 20)
-        patch.setattr(configuration, "HEAP_SIZE_BYTES", SMALL_HEAP)
-        with serving(release, tmp_path_factory.mktemp("hasty")) as served:
-            yield served
 
 
 def test_slow_body_times_out(hasty: Served) -> None:
@@ -249,3 +226,45 @@ def test_connections_beyond_the_limit_wait(hasty: Served) -> None:
                 assert metrics.send(request(b"GET /metrics")).answer().status == 200
             clients[0].socket.close()
             assert late.answer().status == 200
+
+
+def test_without_the_model_api_no_model_can_be_changed(hasty: Served) -> None:
+    for refused in (
+        lambda: hasty.management.register("embedding.mar", hasty.settings.serving),
+        lambda: hasty.management.unregister("embedding", hasty.manifest.version),
+    ):
+        with pytest.raises(ServingError, match="rejected"):
+            refused()
+    assert torchserve.is_ready(hasty.home, "embedding")
+
+
+QUEUED = 3
+
+
+@pytest.fixture
+def registered(stub: Served, delayed: PackedRelease) -> Iterator[Served]:
+    """The server of the stub, with a second version."""
+    shutil.copy(delayed.archive, model_store(stub.home) / "delayed.mar")
+    stub.management.register("delayed.mar", stub.settings.serving)
+    yield stub
+    stub.management.unregister("embedding", delayed.version)
+
+
+@pytest.mark.parametrize("loaded", ["registered", "hasty"], ids=["while it runs", "at startup"])
+def test_lone_requests_do_not_wait_and_those_for_a_busy_worker_form_a_batch(
+    request: pytest.FixtureRequest, delayed: PackedRelease, loaded: str, tmp_path: Path
+) -> None:
+    stub: Served = request.getfixturevalue(loaded)
+    image, hold = stub.parts.smoke_queries()[0][0], tmp_path / "hold"
+    with stub.client() as client, ThreadPoolExecutor(1 + QUEUED) as pool:
+        started_s = time.monotonic()
+        for _ in range(3):
+            client.predict(image, delayed.version)
+        assert time.monotonic() - started_s < 60
+        first = pool.submit(client.predict, b"hold " + bytes(hold), delayed.version)
+        until(hold.exists)
+        others = [pool.submit(client.predict, image, delayed.version) for _ in range(QUEUED)]
+        until(lambda: stub.management.describe("embedding", delayed.version).queue.pending == QUEUED)
+        hold.unlink()
+        assert isinstance(first.exception(), PredictionRejectedError)
+        assert len({other.result().id for other in others}) == 1

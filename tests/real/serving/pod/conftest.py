@@ -9,8 +9,7 @@ from minio import Minio
 from evernear.common.store import open_store
 from evernear.release.archive_reader import open_release
 from evernear.release.registry import Registry
-from tests.real.serving.pod.kubelet import Pod
-from tests.real.serving.pod.shipped import TOKEN, Shipped, StartPod
+from tests.real.serving.pod.kubelet import TOKEN, Pod, Shipped, StartPod
 from tests.releases import MakeRelease
 
 KEYS = ("tester", "not-a-secret")

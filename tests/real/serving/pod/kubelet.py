@@ -10,14 +10,18 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import psutil
 import requests
 
+from evernear.common.disk import sha256_file
+from evernear.release.archive_reader import ReleaseParts
 from evernear.serving.pod import GRACE_PERIOD_S
 from evernear.settings import ServingSettings, Settings
-from tests.releases import settings_on_free_ports
+from tests.releases import PackedRelease, settings_on_free_ports
 
 EVERNEAR = str(Path(sys.executable).with_name("evernear"))
 CONTAINER = str(Path(__file__).with_name("container.sh"))
@@ -158,3 +162,31 @@ def can_contain() -> bool:
 
 
 _contains: list[bool] = []
+
+
+TOKEN = "0123456789abcdef0123456789abcdef"
+
+
+@dataclass(frozen=True)
+class Shipped:
+    """A published release."""
+
+    release: PackedRelease
+    parts: ReleaseParts
+    store: str
+
+    @property
+    def version(self) -> str:
+        return self.release.version
+
+    @property
+    def sha256(self) -> str:
+        return sha256_file(self.release.archive)
+
+    @property
+    def image(self) -> bytes:
+        return self.parts.smoke_queries()[0][0]
+
+
+class StartPod(Protocol):
+    def __call__(self, removal_s: float = 10, **serving: object) -> Pod: ...

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from evernear.common.disk import sha256_file
-from evernear.common.store import open_store
+from evernear.common.store import Store, open_store
 from evernear.errors import IntegrityError, ServingError, SettingsError, StoreError
 from evernear.release.registry import Registry
 from evernear.serving import pod
@@ -49,54 +49,59 @@ def test_restarted_container_needs_no_store(release: PackedRelease, settings: Se
     assert pod.fetch_release(release.version, sha256, without_store) == release.manifest
 
 
-def test_fetch_rejects_an_unexpected_sha256(release: PackedRelease, settings: Settings) -> None:
-    with pytest.raises(IntegrityError, match=r"has the sha256 [0-9a-f]{64}, but the pod expects 0000.*deploy"):
-        pod.fetch_release(release.version, "0" * 64, settings)
-    assert not settings.workdir.exists()
+def expect_another(release: PackedRelease, store: Store, directory: Path) -> str:
+    return "0" * 64
 
 
-def test_release_of_a_later_version_is_refused_with_the_order_of_upgrades(
-    release: PackedRelease, settings: Settings
-) -> None:
-    store = open_store(settings.store_uri)
+def change_record(release: PackedRelease, store: Store, directory: Path) -> str:
     key = f"releases/manifests/{release.version}.json"
     record = json.loads(store.get(key))
     record["manifest"]["from_a_later_version"] = 1
     store.put(key, json.dumps(record).encode())
-    with pytest.raises(IntegrityError) as refused:
-        pod.fetch_release(release.version, sha256_file(release.archive), settings)
-    sentence = str(refused.value)
-    assert "does not know the field manifest.from_a_later_version" in sentence
-    assert sentence.endswith("upgrade evernear here, servers before pipelines.")
-    assert "repair" not in sentence
-    assert not settings.workdir.exists()
+    return sha256_file(release.archive)
 
 
-def test_fetch_rejects_an_archive_changed_in_the_store(release: PackedRelease, settings: Settings) -> None:
-    sha256 = sha256_file(release.archive)
-    store = open_store(settings.store_uri)
-    data = bytearray(release.archive.read_bytes())
+def change_archive(release: PackedRelease, store: Store, directory: Path) -> str:
+    data, sha256 = bytearray(release.archive.read_bytes()), sha256_file(release.archive)
     data[len(data) // 2] ^= 1
     store.put(f"releases/archives/{sha256}.mar", bytes(data))
-    with pytest.raises(IntegrityError, match="is damaged"):
+    return sha256
+
+
+def replace_release(release: PackedRelease, store: Store, directory: Path) -> str:
+    """Both hashes agree, but the archive is not the release in the record."""
+    other = forge(release, directory / "other.mar", preprocessing_json=b"{}")
+    record = Registry(store).get(release.version).model_copy(update={"archive_sha256": sha256_file(other.archive)})
+    store.put(record.archive_key, other.archive)
+    store.put(f"releases/manifests/{release.version}.json", record.model_dump_json().encode())
+    return record.archive_sha256
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        (expect_another, r"has the sha256 [0-9a-f]{64}, but the pod expects 0000.*deploy"),
+        (
+            change_record,
+            r"^(?!.*repair).*does not know the field manifest\.from_a_later_version.*"
+            r"upgrade evernear here, servers before pipelines\.$",
+        ),
+        (change_archive, "is damaged"),
+        (replace_release, "is another release"),
+    ],
+)
+def test_fetch_rejects_anything_but_the_release(
+    release: PackedRelease,
+    settings: Settings,
+    tmp_path: Path,
+    change: Callable[[PackedRelease, Store, Path], str],
+    sentence: str,
+) -> None:
+    sha256 = change(release, open_store(settings.store_uri), tmp_path)
+    with pytest.raises(IntegrityError, match=sentence):
         pod.fetch_release(release.version, sha256, settings)
     assert not archive_in(settings).exists()
     assert list(home_of(settings.workdir).glob(".*")) == []
-
-
-def test_fetch_rejects_another_release_under_the_same_name(
-    release: PackedRelease, settings: Settings, tmp_path: Path
-) -> None:
-    """Both hashes agree, but the archive is not the release in the record."""
-    other = forge(release, tmp_path / "other.mar", preprocessing_json=b"{}")
-    sha256 = sha256_file(other.archive)
-    registry, store = Registry(open_store(settings.store_uri)), open_store(settings.store_uri)
-    record = registry.get(release.version).model_copy(update={"archive_sha256": sha256})
-    store.put(record.archive_key, other.archive)
-    store.put(f"releases/manifests/{release.version}.json", record.model_dump_json().encode())
-    with pytest.raises(IntegrityError, match="is another release"):
-        pod.fetch_release(release.version, sha256, settings)
-    assert not archive_in(settings).exists()
 
 
 @pytest.mark.skipif(not can_contain(), reason="the kernel does not allow unprivileged namespaces")
@@ -138,17 +143,14 @@ def test_serve_rejects_files_next_to_the_release_until_the_next_fetch(
 ) -> None:
     """The server would load a file, and block on a pipe."""
     sha256 = sha256_file(release.archive)
+    with pytest.raises(ServingError, match="run `evernear pod fetch` first"):
+        pod.serve_pod(settings, without_token=True)
     pod.fetch_release(release.version, sha256, settings)
     make(archive_in(settings).with_name("x.mar"))
     with pytest.raises(ServingError, match="or other files next to it; run `evernear pod fetch` first"):
         pod.serve_pod(settings, without_token=True)
     pod.fetch_release(release.version, sha256, settings)
     assert list(archive_in(settings).parent.iterdir()) == [archive_in(settings)]
-
-
-def test_serve_requires_a_release(tmp_path: Path) -> None:
-    with pytest.raises(ServingError, match="run `evernear pod fetch` first"):
-        pod.serve_pod(Settings(workdir=tmp_path), without_token=True)
 
 
 @pytest.mark.parametrize(

@@ -13,10 +13,9 @@ import requests
 from evernear.errors import PredictionRejectedError
 from evernear.serving.client import Client, Format, Target
 from evernear.serving.endpoints import home_of, read_key
+from tests.load import Calls, calling
 from tests.real.serving.pod.balancer import Balancer
-from tests.real.serving.pod.callers import Calls, calling, calling_grpc
-from tests.real.serving.pod.kubelet import Pod, can_contain
-from tests.real.serving.pod.shipped import TOKEN, Shipped, StartPod
+from tests.real.serving.pod.kubelet import TOKEN, Pod, Shipped, StartPod, can_contain
 from tests.real.serving.raw import Raw, request
 from tests.waiting import until
 
@@ -183,8 +182,8 @@ def test_replacements_under_load_fail_no_request_of_5000_unless_prestop_is_too_s
     with (
         rest.balancer.running() as balancer,
         grpc.balancer.running() as grpc_balancer,
-        calling(balancer.port, shipped.image, TOKEN, clients=10, pause_s=0.02) as calls,
-        calling_grpc(grpc_balancer.port, shipped.image, TOKEN, clients=2, pause_s=0.02) as grpc_calls,
+        calling(lambda: service_client(balancer, "rest"), shipped.image, clients=10, pause_s=0.02) as calls,
+        calling(lambda: service_client(grpc_balancer, "grpc"), shipped.image, clients=2, pause_s=0.02) as grpc_calls,
     ):
         for lag_s in (LAG_S, 2.7):
             pods.append(start_pod(removal_s=3))
@@ -230,18 +229,6 @@ def test_requests_wait_and_the_pod_is_unready_until_a_dead_worker_is_replaced(
 
 
 @pytest.mark.slow
-def test_killed_container_restarts_in_its_volume(start_pod: StartPod, shipped: Shipped) -> None:
-    """A kubelet restarts the container but not the init container, with the emptyDir unchanged."""
-    pod = start_pod()
-    pod.kill()
-    assert pod.probe() == 0
-    pod.start()
-    assert "8 stored queries" in pod.await_started()
-    with Client(target(pod, TOKEN)) as client:
-        assert client.predict(shipped.image).version == shipped.version
-
-
-@pytest.mark.slow
 def test_without_token_serves_everyone(shipped: Shipped, tmp_path: Path) -> None:
     pod = Pod(tmp_path / "pod")
     try:
@@ -253,6 +240,10 @@ def test_without_token_serves_everyone(shipped: Shipped, tmp_path: Path) -> None
             assert client.predict(shipped.image).version == shipped.version
     finally:
         pod.kill()
+
+
+def service_client(balancer: Balancer, format: Format) -> Client:
+    return Client(Target("127.0.0.1", balancer.port, "embedding", format, token=lambda: TOKEN))
 
 
 def summary(calls: Calls, grpc_calls: Calls) -> str:

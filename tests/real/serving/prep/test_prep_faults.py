@@ -1,29 +1,33 @@
 """The preprocessing server with predictors that change releases, are slow, or fail."""
 
-import base64
 import json
 import threading
 import time
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from io import BytesIO
 from pathlib import Path
 
 import grpc
+import httpx
 import pytest
 from PIL import Image
 
+from evernear.data.image_file import EncodedImage
+from evernear.release.manifest import ReleaseManifest
 from evernear.serving.client.inference_pb2 import PredictionsRequest
+from evernear.serving.decoding import MAX_WAITING_LARGE, SMALL_PIXELS
 from evernear.serving.prep import service
-from tests.prep_server import ReleaseStore, make_champion, prep_client, refusal
+from evernear.serving.prep.service import prepare
+from tests import hostile
+from tests.hostile_requests import picture
+from tests.prep_server import ReleaseStore, encoded, make_champion, prep_client, refusal
 from tests.real.serving.fake_servers import ANSWER, grpc_server
 from tests.releases import settings_on_free_ports
 
 
 def png(size_px: int = 100) -> dict[str, str]:
-    buffer = BytesIO()
-    Image.effect_noise((size_px, size_px), 50).save(buffer, format="PNG")
-    return {"data": base64.b64encode(buffer.getvalue()).decode()}
+    return encoded(picture(size=(size_px, size_px)))
 
 
 class Predictor:
@@ -65,14 +69,15 @@ def port(predictor: Predictor) -> Iterator[int]:
         yield port
 
 
-def test_rollout_changes_the_preprocessing(stored_releases: ReleaseStore, predictor: Predictor, port: int) -> None:
-    with prep_client(stored_releases.settings(port)) as client:
-        assert client.post("/predict/label", json=png()).json() == label_response("8", predictor.version)
-        predictor.version = stored_releases.release(2, size_px=16)
-        assert client.post("/predict/label", json=png()).json() == label_response("16", predictor.version)
-        assert client.get("/metadata").json()["height_px"] == 16
-        predictor.version = stored_releases.release(1)
-        assert client.post("/predict/label", json=png()).json() == label_response("8", predictor.version)
+def test_rollout_changes_the_preprocessing(
+    stored_releases: ReleaseStore, predictor: Predictor, prep: httpx.Client
+) -> None:
+    assert prep.post("/predict/label", json=png()).json() == label_response("8", predictor.version)
+    predictor.version = stored_releases.release(2, size_px=16)
+    assert prep.post("/predict/label", json=png()).json() == label_response("16", predictor.version)
+    assert prep.get("/metadata").json()["height_px"] == 16
+    predictor.version = stored_releases.release(1)
+    assert prep.post("/predict/label", json=png()).json() == label_response("8", predictor.version)
 
 
 def label_response(label: str, version: str) -> dict[str, object]:
@@ -80,14 +85,13 @@ def label_response(label: str, version: str) -> dict[str, object]:
 
 
 def test_rollout_with_the_same_preprocessing_costs_no_second_call(
-    stored_releases: ReleaseStore, predictor: Predictor, port: int
+    stored_releases: ReleaseStore, predictor: Predictor, prep: httpx.Client
 ) -> None:
-    with prep_client(stored_releases.settings(port)) as client:
-        client.post("/predict", json=png())
-        calls = predictor.calls
-        predictor.version = stored_releases.release(2)
-        assert client.post("/predict", json=png()).json()["version"] == predictor.version
-        assert predictor.calls == calls + 1
+    prep.post("/predict", json=png())
+    calls = predictor.calls
+    predictor.version = stored_releases.release(2)
+    assert prep.post("/predict", json=png()).json()["version"] == predictor.version
+    assert predictor.calls == calls + 1
 
 
 def test_rollouts_under_load_never_mix_preprocessing(
@@ -113,18 +117,15 @@ def test_rollouts_under_load_never_mix_preprocessing(
 
 
 def test_predictions_of_an_unregistered_release_are_withheld(
-    stored_releases: ReleaseStore, predictor: Predictor, port: int
+    stored_releases: ReleaseStore, predictor: Predictor, prep: httpx.Client
 ) -> None:
     predictor.version = version = stored_releases.release(2, published=False)
-    with prep_client(stored_releases.settings(port)) as client:
-        for path in ("/health", "/metadata", "/label", "/predict/test", "/predict/test/label"):
-            assert f"answers with release {version}, whose preprocessing is not available" in refusal(
-                client.get(path), 503
-            )
-        for path in ("/predict", "/predict/label"):
-            assert "so its prediction may be wrong" in refusal(client.post(path, json=png()), 503)
-        stored_releases.release(2)  # finally published
-        assert client.get("/health").json()["version"] == version
+    for path in ("/health", "/metadata", "/label", "/predict/test", "/predict/test/label"):
+        assert f"answers with release {version}, whose preprocessing is not available" in refusal(prep.get(path), 503)
+    for path in ("/predict", "/predict/label"):
+        assert "so its prediction may be wrong" in refusal(prep.post(path, json=png()), 503)
+    stored_releases.release(2)  # finally published
+    assert prep.get("/health").json()["version"] == version
 
 
 def test_missing_first_release_is_reported(stored_releases: ReleaseStore, tmp_path: Path) -> None:
@@ -135,12 +136,11 @@ def test_missing_first_release_is_reported(stored_releases: ReleaseStore, tmp_pa
         assert predictor.calls == 0
 
 
-def test_damaged_registry_is_reported(stored_releases: ReleaseStore, predictor: Predictor, port: int) -> None:
+def test_damaged_registry_is_reported(stored_releases: ReleaseStore, predictor: Predictor, prep: httpx.Client) -> None:
     (stored_releases.directory / "releases" / "champion.json").write_text("{")
-    with prep_client(stored_releases.settings(port)) as client:
-        assert "is not a valid" in refusal(client.get("/health"), 503)
-        make_champion(stored_releases.uri, predictor.version)
-        assert client.get("/health").status_code == 200
+    assert "is not a valid" in refusal(prep.get("/health"), 503)
+    make_champion(stored_releases.uri, predictor.version)
+    assert prep.get("/health").status_code == 200
 
 
 def test_predictor_is_reconnected_after_downtime(stored_releases: ReleaseStore, predictor: Predictor) -> None:
@@ -157,26 +157,22 @@ def test_predictor_is_reconnected_after_downtime(stored_releases: ReleaseStore, 
         assert 'evernear_prep_predictor_failures_total{reason="ServerUnreachableError"}' in exported
 
 
-def test_unavailable_predictor_is_retried(stored_releases: ReleaseStore, predictor: Predictor, port: int) -> None:
+def test_unavailable_predictor_is_retried(predictor: Predictor, prep: httpx.Client) -> None:
     def fail_twice(request: PredictionsRequest, context: grpc.ServicerContext) -> bytes:
         if predictor.calls % 3:
             context.abort(grpc.StatusCode.UNAVAILABLE, "not now")
         return predictor.recognize(request, context)
 
     predictor.answer = fail_twice
-    with prep_client(stored_releases.settings(port)) as client:
-        assert [client.post("/predict", json=png()).status_code for _ in range(4)] == [200] * 4
-        assert predictor.calls == 12
+    assert [prep.post("/predict", json=png()).status_code for _ in range(4)] == [200] * 4
+    assert predictor.calls == 12
 
 
-def test_slow_predictor_times_out(
-    stored_releases: ReleaseStore, predictor: Predictor, port: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_slow_predictor_times_out(predictor: Predictor, prep: httpx.Client, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(service, "PREP_TIMEOUT_S", 0.3)
     predictor.answer = predictor.wait
-    with prep_client(stored_releases.settings(port)) as client:
-        assert "within 0.3 s" in refusal(client.post("/predict", json=png()), 504)
-        assert "within 0.3 s" in refusal(client.get("/health"), 504)
+    assert "within 0.3 s" in refusal(prep.post("/predict", json=png()), 504)
+    assert "within 0.3 s" in refusal(prep.get("/health"), 504)
 
 
 def test_calls_are_not_retried_during_an_outage(stored_releases: ReleaseStore, predictor: Predictor, port: int) -> None:
@@ -225,3 +221,117 @@ def test_foreign_predictor_is_reported(stored_releases: ReleaseStore, predictor:
     predictor.answer = lambda *_: json.dumps({"code": 400, "type": "x", "message": "Not for you."}).encode()
     with prep_client(stored_releases.settings(port)) as client:
         assert "The predictor rejects the requests of this server: Not for you." in refusal(client.get("/health"), 503)
+
+
+@pytest.fixture
+def prep(stored_releases: ReleaseStore, port: int) -> Iterator[httpx.Client]:
+    with prep_client(stored_releases.settings(port)) as client:
+        yield client
+
+
+SMALL = encoded(hostile.png(28, 28))
+LARGE = encoded(hostile.png(1001, 1000, 1))
+
+
+class Gate:
+    """Blocks the decoding of large images until it is opened."""
+
+    def __init__(self) -> None:
+        self.opened, self.reached = threading.Event(), threading.Semaphore(0)
+
+    def prepare(self, file: EncodedImage, manifest: ReleaseManifest) -> bytes:
+        if file.pixels > SMALL_PIXELS:
+            self.reached.release()
+            self.opened.wait()
+        return prepare(file, manifest)
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
+    gate = Gate()
+    monkeypatch.setattr(service, "prepare", gate.prepare)
+    yield gate
+    gate.opened.set()
+
+
+def test_small_images_do_not_wait_for_large_ones(prep: httpx.Client, gate: Gate) -> None:
+    with ThreadPoolExecutor(4) as pool:
+        large = [pool.submit(prep.post, "/predict", json=LARGE) for _ in range(4)]
+        gate.reached.acquire()
+        for _ in range(20):
+            assert prep.post("/predict", json=SMALL).status_code == 200
+        assert not any(answer.done() for answer in large)
+        gate.opened.set()
+        assert {answer.result().status_code for answer in large} == {200}
+
+
+def test_excess_large_images_are_rejected_immediately(
+    stored_releases: ReleaseStore, port: int, gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(service, "LARGE_DECODES", 2)
+    capacity = 2 + MAX_WAITING_LARGE
+    with prep_client(stored_releases.settings(port)) as prep, ThreadPoolExecutor(capacity) as pool:
+        waiting: list[Future[httpx.Response]] = []
+        for _ in range(capacity):
+            waiting.append(pool.submit(prep.post, "/predict", json=LARGE))
+        gate.reached.acquire()
+        gate.reached.acquire()
+        answer = until(lambda: prep.post("/predict", json=LARGE, timeout=1), 503, waiting)
+        assert "Too many large images" in refusal(answer, 503)
+        assert answer.headers["retry-after"] == "1"
+        assert prep.post("/predict", json=SMALL).status_code == 200
+        gate.opened.set()
+        statuses = [future.result().status_code for future in waiting]
+        assert prep.post("/predict", json=LARGE).status_code == 200
+    assert set(statuses) <= {200, 503}
+    assert statuses.count(200) >= 2 + MAX_WAITING_LARGE - 1
+
+
+def until(ask: Callable[[], httpx.Response], status: int, waiting: list[Future[httpx.Response]]) -> httpx.Response:
+    """Repeat until the response has ``status``: earlier requests may still be in flight."""
+    while True:
+        try:
+            answer = ask()
+        except httpx.ReadTimeout:  # this request occupied one of the slots itself
+            continue
+        if answer.status_code == status:
+            return answer
+        assert not all(future.done() for future in waiting)
+
+
+def test_waiting_too_long_for_decoding_times_out(
+    stored_releases: ReleaseStore, port: int, gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(service, "PREP_TIMEOUT_S", 2)
+    with prep_client(stored_releases.settings(port)) as prep:
+        with ThreadPoolExecutor(2) as pool:
+            answers = list(pool.map(lambda _: prep.post("/predict", json=LARGE), range(2)))
+        assert [refusal(answer, 504) == "No prediction within 2 s." for answer in answers] == [True, True]
+        assert prep.post("/predict", json=SMALL).status_code == 200
+        gate.opened.set()
+    # The decode in progress finished; the waiting one never started.
+    assert gate.reached.acquire(blocking=False)
+    assert not gate.reached.acquire(blocking=False)
+
+
+def test_pixel_limits_of_server_and_release_both_apply(stored_releases: ReleaseStore, port: int) -> None:
+    settings = stored_releases.settings(port)
+    few = settings.model_copy(update={"serving": settings.serving.model_copy(update={"max_pixels": 1_000})})
+    with prep_client(few) as prep:
+        assert "1000 are allowed by serving.max_pixels" in refusal(
+            prep.post("/predict", json=encoded(hostile.png(40, 40))), 400
+        )
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'{"data": [' + b"{}," * 3_000_000 + b"{}]}",
+        b'{"more": [' + b"{}," * 3_000_000 + b'{}], "data": "AAAA"}',
+        b'{"' + b"k" * 9_000_000 + b'": 1}',
+        b'{"data":' * 1_000_000,
+    ],
+)
+def test_json_without_an_image_is_rejected_cheaply(prep: httpx.Client, body: bytes) -> None:
+    message = refusal(prep.post("/predict", content=body), 422)
+    assert len(message) < 300

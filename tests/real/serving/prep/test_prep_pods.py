@@ -1,9 +1,11 @@
 """The preprocessing server while the pods behind the name of its predictor change."""
 
 import json
+import socket
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
+from typing import Any
 
 import httpx
 import pytest
@@ -12,7 +14,6 @@ from evernear.serving.client import grpc as grpc_channel
 from tests.ports import free_ports
 from tests.prep_server import ReleaseStore, prep_client
 from tests.real.serving.fake_servers import ANSWER, grpc_server
-from tests.real.serving.name_server import NameServer, use_name_server
 from tests.real.serving.prep.test_prep_faults import png
 
 NAME = "pods.test"
@@ -20,10 +21,32 @@ A, B, C, D = (f"127.0.0.{last}" for last in (11, 12, 13, 14))
 MAX_RESOLUTIONS = 2  # until a request succeeds after a ready pod exists; one begins every second
 
 
+class Names:
+    """Resolves `NAME` to the addresses of a headless Service, like a name server. With ``caching``,
+    the first answer is repeated, as by a server on a node until the end of its TTL."""
+
+    def __init__(self, *, caching: bool) -> None:
+        self.addresses: list[str] = []
+        self.queries = 0
+        self._caching = caching
+        self._answer: list[str] = []
+        self._resolve = socket.getaddrinfo
+
+    def getaddrinfo(self, host: bytes | str | None, *args: Any, **options: Any) -> list[Any]:
+        if host not in (NAME, NAME.encode()):
+            return self._resolve(host, *args, **options)
+        self.queries += 1
+        if not (self._caching and self._answer):
+            self._answer = self.addresses
+        if not self._answer:
+            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+        return [found for address in self._answer for found in self._resolve(address, *args, **options)]
+
+
 class Pods:
     """The pods of one headless Service. All are ready, and so in DNS."""
 
-    def __init__(self, names: NameServer, version: str) -> None:
+    def __init__(self, names: Names, version: str) -> None:
         self.port = free_ports(1)[0]
         self.calls: dict[str, int] = {}
         self._names = names
@@ -52,14 +75,14 @@ class Pods:
 
 
 @pytest.fixture
-def names(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[NameServer]:
-    with NameServer(caching=getattr(request, "param", False)).running() as names:
-        use_name_server(names.port, monkeypatch)
-        yield names
+def names(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Names:
+    names = Names(caching=getattr(request, "param", False))
+    monkeypatch.setattr(socket, "getaddrinfo", names.getaddrinfo)
+    return names
 
 
 @pytest.fixture
-def pods(stored_releases: ReleaseStore, names: NameServer) -> Iterator[Pods]:
+def pods(stored_releases: ReleaseStore, names: Names) -> Iterator[Pods]:
     pods = Pods(names, stored_releases.release(1, champion=True))
     pods.start(A)
     pods.start(B)
@@ -73,7 +96,7 @@ def prep(stored_releases: ReleaseStore, pods: Pods) -> Iterator[httpx.Client]:
         yield client
 
 
-def recovers(prep: httpx.Client, names: NameServer) -> bool:
+def recovers(prep: httpx.Client, names: Names) -> bool:
     """Whether a request succeeds before more than `MAX_RESOLUTIONS` end."""
     first = names.queries
     while prep.post("/predict", json=png(8)).status_code != 200:
@@ -82,13 +105,13 @@ def recovers(prep: httpx.Client, names: NameServer) -> bool:
     return True
 
 
-def wait_for_resolutions(names: NameServer, count: int) -> None:
+def wait_for_resolutions(names: Names, count: int) -> None:
     end = names.queries + count
     while names.queries < end:
         time.sleep(0.01)
 
 
-def test_replaced_pods_are_used(prep: httpx.Client, pods: Pods, names: NameServer) -> None:
+def test_replaced_pods_are_used(prep: httpx.Client, pods: Pods, names: Names) -> None:
     assert recovers(prep, names)
     pods.delete(A)
     pods.start(C)
@@ -97,7 +120,7 @@ def test_replaced_pods_are_used(prep: httpx.Client, pods: Pods, names: NameServe
     assert pods.calls[C]
 
 
-def test_rollout_loses_no_request(prep: httpx.Client, pods: Pods, names: NameServer) -> None:
+def test_rollout_loses_no_request(prep: httpx.Client, pods: Pods, names: Names) -> None:
     assert recovers(prep, names)
     for old, new in ((A, C), (B, D)):
         pods.start(new)
@@ -108,7 +131,7 @@ def test_rollout_loses_no_request(prep: httpx.Client, pods: Pods, names: NameSer
     assert pods.calls[D]
 
 
-def test_additional_pod_gets_requests(prep: httpx.Client, pods: Pods, names: NameServer) -> None:
+def test_additional_pod_gets_requests(prep: httpx.Client, pods: Pods, names: Names) -> None:
     assert recovers(prep, names)
     pods.start(C)
     wait_for_resolutions(names, 2)
@@ -119,7 +142,7 @@ def test_additional_pod_gets_requests(prep: httpx.Client, pods: Pods, names: Nam
 @pytest.mark.parametrize(
     "resolutions", [pytest.param(4, id="seconds"), pytest.param(60, id="a minute", marks=pytest.mark.slow)]
 )
-def test_first_pod_after_an_outage_is_used(prep: httpx.Client, pods: Pods, names: NameServer, resolutions: int) -> None:
+def test_first_pod_after_an_outage_is_used(prep: httpx.Client, pods: Pods, names: Names, resolutions: int) -> None:
     assert recovers(prep, names)
     pods.close()
     end = names.queries + resolutions
@@ -130,9 +153,7 @@ def test_first_pod_after_an_outage_is_used(prep: httpx.Client, pods: Pods, names
 
 
 @pytest.mark.parametrize("names", [True], indirect=True, ids=["caching name server"])
-def test_fallback_host_answers_while_dns_is_outdated(
-    stored_releases: ReleaseStore, names: NameServer, pods: Pods
-) -> None:
+def test_fallback_host_answers_while_dns_is_outdated(stored_releases: ReleaseStore, names: Names, pods: Pods) -> None:
     hosts = {"predictor_host": NAME, "predictor_fallback_host": C}  # C is the ClusterIP
     with prep_client(stored_releases.settings(pods.port, **hosts)) as prep:
         assert recovers(prep, names)
@@ -143,7 +164,7 @@ def test_fallback_host_answers_while_dns_is_outdated(
         assert pods.calls[C]
 
 
-def test_failed_resolution_leaves_the_addresses(prep: httpx.Client, names: NameServer) -> None:
+def test_failed_resolution_leaves_the_addresses(prep: httpx.Client, names: Names) -> None:
     assert recovers(prep, names)
     names.addresses = []
     wait_for_resolutions(names, 2)

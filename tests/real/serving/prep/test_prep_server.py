@@ -1,7 +1,6 @@
 """The preprocessing server in front of a real TorchServe."""
 
 import asyncio
-import base64
 import json
 import logging
 import os
@@ -11,13 +10,12 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from io import BytesIO, StringIO
+from io import StringIO
 from pathlib import Path
 
 import httpx
 import psutil
 import pytest
-from PIL import Image
 
 from evernear.common.output import JsonFormatter
 from evernear.common.store import open_store
@@ -27,12 +25,13 @@ from evernear.serving.configuration import model_store
 from evernear.serving.prep.app import prep_memory_size_bytes
 from evernear.serving.responses import Metadata
 from evernear.settings import Settings
-from tests import hostile, hostile_requests
-from tests.hostile_requests import fuzz
-from tests.prep_server import make_champion, prep_client
+from tests import command_line, hostile, hostile_requests
+from tests.hostile_requests import fuzz, picture
+from tests.prep_server import encoded, make_champion, prep_client
 from tests.releases import settings_on_free_ports
 from tests.served import Served
 
+JPEG = picture("RGB", "JPEG", (301, 203))
 EVERNEAR = str(Path(sys.executable).parent / "evernear")
 PATHS = {"/health", "/metadata", "/label", "/predict/test", "/predict/test/label", "/predict", "/predict/label"}
 
@@ -52,20 +51,9 @@ def prep(published: Settings) -> Iterator[httpx.Client]:
         yield client
 
 
-def encoded(image: bytes) -> dict[str, str]:
-    return {"data": base64.b64encode(image).decode()}
-
-
-def jpeg() -> bytes:
-    """A color photograph of another size than the network's input."""
-    buffer = BytesIO()
-    Image.effect_mandelbrot((301, 203), (-2, -1, 1, 1), 50).convert("RGB").rotate(3).save(buffer, format="JPEG")
-    return buffer.getvalue()
-
-
 def test_prediction_equals_torchserves(served: Served, prep: httpx.Client) -> None:
     with Client.of(served.settings) as direct:
-        for image in [jpeg(), *(image for image, _ in served.parts.smoke_queries())]:
+        for image in [JPEG, *(image for image, _ in served.parts.smoke_queries())]:
             answer = prep.post("/predict", json=encoded(image))
             assert answer.status_code == 200, answer.text
             expected = direct.predict(image).model_dump(mode="json")
@@ -130,7 +118,7 @@ def test_predict_test_recognizes_a_stored_query(served: Served, prep: httpx.Clie
     ("body", "status", "sentence"),
     [
         (encoded(b"text"), 400, "The image is not a PNG, JPEG or WebP image."),
-        (encoded(jpeg()[:900]), 400, "The image is a broken image"),
+        (encoded(JPEG[:900]), 400, "The image is a broken image"),
         ({"data": "***"}, 400, 'The text under "data" is not base64.'),
         ({"data": "\u00e4"}, 400, 'The text under "data" is not base64.'),
         ({"data": ""}, 422, "Expected `str` of length >= 1 - at `$.data`."),
@@ -164,13 +152,6 @@ def test_unknown_paths_and_methods_get_the_same_error_format(prep: httpx.Client)
     assert prep.get("/nothing").json() == {"code": 404, "type": "NotFound", "message": "Not Found"}
     assert prep.get("/predict").status_code == 405
     assert prep.get("/predict").headers["allow"] == "POST"
-
-
-def test_serves_concurrent_requests(served: Served, prep: httpx.Client) -> None:
-    queries = served.parts.smoke_queries() * 8
-    with ThreadPoolExecutor(32) as pool:
-        answers = list(pool.map(lambda query: prep.post("/predict", json=encoded(query[0])), queries))
-    assert [answer.json()["pred"] for answer in answers] == [query.pred for _, query in queries]
 
 
 def test_client_supports_the_preprocessing_server(served: Served, prep: httpx.Client) -> None:
@@ -234,7 +215,7 @@ def process(published: Settings) -> Iterator[tuple[subprocess.Popen[str], int]]:
 
 
 def test_process_loads_no_torch_listens_on_loopback_and_exits_cleanly(
-    process: tuple[subprocess.Popen[str], int],
+    process: tuple[subprocess.Popen[str], int], tmp_path: Path
 ) -> None:
     running, port = process
     running_process = psutil.Process(running.pid)
@@ -243,14 +224,8 @@ def test_process_loads_no_torch_listens_on_loopback_and_exits_cleanly(
     assert {c.laddr for c in running_process.net_connections("inet") if c.status == psutil.CONN_LISTEN} == {
         ("127.0.0.1", port)
     }
-    second = subprocess.run(
-        [EVERNEAR, "prep"],
-        env=os.environ
-        | {"EVERNEAR_WORKDIR": "nowhere", "EVERNEAR_PREP__PORT": str(port)}
-        | {"EVERNEAR_PREP__PREDICTOR_HOST": "127.0.0.1"},
-        capture_output=True,
-        text=True,
-    )
+    variables = {"EVERNEAR_PREP__PORT": str(port), "EVERNEAR_PREP__PREDICTOR_HOST": "127.0.0.1"}
+    second = command_line.evernear("prep", "--workdir", str(tmp_path), environment=variables)
     assert second.returncode == 4
     assert f"Port {port} on 127.0.0.1 is in use" in second.stderr
     running.send_signal(signal.SIGTERM)
@@ -273,7 +248,7 @@ def test_memory_stays_below_the_pods_limit(process: tuple[subprocess.Popen[str],
     limit = published.prep.max_request_size_bytes
     images = [make() for make in hostile.largest_valid_files(published.serving.max_pixels).values()]
     bodies = [body for image in images if len(body := json.dumps(encoded(image)).encode()) <= limit]
-    bodies += [json.dumps(encoded(jpeg())).encode().ljust(limit)] * 8
+    bodies += [json.dumps(encoded(JPEG)).encode().ljust(limit)] * 8
     with ThreadPoolExecutor(12) as pool, httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60) as client:
         answers = [*pool.map(lambda body: client.post("/predict", content=body), bodies * 3)]
     assert {answer.status_code for answer in answers} <= {200, 503, 504}
@@ -283,6 +258,6 @@ def test_memory_stays_below_the_pods_limit(process: tuple[subprocess.Popen[str],
 
 
 def test_does_not_start_without_a_predictor(tmp_path: Path) -> None:
-    completed = subprocess.run([EVERNEAR, "prep", "--workdir", str(tmp_path)], capture_output=True, text=True)
+    completed = command_line.evernear("prep", "--workdir", str(tmp_path))
     assert completed.returncode == 4
     assert "No TorchServe runs in" in completed.stderr
