@@ -2,14 +2,17 @@
 
 import itertools
 import json
+import shutil
 import zipfile
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Protocol
+from urllib.parse import unquote, urlsplit
 
 from evernear.common.disk import sha256_bytes
+from evernear.common.store import open_store
 from evernear.data.ingest import ingest_source
 from evernear.data.manifest import save_manifest
 from evernear.data.shards import Dataset
@@ -81,6 +84,14 @@ def build_system(directory: Path, source: str = "digits") -> System:
     build_index(Embeddings.open(directory / "embeddings"), dataset.labels, IndexSettings(), directory / "index")
     (directory / COMPLETE).touch()
     return System(dataset, directory / "network", directory / "index")
+
+
+def copy_store(system: System, directory: Path) -> System:
+    """``system`` with a copy of its store in ``directory``, for tests that write to it."""
+    original = Path(unquote(urlsplit(system.dataset.store.uri).path))
+    store = open_store(shutil.copytree(original, directory).as_uri())
+    manifest = system.dataset.manifest.model_copy(update={"store_uri": store.uri})
+    return replace(system, dataset=Dataset(manifest, store))
 
 
 Pack = Callable[[Candidate, Path, datetime], PackedRelease]

@@ -14,6 +14,7 @@ from evernear.release.registry import Registry
 from evernear.settings import DataSettings
 from tests.command_line import evernear
 from tests.dataset_images import write_images
+from tests.releases import copy_store
 
 
 @pytest.fixture
@@ -88,7 +89,7 @@ def test_dataset_is_named_if_the_store_has_several(tmp_path: Path, snapshots: tu
 
 def test_release_selects_its_snapshot(tmp_path: Path, make_release, system) -> None:
     release = make_release()
-    store = system.dataset.store
+    store = copy_store(system, tmp_path / "store").dataset.store
     Registry(store).publish(release.archive)
     assert select_snapshot(store, "", None, release.version).digest == system.dataset.digest
     folder = evernear(

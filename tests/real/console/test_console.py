@@ -4,13 +4,11 @@ what it imports."""
 import hashlib
 import json
 import re
-import shutil
 import subprocess
 import sys
 from importlib import resources
 from io import BytesIO
 from pathlib import Path
-from urllib.parse import unquote, urlsplit
 
 import httpx
 import numpy as np
@@ -19,7 +17,7 @@ from PIL import Image
 from starlette.requests import Request
 from starlette.testclient import TestClient
 
-from evernear.common.store import Store, open_store
+from evernear.common.store import Store
 from evernear.console.access import SignIn
 from evernear.console.answers import ANSWERS, PENDING, Answer
 from evernear.console.pages import DataPage
@@ -35,7 +33,7 @@ from evernear.serving.query_log_files import encode_embedding
 from evernear.serving.responses import Prediction
 from evernear.settings import load
 from tests.consoles import TOKEN, console_client, with_csrf
-from tests.releases import MakeRelease, System
+from tests.releases import MakeRelease, System, copy_store
 from tests.review_queue import NOW, log_queries, png
 
 
@@ -304,8 +302,7 @@ def test_every_page_opens_in_an_empty_store(store: Store, source: Path) -> None:
 @pytest.fixture
 def released(system: System, make_release: MakeRelease, tmp_path: Path) -> tuple[Store, str]:
     """A copy of a store with a snapshot and a release of it, and the release's version."""
-    shutil.copytree(Path(unquote(urlsplit(system.dataset.store.uri).path)), tmp_path / "copy")
-    copied = open_store((tmp_path / "copy").as_uri())
+    copied = copy_store(system, tmp_path / "copy").dataset.store
     return copied, Registry(copied).publish(make_release().archive).manifest.version
 
 

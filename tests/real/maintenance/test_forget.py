@@ -91,10 +91,8 @@ def original(tmp_path_factory: pytest.TempPathFactory, milvus_uri: str) -> Prepa
             Image.fromarray((image * 15.9).astype(np.uint8)).save(root / f"images/{name}/{number}.png")
     store = (root / "store").as_uri()
     settings = DataSettings(source=f"folder:{root / 'images'}", gallery_fraction=0.2, query_fraction=0.1)
-    in_milvus = IndexSettings(backend="milvus", uri=milvus_uri, collection="forget")
-
     before = ingest_source(settings, store)
-    first, trained, collection = release(root, before, 0, None, in_milvus)
+    first, trained, collection = release(root, before, 0, None, in_milvus(milvus_uri))
     shutil.rmtree(root / "images/c")
     for number in range(10):
         (root / f"images/b/{number}.png").unlink()
@@ -106,6 +104,10 @@ def original(tmp_path_factory: pytest.TempPathFactory, milvus_uri: str) -> Prepa
     removed = {digest: image for digest, image in pixels[before.digest].items() if digest not in pixels[after.digest]}
     kept = next(iter(pixels[after.digest].values()))
     return Prepared(root, root / "images", removed, kept, trained, reindexed, retrained, before, after, collection)
+
+
+def in_milvus(uri: str) -> IndexSettings:
+    return IndexSettings(backend="milvus", uri=uri, collection="forget")
 
 
 def pixels_by_hash(store: str, manifest: Manifest) -> dict[bytes, bytes]:
@@ -150,10 +152,12 @@ def record_run(record: RunRecord, verdict: Verdict) -> None:
 
 
 @pytest.fixture
-def prepared(original: Prepared, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Prepared:
+def prepared(original: Prepared, milvus_uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Prepared:
     """A copy of the original, with logged queries, and with the champion of the test to be set. The
-    copy owns the original's collection."""
+    copy owns the original's collection, which is filled again if another test has deleted it."""
     owner = owner_of(original.store)
+    embeddings = Embeddings.open(original.root / "work0" / "embeddings")
+    build_index(embeddings, original.before.labels, in_milvus(milvus_uri), tmp_path / "index", owner=owner)
     monkeypatch.setattr("evernear.release.registry.owner_of", lambda _: owner)
     shutil.copytree(original.root, tmp_path / "copy")
     copied = Prepared(**{**vars(original), "root": tmp_path / "copy"})
@@ -220,7 +224,6 @@ def content(prepared: Prepared) -> bytes:
 
 
 def test_rows_lead_to_images_through_a_removal_and_a_reindex(prepared: Prepared) -> None:
-    """The first gallery is in Milvus, whose collection later tests delete."""
     images = GalleryImages(prepared.store)
     for number, version in enumerate((prepared.trained, prepared.reindexed, prepared.retrained)):
         embeddings = Embeddings.open(prepared.root / f"work{number}" / "embeddings")

@@ -27,7 +27,7 @@ from evernear.settings import DataSettings
 from tests.command_line import evernear
 from tests.dataset_images import write_images
 from tests.real.data.export.conftest import FILE_IMAGES
-from tests.releases import MakeRelease, System
+from tests.releases import MakeRelease, System, copy_store
 
 Rows = list[dict[str, Any]]
 
@@ -165,21 +165,24 @@ def test_memory_does_not_grow_with_the_number_of_images(form: Format, tmp_path: 
 
 
 @pytest.fixture(scope="module")
-def version(system: System, make_release: MakeRelease) -> str:
-    release = make_release()
-    Registry(system.dataset.store).publish(release.archive)
-    return release.version
+def copied(system: System, tmp_path_factory: pytest.TempPathFactory) -> System:
+    return copy_store(system, tmp_path_factory.mktemp("copied") / "store")
+
+
+@pytest.fixture(scope="module")
+def version(copied: System, make_release: MakeRelease) -> str:
+    return Registry(copied.dataset.store).publish(make_release().archive).manifest.version
 
 
 @pytest.mark.parametrize("form", ["parquet", "webdataset"])
 def test_release_adds_its_embeddings(
-    form: str, system: System, version: str, export_to, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    form: str, copied: System, version: str, export_to, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(FileStore, "put", only_below(tmp_path))  # the cache of embeddings is read, not written
-    export_to(tmp_path / "out", form, system.dataset.manifest, version)
-    embedder = ExportedEmbedder(system.network_dir)
+    export_to(tmp_path / "out", form, copied.dataset.manifest, version)
+    embedder = ExportedEmbedder(copied.network_dir)
     for split in SPLITS:
-        shards = [(system.dataset.shard_blocks(each), each.count) for each in system.dataset.shards(split)]
+        shards = [(copied.dataset.shard_blocks(each), each.count) for each in copied.dataset.shards(split)]
         blocks = list(embedder.embed(shards))
         digests = [digest.tobytes().hex() for block, _ in blocks for digest in block.digests]
         if form == "parquet":
@@ -203,9 +206,9 @@ def only_below(directory: Path) -> Any:
     return checked
 
 
-def test_release_of_other_images_cannot_embed_a_snapshot(snapshot, version, system, export_to, tmp_path: Path) -> None:
+def test_release_of_other_images_cannot_embed_a_snapshot(snapshot, version, copied, export_to, tmp_path: Path) -> None:
     store = open_store(snapshot.store_uri)
-    record = Registry(system.dataset.store).fetch(version, tmp_path / "release.mar")
+    record = Registry(copied.dataset.store).fetch(version, tmp_path / "release.mar")
     assert Registry(store).publish(tmp_path / "release.mar").manifest == record.manifest
     with pytest.raises(DataError, match=r"takes images of \(8, 8, 1\), and those of the snapshot"):
         export_to(tmp_path / "out", "parquet", snapshot, version)
