@@ -1,21 +1,13 @@
 """A cluster for tests: the API server, its controllers, its node, and methods that control them."""
 
-import datetime
-import ipaddress
-import ssl
-import tempfile
 from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 import yaml
-from cryptography import x509
-from cryptography.hazmat.primitives import hashes, serialization
-from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.x509.oid import NameOID
 
+from tests.certificates import server_tls, write_certificate
 from tests.loopback.kubernetes import rbac
 from tests.loopback.kubernetes.api import Api
 from tests.loopback.kubernetes.calls import Call
@@ -43,7 +35,7 @@ class LoopbackCluster:
         self.api = Api(VERSION)
         self._node = Node(self.api, self._behavior)
         self._controllers = Controllers(self.api, self._node, second_s)
-        self._server = Server(self.api, self._node, _tls())
+        self._server = Server(self.api, self._node, server_tls())
 
     def __enter__(self) -> Self:
         self._controllers.start()
@@ -72,8 +64,7 @@ class LoopbackCluster:
         account_namespace, _, name = service_account.partition("/")
         user = f"system:serviceaccount:{account_namespace}:{name}" if service_account else rbac.ADMIN
         token = self._server.create_token(user)
-        authority = self._directory / "ca.crt"
-        authority.write_bytes(_certificate()[0])
+        authority, _ = write_certificate(self._directory)
         config = {
             "apiVersion": "v1",
             "kind": "Config",
@@ -170,37 +161,3 @@ def labeled(name: str, value: str) -> Callable[[Object], bool]:
         return value in ((metadata.get("labels") or {}).get(name), (metadata.get("annotations") or {}).get(name))
 
     return picks
-
-
-@cache
-def _certificate() -> tuple[bytes, bytes]:
-    """A self-signed certificate for 127.0.0.1 and its key, in PEM, created once per process."""
-    key = ec.generate_private_key(ec.SECP256R1())
-    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "loopback")])
-    start = datetime.datetime.now(datetime.UTC) - datetime.timedelta(hours=1)
-    certificate = (
-        x509.CertificateBuilder()
-        .subject_name(name)
-        .issuer_name(name)
-        .public_key(key.public_key())
-        .serial_number(x509.random_serial_number())
-        .not_valid_before(start)
-        .not_valid_after(start + datetime.timedelta(days=1))
-        .add_extension(x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]), critical=False)
-        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
-        .sign(key, hashes.SHA256())
-    )
-    private = key.private_bytes(
-        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
-    )
-    return certificate.public_bytes(serialization.Encoding.PEM), private
-
-
-@cache
-def _tls() -> ssl.SSLContext:
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    with tempfile.TemporaryDirectory() as directory:
-        for name, content in zip(("crt", "key"), _certificate(), strict=True):
-            (Path(directory) / name).write_bytes(content)
-        context.load_cert_chain(Path(directory) / "crt", Path(directory) / "key")
-    return context

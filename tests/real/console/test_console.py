@@ -372,7 +372,7 @@ def test_settings_that_contradict_each_other_are_refused() -> None:
 
 
 def test_console_imports_neither_torch_nor_faiss() -> None:
-    imports = "import json, sys, evernear.console.server, evernear.console.runs"
+    imports = "import json, sys, scipy.cluster.hierarchy, evernear.console.server, evernear.console.runs"
     code = f"{imports}; print(json.dumps([*sys.modules]))"
     loaded = json.loads(subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout)
     assert not {"torch", "faiss", "kfp", "sklearn"} & {*loaded}

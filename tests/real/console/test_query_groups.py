@@ -1,8 +1,6 @@
 """Groups of images that look alike."""
 
 import base64
-import subprocess
-import sys
 from datetime import timedelta
 
 import numpy as np
@@ -114,12 +112,3 @@ def test_queue_reads_what_the_log_has(store: Store, embedding: str) -> None:
     assert first.embedding is not None
     np.testing.assert_array_equal(first.embedding, vector)
     assert second.embedding is None
-
-
-def test_grouping_imports_neither_torch_nor_faiss() -> None:
-    code = (
-        "import sys, scipy.cluster.hierarchy, evernear.console.groups, evernear.console.queue;"
-        "print({'torch', 'faiss', 'sklearn'} & set(sys.modules))"
-    )
-    printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    assert printed == "set()\n"

@@ -5,41 +5,24 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import UTC, datetime, timedelta
-from ipaddress import ip_address
 from pathlib import Path
 
 import httpx
 import pytest
-from cryptography import x509
-from cryptography.hazmat.primitives import hashes, serialization
-from cryptography.hazmat.primitives.asymmetric import ec
 
 from evernear.common.store import Store
 from evernear.console.runs import LocalRuns
 from evernear.settings import load
+from tests.certificates import write_certificate
+from tests.command_line import evernear
 from tests.consoles import console_client
-
-KEY_FORMAT = (serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8)
 
 
 @pytest.fixture
 def files(tmp_path: Path) -> tuple[Path, Path]:
-    """Certificate and key for 127.0.0.1, as `openssl req -x509` makes them."""
-    key = ec.generate_private_key(ec.SECP256R1())
-    name, now = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "evernear test")]), datetime.now(UTC)
-    certificate = (
-        x509.CertificateBuilder(name, name, key.public_key(), x509.random_serial_number())
-        .not_valid_before(now - timedelta(hours=1))
-        .not_valid_after(now + timedelta(hours=1))
-        .add_extension(x509.SubjectAlternativeName([x509.IPAddress(ip_address("127.0.0.1"))]), critical=False)
-        .sign(key, hashes.SHA256())
-    )
-    (tmp_path / "cert.pem").write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
-    (tmp_path / "key.pem").write_bytes(key.private_bytes(*KEY_FORMAT, serialization.NoEncryption()))
-    protection = serialization.BestAvailableEncryption(b"a password")
-    (tmp_path / "protected.pem").write_bytes(key.private_bytes(*KEY_FORMAT, protection))
-    return tmp_path / "cert.pem", tmp_path / "key.pem"
+    """A certificate and its key."""
+    write_certificate(tmp_path, b"a password")
+    return write_certificate(tmp_path)
 
 
 def command(store: Store, source: Path, certificate: Path, key: Path) -> list[str]:
@@ -50,13 +33,14 @@ def command(store: Store, source: Path, certificate: Path, key: Path) -> list[st
         "console.private_key": key,
     }
     words = [word for name, value in settings.items() for word in ("--set", f"{name}={value}")]
-    return [sys.executable, "-m", "evernear", "console", "--port", "0", *words]
+    return ["console", "--port", "0", *words]
 
 
 @contextmanager
 def served(words: list[str], directory: Path) -> Iterator[httpx.URL]:
     """The URL that the console prints."""
-    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True, cwd=directory) as process:
+    program = [sys.executable, "-m", "evernear", *words]
+    with subprocess.Popen(program, stdout=subprocess.PIPE, text=True, cwd=directory) as process:
         try:
             assert process.stdout is not None
             yield httpx.URL(process.stdout.readline().removeprefix("Open ").strip())
@@ -95,8 +79,7 @@ def test_cookies_cross_the_network_encrypted_only(
 def test_unusable_certificate_is_one_sentence(
     store: Store, source: Path, files: tuple[Path, Path], tmp_path: Path, certificate: str, key: str, named: str
 ) -> None:
-    words = command(store, source, tmp_path / certificate, tmp_path / key)
-    ended = subprocess.run(words, capture_output=True, text=True, cwd=tmp_path, timeout=60, stdin=subprocess.DEVNULL)
+    ended = evernear(*command(store, source, tmp_path / certificate, tmp_path / key), cwd=tmp_path)
     assert ended.returncode != 0
     assert (named in ended.stderr, ended.stderr.count("\n"), ended.stdout) == (True, 1, "")
 

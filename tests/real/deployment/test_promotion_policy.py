@@ -7,7 +7,7 @@ import pytest
 
 from evernear.common.store import Store, open_store
 from evernear.deployment import Deployment, deploy_release, promote_release, roll_back
-from evernear.errors import ConflictError, IntegrityError, StoreError
+from evernear.errors import ConflictError, IntegrityError, SettingsError, StoreError
 from evernear.evaluation.verdict import AnchorChoice, Verdict
 from evernear.release.registry import Registry
 from evernear.settings import Settings
@@ -145,6 +145,15 @@ def test_registry_target_moves_the_pointer_only_to_intact_archives(tmp_path: Pat
     store.put(key, archive)
     assert promote_release(second.version, settings).version == second.version
     assert [move.version for move in registry.history()][-2:] == [first.version, second.version]
+
+
+@pytest.mark.parametrize("target", ["local", "registry"])
+def test_only_kubernetes_applies_settings_to_the_champion(store: Store, release: PackedRelease, target: str) -> None:
+    publish(store, release.archive, release.verdict)
+    settings = Settings.model_validate({"store": store.uri, "target": target})
+    sentence = f"is already the champion, and target {target} applies no settings to it: only kubernetes"
+    with pytest.raises(SettingsError, match=sentence):
+        promote_release(release.version, settings)
 
 
 def test_deploying_serving_and_showing_a_release_import_no_training_or_model_packages() -> None:

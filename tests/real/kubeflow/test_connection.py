@@ -1,7 +1,6 @@
 """The connection to the KFP API: credentials, retries, timeouts and error messages."""
 
 import socket
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,6 +11,7 @@ from evernear.errors import EvernearError, PipelineServerError, SettingsError
 from evernear.kubeflow import connection
 from evernear.kubeflow.connection import Connection
 from evernear.settings import PipelineSettings
+from tests.certificates import write_certificate
 from tests.loopback.kfp import KfpServer
 
 LIST = "run_service_list_runs"
@@ -158,10 +158,7 @@ def test_endpoint_defaults_to_the_service_only_inside_a_cluster() -> None:
 
 
 def test_tls_requires_a_trusted_certificate(tmp_path: Path) -> None:
-    key, certificate = tmp_path / "key.pem", tmp_path / "certificate.pem"
-    arguments = "req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 1 -subj /CN=localhost"
-    names = ["-addext", "subjectAltName=IP:127.0.0.1", "-keyout", str(key), "-out", str(certificate)]
-    subprocess.run(["openssl", *arguments.split(), *names], check=True, capture_output=True)
+    certificate, key = write_certificate(tmp_path)
     with KfpServer(certificate=certificate, key=key) as server:
         with pytest.raises(PipelineServerError, match=r"is not trusted .*pipeline\.ca_file"):
             connect(server.url).call(LIST)

@@ -38,7 +38,7 @@ def http_server(tls: ssl.SSLContext | None = None, **answer: object) -> Iterator
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (Http,), answer)) as server:
         if tls:
             server.socket = tls.wrap_socket(server.socket, server_side=True)
-        thread = threading.Thread(target=server.serve_forever)
+        thread = threading.Thread(target=server.serve_forever, args=(0.05,))
         thread.start()
         try:
             yield server.server_address[1]

@@ -3,8 +3,6 @@
 import asyncio
 import json
 import socket
-import ssl
-import subprocess
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -24,6 +22,7 @@ from evernear.errors import (
 from evernear.serving.client import GRPC_FRAME_BYTES, AsyncClient, Client, Format, Target
 from evernear.serving.endpoints import read_key
 from evernear.settings import Settings
+from tests.certificates import server_tls, write_certificate
 from tests.no_files import NO_FILES
 from tests.real.serving.fake_servers import ANSWER, grpc_server, http_server
 from tests.served import Served
@@ -187,25 +186,9 @@ def test_grpc_retries_until_the_server_is_reachable() -> None:
         assert len(calls) == 4
 
 
-@pytest.fixture(scope="module")
-def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """A key and a certificate for 127.0.0.1 that only this test trusts."""
-    directory = tmp_path_factory.mktemp("tls")
-    key, certificate = directory / "key.pem", directory / "certificate.pem"
-    words = "req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 1 -subj /CN=localhost"
-    names = ["-addext", "subjectAltName=IP:127.0.0.1", "-keyout", str(key), "-out", str(certificate)]
-    subprocess.run(["openssl", *words.split(), *names], check=True, capture_output=True)
-    return key, certificate
-
-
-def test_tls_error_says_whether_the_certificate_is_at_fault(
-    certificate: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tls_error_says_whether_the_certificate_is_at_fault(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("SSL_CERT_FILE", raising=False)
-    key, public = certificate
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(public, key)
-    for tls, advice in ((context, "SSL_CERT_FILE may name its CA"), (None, "if it has no TLS, omit --tls")):
+    for tls, advice in ((server_tls(), "SSL_CERT_FILE may name its CA"), (None, "if it has no TLS, omit --tls")):
         with (
             http_server(tls) as port,
             Client(plain(port, "rest", tls=True)) as client,
@@ -215,17 +198,13 @@ def test_tls_error_says_whether_the_certificate_is_at_fault(
 
 
 @pytest.mark.parametrize("format", FORMATS)
-def test_tls_accepts_only_trusted_certificates(
-    certificate: tuple[Path, Path], format: Format, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    key, public = certificate
+def test_tls_accepts_only_trusted_certificates(tmp_path: Path, format: Format, monkeypatch: pytest.MonkeyPatch) -> None:
+    public, key = write_certificate(tmp_path)
     if format == "grpc":
         pair = [(key.read_bytes(), public.read_bytes())]
         server = grpc_server(lambda *_: json.dumps(ANSWER).encode(), credentials=grpc.ssl_server_credentials(pair))
     else:
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        context.load_cert_chain(public, key)
-        server = http_server(context)
+        server = http_server(server_tls())
     with server as port:
         target = plain(port, format, tls=True, timeout_s=10.0)
         monkeypatch.delenv("SSL_CERT_FILE", raising=False)

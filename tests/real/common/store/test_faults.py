@@ -2,23 +2,18 @@
 reported."""
 
 import os
-import ssl
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from io import BytesIO
-from ipaddress import ip_address
 from pathlib import Path
 
 import pytest
-from cryptography import x509
-from cryptography.hazmat.primitives import hashes
-from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 
 from evernear.common.disk import sha256_bytes
 from evernear.common.store import open_store, s3_connection
 from evernear.common.store.s3 import S3Store
 from evernear.errors import EvernearError, IntegrityError, SettingsError, StoreError
+from tests.certificates import server_tls, write_certificate
 from tests.real.common.store.faulty import (
     Fault,
     FaultyProxy,
@@ -231,30 +226,11 @@ def test_wrong_region_is_named(faulty_proxy: FaultyProxy, store: S3Store) -> Non
         store.get("x")
 
 
-@pytest.fixture
-def authority(tmp_path: Path) -> Path:
-    """Self-signed certificate and key of a server on 127.0.0.1, in one file."""
-    key = ec.generate_private_key(ec.SECP256R1())
-    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "evernear test")])
-    now = datetime.now(UTC)
-    certificate = (
-        x509.CertificateBuilder(name, name, key.public_key(), x509.random_serial_number())
-        .not_valid_before(now - timedelta(days=1))
-        .not_valid_after(now + timedelta(days=1))
-        .add_extension(x509.SubjectAlternativeName([x509.IPAddress(ip_address("127.0.0.1"))]), critical=False)
-        .sign(key, hashes.SHA256())
-    )
-    pem = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()) + certificate.public_bytes(Encoding.PEM)
-    (tmp_path / "server.pem").write_bytes(pem)
-    return tmp_path / "server.pem"
-
-
 def test_https_requires_a_trusted_certificate(
-    s3_endpoint: str, bucket: str, authority: Path, monkeypatch: pytest.MonkeyPatch
+    s3_endpoint: str, bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-    tls.load_cert_chain(authority)
-    with start_faulty_proxy(s3_endpoint, tls) as faulty_proxy:
+    authority, _ = write_certificate(tmp_path)
+    with start_faulty_proxy(s3_endpoint, server_tls()) as faulty_proxy:
         monkeypatch.setenv("AWS_ENDPOINT_URL", faulty_proxy.url)
         with pytest.raises(StoreError, match=r"https://.* cannot be trusted: .*certificate.*; AWS_CA_BUNDLE may name"):
             S3Store(bucket, "prefix").put("x", DATA)

@@ -1,17 +1,16 @@
 """Servers that are not S3: a console, a login page, a dead proxy, a port without TLS."""
 
-import threading
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from evernear.common.store.s3 import S3Store
 from evernear.errors import StoreError
 from tests.ports import free_ports
+from tests.real.serving.fake_servers import http_server
 
 pytestmark = pytest.mark.usefixtures("quick")
 LOGIN = b"<!doctype html><html><head><style>p{margin:0}</style></head><body>Sign in</body></html>"
@@ -64,31 +63,13 @@ OPERATIONS: dict[str, Callable[[S3Store], object]] = {
 
 @contextmanager
 def serving(respond: Respond) -> Generator[str]:
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
+    def read_and_respond(request: BaseHTTPRequestHandler) -> None:
+        request.rfile.read(int(request.headers.get("Content-Length") or 0))
+        respond(request)
 
-        def respond(self) -> None:
-            self.rfile.read(int(self.headers.get("Content-Length") or 0))
-            respond(self)
-
-        do_GET = do_PUT = do_POST = do_DELETE = do_HEAD = respond  # noqa: N815
-
-        def log_message(self, format: str, *args: object) -> None:
-            """Log nothing."""
-
-    class Server(ThreadingHTTPServer):
-        def handle_error(self, request: Any, client_address: Any) -> None:
-            """Ignore disconnects, as of a handshake."""
-
-    server = Server(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_address[1]}"
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
+    methods = dict.fromkeys(("do_GET", "do_PUT", "do_POST", "do_DELETE", "do_HEAD"), read_and_respond)
+    with http_server(protocol_version="HTTP/1.1", **methods) as port:
+        yield f"http://127.0.0.1:{port}"
 
 
 @pytest.fixture(autouse=True)

@@ -1,7 +1,6 @@
 """Credentials, and one sentence for each error of the API server."""
 
 import http.server
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -114,32 +113,22 @@ def test_retries_are_limited(loopback: LoopbackCluster) -> None:
 def foreign_server(bare: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """A kubeconfig whose server is not a Kubernetes API server."""
 
-    class Page(http.server.BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.send_response(200)
-            self.end_headers()
-            self.wfile.write(b"<html>Welcome to nginx</html>")
+    def welcome(handler: Any) -> None:
+        handler.send_response(200)
+        handler.end_headers()
+        handler.wfile.write(b"<html>Welcome to nginx</html>")
 
-        def log_message(self, *_: object) -> None:
-            pass
-
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Page) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        url = f"http://127.0.0.1:{server.server_port}"
-        cluster = {"name": "c", "cluster": {"server": url}}
-        context = {"name": "c", "context": {"cluster": "c", "user": "c"}}
+    with http_server(do_GET=welcome) as port:
+        url = f"http://127.0.0.1:{port}"
         tree = {
-            "clusters": [cluster],
-            "contexts": [context],
+            "clusters": [{"name": "c", "cluster": {"server": url}}],
+            "contexts": [{"name": "c", "context": {"cluster": "c", "user": "c"}}],
             "users": [{"name": "c", "user": {"token": "t"}}],
             "current-context": "c",
         }
         (bare / "config").write_text(yaml.safe_dump(tree))
         monkeypatch.setenv("KUBECONFIG", str(bare / "config"))
         yield url
-        server.shutdown()
-        thread.join()
 
 
 @pytest.mark.usefixtures("quick")

@@ -53,13 +53,8 @@ SLOW = pytest.mark.slow
 class Answers:
     """Responses of a TorchServe with one release; ``wrong`` replaces some of their fields."""
 
-    def __init__(self, release: PackedRelease, directory: Path) -> None:
-        parts = open_release(release.archive, directory)
-        self.version = release.version
-        self.known = {
-            image: {"pred": query.pred, "dist": query.dist, "unknown": query.unknown}
-            for image, query in parts.smoke_queries()
-        }
+    def __init__(self, version: str, known: dict[bytes, dict[str, Any]]) -> None:
+        self.version, self.known = version, known
         self.wrong: dict[str, Any] = {}
 
     def answer(self, handler: Any) -> None:
@@ -129,9 +124,24 @@ def releases(make_release: MakeRelease) -> tuple[PackedRelease, PackedRelease, P
     return first, second, make_release(parent=second.version)
 
 
+@pytest.fixture(scope="module")
+def known(
+    releases: tuple[PackedRelease, ...], tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, dict[bytes, dict[str, Any]]]:
+    """The answers of each release to its stored queries."""
+    directory = tmp_path_factory.mktemp("opened")
+    return {
+        release.version: {
+            image: {"pred": query.pred, "dist": query.dist, "unknown": query.unknown}
+            for image, query in open_release(release.archive, directory / release.version).smoke_queries()
+        }
+        for release in releases
+    }
+
+
 @pytest.fixture
-def answers(releases: tuple[PackedRelease, ...], tmp_path: Path) -> list[Answers]:
-    return [Answers(release, tmp_path / f"opened-{number}") for number, release in enumerate(releases)]
+def answers(known: dict[str, dict[bytes, dict[str, Any]]]) -> list[Answers]:
+    return [Answers(version, queries) for version, queries in known.items()]
 
 
 @pytest.fixture
@@ -213,19 +223,6 @@ def test_settings_that_fail_are_replaced_by_the_previous_ones(
         deployment.apply(sandbox.with_settings(image=image))
     assert sandbox.live == ({releases[0].version}, {IMAGE})
     assert [move.how for move in sandbox.registry.history()] == ["deploy"]
-
-
-@pytest.mark.parametrize("target", ["local", "registry"])
-def test_other_targets_apply_no_settings(sandbox: Sandbox, releases: tuple[PackedRelease, ...], target: str) -> None:
-    sandbox.deploy(releases[0])
-    sentence = f"is already the champion, and target {target} applies no settings to it: only kubernetes"
-    with pytest.raises(SettingsError, match=sentence):
-        deployment.promote_release(releases[0].version, sandbox.settings.model_copy(update={"target": target}))
-
-
-def test_settings_need_a_champion(sandbox: Sandbox) -> None:
-    with pytest.raises(StoreError, match="No release has been promoted"):
-        deployment.apply(sandbox.settings)
 
 
 @pytest.mark.parametrize(
@@ -312,18 +309,6 @@ def test_field_conflicts_are_reported_before_any_change(sandbox: Sandbox, releas
     for manifest in KubernetesTarget(sandbox.settings).render(None, warn=pytest.fail):  # what the remedy does
         sandbox.cluster.apply(manifest, force=True)
     assert sandbox.deploy(second).version == second.version
-
-
-def test_release_is_rendered_without_a_cluster(
-    sandbox: Sandbox, releases: tuple[PackedRelease, ...], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    sandbox.deploy(releases[0])
-    target, warned = KubernetesTarget(sandbox.settings), list[str]()
-    expected = target.render(None, warn=pytest.fail)
-    monkeypatch.setenv("KUBECONFIG", str(tmp_path / "absent"))
-    assert KubernetesTarget(sandbox.settings).render(None, warn=warned.append) == expected
-    (sentence,) = warned
-    assert sentence.startswith("Rendered without the additions of a PodTemplate evernear-serving: ")
 
 
 def test_owner_adds_to_the_pods(sandbox: Sandbox, releases: tuple[PackedRelease, ...]) -> None:
@@ -551,7 +536,10 @@ def test_lost_lease_stops_the_deployment(
 
 
 def test_rejected_deployment_changes_nothing(
-    sandbox: Sandbox, releases: tuple[PackedRelease, ...], make_release: MakeRelease, tmp_path: Path
+    sandbox: Sandbox,
+    releases: tuple[PackedRelease, ...],
+    make_release: MakeRelease,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     held_back = make_release(promote=False)
     with pytest.raises(IntegrityError, match=r"The verdict on release \S+ is hold"):
@@ -560,6 +548,8 @@ def test_rejected_deployment_changes_nothing(
         sandbox.deploy(releases[0], image="")
     with pytest.raises(SettingsError, match="The API server does not forward a token"):
         sandbox.deploy(releases[0], token_secret="token")
+    with pytest.raises(StoreError, match="No release has been promoted"):
+        deployment.apply(sandbox.settings)
     assert {
         call.verb for call in sandbox.loopback.calls if call.name == NAME and call.query.get("dryRun") != "All"
     } <= {
@@ -567,18 +557,13 @@ def test_rejected_deployment_changes_nothing(
         "update",
     }
     assert sandbox.remaining() == []
-
-
-def test_missing_rights_are_named(
-    sandbox: Sandbox, releases: tuple[PackedRelease, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
     monkeypatch.setenv("KUBECONFIG", str(sandbox.loopback.kubeconfig("evernear/stranger", namespace="evernear")))
     with pytest.raises(ClusterError, match=r'cannot get resource "leases".*docs/kubernetes\.md has the Role'):
         sandbox.deploy(releases[0])
 
 
-def test_status_and_render_show_the_live_release_and_the_manifests(
-    sandbox: Sandbox, releases: tuple[PackedRelease, ...], monkeypatch: pytest.MonkeyPatch
+def test_status_and_render_show_the_live_release_and_the_manifests_even_without_a_cluster(
+    sandbox: Sandbox, releases: tuple[PackedRelease, ...], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     sandbox.deploy(releases[0])
     flags = [
@@ -600,3 +585,9 @@ def test_status_and_render_show_the_live_release_and_the_manifests(
     with LeaseLock(sandbox.cluster, NAME, 5):
         busy = CliRunner().invoke(app, ["registry", "rollback", *flags])
     assert "nothing to roll back to" in str(busy.exception)
+    target, warned = KubernetesTarget(sandbox.settings), list[str]()
+    expected = target.render(None, warn=pytest.fail)
+    monkeypatch.setenv("KUBECONFIG", str(tmp_path / "absent"))
+    assert KubernetesTarget(sandbox.settings).render(None, warn=warned.append) == expected
+    (sentence,) = warned
+    assert sentence.startswith("Rendered without the additions of a PodTemplate evernear-serving: ")

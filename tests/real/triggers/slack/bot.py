@@ -1,7 +1,6 @@
 """The bot under test, wired like its process, except that a test decides when it polls."""
 
 import json
-import time
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -21,6 +20,7 @@ from evernear.triggers.slack.services import Access, Services
 from evernear.triggers.slack.worker import Worker
 from tests.loopback.slack import Click, Person, SlackServer, signed
 from tests.loopback.slack.server import BOT_TOKEN, SIGNING_SECRET, PostedMessage
+from tests.waiting import until
 
 ADA, BOB, EVE = Person("U0ADA", "ada"), Person("U0BOB", "bob"), Person("U0EVE", "eve", team="T0OTHERS")
 CHANNEL = "C0TRAINING"
@@ -141,9 +141,9 @@ class Bot:
         self.app = create_slack_app(unretried, SIGNING_SECRET, services)
         self.requests = RequestStore(self.store)
 
-    def deliver(self, payload: dict[str, Any], at_s: float | None = None, secret: str = SIGNING_SECRET) -> BoltResponse:
+    def deliver(self, payload: dict[str, Any]) -> BoltResponse:
         """Deliver ``payload`` over HTTP, signed with the real time."""
-        body, headers = signed(payload, secret, at_s)
+        body, headers = signed(payload, SIGNING_SECRET)
         return self.app.dispatch(BoltRequest(body=body, headers={name: [value] for name, value in headers.items()}))
 
     def command(self, person: Person, text: str, channel: str = CHANNEL) -> BoltResponse:
@@ -154,10 +154,7 @@ class Bot:
         """The answer to a query, which follows its acknowledgement."""
         count = len(self.slack.ephemeral)
         assert self.command(person, text).body == ""
-        until_s = time.monotonic() + 5
-        while len(self.slack.ephemeral) == count and time.monotonic() < until_s:
-            time.sleep(0.01)
-        return self.slack.ephemeral[count]
+        return until(lambda: self.slack.ephemeral[count:])[0]
 
     def click(self, person: Person, posted: PostedMessage, button: str) -> BoltResponse:
         return self.deliver(self.slack.button(posted, button).by(person))
