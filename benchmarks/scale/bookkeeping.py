@@ -38,7 +38,7 @@ from evernear.common.store import FileStore
 from evernear.common.store.s3 import S3Store
 from evernear.common.store.s3_connection import S3Connection
 from evernear.data import decode_part, ingest
-from evernear.data.decode_part import DecodedPart, IngestPart, Outcome
+from evernear.data.decode_part import DecodedFile, DecodedPart, IngestPart
 from evernear.data.snapshots import Snapshots
 from evernear.data.sources.folder import Bucket
 from evernear.settings import DataSettings
@@ -242,11 +242,11 @@ def _save_results(parts: Parts, _: OpenWorker) -> None:
         sha256 = sha256_bytes(pixels)
         key = f"{parts.folder}/{sha256}.raw"
         parts.store.put(key, pixels)
-        outcomes = (
-            Outcome(entry.name, entry.etag, entry.explicit_split, digest.hex(), SIZE_PX, SIZE_PX)
+        files = (
+            DecodedFile(entry.name, entry.etag, entry.explicit_split, digest.hex(), SIZE_PX, SIZE_PX)
             for entry, digest in zip(entries, digests, strict=True)
         )
-        parts.save_result(number, DecodedPart.of(outcomes, key, sha256).to_json())
+        parts.save_result(number, DecodedPart.of(files, key, sha256).to_json())
     parts.store.decoded_bytes += parts.store.written_bytes - before
 
 

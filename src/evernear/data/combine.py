@@ -13,7 +13,7 @@ import numpy as np
 from PIL import Image
 
 from evernear.common.output import quantity
-from evernear.data.decode_part import DecodedFiles
+from evernear.data.decode_part import Decoded
 from evernear.data.decoding import ImageForm
 from evernear.data.groups import Grouping
 from evernear.data.ledger import Ledger
@@ -21,6 +21,7 @@ from evernear.data.manifest import SPLITS, Split
 from evernear.data.preprocess import Pixels, pixels_digest, to_array
 from evernear.data.sources import ArrayBlock, ArraySource
 from evernear.data.splits import Placer
+from evernear.data.sqlite import batched
 from evernear.data.writer import ShardWriter
 from evernear.errors import ConflictError
 from evernear.settings import DataSettings
@@ -71,47 +72,37 @@ def array_batches(source: ArraySource, form: ImageForm, ledger: Ledger) -> Itera
     ledger.forget_unlisted()
 
 
-def file_batches(decoded: Iterator[DecodedFiles], ledger: Ledger, size: int) -> Iterator[Batch]:
+def file_batches(decoded: Iterator[Decoded], ledger: Ledger, size: int) -> Iterator[Batch]:
     """Record results of files that are unchanged since, and yield their images in batches."""
-    for files in decoded:
-        for page in files.pages(size):
-            batch = _file_batch(page, ledger)
-            if batch.names:
-                yield batch
+    for page in batched(decoded, size):
+        batch = _file_batch(page, ledger)
+        if batch.names:
+            yield batch
 
 
-def _file_batch(page: DecodedFiles, ledger: Ledger) -> Batch:
+def _file_batch(page: list[Decoded], ledger: Ledger) -> Batch:
     """Record the results of at most 500 files, and return their images."""
-    listed = ledger.pending(page.names)
+    listed = ledger.pending([file.name for file, _ in page])
     # A different plan may also have the file, and the file may have changed since.
-    current = [
-        row
-        for row, (name, etag) in enumerate(zip(page.names, page.etags, strict=True))
-        if name in listed and listed[name][0] == etag
-    ]
-    images = [row for row in current if page.digests[row]]
-    failures = [row for row in current if not page.digests[row]]
-    names, digests = [page.names[row] for row in images], [page.digests[row] for row in images]
+    current = [each for each in page if each[0].name in listed and listed[each[0].name][0] == each[0].etag]
+    files = [file for file, _ in current if file.digest]
+    names, digests = [file.name for file in files], [bytes.fromhex(file.digest) for file in files]
     former_splits = ledger.former_splits(names)
-    ledger.record_results(zip(names, digests, strict=True), ((page.names[row], page.faults[row]) for row in failures))
+    failures = ((file.name, file.fault) for file, _ in current if not file.digest)
+    ledger.record_results(zip(names, digests, strict=True), failures)
+    no_pixels = page[0][1][:0]
     return Batch(
         names=names,
         # The label and the explicit split may have changed since the part was planned.
         labels=[listed[name][1] for name in names],
         explicit_splits=[listed[name][2] for name in names],
         digests=digests,
-        widths_px=[page.widths_px[row] for row in images],
-        heights_px=[page.heights_px[row] for row in images],
-        flaws=[page.flaws[row] for row in images],
-        pixels=_pixels_of(page, images),
+        widths_px=[file.width_px for file in files],
+        heights_px=[file.height_px for file in files],
+        flaws=[file.flaws for file in files],
+        pixels=np.concatenate([no_pixels, *(pixels for _, pixels in current)]),
         former_splits=former_splits,
     )
-
-
-def _pixels_of(page: DecodedFiles, rows: list[int]) -> Pixels:
-    stored = [row for row, digest in enumerate(page.digests) if digest]
-    wanted = set(rows)
-    return page.pixels if rows == stored else page.pixels[[row in wanted for row in stored]]
 
 
 def combine(

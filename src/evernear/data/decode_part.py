@@ -17,12 +17,11 @@ import math
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, suppress
-from dataclasses import dataclass
 from functools import partial
 from heapq import merge
-from itertools import chain, groupby
+from itertools import groupby
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 from uuid import uuid4
 
 import numpy as np
@@ -51,7 +50,6 @@ RunParts = Callable[[Parts, OpenWorker], object]
 """Runs all parts that do not have a result yet. The `OpenWorker` opens a worker in this process."""
 PART_SIZE_BYTES = 2**30
 """Most bytes of files in a part, and of their pixels in the form of the dataset."""
-_MERGED_FILES = 256
 PART_NAMES = 20_000
 """Maximum number of files in a part, which limits the work that a killed ingest loses."""
 _OF_SPEED = {"nodes"}
@@ -80,7 +78,7 @@ class Shared(Frozen):
     form: ImageForm
 
 
-class Outcome(NamedTuple):
+class DecodedFile(NamedTuple):
     """With a digest, the file is an image; with a fault, it is broken; otherwise, it is no
     image."""
 
@@ -94,8 +92,12 @@ class Outcome(NamedTuple):
     fault: str | None = None
 
 
+Decoded = tuple[DecodedFile, Pixels]
+"""A file and its pixels, a uint8 array of shape (1, H, W, C), or (0, H, W, C) if it is no image."""
+
+
 class DecodedPart(Frozen):
-    """The result of a part, with a column for each field of `Outcome`."""
+    """The result of a part, with a column for each field of `DecodedFile`."""
 
     columns: tuple[
         tuple[str, ...],
@@ -112,46 +114,13 @@ class DecodedPart(Frozen):
     sha256: str = ""
 
     @classmethod
-    def of(cls, outcomes: Iterable[Outcome], pixels: str = "", sha256: str = "") -> "DecodedPart":
-        columns = [*zip(*outcomes, strict=True)]
+    def of(cls, files: Iterable[DecodedFile], pixels: str = "", sha256: str = "") -> "DecodedPart":
+        columns = [*zip(*files, strict=True)]
         return cls.model_validate({"columns": columns, "pixels": pixels, "sha256": sha256})
 
-
-@dataclass(frozen=True)
-class DecodedFiles:
-    """Decoded files, in decoding order. Each sequence contains one value for every file. The digest
-    is empty if the file is broken or not an image. The fault is None if the file is not broken.
-    ``pixels`` is a uint8 array of shape (N, H, W, C) with the N images among the files."""
-
-    names: Sequence[str]
-    etags: Sequence[str]
-    explicit_splits: Sequence[Split | None]
-    digests: Sequence[bytes]
-    widths_px: Sequence[int]
-    heights_px: Sequence[int]
-    flaws: Sequence[int]
-    faults: Sequence[str | None]
-    pixels: Pixels
-
-    def pages(self, size: int) -> Iterator["DecodedFiles"]:
-        first = 0
-        for start in range(0, len(self.names), size):
-            columns = [column[start : start + size] for column in self._columns()]
-            images = sum(map(bool, self.digests[start : start + size]))
-            yield DecodedFiles(*columns, pixels=self.pixels[first : first + images])
-            first += images
-
-    @staticmethod
-    def joined(pages: Sequence["DecodedFiles"]) -> "DecodedFiles":
-        columns = zip(*(page._columns() for page in pages), strict=True)
-        return DecodedFiles(
-            *([*chain.from_iterable(column)] for column in columns),
-            pixels=np.concatenate([page.pixels for page in pages]),
-        )
-
-    def _columns(self) -> tuple[Sequence[Any], ...]:
-        sizes = self.widths_px, self.heights_px
-        return self.names, self.etags, self.explicit_splits, self.digests, *sizes, self.flaws, self.faults
+    @property
+    def files(self) -> Iterator[DecodedFile]:
+        return map(DecodedFile._make, zip(*self.columns, strict=True))
 
 
 def open_here(
@@ -184,28 +153,28 @@ def _decode_part(
     part = IngestPart.from_json(value, f"part {number} in {parts.store.uri}")
     at_once, threads = images_at_once(form), available_cpus()
     lookahead = max(REQUESTS_IN_FLIGHT, at_once)
-    decoder, outcomes = Decoder(source, form, settings.max_pixels), list[Outcome]()
+    decoder, files = Decoder(source, form, settings.max_pixels), list[DecodedFile]()
     with tempfile.TemporaryDirectory(prefix="evernear-ingest-") as scratch:
         path = Path(scratch) / "pixels.raw"
         decoded = decoder.decode_all(iter(part.entries), REQUESTS_IN_FLIGHT, threads, lookahead)
         with closing(decoded) as results:
             for batch in batched(results, at_once):
-                outcomes += [_outcome(result) for result in batch]
+                files += map(_decoded_file, batch)
                 _append(path, (result.pixels for result in batch if isinstance(result, DecodedImage)))
                 on_files(len(batch))
-        if not any(outcome.digest for outcome in outcomes):
-            return DecodedPart.of(outcomes).to_json()
+        if not any(file.digest for file in files):
+            return DecodedPart.of(files).to_json()
         sha256 = sha256_file(path)
         key = f"{parts.folder}/{sha256}.raw"
         parts.store.put(key, path)
-    return DecodedPart.of(outcomes, key, sha256).to_json()
+    return DecodedPart.of(files, key, sha256).to_json()
 
 
-def _outcome(result: DecodedImage | DecodeFailure) -> Outcome:
-    entry = result.entry
+def _decoded_file(result: DecodedImage | DecodeFailure) -> DecodedFile:
+    name, etag, _, explicit_split, *_ = result.entry
     if isinstance(result, DecodeFailure):
-        return Outcome(entry.name, entry.etag, entry.explicit_split, fault=result.reason)
-    return Outcome(entry.name, entry.etag, entry.explicit_split, result.digest.hex(), *result.size, int(result.flaws))
+        return DecodedFile(name, etag, explicit_split, fault=result.reason)
+    return DecodedFile(name, etag, explicit_split, result.digest.hex(), *result.size, int(result.flaws))
 
 
 def _append(path: Path, images: Iterable[Pixels]) -> None:
@@ -217,11 +186,10 @@ def _append(path: Path, images: Iterable[Pixels]) -> None:
 
 def decoded_names(parts: Parts) -> Iterator[tuple[str, str]]:
     for decoded in concurrently(partial(_result, parts), parts.done()):
-        names, etags, *_, faults = decoded.columns
-        yield from ((name, etag) for name, etag, fault in zip(names, etags, faults, strict=True) if fault is None)
+        yield from ((file.name, file.etag) for file in decoded.files if file.fault is None)
 
 
-def stored_results(parts: Parts, scratch: Path) -> Iterator[DecodedFiles]:
+def stored_results(parts: Parts, scratch: Path) -> Iterator[Decoded]:
     """Yield the decoded files of finished parts. At most three parts' pixels are on disk."""
     shape = Shared.model_validate(parts.plan.shared).form.shape
 
@@ -239,9 +207,10 @@ def stored_results(parts: Parts, scratch: Path) -> Iterator[DecodedFiles]:
         if decoded.pixels:
             pixels = np.asarray(np.memmap(path, np.uint8, "r").reshape(-1, *shape))
             path.unlink()  # the memory mapping stays valid
-        names, etags, splits, hexdigests, widths_px, heights_px, flaws, faults = decoded.columns
-        digests = [*map(bytes.fromhex, hexdigests)]
-        yield DecodedFiles(names, etags, splits, digests, widths_px, heights_px, flaws, faults, pixels)
+        row = 0
+        for file in decoded.files:
+            start, row = row, row + bool(file.digest)
+            yield file, pixels[start:row]
 
 
 def _result(parts: Parts, number: int) -> DecodedPart:
@@ -336,16 +305,15 @@ def _units(entries: Iterable[FileEntry], source: FileSource) -> Iterator[tuple[l
     return ((unit, sum(entry.size_bytes for entry in unit)) for unit in units)
 
 
-def in_order(plans: list[Iterator[DecodedFiles]], source: FileSource) -> Iterator[DecodedFiles]:
+def in_order(plans: list[Iterator[Decoded]], source: FileSource) -> Iterator[Decoded]:
     """Merge the decoded files of several plans, in the order of a single plan."""
     if len(plans) == 1:
         return plans[0]
 
-    def order(file: DecodedFiles) -> tuple[int, str]:
-        (name,), (split,) = file.names, file.explicit_splits
+    def order(decoded: Decoded) -> tuple[int, str]:
+        name, split = decoded[0].name, decoded[0].explicit_split
         if isinstance(source, PackedFiles):
             return decode_order(name, split, in_order=True), source.file_of(name)
         return decode_order(name, split, in_order=False), name
 
-    files = merge(*((file for part in plan for file in part.pages(1)) for plan in plans), key=order)
-    return map(DecodedFiles.joined, batched(files, _MERGED_FILES))
+    return merge(*plans, key=order)
