@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import chain
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -23,7 +23,7 @@ from evernear.common.disk import sha256_bytes
 from evernear.common.frozen import Frozen
 from evernear.common.output import quantity
 from evernear.common.outputs import claim
-from evernear.common.parts import Part, Parts, Worker
+from evernear.common.parts import Part, Parts, Worker, concurrently
 from evernear.common.store import Store
 from evernear.data.decoding import max_file_size_bytes
 from evernear.data.image_tree import ImageFile, ImageTree, open_tree
@@ -46,7 +46,6 @@ BATCH_BYTES = 2**26
 READERS = 16
 _SHOWN = 10
 _SERVER_ERROR = 500
-T = TypeVar("T")
 SCHEMA = pa.schema(
     [
         pa.field("path", pa.string(), nullable=False),
@@ -183,8 +182,8 @@ def _predict(predictor: Predictor, tree: ImageTree, part: PredictPart) -> Iterat
             return Rejection(message=str(error))
 
     with ThreadPoolExecutor(READERS, "read") as readers:
-        for batch, contents in _ahead(_bounded(files, BATCH_IMAGES, BATCH_BYTES), lambda b: readers.map(read, b)):
-            images = list(contents)
+        batches = _bounded(files, BATCH_IMAGES, BATCH_BYTES)
+        for batch, images in concurrently(lambda batch: (batch, [*readers.map(read, batch)]), batches, ahead=1):
             answers = predictor.predict(images)
             yield [_row(*row, version) for row in zip(batch, images, answers, strict=True)]
 
@@ -201,19 +200,6 @@ def _row(file: ImageFile, image: bytes | Rejection, answer: Prediction | Rejecti
     if answer.code >= _SERVER_ERROR:  # not caused by the image: the vector server is down, for example
         raise TransientStoreError(answer.message)
     return row | {"error": answer.message}
-
-
-def _ahead(
-    batches: Iterable[list[ImageFile]], start: Callable[[list[ImageFile]], T]
-) -> Iterator[tuple[list[ImageFile], T]]:
-    """Yield each batch with its result from ``start``, which is called one batch ahead."""
-    waiting: tuple[list[ImageFile], T] | None = None
-    for batch in batches:
-        current, waiting = waiting, (batch, start(batch))
-        if current is not None:
-            yield current
-    if waiting is not None:
-        yield waiting
 
 
 def _bounded(files: Iterable[ImageFile], max_files: int, max_bytes: int) -> Iterator[list[ImageFile]]:
