@@ -12,7 +12,7 @@ from PIL import Image
 
 from evernear import steps
 from evernear.common.disk import sha256_file
-from evernear.common.parts import Parts, run_in_processes, run_parts
+from evernear.common.parts import Parts, run_parts
 from evernear.common.run_record import RunRecord
 from evernear.common.store import FileStore, open_store
 from evernear.data.image_tree import FolderTree
@@ -56,9 +56,9 @@ def shared(photos: Path, make_release: MakeRelease, tmp_path_factory: pytest.Tem
     return Shared(source=f"folder:{photos}", store_uri=store.uri, version=release.version, part_images=7)
 
 
-def predict(shared: Shared, out: Path, processes: int = 1) -> Parts:
+def predict(shared: Shared, out: Path) -> Parts:
     parts = plan_predictions(shared, FileStore(out))
-    run_in_processes(parts, open_worker, processes, lambda done, total: None)
+    run_parts(parts, open_worker)
     return parts
 
 
