@@ -26,24 +26,14 @@ kind, namespace, name, subresource, query, user.
 
 Less obvious behavior of real servers that it reproduces:
 
-- The service proxy, ``/api/v1/namespaces/NS/services/NAME:PORT/proxy/PATH``, consumes
-  the ``Authorization`` header, so an inference token never reaches the pod. RBAC
-  requires ``services/proxy`` with the verb of the HTTP method (GET: get, POST: create),
-  and a ``resourceNames`` entry must be ``NAME:PORT``, as in the path.
-- Applying a nonexistent object requires ``create`` in addition to ``patch``; for apply,
-  ``resourceNames`` restricts both. A POST has no name yet, so ``resourceNames`` cannot
-  allow it. A list or watch takes its name from the field selector
-  ``metadata.name=NAME``.
+- The service proxy consumes the ``Authorization`` header, so an inference token never reaches the
+  pod. A ``resourceNames`` entry of ``services/proxy`` must be ``NAME:PORT``, as in the path.
+- Applying a nonexistent object requires ``create`` in addition to ``patch``. A list or watch takes
+  its name from the field selector ``metadata.name=NAME``.
 - A misspelled field yields 400 on POST and PUT but 500 without a reason on apply.
-- A Deployment's ``metadata.generation`` also changes with its annotations, and
-  therefore with every revision.
-- Writes that change nothing leave resourceVersion unchanged. Replacing a ``Lease`` or
-  ``PodDisruptionBudget`` requires a resourceVersion.
-- A watch from an expired resourceVersion returns 200 and then one ``ERROR`` event with
-  a ``Status`` of 410.
-- Pods that a namespace with ``pod-security.kubernetes.io/enforce: restricted`` rejects
-  are never created: the ReplicaSet reports it in an event and in the Deployment's
-  condition ``ReplicaFailure``.
+- A Deployment's ``metadata.generation`` also changes with its annotations.
+- Writes that change nothing leave resourceVersion unchanged. Replacing a ``Lease`` requires one.
+- A watch from an expired resourceVersion returns 200 and then one ``ERROR`` event with a 410.
 """  # noqa: W505
 
 from tests.loopback.kubernetes.calls import Call

@@ -3,11 +3,8 @@
 import base64
 from typing import Any
 
-from tests.loopback.kubernetes import quantities
 from tests.loopback.kubernetes.kinds import (
     AUTOSCALER,
-    BUDGET,
-    CLAIM,
     DEPLOYMENT,
     JOB,
     NAMESPACE,
@@ -15,7 +12,6 @@ from tests.loopback.kubernetes.kinds import (
     POD,
     POD_TEMPLATE,
     REPLICA_SET,
-    ROLE_BINDING,
     SECRET,
     SERVICE,
     Kind,
@@ -71,11 +67,6 @@ def _pod_template(subject: Object) -> None:
     _pod_spec(subject["template"]["spec"])
 
 
-def _budget(subject: Object) -> None:
-    counts = ("currentHealthy", "desiredHealthy", "disruptionsAllowed", "expectedPods")
-    subject.setdefault("status", dict.fromkeys(counts, 0))
-
-
 def _pod(subject: Object) -> None:
     spec = subject["spec"]
     _pod_spec(spec)
@@ -97,8 +88,6 @@ def _pod_spec(spec: Object) -> None:
     for container in [*spec.get("initContainers", ()), *spec.get("containers", ())]:
         _container(container)
     for volume in spec.get("volumes", ()):
-        if "sizeLimit" in volume.get("emptyDir", {}):
-            volume["emptyDir"]["sizeLimit"] = quantities.canonical(volume["emptyDir"]["sizeLimit"])
         for source in ("configMap", "secret", "projected", "downwardAPI"):
             if source in volume:
                 _set(volume[source], defaultMode=_FILE_MODE)
@@ -121,9 +110,6 @@ def _container(container: Object) -> None:
         if "fieldRef" in variable.get("valueFrom", {}):
             _set(variable["valueFrom"]["fieldRef"], apiVersion="v1")
     resources = container["resources"]
-    for amounts in resources.values():
-        if isinstance(amounts, dict):
-            _canonical(amounts)
     for name, limit in resources.get("limits", {}).items():
         resources.setdefault("requests", {}).setdefault(name, limit)
     for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
@@ -149,7 +135,6 @@ def _pull_policy(image: str) -> str:
 def _service(subject: Object) -> None:
     spec = subject.setdefault("spec", {})
     _set(spec, type="ClusterIP", sessionAffinity="None", internalTrafficPolicy="Cluster")
-    _set(spec, ipFamilies=["IPv4"], ipFamilyPolicy="SingleStack")
     for port in spec.get("ports", ()):
         _set(port, protocol="TCP")
         _set(port, targetPort=port["port"])
@@ -166,15 +151,6 @@ def _network_policy(subject: Object) -> None:
 
 def _autoscaler(subject: Object) -> None:
     _set(subject["spec"], minReplicas=1)
-    cpu = {"name": "cpu", "target": {"type": "Utilization", "averageUtilization": 80}}
-    _set(subject["spec"], metrics=[{"type": "Resource", "resource": cpu}])
-    subject.setdefault("status", {"desiredReplicas": 0, "currentMetrics": None})
-
-
-def _role_binding(subject: Object) -> None:
-    for entry in subject.get("subjects", ()):
-        if entry["kind"] in ("User", "Group"):
-            _set(entry, apiGroup="rbac.authorization.k8s.io")
 
 
 def _secret(subject: Object) -> None:
@@ -185,19 +161,7 @@ def _secret(subject: Object) -> None:
 
 def _namespace(subject: Object) -> None:
     subject["metadata"].setdefault("labels", {})["kubernetes.io/metadata.name"] = subject["metadata"]["name"]
-    _set(subject.setdefault("spec", {}), finalizers=["kubernetes"])
     _set(subject.setdefault("status", {}), phase="Active")
-
-
-def _claim(subject: Object) -> None:
-    _set(subject["spec"], volumeMode="Filesystem")
-    _canonical(subject["spec"].get("resources", {}).get("requests", {}))
-    _set(subject.setdefault("status", {}), phase="Pending")
-
-
-def _canonical(amounts: Object) -> None:
-    for name, amount in amounts.items():
-        amounts[name] = quantities.canonical(amount)
 
 
 def _set(where: Object, **values: Any) -> None:
@@ -207,8 +171,6 @@ def _set(where: Object, **values: Any) -> None:
 
 _FILLERS = {
     AUTOSCALER: _autoscaler,
-    BUDGET: _budget,
-    CLAIM: _claim,
     DEPLOYMENT: _deployment,
     JOB: _job,
     NAMESPACE: _namespace,
@@ -216,7 +178,6 @@ _FILLERS = {
     POD: _pod,
     POD_TEMPLATE: _pod_template,
     REPLICA_SET: _replica_set,
-    ROLE_BINDING: _role_binding,
     SECRET: _secret,
     SERVICE: _service,
 }

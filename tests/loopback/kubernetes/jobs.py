@@ -20,14 +20,11 @@ from typing import Any
 from tests.loopback.kubernetes.api import Api, now
 from tests.loopback.kubernetes.controller_base import Controller
 from tests.loopback.kubernetes.kinds import JOB, POD
+from tests.loopback.kubernetes.kubelet import SELECTED_ELSEWHERE, unschedulable
 from tests.loopback.kubernetes.users import config_errors
 
 Object = dict[str, Any]
 POLL_S = 0.05
-UNSCHEDULABLE = (
-    "0/1 nodes are available: 1 node(s) didn't match Pod's node affinity/selector. preemption: 0/1 nodes are available:"
-    " 1 Preemption is not helpful for scheduling."
-)
 
 
 @dataclass
@@ -105,7 +102,7 @@ class Jobs(Controller):
         for index in waiting[: spec["parallelism"] - len(pods.running) - len(pods.pending)]:
             if spec["template"]["spec"].get("nodeSelector"):
                 pods.pending.add(index)
-                self.warn(POD, _pod(job, index), "FailedScheduling", UNSCHEDULABLE)
+                self.warn(POD, _pod(job, index), "FailedScheduling", unschedulable(SELECTED_ELSEWHERE))
             elif errors := config_errors(spec["template"]["spec"]):
                 pods.pending.add(index)
                 self.warn(POD, _pod(job, index), "Failed", f"Error: {next(iter(errors.values()))}")

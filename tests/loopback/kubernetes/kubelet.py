@@ -32,6 +32,7 @@ from tests.loopback.kubernetes.status import ApiError, bad_request
 from tests.loopback.kubernetes.users import config_error
 
 Object = dict[str, Any]
+SELECTED_ELSEWHERE = "node(s) didn't match Pod's node affinity/selector"
 
 
 @dataclass
@@ -124,13 +125,8 @@ class Node:
         short = [name for name, amount in requested.items() if amount > self._allocatable.get(name, Decimal(0))]
         reasons = [f"Insufficient {name}" for name in short]
         if pod["spec"].get("nodeSelector"):  # the node has no labels
-            reasons = ["node(s) didn't match Pod's node affinity/selector"]
-        if not reasons:
-            return None
-        return Unschedulable(
-            f"0/1 nodes are available: 1 {', 1 '.join(reasons)}. preemption: 0/1 nodes are available: "
-            "1 Preemption is not helpful for scheduling."
-        )
+            reasons = [SELECTED_ELSEWHERE]
+        return Unschedulable(unschedulable(*reasons)) if reasons else None
 
     def _write(self, pod: Object, update: StatusUpdate) -> None:
         if "hostIP" in update.status and not pod["spec"].get("nodeName"):
@@ -140,6 +136,14 @@ class Node:
         self._api.edit(POD, updated)
         for event in update.events:
             record(self._api, POD, pod, event)
+
+
+def unschedulable(*reasons: str) -> str:
+    """The scheduler's message about a pod that the node cannot run."""
+    return (
+        f"0/1 nodes are available: 1 {', 1 '.join(reasons)}. preemption: 0/1 nodes are available: "
+        "1 Preemption is not helpful for scheduling."
+    )
 
 
 def record(api: Api, kind: Kind, subject: Object, event: Event) -> None:

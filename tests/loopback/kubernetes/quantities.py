@@ -1,4 +1,4 @@
-"""Resource quantities such as 500m and 2Gi: their values and their canonical form."""
+"""Resource quantities such as 500m and 2Gi."""
 
 from decimal import Decimal
 
@@ -13,23 +13,6 @@ def value(quantity: object) -> Decimal:
     if suffix in _BINARY:
         return number * _BINARY[suffix]
     return number * Decimal(1000) ** _DECIMAL[suffix]
-
-
-def canonical(quantity: object) -> str:
-    """Return the canonical form: 1000m becomes 1, 1024Mi becomes 1Gi,
-    0.5 becomes 500m."""
-    _, suffix = _split(str(quantity))
-    worth = value(quantity)
-    if suffix in _BINARY and worth == worth.to_integral_value():
-        for unit, size in reversed(_BINARY.items()):
-            if worth and worth % size == 0:
-                return f"{int(worth / size)}{unit}"
-        return str(int(worth))
-    for unit, power in sorted(_DECIMAL.items(), key=lambda item: -item[1]):
-        scaled = worth / Decimal(1000) ** power
-        if worth and scaled == scaled.to_integral_value():
-            return f"{int(scaled)}{unit}"
-    return "0"
 
 
 def _split(text: str) -> tuple[Decimal, str]:

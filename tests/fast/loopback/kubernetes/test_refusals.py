@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.loopback.kubernetes import rbac
+from tests.loopback.kubernetes import pod_security, rbac
 from tests.loopback.kubernetes.api import Api
 from tests.loopback.kubernetes.fields import Manager
 from tests.loopback.kubernetes.kinds import KINDS
@@ -158,3 +158,24 @@ def test_role_grants_its_verbs_and_names_in_its_namespace(
         rbac.authorize(api.store, attempt)
     assert raised.value.code == 403
     assert message in raised.value.message
+
+
+def test_restricted_standard_names_each_violation() -> None:
+    context = {"privileged": True, "runAsUser": 0, "capabilities": {"add": ["SYS_ADMIN"], "drop": ["ALL"]}}
+    pod = {
+        "hostNetwork": True,
+        "volumes": [{"hostPath": {}}],
+        "containers": [{"name": "a", "securityContext": context}],
+    }
+    named = [violation.removesuffix(' (container "a")') for violation in pod_security.violations("restricted", pod)]
+    assert named == [
+        "host namespaces (hostNetwork=true)",
+        "restricted volume types",
+        "privileged",
+        "allowPrivilegeEscalation != false",
+        "unrestricted capabilities",
+        "runAsNonRoot != true",
+        "runAsUser=0",
+        "seccompProfile",
+    ]
+    assert pod_security.violations("baseline", pod) == []
