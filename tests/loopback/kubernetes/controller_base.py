@@ -1,6 +1,5 @@
 """The base class of controllers: dependents, statuses and events."""
 
-import math
 from typing import Any
 
 from tests.loopback.kubernetes.api import Api
@@ -59,11 +58,3 @@ def reference(kind: Kind, owner: Object) -> Object:
         "controller": True,
         "blockOwnerDeletion": True,
     }
-
-
-def share(amount: int | str, of: int, *, up: bool) -> int:
-    """Resolve a number of pods or a percentage of ``of``."""
-    if isinstance(amount, int):
-        return amount
-    share = int(amount.rstrip("%")) * of / 100
-    return math.ceil(share) if up else math.floor(share)

@@ -1,8 +1,7 @@
 """The deployment controller: rolling updates and their status.
 
-It follows the deployment controller of Kubernetes (``rolling.go``, ``sync.go``, ``progress.go``).
-Of its timers, it has only ``progressDeadlineSeconds``, where each second takes ``second_s`` real
-seconds.
+It follows the deployment controller of Kubernetes (``sync.go``, ``progress.go``). Of its timers, it
+has only ``progressDeadlineSeconds``, where each second takes ``second_s`` real seconds.
 """
 
 import hashlib
@@ -12,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tests.loopback.kubernetes.api import Api, now
-from tests.loopback.kubernetes.controller_base import Controller, reference, share
+from tests.loopback.kubernetes.controller_base import Controller, reference
 from tests.loopback.kubernetes.kinds import DEPLOYMENT, POD, REPLICA_SET
 from tests.loopback.kubernetes.store import deep_copy
 
@@ -109,39 +108,22 @@ class Deployments(Controller):
         self.create(REPLICA_SET, replica_set, metadata["namespace"])
 
     def _scale(self, deployment: Object, new: Object, old: list[Object]) -> bool:
-        if deployment["spec"]["strategy"]["type"] == "Recreate":
-            if any(item["spec"]["replicas"] for item in old):
-                return sum(self._resize(item, 0) for item in old) > 0
-            if any(self.owned(POD, item) for item in old):
-                return False
-            return self._resize(new, deployment["spec"]["replicas"])
-        return self._scale_up(deployment, new, old) or self._scale_down(deployment, new, old)
-
-    def _scale_up(self, deployment: Object, new: Object, old: list[Object]) -> bool:
+        """Replace the old pods by new ones: all at once, or one at a time with ``maxSurge: 1`` and
+        ``maxUnavailable: 0``."""
         desired, current = deployment["spec"]["replicas"], new["spec"]["replicas"]
-        if current >= desired:
-            return current > desired and self._resize(new, desired)
-        surge, _ = _bounds(deployment)
-        headroom = desired + surge - current - sum(item["spec"]["replicas"] for item in old)
-        return headroom > 0 and self._resize(new, current + min(headroom, desired - current))
-
-    def _scale_down(self, deployment: Object, new: Object, old: list[Object]) -> bool:
-        _, unavailable = _bounds(deployment)
-        min_available = deployment["spec"]["replicas"] - unavailable
-        total = new["spec"]["replicas"] + sum(item["spec"]["replicas"] for item in old)
-        surplus = total - min_available - (new["spec"]["replicas"] - _available(new))
-        if surplus <= 0:
-            return False
-        old = sorted((item for item in old if item["spec"]["replicas"]), key=_revision)
-        for item in old:  # unavailable ones first
-            down = min(item["spec"]["replicas"] - _available(item), surplus)
-            if down > 0:
-                return self._resize(item, item["spec"]["replicas"] - down)
-        surplus = _available(new) + sum(_available(item) for item in old) - min_available
-        for item in old:
-            down = min(item["spec"]["replicas"], surplus)
-            if down > 0:
-                return self._resize(item, item["spec"]["replicas"] - down)
+        if current > desired:
+            return self._resize(new, desired)
+        left = [item for item in old if item["spec"]["replicas"]]
+        if deployment["spec"]["strategy"]["type"] == "Recreate":
+            if left:
+                return self._resize(left[0], 0)
+            return not any(self.owned(POD, item) for item in old) and self._resize(new, desired)
+        if current < desired >= current + sum(item["spec"]["replicas"] for item in left):
+            return self._resize(new, current + 1)
+        left.sort(key=lambda item: _available(item) == item["spec"]["replicas"])
+        is_enough = sum(map(_available, [new, *left])) > desired
+        if left and (is_enough or _available(left[0]) < left[0]["spec"]["replicas"]):
+            return self._resize(left[0], left[0]["spec"]["replicas"] - 1)
         return False
 
     def _resize(self, replica_set: Object, replicas: int) -> bool:
@@ -181,8 +163,7 @@ class Deployments(Controller):
 
     @staticmethod
     def _availability(deployment: Object, available: int) -> Object:
-        _, unavailable = _bounds(deployment)
-        if available >= deployment["spec"]["replicas"] - unavailable:
+        if available >= deployment["spec"]["replicas"]:
             message = "Deployment has minimum availability."
             return _condition("Available", "True", "MinimumReplicasAvailable", message)
         message = "Deployment does not have minimum availability."
@@ -208,17 +189,6 @@ class Deployments(Controller):
     def _deadline_s(self, deployment: Object, progress: "_Progress") -> float:
         """The progress deadline, on the monotonic clock."""
         return progress.since_s + deployment["spec"]["progressDeadlineSeconds"] * self._second_s
-
-
-def _bounds(deployment: Object) -> tuple[int, int]:
-    """maxSurge and maxUnavailable in pods (ResolveFenceposts)."""
-    replicas = deployment["spec"]["replicas"]
-    rolling = deployment["spec"]["strategy"].get("rollingUpdate")
-    if not rolling:
-        return 0, 0
-    surge = share(rolling["maxSurge"], replicas, up=True)
-    unavailable = share(rolling["maxUnavailable"], replicas, up=False)
-    return surge, min(unavailable, replicas) if surge or unavailable else min(1, replicas)
 
 
 def _template(owner: Object) -> Object:
