@@ -7,7 +7,6 @@ import threading
 import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from http.client import HTTPException
 from pathlib import Path
@@ -59,28 +58,9 @@ _T = TypeVar("_T")
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class Secrets:
-    """The app's tokens, which are never printed."""
-
-    bot_token: str = field(repr=False)
-    app_token: str = field(repr=False)
-    signing_secret: str = field(repr=False)
-
-    @staticmethod
-    def of_environment(settings: SlackSettings) -> "Secrets":
-        """Read ``SLACK_BOT_TOKEN``, and ``SLACK_APP_TOKEN`` or ``SLACK_SIGNING_SECRET``, or the
-        file that the variable with the suffix ``_FILE`` names. The secrets are removed from the
-        environment, so that child processes do not inherit them."""
-        in_socket_mode = settings.mode == "socket"
-        return Secrets(
-            bot_token=_secret("SLACK_BOT_TOKEN", "xoxb-"),
-            app_token=_secret("SLACK_APP_TOKEN", "xapp-") if in_socket_mode else "",
-            signing_secret="" if in_socket_mode else _secret("SLACK_SIGNING_SECRET", ""),
-        )
-
-
-def _secret(name: str, prefix: str) -> str:
+def _secret(name: str, prefix: str = "") -> str:
+    """The variable ``name``, or the file that ``name_FILE`` names. It is removed from the
+    environment, so that child processes do not inherit it."""
     value = os.environ.pop(name, "")
     file = os.environ.get(f"{name}_FILE", "")
     if not value and file:
@@ -102,17 +82,17 @@ def serve_slack(
 ) -> None:
     """Run the bot until ``stop`` is set. The next process continues acknowledged requests that are
     still open."""
-    secrets = Secrets.of_environment(settings.slack)
-    slack = SlackClient(secrets.bot_token, settings.slack.api_url, retries=True)
-    unretried = SlackClient(secrets.bot_token, settings.slack.api_url, retries=False)
+    is_socket, bot_token = settings.slack.mode == "socket", _secret("SLACK_BOT_TOKEN", "xoxb-")
+    secret = _secret("SLACK_APP_TOKEN", "xapp-") if is_socket else _secret("SLACK_SIGNING_SECRET")
+    slack = SlackClient(bot_token, settings.slack.api_url, retries=True)
+    unretried = SlackClient(bot_token, settings.slack.api_url, retries=False)
     woken = threading.Event()
     store, access = open_store(settings.store_uri), Access(settings.permissions, unretried, clock)
     services = Services(settings, store, runs, slack, access, clock, woken.set)
-    app = _connect(lambda: create_slack_app(unretried, secrets.signing_secret, services), stop)
+    app = _connect(lambda: create_slack_app(unretried, "" if is_socket else secret, services), stop)
     if app is None:
         return
-    is_socket = settings.slack.mode == "socket"
-    connection = _socket_mode(app, secrets.app_token, slack, stop) if is_socket else _http_mode(app, settings.slack)
+    connection = _socket_mode(app, secret, slack, stop) if is_socket else _http_mode(app, settings.slack)
     with connection as is_connected, _polling(Worker(services), woken) as polled_s:
         _log.info("The bot is up, in mode %s.", settings.slack.mode)
         _beat(settings, is_connected, polled_s, stop)

@@ -62,14 +62,12 @@ class Access:
                 f"Sorry, no one may {_VERBS[right]} from Slack yet. The operator of evernear can add your id, "
                 f"{person.id}, a user group's or this channel's, {call.channel}, to {setting}."
             )
-        if not {person.id, call.channel} & {*allowed} and not self._is_member(person, allowed):
+        groups = [each for each in allowed if each.startswith("S")]
+        if not {person.id, call.channel} & {*allowed} and not any(person.id in self._members(each) for each in groups):
             raise RequestRefusedError(
                 f"Sorry, you may not {_VERBS[right]}. The operator of evernear can add your id, {person.id}, "
                 f"to {setting}."
             )
-
-    def _is_member(self, person: Person, allowed: tuple[str, ...]) -> bool:
-        return any(person.id in self._members(group) for group in allowed if group.startswith("S"))
 
     def _members(self, group: str) -> frozenset[str]:
         cached = self._groups.get(group)

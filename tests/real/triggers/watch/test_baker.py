@@ -171,17 +171,16 @@ def test_equal_release_passes(cluster: Cluster) -> None:
     assert cluster.serve(100) == []
 
 
-def test_bake_without_requests_ends_without_a_verdict(cluster: Cluster) -> None:
+@pytest.mark.parametrize(
+    ("missing", "reason"),
+    [("requests", "it got no requests"), ("pods", "no pod of it answered at its metrics port")],
+)
+def test_bake_that_counts_nothing_ends_without_a_verdict(cluster: Cluster, missing: str, reason: str) -> None:
     version = cluster.promote(1)
+    if missing == "pods":
+        cluster.pods = {}
     cluster.requests = 0
-    assert cluster.serve(90)[-1] == f"The bake of release {version} ended without a verdict: it got no requests."
-
-
-def test_bake_without_pods_ends_without_a_verdict(cluster: Cluster) -> None:
-    version = cluster.promote(1)
-    cluster.pods = {}
-    expected = f"The bake of release {version} ended without a verdict: no pod of it answered at its metrics port."
-    assert cluster.serve(90)[-1] == expected
+    assert cluster.serve(90)[-1] == f"The bake of release {version} ended without a verdict: {reason}."
 
 
 def test_without_a_reference_only_errors_are_compared(tmp_path: Path, releases: tuple[PackedRelease, ...]) -> None:

@@ -21,7 +21,7 @@ from evernear.data.manifest import Split, save_manifest
 from evernear.data.shards import Dataset
 from evernear.embedding.embed import embed_dataset
 from evernear.embedding.embeddings import Embeddings
-from evernear.errors import SettingsError, StoreError
+from evernear.errors import SettingsError
 from evernear.index.build import build_index
 from evernear.kubeflow.runs import Run, State
 from evernear.release.registry import Registry
@@ -31,7 +31,7 @@ from evernear.serving.query_log_files import LoggedQuery, Period
 from evernear.settings import DataSettings, IndexSettings, Settings, of_run
 from evernear.triggers.requests import Person, Request, RequestStore
 from evernear.triggers.watch.watcher import Watcher
-from tests.real.triggers.watch.watched import NOON, MemoryRuns, WatchedSystem, digits, negatives, noise, png
+from tests.real.triggers.watch.watched import NOON, WatchedSystem, digits, negatives, noise, png
 from tests.releases import System, release_maker
 
 MANY = [noise(number) for number in range(400)]
@@ -206,7 +206,8 @@ def test_training_images_are_counted_since_the_training_after_a_reindex(
     _, system = trained
     watched.add("3", MANY[:200])
     reindexed(watched, system, tmp_path)
-    report = watched.watcher().check()
+    report = watched.watcher(policy="start").check()
+    assert [run.pipeline for run in watched.runs.runs] == ["continuous-training"]
     assert report.figures["new_files"] == 0
     assert report.figures["new_gallery_images"] == 0
     assert report.figures["new_train_images"] == pytest.approx(200 * 0.6)
@@ -217,16 +218,6 @@ def test_training_images_are_counted_since_the_training_after_a_reindex(
     report = watched.watcher().check()
     assert report.figures["new_gallery_images"] == pytest.approx(200 * 0.2)
     assert report.figures["new_train_images"] == pytest.approx(400 * 0.6)
-
-
-def test_policy_trains_on_images_that_were_only_indexed(
-    watched: WatchedSystem, trained: tuple[Path, System], tmp_path: Path
-) -> None:
-    _, system = trained
-    watched.add("3", MANY[:200])
-    reindexed(watched, system, tmp_path)
-    watched.watcher(policy="start").check()
-    assert [run.pipeline for run in watched.runs.runs] == ["continuous-training"]
 
 
 def reindexed(watched: WatchedSystem, system: System, directory: Path) -> None:
@@ -716,14 +707,6 @@ def test_pending_proposal_expires(watched: WatchedSystem, reason: str) -> None:
         assert report.proposal == watched.proposals[-1].id != first.id
 
 
-def test_first_release_is_proposed(watched: WatchedSystem) -> None:
-    for info in [*watched.store.list("releases/history/"), *watched.store.list("releases/champion.json")]:
-        watched.store.delete(info.key)
-    report = watched.watcher().check()
-    assert report.action == "retrain"
-    assert report.reasons == (f"No release has been promoted yet, and folder:{watched.images} has 1,617 images.",)
-
-
 def test_drift_is_tested_while_the_source_is_unavailable(watched: WatchedSystem) -> None:
     watched.ask(negatives(180))
     moved = watched.images.rename(watched.images.with_name("elsewhere"))
@@ -746,25 +729,12 @@ def test_missing_snapshot_is_reported(watched: WatchedSystem) -> None:
     assert report.action == "nothing"
 
 
-def test_unavailable_store_fails_the_check(watched: WatchedSystem) -> None:
-    (watched.directory / "store").rename(watched.directory / "gone")
-    (watched.directory / "store").write_text("in the way")
-    with pytest.raises(StoreError):
-        watched.watcher().check()
-
-
 def test_check_without_acting_changes_nothing(watched: WatchedSystem) -> None:
     watched.add("3", MANY)
     before = sorted(path for path in (watched.directory / "store").rglob("*"))
     report = watched.watcher().check(act=False)
     assert report.action == "retrain"
     assert sorted(path for path in (watched.directory / "store").rglob("*")) == before
-
-
-def test_proposals_are_stored_without_a_pipeline_server(watched: WatchedSystem) -> None:
-    watched.add("3", MANY)
-    watcher = Watcher(watched.settings(), watched.store, None, watched.directory, lambda: NOON)
-    assert watcher.check().proposal == watched.proposals[0].id
 
 
 def test_query_logs_are_shipped_and_old_ones_removed(watched: WatchedSystem) -> None:
@@ -830,8 +800,3 @@ def test_watcher_works_with_a_bucket(watched: WatchedSystem, bucket: str) -> Non
     again = Watcher(watched.settings(policy="start"), store, watched.runs, watched.directory, lambda: NOON).check()
     assert again.proposal is None
     assert watcher.schedule.read().last == again
-
-
-def test_runs_in_memory_start_once_per_key() -> None:
-    runs = MemoryRuns()
-    assert runs.start("reindex", {}, "k") == runs.start("reindex", {}, "k")
