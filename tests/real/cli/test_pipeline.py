@@ -171,13 +171,12 @@ def test_upload_run_and_status_of_a_held_release(server: KfpServer, tmp_path: Pa
     assert evernear("status", run.id).splitlines()[1].split()[:2] == ["ok", "ingest"]
 
 
-@pytest.mark.parametrize(
-    "reason", ["It calls every 7 a 1", "It\u2019s wrong", 'a "b" \\ c', "two\nlines", "", "x" * 3000], ids=repr
-)
-def test_parameters_accept_any_text(server: KfpServer, reason: str) -> None:
-    evernear(*UPLOAD)
-    evernear("run", "rollback", "--set", f"reason={reason}")
-    assert server.runs[0].parameters["reason"] == reason
+def test_parameters_accept_any_text(server: KfpServer) -> None:
+    server.publish(GOLDEN / "rollback.yaml", version="5b67dc9f1c0b6c0f")
+    reasons = ["It calls every 7 a 1", "It\u2019s wrong", 'a "b" \\ c', "two\nlines", "", "x" * 3000]
+    for reason in reasons:
+        evernear("run", "rollback", "--set", f"reason={reason}")
+    assert [run.parameters["reason"] for run in server.runs] == reasons
 
 
 def test_wait_reports_the_failed_step_and_its_error(published: KfpServer, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""``evernear registry`` with a directory and with a bucket."""
+"""``evernear registry`` as a user types it."""
 
 import json
 import re
@@ -16,12 +16,10 @@ from tests.ports import free_ports
 from tests.releases import MakeRelease, PackedRelease
 
 
-@pytest.fixture(params=["file", "s3"])
-def uri(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+@pytest.fixture
+def uri(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.chdir(tmp_path)
-    if request.param == "file":
-        return (tmp_path / "store").as_uri()
-    return f"s3://{request.getfixturevalue('bucket')}/team"
+    return (tmp_path / "store").as_uri()
 
 
 @pytest.fixture(scope="module")
@@ -92,13 +90,13 @@ def test_promote_roll_back_list_and_prune(uri: str, releases: list[PackedRelease
     assert prune_releases(registry, 1) == (third,)
     assert json.loads(evernear("show", third, "--json", *options))["pruned"] is True
     assert json.loads(evernear("show", first, "--json", *options))["pruned"] is False
-    assert sorted(path.name for path in tmp_path.iterdir()) == (["store"] if uri.startswith("file") else [])
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["store"]
 
 
-def test_list_marks_held_releases_until_a_person_promotes_them(releases: list[PackedRelease], tmp_path: Path) -> None:
-    options = ("--store", (tmp_path / "store").as_uri())
+def test_list_marks_held_releases_until_a_person_promotes_them(uri: str, releases: list[PackedRelease]) -> None:
+    options = ("--store", uri)
     held_release = releases[-1]
-    Registry(open_store(options[1])).publish(held_release.archive)
+    Registry(open_store(uri)).publish(held_release.archive)
     assert json.loads(evernear("list", "--json", *options))[0]["state"] == "held"
     evernear("promote", held_release.version, "--force", "--why", "the floor was wrong", *options)
     assert json.loads(evernear("list", "--json", *options))[0]["state"] == "champion"

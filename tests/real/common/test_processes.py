@@ -39,9 +39,10 @@ def run_isolated(code: str, prefix: tuple[str, ...] = (), **variables: str) -> s
     return subprocess.run(command, env=environment | variables, capture_output=True, text=True, check=True).stdout
 
 
-def files(root: Path, contents: dict[str, str]) -> Path:
-    """Write ``contents`` below ``root``, in the kernel's format."""
-    for name, text in contents.items():
+def files(root: Path, cgroup: str, limits: dict[str, str]) -> Path:
+    """Write the kernel's files of a process in ``cgroup`` below ``root``."""
+    contents = {f"sys/fs/cgroup/{name}": limit for name, limit in limits.items()}
+    for name, text in (contents | ({"proc/self/cgroup": cgroup} if cgroup else {})).items():
         path = root / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text + "\n")
@@ -56,92 +57,59 @@ def many_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("many_cpus")
 @pytest.mark.parametrize(
-    ("cpus", "contents"),
+    ("cpus", "cgroup", "limits"),
     [
-        pytest.param(64, {}, id="no cgroups"),
-        pytest.param(64, {"proc/self/cgroup": "0::/"}, id="v2, the machine itself"),
-        pytest.param(64, {"proc/self/cgroup": "0::/", "sys/fs/cgroup/cpu.max": "max 100000"}, id="v2, no limit"),
-        pytest.param(4, {"proc/self/cgroup": "0::/", "sys/fs/cgroup/cpu.max": "400000 100000"}, id="v2, a container"),
-        pytest.param(2, {"proc/self/cgroup": "0::/", "sys/fs/cgroup/cpu.max": "150000 100000"}, id="1.5 CPUs are 2"),
-        pytest.param(1, {"proc/self/cgroup": "0::/", "sys/fs/cgroup/cpu.max": "5000 100000"}, id="50m is 1"),
+        pytest.param(64, "", {}, id="no cgroups"),
+        pytest.param(64, "0::/", {}, id="v2, the machine itself"),
+        pytest.param(64, "0::/", {"cpu.max": "max 100000"}, id="v2, no limit"),
+        pytest.param(4, "0::/", {"cpu.max": "400000 100000"}, id="v2, a container"),
+        pytest.param(2, "0::/", {"cpu.max": "150000 100000"}, id="1.5 CPUs are 2"),
+        pytest.param(1, "0::/", {"cpu.max": "5000 100000"}, id="50m is 1"),
         pytest.param(
-            3,
-            {
-                "proc/self/cgroup": "0::/pod/container",
-                "sys/fs/cgroup/pod/cpu.max": "300000 100000",
-                "sys/fs/cgroup/pod/container/cpu.max": "max 100000",
-            },
-            id="v2, a limit above",
+            3, "0::/pod/a", {"pod/cpu.max": "300000 100000", "pod/a/cpu.max": "max 100000"}, id="v2, a limit above"
         ),
+        pytest.param(5, "0::/../../kubepods/pod", {"cpu.max": "500000 100000"}, id="v2, a path outside the container"),
         pytest.param(
-            5,
-            {"proc/self/cgroup": "0::/../../kubepods/pod", "sys/fs/cgroup/cpu.max": "500000 100000"},
-            id="v2, a path that is not visible in the container",
-        ),
-        pytest.param(
-            6,
-            {
-                "proc/self/cgroup": "12:memory:/docker/7\n4:cpu,cpuacct:/docker/7\n0::/docker/7",
-                "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "600000",
-                "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000",
-                "sys/fs/cgroup/memory/cpu.max": "100000 100000",
-            },
+            6, "12:memory:/docker/7\n4:cpu,cpuacct:/docker/7\n0::/docker/7",
+            {"cpu/cpu.cfs_quota_us": "600000", "cpu/cpu.cfs_period_us": "100000", "memory/cpu.max": "100000 100000"},
             id="v1, a container",
         ),
         pytest.param(
-            64,
-            {
-                "proc/self/cgroup": "1:cpu:/",
-                "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "-1",
-                "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000",
-            },
-            id="v1, no limit",
+            64, "1:cpu:/", {"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, id="v1, no limit"
         ),
-        pytest.param(64, {"proc/self/cgroup": "0::/", "sys/fs/cgroup/cpu.max": "?"}, id="an unreadable kernel file"),
+        pytest.param(64, "0::/", {"cpu.max": "?"}, id="an unreadable kernel file"),
     ],
-)
-def test_cpu_count_follows_the_limit(tmp_path: Path, cpus: int, contents: dict[str, str]) -> None:
-    assert threads.available_cpus(files(tmp_path, contents)) == cpus
+)  # fmt: skip
+def test_cpu_count_follows_the_limit(tmp_path: Path, cpus: int, cgroup: str, limits: dict[str, str]) -> None:
+    assert threads.available_cpus(files(tmp_path, cgroup, limits)) == cpus
 
 
 @pytest.mark.parametrize(
-    ("limit_bytes", "contents"),
+    ("limit_bytes", "cgroup", "limits"),
     [
-        pytest.param(math.inf, {}, id="no cgroups"),
-        pytest.param(math.inf, {"proc/self/cgroup": "0::/", "sys/fs/cgroup/memory.max": "max"}, id="v2, no limit"),
-        pytest.param(GIB, {"proc/self/cgroup": "0::/", "sys/fs/cgroup/memory.max": f"{GIB}"}, id="v2, a container"),
+        pytest.param(math.inf, "", {}, id="no cgroups"),
+        pytest.param(math.inf, "0::/", {"memory.max": "max"}, id="v2, no limit"),
+        pytest.param(GIB, "0::/", {"memory.max": f"{GIB}"}, id="v2, a container"),
         pytest.param(
-            GIB,
-            {
-                "proc/self/cgroup": "0::/pod/container",
-                "sys/fs/cgroup/pod/memory.max": f"{GIB}",
-                "sys/fs/cgroup/pod/container/memory.max": f"{2 * GIB}",
-            },
-            id="v2, a lower limit above",
+            GIB, "0::/pod/a", {"pod/memory.max": f"{GIB}", "pod/a/memory.max": f"{2 * GIB}"}, id="v2, a limit above"
         ),
         pytest.param(
-            GIB,
-            {
-                "proc/self/cgroup": "12:memory:/docker/7\n4:cpu,cpuacct:/docker/7",
-                "sys/fs/cgroup/memory/memory.limit_in_bytes": f"{GIB}",
-                "sys/fs/cgroup/cpu/memory.limit_in_bytes": "1",
-            },
+            GIB, "12:memory:/docker/7\n4:cpu,cpuacct:/docker/7",
+            {"memory/memory.limit_in_bytes": f"{GIB}", "cpu/memory.limit_in_bytes": "1"},
             id="v1, a container",
         ),
         pytest.param(
-            math.inf,
-            {"proc/self/cgroup": "1:memory:/", "sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712"},
-            id="v1, no limit",
+            math.inf, "1:memory:/", {"memory/memory.limit_in_bytes": "9223372036854771712"}, id="v1, no limit"
         ),
     ],
-)
-def test_memory_limit(tmp_path: Path, limit_bytes: float, contents: dict[str, str]) -> None:
-    assert threads.memory_limit_bytes(files(tmp_path, contents)) == limit_bytes
+)  # fmt: skip
+def test_memory_limit(tmp_path: Path, limit_bytes: float, cgroup: str, limits: dict[str, str]) -> None:
+    assert threads.memory_limit_bytes(files(tmp_path, cgroup, limits)) == limit_bytes
 
 
 def test_limit_above_the_cpu_count_is_ignored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 5})
-    larger = files(tmp_path, {"proc/self/cgroup": "0::/", "sys/fs/cgroup/cpu.max": "800000 100000"})
+    larger = files(tmp_path, "0::/", {"cpu.max": "800000 100000"})
     assert threads.available_cpus(larger) == 2
 
 

@@ -75,22 +75,29 @@ def test_reindex_requires_a_release(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "run `evernear run` first" in capsys.readouterr().err
 
 
-def test_train_reports_its_progress_and_fails_if_the_network_learned_nothing(
+REPORT = r"epoch (\d)/2, step (\d)/3, about \d+ s left"
+
+
+def test_train_and_probe_report_progress_and_training_fails_if_the_network_learned_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    ingest_noise(tmp_path, "01")
+    ingest_noise(tmp_path, "0123")
     monkeypatch.setattr(progress, "REPORT_INTERVAL_S", 0.0)
     monkeypatch.setattr(progress, "REPORTS", 10**9)
     train = {"epochs": 2, "min_steps": 6, "width": 4, "embedding_dim": 8}
-    settings = RunSettings(store=(tmp_path / "store").as_uri(), train=train).model_dump(mode="json")
+    sections = {"train": train, "evaluation": {"probe_epochs": 2}}
+    settings = RunSettings(store=(tmp_path / "store").as_uri(), **sections).model_dump(mode="json")
     with pytest.raises(SystemExit) as stopped:
         steps.train("run", settings, str(tmp_path), str(tmp_path / "trained"), str(tmp_path / "curves.html"))
     assert stopped.value.code == TrainingError.exit_code
     assert (tmp_path / "curves.html").is_file()
     output = capsys.readouterr()
     assert "The network learned nothing" in output.err
-    reports = re.findall(r"epoch (\d)/2, step (\d)/3, about \d+ s left", output.out)
-    assert reports == [("1", "2"), ("1", "3"), ("2", "1"), ("2", "2"), ("2", "3")]
+    reported = [("1", "2"), ("1", "3"), ("2", "1"), ("2", "2"), ("2", "3")]
+    assert re.findall(REPORT, output.out) == reported
+
+    steps.probe("run", settings, str(tmp_path), str(tmp_path / "open-set.json"))
+    assert re.findall(REPORT, capsys.readouterr().out) == reported
 
 
 @pytest.mark.parametrize(
@@ -114,19 +121,6 @@ def test_unexpected_disk_errors_are_reported_without_traceback(
         fail()
     assert stopped.value.code == 4
     assert f"evernear: {message}" in capsys.readouterr().err
-
-
-def test_probe_reports_its_progress_and_the_time_left(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    ingest_noise(tmp_path, "0123")
-    monkeypatch.setattr(progress, "REPORT_INTERVAL_S", 0.0)
-    monkeypatch.setattr(progress, "REPORTS", 10**9)
-    sections = {"train": {"min_steps": 6, "width": 4, "embedding_dim": 8}, "evaluation": {"probe_epochs": 2}}
-    settings = RunSettings(store=(tmp_path / "store").as_uri(), **sections).model_dump(mode="json")
-    steps.probe("run", settings, str(tmp_path), str(tmp_path / "open-set.json"))
-    reports = re.findall(r"epoch (\d)/2, step (\d)/3, about \d+ s left", capsys.readouterr().out)
-    assert reports == [("1", "2"), ("1", "3"), ("2", "1"), ("2", "2"), ("2", "3")]
 
 
 def test_probe_needs_more_than_two_classes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -204,23 +198,16 @@ def test_ingest_reports_a_missing_directory_before_a_busy_port(
     assert not (tmp_path / "store" / "datasets").exists(), "no image was decoded"
 
 
-def test_validate_mentions_what_is_no_problem(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_validate_names_its_findings_in_its_summary(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "images").mkdir()
     (tmp_path / "images" / "notes.txt").write_text("notes")
     ingest_noise(tmp_path, "01")
     settings = RunSettings(store=(tmp_path / "store").as_uri())
-    steps.validate("run", settings.model_dump(mode="json"), str(tmp_path), str(tmp_path / "report.md"))
+    arguments = (str(tmp_path), str(tmp_path / "report.md"))
+    steps.validate("run", settings.model_dump(mode="json"), *arguments)
     shown = capsys.readouterr().out
     assert "note: 1 file is not an image of a class and was left out: notes.txt.\n" in shown
     assert "finished: no problems\n" in shown
-
-
-def test_validate_names_its_findings_in_its_summary(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    ingest_noise(tmp_path, "01")
-    settings = RunSettings(store=(tmp_path / "store").as_uri())
-    arguments = (str(tmp_path), str(tmp_path / "report.md"))
-    steps.validate("run", settings.model_dump(mode="json"), *arguments)
-    assert "finished: no problems" in capsys.readouterr().out
 
     strict = {"min_class_images": 40, "warn": ["tiny_class"]}
     settings = RunSettings(store=settings.store, validation=strict)

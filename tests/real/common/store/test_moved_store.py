@@ -34,20 +34,8 @@ def images(dataset: Dataset) -> int:
     return sum(len(block) for split in ("train", "test", "gallery", "query") for block in dataset.blocks(split))
 
 
-@pytest.fixture(params=["folder", "bucket"])
-def moved(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Store, Store]:
-    """A store, and the place to which it is copied."""
-    if request.param == "folder":
-        uris = [(tmp_path / name).as_uri() for name in ("before", "after")]
-    else:
-        bucket = request.getfixturevalue("bucket")
-        uris = [f"s3://{bucket}/{name}" for name in ("before", "after")]
-    before, after = map(open_store, uris)
-    return before, after
-
-
-def test_moved_store_is_read_and_updated(moved: tuple[Store, Store], tmp_path: Path) -> None:
-    before, after = moved
+def test_moved_store_is_read_and_updated(tmp_path: Path) -> None:
+    before, after = (open_store((tmp_path / name).as_uri()) for name in ("before", "after"))
     settings = DataSettings(source=f"folder:{tmp_path / 'images'}")
     write_images(tmp_path / "images", 12, seed=0)
     first = ingest_source(settings, before.uri)
@@ -85,12 +73,16 @@ def interrupt(*_: object) -> None:
     raise KeyboardInterrupt
 
 
-@pytest.mark.parametrize("damage", [b"", b"{}", b'{"digest": 1}'])
-def test_damaged_head_and_manifest_name_the_command_that_repairs_them(damage: bytes, tmp_path: Path) -> None:
+def ingested(tmp_path: Path) -> tuple[DataSettings, Store, Manifest]:
     settings = DataSettings(source=f"folder:{tmp_path / 'images'}")
     write_images(tmp_path / "images", 12, seed=0)
     store = open_store((tmp_path / "store").as_uri())
-    manifest = ingest_source(settings, store.uri)
+    return settings, store, ingest_source(settings, store.uri)
+
+
+@pytest.mark.parametrize("damage", [b"", b"{}", b'{"digest": 1}'])
+def test_damaged_head_and_manifest_name_the_command_that_repairs_them(damage: bytes, tmp_path: Path) -> None:
+    settings, store, manifest = ingested(tmp_path)
     head = f"datasets/{manifest.name}/head.json"
     for key in (manifest_key(manifest.name, manifest.digest), head):
         intact = store.get(key)
@@ -102,10 +94,7 @@ def test_damaged_head_and_manifest_name_the_command_that_repairs_them(damage: by
 
 
 def test_another_snapshot_under_the_name_of_a_digest_is_detected(tmp_path: Path) -> None:
-    settings = DataSettings(source=f"folder:{tmp_path / 'images'}")
-    write_images(tmp_path / "images", 12, seed=0)
-    store = open_store((tmp_path / "store").as_uri())
-    manifest = ingest_source(settings, store.uri)
+    _, store, manifest = ingested(tmp_path)
     other: Manifest = manifest.model_copy(update={"labels": ("b", "a")})
     store.put(manifest_key(manifest.name, manifest.digest), other.to_store())
     with pytest.raises(IntegrityError, match="does not describe the snapshot"):
@@ -113,10 +102,7 @@ def test_another_snapshot_under_the_name_of_a_digest_is_detected(tmp_path: Path)
 
 
 def test_lost_head_is_not_taken_for_a_new_dataset(tmp_path: Path) -> None:
-    settings = DataSettings(source=f"folder:{tmp_path / 'images'}")
-    write_images(tmp_path / "images", 12, seed=0)
-    store = open_store((tmp_path / "store").as_uri())
-    first = ingest_source(settings, store.uri)
+    settings, store, first = ingested(tmp_path)
     store.delete(f"datasets/{first.name}/head.json")  # as a first ingest that was killed leaves it
     assert ingest_source(settings, store.uri).digest == first.digest
     write_images(tmp_path / "images", 3, seed=1)

@@ -11,11 +11,14 @@ import pytest
 from evernear.common.store import open_store
 from evernear.release.registry import Registry
 from tests.forks import CONTEXT
-from tests.real.common.store.contender import compete
+from tests.real.common.store.conftest import altering_proxy, faulty_proxy
 from tests.real.common.store.faulty import FaultyProxy
 from tests.releases import MakeRelease, PackedRelease
+from tests.slow.common.store.contender import compete
 
+__all__ = ["altering_proxy", "faulty_proxy"]
 PROCESSES = 4
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
@@ -23,21 +26,19 @@ def releases(make_release: MakeRelease) -> list[PackedRelease]:
     return [make_release(), make_release()]
 
 
-@pytest.fixture(params=["refuses early", pytest.param("real", marks=pytest.mark.slow)])
+@pytest.fixture(params=["refuses early", "real"])
 def contended_store(request: pytest.FixtureRequest) -> tuple[str, int]:
     """The URI of an empty store and the number of promotions."""
     if request.param == "real":
         if "TEST_S3_URL" not in os.environ:
             pytest.skip("TEST_S3_URL is not set")
         return f"s3://{request.getfixturevalue('bucket')}/team", 1000
-    faulty_proxy: FaultyProxy = request.getfixturevalue("altering_proxy")
-    faulty_proxy.refuses_early = True
+    proxy: FaultyProxy = request.getfixturevalue("altering_proxy")
+    proxy.refuses_early = True
     return f"s3://{request.getfixturevalue('bucket')}/team", 8
 
 
-@pytest.mark.parametrize(
-    "in_lockstep", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["all at once", "each at its own pace"]
-)
+@pytest.mark.parametrize("in_lockstep", [True, False], ids=["all at once", "each at its own pace"])
 def test_contended_promotions_neither_fail_nor_get_lost(
     contended_store: tuple[str, int], releases: list[PackedRelease], in_lockstep: bool
 ) -> None:
