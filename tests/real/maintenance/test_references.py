@@ -105,7 +105,7 @@ def test_unfinished_ingest_is_referenced_until_the_head_moves(store: Store, tmp_
     settings = DataSettings(source=f"folder:{tmp_path / 'images'}")
     write_images(tmp_path / "images", 12, seed=0)
     manifest = ingest_source(settings, store.uri)
-    unfinished, superseded = (f"datasets/images/parts/{parent}/1/0/plan.json" for parent in (manifest.digest, "first"))
+    unfinished, superseded = (f"datasets/images/parts/{parent}/1/0/parts.json" for parent in (manifest.digest, "first"))
     store.put(unfinished, b"")
     store.put(superseded, b"")
     found = keys(list(references(store)))

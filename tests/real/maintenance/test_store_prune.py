@@ -182,16 +182,16 @@ def test_checkpoint_of_an_interrupted_training_stays(
 def test_parts_of_a_step_go_together_and_only_after_their_run(
     folder: FileStore, system: System, make_release: MakeRelease
 ) -> None:
-    for key in ("ended/embed-0/plan.json", "ended/embed-0/x.npy", "late/embed-0/plan.json"):
+    for key in ("ended/embed-0/parts.json", "ended/embed-0/x.npy", "late/embed-0/parts.json"):
         folder.put(f"parts/{key}", b"x")
     publish(folder, system, [make_release()])
-    for key in ("late/embed-0/0/results/000000", "new/embed-0/plan.json", "given-up/embed-0/plan.json"):
+    for key in ("late/embed-0/results/000000", "new/embed-0/parts.json", "given-up/embed-0/parts.json"):
         folder.put(f"parts/{key}", b"x")
     long_ago = (datetime.now(UTC) - timedelta(days=8)).timestamp()
-    os.utime(folder.path("parts/given-up/embed-0/plan.json"), (long_ago, long_ago))
+    os.utime(folder.path("parts/given-up/embed-0/parts.json"), (long_ago, long_ago))
     prune_store(folder, 1)
     assert {key.removeprefix("parts/") for key in keys(folder) if key.startswith("parts/")} == {
-        "late/embed-0/plan.json", "late/embed-0/0/results/000000", "new/embed-0/plan.json"
+        "late/embed-0/parts.json", "late/embed-0/results/000000", "new/embed-0/parts.json"
     }  # fmt: skip
 
 
