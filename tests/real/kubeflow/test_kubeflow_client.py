@@ -144,19 +144,14 @@ def test_rejected_start_releases_the_lock(server: KfpServer, runs: KfpRuns, stor
     assert runs.start(PIPELINE, {}, "a", store).state is State.PENDING
 
 
-@pytest.mark.parametrize(
-    ("parameters", "sentence"),
-    [
+def test_start_validates_parameters_before_creating_anything(server: KfpServer, runs: KfpRuns) -> None:
+    for parameters, sentence in (
         ({"tagret": "local"}, "no parameter 'tagret'; did you mean 'target'?"),
         ({"target": 3}, "target must be a STRING, not 3"),
         ({"settings": "digits"}, "settings must be a STRUCT"),
-    ],
-)
-def test_start_validates_parameters_before_creating_anything(
-    server: KfpServer, runs: KfpRuns, parameters: dict[str, Any], sentence: str
-) -> None:
-    with pytest.raises(SettingsError, match=sentence):
-        runs.start(PIPELINE, parameters, "a")
+    ):
+        with pytest.raises(SettingsError, match=sentence):
+            runs.start(PIPELINE, parameters, "a")
     assert not server.runs
     assert not server.state.experiments
 
@@ -191,25 +186,17 @@ def test_show_lists_steps_with_their_states(server: KfpServer, runs: KfpRuns) ->
     assert run_detail.ended > run_detail.created
 
 
-@pytest.mark.parametrize(
-    ("kfp_state", "state", "final"),
-    [
-        ("RUNTIME_STATE_UNSPECIFIED", State.PENDING, False),
-        ("PENDING", State.PENDING, False),
-        ("RUNNING", State.RUNNING, False),
-        ("PAUSED", State.PAUSED, False),
-        ("CANCELING", State.CANCELING, False),
-        ("CANCELED", State.CANCELED, True),
-        ("FAILED", State.FAILED, True),
-        ("SKIPPED", State.SKIPPED, True),
-        ("SUCCEEDED", State.SUCCEEDED, True),
-    ],
-)
-def test_every_kfp_state_is_mapped(server: KfpServer, runs: KfpRuns, kfp_state: str, state: State, final: bool) -> None:
+def test_every_kfp_state_is_mapped(server: KfpServer, runs: KfpRuns) -> None:
     started = runs.start(PIPELINE, {}, "a")
-    server.run(started.id).resource["state"] = kfp_state
-    run_detail = runs.show(started.id)
-    assert (run_detail.state, run_detail.state.is_final) == (state, final)
+
+    def shown(kfp_state: str) -> State:
+        server.run(started.id).resource["state"] = kfp_state
+        return runs.show(started.id).state
+
+    final = {"CANCELED", "FAILED", "SKIPPED", "SUCCEEDED"}
+    for name in ("PENDING", "RUNNING", "PAUSED", "CANCELING", *final):
+        assert (shown(name), shown(name).is_final) == (State[name], name in final)
+    assert shown("RUNTIME_STATE_UNSPECIFIED") is State.PENDING
 
 
 def test_runs_are_listed_newest_first(

