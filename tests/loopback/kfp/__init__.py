@@ -144,13 +144,10 @@ class KfpServer:
             pipeline = matches[0] if matches else self.state.create_pipeline(name, namespace=namespace)
             return self.state.create_version(pipeline["pipeline_id"], version, content)
 
-    def fire(self, recurring_run_id: str) -> RunControl | None:
-        """Start the scheduled run, like the controller when it is due; return None if the schedule
-        is disabled."""
+    def fire(self, recurring_run_id: str) -> RunControl:
+        """Start the scheduled run, like the controller when it is due."""
         with self.state.lock:
             job = self.state.recurring_runs[recurring_run_id]
-            if job["mode"] != "ENABLE":
-                return None
             keys = ("experiment_id", "pipeline_version_reference", "runtime_config", "recurring_run_id")
             name = f"{job['display_name']}-{len(self.state.runs) + 1}"
             run = self.state.create_run({"display_name": name, **{key: job[key] for key in keys if key in job}})

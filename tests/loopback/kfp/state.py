@@ -296,12 +296,9 @@ def _check_trigger(request: Resource) -> None:
     concurrency = int(request.get("max_concurrency", 0))
     if not 1 <= concurrency <= 10:
         raise invalid(f"Max concurrency of a recurring run must be at least 1 and at most 10. Received {concurrency}")
-    trigger = request.get("trigger", {})
-    cron = trigger.get("cron_schedule", {}).get("cron")
-    if cron and not CRON.fullmatch(cron):
+    cron = request.get("trigger", {}).get("cron_schedule", {}).get("cron", "")  # evernear has no other trigger
+    if not CRON.fullmatch(cron):
         raise invalid("Schedule cron is not a supported format(https://godoc.org/github.com/robfig/cron).")
-    if not cron and int(trigger.get("periodic_schedule", {}).get("interval_second", 0)) < 1:
-        raise invalid("Found invalid period schedule interval. Set at interval to least 1 second")
 
 
 def _filled(fields: Mapping[str, str]) -> dict[str, str]:

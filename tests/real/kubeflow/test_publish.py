@@ -145,7 +145,6 @@ def test_schedule_starts_the_version_that_was_newest(server: KfpServer, publishe
     (job,) = server.state.recurring_runs.values()
     assert (job["max_concurrency"], job["no_catchup"]) == ("1", True)
     fired = server.fire(created.id)
-    assert fired is not None
     assert fired.resource["pipeline_version_reference"]["pipeline_version_id"] == uploaded.pipeline_version_id
     assert fired.parameters == {"target": "local"}
     assert publisher.runs.list()[0].key == "", "scheduled runs have no key"
