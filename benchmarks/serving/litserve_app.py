@@ -10,7 +10,6 @@ from evernear.release.archive_reader import open_parts
 from evernear.serving.core import Predictor
 from evernear.serving.responses import Prediction, Rejection
 from evernear.settings import ServingSettings
-from evernear.settings.serving import MAX_BATCH_DELAY_MS
 
 
 class Api(litserve.LitAPI):
@@ -34,6 +33,6 @@ class Api(litserve.LitAPI):
 
 
 if __name__ == "__main__":
-    api = Api(max_batch_size=ServingSettings().batch_size, batch_timeout=MAX_BATCH_DELAY_MS / 1000)
+    api = Api(max_batch_size=ServingSettings().batch_size, batch_timeout=0.001)
     server = litserve.LitServer(api, accelerator="cpu")
     server.run(host="127.0.0.1", port=int(sys.argv[2]), log_level="warning", generate_client_file=False)

@@ -45,7 +45,6 @@ from evernear.release.manifest import (
 )
 from evernear.settings import ServingSettings
 from evernear.settings.serving import (
-    MAX_BATCH_DELAY_MS,
     MODEL_NAME,
     QUEUE_SIZE,
     RESPONSE_TIMEOUT_S,
@@ -171,7 +170,6 @@ def _model_config(settings: ServingSettings) -> str:
     """TorchServe's options for the model. The number of workers is a server option."""
     options = {
         "batchSize": settings.batch_size,
-        "maxBatchDelay": MAX_BATCH_DELAY_MS,
         "jobQueueSize": QUEUE_SIZE,
         "responseTimeout": RESPONSE_TIMEOUT_S,
         "startupTimeout": STARTUP_TIMEOUT_S,

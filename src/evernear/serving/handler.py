@@ -16,9 +16,13 @@ response timeout. Small images go first. Those that are not decoded in time get 
 """
 
 import logging
+import socket
+import sys
 import time
 from collections.abc import Iterator, Sequence
+from functools import cache
 from http import HTTPStatus
+from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
@@ -49,14 +53,18 @@ class EmbeddingHandler:
 
     def initialize(self, context: Any) -> None:
         """Verify every part of the unpacked release against its manifest, and load it."""
+        from ts.protocol import otf_message_handler
+
         mask_streams()
         parts = open_parts(Path(context.system_properties["model_dir"]))
         self._predictor = Predictor.open(parts)
         self._decode_timeout_s = DECODE_SHARE * float(context.model_yaml_config["responseTimeout"])
-        # At the INFO level, TorchServe logs a line for each batch, which passes through a pipe and
-        # two regular expressions.
+        # For each batch, TorchServe would write a line and a metric, which pass through a pipe and
+        # regular expressions. It would receive each field of a request with two system calls.
         logging.getLogger().setLevel(logging.WARNING)
         logging.getLogger(_METRICS_LOGGER).setLevel(logging.INFO)
+        context.metrics.add_time = lambda *_, **__: None
+        otf_message_handler._retrieve_buffer = _read_buffered  # pyright: ignore[reportPrivateUsage]
         self._meter = _meter(parts)
         self._meter.start()
         self._version = parts.manifest.version
@@ -127,6 +135,19 @@ class EmbeddingHandler:
             stages_s=_stages_s(result),
             neighbors=[neighbor.label == p.pred for p in predictions if not p.unknown for neighbor in p.neighbors],
         )
+
+
+@cache
+def _buffered(connection: socket.socket) -> BufferedReader:
+    return connection.makefile("rb")
+
+
+def _read_buffered(connection: socket.socket, size_bytes: int) -> bytes:
+    """Exit, like TorchServe, when the frontend disconnects."""
+    data = _buffered(connection).read(size_bytes)
+    if len(data) < size_bytes:
+        sys.exit(0)
+    return data
 
 
 def _body(response: Prediction | Rejection, id_: str) -> bytes:

@@ -1,4 +1,5 @@
-"""Prometheus metrics in each worker, which passes their increments to TorchServe once a second.
+"""Prometheus metrics in each worker, which passes their increments to TorchServe up to once a
+second.
 
 TorchServe's histograms have fixed buckets with bounds up to 10, and each observed value takes a
 line of worker output. Here, histograms are exported as counters with an upper-bound label (``le``),
@@ -7,6 +8,8 @@ which look like a normal histogram to Prometheus. They have suitable bounds and 
 
 import threading
 import time
+from bisect import bisect_left
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -19,11 +22,14 @@ DISTANCE_BOUNDS = (*(round(0.1 * tenth, 1) for tenth in range(1, 15)), 2.0)
 # suffices to compare 99th percentiles.
 SECONDS_BOUNDS = tuple(float(f"{0.005 * 1.5**step:.2g}") for step in range(23))
 FLUSH_EVERY_S = 1.0
+IDLE_FLUSH_EVERY_S = 60.0
 
 Kind = Literal["counter", "gauge"]
 Labels = tuple[str, ...]
 Emit = Callable[[str, float, Labels], None]
 """Increments a counter or sets a gauge: metric name, value, and label values."""
+Increments = defaultdict[tuple[str, Labels], float]
+"""The increments of counters, by metric name and label values."""
 
 
 class Metric(NamedTuple):
@@ -106,25 +112,14 @@ class Meter:
         test_accuracy: float | None = None,
         reference: Sequence[float] = (),
     ) -> None:
-        # Only workers need prometheus_client. `metrics_file` also runs without it.
-        from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
-
         self._emit = emit
         self._version = version
-        self._emitted: dict[tuple[str, Labels], float] = {}
-        self._registry = registry = CollectorRegistry()
-        self._requests = Counter("evernear_requests", "", ("version", "outcome"), registry=registry)
-        self._predictions = Counter("evernear_predictions", "", ("version", "unknown"), registry=registry)
-        self._neighbors = Counter("evernear_neighbors", "", ("version", "agrees"), registry=registry)
-        self._stage_seconds = Counter("evernear_stage_seconds", "", ("version", "stage"), registry=registry)
-        self._batch_size = Histogram(
-            "evernear_batch_size", "", ("version",), buckets=BATCH_SIZE_BOUNDS, registry=registry
-        ).labels(version)
-        self._distance = Histogram(
-            "evernear_distance", "", ("version",), buckets=DISTANCE_BOUNDS, registry=registry
-        ).labels(version)
-        age = Gauge("evernear_index_age_seconds", "", ("version",), registry=registry)
-        age.labels(version).set_function(lambda: round(time.time() - created_s))
+        self._created_s = created_s
+        self._batch_size = _Buckets("evernear_batch_size", BATCH_SIZE_BOUNDS, version)
+        self._distance = _Buckets("evernear_distance", DISTANCE_BOUNDS, version)
+        self._lock = threading.Lock()
+        self._recorded = threading.Event()
+        self._increments = Increments(float, self._batch_size.zeros | self._distance.zeros)
         emit("evernear_release_info", 1, (version, network_sha256[:12]))
         emit("evernear_unknown_threshold", threshold, (version,))
         if test_accuracy is not None:
@@ -134,7 +129,8 @@ class Meter:
             emit("evernear_reference_distance_ratio", share, (version, str(bound)))
 
     def start(self) -> None:
-        """Start a daemon thread that calls `flush` once a second."""
+        """Start a daemon thread that calls `flush` at most once a second, when batches were
+        recorded, and otherwise once a minute, for the age of the index."""
         threading.Thread(target=self._flush_forever, name="metrics", daemon=True).start()
 
     def record_batch(
@@ -148,34 +144,52 @@ class Meter:
         """``outcomes`` has an entry for each request, and ``distances`` one for each image with a
         prediction. ``stages_s`` contains the duration of each stage. For each neighbor of a known
         image, ``neighbors`` says whether its label equals the predicted one."""
-        self._batch_size.observe(len(outcomes))
-        for outcome in outcomes:
-            self._requests.labels(self._version, outcome).inc()
-        for stage, seconds in stages_s.items():
-            self._stage_seconds.labels(self._version, stage).inc(seconds)
-        for distance in distances:
-            self._distance.observe(distance)
-        if neighbors:
-            self._neighbors.labels(self._version, "true").inc(sum(neighbors))
-            self._neighbors.labels(self._version, "false").inc(len(neighbors) - sum(neighbors))
-        if distances:
-            self._predictions.labels(self._version, "true").inc(unknown)
-            self._predictions.labels(self._version, "false").inc(len(distances) - unknown)
+        version = self._version
+        with self._lock:
+            counts = self._increments
+            self._batch_size.observe(len(outcomes), counts)
+            for outcome in outcomes:
+                counts["evernear_requests_total", (version, outcome)] += 1
+            for stage, seconds in stages_s.items():
+                counts["evernear_stage_seconds_total", (version, stage)] += seconds
+            for distance in distances:
+                self._distance.observe(distance, counts)
+            if neighbors:
+                counts["evernear_neighbors_total", (version, "true")] += sum(neighbors)
+                counts["evernear_neighbors_total", (version, "false")] += len(neighbors) - sum(neighbors)
+            if distances:
+                counts["evernear_predictions_total", (version, "true")] += unknown
+                counts["evernear_predictions_total", (version, "false")] += len(distances) - unknown
+        if not self._recorded.is_set():
+            self._recorded.set()
 
     def flush(self) -> None:
         """Emit all increments since the last flush, and the age of the index."""
-        for family in self._registry.collect():
-            for sample in family.samples:
-                metric = METRICS.get(sample.name)
-                if metric is None:  # creation times, which prometheus_client adds to each counter
-                    continue
-                labels = tuple(sample.labels[name] for name in metric.labels)
-                previous = self._emitted.get((sample.name, labels)) if metric.kind == "counter" else None
-                if sample.value != previous:
-                    self._emitted[sample.name, labels] = sample.value
-                    self._emit(sample.name, round(sample.value - (previous or 0), 6), labels)
+        self._recorded.clear()
+        with self._lock:
+            increments, self._increments = self._increments, Increments(float)
+        for (name, labels), value in increments.items():
+            self._emit(name, round(value, 6), labels)
+        self._emit("evernear_index_age_seconds", round(time.time() - self._created_s), (self._version,))
 
     def _flush_forever(self) -> None:
         while True:
             self.flush()
             time.sleep(FLUSH_EVERY_S)
+            self._recorded.wait(IDLE_FLUSH_EVERY_S)
+
+
+class _Buckets:
+    """A histogram's cumulative counters."""
+
+    def __init__(self, name: str, bounds: Sequence[float], version: str) -> None:
+        self._bounds = bounds
+        self._buckets = [(f"{name}_bucket", (version, str(float(bound)))) for bound in bounds]
+        self._every = [(f"{name}_bucket", (version, "+Inf")), (f"{name}_count", (version,))]
+        self._sum = f"{name}_sum", (version,)
+        self.zeros: dict[tuple[str, Labels], float] = dict.fromkeys([*self._buckets, *self._every, self._sum], 0)
+
+    def observe(self, value: float, counts: Increments) -> None:
+        counts[self._sum] += value
+        for key in (*self._buckets[bisect_left(self._bounds, value) :], *self._every):
+            counts[key] += 1

@@ -82,6 +82,8 @@ def record_prediction(
 
     ``stages_s`` maps the batch's stages, in order, to durations. ``started_ns`` is Unix time.
     """
+    if isinstance(tracer, NoOpTracer):
+        return
     whole = tracer.start_span("predict", _context(parent), SpanKind.SERVER, attributes, start_time=started_ns)
     span_context, now_ns = set_span_in_context(whole), started_ns
     for stage, seconds in stages_s.items():

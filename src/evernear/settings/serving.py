@@ -8,9 +8,6 @@ from evernear.settings.section import Host, PixelLimit, Port, Section
 
 MODEL_NAME = "embedding"
 """Name of the model in URLs. A server serves one model."""
-MAX_BATCH_DELAY_MS = 1
-"""Longest wait for a full batch, if the previous batch had several requests. A longer wait delays
-every request more than larger batches save."""
 QUEUE_SIZE = 512
 """Requests that may wait; further ones get 503. More would time out before their turn."""
 RESPONSE_TIMEOUT_S = 30

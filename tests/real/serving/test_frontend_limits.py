@@ -13,13 +13,14 @@ from pathlib import Path
 import pytest
 
 from evernear.errors import PredictionRejectedError, ServingError, SettingsError
+from evernear.release.manifest import MODEL_CONFIG_FILE
 from evernear.serving import torchserve
 from evernear.serving.client import Client, Target
 from evernear.serving.configuration import model_store
 from evernear.settings import ServingSettings, load
 from evernear.settings.serving import HEAP_SIZE_BYTES
 from tests.real.serving.raw import Answer, Raw, bearer, request
-from tests.releases import PackedRelease
+from tests.releases import MakeRelease, PackedRelease, forge
 from tests.served import SMALL_HEAP, Served
 from tests.waiting import until
 
@@ -268,3 +269,16 @@ def test_lone_requests_do_not_wait_and_those_for_a_busy_worker_form_a_batch(
         hold.unlink()
         assert isinstance(first.exception(), PredictionRejectedError)
         assert len({other.result().id for other in others}) == 1
+
+
+def test_a_worker_that_takes_too_long_is_replaced(stub: Served, make_stub: MakeRelease, tmp_path: Path) -> None:
+    config = {MODEL_CONFIG_FILE: b"batchSize: 2\nresponseTimeout: 2\n"}
+    release, hold = forge(make_stub(), tmp_path / "release.mar", **config), tmp_path / "hold"
+    shutil.copy(release.archive, model_store(stub.home) / "impatient.mar")
+    stub.management.register("impatient.mar", stub.settings.serving)
+    image, query = stub.parts.smoke_queries()[0]
+    with stub.client() as client:
+        with pytest.raises(ServingError, match="Worker died"):
+            client.predict(b"hold " + bytes(hold), release.version)
+        assert client.predict(image, release.version).pred == query.pred
+    stub.management.unregister("embedding", release.version)

@@ -10,7 +10,6 @@ import io.netty.channel.EventLoopGroup;
 import io.netty.util.internal.logging.InternalLoggerFactory;
 import io.netty.util.internal.logging.Slf4JLoggerFactory;
 import java.io.IOException;
-import java.lang.reflect.Field;
 import java.net.InetSocketAddress;
 import java.net.SocketAddress;
 import java.nio.file.Files;
@@ -34,7 +33,7 @@ import org.pytorch.serve.util.TokenAuthorization;
  *   <li>On SIGTERM, it drains: it rejects new connections, responds to every in-flight request, and exits.
  *   <li>Requests of one connection are answered in order, one at a time.
  *   <li>The token is checked before a body is stored. In-flight bytes, connections and waits are limited.
- *   <li>A request that arrives alone does not wait for a batch.
+ *   <li>A request waits only while all workers are busy, and passes through one thread.
  *   <li>Malformed requests get a 4xx status and a message, not a reset or a 500.
  *   <li>If a process owns the server (serve --foreground), the server ends with it, even if it is killed.
  *   <li>In a pod, inference requires the token that all replicas share, and GET /ready is a readiness probe.
@@ -50,6 +49,7 @@ public final class Frontend extends ModelServer {
 
     private Frontend(ConfigManager config) throws IOException {
         super(config);
+        Private.set(Private.get(this, "serverGroups"), "backendGroup", Batching.LOOP);
         String file = System.getProperty("evernear.query_file");
         query = file == null ? null : Files.readAllBytes(Path.of(file));
     }
@@ -91,7 +91,7 @@ public final class Frontend extends ModelServer {
         }
         Channel bound =
                 new ServerBootstrap()
-                        .group(acceptors, workers)
+                        .group(acceptors, isInference ? Batching.LOOP : workers)
                         .channel(connector.getServerChannel())
                         .option(ChannelOption.SO_BACKLOG, 1024)
                         .handler(new ConnectionLimit(isInference ? Limits.CONNECTIONS : Limits.OTHER_CONNECTIONS))
@@ -125,7 +125,7 @@ public final class Frontend extends ModelServer {
                 // This comes first, so that a closed connection cannot reconnect.
                 listener.close().sync();
             }
-            Server rpc = rpcServer();
+            Server rpc = Private.get(this, "inferencegRPCServer");
             if (rpc != null) {
                 rpc.shutdown();
             }
@@ -134,18 +134,12 @@ public final class Frontend extends ModelServer {
                 rpc.awaitTermination(deadline - System.nanoTime(), TimeUnit.NANOSECONDS);
             }
             LogManager.shutdown();
-        } catch (InterruptedException | ReflectiveOperationException fault) {
+        } catch (InterruptedException fault) {
             fault.printStackTrace();
         } finally {
             // TorchServe's stop method would take seconds. Workers exit when their connection closes.
             Runtime.getRuntime().halt(0);
         }
-    }
-
-    private Server rpcServer() throws ReflectiveOperationException {
-        Field field = ModelServer.class.getDeclaredField("inferencegRPCServer");
-        field.setAccessible(true);
-        return (Server) field.get(this);
     }
 
     private static void endWithOwner() throws InterruptedException, IOException {
@@ -163,22 +157,16 @@ final class Token {
     private Token() {}
 
     /** Reads the shared token from its file, if any, so that TorchServe checks it for REST and gRPC. */
-    static void share() throws IOException, ReflectiveOperationException {
+    static void share() throws IOException {
         String file = System.getProperty("evernear.token_file");
         if (file != null) {
-            field().set(null, Files.readString(Path.of(file)).trim());
+            Private.set(TokenAuthorization.class, "inferenceKey", Files.readString(Path.of(file)).trim());
         }
     }
 
     /** The token that requests must have, or null if tokens are disabled. */
-    static String get() throws ReflectiveOperationException {
-        return (String) field().get(null);
-    }
-
-    private static Field field() throws ReflectiveOperationException {
-        Field field = TokenAuthorization.class.getDeclaredField("inferenceKey");
-        field.setAccessible(true);
-        return field;
+    static String get() {
+        return Private.get(TokenAuthorization.class, "inferenceKey");
     }
 }
 

@@ -46,7 +46,7 @@ final class Probe extends ChannelDuplexHandler {
     }
 
     @Override
-    public void channelRead(ChannelHandlerContext context, Object message) throws ReflectiveOperationException {
+    public void channelRead(ChannelHandlerContext context, Object message) {
         FullHttpRequest request = (FullHttpRequest) message;
         if (query == null || !isProbe(request)) {
             request.headers().remove(HEADER);
