@@ -16,7 +16,6 @@ from evernear import deployment
 from evernear.common.store import open_store
 from evernear.deployment import local, promote_release, roll_back
 from evernear.errors import (
-    ConflictError,
     IntegrityError,
     ServerUnreachableError,
     ServingError,
@@ -182,29 +181,6 @@ def test_failed_candidate_is_removed_and_the_champion_stays_live(
     assert sandbox.registry.champion() == champion
     assert sandbox.registered == registered
     assert not list(model_store(sandbox.home).glob(f"*{candidate.version}*"))
-
-
-@pytest.mark.slow
-def test_promotion_is_undone_if_the_champion_changes(sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another release becomes champion while the candidate is being tested."""
-    candidate, rival = sandbox.candidate(), sandbox.candidate()
-
-    def smoke_and_lose(client: Client, parts: ReleaseParts) -> int:
-        sandbox.registry.publish(rival.archive)
-        sandbox.registry.set_champion(rival.version, sandbox.registry.champion())
-        return real_smoke(client, parts)
-
-    real_smoke = local.smoke
-    with monkeypatch.context() as patched, sandbox.under_load():
-        patched.setattr(local, "smoke", smoke_and_lose)
-        with pytest.raises(ConflictError, match="champion changed"):
-            sandbox.deploy(candidate)
-    assert sandbox.champion == rival.version
-    assert candidate.version not in sandbox.registered
-
-    # `serve` makes the server follow the registry, as after a kill before `set-default`:
-    assert local.serve_local(sandbox.settings) == rival.version
-    assert sandbox.default == rival.version
 
 
 KILLED = """

@@ -2,15 +2,27 @@
 requests."""
 
 import base64
+import gzip
 import json
 import random
 import struct
+from collections.abc import Callable
 
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
+from evernear.errors import DataError
 from evernear.serving.endpoints import read_key
+from evernear.serving.request_parsing import (
+    FIELDS,
+    RequestError,
+    compression,
+    decode_base64,
+    image_from_fields,
+    image_from_json,
+)
+from evernear.serving.responses import Rejection
 from tests import hostile
 from tests.hostile_requests import Request, RequestTarget, form, is_refusal, json_request, picture, torchserve
 from tests.served import Served
@@ -33,6 +45,7 @@ def with_header(image: bytes, width: int, height: int) -> bytes:
 
 
 PNG, JPEG = picture(), picture("RGB", "JPEG")
+CHUNK = b"%x\r\n%s\r\n" % (1_000_000, bytes(1_000_000))
 ACCEPTED = {
     "gray": Request(PNG),
     "color": Request(JPEG),
@@ -81,6 +94,7 @@ REFUSED = {
     "bad JSON": (Request(b'{"data": "'), 400, "not JSON with base64"),
     "JSON without data": (json_request({"image": "AAAA"}), 400, 'no text under "data"'),
     "7 MB": (Request(PNG + bytes(7_000_000)), 413, "is larger than 6553500 bytes"),
+    "7 MB in chunks": (Request(7 * CHUNK + b"0\r\n\r\n", ((b"Transfer-Encoding", b"chunked"),)), 413, "is larger than"),
     "7 MB announced": (
         Request(bytes(7_000_000), ((b"Expect", b"100-continue"),)),
         413,
@@ -117,14 +131,6 @@ def test_bad_request_is_rejected_alone_with_a_message(served: Served, target: Re
             assert json.loads(answer.body)["pred"] == query.pred
 
 
-def test_chunked_body_beyond_the_limit_is_rejected(target: RequestTarget) -> None:
-    chunk = b"%x\r\n%s\r\n" % (1_000_000, bytes(1_000_000))
-    request = Request(chunk * 7 + b"0\r\n\r\n", ((b"Transfer-Encoding", b"chunked"),))
-    (answer,) = target.send([request])
-    assert answer.status == 413
-    assert "is larger than" in answer.sentence
-
-
 def test_survives_two_thousand_malformed_requests_without_5xx(served: Served, target: RequestTarget) -> None:
     workers = served.management.describe("embedding").workers
     sent: set[Request] = set()
@@ -149,3 +155,90 @@ def test_survives_two_thousand_malformed_requests_without_5xx(served: Served, ta
     throw()
     assert len(sent) >= 2000
     assert served.management.describe("embedding").workers == workers
+
+
+@given(st.binary(min_size=1).filter(lambda data: data[:1] not in b"{ \n\r\t" and not compression(data)))
+def test_plain_body_is_the_image(data: bytes) -> None:
+    assert image_from_fields({"body": data}) == data
+
+
+@given(st.binary(min_size=1))
+def test_json_may_contain_any_image(data: bytes) -> None:
+    body = json.dumps({"data": base64.b64encode(data).decode()}).encode()
+    assert image_from_fields({"body": body}) == data
+    assert image_from_fields({"body": b"\n " + body}) == data
+
+
+def data_uri(text: str) -> str:
+    return f"data:image/png;base64,{text}"
+
+
+def wrapped(text: str) -> str:
+    return "\r\n".join(text[at : at + 76] for at in range(0, len(text), 76)) + "\n"
+
+
+def url_safe(text: str) -> str:
+    return text.translate(str.maketrans("+/", "-_")).rstrip("=")
+
+
+@pytest.mark.parametrize("form", [data_uri, wrapped, url_safe, str.strip, lambda text: data_uri(wrapped(text))])
+@given(data=st.binary(min_size=1, max_size=400))
+def test_base64_is_read_as_clients_write_it(form: Callable[[str], str], data: bytes) -> None:
+    text = form(base64.b64encode(data).decode())
+    body = json.dumps({"data": text}).encode()
+    assert decode_base64(text) == image_from_json(body) == image_from_fields({"body": body}) == data
+
+
+@pytest.mark.parametrize(
+    "text", ["***", "AAAAA", "data:image/png,%89PNG", "data:image/png;base64", "data:image/png;base64,*", "A=A=", "ä"]
+)
+def test_other_text_is_not_base64(text: str) -> None:
+    with pytest.raises(ValueError, match=r".*"):
+        decode_base64(text)
+    with pytest.raises(DataError, match="not base64"):
+        image_from_json(json.dumps({"data": text}).encode())
+
+
+@pytest.mark.parametrize("field", FIELDS)
+def test_compressed_body_is_named(field: str) -> None:
+    body = gzip.compress(b'{"data": "AAAA"}')
+    rejection = image_from_fields({field: body})
+    assert isinstance(rejection, Rejection)
+    assert rejection.message == "The request's body is compressed with gzip; send it uncompressed."
+    with pytest.raises(RequestError, match="compressed with gzip"):
+        image_from_json(body)
+
+
+@pytest.mark.parametrize("field", FIELDS)
+def test_multipart_field_is_the_image(field: str) -> None:
+    assert image_from_fields({"other": b"x", field: b"\x89PNG"}) == b"\x89PNG"
+
+
+@pytest.mark.parametrize(
+    ("fields", "sentence"),
+    [
+        ({}, "has no image"),
+        ({"picture": b"x"}, "has no image"),
+        ({"body": b""}, "is empty"),
+        ({"body": b"{"}, "not JSON with base64"),
+        ({"body": b'{"data": "***"}'}, "not JSON with base64"),
+        ({"body": b'{"data": "\xc3\xa4"}'}, "not JSON with base64"),
+        ({"body": b'{"data": "\xff"}'}, "not JSON with base64"),
+        ({"body": b'{"image": "AA=="}'}, 'no text under "data"'),
+        ({"body": b'{"data": 3}'}, 'no text under "data"'),
+        ({"body": b'{"data": null}'}, 'no text under "data"'),
+        ({"body": b" [1]"}, 'no text under "data"'),
+        ({"body": b'{"a":' * 100_000}, "not JSON with base64"),
+    ],
+)
+def test_request_without_an_image_is_rejected_with_a_message(fields: dict[str, bytes], sentence: str) -> None:
+    refusal = image_from_fields(fields)
+    assert isinstance(refusal, Rejection)
+    assert refusal.code == 400
+    assert sentence in refusal.message
+    assert refusal.message.endswith(".")
+
+
+@given(st.dictionaries(st.sampled_from([*FIELDS, "x"]), st.binary()))
+def test_any_input_is_an_image_or_rejected(fields: dict[str, bytes]) -> None:
+    assert isinstance(image_from_fields(fields), bytes | Rejection)

@@ -1,6 +1,12 @@
+"""What a worker does: it verifies a release before torch and FAISS read it, and predicts."""
+
+import json
+import pickle
 import random
 import subprocess
 import sys
+import zipfile
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -11,15 +17,18 @@ from evernear.data.preprocess import Pixels, Preprocessing
 from evernear.data.reduction import BitDepth
 from evernear.embedding.export import NETWORK_FILE
 from evernear.embedding.network import load_torchscript
+from evernear.errors import IntegrityError
 from evernear.index.search import Gallery
 from evernear.release.archive_reader import ReleaseParts
 from evernear.serving import core as core_module
 from evernear.serving.core import Predictor
 from evernear.serving.decoding import decode_image, inspect_image
+from evernear.serving.handler import EmbeddingHandler
 from evernear.serving.prep.service import prepare
 from evernear.serving.responses import Prediction, Rejection
 from tests import hostile
 from tests.deep_png import deep_png
+from tests.releases import PackedRelease, forge
 
 
 @pytest.fixture(scope="module")
@@ -143,3 +152,47 @@ def test_deep_images_are_read_with_the_bit_depth_of_the_release(
         deep[0] = 256
         predictor.predict([deep_png(deep)])
         assert "beyond the 8 bits that the release reads" in caplog.text
+
+
+def load(archive: Path, directory: Path) -> None:
+    """Load a release as a TorchServe worker does, from the directory that Java unpacked the archive
+    into."""
+    with zipfile.ZipFile(archive) as members:
+        members.extractall(directory)
+    EmbeddingHandler().initialize(SimpleNamespace(system_properties={"model_dir": str(directory)}))
+
+
+@pytest.mark.parametrize("name", ["network.pt", "index.faiss", "labels.npy", "index.json", "handler.py"])
+def test_replaced_part_is_rejected(release: PackedRelease, tmp_path: Path, name: str) -> None:
+    marker = tmp_path / "proof"
+
+    class Payload:
+        def __reduce__(self) -> tuple[object, ...]:
+            return Path.touch, (marker,)
+
+    other = tmp_path / "other.mar"
+    with zipfile.ZipFile(release.archive) as old, zipfile.ZipFile(other, "w") as new:
+        for member in old.namelist():
+            new.writestr(member, pickle.dumps(Payload()) if member == name else old.read(member))
+    with pytest.raises(IntegrityError, match=rf"{name} in .* is missing or does not match the manifest\."):
+        load(other, tmp_path / "unpacked")
+    assert not marker.exists()
+
+
+def test_index_of_another_network_is_rejected(release: PackedRelease, tmp_path: Path) -> None:
+    with zipfile.ZipFile(release.archive) as members:
+        index = json.loads(members.read("index.json"))
+    stamped = json.dumps(index | {"network_sha256": "0" * 64}).encode()
+    foreign = forge(release, tmp_path / "foreign.mar", index_json=stamped)
+    with pytest.raises(IntegrityError, match="contains vectors of network 000000000000"):
+        load(foreign.archive, tmp_path / "unpacked")
+
+
+def test_replaced_network_is_rejected(release: PackedRelease, tmp_path: Path) -> None:
+    """The manifest's list of parts contains the hash of the replacement, but the index that of the
+    original."""
+    with zipfile.ZipFile(release.archive) as members:
+        network = members.read("network.pt")
+    replaced = forge(release, tmp_path / "replaced.mar", network_pt=network + b" ")
+    with pytest.raises(IntegrityError, match="contains vectors of network"):
+        load(replaced.archive, tmp_path / "unpacked")

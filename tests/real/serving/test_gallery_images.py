@@ -31,19 +31,23 @@ COUNTS = {"a": 60, "b": 25, "c": 12}
 
 
 @dataclass(frozen=True)
-class Built:
-    """A store with a release of each of two snapshots, and the digests of the images by row of
-    their indexes."""
+class Indexed:
+    """A release of one snapshot, and the digests of the images by row of its index."""
 
     store: Store
-    versions: tuple[str, str]
-    digests: dict[str, list[str]]
-    index_dirs: dict[str, Path]
-    manifests: dict[str, Manifest]
+    version: str
+    manifest: Manifest
+    directory: Path
+
+    @property
+    def digests(self) -> list[str]:
+        """From the embeddings that the index was built from."""
+        blocks = Embeddings.open(self.directory / "embeddings").blocks("gallery")
+        return [digest.tobytes().hex() for block in blocks for digest in block.digests]
 
 
 @pytest.fixture(scope="module")
-def built(system: System, tmp_path_factory: pytest.TempPathFactory) -> Built:
+def built(system: System, tmp_path_factory: pytest.TempPathFactory) -> tuple[Indexed, Indexed]:
     """Index three classes; then remove images of a and all of c, add d, and index again, as a
     reindex does."""
     root = tmp_path_factory.mktemp("rows")
@@ -51,22 +55,12 @@ def built(system: System, tmp_path_factory: pytest.TempPathFactory) -> Built:
         write_images(root / "images" / label, number, count)
     settings = DataSettings(source=f"folder:{root / 'images'}", gallery_fraction=0.2, query_fraction=0.1)
     store = open_store((root / "store").as_uri())
-    before = ingest_into_small_shards(settings, store.uri)
-    first = release(system, root / "first", before, frozenset())
+    first = release(system, root / "first", ingest_into_small_shards(settings, store.uri), frozenset())
     for path in sorted((root / "images").glob("a/*.png"))[::3] + list((root / "images").glob("c/*.png")):
         path.unlink()
     write_images(root / "images/d", 3, 20)
-    after = ingest_into_small_shards(settings, store.uri)
-    second = release(system, root / "second", after, frozenset({"d"}))
-    versions = (first, second)
-    places = dict(zip(versions, (root / "first", root / "second"), strict=True))
-    return Built(
-        store,
-        versions,
-        {version: row_digests(directory) for version, directory in places.items()},
-        {version: directory / "index" for version, directory in places.items()},
-        dict(zip(versions, (before, after), strict=True)),
-    )
+    second = release(system, root / "second", ingest_into_small_shards(settings, store.uri), frozenset({"d"}))
+    return first, second
 
 
 def ingest_into_small_shards(settings: DataSettings, store_uri: str) -> Manifest:
@@ -81,7 +75,7 @@ def write_images(folder: Path, digit: int, count: int) -> None:
         Image.fromarray((image * 15.9).astype(np.uint8)).save(folder / f"{number}.png")
 
 
-def release(system: System, directory: Path, manifest: Manifest, untrained: frozenset[str]) -> str:
+def release(system: System, directory: Path, manifest: Manifest, untrained: frozenset[str]) -> Indexed:
     """Publish a release of a snapshot with the network of ``system``."""
     save_manifest(manifest, directory / "dataset")
     dataset = Dataset.open(directory / "dataset")
@@ -91,18 +85,13 @@ def release(system: System, directory: Path, manifest: Manifest, untrained: froz
     candidate = Candidate(dataset, system.network_dir, directory / "index", directory / "verdict", {}, None)
     created = NOW + timedelta(seconds=len(untrained))
     packed = make_archive(candidate, ServingSettings(), HANDLER, directory / "release", created)
-    Registry(open_store(manifest.store_uri)).publish(packed.archive)
-    return packed.manifest.version
+    store = open_store(manifest.store_uri)
+    Registry(store).publish(packed.archive)
+    return Indexed(store, packed.manifest.version, manifest, directory)
 
 
-def row_digests(directory: Path) -> list[str]:
-    """The images of an index by row, from the embeddings that it was built from."""
-    blocks = Embeddings.open(directory / "embeddings").blocks("gallery")
-    return [digest.tobytes().hex() for block in blocks for digest in block.digests]
-
-
-def pixels_by_digest(built: Built, version: str) -> dict[str, bytes]:
-    dataset = Dataset(built.manifests[version], built.store)
+def pixels_by_digest(indexed: Indexed) -> dict[str, bytes]:
+    dataset = Dataset(indexed.manifest, indexed.store)
     return {
         digest.tobytes().hex(): image.tobytes()
         for split in ("train", "gallery")
@@ -111,58 +100,54 @@ def pixels_by_digest(built: Built, version: str) -> dict[str, bytes]:
     }
 
 
-@pytest.mark.parametrize("number", [0, 1])
-def test_each_row_leads_to_the_image_that_was_indexed_in_it(built: Built, number: int) -> None:
-    version = built.versions[number]
-    manifest, expected = built.manifests[version], built.digests[version]
-    joined = Registry(built.store).get(version).manifest.joined_gallery
-    assert joined
-    assert len(expected) == manifest.count("gallery") + sum(joined.values()), "train images have joined"
-    assert len(manifest.shards) > 6
-    images, pixels = GalleryImages(built.store), pixels_by_digest(built, version)
-    found = [images.find(version, row) for row in range(len(expected))]
-    assert [image and image.digest for image in found] == expected
-    assert all(image and image.pixels.tobytes() == pixels[image.digest] for image in found)
-    labels = np.load(built.index_dirs[version] / "labels.npy")
-    assert [image and image.label for image in found] == [manifest.labels[label] for label in labels]
+def test_each_row_leads_to_the_image_that_was_indexed_in_it(built: tuple[Indexed, Indexed]) -> None:
+    for indexed in built:
+        manifest, expected = indexed.manifest, indexed.digests
+        joined = Registry(indexed.store).get(indexed.version).manifest.joined_gallery
+        assert joined
+        assert len(expected) == manifest.count("gallery") + sum(joined.values()), "train images have joined"
+        assert len(manifest.shards) > 6
+        images, pixels = GalleryImages(indexed.store), pixels_by_digest(indexed)
+        found = [images.find(indexed.version, row) for row in range(len(expected))]
+        assert [image and image.digest for image in found] == expected
+        assert all(image and image.pixels.tobytes() == pixels[image.digest] for image in found)
+        labels = np.load(indexed.directory / "index" / "labels.npy")
+        assert [image and image.label for image in found] == [manifest.labels[label] for label in labels]
 
 
-def test_neighbors_of_an_answer_carry_these_rows(built: Built, system: System) -> None:
-    version = built.versions[1]
-    embeddings = Embeddings.open(built.index_dirs[version].parent / "embeddings")
-    gallery = Gallery.open(built.index_dirs[version], embeddings.network_sha256)
+def test_neighbors_of_an_answer_carry_these_rows(built: tuple[Indexed, Indexed]) -> None:
+    embeddings = Embeddings.open(built[1].directory / "embeddings")
+    gallery = Gallery.open(built[1].directory / "index", embeddings.network_sha256)
     vectors = np.concatenate([block.embeddings for block in embeddings.blocks("gallery")])
     for row, answer in enumerate(gallery.recognize(vectors, k=1)):
         assert vectors[answer.neighbors[0].row] == pytest.approx(vectors[row], abs=1e-3)
 
 
-@pytest.mark.parametrize("row", [-1, 10_000])
-def test_row_outside_the_gallery_is_an_error(built: Built, row: int) -> None:
-    with pytest.raises(IntegrityError, match=f"no row {row}"):
-        GalleryImages(built.store).find(built.versions[0], row)
+def test_row_or_release_that_does_not_exist_has_no_image(built: tuple[Indexed, Indexed]) -> None:
+    images = GalleryImages(built[0].store)
+    for row in (-1, 10_000):
+        with pytest.raises(IntegrityError, match=f"no row {row}"):
+            images.find(built[0].version, row)
+    for version in ("20200101.000000.00000000", "../../x", ""):
+        assert images.find(version, 0) is None
+        assert images.names(version, "00") == ()
 
 
-@pytest.mark.parametrize("version", ["20200101.000000.00000000", "../../x", ""])
-def test_unknown_release_has_no_images(built: Built, version: str) -> None:
-    assert GalleryImages(built.store).find(version, 0) is None
-    assert GalleryImages(built.store).names(version, "00") == ()
-
-
-def test_pruned_release_shows_its_images_as_long_as_its_snapshot_is_stored(built: Built) -> None:
-    version = built.versions[0]
+def test_pruned_release_shows_its_images_as_long_as_its_snapshot_is_stored(built: tuple[Indexed, Indexed]) -> None:
+    store, version = built[0].store, built[0].version
     key = f"{MANIFESTS}{version}.json"
-    record = built.store.get(key)
-    built.store.put(f"{PRUNED}{version}.json", record)
-    built.store.delete(key)
+    record = store.get(key)
+    store.put(f"{PRUNED}{version}.json", record)
+    store.delete(key)
     try:
-        assert GalleryImages(built.store).find(version, 0)
+        assert GalleryImages(store).find(version, 0)
     finally:
-        built.store.put(key, record)
-        built.store.delete(f"{PRUNED}{version}.json")
+        store.put(key, record)
+        store.delete(f"{PRUNED}{version}.json")
 
 
-def test_image_has_the_names_of_its_files(built: Built) -> None:
-    images, version = GalleryImages(built.store), built.versions[1]
+def test_image_has_the_names_of_its_files(built: tuple[Indexed, Indexed]) -> None:
+    images, version = GalleryImages(built[1].store), built[1].version
     image = images.find(version, 0)
     assert image
     (name,) = images.names(version, image.digest)

@@ -129,12 +129,6 @@ def test_damaged_files_and_near_duplicates_are_left_out_and_counted(
     assert counts.queries == 3
 
 
-def test_without_stored_queries_nothing_is_replayed(store: Store, champion: ReleasedSystem, candidate: Recognizer):
-    counts, examples = replay(candidate, champion, store, MAX_PIXELS)
-    assert counts.queries == 0
-    assert not examples.answers
-
-
 def test_the_newest_queries_are_replayed(store: Store, large_queries: list[bytes]):
     for day in range(3):
         log_queries(store, large_queries[10 * day : 10 * day + 10], f"v{day}", age=timedelta(days=day))

@@ -178,12 +178,6 @@ def test_serve_rejects_an_invalid_token(
         monkeypatch.setenv(TOKEN_FILE_VARIABLE, str(tmp_path / "token"))
     with pytest.raises(SettingsError, match=sentence):
         pod.serve_pod(settings)
-
-
-def test_serve_rejects_a_token_with_without_token(
-    release: PackedRelease, settings: Settings, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pod.fetch_release(release.version, sha256_file(release.archive), settings)
     monkeypatch.setenv(TOKEN_FILE_VARIABLE, "/somewhere/token")
     with pytest.raises(SettingsError, match="drop one of them"):
         pod.serve_pod(settings, without_token=True)

@@ -3,7 +3,6 @@
 import dataclasses
 import signal
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
@@ -201,31 +200,6 @@ def test_replacements_under_load_fail_no_request_of_5000_unless_prestop_is_too_s
     with capsys.disabled():
         print(f"endpoint removed after 3 s, without a preStop delay: {summary(calls, grpc_calls)}")
     assert calls.failures
-
-
-@pytest.mark.slow
-def test_requests_wait_and_the_pod_is_unready_until_a_dead_worker_is_replaced(
-    start_pod: StartPod, shipped: Shipped
-) -> None:
-    """The successor is stopped, because it otherwise loads within the probe's timeout."""
-    pod = start_pod()
-    (worker,) = workers(pod)
-    worker.kill()
-    worker.wait(timeout=60)
-    until(lambda: len(workers(pod)) == 1)
-    (successor,) = workers(pod)
-    successor.send_signal(signal.SIGSTOP)
-    with Client(target(pod, TOKEN)) as client, ThreadPoolExecutor(1) as pool:
-        try:
-            until(lambda: pod.probe() != 200)
-            prediction = pool.submit(client.predict, shipped.image)
-            assert pod.probe() != 200
-            assert not prediction.done()
-        finally:
-            successor.send_signal(signal.SIGCONT)
-        assert prediction.result().version == shipped.version
-    assert pod.probe() == 200
-    assert workers(pod) == [successor]
 
 
 @pytest.mark.slow

@@ -157,17 +157,6 @@ def test_predictor_is_reconnected_after_downtime(stored_releases: ReleaseStore, 
         assert 'evernear_prep_predictor_failures_total{reason="ServerUnreachableError"}' in exported
 
 
-def test_unavailable_predictor_is_retried(predictor: Predictor, prep: httpx.Client) -> None:
-    def fail_twice(request: PredictionsRequest, context: grpc.ServicerContext) -> bytes:
-        if predictor.calls % 3:
-            context.abort(grpc.StatusCode.UNAVAILABLE, "not now")
-        return predictor.recognize(request, context)
-
-    predictor.answer = fail_twice
-    assert [prep.post("/predict", json=png()).status_code for _ in range(4)] == [200] * 4
-    assert predictor.calls == 12
-
-
 def test_slow_predictor_times_out(predictor: Predictor, prep: httpx.Client, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(service, "PREP_TIMEOUT_S", 0.3)
     predictor.answer = predictor.wait

@@ -10,7 +10,6 @@ from typing import Any
 import httpx
 import pytest
 
-from evernear.serving.client import grpc as grpc_channel
 from tests.ports import free_ports
 from tests.prep_server import ReleaseStore, prep_client
 from tests.real.serving.fake_servers import ANSWER, grpc_server
@@ -169,11 +168,3 @@ def test_failed_resolution_leaves_the_addresses(prep: httpx.Client, names: Names
     names.addresses = []
     wait_for_resolutions(names, 2)
     assert [prep.post("/predict", json=png(8)).status_code for _ in range(4)] == [200] * 4
-
-
-def test_all_addresses_of_a_name_are_one_target(pods: Pods) -> None:
-    addresses = grpc_channel.Addresses(NAME, 7)
-    while not addresses.target.startswith("ipv4:"):
-        time.sleep(0.01)
-    addresses.close()
-    assert addresses.target == f"ipv4:{A}:7,{B}:7"
