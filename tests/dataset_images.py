@@ -1,9 +1,18 @@
 """Small folders of noise images."""
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
 from PIL import Image
+
+
+def write_files(root: Path, files: Mapping[str, bytes]) -> Path:
+    """Write ``files`` with their folders, and return ``root``."""
+    for name, data in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_bytes(data)
+    return root
 
 
 def write_images(folder: Path, count: int, first: int = 0, size: tuple[int, int] = (30, 26), mode: str = "L") -> None:

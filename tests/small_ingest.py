@@ -2,13 +2,17 @@
 
 from collections.abc import Generator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from evernear.common.store import Store, open_store
 from evernear.data import ingest
 from evernear.data.manifest import Manifest
-from evernear.settings import DataSettings
+from evernear.data.shards import Dataset
+from evernear.data.validate import Finding, validate_dataset
+from evernear.settings import DataSettings, ValidationSettings
 
 LIMITS = {
     "shard_size_bytes": "evernear.data.ingest.SHARD_SIZE_BYTES",
@@ -41,3 +45,23 @@ def ingest_with(source: str, store_uri: str, **settings: Any) -> Manifest:
     """`ingest_small` with ``settings``, which may contain `LIMITS` and `OPTIONS`."""
     options = {name: settings.pop(name) for name in (*LIMITS, *OPTIONS) if name in settings}
     return ingest_small(DataSettings.model_validate({"source": source, **settings}), store_uri, **options)
+
+
+def opened(manifest: Manifest) -> Dataset:
+    return Dataset(manifest, open_store(manifest.store_uri))
+
+
+def dataset_of(source: Path | str, store: Path | Store, **settings: Any) -> Dataset:
+    """Ingest a folder or another source with shards of the usual size."""
+    values = {"source": f"folder:{source}" if isinstance(source, Path) else source, **settings}
+    store = open_store(store.as_uri()) if isinstance(store, Path) else store
+    return Dataset(ingest.ingest_source(DataSettings.model_validate(values), store.uri), store)
+
+
+def findings(manifest: Manifest, **settings: Any) -> tuple[Finding, ...]:
+    return validate_dataset(opened(manifest), ValidationSettings.model_validate(settings)).findings
+
+
+def noted(manifest: Manifest, rule: str) -> list[str]:
+    """The files that an ingest noted for a rule."""
+    return [name for problem in manifest.problems if problem.kind == rule for name in problem.names]

@@ -9,11 +9,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from evernear.common.store import open_store
 from evernear.data.manifest import Manifest
 from evernear.data.preprocess import decode, image_digest
-from evernear.data.shards import Dataset
-from tests.small_ingest import ingest_with
+from tests.dataset_images import write_files
+from tests.small_ingest import ingest_with, opened
 
 MakeImage = Callable[..., bytes]
 Ingest = Callable[..., Manifest]
@@ -37,13 +36,9 @@ def make_image() -> MakeImage:
 
 @pytest.fixture
 def tree(tmp_path: Path, make_image: MakeImage) -> Path:
-    """A class-per-folder tree: 40 images of each of the classes 1, 2 and 10."""
-    root = tmp_path / "tree"
-    for number in range(120):
-        path = root / ("1", "2", "10")[number % 3] / f"{number:03}.png"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(make_image(number))
-    return root
+    """A class-per-folder tree: 12 images of each of the classes 1, 2 and 10."""
+    names = {number: f"{('1', '2', '10')[number % 3]}/{number:03}.png" for number in range(36)}
+    return write_files(tmp_path / "tree", {name: make_image(number) for number, name in names.items()})
 
 
 @pytest.fixture
@@ -61,7 +56,7 @@ class Contents:
     """All images of a snapshot by digest."""
 
     def __init__(self, manifest: Manifest) -> None:
-        dataset = Dataset(manifest, open_store(manifest.store_uri))
+        dataset = opened(manifest)
         self.split: dict[bytes, str] = {}
         self.label: dict[bytes, str] = {}
         self.image: dict[bytes, np.ndarray] = {}

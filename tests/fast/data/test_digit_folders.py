@@ -1,5 +1,6 @@
 """The digits as folders, without one class."""
 
+import shutil
 from collections import Counter
 from pathlib import Path
 
@@ -7,16 +8,19 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from evernear.common.store import open_store
-from evernear.data.ingest import ingest_source
-from evernear.data.shards import Dataset
 from evernear.data.sources.digits import Digits, lay_out_digits
 from evernear.errors import SettingsError, StoreError
-from evernear.settings import DataSettings
 
 
-def test_folders_have_all_digits_once(tmp_path: Path) -> None:
-    folders = lay_out_digits(tmp_path, "7")
+@pytest.fixture(scope="module")
+def laid_out(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("digits")
+    lay_out_digits(directory, "7")
+    return directory
+
+
+def test_folders_have_all_digits_once(laid_out: Path) -> None:
+    folders = lay_out_digits(laid_out, "7")
     (block,) = Digits().blocks()
     counts = Counter(block.labels)
     assert {path.name: len(list(path.iterdir())) for path in folders.known.iterdir()} == {
@@ -25,16 +29,11 @@ def test_folders_have_all_digits_once(tmp_path: Path) -> None:
     assert len(list(folders.unseen.iterdir())) == counts["7"]
     for path in [*folders.known.glob("*/*.png"), *folders.unseen.glob("*.png")]:
         np.testing.assert_array_equal(np.asarray(Image.open(path)), block.images[int(path.stem)])
-    assert {path.name for path in tmp_path.iterdir()} == {"digits-without-7", "digits-7"}
+    assert {path.name for path in laid_out.iterdir()} == {"digits-without-7", "digits-7"}
 
 
-def test_folder_is_a_source_of_nine_classes(tmp_path: Path) -> None:
-    folders = lay_out_digits(tmp_path, "7")
-    manifest = ingest_source(DataSettings(source=f"folder:{folders.known}"), (tmp_path / "store").as_uri())
-    assert Dataset(manifest, open_store((tmp_path / "store").as_uri())).labels == tuple("012345689")
-
-
-def test_existing_folder_stays_as_a_person_has_changed_it(tmp_path: Path) -> None:
+def test_existing_folder_stays_as_a_person_has_changed_it(laid_out: Path, tmp_path: Path) -> None:
+    shutil.copytree(laid_out, tmp_path, dirs_exist_ok=True)
     folders = lay_out_digits(tmp_path, "7")
     (folders.known / "7").mkdir()
     (folders.known / "7/review-1.png").write_bytes(b"named by a person")
@@ -43,7 +42,6 @@ def test_existing_folder_stays_as_a_person_has_changed_it(tmp_path: Path) -> Non
     assert lay_out_digits(tmp_path, "7") == folders
     assert (folders.known / "7/review-1.png").exists()
     assert not gone.exists()
-    assert lay_out_digits(tmp_path, "3").known != folders.known, "another class has another folder"
 
 
 @pytest.mark.parametrize("label", ["10", "", "seven", "../7", "07"])
@@ -66,9 +64,7 @@ def test_interrupted_writing_leaves_no_folder(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(Image.Image, "save", interrupt)
     with pytest.raises(KeyboardInterrupt):
         lay_out_digits(tmp_path, "7")
-    monkeypatch.setattr(Image.Image, "save", save)
     assert list(tmp_path.iterdir()) == []
-    assert len(list(lay_out_digits(tmp_path, "7").known.iterdir())) == 9
 
 
 def test_unusable_directory_is_named(tmp_path: Path) -> None:

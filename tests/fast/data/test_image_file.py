@@ -3,7 +3,6 @@
 import contextlib
 import random
 import struct
-import time
 from io import BytesIO
 from pathlib import Path
 
@@ -105,10 +104,6 @@ def test_webp_counts_its_pixels_and_its_groups_of_codes() -> None:
     assert 0 < transparent.code_groups <= 100
 
 
-def test_a_webp_of_as_many_groups_of_codes_as_allowed_is_decoded() -> None:
-    assert decode(hostile.code_groups(400, 10_000), LIMIT).size == (400, 400)
-
-
 def saved(kind: str) -> bytes:
     buffer = BytesIO()
     Image.new("L", (4, 4)).save(buffer, kind)
@@ -150,13 +145,10 @@ def test_file_among_others_is_an_image_by_its_suffix_or_else_by_its_content(tmp_
         assert not is_image_file(str(tmp_path / name))
 
 
-@pytest.mark.parametrize("limit", [99, 100])
-def test_limit_is_width_times_height(limit: int) -> None:
-    if limit < 100:
-        with pytest.raises(DataError, match="10 x 10 pixels, 99 are allowed"):
-            inspect(hostile.png(10, 10), limit)
-    else:
-        assert inspect(hostile.png(10, 10), limit).pixels == 100
+def test_limit_is_width_times_height() -> None:
+    with pytest.raises(DataError, match="10 x 10 pixels, 99 are allowed"):
+        inspect(hostile.png(10, 10), 99)
+    assert inspect(hostile.png(10, 10), 100).pixels == 100
 
 
 def test_limit_cannot_exceed_that_of_pillow() -> None:
@@ -220,14 +212,3 @@ def damage_keeps_the_limits(rng: random.Random, whole: list[bytes], note: str) -
     assert image.mode in ("L", "RGB"), note
     assert image.width * image.height <= 10_000, note
     return True
-
-
-@pytest.mark.slow
-def test_random_damage_stays_within_limits() -> None:
-    whole = [make() for make in hostile.largest_valid_files(10_000).values()] + [
-        hostile.jpeg("RGB", (300, 200), quality=90)
-    ]
-    end_s = time.monotonic() + 60
-    while time.monotonic() < end_s:
-        seed = random.SystemRandom().getrandbits(64)
-        damage_keeps_the_limits(random.Random(seed), whole, f"seed {seed}")

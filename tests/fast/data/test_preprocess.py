@@ -1,6 +1,4 @@
 import struct
-import zlib
-from collections.abc import Callable
 from io import BytesIO
 
 import numpy as np
@@ -32,43 +30,27 @@ def test_gray_and_color_pngs_keep_their_pixels(mode: str) -> None:
     assert image.tobytes() == noise(mode).tobytes()
 
 
-def test_sixteen_bit_pixels_keep_the_upper_eight_bits() -> None:
-    values = np.array([[0, 255, 256], [32768, 65279, 65535]], np.uint16)
-    image = decode(saved(Image.fromarray(values)), LIMIT)
-    assert image.mode == "L"
-    assert np.asarray(image).tolist() == [[0, 0, 1], [128, 254, 255]]
-
-
-def test_one_bit_pixels_become_black_and_white() -> None:
-    image = decode(saved(Image.fromarray(np.eye(3, dtype=bool))), LIMIT)
-    assert np.asarray(image).tolist() == [[255, 0, 0], [0, 255, 0], [0, 0, 255]]
-
-
-def test_palette_is_converted_to_colors() -> None:
+def palette() -> Image.Image:
     image = Image.new("P", (2, 1))
     image.putpalette([10, 20, 30, 200, 100, 50])
     image.putpixel((1, 0), 1)
-    assert np.asarray(decode(saved(image), LIMIT)).tolist() == [[[10, 20, 30], [200, 100, 50]]]
+    return image
 
 
-def test_transparent_palette_is_composited_over_white() -> None:
-    image = Image.new("P", (2, 1))
-    image.putpalette([10, 20, 30, 200, 100, 50])
-    image.putpixel((1, 0), 1)
-    decoded = decode(saved(image, transparency=b"\x00\xff"), LIMIT)
-    assert np.asarray(decoded).tolist() == [[[255, 255, 255], [200, 100, 50]]]
-
-
-def test_transparency_is_composited_over_white() -> None:
-    gray = Image.merge("LA", (Image.new("L", (3, 1), 0), Image.new("L", (3, 1))))
-    for x, alpha in enumerate((0, 51, 255)):
-        gray.putpixel((x, 0), (0, alpha))
-    image = decode(saved(gray), LIMIT)
-    assert image.mode == "L"
-    assert np.asarray(image).tolist() == [[255, 204, 0]]
-
-    color = decode(saved(Image.new("RGBA", (1, 1), (255, 0, 0, 0))), LIMIT)
-    assert color.getpixel((0, 0)) == (255, 255, 255)
+@pytest.mark.parametrize(
+    ("data", "pixels"),
+    [
+        (saved(Image.fromarray(np.array([[255, 256], [32768, 65279]], np.uint16))), [[0, 1], [128, 254]]),
+        (saved(Image.fromarray(np.eye(3, dtype=bool))), [[255, 0, 0], [0, 255, 0], [0, 0, 255]]),
+        (saved(palette()), [[[10, 20, 30], [200, 100, 50]]]),
+        (saved(palette(), transparency=b"\x00\xff"), [[[255, 255, 255], [200, 100, 50]]]),
+        (saved(Image.fromarray(np.array([[(0, 0), (0, 51), (0, 255)]], np.uint8))), [[255, 204, 0]]),
+        (saved(Image.new("RGBA", (1, 1), (255, 0, 0, 0))), [[[255, 255, 255]]]),
+    ],
+    ids=["16 bits", "1 bit", "palette", "transparent palette", "transparent gray", "transparent color"],
+)
+def test_other_pixels_become_gray_or_color_over_white(data: bytes, pixels: list[object]) -> None:
+    assert np.asarray(decode(data, LIMIT)).tolist() == pixels
 
 
 def test_cmyk_becomes_rgb() -> None:
@@ -77,17 +59,6 @@ def test_cmyk_becomes_rgb() -> None:
     assert image.mode == "RGB"
     assert red > 200
     assert max(green, blue) < 60
-
-
-def test_photo_is_rotated_upright() -> None:
-    exif = Image.Exif()
-    exif[0x0112] = 6  # the camera was rotated by 90 degrees
-    image = Image.new("L", (16, 8))
-    image.paste(255, (0, 0, 16, 4))
-    upright = decode(saved(image, "JPEG", exif=exif), LIMIT)
-    assert upright.size == (8, 16)
-    assert upright.getpixel((7, 8)) > 200
-    assert upright.getpixel((0, 8)) < 50
 
 
 @pytest.mark.parametrize("orientation", range(10))
@@ -125,14 +96,6 @@ def test_damaged_exif_data_does_not_affect_the_image(exif: bytes, rotated: bool)
         assert decode(saved(noise("RGB", (16, 16)), kind, exif=exif), LIMIT).tobytes() == upright.tobytes()
 
 
-def png_header(width: int, height: int) -> bytes:
-    def chunk(kind: bytes, data: bytes) -> bytes:
-        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
-
-    header = struct.pack(">IIBBBBB", width, height, 8, 0, 0, 0, 0)
-    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", b"") + chunk(b"IEND", b"")
-
-
 animated = saved(Image.new("L", (4, 4), 1), save_all=True, append_images=[Image.new("L", (4, 4), 9)], duration=50)
 whole = saved(noise("L", (64, 64)))
 photo = saved(noise("L", (64, 64)), "JPEG")
@@ -143,15 +106,10 @@ photo = saved(noise("L", (64, 64)), "JPEG")
     [
         (b"", "x.png is empty."),
         (b"no image, only words", "x.png is not a PNG, JPEG or WebP image."),
-        (saved(noise("L"), "GIF"), "x.png is not a PNG, JPEG or WebP image but GIF; convert it."),
-        (saved(noise("L"), "BMP"), "x.png is not a PNG, JPEG or WebP image but BMP; convert it."),
         (whole[: len(whole) // 2], "x.png is a broken image"),
         (photo[: len(photo) // 2], "x.png is a broken image"),
         (whole[:60] + bytes(40) + whole[100:], "x.png is a broken image"),
         (animated, "x.png is animated"),
-        (png_header(101, 100), "x.png is too large: 101 x 100 pixels, 10000 are allowed."),
-        (png_header(10_000, 9_000), "x.png is too large"),
-        (png_header(30_000, 30_000), "x.png is too large"),
     ],
 )
 def test_unusable_image_is_reported(data: bytes, sentence: str) -> None:
@@ -163,21 +121,6 @@ def test_unusable_image_is_reported(data: bytes, sentence: str) -> None:
 def test_second_picture_of_an_mpo_file_is_ignored() -> None:
     two = saved(noise("RGB", (16, 16)), "MPO", save_all=True, append_images=[Image.new("RGB", (16, 16))])
     assert decode(two, LIMIT).size == (16, 16)
-
-
-def test_random_damage_yields_an_image_or_an_error(make_image: Callable[..., bytes]) -> None:
-    rng = np.random.default_rng(0)
-    for kind in ("PNG", "JPEG"):
-        data = make_image(0, (32, 32), "RGB", kind)
-        for _ in range(300):
-            broken = bytearray(data)
-            for place in rng.integers(0, len(data), 4):
-                broken[place] = rng.integers(0, 256)
-            try:
-                image = decode(bytes(broken), LIMIT)
-            except DataError:
-                continue
-            assert image.mode in ("L", "RGB")
 
 
 def test_array_has_the_requested_shape() -> None:

@@ -1,6 +1,7 @@
 """Images that came by review are in train and gallery only, also those that had a place before."""
 
 import hashlib
+import re
 import shutil
 import sqlite3
 from collections.abc import Callable
@@ -9,24 +10,28 @@ from pathlib import Path
 import pytest
 
 from evernear.common.store import open_store
+from evernear.data.ingest import ingest_source
+from evernear.data.listing import ClassMinimum
 from evernear.data.manifest import Manifest
-from evernear.data.shards import Dataset
 from evernear.data.snapshots import Snapshots
-from evernear.data.validate import validate_dataset
-from evernear.settings import ValidationSettings
+from evernear.data.source_diff import diff_source, fetch_ledger
+from evernear.data.validate import Report, require_valid, validate_dataset
+from evernear.errors import DataError
+from evernear.settings import ClassSettings, DataSettings, ValidationSettings
+from tests.dataset_images import write_files
+from tests.small_ingest import findings, opened
 
 
-def name_of_review(number: int) -> str:
-    return f"review-{hashlib.sha256(str(number).encode()).hexdigest()[:16]}.png"
+def name_of_review(number: int, name: str = "review-{}.png") -> str:
+    return name.format(hashlib.sha256(str(number).encode()).hexdigest()[:16])
 
 
 @pytest.fixture
 def reviewed(tree: Path, make_image) -> dict[int, str]:
-    """30 images of class 1 that came by review, by number; 30 of the person's own are in ``tree``
-    besides."""
-    for number in range(500, 530):
-        (tree / "1" / name_of_review(number)).write_bytes(make_image(number))
-    return {number: name_of_review(number) for number in range(500, 530)}
+    """30 images of class 1 that came by review, by number, beside 12 of the person's own."""
+    names = {number: name_of_review(number) for number in range(500, 530)}
+    write_files(tree / "1", {name: make_image(number) for number, name in names.items()})
+    return names
 
 
 def under_own_names(run_ingest, tree: Path) -> Manifest:
@@ -77,7 +82,7 @@ def test_renamed_image_stays_out_of_the_measurement(earlier, tree, run_ingest, c
     assert manifest.reviewed == len(digests)
 
 
-def test_removed_and_restored_image_does_not_return_to_the_test_split(
+def test_restored_image_does_not_return_to_the_test_split(
     earlier, tree, run_ingest, contents, digests, tmp_path
 ) -> None:
     run_ingest(tree)
@@ -90,25 +95,18 @@ def test_removed_and_restored_image_does_not_return_to_the_test_split(
     assert {contents(run_ingest(tree)).split[digest] for digest in digests} <= {"train", "gallery"}
 
 
-def test_folder_of_the_test_split_does_not_make_a_reviewed_image_measured(
-    tmp_path, make_image, digest_of, run_ingest, contents
-) -> None:
-    for number in range(80):
-        path = tmp_path / "tree" / ("test" if number % 4 == 0 else "train") / "ab"[number % 2] / f"{number}.png"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(make_image(number))
-    run_ingest(tmp_path / "tree")
-    (tmp_path / "tree" / "test" / "a" / name_of_review(900)).write_bytes(make_image(900))
-    manifest = run_ingest(tmp_path / "tree")
+def test_reviewed_image_in_a_test_folder_is_not_measured(tmp_path, make_image, digest_of, run_ingest, contents) -> None:
+    names = {number: f"{'train' if number % 4 else 'test'}/{'ab'[number % 2]}/{number}.png" for number in range(40)}
+    root = write_files(tmp_path / "tree", {name: make_image(number) for number, name in names.items()})
+    run_ingest(root)
+    manifest = run_ingest(write_files(root, {f"test/a/{name_of_review(900)}": make_image(900)}))
     assert contents(manifest).split[digest_of(make_image(900))] in ("train", "gallery")
     assert manifest.reviewed_left_out == {"test": {"a": 1}}
 
 
-def test_own_image_with_the_same_pixels_stays_in_its_split(
-    monkeypatch, tree, run_ingest, make_image, digest_of, contents, tmp_path
-) -> None:
+def test_own_image_with_the_same_pixels_stays_in_its_split(tree, run_ingest, make_image, digest_of, contents) -> None:
     before = contents(run_ingest(tree))
-    own = next(number for number in range(0, 120, 3) if before.split[digest_of(make_image(number))] == "test")
+    own = next(number for number in range(0, 36, 3) if before.split[digest_of(make_image(number))] == "test")
     (tree / "1" / name_of_review(own)).write_bytes(make_image(own))
     manifest = run_ingest(tree)
     assert contents(manifest).split[digest_of(make_image(own))] == "test"
@@ -124,7 +122,7 @@ def test_images_that_are_decoded_again_do_not_return_either(
     assert manifest.reviewed == len(digests)
 
 
-def test_forgotten_images_leave_no_trace_in_the_ledger(tree, run_ingest, reviewed, digests, tmp_path) -> None:
+def test_forgotten_images_leave_no_trace_in_the_ledger(tree, run_ingest, reviewed, tmp_path) -> None:
     run_ingest(tree)
     for file in (tree / "1").glob("review-*"):
         file.unlink()
@@ -139,26 +137,201 @@ def test_forgotten_images_leave_no_trace_in_the_ledger(tree, run_ingest, reviewe
     db.close()
 
 
-def validated(manifest: Manifest, store: Path) -> list[str]:
-    dataset = Dataset(manifest, open_store(store.as_uri()))
-    findings = validate_dataset(dataset, ValidationSettings()).findings
-    return [finding.message for finding in findings if finding.rule == "reviewed"]
+def messages(manifest: Manifest) -> list[str]:
+    return [finding.message for finding in findings(manifest) if finding.rule == "reviewed"]
 
 
-def test_validation_says_how_many_left_the_measurement(earlier, tree, run_ingest, tmp_path: Path) -> None:
+def test_validation_says_how_many_left_the_measurement(earlier, tree, run_ingest) -> None:
     manifest = run_ingest(tree)
-    (message,) = validated(manifest, tmp_path / "store")
+    (message,) = messages(manifest)
     for split, labels in manifest.reviewed_left_out.items():
         assert f"{sum(labels.values())} of the {split} split" in message
-    assert "No test image remains" not in message
 
 
-def test_validation_names_classes_whose_test_images_all_came_by_review(
-    tree: Path, run_ingest: Callable[..., Manifest], make_image, tmp_path: Path
-) -> None:
-    (tree / "cup").mkdir()
-    for number in range(700, 740):
-        (tree / "cup" / name_of_review(number)).write_bytes(make_image(number))
+def test_validation_names_classes_whose_test_images_all_came_by_review(tree, run_ingest, make_image) -> None:
+    write_files(tree / "cup", {name_of_review(number): make_image(number) for number in range(700, 740)})
     under_own_names(run_ingest, tree)
-    (message,) = validated(run_ingest(tree), tmp_path / "store")
+    (message,) = messages(run_ingest(tree))
     assert "No test image remains of cup; add images that were chosen at random." in message
+
+
+# A class of answers from review alone waits until it has enough of them
+
+
+MINIMUM = 10
+Ingest = Callable[..., Manifest]
+MakeImage = Callable[..., bytes]
+
+
+@pytest.fixture
+def answer(tree: Path, make_image: MakeImage) -> Callable[..., list[Path]]:
+    """``answer("sevn", 500)`` names the image 500 as review does."""
+
+    def answer(label: str, *numbers: int, name: str = "review-{}.png") -> list[Path]:
+        names = {number: f"{label}/{name_of_review(number, name)}" for number in numbers}
+        write_files(tree, {name: make_image(number) for number, name in names.items()})
+        return [tree / name for name in names.values()]
+
+    return answer
+
+
+@pytest.fixture
+def ingest(tree: Path, tmp_path: Path) -> Ingest:
+    def ingest(minimum: int = MINIMUM, live: tuple[str, ...] = (), **settings: object) -> Manifest:
+        values = DataSettings.model_validate({"source": f"folder:{tree}", **settings})
+        return ingest_source(values, (tmp_path / "store").as_uri(), minimum=ClassMinimum(minimum, live))
+
+    return ingest
+
+
+def validated(manifest: Manifest, champion_labels: tuple[str, ...] = (), retired: tuple[str, ...] = ()) -> Report:
+    return validate_dataset(opened(manifest), ValidationSettings(), champion_labels, ClassSettings(retired=retired))
+
+
+def images_of(manifest: Manifest, label: str) -> int:
+    return manifest.images_by_class().get(label, 0)
+
+
+def test_mistyped_class_stops_no_run_and_is_named(ingest: Ingest, answer) -> None:
+    before = ingest()
+    answer("sevn", 500)
+    answer("egiht", 501, 502)
+    manifest = ingest()
+    assert manifest.digest == before.digest, "the run is the same as without the images"
+    assert manifest.small_classes.waiting == {"egiht": 2, "sevn": 1}
+    report = validated(manifest)
+    require_valid(report)
+    assert "2 classes wait for more images from review: egiht (2 of 10), sevn (1 of 10)" in " ".join(report.notes())
+    assert report.summary() == "no problems"
+    assert "sevn (1 of 10)" in report.markdown()
+    assert "sevn (1 of 10)" in manifest.summary()
+    assert ingest() == manifest
+
+
+def test_images_enter_by_themselves_when_their_class_has_enough(ingest: Ingest, answer) -> None:
+    answer("seven", *range(500, 509))
+    assert images_of(ingest(), "seven") == 0
+    answer("seven", 509)
+    manifest = ingest()
+    assert images_of(manifest, "seven") == 10
+    assert manifest.small_classes.waiting == {}
+    require_valid(validated(manifest))
+
+
+@pytest.mark.parametrize("minimum", [1, 5])
+def test_minimum_of_the_run_decides(ingest: Ingest, answer, minimum: int) -> None:
+    answer("seven", *range(500, 505))
+    assert images_of(ingest(minimum), "seven") == 5
+    assert images_of(ingest(6), "seven") == 0
+
+
+def test_tiny_class_of_the_source_stays_an_error(ingest: Ingest, answer, make_image, tree: Path) -> None:
+    answer("mixed", *range(500, 504))
+    write_files(tree, {"mixed/zzz.png": make_image(600), "own/a.png": make_image(601)})
+    manifest = ingest()
+    assert manifest.small_classes.waiting == {}
+    with pytest.raises(DataError, match=re.escape("fewer: mixed (5), own (1)")):
+        require_valid(validated(manifest))
+
+
+def test_corrected_label_waits_like_a_named_query(ingest: Ingest, answer, tree: Path) -> None:
+    """`Answers` moves the file of a suspect image, with its name, to its new class."""
+    original = tree / "1" / "000.png"
+    answer("sevn", 0, name="000-review-{}.png")
+    original.unlink()
+    manifest = ingest()
+    assert manifest.small_classes.waiting == {"sevn": 1}
+    require_valid(validated(manifest))
+
+
+def test_copies_of_an_image_count_once(ingest: Ingest, answer) -> None:
+    answer("sevn", 500)
+    for number in range(1, 10):
+        answer("sevn", 500, name=f"img-review-{{}}-{number}.png")
+    assert ingest().small_classes.waiting == {"sevn": 1}
+
+
+def test_class_whose_answers_are_one_image_twice_stops_no_run(ingest: Ingest, answer, make_image) -> None:
+    paths = answer("sevn", *range(500, 510))
+    paths[1].write_bytes(make_image(500))
+    manifest = ingest()
+    assert manifest.small_classes.used == {"sevn": 9}
+    report = validated(manifest)
+    require_valid(report)
+    assert "sevn (9 of 10)" in " ".join(report.notes())
+
+
+def test_answer_taken_back_lets_the_class_wait_again(ingest: Ingest, answer) -> None:
+    first, *rest = answer("sevn", *range(500, 510))
+    ingest()
+    first.unlink()
+    manifest = ingest()
+    assert (images_of(manifest, "sevn"), manifest.small_classes.waiting) == (0, {"sevn": 9})
+    require_valid(validated(manifest))
+    for path in rest:
+        path.unlink()
+    assert ingest().small_classes.waiting == {}
+
+
+def test_class_of_the_live_release_does_not_wait(ingest: Ingest, answer) -> None:
+    first, *_ = answer("sevn", *range(500, 510))
+    ingest()
+    first.unlink()
+    manifest = ingest(live=("1", "2", "10", "sevn"))
+    assert images_of(manifest, "sevn") == 9
+    report = validated(manifest, champion_labels=("1", "2", "10", "sevn"))
+    require_valid(report)
+    assert "sevn (9 of 10)" in " ".join(report.notes())
+
+
+def test_retired_class_may_be_named_by_mistake(ingest: Ingest, answer) -> None:
+    answer("old", 500)
+    require_valid(validated(ingest(), champion_labels=("1", "2", "10", "old"), retired=("old",)))
+
+
+def test_single_class_says_what_waits(ingest: Ingest, answer, tree: Path) -> None:
+    for label in ("2", "10"):
+        shutil.rmtree(tree / label)
+    answer("sevn", 500)
+    with pytest.raises(DataError, match=r"only one class .* waits for more images from review: sevn \(1 of 10\)\."):
+        ingest()
+
+
+def test_split_folders_and_late_images_of_the_source(tmp_path: Path, make_image) -> None:
+    names = [f"{'train' if number % 4 else 'test'}/{'ab'[number % 2]}/{number}.png" for number in range(80)]
+    names += [f"test/late/{name_of_review(900)}", "train/late/own.png", f"train/sevn/{name_of_review(901)}"]
+    write_files(tmp_path / "tree", {name: make_image(number) for number, name in enumerate(names)})
+    settings = DataSettings(source=f"folder:{tmp_path / 'tree'}")
+    manifest = ingest_source(settings, (tmp_path / "store").as_uri(), minimum=ClassMinimum(MINIMUM))
+    assert manifest.small_classes.waiting == {"sevn": 1}
+    assert images_of(manifest, "late") == 2, "a class with an image of the source does not wait"
+
+
+def changes(tree: Path, manifest: Manifest, scratch: Path, minimum: int = MINIMUM):
+    ledger = fetch_ledger(open_store(manifest.store_uri), manifest, scratch)
+    (diff,) = diff_source(DataSettings(source=f"folder:{tree}"), [ledger], minimum=ClassMinimum(minimum))
+    return diff
+
+
+def test_watcher_counts_waiting_images_when_they_enter(ingest: Ingest, answer, tree: Path, tmp_path: Path) -> None:
+    manifest = ingest()
+    listing = changes(tree, manifest, tmp_path / "cache").listing
+    answer("sevn", *range(500, 509))
+    waiting = changes(tree, manifest, tmp_path / "cache")
+    assert (waiting.new, dict(waiting.labels), waiting.listing) == (0, {}, listing)
+    answer("sevn", 509)
+    entered = changes(tree, ingest(), tmp_path / "cache")
+    assert entered.new == 0
+    entered = changes(tree, manifest, tmp_path / "cache")
+    assert (entered.new, dict(entered.labels)) == (10, {"sevn": 10})
+
+
+def test_waiting_image_is_kept_while_the_source_has_it(ingest: Ingest, answer, make_image, digest_of, tmp_path) -> None:
+    first, second, *_ = answer("sevn", *range(500, 510))
+    snapshots = Snapshots(open_store((tmp_path / "store").as_uri()), ingest().name)
+    first.unlink()
+    present = set(snapshots.images(ingest()))
+    assert digest_of(make_image(500)) not in present
+    assert digest_of(make_image(501)) in present
+    second.unlink()
+    assert digest_of(make_image(501)) not in set(snapshots.images(ingest()))

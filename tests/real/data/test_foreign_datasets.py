@@ -1,5 +1,4 @@
-"""Data sets as other tools and people pack them: labels of any type, files beside the dataset,
-several images of one sample, hidden labels."""
+"""Data sets as other tools and people pack them."""
 
 import io
 import json
@@ -16,7 +15,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from evernear.common.store import open_store
-from evernear.data.sources import FileEntry, FileSource, open_source
+from evernear.common.store.base import put_folder
+from evernear.data.sources import FileEntry, open_source
 from evernear.data.sources.base import field_text
 from evernear.errors import DataError
 from evernear.settings import DataSettings
@@ -61,7 +61,6 @@ class Listing:
 
     def __init__(self, uri: str, **settings: object) -> None:
         source = open_source(uri, DataSettings.model_validate({"source": uri, **settings}))
-        assert isinstance(source, FileSource)
         self.entries: list[FileEntry] = list(source.entries())
         self.labels = Counter(entry.label for entry in self.entries)
         self.splits = Counter(entry.explicit_split for entry in self.entries)
@@ -144,9 +143,7 @@ NO_TEXT = [
 
 
 @pytest.mark.parametrize(("values", "message"), NO_TEXT, ids=[f"{values.type}" for values, _ in NO_TEXT])
-def test_values_that_are_not_text_are_named_with_their_column_and_type(
-    hub, tmp_path: Path, values: Any, message: str
-) -> None:
+def test_values_that_are_not_text_are_named_with_their_column_and_type(hub, tmp_path, values, message) -> None:
     write(tmp_path / "a.parquet", rows(values))
     with pytest.raises(DataError, match=f"The column label in {message}" if message.startswith("row") else message):
         hub()
@@ -161,8 +158,7 @@ def test_values_that_are_not_text_are_named_with_their_column_and_type(
 
 
 @pytest.mark.parametrize(
-    ("value", "text"),
-    [("bee", "bee"), (7, "7"), (7.0, "7"), (True, "true"), (["bee"], "bee"), ("é", "é"), (-2, "-2")],
+    ("value", "text"), [("bee", "bee"), (7, "7"), (7.0, "7"), (True, "true"), (["bee"], "bee"), ("é", "é"), (-2, "-2")]
 )
 def test_labels_in_json_are_text(wds, value: object, text: str) -> None:
     members = {f"{n}.{k}": v for n in range(3) for k, v in (("png", b"x"), ("json", json.dumps({"label": value})))}
@@ -242,6 +238,9 @@ def test_class_numbers_are_positions_even_if_the_names_are_numbers(hub, tmp_path
     assert [entry.label for entry in hub().entries] == ["2", "1", "0"]
     write(tmp_path / "a.parquet", rows(["0", "bee"], features(CLASS_LABEL)))  # text is a name already
     assert [entry.label for entry in hub().entries] == ["0", "bee"]
+    write(tmp_path / "a.parquet", rows([5], features(CLASS_LABEL)))
+    with pytest.raises(DataError, match=r"The label 5 in row 0 of a\.parquet has no name: it has 3 classes"):
+        hub()
 
 
 def test_class_names_of_a_table_and_of_groups(hub, tmp_path: Path) -> None:
@@ -304,9 +303,7 @@ def test_a_saved_dataset_in_a_bucket(tmp_path: Path, bucket: str) -> None:
     save(tmp_path / "train", "data-00000-of-00001.arrow")
     write(tmp_path / "train" / "cache-e955a3ff94534fe8.arrow", rows(["stray"]))
     (tmp_path / "README.md").write_text(README)
-    store = open_store(f"s3://{bucket}/insects")
-    for path in filter(Path.is_file, tmp_path.rglob("*")):
-        store.put(path.relative_to(tmp_path).as_posix(), path)
+    put_folder(open_store(f"s3://{bucket}"), "insects", tmp_path)
     listing = Listing(f"huggingface:s3://{bucket}/insects")
     assert listing.labels == {"ant": 3}
     assert listing.left_out == {"litter": ["train/cache-e955a3ff94534fe8.arrow"]}

@@ -8,18 +8,19 @@ from pathlib import Path
 import pytest
 
 from evernear.common.store import open_store
-from evernear.data.manifest import Manifest, find_manifest
+from evernear.data.manifest import Manifest
 from evernear.data.sources.folder import Folder
 from evernear.errors import ConflictError, StoreError
+from tests.dataset_images import write_files
+from tests.limits import largest_file
+from tests.small_ingest import ingest_with
 
 CHILD = """
-import resource, sys
+import sys
 from evernear.data import ingest
 from evernear.errors import EvernearError
 from evernear.settings import DataSettings
-source, store, shard_size_bytes, file_size_bytes = sys.argv[1:]
-if file_size_bytes != "0":
-    resource.setrlimit(resource.RLIMIT_FSIZE, (int(file_size_bytes),) * 2)
+source, store, shard_size_bytes = sys.argv[1:]
 try:
     ingest.SHARD_SIZE_BYTES = int(shard_size_bytes)
     print(ingest.ingest_source(DataSettings(source=source), store).digest)
@@ -29,9 +30,15 @@ except EvernearError as error:
 """
 
 
-def child(source: str, store: Path, shard_size_bytes: int = 2**16, file_size_bytes: int = 0) -> list[str]:
-    numbers = [str(shard_size_bytes), str(file_size_bytes)]
-    return [sys.executable, "-c", CHILD, source, store.as_uri(), *numbers]
+def child(source: str, store: Path, shard_size_bytes: int = 2**16) -> list[str]:
+    return [sys.executable, "-c", CHILD, source, store.as_uri(), str(shard_size_bytes)]
+
+
+@pytest.fixture
+def large(tmp_path: Path, make_image) -> Path:
+    """A folder of 150 images with 1.5 MB of pixels."""
+    images = {f"{number % 3}/{number}.png": make_image(number, (100, 100)) for number in range(150)}
+    return write_files(tmp_path / "tree", images)
 
 
 def visible_files(store: Path) -> set[str]:
@@ -41,14 +48,9 @@ def visible_files(store: Path) -> set[str]:
 @pytest.mark.parametrize("file_size_bytes", [2**14, 2**16, 2**17])
 def test_full_disk_leaves_the_last_snapshot(tree, run_ingest, make_image, tmp_path: Path, file_size_bytes: int) -> None:
     first = run_ingest(tree)
-    for number in range(1000, 2000):
-        (tree / "1" / f"{number}.png").write_bytes(make_image(number))
-    full = subprocess.run(
-        child(f"folder:{tree}", tmp_path / "store", 2**18, file_size_bytes), capture_output=True, text=True
-    )
-    assert full.returncode == StoreError.exit_code, full.stderr
-    assert full.stderr == ""
-    assert full.stdout.count("\n") == 1
+    write_files(tree, {f"1/{number}.png": make_image(number) for number in range(1000, 2000)})
+    with largest_file(file_size_bytes), pytest.raises(StoreError):
+        run_ingest(tree, shard_size_bytes=2**18)
     head = json.loads((tmp_path / "store" / "datasets" / "tree" / "head.json").read_text())
     assert head["digest"] == first.digest
     assert not [path for path in (tmp_path / "store").rglob(".*.*") if path.is_file()]
@@ -58,18 +60,11 @@ def test_full_disk_leaves_the_last_snapshot(tree, run_ingest, make_image, tmp_pa
 @pytest.mark.parametrize(
     "after_shards", [pytest.param(1, marks=pytest.mark.slow), 4, pytest.param(12, marks=pytest.mark.slow)]
 )
-def test_killed_ingest_can_be_repeated(tmp_path: Path, make_image, after_shards: int, contents) -> None:
-    root = tmp_path / "tree"
-    for number in range(300):
-        path = root / str(number % 3) / f"{number}.png"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(make_image(number, (70, 70)))
-    whole = subprocess.run(child(f"folder:{root}", tmp_path / "whole"), capture_output=True, text=True)
-    assert whole.returncode == 0, whole.stderr
-
+def test_killed_ingest_can_be_repeated(tmp_path: Path, large: Path, after_shards: int, contents) -> None:
+    whole = ingest_with(f"folder:{large}", (tmp_path / "whole").as_uri())
     store = tmp_path / "store"
     shards = store / "datasets" / "tree" / "shards"
-    with subprocess.Popen(child(f"folder:{root}", store), stdout=subprocess.PIPE) as killed:
+    with subprocess.Popen(child(f"folder:{large}", store), stdout=subprocess.PIPE) as killed:
         deadline_s = time.monotonic() + 60
         while not shards.is_dir() or len(list(shards.iterdir())) < after_shards:
             assert time.monotonic() < deadline_s
@@ -79,11 +74,10 @@ def test_killed_ingest_can_be_repeated(tmp_path: Path, make_image, after_shards:
     assert killed.returncode == -signal.SIGKILL
     assert not (store / "datasets" / "tree" / "head.json").exists()
 
-    again = subprocess.run(child(f"folder:{root}", store), capture_output=True, text=True)
-    assert again.stdout == whole.stdout
+    again = ingest_with(f"folder:{large}", store.as_uri())
+    assert again.digest == whole.digest
     assert visible_files(store) == visible_files(tmp_path / "whole")
-    manifest = find_manifest(open_store(store.as_uri()), "tree", again.stdout.strip())
-    assert len(contents(manifest)) == 300
+    assert len(contents(again)) == 150
 
 
 def test_slower_of_two_concurrent_ingests_fails(tree, run_ingest, make_image, monkeypatch) -> None:
@@ -119,11 +113,7 @@ def with_small_disk(script: str, mount: Path, *arguments: str) -> subprocess.Com
     return completed
 
 
-def test_full_store_disk_is_reported(tmp_path: Path, make_image) -> None:
-    for number in range(300):
-        path = tmp_path / "tree" / str(number % 3) / f"{number}.png"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(make_image(number, (70, 70)))
+def test_full_store_disk_is_reported(tmp_path: Path, large: Path) -> None:
     store = tmp_path / "disk"
     script = f"""
     "$@"; echo "status $?"
@@ -131,7 +121,7 @@ def test_full_store_disk_is_reported(tmp_path: Path, make_image) -> None:
     mount -o remount,size=16m none '{store}'
     "$@"; echo "status $?"
     """
-    completed = with_small_disk(script, store, *child(f"folder:{tmp_path / 'tree'}", store, 2**18))
+    completed = with_small_disk(script, store, *child(f"folder:{large}", store, 2**18))
     sentence, refused, digest, well = completed.stdout.splitlines()
     assert completed.stderr == ""
     assert sentence.startswith(f"The disk that holds {store}/datasets/tree/parts/")
@@ -140,17 +130,13 @@ def test_full_store_disk_is_reported(tmp_path: Path, make_image) -> None:
     assert len(digest) == 64
 
 
-def test_full_temporary_directory_is_reported(tmp_path: Path, make_image) -> None:
-    for number in range(300):
-        path = tmp_path / "tree" / str(number % 3) / f"{number}.png"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(make_image(number, (70, 70)))
+def test_full_temporary_directory_is_reported(tmp_path: Path, large: Path) -> None:
     scratch = tmp_path / "disk"
     script = f"""
     TMPDIR='{scratch}' "$@"; echo "status $?"
     ls -A '{scratch}'
     """
-    arguments = child(f"folder:{tmp_path / 'tree'}", tmp_path / "store", 2**24)
+    arguments = child(f"folder:{large}", tmp_path / "store", 2**24)
     completed = with_small_disk(script, scratch, *arguments)
     sentence, status = completed.stdout.splitlines()
     assert completed.stderr == ""
@@ -179,30 +165,25 @@ def read_files(monkeypatch: pytest.MonkeyPatch, interrupt_after: int = 10**9) ->
 
 
 @pytest.mark.parametrize("has_parent", [False, True])
-def test_interrupted_ingest_skips_finished_parts(
-    tmp_path: Path, make_image, run_ingest, monkeypatch, has_parent: bool
-) -> None:
+def test_interrupted_ingest_skips_finished_parts(tmp_path, make_image, run_ingest, monkeypatch, has_parent) -> None:
     root = tmp_path / "tree"
     monkeypatch.setattr("evernear.data.form._SAMPLED_FILES", 1)
 
     def add(numbers: range) -> None:
-        for number in numbers:
-            path = root / str(number % 3) / f"{number}.png"
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(make_image(number, (70, 70)))
+        write_files(root, {f"{number % 3}/{number}.png": make_image(number) for number in numbers})
 
     def ingest(**settings: object) -> Manifest:
-        return run_ingest(root, size_px=70, bit_depth=16, part_names=16, **settings)
+        return run_ingest(root, size_px=6, bit_depth=16, part_names=8, **settings)
 
     add(range(30))
     if has_parent:
         ingest()
         ingest(dataset="whole")
-    add(range(30, 300))
+    add(range(30, 120))
     whole = ingest(dataset="whole")
 
     with monkeypatch.context() as patch:
-        read_files(patch, interrupt_after=230)
+        read_files(patch, interrupt_after=80)
         with pytest.raises(InterruptedIngestError):
             ingest(requests_in_flight=4)
     dataset = tmp_path / "store" / "datasets" / "tree"
@@ -211,18 +192,18 @@ def test_interrupted_ingest_skips_finished_parts(
     with monkeypatch.context() as patch:
         files = read_files(patch)
         assert ingest(decode_threads=1).digest == whole.digest
-    assert 30 < len(files) < 110
+    assert 5 < len(files) < 60
     assert not [path for path in (dataset / "parts").rglob("*") if path.is_file()]
     head = (dataset / "head.json").read_bytes()
     assert run_ingest(root).digest == whole.digest
     assert (dataset / "head.json").read_bytes() == head
 
 
-def test_parts_of_other_settings_are_ignored(tree, make_image, run_ingest, monkeypatch) -> None:
+def test_parts_of_other_settings_are_ignored(tree, run_ingest, monkeypatch) -> None:
     with monkeypatch.context() as patch:
-        read_files(patch, interrupt_after=90)
+        read_files(patch, interrupt_after=27)
         with pytest.raises(InterruptedIngestError):
-            run_ingest(tree, size_px=6, requests_in_flight=4, part_names=16)
+            run_ingest(tree, size_px=6, requests_in_flight=4, part_names=8)
     manifest = run_ingest(tree, size_px=9)
     assert manifest.shape == (9, 9, 1)
-    assert sum(shard.count for shard in manifest.shards) == 120
+    assert sum(shard.count for shard in manifest.shards) == 36

@@ -1,36 +1,42 @@
-"""Which folders are splits and which are classes; an error names settings that answer, and the
-tests run them."""
+"""Which folders are splits and which are classes. The tests run the settings that errors name."""
 
+import hashlib
 import re
 import shlex
 from collections.abc import Callable, Iterable
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
 
 from evernear.common.store import open_store
+from evernear.common.store.base import put_folder
+from evernear.console.answers import Answer, Answers
+from evernear.console.label_target import open_label_target
 from evernear.data.manifest import Manifest
-from evernear.data.shards import Dataset
+from evernear.data.source_diff import diff_source
 from evernear.data.sources import open_source
 from evernear.data.sources.folder import Bucket
-from evernear.data.validate import validate_dataset
 from evernear.errors import DataError, SettingsError
-from evernear.settings import DataSettings, ValidationSettings, load, overrides_from
+from evernear.settings import DataSettings, OneRun, ValidationSettings, load, of_run, overrides_from
+from tests.dataset_images import write_files
+from tests.small_ingest import findings
 
 MakeTree = Callable[..., Path]
 NAMES = ["a", "b"]
+COUNT = 8
+"""Images in each folder."""
 
 
 @pytest.fixture
 def make_tree(tmp_path: Path, make_image) -> MakeTree:
     """``make_tree(folders, count)`` writes ``count`` different images into each of ``folders``."""
 
-    def make_tree(folders: Iterable[str], count: int = 20) -> Path:
+    def make_tree(folders: Iterable[str], count: int = COUNT) -> Path:
+        numbers = range(count)
         for index, folder in enumerate(folders):
-            (tmp_path / "tree" / folder).mkdir(parents=True)
-            for number in range(count):
-                image = make_image(index * 1000 + number)
-                (tmp_path / "tree" / folder / f"{index}-{number:03}.png").write_bytes(image)
+            images = {f"{index}-{number:03}.png": make_image(index * 1000 + number) for number in numbers}
+            write_files(tmp_path / "tree" / folder, images)
         return tmp_path / "tree"
 
     return make_tree
@@ -75,9 +81,7 @@ def ingest_with(run_ingest, root: Path, settings: DataSettings) -> Manifest:
         ([*in_each(["train"]), *NAMES], {"a": "none", "b": "none"}),
     ],
 )
-def test_folders_beside_a_split_that_may_be_splits_are_refused(
-    make_tree, run_ingest, folders: list[str], split_folders: dict[str, str]
-) -> None:
+def test_folders_beside_a_split_that_may_be_splits_are_refused(make_tree, run_ingest, folders, split_folders) -> None:
     root = make_tree(folders)
     with pytest.raises(DataError, match=r"^tree has .*, which may be splits or classes\. Give each its split") as info:
         run_ingest(root)
@@ -89,7 +93,7 @@ def test_folders_beside_a_split_that_may_be_splits_are_refused(
     }
     tests = [folder for folder, split in split_folders.items() if split == "test"]
     if tests:
-        assert manifest.count("test") == 20 * sum(folder.partition("/")[0] in tests for folder in folders)
+        assert manifest.count("test") == COUNT * sum(folder.partition("/")[0] in tests for folder in folders)
     manifest = run_ingest(root, dataset="other", layout=as_classes.layout)
     assert set(manifest.labels) == {folder.partition("/")[0] for folder in folders}
 
@@ -116,27 +120,26 @@ def test_classes_may_have_names_like_splits(make_tree, run_ingest, folders: list
 
 
 @pytest.mark.parametrize(
-    ("folders", "counts"),
+    ("folders", "held_out"),
     [
-        (["cat/train", "cat/test", "dog/train", "dog/test"], {"test": 40}),
-        (["cat/train", "cat/val", "dog/train", "dog/val"], {"test": 40}),
-        (["cat/Train", "cat/VAL", "cat/test", "dog/Train", "dog/VAL", "dog/test"], {"test": 40, "gallery": 40}),
-        (["cat/train", "cat/test", "dog/train"], {"test": 20}),
-        (["cat/train", "cat/test", "dog"], {"test": 20}),
+        (["cat/train", "cat/test", "dog/train", "dog/test"], {"test": 2}),
+        (["cat/train", "cat/val", "dog/train", "dog/val"], {"test": 2}),
+        (["cat/Train", "cat/VAL", "cat/test", "dog/Train", "dog/VAL", "dog/test"], {"test": 2, "gallery": 2}),
+        (["cat/train", "cat/test", "dog/train"], {"test": 1}),
+        (["cat/train", "cat/test", "dog"], {"test": 1}),
         (
             ["bottle/train/good", "bottle/test/broken", "bottle/test/good", "cap/train/good", "cap/test/cut"],
-            {"test": 60},
+            {"test": 3},
         ),
     ],
 )
-def test_splits_in_class_folders_are_recognized(make_tree, run_ingest, contents, digest_of, folders, counts) -> None:
+def test_splits_in_class_folders_are_recognized(make_tree, run_ingest, contents, digest_of, folders, held_out) -> None:
     root = make_tree(folders)
     manifest = run_ingest(root)
     assert set(manifest.labels) == {folder.partition("/")[0] for folder in folders}
-    assert {split: manifest.count(split) for split in counts} == counts
-    held_out = {digest_of(path.read_bytes()) for path in root.glob("*/test/**/*.png")}
+    assert {split: manifest.count(split) / COUNT for split in held_out} == held_out
     split = contents(manifest).split
-    assert {split[digest] for digest in held_out} <= {"test"}
+    assert {split[digest_of(path.read_bytes())] for path in root.glob("*/test/**/*.png")} <= {"test"}
 
 
 @pytest.mark.parametrize(
@@ -144,7 +147,7 @@ def test_splits_in_class_folders_are_recognized(make_tree, run_ingest, contents,
     [
         (["cat/train", "cat/test", "cat/extra", "dog/train", "dog/test"], {"extra": "none"}),
         (["cat/train", "cat/eval", "dog/train", "dog/eval"], {"eval": "test"}),
-        (["cat/train", "cat/val", "cat/valid", "dog/train"], {"val": "none", "valid": "gallery"}),
+        (["cat/train", "cat/val", "cat/valid", "dog/train"], {"val": "test", "valid": "gallery"}),
     ],
 )
 def test_other_folders_beside_splits_in_class_folders_are_refused(
@@ -156,34 +159,33 @@ def test_other_folders_beside_splits_in_class_folders_are_refused(
     ) as info:
         run_ingest(root)
     as_splits, as_classes = answers(info.value)
+    assert as_splits.split_folders == split_folders
     assert ingest_with(run_ingest, root, as_splits).labels == ("cat", "dog")
     manifest = run_ingest(root, dataset="other", layout=as_classes.layout)
-    assert sum(map(manifest.count, ("train", "test", "gallery", "query"))) == 20 * len(folders)
+    assert sum(map(manifest.count, ("train", "test", "gallery", "query"))) == COUNT * len(folders)
 
 
 def test_split_of_one_class_can_be_named(make_tree, run_ingest) -> None:
-    """Without a train folder beside it, test may be anything: its images are used, and the run says
-    so."""
+    """Without a train folder beside it, test may be anything, so its images are used and named."""
     root = make_tree(["dog", "dog/test", "cat"])
     (problem,) = run_ingest(root).problems
-    assert problem.names == ("dog (test: 20 images)",)
+    assert problem.names == (f"dog (test: {COUNT} images)",)
     manifest = run_ingest(root, dataset="other", split_folders={"test": "test"})
-    assert (manifest.count("test"), manifest.problem_counts) == (20, {})
+    assert (manifest.count("test"), manifest.problem_counts) == (COUNT, {})
 
 
 def test_split_folders_that_do_not_exist_are_named(make_tree, run_ingest) -> None:
     root = make_tree(in_each(["train", "test"]))
-    with pytest.raises(DataError, match=r"^data\.split_folders names holdout, but tree has no folder of this name"):
-        run_ingest(root, split_folders={"holdout": "test"})
-    with pytest.raises(DataError, match=r"^data\.split_folders names holdout, but tree has no folder of this name"):
-        run_ingest(root, split_folders={"train": "train", "holdout": "query"})
-    assert run_ingest(root, split_folders={"holdout": "none"}).count("test") == 40
+    for folders in ({"holdout": "test"}, {"train": "train", "holdout": "query"}):
+        with pytest.raises(DataError, match=r"^data\.split_folders names holdout, but tree has no folder of this name"):
+            run_ingest(root, split_folders=folders)
+    assert run_ingest(root, split_folders={"holdout": "none"}).count("test") == 2 * COUNT
 
 
 def test_two_folders_may_have_one_split_if_the_settings_say_so(make_tree, run_ingest) -> None:
     root = make_tree(in_each(["fold1", "fold2", "fold3"]))
     manifest = run_ingest(root, split_folders={"fold1": "train", "fold2": "train", "fold3": "test"})
-    assert (manifest.labels, manifest.count("test")) == (("a", "b"), 40)
+    assert (manifest.labels, manifest.count("test")) == (("a", "b"), 2 * COUNT)
 
 
 def test_split_folders_that_are_classes(make_tree, run_ingest) -> None:
@@ -202,18 +204,18 @@ def test_splits_contradict_that_all_folders_are_classes() -> None:
 
 
 def test_nested_folders_are_reported_with_settings_that_answer(make_tree, run_ingest) -> None:
-    root = make_tree(["fruit/apple", "fruit/pear", "veg/leek", "veg/carrot"])
+    root = make_tree(["fruit/apple", "fruit/pear", "veg/leek", "veg/carrot"], count=12)
     manifest = run_ingest(root)
     assert manifest.labels == ("fruit", "veg")
-    (finding,) = validate_dataset(Dataset(manifest, open_store(manifest.store_uri)), ValidationSettings()).findings
+    (finding,) = findings(manifest)
     assert (finding.rule, finding.severity, finding.names) == (
         "nested_folder",
         "warn",
-        ("fruit (apple, pear: 40 images)", "veg (carrot, leek: 40 images)"),
+        ("fruit (apple, pear: 24 images)", "veg (carrot, leek: 24 images)"),
     )
     assert finding.message == (
-        "2 class folders contain folders, whose names are not used: fruit (apple, pear: 40 images), veg (carrot, leek:"
-        " 40 images). If the innermost folders are the classes, add --set data.layout=innermost; if the labels are"
+        "2 class folders contain folders, whose names are not used: fruit (apple, pear: 24 images), veg (carrot, leek:"
+        " 24 images). If the innermost folders are the classes, add --set data.layout=innermost; if the labels are"
         " right, add --set 'validation.off=[\"nested_folder\"]'."
     )
     settings = load(overrides=re.findall(r"--set ([^;]+?)[;.]?(?= |$)", finding.message)[:1])
@@ -223,32 +225,27 @@ def test_nested_folders_are_reported_with_settings_that_answer(make_tree, run_in
 
 
 def test_option_that_disables_a_rule_keeps_the_lists_of_other_rules(make_tree, run_ingest) -> None:
-    manifest = run_ingest(make_tree(["fruit/apple", "fruit/pear", "veg/leek", "veg/carrot"]))
-    chosen = ValidationSettings(off=("imbalance",), error=("nested_folder", "clipped"))
-    dataset = Dataset(manifest, open_store(manifest.store_uri))
-    (finding,) = validate_dataset(dataset, chosen).findings
+    manifest = run_ingest(make_tree(["fruit/apple", "fruit/pear", "veg/leek", "veg/carrot"], count=12))
+    (finding,) = findings(manifest, off=("imbalance",), error=("nested_folder", "clipped"))
     words = shlex.split(finding.message.partition("if the labels are right, add ")[2].removesuffix("."))
     assert words[::2] == ["--set", "--set"]
     settings = load(overrides=words[1::2])
     assert settings.validation == ValidationSettings(off=("imbalance", "nested_folder"), error=("clipped",))
-    assert not validate_dataset(dataset, settings.validation).findings
+    assert not findings(manifest, **settings.validation.model_dump())
 
 
 def test_innermost_folders_are_classes_in_splits_as_well(make_tree, run_ingest) -> None:
     root = make_tree([*in_each(["train/fruit", "test/fruit"], ["apple", "pear"])])
     manifest = run_ingest(root, layout="innermost")
-    assert (manifest.labels, manifest.count("test")) == (("apple", "pear"), 40)
+    assert (manifest.labels, manifest.count("test")) == (("apple", "pear"), 2 * COUNT)
 
 
 def test_number_of_nested_folders_does_not_matter(make_tree, run_ingest) -> None:
-    root = make_tree([*in_each(["cat", "dog"], [str(number) for number in range(30)])], count=1)
+    root = make_tree(in_each(["cat", "dog"], [*map(str, range(30))]), count=1)
     assert run_ingest(root).problems[0].names == ("cat (0, 1, 10, 11, 12, and more: 30 images)",)
 
 
-def test_watcher_and_review_follow_the_layout(make_tree, run_ingest, make_image) -> None:
-    from evernear.console.label_target import open_label_target
-    from evernear.data.source_diff import diff_source
-
+def test_watcher_and_review_follow_the_layout(make_tree) -> None:
     root = make_tree(in_each(["train", "eval"]))
     uri = f"folder:{root}"
     with pytest.raises(DataError, match=r"data\.split_folders\.eval=test"):
@@ -257,19 +254,13 @@ def test_watcher_and_review_follow_the_layout(make_tree, run_ingest, make_image)
         open_label_target(uri)
     settings = DataSettings(source=uri, split_folders={"eval": "test"})
     (diff,) = diff_source(settings, [None])
-    assert (diff.labels, diff.explicit) == ({"a": 40, "b": 40}, {"test": 40})
+    assert (diff.labels, diff.explicit) == ({"a": 2 * COUNT, "b": 2 * COUNT}, {"test": 2 * COUNT})
     target = open_label_target(uri, settings)
     assert (target.labels, target.layout.class_folder("c")) == (["a", "b"], "train/c")
     assert target.layout.class_folder("b", "eval/a/0.png") == "eval/b"
 
 
 def test_review_of_splits_in_class_folders(make_tree, make_image, tmp_path: Path) -> None:
-    import hashlib
-    from datetime import UTC, datetime
-
-    from evernear.console.answers import Answer, Answers
-    from evernear.console.label_target import open_label_target
-
     root = make_tree(["cat/train", "cat/test", "dog/train"], count=1)
     target = open_label_target(f"folder:{root}")
     assert target.labels == ["cat", "dog"]
@@ -293,9 +284,7 @@ def test_review_of_splits_in_class_folders(make_tree, make_image, tmp_path: Path
 
 
 def upload(bucket: str, root: Path) -> str:
-    store = open_store(f"s3://{bucket}/images")
-    for path in filter(Path.is_file, root.rglob("*")):
-        store.put(path.relative_to(root).as_posix(), path)
+    put_folder(open_store(f"s3://{bucket}"), "images", root)
     return f"s3://{bucket}/images"
 
 
@@ -310,7 +299,7 @@ def upload(bucket: str, root: Path) -> str:
     ],
 )
 def test_bucket_and_folder_are_refused_alike(make_tree, run_ingest, bucket: str, folders: list[str]) -> None:
-    root = make_tree(folders)
+    root = make_tree(folders, count=2)
     uri = upload(bucket, root)
     with pytest.raises(DataError) as local:
         run_ingest(root)
@@ -330,26 +319,23 @@ def test_bucket_and_folder_are_refused_alike(make_tree, run_ingest, bucket: str,
     ],
 )
 def test_bucket_and_folder_have_one_layout(make_tree, run_ingest, bucket: str, folders, settings) -> None:
-    root = make_tree(folders)
+    root = make_tree(folders, count=2)
     assert run_ingest(upload(bucket, root), **settings).digest == run_ingest(root, **settings).digest
 
 
 def test_layout_of_a_bucket_costs_few_requests(make_tree, bucket: str, monkeypatch) -> None:
-    """One request for the top folder, and one for each of at most 20 folders and of those named
-    like splits."""
-    uri = upload(bucket, make_tree([*map(str, range(50)), "testbed", "train tracks"], count=2))
+    """One for the top folder, and one for each of 20 folders and of those named like splits."""
+    uri = upload(bucket, make_tree([*map(str, range(50)), "testbed", "train tracks"], count=1))
     source = Bucket(uri)
     read: list[str] = []
     children = source._store.children
     monkeypatch.setattr(source._store, "children", lambda folder: (read.append(folder), children(folder))[1])
-    assert len(list(source.entries())) == 104
+    assert len(list(source.entries())) == 52
     assert {"", "testbed", "train tracks"} < set(read)
     assert len(read) == len(set(read)) <= 23
 
 
 def test_layout_is_a_setting_of_a_pipeline_run() -> None:
-    from evernear.settings import OneRun, of_run
-
     words = ["data.split_folders.eval=test", "data.layout=innermost"]
     chosen = of_run(overrides_from(words), source="s3://bucket/images")
     assert (chosen.data.split_folders, chosen.data.layout) == ({"eval": "test"}, "innermost")

@@ -1,19 +1,25 @@
-"""A file among the images is used, broken, or left out and counted:
-never lost in silence."""
+"""A file among the images is used, broken, or left out and counted."""
 
 import os
+import shutil
 from pathlib import Path
 
 import pytest
 
-from evernear.common.store import open_store
-from evernear.data.manifest import Manifest
+from evernear.common.outputs import MARKER, claim
+from evernear.common.store import Store, open_store
+from evernear.data.export import Format, export_dataset
+from evernear.data.image_tree import open_tree
 from evernear.data.shards import Dataset
+from evernear.data.sources import open_source, require_outside
 from evernear.data.sources.folder import Bucket
 from evernear.data.sources.names import is_litter, names_other_kind
 from evernear.data.validate import require_valid, validate_dataset
-from evernear.errors import DataError, StoreError
+from evernear.errors import DataError, SettingsError, StoreError
 from evernear.settings import ValidationSettings
+from tests.dataset_images import write_files, write_images
+from tests.real.data.test_sources import upload
+from tests.small_ingest import dataset_of, noted, opened
 
 UNUSUAL = (
     "a.jpg_large",
@@ -53,20 +59,6 @@ LITTER = (
 LITTER_FILES = ("._0.png", ".DS_Store", "Thumbs.db", "desktop.ini", "_SUCCESS", "Icon\r")
 
 
-def noted(manifest: Manifest, rule: str) -> list[str]:
-    return [name for problem in manifest.problems if problem.kind == rule for name in problem.names]
-
-
-def upload(bucket: str, tree: Path) -> str:
-    """Put all files of ``tree`` into the bucket, also those whose keys a `Store` rejects."""
-    from tests.real.data.test_sources_s3 import client
-
-    images = client()
-    for path in filter(Path.is_file, tree.rglob("*")):
-        images.fput_object(bucket, path.relative_to(tree).as_posix(), str(path))
-    return f"s3://{bucket}"
-
-
 @pytest.fixture
 def reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The objects that ingest reads from a bucket."""
@@ -83,10 +75,9 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def test_images_under_unusual_names_are_used(tree, run_ingest, make_image, contents, digest_of) -> None:
     images = {name: make_image(500 + number, kind="JPEG") for number, name in enumerate((*UNUSUAL, "a.jpg.txt"))}
-    for name, image in images.items():
-        (tree / "1" / name).write_bytes(image)
+    write_files(tree / "1", images)
     manifest = run_ingest(tree)
-    assert len(contents(manifest)) == 120 + len(images)
+    assert len(contents(manifest)) == 36 + len(images)
     assert all(contents(manifest).label[digest_of(image)] == "1" for image in images.values())
     assert manifest.problem_counts == {}
 
@@ -97,7 +88,7 @@ def test_other_files_are_left_out_counted_and_named(tree, run_ingest, contents) 
     (tree / "classes.txt").write_text("1\n2\n10\n")
     Path(os.fsdecode(os.fsencode(tree / "1") + b"/\xff.txt")).write_text("notes")
     manifest = run_ingest(tree)
-    assert len(contents(manifest)) == 120
+    assert len(contents(manifest)) == 36
     assert manifest.problem_counts == {"not_an_image": 7}
     assert noted(manifest, "not_an_image") == [
         "1/0.json",
@@ -111,10 +102,8 @@ def test_other_files_are_left_out_counted_and_named(tree, run_ingest, contents) 
 
 
 def test_image_suffix_without_an_image_is_broken(tree, run_ingest) -> None:
-    (tree / "1" / "a.heic").write_bytes(b"\0\0\0\x18ftypheic\0\0\0\0mif1heic")
-    (tree / "1" / "raw.nef").write_bytes(b"MM\0*" + bytes(20))
-    (tree / "1" / "b.ppm").write_text("words instead of pixels")
-    (tree / "1" / "c.png").touch()
+    broken = {"b.ppm": b"words instead of pixels", "c.png": b"", "raw.nef": b"MM\0*" + bytes(20)}
+    write_files(tree / "1", broken | {"a.heic": b"\0\0\0\x18ftypheic\0\0\0\0mif1heic"})
     manifest = run_ingest(tree)
     assert manifest.problem_counts == {"undecodable": 4}
     assert [problem.detail for problem in manifest.problems] == [
@@ -125,20 +114,10 @@ def test_image_suffix_without_an_image_is_broken(tree, run_ingest) -> None:
     ]
 
 
-def test_names_are_bounded_but_the_count_is_not(tree, run_ingest) -> None:
-    for number in range(50):
-        (tree / "1" / f"{number:03}.json").write_text("{}")
-    manifest = run_ingest(tree)
-    assert manifest.problem_counts == {"not_an_image": 50}
-    assert noted(manifest, "not_an_image") == [f"1/{number:03}.json" for number in range(20)]
-
-
 def test_findings_about_files_that_are_left_out_do_not_stop_a_run(tree, run_ingest, make_image) -> None:
-    (tree / "1" / "0.json").write_text("{}")
-    (tree / "1" / ".DS_Store").write_text("litter")
-    (tree / "loose.png").write_bytes(make_image(500))
-    manifest = run_ingest(tree)
-    report = validate_dataset(Dataset(manifest, open_store(manifest.store_uri)), ValidationSettings())
+    others = {"1/0.json": b"{}", "1/.DS_Store": b"litter", "loose.png": make_image(500)}
+    manifest = run_ingest(write_files(tree, others))
+    report = validate_dataset(opened(manifest), ValidationSettings())
     assert [(finding.rule, finding.severity, finding.message) for finding in report.findings] == [
         ("no_class", "warn", "1 image is in no class folder and was left out; move loose.png."),
         ("not_an_image", "info", "1 file is not an image of a class and was left out: 1/0.json."),
@@ -171,15 +150,10 @@ def test_unreadable_file_stops_only_if_it_may_be_an_image(tree, run_ingest) -> N
 
 
 def test_images_outside_the_class_folders_are_named(tmp_path: Path, run_ingest, make_image) -> None:
-    given = tmp_path / "given"
-    for number in range(24):
-        path = given / ("train", "test")[number % 2] / ("a", "b")[number % 3 % 2] / f"{number}.png"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(make_image(number))
-    for number, name in enumerate(("0.png", "train/1.jpg_large", "test/2.png")):
-        (given / name).write_bytes(make_image(100 + number))
-    (given / "test" / "labels.csv").write_text("a,b")
-    manifest = run_ingest(given)
+    names = [f"{('train', 'test')[number % 2]}/{'ab'[number % 3 % 2]}/{number}.png" for number in range(24)]
+    names += ["0.png", "train/1.jpg_large", "test/2.png"]
+    given = write_files(tmp_path / "given", {name: make_image(number) for number, name in enumerate(names)})
+    manifest = run_ingest(write_files(given, {"test/labels.csv": b"a,b"}))
     assert noted(manifest, "no_class") == ["0.png", "test/2.png", "train/1.jpg_large"]
     assert noted(manifest, "not_an_image") == ["test/labels.csv"]
 
@@ -187,16 +161,12 @@ def test_images_outside_the_class_folders_are_named(tmp_path: Path, run_ingest, 
 def test_bucket_reads_only_what_may_be_an_image_and_only_once(
     tree, run_ingest, make_image, bucket: str, contents, reads: list[str]
 ) -> None:
-    for number, name in enumerate(UNUSUAL):
-        (tree / "2" / name).write_bytes(make_image(500 + number))
-    for name in ("0.json", "0.txt", "movie.mp4", "all.tar.gz", "empty"):
-        (tree / "1" / name).write_text("" if name == "empty" else "some words, no pixels")
-    (tree / "1" / "README").write_text("some words, no pixels")
-    (tree / "1" / "broken.png").write_text("some words, no pixels")
-    (tree / "classes").write_text("some words, no pixels")
-    source = upload(bucket, tree)
+    write_files(tree / "2", {name: make_image(500 + number) for number, name in enumerate(UNUSUAL)})
+    others = [f"1/{name}" for name in ("0.json", "0.txt", "README", "all.tar.gz", "movie.mp4", "broken.png")]
+    write_files(tree, dict.fromkeys([*others, "classes"], b"some words, no pixels") | {"1/empty": b""})
+    source = upload(bucket, tree, "images")
     manifest = run_ingest(source)
-    assert len(contents(manifest)) == 120 + len(UNUSUAL)
+    assert len(contents(manifest)) == 36 + len(UNUSUAL)
     assert manifest.problem_counts == {"undecodable": 1, "not_an_image": 6, "no_class": 1}
     assert noted(manifest, "not_an_image") == [
         f"1/{name}" for name in ("0.json", "0.txt", "README", "all.tar.gz", "empty", "movie.mp4")
@@ -209,45 +179,35 @@ def test_bucket_reads_only_what_may_be_an_image_and_only_once(
     assert sorted(reads) == ["1/broken.png", "1/new"]
     assert second.problem_counts["not_an_image"] == 7
     (tree / "1" / "README").write_bytes(make_image(900))
-    upload(bucket, tree)
-    assert len(contents(run_ingest(source))) == 121 + len(UNUSUAL)
+    upload(bucket, tree, "images")
+    assert len(contents(run_ingest(source))) == 37 + len(UNUSUAL)
 
 
 def test_bucket_whose_class_has_no_image_names_it(tree, run_ingest, bucket: str) -> None:
-    (tree / "logs").mkdir()
-    (tree / "logs" / "part-0000").write_text("some words, no pixels")
-    manifest = run_ingest(upload(bucket, tree))
+    write_files(tree, {"logs/part-0000": b"some words, no pixels"})
+    manifest = run_ingest(upload(bucket, tree, "images"))
     assert noted(manifest, "tiny_class") == ["logs"]
     assert "logs" not in {label for shard in manifest.shards for label in shard.label_counts}
 
 
-@pytest.mark.parametrize("split_folders", [False, True])
-def test_litter_is_left_out_at_any_depth(tmp_path: Path, run_ingest, make_image, bucket, split_folders: bool) -> None:
-    plain, source = tmp_path / "plain" / "tree", tmp_path / "tree"
-    classes = ("train/a", "train/b", "test/a", "test/b") if split_folders else ("a", "b")
-    for root in (plain, source):
-        for number in range(24):
-            path = root / classes[number % len(classes)] / f"{number}.png"
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(make_image(number))
-    places = ["", f"{classes[0]}/", *(["train/"] if split_folders else [])]
-    for number, name in enumerate(f"{place}{name}" for place in places for name in (*LITTER, *LITTER_FILES)):
-        (source / name).parent.mkdir(parents=True, exist_ok=True)
-        (source / name).write_bytes(make_image(1000 + number))
+@pytest.mark.parametrize("places", [("", "a/"), ("", "train/", "train/a/")])
+def test_litter_is_left_out_at_any_depth(tmp_path: Path, run_ingest, make_image, bucket, places: tuple[str]) -> None:
+    classes = ("train/a", "train/b", "test/a", "test/b") if "train/" in places else ("a", "b")
+    images = {f"{classes[number % len(classes)]}/{number}.png": make_image(number) for number in range(24)}
+    plain, source = (write_files(tmp_path / folder / "tree", images) for folder in ("plain", "littered"))
+    names = [f"{place}{name}" for place in places for name in (*LITTER, *LITTER_FILES)]
+    write_files(source, {name: make_image(1000 + number) for number, name in enumerate(names)})
     expected, manifest = run_ingest(plain, dataset="plain"), run_ingest(source)
     assert manifest.shards == expected.shards
-    assert (manifest.labels, manifest.problem_counts) == (("a", "b"), {"litter": len(places) * 19})
-    remote = run_ingest(upload(bucket, source))
+    assert (manifest.labels, manifest.problem_counts) == (("a", "b"), {"litter": len(names)})
+    remote = run_ingest(upload(bucket, source, "images"))
     assert (remote.shards, remote.problem_counts) == (manifest.shards, manifest.problem_counts)
 
 
 def test_names_that_resemble_litter_are_classes(tmp_path: Path, run_ingest, make_image) -> None:
     names = ("lost", "found", "git", "recycle", "eaDir", "MACOSX", "success", "thumbs", "Trash")
-    for number in range(10 * len(names)):
-        path = tmp_path / "given" / names[number % len(names)] / f"{number}.png"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(make_image(number))
-    assert set(run_ingest(tmp_path / "given").labels) == set(names)
+    images = {f"{name}/{number}.png": make_image(number) for number, name in enumerate(names * 2)}
+    assert set(run_ingest(write_files(tmp_path / "given", images)).labels) == set(names)
     assert not any(is_litter(name) for name in names)
 
 
@@ -259,7 +219,145 @@ def test_kinds_that_a_suffix_promises() -> None:
 
 
 def test_source_without_any_image_says_what_it_contains_instead(tmp_path: Path, run_ingest) -> None:
-    (tmp_path / "given" / "a").mkdir(parents=True)
-    (tmp_path / "given" / "a" / "scan.dcm").write_bytes(bytes(128) + b"DICM")
+    given = write_files(tmp_path / "given", {"a/scan.dcm": bytes(128) + b"DICM"})
     with pytest.raises(DataError, match=r"contains no image in a class folder; .* 1 file was left out: a/scan\.dcm\."):
-        run_ingest(tmp_path / "given")
+        run_ingest(given)
+
+
+# Folders that evernear wrote
+
+
+KINDS: dict[str, Format] = {"folder": "folder", "webdataset": "webdataset", "huggingface": "parquet"}
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
+    directory = tmp_path_factory.mktemp("photos")
+    write_images(directory / "photos", 30, size=(8, 8))
+    return dataset_of(directory / "photos", directory / "store")
+
+
+@pytest.fixture(params=["disk", "bucket"])
+def root(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
+    """An empty folder or bucket prefix."""
+    if request.param == "disk":
+        return open_store((tmp_path / "source").as_uri())
+    return open_store(f"s3://{request.getfixturevalue('bucket')}/source")
+
+
+def location(store: Store, kind: str) -> str:
+    """The source of a kind in a store."""
+    if store.uri.startswith("s3:"):
+        return store.uri if kind == "folder" else f"{kind}:{store.uri}"
+    return f"{kind}:{store.uri.removeprefix('file://')}"
+
+
+def within(store: Store, folder: str) -> Store:
+    return open_store(f"{store.uri}/{folder}")
+
+
+def export_to(out: Store, dataset: Dataset, form: Format = "folder") -> None:
+    claim(out, "an export")
+    export_dataset(dataset, out, form)
+
+
+def listed(source: str) -> tuple[set[str], list[str]]:
+    """The names of a source's images, and of the litter that it left out."""
+    opened = open_source(source)
+    names = {entry.name for entry in opened.entries()}
+    assert not {"not_an_image", "no_class", "hidden_folder"} & opened.notes.keys()
+    return names, opened.notes["litter"].names if "litter" in opened.notes else []
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("nested", ["again", "train/again"])
+def test_nested_output_is_left_out_by_name_and_an_export_itself_is_a_source(kind, nested, dataset, root) -> None:
+    for out in (root, within(root, nested)):
+        export_to(out, dataset, KINDS[kind])
+        names, litter = listed(location(root, kind))
+        assert len(names) == 30
+        assert not any("again" in name for name in names)
+        assert litter == ([] if out is root else [nested])
+
+
+def test_rows_of_a_table_that_name_an_output_are_left_out(dataset: Dataset, root: Store) -> None:
+    """The table of an export itself is read."""
+    for out in (root, within(root, "again")):
+        export_to(out, dataset)
+    paths = [info.key for info in root.list("") if info.key.endswith(".png")]
+    rows = "".join(f"{path},{path.split('/')[-2]}\n" for path in paths)
+    root.put("labels.csv", f"path,label\n{rows}".encode())
+    names, litter = listed(f"table:{root.uri.removeprefix('file://')}/labels.csv")
+    assert (len(paths), len(names), litter) == (60, 30, ["again"])
+    again = within(root, "again")
+    again.put("labels.csv", f"path,label\n{rows}".replace("again/", "").encode())
+    names, litter = listed(f"table:{again.uri.removeprefix('file://')}/labels.csv")
+    assert (len(names), litter) == (30, [])
+
+
+def test_names_that_sort_before_those_of_an_output_are_images(dataset: Dataset, root: Store) -> None:
+    """In a bucket, a marked folder is recognized when its marker is listed."""
+    image = next(Path(dataset.store.uri.removeprefix("file://")).parent.rglob("1.png"))
+    for name in ("A/1.png", "again-1/1.png", "z/1.png"):
+        root.put(name, image)
+    export_to(within(root, "again"), dataset)
+    assert listed(location(root, "folder")) == ({"A/1.png", "again-1/1.png", "z/1.png"}, ["again"])
+
+
+def test_batch_prediction_leaves_outputs_out(dataset: Dataset, root: Store) -> None:
+    export_to(root, dataset)
+    export_to(within(root, "train/again"), dataset)
+    tree = open_tree(location(root, "folder"))
+    assert len(list(tree.files())) == 30
+    assert "train/again" in tree.skipped.names
+
+
+def test_store_in_the_prefix_of_its_source_is_left_out(dataset: Dataset, root: Store) -> None:
+    export_dataset(dataset, root, "folder")
+    source, store = location(root, "folder"), within(root, "store")
+    first = dataset_of(source, store)
+    root.put("store/review/originals/0.png", b"\x89PNG\r\n\x1a\n" + b"0" * 100)
+    assert dataset_of(source, store).digest == first.digest
+    assert listed(source)[1] == ["store"]
+
+
+def test_output_that_lost_its_marker_is_a_folder_like_others(dataset: Dataset, tmp_path: Path) -> None:
+    source = open_store((tmp_path / "source").as_uri())
+    write_images(tmp_path / "source", 30, size=(8, 8))
+    export_to(within(source, "again"), dataset)
+    assert len(listed(f"folder:{tmp_path / 'source'}")[0]) == 30
+    (tmp_path / "source" / "again" / MARKER).unlink()
+    assert len(listed(f"folder:{tmp_path / 'source'}")[0]) == 60
+
+
+@pytest.mark.parametrize(
+    ("source", "out", "is_inside"),
+    [
+        ("folder:{photos}", "{photos}", True),
+        ("folder:{photos}", "{photos}/a/out", True),
+        ("folder:{photos}", "{photos}-out", False),
+        ("folder:{link}", "{photos}/out", True),
+        ("folder:{photos}", "{link}/out", True),
+        ("webdataset:{photos}", "{photos}/out", True),
+        ("huggingface:{photos}", "{photos}/out", True),
+        ("table:{photos}/labels.csv", "{photos}/out", False),
+        ("digits", "{photos}/out", False),
+        ("s3://bucket/photos/", "s3://bucket/photos/out", True),
+        ("s3://bucket", "s3://bucket/photos", True),
+        ("s3://bucket/photos", "s3://bucket/photos-out", False),
+        ("webdataset:s3://bucket/photos", "s3://bucket/photos/out", True),
+    ],
+)
+def test_output_in_a_source_is_refused(source: str, out: str, is_inside: bool, tmp_path: Path) -> None:
+    """A table lists its files, so a folder beside it is not a part of the source."""
+    photos, link = tmp_path / "photos", tmp_path / "link"
+    photos.mkdir()
+    link.symlink_to(photos)
+    source = source.format(photos=photos, link=link)
+    out = out if out.startswith("s3:") else f"file://{out.format(photos=photos, link=link)}"
+    if is_inside:
+        with pytest.raises(SettingsError, match=r"is in the source .*; choose a --out outside of it"):
+            require_outside(open_store(out), "digits", source)
+    else:
+        require_outside(open_store(out), "digits", source)
+    shutil.rmtree(photos)

@@ -7,25 +7,22 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from evernear.common.store import FileStore, open_store
+from evernear.common.store import open_store
 from evernear.data import shards
 from evernear.data.manifest import Manifest, save_manifest
 from evernear.data.shards import Block, Dataset
 from evernear.errors import DataError, IntegrityError
-from evernear.settings import DataSettings
-from tests.small_ingest import ingest_small
+from tests.dataset_images import write_files
+from tests.small_ingest import ingest_with, opened
 
 
 @pytest.fixture(scope="module")
 def ingested(tmp_path_factory: pytest.TempPathFactory, make_image) -> Manifest:
     """600 images in several shards per split, in a store that nobody changes."""
     directory = tmp_path_factory.mktemp("ingested")
-    for number in range(600):
-        path = directory / "set" / str(number % 3) / f"{number}.png"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(make_image(number, (30, 30)))
-    settings = DataSettings(source=f"folder:{directory / 'set'}", test_fraction=0.2)
-    manifest = ingest_small(settings, (directory / "store").as_uri())
+    images = {f"{number % 3}/{number}.png": make_image(number, (30, 30)) for number in range(600)}
+    root = write_files(directory / "set", images)
+    manifest = ingest_with(f"folder:{root}", (directory / "store").as_uri(), test_fraction=0.2)
     assert sum(shard.split == "train" for shard in manifest.shards) > 3
     return manifest
 
@@ -34,7 +31,6 @@ def ingested(tmp_path_factory: pytest.TempPathFactory, make_image) -> Manifest:
 def dataset(tmp_path: Path, ingested: Manifest) -> Dataset:
     """A copy of the ingested dataset, in the store of the test."""
     original = open_store(ingested.store_uri)
-    assert isinstance(original, FileStore)
     shutil.copytree(original.root, tmp_path / "store")
     copied = ingested.model_copy(update={"store_uri": (tmp_path / "store").as_uri()})
     save_manifest(copied, tmp_path / "artifact")
@@ -91,9 +87,7 @@ def test_shuffle_mixes_shards_with_a_small_buffer(dataset: Dataset, monkeypatch)
 
 
 @pytest.mark.parametrize("page_bytes", [1, 4096])
-def test_batches_of_all_ranks_are_the_batches_of_one(
-    dataset: Dataset, monkeypatch: pytest.MonkeyPatch, page_bytes: int
-) -> None:
+def test_batches_of_all_ranks_are_the_batches_of_one(dataset: Dataset, monkeypatch, page_bytes: int) -> None:
     monkeypatch.setattr(shards, "_PAGE_BYTES", page_bytes)
     monkeypatch.setattr(shards, "_CHUNK_BYTES", 4000)
     monkeypatch.setattr(shards, "_BUFFER_BYTES", 64 * 936)
@@ -131,12 +125,8 @@ def test_mean_and_deviation_match_the_pixels(dataset: Dataset) -> None:
 
 
 def test_mean_and_deviation_are_per_channel(tmp_path: Path, run_ingest, make_image) -> None:
-    for number in range(40):
-        path = tmp_path / "set" / str(number % 2) / f"{number}.png"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(make_image(number, mode="RGB"))
-    manifest = run_ingest(tmp_path / "set")
-    dataset = Dataset(manifest, open_store(manifest.store_uri))
+    images = {f"{number % 2}/{number}.png": make_image(number, mode="RGB") for number in range(40)}
+    dataset = opened(run_ingest(write_files(tmp_path / "set", images)))
     pixels = np.concatenate([block.images for block in dataset.blocks("train")]) / 255
     mean, std = dataset.mean_std()
     assert mean == pytest.approx(tuple(pixels.mean(axis=(0, 1, 2))))
@@ -148,8 +138,7 @@ def test_constant_channel_has_zero_deviation(tmp_path: Path, run_ingest) -> None
         path = tmp_path / "set" / str(number % 2) / f"{number}.png"
         path.parent.mkdir(parents=True, exist_ok=True)
         Image.new("RGB", (11, 7), (number, 251, 252)).save(path)
-    manifest = run_ingest(tmp_path / "set")
-    mean, std = Dataset(manifest, open_store(manifest.store_uri)).mean_std()
+    mean, std = opened(run_ingest(tmp_path / "set")).mean_std()
     assert mean[1:] == pytest.approx((251 / 255, 252 / 255))
     assert std[1:] == pytest.approx((0, 0), abs=1e-6)
 
@@ -174,7 +163,7 @@ def test_damaged_shard_is_named(dataset: Dataset, tmp_path: Path, damage: str) -
 def test_manifest_of_other_shards_is_rejected(dataset: Dataset) -> None:
     manifest = dataset.manifest
     altered = tuple(shard.model_copy(update={"count": shard.count + 1}) for shard in manifest.shards)
-    lying = Dataset(manifest.model_copy(update={"shards": altered}), open_store(manifest.store_uri))
+    lying = opened(manifest.model_copy(update={"shards": altered}))
     with pytest.raises(IntegrityError, match="does not contain"):
         list(lying.blocks("train"))
 
@@ -215,9 +204,7 @@ def test_remote_shards_are_cached(dataset: Dataset, tmp_path: Path, bucket: str,
 
 
 @pytest.mark.parametrize("cached_shards", [0.5, 2, 5])
-def test_no_shard_is_fetched_twice_in_an_epoch(
-    dataset: Dataset, tmp_path: Path, bucket: str, monkeypatch: pytest.MonkeyPatch, cached_shards: float
-) -> None:
+def test_no_shard_is_fetched_twice_in_an_epoch(dataset, tmp_path, bucket, monkeypatch, cached_shards) -> None:
     monkeypatch.setattr(shards, "_CACHE_BYTES", int(cached_shards * 2**16))
     monkeypatch.setattr(shards, "_CHUNK_BYTES", 4000)
     manifest = in_s3(dataset, bucket)
@@ -242,9 +229,7 @@ def test_no_shard_is_fetched_twice_in_an_epoch(
     assert len(groups) == 3
 
 
-def test_shards_of_a_group_are_fetched_concurrently(
-    dataset: Dataset, tmp_path: Path, bucket: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_shards_of_a_group_are_fetched_concurrently(dataset: Dataset, tmp_path, bucket: str, monkeypatch) -> None:
     manifest = in_s3(dataset, bucket)
     store = open_store(manifest.store_uri)
     together = threading.Barrier(2)
@@ -261,9 +246,7 @@ def test_shards_of_a_group_are_fetched_concurrently(
     )
 
 
-def test_cache_is_bounded_and_evicts_the_least_recently_used(
-    dataset: Dataset, tmp_path: Path, bucket: str, monkeypatch
-) -> None:
+def test_cache_is_bounded_and_evicts_the_least_recently_used(dataset, tmp_path, bucket, monkeypatch) -> None:
     manifest = in_s3(dataset, bucket)
     train = [shard for shard in manifest.shards if shard.split == "train"]
     monkeypatch.setattr(shards, "_CACHE_BYTES", 2 * 2**16)

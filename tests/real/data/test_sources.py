@@ -1,21 +1,26 @@
 import gzip
 import hashlib
+import os
 import threading
-import time
 from collections import Counter
 from collections.abc import Iterator
 from functools import partial
 from http.server import HTTPServer, SimpleHTTPRequestHandler, ThreadingHTTPServer
+from io import BytesIO
 from pathlib import Path
 
 import numpy as np
 import pytest
+from minio import Minio
 from PIL import Image
 from sklearn.datasets import load_digits
 
+from evernear.common.store import open_store
 from evernear.data.preprocess import image_digest
-from evernear.errors import DataError
-from tests import ROOT
+from evernear.errors import DataError, StoreError
+from evernear.settings import DataSettings
+from tests.dataset_images import write_files
+from tests.small_ingest import ingest_small, noted
 
 
 def test_digits_are_complete(run_ingest, contents) -> None:
@@ -80,20 +85,6 @@ def test_idx_images_can_be_resized(idx: Path, run_ingest, contents) -> None:
     assert next(iter(other.image.values())).shape[:2] == (8, 8)
 
 
-def test_idx_image_in_both_parts_is_held_out(idx: Path, run_ingest, contents) -> None:
-    train = bytearray((idx / "train-images-idx3-ubyte").read_bytes())
-    test = (idx / "t10k-images-idx3-ubyte").read_bytes()
-    train[16 : 16 + 12] = test[16 : 16 + 12]
-    (idx / "train-images-idx3-ubyte").write_bytes(train)
-    labels = bytearray((idx / "train-labels-idx1-ubyte").read_bytes())
-    labels[8] = (idx / "t10k-labels-idx1-ubyte").read_bytes()[8]
-    (idx / "train-labels-idx1-ubyte").write_bytes(labels)
-    manifest = run_ingest(f"mnist:{idx}")
-    assert manifest.count("test") == 50
-    assert manifest.problem_counts == {"duplicate_across_splits": 1}
-    assert manifest.problems[0].names == ("t10k[0]", "train[0]")
-
-
 @pytest.mark.parametrize("fault", ["absent", "short", "words", "other labels", "broken gzip"])
 def test_broken_idx_files_are_named(idx: Path, run_ingest, tmp_path: Path, fault: str) -> None:
     images, labels = idx / "train-images-idx3-ubyte", idx / "train-labels-idx1-ubyte"
@@ -113,27 +104,9 @@ def test_broken_idx_files_are_named(idx: Path, run_ingest, tmp_path: Path, fault
     assert not (tmp_path / "store" / "datasets" / "mnist" / "head.json").exists()
 
 
-MNIST = ROOT.parent / "shared/data/mnist"
-
-
-@pytest.mark.skipif(not MNIST.is_dir(), reason="the full MNIST is not here")
-def test_mnist_is_ingested_completely(run_ingest) -> None:
-    before_s = time.process_time()  # unlike the wall time, it does not grow with the load of the machine
-    manifest = run_ingest(f"mnist:{MNIST}", shard_size_bytes=2**25)
-    took_s = time.process_time() - before_s
-    assert manifest.shape == (28, 28, 1)
-    assert manifest.count("test") == 10_000
-    assert sum(manifest.count(split) for split in ("train", "gallery", "query")) == 60_000
-    assert abs(manifest.count("gallery") - 6000) < 300
-    assert manifest.problem_counts == {}
-    assert manifest.label_counts("test")["7"] == 1028
-    assert took_s < 60  # measured: 2 s; only per-image processing would exceed this bound
-
-
 @pytest.fixture
 def mirror(idx: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[HTTPServer]:
-    """A mirror of small MNIST files with their checksums, the only one that torchvision uses; the
-    cache is empty."""
+    """The only mirror of MNIST that torchvision uses, with small files; the cache is empty."""
     from torchvision.datasets import MNIST
 
     resources: list[tuple[str, str]] = []
@@ -160,9 +133,7 @@ def test_mnist_is_downloaded_once(run_ingest, idx: Path, mirror: HTTPServer, mon
 
 
 @pytest.mark.parametrize("fault", ["no answer", "other content"])
-def test_failed_download_is_reported_and_leaves_no_files(
-    run_ingest, idx: Path, mirror: HTTPServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, fault: str
-) -> None:
+def test_failed_download_is_reported_and_leaves_no_files(run_ingest, idx, mirror, monkeypatch, tmp_path, fault) -> None:
     if fault == "no answer":
         monkeypatch.setattr("torchvision.datasets.MNIST.mirrors", ["http://127.0.0.1:9/"])
     else:
@@ -170,3 +141,72 @@ def test_failed_download_is_reported_and_leaves_no_files(
     with pytest.raises(DataError, match=r"MNIST cannot be downloaded .* pass a directory that contains it"):
         run_ingest("mnist")
     assert list((tmp_path / "cache" / "evernear").iterdir()) == []
+
+
+# Buckets
+
+
+def upload(bucket: str, tree: Path, prefix: str) -> str:
+    """Put all files of ``tree`` into the bucket, also those whose keys a `Store` rejects."""
+    for path in filter(Path.is_file, tree.rglob("*")):
+        client().fput_object(bucket, f"{prefix}/{path.relative_to(tree).as_posix()}", str(path))
+    return f"s3://{bucket}/{prefix}"
+
+
+def client() -> Minio:
+    """A client that accepts keys that a `Store` rejects."""
+    host = os.environ["AWS_ENDPOINT_URL"].removeprefix("http://")
+    return Minio(host, "tester", "not-a-secret", secure=False, region="us-east-1")
+
+
+def test_bucket_and_tree_give_the_same_dataset(tree, run_ingest, bucket: str, make_image) -> None:
+    names = (".net/1.png", ".net/deeper/2.png", "1/.thumbs/3.png", "1/._4.png", ".git/config")
+    write_files(tree, {name: make_image(len(name)) for name in names})
+    write_files(tree, {"1/words.png": b"no image", "2/notes.txt": b"notes"})
+    image = min((tree / "2").glob("*.png"))
+    image.rename(image.with_suffix(""))
+    local = run_ingest(tree)
+    source = upload(bucket, tree, "some/images")
+    for key in ("some/images/", "some/images/1/"):  # as the S3 console creates folders
+        client().put_object(bucket, key, BytesIO(), 0)
+    remote = run_ingest(source)
+    assert remote.name == f"{bucket}-some-images"
+    assert remote.digest == local.digest
+    assert noted(remote, "undecodable") == ["1/words.png"]
+    assert noted(remote, "hidden_folder") == [".net"]
+    assert noted(remote, "litter") == [".git", "1/._4.png", "1/.thumbs"]
+
+
+def test_bucket_is_ingested_incrementally_into_s3(tree, bucket: str, make_image, contents, digest_of) -> None:
+    values = DataSettings(source=upload(bucket, tree, "images"))
+    images = open_store(values.source)
+    first = ingest_small(values, f"s3://{bucket}/store")
+    assert ingest_small(values, f"s3://{bucket}/store") == first
+    images.put("2/new.png", make_image(1000))
+    images.delete("1/000.png")
+    second = ingest_small(values, f"s3://{bucket}/store")
+    old, new = contents(first), contents(second)
+    assert set(new.split) - set(old.split) == {digest_of(make_image(1000))}
+    assert set(old.split) - set(new.split) == {digest_of(make_image(0))}
+    slash = values.model_copy(update={"source": f"s3://{bucket}/images/"})
+    assert ingest_small(slash, f"s3://{bucket}/store") == second
+
+
+def test_unusual_keys_are_read(run_ingest, make_image, bucket: str, contents) -> None:
+    names = ["a b", "a+b", "100%", "%41", "what?", "h#x", "am&p", "\xfc\u732b", "it's", "<lt>", "back\\slash"]
+    if "TEST_S3_URL" not in os.environ:  # MinIO rejects both, SeaweedFS the second
+        names += ["d//ouble", "x" * 500]
+    images = client()
+    for number, name in enumerate(names * 2):
+        data = make_image(number)
+        images.put_object(bucket, f"some #1?/{number // len(names)}/{name}.png", BytesIO(data), len(data))
+    manifest = run_ingest(f"s3://{bucket}/some #1?")
+    assert len(contents(manifest)) == 2 * len(names)
+    assert manifest.problem_counts == {}
+
+
+def test_empty_or_missing_bucket_is_reported(run_ingest, bucket: str) -> None:
+    with pytest.raises(DataError, match=f"s3://{bucket}/images contains no image in a class folder"):
+        run_ingest(f"s3://{bucket}/images")
+    with pytest.raises(StoreError, match=r"The bucket .* does not exist"):
+        run_ingest(f"s3://{bucket}-missing")

@@ -11,7 +11,7 @@ from evernear.serving.live_queries import Floats, Queries
 from evernear.triggers.watch.drift import MIN_QUERIES, SAMPLE, Measure, Shift, measure_drift
 
 LEVEL = 0.05
-SEEDS = 80
+SEEDS = 50
 # At a rate of LEVEL, SEEDS checks exceed this number of alarms in one of 10,000 test runs.
 MOST_ALARMS = int(stats.binom.isf(1e-4, SEEDS, LEVEL))
 BOUNDS: dict[Measure, float] = {"unknown_rise": 0.05, "embedding_shift": 0.02}
@@ -101,7 +101,7 @@ def test_effect_that_is_called_detectable_is_detected(sample: int, one_class: fl
     state."""
     measure: Measure = "embedding_shift"
     rng = np.random.default_rng(0)
-    reference, many = drawn(rng, 300), np.arange(0.0, 0.4, 0.01)
+    reference, many = drawn(rng, 300), np.arange(0.0, 0.4, 0.02)
     stated = measured(reference, drawn(rng, sample, one_class=one_class), measure, 0.01).detectable
     effects = [measured(reference, drawn(rng, SAMPLE, farther, one_class), measure).effect for farther in many]
     farther = float(many[int(np.searchsorted(effects, stated))])

@@ -12,33 +12,34 @@ from evernear.release.export_dataset import export_snapshot
 from tests.dataset_images import write_images
 from tests.small_ingest import ingest_with
 
-FILE_IMAGES = 40
+FILE_IMAGES = 20
+SHARD_SIZE_BYTES = 2**15
 Ingest = Callable[..., Manifest]
 ExportTo = Callable[..., None]
 
 
 @pytest.fixture
 def ingest(tmp_path: Path) -> Ingest:
-    """``ingest(source, **settings)`` ingests a source into a store of its name in the test's
-    directory."""
+    """``ingest(source, store)`` ingests a source into a store in the test's directory."""
 
     def ingest(source: str, store: str = "store", **settings: object) -> Manifest:
-        return ingest_with(source, (tmp_path / store).as_uri(), **settings)
+        return ingest_with(source, (tmp_path / store).as_uri(), **{"shard_size_bytes": SHARD_SIZE_BYTES} | settings)
 
     return ingest
 
 
-@pytest.fixture
-def snapshot(tmp_path: Path, ingest: Ingest) -> Manifest:
-    """A snapshot of 300 images in several shards."""
-    write_images(tmp_path / "photos", 300)
-    return ingest(f"folder:{tmp_path / 'photos'}")
+@pytest.fixture(scope="package")
+def snapshot(tmp_path_factory: pytest.TempPathFactory) -> Manifest:
+    """A snapshot of 120 images in several shards, which nobody changes."""
+    directory = tmp_path_factory.mktemp("snapshot")
+    write_images(directory / "photos", 120)
+    source, store = f"folder:{directory / 'photos'}", (directory / "store").as_uri()
+    return ingest_with(source, store, shard_size_bytes=SHARD_SIZE_BYTES)
 
 
 @pytest.fixture
 def export_to(monkeypatch: pytest.MonkeyPatch) -> ExportTo:
-    """``export_to(out, format, snapshot)`` exports a snapshot to a directory or store, in files of
-    40 images."""
+    """``export_to(out, format, snapshot)`` exports in files of 20 images."""
     monkeypatch.setattr(export, "FILE_IMAGES", FILE_IMAGES)
 
     def export_to(out: Path | Store, form: export.Format, manifest: Manifest, release: str | None = None) -> None:
