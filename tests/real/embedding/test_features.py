@@ -1,6 +1,8 @@
 """A frozen backbone sees each image once: its features are cached, and every head reads them."""
 
+from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -30,27 +32,7 @@ from tests.releases import System, decided
 
 
 @pytest.fixture(scope="module")
-def digits(few_digits: Dataset) -> Dataset:
-    return few_digits
-
-
-@pytest.fixture(scope="module")
-def frozen(digits: Dataset, tmp_path_factory: pytest.TempPathFactory) -> TrainSettings:
-    first = TrainSettings(backbone="test_resnet", epochs=1, min_steps=1, backbone_size_px=16)
-    directory = tmp_path_factory.mktemp("first")
-    train_network(digits, first, directory)
-    weights = directory / "weights.pt"
-    short = {"epochs": 1, "min_steps": 60}
-    return TrainSettings(backbone="test_resnet", weights=str(weights), frozen=True, backbone_size_px=16, **short)
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Store:
-    return open_store((tmp_path / "store").as_uri())
-
-
-@pytest.fixture
-def seen(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def seen() -> Iterator[list[int]]:
     """Sizes of the batches that a network computed."""
     sizes: list[int] = []
 
@@ -58,73 +40,77 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         sizes.append(len(images))
         return embed_images(network, images)
 
-    monkeypatch.setattr(data_loader, "embed_images", record)
-    return sizes
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(data_loader, "embed_images", record)
+        yield sizes
 
 
-def all_steps(dataset: Dataset, settings: TrainSettings, directory: Path, store: Store) -> Recognizer:
-    """Train, probe, export, embed, index and evaluate, as a run does."""
-    trained, network, embeddings, index = (directory / name for name in ("trained", "network", "embeddings", "index"))
-    train_network(dataset, settings, trained, store)
-    probe_open_set(dataset, settings, EvaluationSettings(), IndexSettings(), store=store)
-    export_network(trained, dataset, network, store)
-    embed_dataset(network, dataset, embeddings, store=store)
-    build_index(Embeddings.open(embeddings), dataset.labels, IndexSettings(), index)
+class Run(NamedTuple):
+    """A run with all steps, and the number of images that a network computed in them."""
+
+    directory: Path
+    store: Store
+    recognizer: Recognizer
+    computed: int
+
+
+@pytest.fixture(scope="module")
+def run(digits: Dataset, frozen: TrainSettings, tmp_path_factory: pytest.TempPathFactory, seen: list[int]) -> Run:
+    """Train, probe, export, embed, index, evaluate and archive."""
+    directory = tmp_path_factory.mktemp("run")
+    names = ("trained", "network", "embeddings", "index", "verdict.json")
+    trained, network, embeddings, index, verdict = (directory / name for name in names)
+    store, first = open_store((directory / "store").as_uri()), len(seen)
+    train_network(digits, frozen, trained, store)
+    probe_open_set(digits, frozen, EvaluationSettings(), IndexSettings(), store=store)
+    export_network(trained, digits, network, store)
+    embed_dataset(network, digits, embeddings, store=store)
+    build_index(Embeddings.open(embeddings), digits.labels, IndexSettings(), index)
     recognizer = Recognizer.open(network, index, store=store)
-    measure(recognizer, dataset)
-    return recognizer
+    measure(recognizer, digits)
+    verdict.write_text(decided(System(digits, network, index), parent=None, promote=True).model_dump_json())
+    candidate = Candidate(digits, network, index, verdict, metrics={}, parent=None)
+    make_archive(candidate, ServingSettings(), HANDLER, directory / "release", store=store)
+    return Run(directory, store, recognizer, sum(seen[first:]))
 
 
-@pytest.mark.parametrize("views", [0, 2])
-def test_the_progress_of_training_a_head_counts_each_image_and_view_once(
-    digits: Dataset, frozen: TrainSettings, tmp_path: Path, store: Store, views: int
-) -> None:
-    settings = with_defaults(frozen.model_copy(update={"frozen": False, "views": views}), digits)
+def features_of(directory: Path, store: Store | None = None) -> FrozenFeatures:
+    trained, network = load_trained(directory)
+    return FrozenFeatures(network, trained.architecture, store)
+
+
+def test_the_progress_of_training_a_head_counts_each_image_and_view_once(digits, frozen, tmp_path, store) -> None:
+    head = frozen.model_copy(update={"frozen": False, "epochs": 1, "min_steps": 60})
+    settings = with_defaults(head, digits, views=1)
     counted: list[int] = []
     train_network(digits, settings, tmp_path / "trained", store, on_images=counted.append)
     assert sum(counted) == shown_images(settings, digits)
 
 
-def test_a_frozen_backbone_sees_each_image_once(
-    digits: Dataset, frozen: TrainSettings, tmp_path: Path, store: Store, seen: list[int]
-) -> None:
-    all_steps(digits, frozen, tmp_path / "run", store)
-    network, index, verdict = (tmp_path / "run" / name for name in ("network", "index", "verdict.json"))
-    verdict.write_text(decided(System(digits, network, index), parent=None, promote=True).model_dump_json())
-    candidate = Candidate(digits, network, index, verdict, metrics={}, parent=None)
-    make_archive(candidate, ServingSettings(), HANDLER, tmp_path / "release", store=store)
-    assert sum(seen) == sum(digits.count(split) for split in SPLITS)
+def test_a_frozen_backbone_sees_each_image_once(digits: Dataset, run: Run) -> None:
+    assert run.computed == sum(digits.count(split) for split in SPLITS)
 
 
-def test_another_head_on_the_same_backbone_computes_nothing(
-    digits: Dataset, frozen: TrainSettings, tmp_path: Path, store: Store, seen: list[int]
-) -> None:
-    all_steps(digits, frozen, tmp_path / "first", store)
+def test_another_head_on_the_same_backbone_computes_nothing(digits, frozen, run, tmp_path, seen) -> None:
     seen.clear()
-    train_network(digits, frozen, tmp_path / "other", store, exclude_labels=frozenset("3"))
-    other = export_network(tmp_path / "other", digits, tmp_path / "other_network", store)
+    train_network(digits, frozen, tmp_path / "other", run.store, exclude_labels=frozenset("3"))
+    other = export_network(tmp_path / "other", digits, tmp_path / "network", run.store)
     assert seen == []
-    first = describe_network(tmp_path / "first" / "network")
+    first = describe_network(run.directory / "network")
     assert (other.identity, other.features_dim) == (first.identity, 96)
     assert other.sha256 != first.sha256
 
 
-def test_cached_embeddings_are_those_of_the_served_network(
-    digits: Dataset, frozen: TrainSettings, tmp_path: Path, store: Store
-) -> None:
-    recognizer = all_steps(digits, frozen, tmp_path / "run", store)
-    again = list(recognizer.embed_split(digits, "test", 100))
-    served = load_network(tmp_path / "run" / "network")
+def test_cached_embeddings_are_those_of_the_served_network(digits: Dataset, run: Run) -> None:
+    again = list(run.recognizer.embed_split(digits, "test", 100))
+    served = load_network(run.directory / "network")
     for block, embeddings in again:
         np.testing.assert_allclose(embeddings, embed_images(served, block.images), atol=1e-5)
     assert sum(len(block) for block, _ in again) == digits.count("test")
 
 
-def test_features_are_in_the_order_of_the_dataset(
-    digits: Dataset, frozen: TrainSettings, tmp_path: Path, store: Store
-) -> None:
-    train_network(digits, frozen, tmp_path / "trained")
-    trained, network = load_trained(tmp_path / "trained")
+def test_features_are_in_the_order_of_the_dataset(digits: Dataset, frozen_dir: Path, store: Store) -> None:
+    trained, network = load_trained(frozen_dir)
     features = FrozenFeatures(network, trained.architecture, store)
     vectors = features.array(digits, "query")
     expected: list[torch.Tensor] = []
@@ -137,12 +123,8 @@ def test_features_are_in_the_order_of_the_dataset(
     np.testing.assert_allclose(vectors, torch.cat(expected).numpy(), atol=1e-4)
 
 
-def test_views_are_cached_beside_the_plain_images(
-    digits: Dataset, frozen: TrainSettings, tmp_path: Path, store: Store, seen: list[int]
-) -> None:
-    train_network(digits, frozen, tmp_path / "trained")
-    trained, network = load_trained(tmp_path / "trained")
-    features = FrozenFeatures(network, trained.architecture, store)
+def test_views_are_cached_beside_the_plain_images(digits, frozen_dir, store, seen) -> None:
+    features = features_of(frozen_dir, store)
     mirror = View("mirror", lambda block: block.images[:, :, ::-1])
     plain, mirrored = features.array(digits, "query"), features.array(digits, "query", mirror)
     assert np.abs(plain - mirrored).max() > 0.01
@@ -151,22 +133,17 @@ def test_views_are_cached_beside_the_plain_images(
     assert seen == []
 
 
-def test_features_depend_on_weights_and_input_size(digits: Dataset, frozen: TrainSettings, tmp_path: Path) -> None:
-    identities = set[str]()
-    for name, changes in {"same": {}, "again": {"seed": 5}, "size": {"backbone_size_px": 8}}.items():
+def test_features_depend_on_weights_and_input_size(digits, frozen, frozen_dir, tmp_path) -> None:
+    for name, changes in {"again": {"seed": 5}, "size": {"backbone_size_px": 8}}.items():
         train_network(digits, frozen.model_copy(update=changes), tmp_path / name)
-        trained, network = load_trained(tmp_path / name)
-        identities.add(FrozenFeatures(network, trained.architecture).identity)
-    assert len(identities) == 2
+    same, again, size = (features_of(path).identity for path in (frozen_dir, tmp_path / "again", tmp_path / "size"))
+    assert same == again != size
 
 
-def test_the_cache_is_bounded_in_bytes(
-    digits: Dataset, frozen: TrainSettings, tmp_path: Path, store: Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_cache_is_bounded_in_bytes(digits, frozen, tmp_path, store, monkeypatch) -> None:
     row_bytes = 4 * 96 + 32
     monkeypatch.setattr("evernear.embedding.embeddings.MAX_BYTES", digits.count("train") * row_bytes + 1000)
     train_network(digits, frozen, tmp_path / "trained", store)
     assert [info.size_bytes // row_bytes for info in store.list("embeddings/")] == [digits.count("train")]
-    trained, network = load_trained(tmp_path / "trained")
-    features = FrozenFeatures(network, trained.architecture, store)
+    features = features_of(tmp_path / "trained", store)
     assert features.array(digits, "query").any(axis=1).all(), "features that are not cached are computed"

@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch.nn import functional as F
 
-from evernear.common.store import Store, open_store
+from evernear.common.store import Store
 from evernear.data.manifest import SPLITS
 from evernear.data.shards import Block, Dataset
 from evernear.embedding import data_loader
@@ -33,46 +33,17 @@ from evernear.errors import SettingsError
 from evernear.evaluation.probe import probe_open_set
 from evernear.settings import EvaluationSettings, IndexSettings, TrainSettings, load
 
-TINY = "test_resnet"
-"""The smallest convolutional network of timm; it has 96 features."""
-
-
-@pytest.fixture(scope="module")
-def digits(few_digits: Dataset) -> Dataset:
-    return few_digits
-
-
-@pytest.fixture(scope="module")
-def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    import timm
-    from safetensors.torch import save_file
-
-    torch.manual_seed(1)
-    path = tmp_path_factory.mktemp("weights") / "model.safetensors"
-    save_file(timm.create_model(TINY, num_classes=0).state_dict(), path)
-    return path
-
 
 @pytest.fixture
-def of_head(weights: Path, digits: Dataset) -> Recipe:
-    return with_defaults(
-        TrainSettings(
-            backbone=TINY, weights=str(weights), backbone_size_px=16, embedding_dim=32, min_steps=60, epochs=1
-        ),
-        digits,
-        views=1,
-    )
+def of_head(frozen: TrainSettings, digits: Dataset) -> Recipe:
+    head = frozen.model_copy(update={"frozen": False, "embedding_dim": 32, "min_steps": 60, "epochs": 1})
+    return with_defaults(head, digits, views=1)
 
 
 @pytest.fixture
 def always_used(monkeypatch: pytest.MonkeyPatch) -> None:
     """The features of random weights gain nothing by a head."""
     monkeypatch.setattr(head_module, "MAX_LOSS_ERRORS", math.inf)
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Store:
-    return open_store((tmp_path / "store").as_uri())
 
 
 def features_of(dataset: Dataset, settings: Recipe, store: Store | None = None) -> FrozenFeatures:
@@ -98,9 +69,8 @@ def test_weights_alone_train_a_head_on_features_that_are_computed_once(
     result = train_network(digits, of_head, tmp_path / "trained", store, on_step=steps.append)
     assert steps[-1] == Steps(60, 60, 60)
     assert result.epochs == ()
-    assert result.head is not None
     assert result.head.used
-    assert result.head.trained > 0.8
+    assert result.head.trained > 0.7
     probe_open_set(digits, of_head, EvaluationSettings(), IndexSettings(), store=store)
     exported = export_network(tmp_path / "trained", digits, tmp_path / "network", store)
     embed_dataset(tmp_path / "network", digits, tmp_path / "embeddings", store=store)
@@ -128,13 +98,10 @@ def test_the_same_seed_trains_the_same_head(digits: Dataset, of_head: Recipe, tm
     assert first == again != other
 
 
-def test_a_head_that_is_worse_is_not_used(
-    digits: Dataset, of_head: Recipe, tmp_path: Path, store: Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_head_that_is_worse_is_not_used(digits, of_head, tmp_path, store, monkeypatch) -> None:
     monkeypatch.setattr(head_module, "DROPOUT", 0.999)
     worse = of_head.model_copy(update={"embedding_dim": 2})
     result = train_network(digits, worse, tmp_path / "trained", store)
-    assert result.head is not None
     assert not result.head.used
     assert str(result.head).startswith("the head is not used: nearest neighbors recognize")
     train_network(digits, of_head.model_copy(update={"frozen": True}), tmp_path / "frozen", store)
@@ -148,8 +115,7 @@ def test_a_head_that_is_worse_is_not_used(
     ("lost", "views", "used"), [(0, 1, True), (2, 1, True), (3, 1, False), (40, 1, False), (1, 0, False), (2, 0, False)]
 )
 def test_a_few_images_do_not_reject_a_head_with_views(lost: int, views: int, used: bool) -> None:
-    """Whitened features recognize all; the head, which ignores the second feature, fails on the
-    first ``lost``."""
+    """Whitened features recognize all; the head fails on the first ``lost``."""
     images, whitening = 60, Whitening(3, 3)
     plain = torch.eye(3) * 3**0.5
     examples = HeadExamples(np.stack([plain.numpy()] * (views + 1)), np.arange(3))
@@ -162,9 +128,7 @@ def test_a_few_images_do_not_reject_a_head_with_views(lost: int, views: int, use
     assert test.used is used
 
 
-def test_features_in_memory_are_bounded(
-    digits: Dataset, of_head: Recipe, store: Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_features_in_memory_are_bounded(digits: Dataset, of_head: Recipe, store: Store, monkeypatch) -> None:
     features, images = features_of(digits, of_head, store), TrainingImages(digits, frozenset("3"))
     whitening, settings = whitening_for(features, digits, images), with_defaults(of_head, digits)
     everything = read_examples(features, whitening, digits, images, settings, Clock())
@@ -189,9 +153,7 @@ def test_views_end_with_the_time_and_say_so(digits: Dataset, of_head: Recipe, st
 
 
 @pytest.mark.usefixtures("always_used")
-def test_a_head_keeps_the_whitened_features_unless_the_dimensions_are_set(
-    digits: Dataset, of_head: Recipe, tmp_path: Path, store: Store
-) -> None:
+def test_a_head_keeps_the_whitened_features_unless_the_dimensions_are_set(digits, of_head, tmp_path, store) -> None:
     settings = of_head.model_copy(update={"embedding_dim": None})
     images, architecture = TrainingImages(digits, frozenset()), choose_architecture(digits, settings)
     features = features_of(digits, settings, store)
@@ -212,9 +174,8 @@ def test_a_head_keeps_the_whitened_features_unless_the_dimensions_are_set(
 
 
 @pytest.mark.parametrize("embedding_dim", [None, 32])
-def test_fine_tuning_starts_at_the_head(
-    digits: Dataset, of_head: Recipe, store: Store, embedding_dim: int | None
-) -> None:
+@pytest.mark.usefixtures("short_head")
+def test_fine_tuning_starts_at_the_head(digits, of_head, store, embedding_dim) -> None:
     given = of_head.model_dump(include={"backbone", "weights", "backbone_size_px"})
     chosen = TrainSettings(**given, layers="all", embedding_dim=embedding_dim)
     settings = with_defaults(chosen, digits)
@@ -223,18 +184,14 @@ def test_fine_tuning_starts_at_the_head(
     (batch, _), *_ = features.batches(digits, "gallery", training.images)
     architecture = choose_architecture(digits, settings)
     head = train_head(
-        features,
-        architecture,
-        digits,
-        training.images,
-        recipe_of_head(settings, architecture.embedding_dim, digits),
+        features, architecture, digits, training.images, recipe_of_head(settings, architecture.embedding_dim, digits)
     )
     pixels, expected = next(training.images.gallery())
     with torch.no_grad():
         embeddings = training.module.eval().network(pixels[: len(batch)])
         logits = training.module.logits(pixels)
     torch.testing.assert_close(embeddings, F.normalize(head.map(batch)), atol=1e-3, rtol=0)
-    assert (logits.argmax(dim=1) == expected).float().mean() > 0.8
+    assert (logits.argmax(dim=1) == expected).float().mean() > 0.7
     training.module.train()
     prepare_epoch(training.module, 1.0, fixed_statistics=True)
     with torch.no_grad():

@@ -1,5 +1,4 @@
-"""Muon agrees with timm's Muon in bfloat16, and with AdamW for the parameters that it leaves to
-AdamW."""
+"""Muon agrees with timm's Muon in bfloat16, and with AdamW for the other parameters."""
 
 import copy
 from typing import Any
