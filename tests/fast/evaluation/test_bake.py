@@ -1,5 +1,4 @@
-"""The comparison of a release with the one before it: the rules, and their behavior under repeated
-looks."""
+"""The comparison of a release with the one before it, also under repeated looks."""
 
 import math
 
@@ -9,15 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import binom
 
-from evernear.evaluation.bake import (
-    Comparison,
-    Figures,
-    Share,
-    dispersion,
-    log_evidence,
-    slow_limit_s,
-    total,
-)
+from evernear.evaluation.bake import Comparison, Figures, Share, dispersion, log_evidence, slow_limit_s, total
 from evernear.index.description import clopper_pearson
 from evernear.serving.metrics import SECONDS_BOUNDS
 
@@ -26,12 +17,7 @@ def cell(requests: int = 100, unknown: int = 5, errors: int = 0, slow: int = 0) 
     """Requests of which all but ``slow`` take up to 10 ms, and those 10 s."""
     within = {bound: requests - slow if 0.01 <= bound < 10 else requests * (bound >= 10) for bound in SECONDS_BOUNDS}
     return Figures(
-        answered=requests,
-        refused=errors,
-        predictions=requests - errors,
-        unknown=unknown,
-        timed=requests,
-        within=within,
+        answered=requests, refused=errors, predictions=requests - errors, unknown=unknown, timed=requests, within=within
     )
 
 
@@ -84,8 +70,7 @@ def test_bursts_in_the_traffic_need_more_evidence() -> None:
 
 
 def test_errors_are_those_that_clients_see() -> None:
-    """TorchServe counts the worker's errors over HTTP again, and those that never reached the
-    worker."""
+    """TorchServe counts the worker's errors again, and those of requests without a worker."""
     assert Figures(answered=10, refused=2, failed=2).errors == 2
     assert Figures(answered=10, refused=2, failed=5).errors == 5
     assert Figures(answered=10, refused=2, failed=5).requests == 13

@@ -1,15 +1,22 @@
+from pathlib import Path
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from PIL import Image
 
+from evernear.data.groups import group_numbers
+from evernear.data.manifest import Split
+from evernear.data.shards import Dataset
+from evernear.embedding.embeddings import Embeddings
 from evernear.errors import DataError
 from evernear.index.build import build_index
-from evernear.index.calibrate import EQUAL, MARGIN, threshold_at, threshold_rejecting
+from evernear.index.calibrate import EQUAL, MARGIN, calibration_gaps, threshold_at, threshold_rejecting
 from evernear.index.description import DISTANCE_TOLERANCE, MAX_DISTANCE, Calibration, describe_threshold
 from evernear.settings import IndexSettings
-from tests.fast.index.conftest import MakeSettings
-from tests.gallery_vectors import MakeEmbeddings, blobs
+from tests.gallery_vectors import MakeEmbeddings, blobs, unit
+from tests.small_ingest import dataset_of
 
 LABELS = tuple("abcde")
 # Few distinct values make ties common.
@@ -73,9 +80,7 @@ def test_compressed_index_recall_counts_returned_ids(make_embeddings: MakeEmbedd
     assert recall == (index.search(queries[0], 1)[1][:, 0] == true_nearest).sum() < 50
 
 
-def test_excluded_classes_are_neither_indexed_nor_used_for_calibration(
-    make_embeddings: MakeEmbeddings, index_settings: MakeSettings, tmp_path
-):
+def test_excluded_classes_are_neither_indexed_nor_used_for_calibration(make_embeddings, index_settings, tmp_path):
     gallery, queries = blobs(1, 300), blobs(2, 130)
     embeddings = make_embeddings({"gallery": gallery, "query": queries})
     described = build_index(embeddings, LABELS, index_settings(), tmp_path / "some", frozenset({"b", "e"}))
@@ -89,9 +94,7 @@ def test_excluded_classes_are_neither_indexed_nor_used_for_calibration(
     assert described.counts[1] == described.counts[4] == 0
 
 
-def test_missing_queries_or_impostors_are_reported(
-    make_embeddings: MakeEmbeddings, index_settings: MakeSettings, tmp_path
-):
+def test_missing_queries_or_impostors_are_reported(make_embeddings, index_settings, tmp_path):
     vectors, labels = blobs(1, 60)
     with pytest.raises(DataError, match="query_fraction"):
         build_index(make_embeddings({"gallery": (vectors, labels)}), LABELS, index_settings(), tmp_path)
@@ -101,9 +104,7 @@ def test_missing_queries_or_impostors_are_reported(
     assert not (tmp_path / "index.json").exists()
 
 
-def test_probe_threshold_is_used_and_its_error_rates_are_measured(
-    make_embeddings: MakeEmbeddings, index_settings: MakeSettings, tmp_path
-):
+def test_probe_threshold_is_used_and_its_error_rates_are_measured(make_embeddings, index_settings, tmp_path):
     gallery, queries = blobs(1, 300), blobs(2, 130)
     embeddings = make_embeddings({"gallery": gallery, "query": queries})
     calibration = build_index(embeddings, LABELS, index_settings(), tmp_path, threshold=0.9).calibration
@@ -135,9 +136,7 @@ def test_new_known_images_are_rejected_no_more_often_than_stated():
     assert 0.04 < np.mean(rejected) < 0.055
 
 
-def test_known_images_take_precedence_over_impostors(
-    make_embeddings: MakeEmbeddings, index_settings: MakeSettings, tmp_path
-):
+def test_known_images_take_precedence_over_impostors(make_embeddings, index_settings, tmp_path):
     gallery, queries = blobs(1, 300), blobs(2, 130)
     embeddings = make_embeddings({"gallery": gallery, "query": queries})
     strict = index_settings(false_accept_rate=0.001, false_reject_rate=0.05)
@@ -186,11 +185,8 @@ def test_threshold_stays_between_0_and_the_largest_distance() -> None:
     assert threshold_rejecting(np.full(3, MAX_DISTANCE, np.float32), 0.05) == MAX_DISTANCE
 
 
-@pytest.mark.parametrize("reject_rate", [None, 0.0, 0.05])
-@pytest.mark.parametrize("queries", [5, 8, 12, 30])
-def test_no_query_of_a_small_dataset_is_at_the_threshold(
-    make_embeddings: MakeEmbeddings, tmp_path, queries, reject_rate
-):
+@pytest.mark.parametrize(("queries", "reject_rate"), [(5, None), (8, 0.0), (12, 0.05), (30, None)])
+def test_no_query_of_a_small_dataset_is_at_the_threshold(make_embeddings, tmp_path, queries, reject_rate):
     for seed in range(20):
         gallery, query = blobs(2 * seed, 40, spread=0.2), blobs(2 * seed + 1, queries, spread=0.2)
         embeddings = make_embeddings({"gallery": gallery, "query": query})
@@ -235,3 +231,106 @@ def calibrated(queries: int, false_rejects: int, threshold: float) -> Calibratio
         false_rejects=false_rejects,
         nearest_found=queries,
     )
+
+
+# Images of new scenes
+
+
+FRAMES, SIZE = 6, 12
+CLASSES = np.random.default_rng(0).integers(60, 190, (2, SIZE, SIZE))
+
+
+def scene(rng: np.random.Generator, label: int, frames: int) -> np.ndarray:
+    """Frames (N, H, W) of a scene, which differ far less than the scenes of a class."""
+    place = CLASSES[label] + rng.normal(0, 25, (SIZE, SIZE))
+    return np.clip(place + rng.normal(0, 2, (frames, SIZE, SIZE)), 0, 255).astype(np.uint8)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """150 scenes of two classes: three of four are bursts of frames, the others single images."""
+    root, rng = tmp_path_factory.mktemp("scenes"), np.random.default_rng(1)
+    for number in range(150):
+        (root / "ab"[number // 2 % 2]).mkdir(exist_ok=True)
+        for frame, pixels in enumerate(scene(rng, number // 2 % 2, FRAMES if number % 4 else 1)):
+            Image.fromarray(pixels).save(root / "ab"[number // 2 % 2] / f"scene{number}-{frame}.png")
+    return root
+
+
+def ingest(folder: Path, store: Path, **settings: object) -> Dataset:
+    return dataset_of(folder, store, query_fraction=0.3, gallery_fraction=0.2, **settings)
+
+
+def embed(dataset: Dataset, make_embeddings: MakeEmbeddings) -> Embeddings:
+    """The pixels as vectors."""
+    splits: tuple[Split, ...] = ("gallery", "query")
+    blocks = {split: next(iter(dataset.blocks(split, 10_000))) for split in splits}
+    return make_embeddings(
+        {split: (vectors(block.images), block.labels.astype(np.int64)) for split, block in blocks.items()},
+        digests={split: block.digests for split, block in blocks.items()},
+    )
+
+
+def vectors(images: np.ndarray) -> np.ndarray:
+    flat = images.reshape(len(images), -1).astype(np.float64)
+    return unit(flat - CLASSES.mean())
+
+
+def rejected_of_new_scenes(threshold: float, dataset: Dataset) -> float:
+    gallery = vectors(next(iter(dataset.blocks("gallery", 10_000))).images)
+    rng = np.random.default_rng(2)
+    queries = vectors(np.concatenate([scene(rng, number % 2, 1) for number in range(500)]))
+    return float((np.linalg.norm(queries[:, None] - gallery[None], axis=2).min(axis=1) > threshold).mean())
+
+
+def test_only_queries_of_scenes_that_the_gallery_lacks_set_the_threshold(folder, tmp_path, make_embeddings):
+    """A dataset that was ingested before data.group was set keeps its divided scenes."""
+    ingest(folder, tmp_path)
+    dataset = ingest(folder, tmp_path, group="stem")
+    made = embed(dataset, make_embeddings)
+    digests = next(iter(dataset.blocks("query", 10_000))).digests
+    with group_numbers(dataset) as groups:
+        seen = groups.seen_queries()
+        assert 0 < len(seen) < len(digests)
+        of_splits = {
+            split: set(groups.of(next(iter(dataset.blocks(split, 10_000))).digests).tolist())
+            for split in ("train", "gallery")
+        }
+        elsewhere = of_splits["train"] | of_splits["gallery"]
+        numbers = groups.of(digests).tolist()
+        assert seen == {
+            digest.tobytes() for digest, number in zip(digests, numbers, strict=True) if number in elsewhere
+        }
+        with_groups = build_index(
+            made, dataset.labels, IndexSettings(), tmp_path / "groups", reject_rate=0.1, groups=groups
+        )
+    images_alone = build_index(made, dataset.labels, IndexSettings(), tmp_path / "images", reject_rate=0.1)
+    gaps = calibration_gaps(dataset, ["a", "b", "c"], len(seen))
+    assert f"; calibrated without query images of 1 class; calibrated without {len(seen)} query images" in gaps
+    assert "every query image is of a group" in calibration_gaps(dataset, ["a", "b"], len(digests))
+    assert calibration_gaps(dataset, ["a", "b"], 0) == ""
+    assert with_groups.calibration.queries == len(digests) - len(seen)
+    assert rejected_of_new_scenes(images_alone.threshold, dataset) > 0.2
+    assert rejected_of_new_scenes(with_groups.threshold, dataset) < 0.15
+
+
+def test_expected_false_rejects_count_scenes(folder: Path, tmp_path: Path, make_embeddings: MakeEmbeddings):
+    dataset = ingest(folder, tmp_path, group="stem")
+    made = embed(dataset, make_embeddings)
+    with group_numbers(dataset) as groups:
+        assert groups.seen_queries() == frozenset()
+        grouped = build_index(
+            made, dataset.labels, IndexSettings(), tmp_path / "groups", reject_rate=0.1, groups=groups
+        )
+        sizes = np.bincount(groups.of(next(iter(dataset.blocks("query", 10_000))).digests))
+    images_alone = build_index(made, dataset.labels, IndexSettings(), tmp_path / "images", reject_rate=0.1)
+    independent = grouped.calibration.independent
+    assert independent == pytest.approx(sizes.sum() ** 2 / (sizes**2).sum())
+    assert independent < 0.4 * grouped.calibration.queries
+    low, high = grouped.calibration.expected_false_rejects()
+    narrow_low, narrow_high = images_alone.calibration.expected_false_rejects()
+    assert low < narrow_low < narrow_high < high
+    assert f"of groups (data.group), as good as {round(independent)} independent images" in (
+        grouped.calibration.describe_false_rejects()
+    )
+    assert "independent" not in images_alone.calibration.describe_false_rejects()

@@ -9,9 +9,6 @@ from hypothesis import strategies as st
 from PIL import Image
 from sklearn.datasets import load_digits
 
-from evernear.common.store import open_store
-from evernear.data.ingest import ingest_source
-from evernear.data.shards import Dataset
 from evernear.evaluation.baselines import Baseline, measure_baselines
 from evernear.evaluation.compare import PairedCounts, mcnemar_worse
 from evernear.evaluation.evaluate import Evaluation, evaluate_systems
@@ -21,8 +18,9 @@ from evernear.evaluation.open_set import OpenSet
 from evernear.evaluation.recognizer import Recognizer
 from evernear.evaluation.statistics import p_by_chance, proportion
 from evernear.evaluation.verdict import Rule
-from evernear.settings import DataSettings, GateSettings
+from evernear.settings import GateSettings
 from tests.releases import System
+from tests.small_ingest import dataset_of
 
 
 @pytest.fixture(scope="module")
@@ -60,9 +58,7 @@ def test_baselines_are_the_most_common_class_and_nearest_pixels(system: System, 
     assert pixels.name == "the nearest gallery image by 8x8 pixels"
 
 
-def test_a_sample_of_queries_is_compared_with_the_candidate_on_the_same_queries(
-    system: System, outcomes: Outcomes, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_sample_of_queries_is_compared_with_the_candidate_on_the_same_queries(system, outcomes, monkeypatch):
     whole = measure_baselines(outcomes, system.dataset)[1]
     monkeypatch.setattr("evernear.evaluation.baselines.QUERIES_MAX", 50)
     step = -(-len(outcomes.labels) // 50)
@@ -77,14 +73,13 @@ def test_a_sample_of_queries_is_compared_with_the_candidate_on_the_same_queries(
 def test_the_pixel_baseline_knows_the_classes_that_train_images_fill(tmp_path: Path):
     """Otherwise a candidate would pass the gate more easily because val/ lacks classes."""
     digits = load_digits()
-    for number, (pixels, label) in enumerate(zip(digits.images[:600], digits.target[:600], strict=True)):
+    for number, (pixels, label) in enumerate(zip(digits.images[:400], digits.target[:400], strict=True)):
         split = ("train", "test", "val")[number % 3]
         if split != "val" or label < 3:
             folder = tmp_path / "images" / split / str(label)
             folder.mkdir(parents=True, exist_ok=True)
             Image.fromarray((pixels * 15).astype(np.uint8)).save(folder / f"{number}.png")
-    store = (tmp_path / "store").as_uri()
-    dataset = Dataset(ingest_source(DataSettings(source=f"folder:{tmp_path / 'images'}"), store), open_store(store))
+    dataset = dataset_of(tmp_path / "images", tmp_path / "store")
     assert dataset.manifest.label_counts("gallery")["9"] == 0
     labels = np.concatenate([block.labels for block in dataset.blocks("test")]).astype(np.int32)
     pixels = measure_baselines(Outcomes(labels >= 0, labels), dataset)[1]

@@ -9,7 +9,6 @@ import pytest
 from PIL import Image
 
 from evernear.common.store import open_store
-from evernear.data.ingest import ingest_source
 from evernear.data.shards import Dataset
 from evernear.embedding.embed import embed_dataset
 from evernear.embedding.embeddings import Embeddings
@@ -26,8 +25,9 @@ from evernear.evaluation.examples import BINS, SHEET_COLUMNS, Examples, Sheet
 from evernear.evaluation.open_set import OpenSet
 from evernear.evaluation.recognizer import Recognizer
 from evernear.index.build import build_index
-from evernear.settings import DataSettings, IndexSettings
+from evernear.settings import IndexSettings
 from tests.releases import System
+from tests.small_ingest import dataset_of
 
 
 @pytest.fixture(scope="module")
@@ -59,9 +59,7 @@ def images(dataset: Dataset, split: str) -> dict[bytes, str]:
     }
 
 
-def test_mistakes_are_the_wrong_predictions_with_their_gallery_neighbors(
-    system: System, recognizer: Recognizer, measured: tuple[Evaluation, Examples]
-) -> None:
+def test_mistakes_are_the_wrong_predictions_with_their_gallery_neighbors(system, recognizer, measured) -> None:
     evaluation, examples = measured
     accuracy = evaluation.candidate.accuracy
     assert 0 < len(examples.mistakes) == min(24, accuracy.total - accuracy.count)
@@ -79,8 +77,7 @@ def test_mistakes_are_the_wrong_predictions_with_their_gallery_neighbors(
 
 
 def test_neighbors_that_joined_from_the_train_split_are_shown(system: System, tmp_path: Path) -> None:
-    settings = DataSettings(source="digits", gallery_fraction=0.01)
-    dataset = Dataset(ingest_source(settings, tmp_path.as_uri()), open_store(tmp_path.as_uri()))
+    dataset = dataset_of("digits", tmp_path, gallery_fraction=0.01)
     embed_dataset(system.network_dir, dataset, tmp_path / "embeddings")
     build_index(Embeddings.open(tmp_path / "embeddings"), dataset.labels, IndexSettings(), tmp_path / "index")
     recognizer = Recognizer.open(system.network_dir, tmp_path / "index")
@@ -127,7 +124,6 @@ def test_samples_are_training_images_of_each_class(system: System, measured: tup
         assert len(sample.tiles) == SAMPLES_PER_CLASS
         assert {train[tile_of(examples.images, tile).tobytes()] for tile in sample.tiles} == {sample.label}
     assert examples.new_images == (), "the champion's dataset is the same"
-    assert examples.images_before is not None
     assert sum(examples.images_before.values()) == sum(map(system.dataset.count, ("train", "test", "gallery", "query")))
 
 

@@ -1,5 +1,4 @@
-"""Deletion of images that the source no longer has:
-nothing in the store may have their pixels, hashes or vectors."""
+"""Nothing in the store may have pixels, hashes or vectors of images that the source removed."""
 
 import base64
 import json
@@ -81,8 +80,7 @@ class Prepared:
 
 @pytest.fixture(scope="module")
 def original(tmp_path_factory: pytest.TempPathFactory, milvus_uri: str) -> Prepared:
-    """Train on three classes; remove class c and some images of b; reindex; train again. Nothing is
-    live yet."""
+    """Train on three classes; remove class c and some of b; reindex; train again."""
     root = tmp_path_factory.mktemp("forget")
     digits = load_digits()
     for label, name in enumerate("abc"):
@@ -123,8 +121,7 @@ def pixels_by_hash(store: str, manifest: Manifest) -> dict[bytes, bytes]:
 def release(
     root: Path, manifest: Manifest, number: int, network: Path | None, settings: IndexSettings
 ) -> tuple[Path, str, str]:
-    """Publish a release of a snapshot: the directory of its network, its version and its
-    collection."""
+    """Publish a release: the directory of its network, its version and its collection."""
     directory = root / f"work{number}"
     save_manifest(manifest, directory / "dataset")
     dataset = Dataset.open(directory / "dataset")
@@ -263,21 +260,7 @@ def test_nothing_in_the_store_has_a_removed_image(prepared: Prepared, milvus_uri
     assert [info.key for info in prepared.store.list(ORIGINALS)] == [f"{ORIGINALS}{64 * '0'}"]
     assert min(forgotten.shards, forgotten.embeddings, forgotten.checkpoints, forgotten.parts) > 0
     assert forgotten.pages == 3
-    assert find(prepared.store).model_dump(exclude={"labels"}) == {
-        "images": 0,
-        "releases": (),
-        "champion": None,
-        "anchor": None,
-        "snapshots": (),
-        "shards": 0,
-        "embeddings": 0,
-        "checkpoints": 0,
-        "parts": 0,
-        "pages": 0,
-        "queries": 0,
-        "submissions": 0,
-        "unreadable": (),
-    }
+    assert not any(find(prepared.store).model_dump(exclude={"labels"}).values())
 
 
 def test_objects_without_removed_images_remain(prepared: Prepared):
@@ -330,8 +313,7 @@ def test_removed_image_can_be_added_again(prepared: Prepared, request: pytest.Fi
 
 @pytest.mark.parametrize("live", ["trained", "reindexed"])
 def test_affected_champion_is_refused_and_nothing_is_deleted(prepared: Prepared, live: str):
-    """The reindexed release has no removed images in its gallery, but its network was trained on
-    them."""
+    """The network of the reindexed release was trained on removed images."""
     champion: str = getattr(prepared, live)
     promote(prepared, prepared.retrained, champion)
     before = content(prepared)
@@ -348,7 +330,7 @@ def test_releases_are_not_deleted_without_a_champion(prepared: Prepared):
     assert content(prepared) == before
 
 
-@pytest.mark.parametrize("deletions", [0, 3, 8, 12])
+@pytest.mark.parametrize("deletions", [0, 3, 12])
 def test_killed_forget_is_completed_by_the_next_one(prepared: Prepared, monkeypatch, deletions: int):
     promote(prepared, prepared.trained, prepared.retrained)
     left = iter(range(deletions))
@@ -401,7 +383,6 @@ def test_command_lists_first_and_deletes_with_yes(prepared: Prepared):
     assert deleted["releases"] == [prepared.trained, prepared.reindexed]
     assert deleted["anchor"] == prepared.trained
     champion = Registry(prepared.store).champion()
-    assert champion is not None
     assert champion.anchor == prepared.retrained
     assert "images       0" in evernear("forget", *store).stdout
 

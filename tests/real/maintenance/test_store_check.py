@@ -7,42 +7,27 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from evernear.common.store import Store, open_store
+from evernear.common.disk import sha256_bytes
+from evernear.common.store import Store
 from evernear.data.ingest import ingest_source
-from evernear.data.manifest import Manifest, ledger_key, manifest_key
+from evernear.data.manifest import SPLITS, Manifest, ledger_key, manifest_key
 from evernear.data.shards import Dataset
 from evernear.data.snapshots import Snapshots, lost_names
 from evernear.data.writer import shard_key
 from evernear.errors import IntegrityError
 from evernear.evaluation.evaluate import count_leakage
 from evernear.maintenance.check import Damage, check_store, explained, repair
+from evernear.maintenance.references import Reference, Unreadable, references
 from evernear.release.promotions import CHAMPION
 from evernear.release.registry import Registry
 from evernear.settings import DataSettings
+from tests.real.maintenance.conftest import publish, write_images
 from tests.releases import MakeRelease, PackedRelease, System
-
-SPLITS = ("train", "test", "gallery", "query")
-
-
-def write_images(directory: Path, count: int, seed: int) -> None:
-    rng = np.random.default_rng(seed)
-    for label in "ab":
-        (directory / label).mkdir(parents=True, exist_ok=True)
-        for number in range(count):
-            pixels = rng.integers(0, 256, (8, 8), np.uint8)
-            Image.fromarray(pixels).save(directory / label / f"{seed}-{number}.png")
 
 
 def splits(manifest: Manifest, store: Store) -> dict[bytes, str]:
     dataset = Dataset(manifest, store)
     return {digest.tobytes(): split for split in SPLITS for block in dataset.blocks(split) for digest in block.digests}
-
-
-@pytest.fixture(params=["folder", pytest.param("bucket", marks=pytest.mark.slow)])
-def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
-    if request.param == "folder":
-        return open_store((tmp_path / "store").as_uri())
-    return open_store(f"s3://{request.getfixturevalue('bucket')}/team")
 
 
 @pytest.fixture
@@ -52,8 +37,7 @@ def settings(tmp_path: Path) -> DataSettings:
 
 
 def with_history(settings: DataSettings, store: Store) -> Manifest:
-    """A dataset after ingests that added, removed, relabeled and renamed images, and added a
-    class."""
+    """A dataset of which ingests added, removed, relabeled and renamed images."""
     images = Path(settings.source.removeprefix("folder:"))
     ingest_source(settings, store.uri)
     write_images(images, 8, seed=1)
@@ -81,9 +65,7 @@ def lose(store: Store, key: str, how: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["lost", "empty", "changed"])
-def test_lost_shards_are_found_and_read_again_into_the_same_splits(
-    store: Store, settings: DataSettings, how: str
-) -> None:
+def test_lost_shards_are_found_and_read_again_into_the_same_splits(store, settings, how) -> None:
     manifest = with_history(settings, store)
     assert check_store(store) == []
     before = splits(manifest, store)
@@ -101,10 +83,13 @@ def test_lost_shards_are_found_and_read_again_into_the_same_splits(
     assert check_store(store) == []
 
 
-def test_shards_are_read_again_from_a_source_of_arrays(tmp_path: Path) -> None:
-    store, settings = open_store((tmp_path / "store").as_uri()), DataSettings(source="digits")
+@pytest.mark.parametrize("source", ["arrays", "renamed files"])
+def test_shards_are_read_again_from(store: Store, tmp_path: Path, settings: DataSettings, source: str) -> None:
+    settings = DataSettings(source="digits") if source == "arrays" else settings
     manifest = ingest_source(settings, store.uri)
     before = splits(manifest, store)
+    for number, path in enumerate(sorted((tmp_path / "images").rglob("*.png"))):
+        path.rename(path.with_name(f"renamed-{number}.png"))
     for shard in manifest.shards:
         store.delete(shard_key(manifest.name, shard.sha256))
     assert damaged(repair(store, settings, moved=False)) == set()
@@ -112,19 +97,7 @@ def test_shards_are_read_again_from_a_source_of_arrays(tmp_path: Path) -> None:
     assert check_store(store) == []
 
 
-def test_shards_are_read_again_from_files_that_were_renamed_since(tmp_path: Path, settings: DataSettings) -> None:
-    store = open_store((tmp_path / "store").as_uri())
-    manifest = ingest_source(settings, store.uri)
-    before = splits(manifest, store)
-    for number, path in enumerate(sorted((tmp_path / "images").rglob("*.png"))):
-        path.rename(path.with_name(f"renamed-{number}.png"))
-    store.delete(shard_key(manifest.name, manifest.shards[0].sha256))
-    assert damaged(repair(store, settings, moved=False)) == set()
-    assert splits(ingest_source(settings, store.uri), store) == before
-
-
-def test_shards_are_read_again_from_a_source_that_moved(tmp_path: Path, settings: DataSettings) -> None:
-    store = open_store((tmp_path / "store").as_uri())
+def test_shards_are_read_again_from_a_source_that_moved(store: Store, tmp_path: Path, settings: DataSettings) -> None:
     manifest = ingest_source(settings, store.uri)
     before = splits(manifest, store)
     shutil.move(tmp_path / "images", tmp_path / "elsewhere")
@@ -138,9 +111,7 @@ def test_shards_are_read_again_from_a_source_that_moved(tmp_path: Path, settings
     assert damaged(repair(store, moved, moved=True)) == set()
 
 
-def test_images_that_the_source_lost_as_well_are_left_out_of_the_newest_snapshot(
-    store: Store, settings: DataSettings
-) -> None:
+def test_images_that_the_source_lost_as_well_are_left_out_of_the_newest_snapshot(store, settings) -> None:
     images = Path(settings.source.removeprefix("folder:"))
     manifest = ingest_source(settings, store.uri)
     before = splits(manifest, store)
@@ -156,7 +127,6 @@ def test_images_that_the_source_lost_as_well_are_left_out_of_the_newest_snapshot
     assert f"The source no longer has {gone[0]}" in damage.repaired
     assert check_store(store) == []
     head = Snapshots(store, manifest.name).head()
-    assert head is not None
     assert head.count("train") == manifest.count("train") - lost.count
     after = ingest_source(settings, store.uri)
     kept = splits(after, store)
@@ -164,9 +134,7 @@ def test_images_that_the_source_lost_as_well_are_left_out_of_the_newest_snapshot
     assert all(before[digest] == split for digest, split in kept.items() if digest in before)
 
 
-def test_images_that_are_read_again_stand_in_for_lost_ones_of_an_earlier_snapshot(
-    store: Store, settings: DataSettings
-) -> None:
+def test_images_that_are_read_again_stand_in_for_lost_ones_of_an_earlier_snapshot(store, settings) -> None:
     images = Path(settings.source.removeprefix("folder:"))
     first = ingest_source(settings, store.uri)
     earlier, snapshots = Dataset(first, store), Snapshots(store, first.name)
@@ -208,9 +176,7 @@ def test_earlier_snapshot_whose_images_are_all_read_again_is_not_damaged(store: 
 
 
 @pytest.mark.parametrize("damage", [b"", None])
-def test_lost_head_returns_to_the_newest_intact_snapshot(
-    store: Store, settings: DataSettings, damage: bytes | None
-) -> None:
+def test_lost_head_returns_to_the_newest_intact_snapshot(store, settings, damage) -> None:
     manifest = with_history(settings, store)
     key = f"datasets/{manifest.name}/head.json"
     store.delete(key) if damage is None else store.put(key, damage)
@@ -227,14 +193,12 @@ def test_lost_manifest_returns_to_an_earlier_snapshot(store: Store, settings: Da
     repair(store, settings, moved=False)
     assert check_store(store) == []
     head = Snapshots(store, manifest.name).head()
-    assert head is not None
     assert head.digest == manifest.parent
     after = splits(ingest_source(settings, store.uri), store)
     assert after.keys() == before.keys()
 
 
-def test_dataset_without_an_intact_snapshot_starts_over(tmp_path: Path, settings: DataSettings) -> None:
-    store = open_store((tmp_path / "store").as_uri())
+def test_dataset_without_an_intact_snapshot_starts_over(store: Store, tmp_path: Path, settings: DataSettings) -> None:
     manifest = ingest_source(settings, store.uri)
     store.put(manifest_key(manifest.name, manifest.digest), b"")
     (damage,) = repair(store, settings, moved=False)
@@ -256,8 +220,7 @@ def test_lost_ledger_is_made_again_with_the_same_splits(store: Store, settings: 
     assert after.problem_counts == manifest.problem_counts
 
 
-def test_unfinished_first_ingest_is_no_damage(tmp_path: Path, settings: DataSettings) -> None:
-    store = open_store((tmp_path / "store").as_uri())
+def test_unfinished_first_ingest_is_no_damage(store: Store, tmp_path: Path, settings: DataSettings) -> None:
     manifest = ingest_source(settings, store.uri)
     store.delete(f"datasets/{manifest.name}/head.json")
     assert check_store(store) == []
@@ -268,14 +231,8 @@ def test_unfinished_first_ingest_is_no_damage(tmp_path: Path, settings: DataSett
 @pytest.fixture
 def released(store: Store, system: System, make_release: MakeRelease) -> list[PackedRelease]:
     """Two promoted releases and their snapshot."""
-    original = open_store(system.dataset.manifest.store_uri)
-    for info in original.list("datasets/"):
-        store.put(info.key, original.get(info.key))
-    registry, champion = Registry(store), None
-    made = [make_release(), make_release()]
-    for release in made:
-        registry.publish(release.archive)
-        champion = registry.set_champion(release.version, champion)
+    made = publish(store, system, [make_release(), make_release()])
+    Registry(store).set_champion(made[1].version, Registry(store).champion())
     return made
 
 
@@ -312,3 +269,76 @@ def test_lost_snapshot_of_a_release_is_explained(store: Store, released: list[Pa
     found = repair(store, DataSettings(source="digits"), moved=False)
     (snapshot,) = [damage for damage in found if "/manifests/" in damage.key]
     assert "holds every new release until a person promotes one" in snapshot.consequence
+
+
+# What the roots of a store need
+
+
+@pytest.fixture
+def releases(store: Store, system: System, make_release: MakeRelease) -> list[PackedRelease]:
+    return publish(store, system, [make_release(), make_release()])
+
+
+def keys(found: list[Reference | Unreadable]) -> set[str]:
+    return {reference.key for reference in found}
+
+
+def test_earlier_snapshot_is_not_referenced(store: Store, tmp_path: Path) -> None:
+    settings = DataSettings(source=f"folder:{tmp_path / 'images'}")
+    write_images(tmp_path / "images", 12, seed=0)
+    first = ingest_source(settings, store.uri)
+    write_images(tmp_path / "images", 12, seed=1)
+    second = ingest_source(settings, store.uri)
+    found = keys(list(references(store)))
+    assert f"datasets/images/manifests/{first.digest}.json" not in found
+    assert f"datasets/images/manifests/{second.digest}.json" in found
+    for info in list(store.list("datasets/")):
+        if info.key not in found:
+            store.delete(info.key)
+    assert sum(len(block) for block in Dataset(second, store).blocks("train")) == second.count("train")
+    assert ingest_source(settings, store.uri).digest == second.digest
+
+
+def test_hashes_are_those_of_the_content(store: Store, releases: list[PackedRelease]) -> None:
+    hashed = [found for found in references(store) if isinstance(found, Reference) and found.sha256]
+    assert {found.key.split("/")[-2] for found in hashed} == {"archives", "ledgers", "shards"}
+    for found in hashed:
+        assert sha256_bytes(store.get(found.key)) == found.sha256
+
+
+def test_retired_release_needs_nothing(store: Store, releases: list[PackedRelease]) -> None:
+    retired = keys(list(references(store, [releases[1].version])))
+    assert keys(list(references(store))) - retired == {
+        f"releases/manifests/{releases[1].version}.json",
+        Registry(store).get(releases[1].version).archive_key,
+    }
+
+
+def test_release_references_its_snapshot_without_a_head(store: Store, releases: list[PackedRelease]) -> None:
+    digest = releases[0].manifest.dataset_digest
+    store.delete("datasets/digits/head.json")
+    found = list(references(store))
+    assert f"datasets/digits/manifests/{digest}.json" in keys(found)
+    assert [one.key for one in found if isinstance(one, Unreadable)] == ["datasets/digits/head.json"]
+
+
+@pytest.mark.parametrize("damage", [b"", b"{}", None])
+def test_unreadable_document_is_reported_and_the_rest_is_still_yielded(store, releases, damage) -> None:
+    key = f"releases/manifests/{releases[0].version}.json"
+    store.delete(key) if damage is None else store.put(key, damage)
+    found = list(references(store))
+    unreadable = [one for one in found if isinstance(one, Unreadable)]
+    assert {one.key for one in unreadable} == {key}
+    assert Registry(store).get(releases[1].version).archive_key in keys(found)
+
+
+def test_unfinished_ingest_is_referenced_until_the_head_moves(store: Store, tmp_path: Path) -> None:
+    settings = DataSettings(source=f"folder:{tmp_path / 'images'}")
+    write_images(tmp_path / "images", 12, seed=0)
+    manifest = ingest_source(settings, store.uri)
+    unfinished, superseded = (f"datasets/images/parts/{parent}/1/0/parts.json" for parent in (manifest.digest, "first"))
+    store.put(unfinished, b"")
+    store.put(superseded, b"")
+    found = keys(list(references(store)))
+    assert unfinished in found
+    assert superseded not in found

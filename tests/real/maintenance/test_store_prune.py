@@ -1,23 +1,19 @@
-"""Pruning a store deletes what nothing needs, and nothing else: beside runs, and if it is
-killed."""
+"""Pruning deletes what nothing needs, and nothing else, beside runs and if interrupted."""
 
 import json
 import os
-import signal
 import subprocess
 import sys
 import threading
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
-import numpy as np
 import pytest
-from PIL import Image
 
 from evernear.common.outputs import MARKER
 from evernear.common.progress import step
 from evernear.common.run_record import RunRecord, StepRecord, this_host
-from evernear.common.store import FileStore, Store, files, lease, open_store
+from evernear.common.store import FileStore, Store, files, lease
 from evernear.common.store.lease import KEY, Lease
 from evernear.data.ingest import ingest_source
 from evernear.data.manifest import Manifest, ledger_key, manifest_key
@@ -30,31 +26,8 @@ from evernear.maintenance.references import references
 from evernear.release.registry import Registry
 from evernear.settings import DataSettings
 from tests.command_line import evernear
-from tests.releases import MakeRelease, PackedRelease, System
-
-KILLED_AT_DELETION = """
-import os, signal, sys
-from evernear.common.store import FileStore, open_store
-from evernear.maintenance.prune import prune_store
-
-delete, left = FileStore.delete, [int(sys.argv[2])]
-
-def delete_or_die(store, key):
-    if not left[0]:
-        os.kill(os.getpid(), signal.SIGKILL)
-    left[0] -= 1
-    delete(store, key)
-
-FileStore.delete = delete_or_die
-prune_store(open_store(sys.argv[1]), 1)
-"""
-
-
-@pytest.fixture(params=["folder", pytest.param("bucket", marks=pytest.mark.slow)])
-def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
-    if request.param == "folder":
-        return open_store((tmp_path / "store").as_uri())
-    return open_store(f"s3://{request.getfixturevalue('bucket')}/team")
+from tests.real.maintenance.conftest import publish, write_images
+from tests.releases import MakeRelease, System
 
 
 @pytest.fixture
@@ -67,35 +40,20 @@ def settings(tmp_path: Path) -> DataSettings:
     return DataSettings(source=f"folder:{tmp_path / 'images'}")
 
 
-def write_images(settings: DataSettings, count: int, seed: int) -> None:
-    rng = np.random.default_rng(seed)
-    for label in "ab":
-        directory = Path(settings.source.removeprefix("folder:")) / label
-        directory.mkdir(parents=True, exist_ok=True)
-        for number in range(count):
-            Image.fromarray(rng.integers(0, 256, (8, 8), np.uint8)).save(directory / f"{seed}-{number}.png")
+def folder_of(settings: DataSettings) -> Path:
+    return Path(settings.source.removeprefix("folder:"))
 
 
 def ingest_three(settings: DataSettings, store: Store) -> list[Manifest]:
     """Three snapshots: images were added, then most of them removed."""
     snapshots: list[Manifest] = []
     for count, seed in ((12, 0), (12, 1)):
-        write_images(settings, count, seed)
+        write_images(folder_of(settings), count, seed)
         snapshots.append(ingest_source(settings, store.uri))
-    for path in Path(settings.source.removeprefix("folder:")).glob("*/1-*.png"):
+    for path in folder_of(settings).glob("*/1-*.png"):
         path.unlink()
-    write_images(settings, 4, 2)
+    write_images(folder_of(settings), 4, 2)
     return [*snapshots, ingest_source(settings, store.uri)]
-
-
-def publish(store: Store, system: System, releases: list[PackedRelease]) -> None:
-    """Publish releases with their snapshot, the first one as champion."""
-    original = open_store(system.dataset.manifest.store_uri)
-    for info in original.list("datasets/"):
-        store.put(info.key, original.get(info.key))
-    for release in releases:
-        Registry(store).publish(release.archive)
-    Registry(store).set_champion(releases[0].version, None)
 
 
 def keys(store: Store) -> set[str]:
@@ -127,8 +85,7 @@ def test_snapshots_that_nothing_names_are_deleted(store: Store, settings: DataSe
 
 
 def test_remaining_releases_keep_what_they_need(store: Store, system: System, make_release: MakeRelease) -> None:
-    made = [make_release() for _ in range(3)]
-    publish(store, system, made)
+    made = publish(store, system, [make_release() for _ in range(3)])
     name, digest = system.dataset.manifest.name, system.dataset.manifest.digest
     identity = made[0].manifest.network_identity
     for key in (f"embeddings/{identity}/{'0' * 64}.npy", f"embeddings/{'1' * 64}/x.npy", "checkpoints/old/state.pt"):
@@ -153,82 +110,53 @@ def test_remaining_releases_keep_what_they_need(store: Store, system: System, ma
     assert check_store(store) == []
 
 
-def test_embeddings_of_images_of_the_newest_snapshot_stay(
-    folder: FileStore, system: System, make_release: MakeRelease
-) -> None:
-    release = make_release()
-    publish(folder, system, [release])
+def test_embeddings_of_images_of_the_newest_snapshot_stay(folder, system, make_release) -> None:
+    """So do their views."""
+    (release,) = publish(folder, system, [make_release()])
     digest = next(iter(system.dataset.blocks("gallery"))).digests[0].tobytes().hex()
-    embeddings = f"embeddings/{release.manifest.network_identity}/{digest}.npy"
-    folder.put(embeddings, b"x")
+    names = f"{digest}.npy", f"mirror/{digest}.npy", f"mirror/{'0' * 64}.npy"
+    embeddings = f"embeddings/{release.manifest.network_identity}/"
+    for name in names:
+        folder.put(f"{embeddings}{name}", b"x")
     prune_store(folder, 1)
-    assert folder.find(embeddings)
+    assert {key.removeprefix(embeddings) for key in keys(folder) if key.startswith(embeddings)} == {*names[:2]}
 
 
-def test_checkpoint_of_an_interrupted_training_stays(
-    folder: FileStore, system: System, make_release: MakeRelease
-) -> None:
-    folder.put("checkpoints/finished/state.pt", b"x")
+def age(folder: FileStore, key: str, by: timedelta) -> None:
+    at = (datetime.now(UTC) - by).timestamp()
+    os.utime(folder.path(key), (at, at))
+
+
+def test_checkpoints_weights_and_parts_go_after_their_run(folder, system, make_release) -> None:
+    """What is newer than the last release may be of a run in progress, for a week."""
+    earlier = ["checkpoints/finished/state.pt", f"weights/{'0' * 64}.pth"]
+    earlier += ["parts/ended/embed-0/parts.json", "parts/ended/embed-0/x.npy", "parts/late/embed-0/parts.json"]
+    later = ["checkpoints/interrupted/state.pt", f"weights/{'1' * 64}.pth"]
+    later += ["parts/late/embed-0/results/000000", "parts/new/embed-0/parts.json"]
+    old = ["checkpoints/given-up/state.pt", "parts/given-up/embed-0/parts.json"]
+    for key in earlier:
+        folder.put(key, b"x")
     publish(folder, system, [make_release()])
-    folder.put("checkpoints/interrupted/state.pt", b"x")
-    folder.put("checkpoints/given-up/state.pt", b"x")
-    long_ago = (datetime.now(UTC) - timedelta(days=8)).timestamp()
-    os.utime(folder.path("checkpoints/given-up/state.pt"), (long_ago, long_ago))
+    for key in (*later, *old):
+        folder.put(key, b"x")
+    for key in old:
+        age(folder, key, timedelta(days=8))
     prune_store(folder, 1)
-    assert {key for key in keys(folder) if key.startswith("checkpoints/")} == {"checkpoints/interrupted/state.pt"}
+    left = {key for key in keys(folder) if key.startswith(("checkpoints/", "weights/", "parts/"))}
+    assert left == {*later, "parts/late/embed-0/parts.json"}
     assert not (folder.root / "checkpoints" / "finished").exists()
-
-
-def test_parts_of_a_step_go_together_and_only_after_their_run(
-    folder: FileStore, system: System, make_release: MakeRelease
-) -> None:
-    for key in ("ended/embed-0/parts.json", "ended/embed-0/x.npy", "late/embed-0/parts.json"):
-        folder.put(f"parts/{key}", b"x")
-    publish(folder, system, [make_release()])
-    for key in ("late/embed-0/results/000000", "new/embed-0/parts.json", "given-up/embed-0/parts.json"):
-        folder.put(f"parts/{key}", b"x")
-    long_ago = (datetime.now(UTC) - timedelta(days=8)).timestamp()
-    os.utime(folder.path("parts/given-up/embed-0/parts.json"), (long_ago, long_ago))
-    prune_store(folder, 1)
-    assert {key.removeprefix("parts/") for key in keys(folder) if key.startswith("parts/")} == {
-        "late/embed-0/parts.json", "late/embed-0/results/000000", "new/embed-0/parts.json"
-    }  # fmt: skip
-
-
-def test_weights_of_no_remaining_release_go(folder: FileStore, system: System, make_release: MakeRelease) -> None:
-    folder.put(f"weights/{'0' * 64}.pth", b"x")
-    publish(folder, system, [make_release()])
-    folder.put(f"weights/{'1' * 64}.pth", b"copied by a run in progress")
-    prune_store(folder, 1)
-    assert {key for key in keys(folder) if key.startswith("weights/")} == {f"weights/{'1' * 64}.pth"}
-
-
-def test_views_of_images_of_the_newest_snapshot_stay(
-    folder: FileStore, system: System, make_release: MakeRelease
-) -> None:
-    release = make_release()
-    publish(folder, system, [release])
-    digest = next(iter(system.dataset.blocks("gallery"))).digests[0].tobytes().hex()
-    view = f"embeddings/{release.manifest.network_identity}/mirror/"
-    folder.put(f"{view}{digest}.npy", b"x")
-    folder.put(f"{view}{'0' * 64}.npy", b"x")
-    prune_store(folder, 1)
-    assert {key for key in keys(folder) if key.startswith(view)} == {f"{view}{digest}.npy"}
 
 
 def test_archive_of_a_killed_publish_goes_after_a_while(folder: FileStore) -> None:
     folder.put("releases/archives/new.mar", b"x")
     folder.put("releases/archives/old.mar", b"x")
-    long_ago = (datetime.now(UTC) - timedelta(hours=2)).timestamp()
-    os.utime(folder.path("releases/archives/old.mar"), (long_ago, long_ago))
+    age(folder, "releases/archives/old.mar", timedelta(hours=2))
     prune_store(folder, 1)
     assert keys(folder) == {"releases/archives/new.mar"}
 
 
 @pytest.mark.parametrize("damage", ["head.json", "manifest"])
-def test_all_of_a_dataset_stays_while_a_document_is_damaged(
-    folder: FileStore, settings: DataSettings, damage: str
-) -> None:
+def test_all_of_a_dataset_stays_while_a_document_is_damaged(folder, settings, damage) -> None:
     *_, newest = ingest_three(settings, folder)
     folder.put("datasets/images/head.json" if damage == "head.json" else manifest_key("images", newest.digest), b"")
     before = keys(folder)
@@ -237,11 +165,8 @@ def test_all_of_a_dataset_stays_while_a_document_is_damaged(
     assert keys(folder) == before
 
 
-def test_damaged_record_keeps_everything_that_it_may_need(
-    folder: FileStore, settings: DataSettings, system: System, make_release: MakeRelease
-) -> None:
-    made = [make_release() for _ in range(3)]
-    publish(folder, system, made)
+def test_damaged_record_keeps_everything_that_it_may_need(folder, settings, system, make_release) -> None:
+    made = publish(folder, system, [make_release() for _ in range(3)])
     ingest_three(settings, folder)
     folder.put(f"releases/manifests/{made[2].version}.json", b"{")
     before = {key for key in keys(folder) if key.startswith("datasets/")}
@@ -252,33 +177,31 @@ def test_damaged_record_keeps_everything_that_it_may_need(
 
 
 @pytest.mark.parametrize("deletions", [0, 1, 3, 5, 7])
-def test_killed_prune_loses_nothing(
-    folder: FileStore,
-    settings: DataSettings,
-    system: System,
-    make_release: MakeRelease,
-    monkeypatch: pytest.MonkeyPatch,
-    deletions: int,
-) -> None:
-    made = [make_release() for _ in range(3)]
-    publish(folder, system, made)
+def test_interrupted_prune_loses_nothing(folder, settings, system, make_release, deletions) -> None:
+    made = publish(folder, system, [make_release() for _ in range(3)])
     ingest_three(settings, folder)
     folder.put("checkpoints/old/state.pt", b"x")
-    command = [sys.executable, "-c", KILLED_AT_DELETION, folder.uri, str(deletions)]
-    assert subprocess.run(command, check=False).returncode == -signal.SIGKILL
+    left, delete = iter(range(deletions)), FileStore.delete
+
+    def delete_some(store: FileStore, key: str) -> None:
+        if next(left, None) is None:
+            raise KeyboardInterrupt
+        delete(store, key)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FileStore, "delete", delete_some)
+        with pytest.raises(KeyboardInterrupt):
+            prune_store(folder, 1)
     assert check_store(folder) == []
-    monkeypatch.setattr(lease, "EXPIRES_S", 0.5)
     prune_store(folder, 1)
     assert check_store(folder) == []
     assert {key for key in keys(folder) if key.startswith("datasets/")} <= needed(folder)
     assert [*Registry(folder).list()] == [made[0].version, made[2].version]
 
 
-def test_unfinished_ingest_stays_until_another_one_finishes(
-    folder: FileStore, settings: DataSettings, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unfinished_ingest_stays_until_another_one_finishes(folder, settings, monkeypatch) -> None:
     ingest_three(settings, folder)
-    write_images(settings, 6, seed=3)
+    write_images(folder_of(settings), 6, seed=3)
     with pytest.MonkeyPatch.context() as killing:
         killing.setattr("evernear.data.snapshots.Snapshots.publish", interrupt)
         with pytest.raises(KeyboardInterrupt):
@@ -323,16 +246,8 @@ def test_active_runs(folder: FileStore, step_name: str, state: str, host: str, a
         ended = subprocess.Popen([sys.executable, "-c", ""])
         ended.wait()
         process = ended.pid
-    record = StepRecord.model_validate(
-        {
-            "step": step_name,
-            "state": state,
-            "started": datetime.now(UTC),
-            "host": this_host() if host == "here" else host,
-            "process": process,
-            "runner": process,
-        }
-    )
+    place = {"host": this_host() if host == "here" else host, "process": process, "runner": process}
+    record = StepRecord.model_validate({"step": step_name, "state": state, "started": datetime.now(UTC), **place})
     killed = record.model_copy(update={"step": "probe", "state": "running", "host": "elsewhere"})
     if step_name == "notify":
         killed = killed.model_copy(update={"started": record.started - timedelta(minutes=1)})
@@ -347,8 +262,7 @@ def test_run_on_another_machine_blocks_for_a_week(folder: FileStore) -> None:
     RunRecord(folder, "run-1").save_step(record)
     with pytest.raises(BusyError):
         prune_store(folder, 1)
-    a_week_ago = (datetime.now(UTC) - store_prune.ABANDONED_AFTER).timestamp()
-    os.utime(folder.path("runs/run-1/steps/train.json"), (a_week_ago, a_week_ago))
+    age(folder, "runs/run-1/steps/train.json", store_prune.ABANDONED_AFTER)
     prune_store(folder, 1)
 
 
@@ -358,8 +272,7 @@ def test_run_on_this_machine_blocks_until_its_process_ends(folder: FileStore) ->
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
         running = {"state": "running", "started": datetime.now(UTC), "host": this_host(), "process": process.pid}
         record.save_step(StepRecord.model_validate({"step": "train", **running}))
-        long_ago = (datetime.now(UTC) - 4 * store_prune.ABANDONED_AFTER).timestamp()
-        os.utime(folder.path("runs/run-1/steps/train.json"), (long_ago, long_ago))
+        age(folder, "runs/run-1/steps/train.json", 4 * store_prune.ABANDONED_AFTER)
         with pytest.raises(BusyError):
             prune_store(folder, 1)
         process.communicate(b"\n")
