@@ -1,6 +1,6 @@
 """Steps in Indexed Jobs of a real cluster, with the rights of the pipeline's account.
 
-``tests/real/kubeflow/test_indexed_job.py`` has the same on loopback. These tests also need this
+``tests/slow/kubeflow/test_indexed_job.py`` has the same on loopback. These tests also need this
 checkout's training image by digest, in ``EVERNEAR_TEST_TRAIN_IMAGE``.
 """
 
@@ -33,8 +33,8 @@ from tests.cluster.sandbox import (
     until,
 )
 from tests.environment import of_the_shell
-from tests.real.kubeflow import small_steps
 from tests.releases import System
+from tests.slow.kubeflow import small_steps
 
 pytestmark = pytest.mark.cluster
 KUBECONFIG, IMAGE = "KUBECONFIG", "EVERNEAR_TEST_TRAIN_IMAGE"

@@ -5,36 +5,26 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import pyarrow.parquet as pq
 import pytest
-import yaml
-from PIL import Image
 
-from evernear.common.parts import FINAL_EXIT_CODE, Part, Parts, PartsRecord
-from evernear.common.run_record import RunRecord
+from evernear.common.parts import FINAL_EXIT_CODE, Part, Parts
 from evernear.common.store import Store, open_store
 from evernear.errors import ClusterError, SettingsError
 from evernear.kubeflow import indexed_job
 from evernear.kubeflow import job as job_module
 from evernear.kubeflow.indexed_job import run_on_nodes
-from evernear.release.registry import Registry
-from tests import ROOT
-from tests.command_line import evernear
 from tests.forks import Fork
 from tests.loopback.kubernetes import LoopbackCluster
 from tests.loopback.kubernetes import jobs as jobs_controller
 from tests.loopback.kubernetes.kinds import JOB, POD_TEMPLATE
 from tests.loopback.kubernetes.pod_security import violations
-from tests.real.kubeflow import small_steps
-from tests.releases import MakeRelease, System
+from tests.real.kubeflow.conftest import IMAGE, Objects
 
-DEPLOY = ROOT / "deploy" / "components" / "many-machines"
-IMAGE = "registry.example/evernear-train@sha256:" + "a" * 64
+COMPONENT = "many-machines"
+pytestmark = pytest.mark.usefixtures("image")
 # The command of a pod: it writes the results of its parts as `evernear.kubeflow.part` does, without
 # loading a release.
 FINISH = """
@@ -47,33 +37,6 @@ def finish():
     for part in range(number, parts.plan.parts, int(sys.argv[3])):
         parts.save_result(part, b"done")
 """
-Objects = dict[str, dict[str, Any]]
-
-
-@pytest.fixture
-def manifests() -> Objects:
-    files = [(DEPLOY / name).read_text() for name in ("template.yaml", "may-run-parts.yaml")]
-    return {item["kind"]: item for item in yaml.safe_load_all("\n---\n".join(files))}
-
-
-@pytest.fixture
-def loopback(tmp_path: Path, manifests: Objects, monkeypatch: pytest.MonkeyPatch) -> Iterator[LoopbackCluster]:
-    """A cluster with the objects of `deploy/`; ``KUBECONFIG`` authenticates as the account of the
-    pipeline's steps."""
-    with LoopbackCluster(tmp_path) as cluster:
-        cluster.create({"kind": "Namespace", "metadata": {"name": "kubeflow"}})
-        for kind in ("Role", "RoleBinding", "PodTemplate"):
-            cluster.create(manifests[kind], "kubeflow")
-        monkeypatch.setenv("KUBECONFIG", str(cluster.kubeconfig("kubeflow/pipeline-runner", namespace="kubeflow")))
-        monkeypatch.setattr(indexed_job, "POLL_S", 0.1)
-        cluster.calls.clear()
-        yield cluster
-
-
-@pytest.fixture(autouse=True)
-def image(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The image of the pipeline of which this process is a step."""
-    monkeypatch.setenv("EVERNEAR_IMAGE", IMAGE)
 
 
 @pytest.fixture
@@ -108,30 +71,6 @@ def left_behind(cluster: LoopbackCluster, parts: Parts, manifests: Objects) -> s
 
 def jobs(cluster: LoopbackCluster) -> list[dict[str, Any]]:
     return cluster.api.store.all(JOB)
-
-
-@pytest.mark.slow
-def test_pods_predict_what_one_process_predicts(
-    loopback: LoopbackCluster, bucket: str, make_release: MakeRelease, tmp_path: Path
-) -> None:
-    source, store = open_store(f"s3://{bucket}/photos"), open_store(f"s3://{bucket}/store")
-    random = np.random.default_rng(0)
-    for number in range(9):
-        Image.fromarray(random.integers(0, 255, (8, 8), np.uint8)).save(tmp_path / "image.png")
-        source.put(f"{number}.png", tmp_path / "image.png")
-    release = make_release()
-    Registry(store).publish(release.archive)
-    common = ["batch-predict", "--source", source.uri, "--store", store.uri, "--release", release.version]
-    common += ["--part-images", "3", "--out"]
-    done = evernear(*common, f"s3://{bucket}/out", "--nodes", "2")
-    assert done.returncode == 0, done.stderr
-    assert "3 of 3 parts on up to 2 nodes" in done.stderr
-    assert evernear(*common, tmp_path / "local").returncode == 0
-    for number in range(3):
-        name = f"part-{number:06}.parquet"
-        fetched = open_store(f"s3://{bucket}/out").fetch(name, tmp_path / name)
-        assert pq.read_table(fetched).equals(pq.read_table(tmp_path / "local" / name))
-    assert jobs(loopback) == []
 
 
 def test_job_runs_every_part_with_the_rights_of_the_role(
@@ -351,60 +290,3 @@ def test_pods_of_the_template_meet_the_restricted_standard(manifests: Objects) -
     assert not violations("restricted", pod)
     assert pod["automountServiceAccountToken"] is pod["enableServiceLinks"] is False
     assert pod["containers"][0]["securityContext"]["readOnlyRootFilesystem"] is True
-
-
-@pytest.mark.slow
-def test_step_ingests_on_nodes_what_it_ingests_alone(loopback: LoopbackCluster, bucket: str, tmp_path: Path) -> None:
-    source, store = open_store(f"s3://{bucket}/photos"), open_store(f"s3://{bucket}/store")
-    small_steps.put_photos(source, tmp_path)
-    snapshots: list[Any] = []
-    for run, nodes in (("on-nodes", 3), ("alone", 1)):
-        manifest = small_steps.ingest(run, nodes, source.uri, store.uri, tmp_path)
-        snapshots.append((manifest.digest, manifest.problems, manifest.problem_counts))
-    assert snapshots[0] == snapshots[1]
-    assert snapshots[0][2] == {"undecodable": 1}
-    assert {(call.verb, call.kind.name) for call in loopback.calls} == {
-        ("get", "PodTemplate"), ("create", "Job"), ("get", "Job"), ("delete", "Job")
-    }  # fmt: skip
-    assert jobs(loopback) == []
-    ran = RunRecord(store, "on-nodes").find("parts_ingest", PartsRecord)
-    assert ran is not None
-    assert (ran.nodes, ran.parts, ran.retries) == (3, 7, 0)
-    assert not [info.key for info in store.list("datasets/") if "/parts/" in info.key]
-
-
-@pytest.mark.slow
-def test_step_embeds_on_nodes_what_it_embeds_alone(
-    loopback: LoopbackCluster, bucket: str, system: System, tmp_path: Path
-) -> None:
-    store = open_store(f"s3://{bucket}/store")
-    dataset = small_steps.put_system(system, store, tmp_path)
-    for run, nodes in (("on-nodes", 2), ("alone", 1)):
-        made = small_steps.embed(run, nodes, system, dataset, store, tmp_path)
-        assert made["computed"] == system.dataset.count("gallery") + system.dataset.count("query")
-    assert small_steps.embedded(tmp_path / "on-nodes") == small_steps.embedded(tmp_path / "alone")
-    assert jobs(loopback) == []
-    ran = RunRecord(store, "on-nodes").find("parts_embed", PartsRecord)
-    assert ran is not None
-    assert (ran.nodes, ran.parts, ran.retries, ran.cpus, ran.memory_bytes) == (2, 3, 0, 2.0, 4 * 2**30)
-    assert ran.parts_s > 0
-    assert RunRecord(store, "alone").find("parts_embed", PartsRecord) is None
-
-
-@pytest.mark.slow
-def test_evaluation_is_the_same_when_nodes_embedded_the_test_split(
-    loopback: LoopbackCluster, bucket: str, system: System, make_release: MakeRelease, tmp_path: Path
-) -> None:
-    store, release = open_store(f"s3://{bucket}/store"), make_release()
-    dataset = small_steps.put_system(system, store, tmp_path)
-    Registry(store).publish(release.archive)
-    Registry(store).set_champion(release.version, None)
-    measured: list[dict[str, Any]] = []
-    for run, nodes in (("on-nodes", 2), ("alone", 1)):
-        small_steps.embed(run, nodes, system, dataset, store, tmp_path)
-        cached = len([*store.list("embeddings/")])
-        measured.append(small_steps.evaluate(run, system, dataset, store, tmp_path))
-        assert (len([*store.list("embeddings/")]) == cached) == (nodes > 1), "nodes also embed the test split"
-    assert measured[0]["champion"]["name"] == release.version
-    assert measured[0] == measured[1]
-    assert jobs(loopback) == []

@@ -3,21 +3,15 @@ really train."""
 
 import copy
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
-from evernear import steps
-from evernear.common.run_record import RunRecord
 from evernear.common.store import open_store
 from evernear.data.ingest import ingest_source
 from evernear.data.manifest import save_manifest
 from evernear.data.shards import Dataset
-from evernear.embedding.artifact import Epoch
-from evernear.embedding.node import NodeLog
 from evernear.embedding.recipe import with_defaults
 from evernear.embedding.train import train_network
 from evernear.errors import ClusterError, SettingsError, TrainingError
@@ -26,41 +20,18 @@ from evernear.kubeflow import job as job_module
 from evernear.kubeflow.train_job import run_train_job
 from evernear.settings import DataSettings, RunSettings, TrainSettings, parse
 from evernear.settings.sources import IMAGE_VARIABLE
-from tests import ROOT
 from tests.loopback.kubernetes import LoopbackCluster
 from tests.loopback.kubernetes.api import now
 from tests.loopback.kubernetes.kinds import EVENT, ROLE, TRAIN_JOB, TRAINING_RUNTIME
 from tests.loopback.kubernetes.pod_security import violations
+from tests.real.kubeflow.conftest import IMAGE, Objects
 
-DEPLOY = ROOT / "deploy" / "components" / "multi-node-training"
-IMAGE = "registry.example/evernear-train@sha256:" + "a" * 64
+COMPONENT = "multi-node-training"
+pytestmark = pytest.mark.usefixtures("image")
 TINY = {
     "epochs": 3, "min_steps": 0, "width": 4, "embedding_dim": 16, "batch_size": 128, "nodes": 2,
     "augment": "none",
 }  # fmt: skip
-Objects = dict[str, dict[str, Any]]
-
-
-@pytest.fixture
-def manifests() -> Objects:
-    """The objects of `deploy/`, by kind."""
-    files = [(DEPLOY / name).read_text() for name in ("runtime.yaml", "may-train.yaml")]
-    return {item["kind"]: item for item in yaml.safe_load_all("\n---\n".join(files))}
-
-
-@pytest.fixture
-def loopback(tmp_path: Path, manifests: Objects, monkeypatch: pytest.MonkeyPatch) -> Iterator[LoopbackCluster]:
-    """A cluster with the objects of `deploy/`; ``KUBECONFIG`` authenticates as the account of the
-    pipeline's steps."""
-    with LoopbackCluster(tmp_path) as cluster:
-        cluster.create({"kind": "Namespace", "metadata": {"name": "kubeflow"}})
-        for kind in ("Role", "RoleBinding", "TrainingRuntime"):
-            cluster.create(manifests[kind], "kubeflow")
-        monkeypatch.setenv("KUBECONFIG", str(cluster.kubeconfig("kubeflow/pipeline-runner", namespace="kubeflow")))
-        monkeypatch.setenv(IMAGE_VARIABLE, IMAGE)
-        monkeypatch.setattr(train_job, "POLL_S", 0.1)
-        cluster.calls.clear()
-        yield cluster
 
 
 @pytest.fixture
@@ -95,60 +66,6 @@ def follow(
     digits: Dataset, settings: RunSettings, on_epoch: Any = lambda _: None, report: Any = lambda _: None
 ) -> None:
     run_train_job("run-1", digits, with_defaults(settings.train, digits), settings, on_epoch, report)
-
-
-@pytest.mark.slow
-def test_two_nodes_train_as_one_process(
-    loopback: LoopbackCluster, digits: Dataset, settings: RunSettings, tmp_path: Path, capfd: pytest.CaptureFixture
-) -> None:
-    steps.train(
-        "run-1", settings.model_dump(mode="json"), str(tmp_path / "dataset"), str(tmp_path / "out"),
-        str(tmp_path / "curves.html"),
-    )  # fmt: skip
-    trained = RunRecord(open_store(settings.store_uri), "run-1").load("training")["epochs"]
-    alone = train_network(digits, settings.train.model_copy(update={"nodes": 1}), tmp_path / "alone").epochs
-    assert [epoch["epoch"] for epoch in trained] == [1, 2, 3]
-    assert [epoch["train_loss"] for epoch in trained] == pytest.approx([e.train_loss for e in alone], rel=2e-2)
-    assert (tmp_path / "out" / "weights.pt").exists()
-    assert {(call.verb, call.kind.name, call.namespace) for call in loopback.calls} == {
-        (verb, "TrainJob", "kubeflow") for verb in ("create", "get", "delete")
-    }
-    assert train_jobs(loopback) == []
-    log = capfd.readouterr().out
-    assert "2 of 2 nodes ready" in log
-    assert "epoch 3/3" in log
-    assert "resumed" not in log
-    for rank in (0, 1):
-        assert f"Node {rank + 1} of 2 started. Processes: 1." in log.partition(f"[node {rank}]")[2]
-
-
-@pytest.mark.slow
-def test_training_resumes_after_a_lost_node(
-    loopback: LoopbackCluster, digits: Dataset, settings: RunSettings, tmp_path: Path
-) -> None:
-    longer = settings.model_copy(update={"train": settings.train.model_copy(update={"epochs": 40})})
-
-    def lose_node(epoch: Epoch) -> None:
-        if epoch.epoch == 1:
-            loopback.lose_node(train_jobs(loopback)[0]["metadata"]["name"])
-
-    follow(digits, longer, lose_node)
-    resumed = train_network(digits, longer.train, tmp_path / "out", open_store(settings.store_uri))
-    assert [epoch.epoch for epoch in resumed.epochs] == list(range(1, 41))
-    lines = NodeLog.of(RunRecord(open_store(settings.store_uri), "run-1"), 0).lines
-    assert sum("Node 1 of 2 started" in line for line in lines) == 2
-    assert sum("epoch 1/40" in line for line in lines) == 1
-
-
-@pytest.mark.slow
-def test_training_error_ends_the_train_job_without_another_start(
-    loopback: LoopbackCluster, digits: Dataset, settings: RunSettings
-) -> None:
-    diverging = settings.train.model_copy(update={"learning_rate": 1e38})
-    with pytest.raises(TrainingError, match=r"failed: FailJobSet: .*The loss is not a finite number after epoch 1"):
-        follow(digits, settings.model_copy(update={"train": diverging}))
-    lines = NodeLog.of(RunRecord(open_store(settings.store_uri), "run-1"), 0).lines
-    assert sum("started" in line for line in lines) == 1
 
 
 def test_exit_code_that_is_not_retried_is_that_of_a_training_error(manifests: Objects) -> None:
