@@ -26,7 +26,7 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from pydantic import AwareDatetime, Field
@@ -140,8 +140,15 @@ class Parts:
                     count, units = count + 1, units + part.units
             sha256 = sha256_file(path)
             store.put(f"{folder}/{sha256}.jsonl", path)
-        now = datetime.now(UTC)
-        plan = Plan(kind=kind, shared=shared, parts=count, sha256=sha256, units=units, notes=notes(), planned=now)
+        plan = Plan(
+            kind=kind,
+            shared=shared,
+            parts=count,
+            sha256=sha256,
+            units=units,
+            notes=notes(),
+            planned=datetime.now(UTC),
+        )
         with suppress(ConflictError):
             store.put_if(f"{folder}/parts.json", plan.to_json(), None)
         return Parts.open(store, folder)
@@ -164,7 +171,7 @@ class Parts:
     def done(self) -> Iterator[int]:
         """The numbers of the parts with a result, in order."""
         for info in self.store.list(f"{self.folder}/results/"):
-            yield int(PurePosixPath(info.key).name)
+            yield int(info.key.rpartition("/")[2])
 
     def result(self, number: int) -> PartResult:
         """The result of a part. The first line of the object is JSON that contains the duration."""
@@ -266,7 +273,8 @@ def run_in_processes(parts: Parts, open_worker: OpenWorker, processes: int, on_p
     with divide_between(count):
         pool = ProcessPoolExecutor(count, multiprocessing.get_context("spawn"), _start_process, arguments)
         try:
-            _follow(parts, missing, _in_order(pool, _run_in_process, parts.tasks(missing), 2 * count), on_parts)
+            finished = _in_order(pool, _run_in_process, parts.tasks(missing), 2 * count)
+            _follow(parts, missing, finished, on_parts)
         except BrokenProcessPool:
             raise EvernearError(
                 f"One of {count} processes was killed, perhaps because memory ran out. Run again with fewer processes; "

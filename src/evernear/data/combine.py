@@ -84,7 +84,8 @@ def _file_batch(page: list[Decoded], ledger: Ledger) -> Batch:
     """Record the results of at most 500 files, and return their images."""
     listed = ledger.pending([file.name for file, _ in page])
     # A different plan may also have the file, and the file may have changed since.
-    current = [each for each in page if each[0].name in listed and listed[each[0].name][0] == each[0].etag]
+    etags = {name: etag for name, (etag, _, _) in listed.items()}
+    current = [each for each in page if etags.get(each[0].name) == each[0].etag]
     files = [file for file, _ in current if file.digest]
     names, digests = [file.name for file in files], [bytes.fromhex(file.digest) for file in files]
     former_splits = ledger.former_splits(names)

@@ -214,8 +214,9 @@ def stored_results(parts: Parts, scratch: Path) -> Iterator[Decoded]:
 
 
 def _result(parts: Parts, number: int) -> DecodedPart:
+    where = f"part {number} in {parts.store.uri}/{parts.folder}"
     try:
-        return DecodedPart.from_json(parts.result(number).value, f"part {number} in {parts.store.uri}/{parts.folder}")
+        return DecodedPart.from_json(parts.result(number).value, where)
     except IntegrityError as error:
         raise MissingObjectError(str(error)) from error
 

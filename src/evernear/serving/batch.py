@@ -182,8 +182,12 @@ def _predict(predictor: Predictor, tree: ImageTree, part: PredictPart) -> Iterat
             return Rejection(message=str(error))
 
     with ThreadPoolExecutor(READERS, "read") as readers:
+
+        def read_all(batch: list[ImageFile]) -> tuple[list[ImageFile], list[bytes | Rejection]]:
+            return batch, [*readers.map(read, batch)]
+
         batches = _bounded(files, BATCH_IMAGES, BATCH_BYTES)
-        for batch, images in concurrently(lambda batch: (batch, [*readers.map(read, batch)]), batches, ahead=1):
+        for batch, images in concurrently(read_all, batches, ahead=1):
             answers = predictor.predict(images)
             yield [_row(*row, version) for row in zip(batch, images, answers, strict=True)]
 
