@@ -214,8 +214,8 @@ def correct_answers(
 def accuracies(queries: dict[str, NDArray[np.float64]], test: dict[str, NDArray[np.float64]]) -> dict[str, Any]:
     """Test accuracy of each rule, and of the rule that the index step chooses with the queries
     (`evernear.index.build.choose_rule`)."""
-    gained = queries["centroids"] - queries["neighbors_1"]
-    rule = "centroids" if gained.mean() > gained.std() / len(gained) ** 0.5 else "neighbors_1"
+    gained = queries["centroids"] - queries["neighbors_5"]
+    rule = "centroids" if gained.mean() > gained.std() / len(gained) ** 0.5 else "neighbors_5"
     values = {name: float(correct.mean()) for name, correct in test.items()}
     return {**values, "rule": rule, "chosen": values[rule]}
 

@@ -2,6 +2,7 @@
 determined by a hash."""
 
 import hashlib
+import math
 from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from functools import cache
@@ -26,25 +27,36 @@ def split_fractions(candidates: Collection[Split], settings: DataSettings) -> di
         "gallery": settings.gallery_fraction,
         "query": settings.query_fraction,
     }
-    fractions = {split: fraction for split, fraction in fractions.items() if split in candidates}
+    fractions = {split: fraction for split, fraction in fractions.items() if split in candidates and fraction}
     return {**fractions, "train": 1.0 - sum(fractions.values())}
 
 
-def choose_split(digest: bytes, counts: Mapping[Split, int], fractions: Mapping[Split, float]) -> Split:
+def images_of_all_splits(settings: DataSettings) -> float:
+    """The number of images from which on a class has one in each split: enough for a test image."""
+    return 1 / settings.test_fraction if settings.test_fraction else math.inf
+
+
+def choose_split(
+    digest: bytes, counts: Mapping[Split, int], fractions: Mapping[Split, float], complete: float = math.inf
+) -> Split:
     """Choose a split from ``fractions`` for a new image. ``counts`` contains the number of images
-    of the image's class in each split.
+    of the image's class in each split, and ``complete`` is that of `images_of_all_splits`.
 
     The first image of a class goes to the gallery, because a class without gallery images cannot be
-    recognized. For later images, the digest determines the split, unless a split has fallen behind
-    its share of the class: by any amount in a class with fewer than 20 images, by more than 1 image
-    in a class with up to 40 images, and by more than 2 images in a larger class. As a result, a
-    class with ten images has test images. In a large class, the order of the images hardly matters.
+    recognized, and from ``complete`` images on, each split has one. For later images, the digest
+    determines the split, unless a split has fallen behind its share of the class: by any amount in
+    a class with fewer than 20 images, by more than 1 image in a class with up to 40 images, and by
+    more than 2 images in a larger class. In a large class, the order of the images hardly matters.
     """
     if fractions.get("gallery") and not counts["gallery"]:
         return "gallery"
     total = 1  # plain loops, because this function is called for each image
     for split in fractions:
         total += counts[split]
+    if total >= complete:
+        for split in fractions:
+            if not counts[split]:
+                return split
     furthest, most_behind = None, float(min(_MAX_BEHIND, total // _EXACT_IMAGES))
     for split, fraction in fractions.items():
         behind = total * fraction - counts[split]
@@ -53,7 +65,9 @@ def choose_split(digest: bytes, counts: Mapping[Split, int], fractions: Mapping[
     return furthest or hash_split(digest, fractions)
 
 
-def choose_group_split(group: str, counts: Sequence[Mapping[Split, int]], fractions: Mapping[Split, float]) -> Split:
+def choose_group_split(
+    group: str, counts: Sequence[Mapping[Split, int]], fractions: Mapping[Split, float], complete: float
+) -> Split:
     """``counts`` are the groups of each of its classes in each split, that of its first image
     first. The first three groups of a class go to train, test and gallery, so that even a class of
     two is tested with another scene. Later, `choose_split` uses the hash of the name."""
@@ -61,7 +75,7 @@ def choose_group_split(group: str, counts: Sequence[Mapping[Split, int]], fracti
         if fractions.get(split) and not all(of_class[split] for of_class in counts):
             return split
     digest = hashlib.sha256(group.encode(errors="surrogateescape")).digest()
-    return choose_split(digest, counts[0], fractions)
+    return choose_split(digest, counts[0], fractions, complete)
 
 
 def hash_split(digest: bytes, fractions: Mapping[Split, float]) -> Split:
@@ -80,6 +94,7 @@ class Placer:
     def __init__(self, settings: DataSettings, candidates: tuple[Split, ...], ledger: Ledger, group: Grouping) -> None:
         self._candidates, self._ledger, self._group = candidates, ledger, group
         self._fractions = cache(lambda candidates: split_fractions(candidates, settings))
+        self._complete = images_of_all_splits(settings)
         self._counts: defaultdict[str, Counter[Split]] = defaultdict(Counter)
         for shard in ledger.shards().values():
             for label, count in shard.label_counts.items():
@@ -122,7 +137,7 @@ class Placer:
                 counts[split] += (label, split) not in members
                 members[label, split] += 1
             else:
-                split = split or choose_split(digest, counts, self._fractions(candidates))
+                split = split or choose_split(digest, counts, self._fractions(candidates), self._complete)
                 counts[split] += 1
             splits[row] = split
         self._ledger.groups.place(placed)
@@ -135,7 +150,7 @@ class Placer:
             return followed
         others = [other for other in labels if other != label]
         counts = [self._counts[each] for each in (label, *others)]
-        split = choose_group_split(group, counts, self._fractions(candidates))
+        split = choose_group_split(group, counts, self._fractions(candidates), self._complete)
         for other in others:  # counts the group in all its classes at once
             members[other, split] = 0
             self._counts[other][split] += 1

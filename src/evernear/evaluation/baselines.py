@@ -16,7 +16,7 @@ from evernear.data.gallery import image_blocks, joining_gallery
 from evernear.data.groups import group_numbers
 from evernear.data.manifest import SPLITS, Split
 from evernear.data.shards import Block, Dataset
-from evernear.data.splits import choose_group_split, split_fractions
+from evernear.data.splits import choose_group_split, images_of_all_splits, split_fractions
 from evernear.evaluation.compare import PairedCounts, paired_counts
 from evernear.evaluation.measure import BATCH_SIZE, Outcomes
 from evernear.evaluation.statistics import CONFIDENCE, Proportion, p_by_chance, proportion
@@ -258,11 +258,11 @@ def _sufficient_fraction(enough: _Enough, settings: DataSettings) -> float | Non
 
 
 def _test_groups(order: Sequence[str], members: LabelCounts, settings: DataSettings) -> list[str]:
-    fractions = split_fractions(SPLITS, settings)
+    fractions, complete = split_fractions(SPLITS, settings), images_of_all_splits(settings)
     counts: defaultdict[str, Counter[Split]] = defaultdict(Counter)
     chosen: list[str] = []
     for group in order:
-        split = choose_group_split(group, [counts[label] for label in members[group]], fractions)
+        split = choose_group_split(group, [counts[label] for label in members[group]], fractions, complete)
         for label in members[group]:
             counts[label][split] += 1
         chosen += [group] if split == "test" else []

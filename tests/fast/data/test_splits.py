@@ -5,8 +5,8 @@ from hashlib import sha256
 import pytest
 
 from evernear.data.manifest import SPLITS, Split
-from evernear.data.splits import choose_split, hash_split, split_fractions
-from evernear.settings import DataSettings
+from evernear.data.splits import choose_split, hash_split, images_of_all_splits, split_fractions
+from evernear.settings import DataSettings, load
 
 SETTINGS = DataSettings()
 
@@ -15,11 +15,14 @@ def digests(count: int) -> list[bytes]:
     return [sha256(str(number).encode()).digest() for number in range(count)]
 
 
-def assign(images: Iterable[bytes], candidates: tuple[Split, ...] = SPLITS) -> dict[bytes, Split]:
+def assign(
+    images: Iterable[bytes], candidates: tuple[Split, ...] = SPLITS, settings: DataSettings = SETTINGS
+) -> dict[bytes, Split]:
     counts: Counter[Split] = Counter()
     splits: dict[bytes, Split] = {}
     for digest in images:
-        splits[digest] = choose_split(digest, counts, split_fractions(candidates, SETTINGS))
+        complete = images_of_all_splits(settings)
+        splits[digest] = choose_split(digest, counts, split_fractions(candidates, settings), complete)
         counts[splits[digest]] += 1
     return splits
 
@@ -35,6 +38,21 @@ def assign(images: Iterable[bytes], candidates: tuple[Split, ...] = SPLITS) -> d
 )
 def test_small_classes_are_divided_exactly(images: int, expected: dict[str, int]) -> None:
     assert Counter(assign(digests(images)).values()) == expected
+
+
+@pytest.mark.parametrize(
+    ("images", "candidates", "expected"),
+    [
+        (5, SPLITS, {"gallery": 1, "train": 2, "test": 1, "query": 1}),
+        (5, ("train", "gallery", "query"), {"gallery": 1, "train": 3, "query": 1}),
+        (20, SPLITS, {"gallery": 1, "train": 14, "test": 4, "query": 1}),
+    ],
+)
+def test_five_photographs_are_in_every_split_and_most_of_many_are_trained_on(
+    images: int, candidates: tuple[Split, ...], expected: dict[str, int]
+) -> None:
+    splits = assign(digests(images), candidates, load(preset="photos").data)
+    assert Counter(splits.values()) == expected
 
 
 @pytest.mark.parametrize("candidates", [SPLITS, ("train", "gallery", "query"), ("train", "query")])
