@@ -24,8 +24,8 @@ from evernear.embedding import CODE, DESCRIPTION_FILE
 from evernear.embedding.clock import Clock
 from evernear.errors import SettingsError
 from evernear.reporting import countdowns
-from evernear.settings import OneRun, RunSettings, of_run, parse
-from evernear.settings.train import TrainingChoices
+from evernear.settings import OneRun, RunSettings, TrainSettings, of_run, parse
+from evernear.settings.train import WEIGHTS_OF_PHOTOGRAPHS, TrainingChoices
 
 if TYPE_CHECKING:
     from evernear.data.shards import Dataset
@@ -47,6 +47,7 @@ def ingest(run: str, store: str, parameters: dict[str, str], settings: Tree, dat
         from evernear.data.ingest import ingest_source
         from evernear.data.listing import ClassMinimum
         from evernear.data.manifest import save_manifest
+        from evernear.embedding.packaged_weights import is_installed
         from evernear.kubeflow.nodes import StepNodes, require_runnable
         from evernear.release.champion import live_classes
 
@@ -66,6 +67,15 @@ def ingest(run: str, store: str, parameters: dict[str, str], settings: Tree, dat
             reread=chosen.reread,
             moved_from=chosen.moved_from,
         )
+        train = chosen.train
+        is_default = train == TrainSettings(minutes=train.minutes, seed=train.seed)
+        if is_default and manifest.has_photographs and is_installed(WEIGHTS_OF_PHOTOGRAPHS):
+            train = train.model_copy(update={"weights": WEIGHTS_OF_PHOTOGRAPHS})
+            chosen = chosen.model_copy(update={"train": train})
+            running.note(
+                f"Photographs start from pretrained weights (train.weights={WEIGHTS_OF_PHOTOGRAPHS}), because they are "
+                "installed; --set train.backbone=compact starts from random ones."
+            )
         save_manifest(manifest, Path(dataset))
         record = RunRecord(open_store(chosen.store_uri), run)
         record.save(settings=chosen.model_dump(mode="json"), parts_ingest=nodes.ran)
@@ -142,8 +152,7 @@ def _train(
     probe_s = expected_probe_s(recipe, chosen.evaluation.probe_epochs, data)
     on_progress = countdowns.whole_run(running, started, probe_s)
     on_epoch, on_step = countdowns.epochs(running, recipe.epochs), countdowns.training(running, on_progress)
-    of_images = on_progress if recipe.keeps_backbone else None  # otherwise, most of the training follows
-    on_images = countdowns.images(running, shown_images(recipe, data), of_images)
+    on_images = countdowns.images(running, shown_images(recipe, data), on_progress)
     if recipe.nodes > 1 and not recipe.keeps_backbone:
         from evernear.kubeflow.train_job import run_train_job
 
@@ -153,8 +162,7 @@ def _train(
     )
     views = {"views": result.head.views} if result.head else {}
     output = {"epochs": result.history(), "best_epoch": result.best_epoch, **views}
-    summary = result.summary(limited=bool(recipe.minutes))
-    return Computed(summary, output, reusable=not result.warnings)
+    return Computed(result.summary(), output, reusable=not result.warnings)
 
 
 def _training_key(

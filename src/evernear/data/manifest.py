@@ -22,6 +22,10 @@ _MAX_NAMES = 5
 _IDENTITY = {"format", "shape", "labels", "shards", "groups_sha256", "problems", "problem_counts"}
 
 
+PHOTO_MIN_PX = 64
+"""Minimum length of the shorter side for color images to count as photographs."""
+
+
 class Shard(Frozen):
     """A file with images from one split, ``datasets/<name>/shards/<sha256>.npy``."""
 
@@ -104,6 +108,11 @@ class Manifest(Frozen):
 
     def to_store(self) -> bytes:
         return self.model_copy(update={"store_uri": ""}).to_json()
+
+    @property
+    def has_photographs(self) -> bool:
+        height, width, channels = self.shape
+        return channels == 3 and min(height, width) >= PHOTO_MIN_PX
 
     @property
     def digest(self) -> str:

