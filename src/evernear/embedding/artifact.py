@@ -106,13 +106,13 @@ class TrainingResult(Frozen):
             return ", nothing trained: an earlier run finished this training with the same images, settings and code"
         return f", resumed after epoch {self.resumed_after_epoch}"
 
-    def summary(self, limited: bool) -> str:
-        """The best epoch or head test, with warnings. ``limited``: training had a time limit."""
+    def summary(self) -> str:
+        """The best epoch or head test, with warnings. Skipped steps are counted."""
         warnings = warned(self.warnings)
         if not self.epochs:
             return f"{self.head or 'no training: the backbone is frozen'}{warnings}"
         steps = sum(epoch.steps for epoch in self.epochs)
-        of_steps = f", {steps:,} of {self.planned_steps:,} steps" if limited and steps < self.planned_steps else ""
+        of_steps = f", {steps:,} of {self.planned_steps:,} steps" if steps < self.planned_steps else ""
         accuracy = f"gallery accuracy {self.best.gallery_accuracy:.2%}"
         flips = f"; {self.flips}" if self.flips else ""
         return f"best epoch {self.best_epoch}{of_steps}, {accuracy}{self.resumption}{flips}{warnings}"

@@ -20,10 +20,6 @@ if TYPE_CHECKING:  # timm takes seconds to import
     from evernear.embedding.head import Head
     from evernear.embedding.timm_member import TimmMember
 
-MAX_IMAGES_OF_START = 20_000
-"""Maximum number of images for which the training of a pretrained network starts from a trained
-head. With more, one pass takes too long on a CPU, and a random last layer learns fast enough."""
-
 
 def choose_architecture(dataset: Dataset, recipe: Recipe) -> Architecture:
     """With ``train.weights``, the architecture includes the weights' preprocessing. Each channel's
@@ -62,9 +58,8 @@ def _timm_options(dataset: Dataset, recipe: Recipe) -> dict[str, Any]:
     if recipe.weights:
         features = features_of(name)
         options["mean"], options["std"] = pretrained_mean_std(name, dataset.shape[2])
-        few = dataset.count("train") <= MAX_IMAGES_OF_START
         options["frozen"] = recipe.keeps_backbone
-        options["pretrained"] = not recipe.keeps_backbone and recipe.members == 1 and few
+        options["pretrained"] = not recipe.keeps_backbone and recipe.members == 1
         if options["frozen"] or options["pretrained"]:
             options["embedding_dim"] = features if recipe.frozen else min(_embedding_dim(recipe), features)
     return options

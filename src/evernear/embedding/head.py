@@ -24,11 +24,11 @@ from evernear.embedding.augmentation import augment_block, view_name
 from evernear.embedding.backbone import whiten
 from evernear.embedding.clock import Clock, OnStep, Steps
 from evernear.embedding.data_loader import TrainingImages, one_torch_thread
-from evernear.embedding.features import FrozenFeatures, View
+from evernear.embedding.features import FrozenBackbone, FrozenFeatures, View
 from evernear.embedding.network import Architecture, EmbeddingNetwork
 from evernear.embedding.optimizer import choose_optimizer
-from evernear.embedding.recipe import Recipe, learning_rate, margin, steps_per_epoch
-from evernear.embedding.timm_member import TimmMember, Whitening
+from evernear.embedding.recipe import HEAD, Recipe, learning_rate, margin, size_factor, steps_per_epoch
+from evernear.embedding.timm_member import TimmMember, Whitening, prepare_epoch
 
 DROPOUT = 0.5
 """Share of the features that a training step ignores."""
@@ -41,6 +41,8 @@ VIEWS_SHARE = 0.8
 MAX_LOSS_ERRORS = 1.645
 """Standard errors by which a head may be worse than whitened features. Without augmented views, it
 must be better by as many. A one-sided test at the 5% level."""
+START_IMAGES = 1000
+"""Images on which the head is trained from which fine-tuning starts: ten seconds on two cores."""
 HEAD_SHARE = 0.5
 """Share of the head in the similarity of two embeddings. The rest is the whitened features'. On
 four sets of photographs, half of each beats a head alone
@@ -83,8 +85,6 @@ class HeadExamples(NamedTuple):
 class Head(NamedTuple):
     map: Whitening
     """The whitening and the head's map in one, which a network applies to features."""
-    centers: Tensor
-    """Class centers (C, D)."""
     test: HeadTest
     warnings: tuple[str, ...]
 
@@ -116,14 +116,7 @@ def train_head(
     whitening = whitening_for(features, dataset, images)
     clock.reserve(clock.used_s - used_s)
     examples = read_examples(features, whitening, dataset, images, recipe, clock)
-    torch.manual_seed(recipe.seed)
-    layer = LinearHead(features.dim, architecture.embedding_dim)
-    module = TrainingModule(architecture, images.classes, recipe.scale, recipe.label_smoothing, torch.float32, layer)
-    centers = cast(ArcFace, module.heads[0]).centers
-    with one_torch_thread():
-        _start_at_class_means(centers, layer, examples)
-        _train(module, examples, recipe, on_step, clock)
-    projection = layer.project.weight.detach()
+    projection, _ = _fit(examples, architecture, images.classes, recipe, on_step, clock)
     weight = projection if recipe.embedding_dim else beside_whitened(projection, examples)
     test = compare(weight, whitening, examples, features.batches(dataset, "gallery", images))
     # Without the normalization between whitening and projection: the length of the whitened
@@ -132,7 +125,26 @@ def train_head(
     folded.mean.copy_(whitening.mean)
     folded.matrix.copy_(whitening.matrix @ weight.T)
     warning = f"The time was enough for {test.views} of {quantity(recipe.views, 'augmented view')}."
-    return Head(folded, centers.detach(), test, (warning,) if test.views < recipe.views else ())
+    return Head(folded, test, (warning,) if test.views < recipe.views else ())
+
+
+def _fit(
+    examples: HeadExamples,
+    architecture: Architecture,
+    classes: int,
+    recipe: Recipe,
+    on_step: OnStep | None = None,
+    clock: Clock | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The trained projection (D, F) and class centers (C, D)."""
+    torch.manual_seed(recipe.seed)
+    layer = LinearHead(examples.features.shape[2], architecture.embedding_dim)
+    module = TrainingModule(architecture, classes, recipe.scale, recipe.label_smoothing, torch.float32, layer)
+    centers = cast(ArcFace, module.heads[0]).centers
+    with one_torch_thread():
+        _start_at_class_means(centers, layer, examples)
+        _train(module, examples, recipe, on_step, clock or Clock())
+    return layer.project.weight.detach(), centers.detach()
 
 
 @torch.no_grad()
@@ -215,18 +227,31 @@ def compare(
     )
 
 
-@torch.no_grad()
-def start_at_head(module: TrainingModule, head: Head) -> None:
-    """Initialize the last layer and the centers of a pretrained ``module`` from a trained head.
+def start_at_head(module: TrainingModule, architecture: Architecture, images: TrainingImages, recipe: Recipe) -> None:
+    """Initialize the last layer and the centers of a pretrained ``module`` from a head that is
+    trained on the features of a sample, at the size of the first training images.
 
     A random head would distort the features at first (Kumar et al. 2022, "Fine-tuning can distort
     pretrained features and underperform out-of-distribution", arXiv:2202.10054).
     """
-    member = cast(TimmMember, cast(EmbeddingNetwork, module.network).members[0])
-    project = cast(nn.Linear, member.project)
-    project.weight.copy_(head.map.matrix.T)
-    project.bias.copy_(-head.map.mean @ head.map.matrix)
-    cast(ArcFace, module.heads[0]).centers.copy_(head.centers)
+    network = cast(EmbeddingNetwork, module.network)
+    prepare_epoch(module.train(), size_factor(recipe, 0), fixed_statistics=True)
+    count, backbone = min(images.count, max(START_IMAGES, 10 * images.classes)), FrozenBackbone(network)
+    size = min(recipe.batch_size, count)
+    batches = islice(images.batches(size, recipe.seed, 0, 0, 1), math.ceil(count / size))
+    with torch.inference_mode():
+        sample = [(backbone(pixels), classes) for pixels, classes in batches]
+    features, classes = (torch.cat(parts) for parts in zip(*sample, strict=True))
+    whitening = Whitening(features.shape[1], features.shape[1])
+    whiten(whitening, sample, images.classes)
+    examples = HeadExamples(_whitened(whitening, features)[None].numpy(), classes.numpy())
+    of_head = recipe.model_copy(update=HEAD | {"layers": "head"})
+    projection, centers = _fit(examples, architecture, images.classes, of_head)
+    project = cast(nn.Linear, cast(TimmMember, network.members[0]).project)
+    with torch.no_grad():
+        project.weight.copy_(projection @ whitening.matrix.T)
+        project.bias.copy_(-project.weight @ whitening.mean)
+        cast(ArcFace, module.heads[0]).centers.copy_(centers)
 
 
 def _train(

@@ -21,6 +21,8 @@ FLIP_TOLERANCE = 0.1
 """Maximum accuracy loss under a harmless flip, as a fraction of the accuracy above chance."""
 FEWEST_STEPS = 200
 """Fewest steps of fine-tuning after which a network has learned more than it has forgotten."""
+MAX_SATURATED_ERROR = 0.02
+"""Largest standard error of a gallery accuracy that ends training: that of 35 correct images."""
 FLIP_TEST_MIN_ERRORS = 8
 """Number of standard errors above chance at which the accuracy is high enough to compare flips."""
 
@@ -57,6 +59,14 @@ def measure_gallery(
         "gallery_accuracy": correct / count,
         "gallery_accuracy_error": math.sqrt(proportion * (1 - proportion) / (count + 1)),
     }
+
+
+def recognizes_all(history: Sequence[Epoch]) -> bool:
+    """Whether the last two epochs made no error in a gallery that is large enough to say so. Only a
+    falling learning rate can then improve the network."""
+    return len(history) > 1 and all(
+        epoch.gallery_accuracy == 1 and epoch.gallery_accuracy_error <= MAX_SATURATED_ERROR for epoch in history[-2:]
+    )
 
 
 def choose_flips(history: Sequence[Epoch]) -> tuple[Flip, ...]:

@@ -83,14 +83,19 @@ def choose_device(rank: int) -> torch.device:
     return torch.device("cuda", rank) if rank < torch.cuda.device_count() else torch.device("cpu")
 
 
-def choose_precision(device: torch.device, chosen: Precision | None = None) -> torch.dtype:
-    """By default, half precision if the device computes in it."""
+def choose_precision(device: torch.device, network: nn.Module, chosen: Precision | None = None) -> torch.dtype:
+    """By default, half precision if the device computes in it.
+
+    On a CPU, networks with depthwise convolutions use float32, because the gradients of these take
+    twice as long in bfloat16.
+    """
     if chosen:
         return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[chosen]
     if device.type == "cuda":
         return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float16
     cpu = torch.cpu.get_capabilities()
-    return torch.bfloat16 if cpu.get("avx512_bf16") or cpu.get("amx_bf16") else torch.float32
+    depthwise = any(isinstance(part, nn.Conv2d) and 1 < part.groups == part.in_channels for part in network.modules())
+    return torch.bfloat16 if (cpu.get("avx512_bf16") or cpu.get("amx_bf16")) and not depthwise else torch.float32
 
 
 def choose_micro_batches(

@@ -32,6 +32,8 @@ EMA_DECAY = 0.99
 """Largest decay per step of the weight average."""
 EMA_SHARE = 1 / 15
 """Share of the steps over which weights are averaged. Of 1,500, a decay of 0.99 averages 100."""
+EPOCHS_OF_TIME = 5
+"""Epochs into which a time is divided. Each ends with a measurement on the gallery."""
 MOST_PASSES = 30
 """Passes over the images after which more time does not help."""
 MOST_REPETITIONS = 4
@@ -139,7 +141,8 @@ def with_defaults(settings: TrainSettings | Recipe, dataset: Dataset, **chosen: 
     images = dataset.manifest.count("train")
     if settings.minutes and not settings.keeps_backbone and not {"epochs", "min_steps"} & {*given, *chosen}:
         passes = MOST_PASSES * (images // min(recipe.batch_size, images))
-        recipe = recipe.model_copy(update={"min_steps": max(passes, MOST_REPETITIONS * recipe.min_steps)})
+        steps = max(passes, MOST_REPETITIONS * recipe.min_steps)
+        recipe = recipe.model_copy(update={"epochs": EPOCHS_OF_TIME, "min_steps": steps})
     steps = recipe.epochs * steps_per_epoch(recipe, images, min(recipe.batch_size, images))
     if dataset.shape[2] == 3 and not settings.weights and settings.weight_decay is None:
         decay = TOTAL_DECAY / (recipe.learning_rate * steps)
@@ -221,12 +224,6 @@ def size_factor(recipe: Recipe, progress: float) -> float:
     if recipe.size_factor >= 1 or not recipe.weights:
         return recipe.size_factor
     return recipe.size_factor * (FIRST_SIZE if progress < FIRST_SHARE else 1)
-
-
-def recipe_of_head(recipe: Recipe, embedding_dim: int, dataset: Dataset) -> Recipe:
-    """The recipe of the head from which the training of a pretrained network starts."""
-    given = recipe.model_dump(include={"weights", "backbone", "backbone_size_px", "seed"})
-    return with_defaults(TrainSettings(layers="head", embedding_dim=embedding_dim, **given), dataset, views=0)
 
 
 def steps_per_epoch(recipe: Recipe, images: int, batch_size: int) -> int:

@@ -35,7 +35,14 @@ from evernear.embedding.clock import Clock, OnStep, Steps
 from evernear.embedding.data_loader import OnImages
 from evernear.embedding.distributed import GlobalBatchNorm
 from evernear.embedding.freeze import freeze
-from evernear.embedding.monitor import choose_flips, collapse_warnings, measure_flips, measure_gallery, time_warnings
+from evernear.embedding.monitor import (
+    choose_flips,
+    collapse_warnings,
+    measure_flips,
+    measure_gallery,
+    recognizes_all,
+    time_warnings,
+)
 from evernear.embedding.optimizer import choose_device
 from evernear.embedding.recipe import Recipe, learning_rate, margin, size_factor, with_defaults
 from evernear.embedding.training_setup import Training, load_checkpoint, prepare_training, save_checkpoint
@@ -58,10 +65,11 @@ def train_network(
 ) -> TrainingResult:
     """Train on the train split without ``exclude_labels``, and write the network to ``out_dir``.
 
-    The gallery split is the validation set, which decides which epoch's weights are saved and when
-    to stop early. With a ``store``, checkpoints are saved there. ``on_epoch`` is called once an
-    epoch's checkpoint is saved, ``on_step`` after each step, and ``on_images`` as features are
-    computed. A frozen network has no steps, and a head no epochs.
+    The gallery split is the validation set, which decides which epoch's weights are saved and
+    whether an epoch is the last. With a ``store``, checkpoints are saved there. ``on_epoch`` is
+    called once an epoch's checkpoint is saved, ``on_step`` after each step, and ``on_images`` as
+    the features of a frozen backbone are computed. A frozen network has no steps, and a head no
+    epochs.
 
     ``recipe.minutes`` limits the time that ``clock`` measures. The schedules follow the larger of
     the share of the steps and that of the time, so a slow machine takes fewer steps in an epoch.
@@ -87,7 +95,7 @@ def train_network(
 
         train_in_processes(dataset, recipe, out_dir, store, on_message, exclude_labels)
         return TrainingResult.load(out_dir / HISTORY_FILE)
-    return train_in_this_process(dataset, recipe, out_dir, store, exclude_labels, on_epoch, on_step, on_images, clock)
+    return train_in_this_process(dataset, recipe, out_dir, store, exclude_labels, on_epoch, on_step, clock)
 
 
 def train_in_processes(
@@ -122,9 +130,9 @@ def write_result_of_nodes(
     dataset: Dataset, recipe: Recipe, out_dir: Path, store: Store | None, exclude_labels: frozenset[str]
 ) -> TrainingResult:
     """Write multi-node training's result (`evernear.embedding.node`) from its last checkpoint."""
-    training = prepare_training(dataset, recipe, exclude_labels, torch.device("cpu"), store, start=False)
+    training = prepare_training(dataset, recipe, exclude_labels, torch.device("cpu"), start=False)
     load_checkpoint(store, training.key, training.state)
-    if not training.state.is_finished(training.recipe):
+    if not training.state.is_finished:
         raise TrainingError(
             f"Training on {recipe.nodes} nodes is not finished: {len(training.state.history)} of "
             f"{quantity(training.recipe.epochs, 'epoch')} are done. "
@@ -141,7 +149,6 @@ def train_in_this_process(
     exclude_labels: frozenset[str],
     on_epoch: OnEpoch | None,
     on_step: OnStep | None,
-    on_images: OnImages | None = None,
     clock: Clock | None = None,
 ) -> TrainingResult:
     """Train in this process, which may be one rank of a process group. Every rank returns the
@@ -151,13 +158,12 @@ def train_in_this_process(
     if device.type == "cuda":
         torch.cuda.set_device(device)  # the device for `distributed.broadcast_from_rank_0`
     clock = clock or Clock()
-    on_images = clock.required(dataset.count("train") + dataset.count("gallery"), on_images)
-    training = prepare_training(dataset, recipe, exclude_labels, device, store, on_images)
+    training = prepare_training(dataset, recipe, exclude_labels, device)
     state = training.state
     load_checkpoint(store, training.key, state)
     resumed_after_epoch = len(state.history)
     clock.resume(state.history[-1].used_s if state.history else 0.0)
-    while not state.is_finished(recipe):
+    while not state.is_finished:
         metrics = train_epoch(training, on_step if rank == 0 else None, clock)
         state.record(metrics)
         if rank == 0:
@@ -169,7 +175,7 @@ def train_in_this_process(
 
 def train_epoch(training: Training, on_step: OnStep | None, clock: Clock) -> Epoch:
     """Train one epoch, and measure the network on the gallery split. The epoch ends early if its
-    share of the time has passed."""
+    share of the time has passed, and is the last if the gallery can show no improvement."""
     recipe, steps, images = training.recipe, training.steps_per_epoch, training.images
     epoch, started_s = len(training.state.history), time.monotonic()
     rank, world_size = distributed.rank_and_world_size()
@@ -177,8 +183,9 @@ def train_epoch(training: Training, on_step: OnStep | None, clock: Clock) -> Epo
     torch.manual_seed(seed)
     generator = torch.Generator().manual_seed(seed)
     flips = choose_flips(training.state.history)
-    begin = max(epoch / recipe.epochs, clock.share)
-    end, total = begin + (1 - begin) / (recipe.epochs - epoch), recipe.epochs * steps
+    begin, total = max(epoch / recipe.epochs, clock.share), recipe.epochs * steps
+    is_last = epoch + 1 == recipe.epochs or recognizes_all(training.state.history)
+    end = 1.0 if is_last else begin + (1 - begin) / (recipe.epochs - epoch)
 
     training.module.train()
     if recipe.minutes and epoch:
@@ -191,7 +198,7 @@ def train_epoch(training: Training, on_step: OnStep | None, clock: Clock) -> Epo
     losses, rate = torch.zeros((), device=training.device), 0.0
     batches = images.batches(training.batch_size, recipe.seed, epoch, rank, world_size)
     for step, (pixels, classes) in enumerate(itertools.islice(batches, steps)):
-        progress = max((epoch * steps + step) / total, clock.share)
+        progress = max(begin + (end - begin) * step / steps, clock.share)
         if step and progress >= end:
             break
         rate = learning_rate(recipe, progress)
@@ -217,8 +224,7 @@ def train_epoch(training: Training, on_step: OnStep | None, clock: Clock) -> Epo
     if not any(earlier.flip_tests for earlier in training.state.history):
         tests = measure_flips(training.state.result, images, training.device, metrics)
         metrics = metrics.model_copy(update={"flip_tests": tests})
-    progress = max((epoch + 1) / recipe.epochs, clock.share)
-    metrics = metrics.model_copy(update={"progress": progress, "used_s": clock.used_s})
+    metrics = metrics.model_copy(update={"progress": max(end, clock.share), "used_s": clock.used_s})
     metrics = distributed.broadcast_from_rank_0(metrics)  # all processes must agree on when to stop
     if not math.isfinite(metrics.train_loss + metrics.gallery_loss):
         raise TrainingError(

@@ -16,17 +16,15 @@ from evernear.data.shards import Dataset
 from evernear.embedding import CODE, distributed
 from evernear.embedding.arcface import TrainingModule
 from evernear.embedding.artifact import Epoch, from_bytes, to_bytes
-from evernear.embedding.data_loader import OnImages, TrainingImages
+from evernear.embedding.data_loader import TrainingImages
 from evernear.embedding.freeze import choose_architecture, initialize
 from evernear.embedding.network import Architecture, build_network
 from evernear.embedding.optimizer import choose_average, choose_micro_batches, choose_optimizer, choose_precision
-from evernear.embedding.recipe import Recipe, ema_decay, recipe_of_head, steps_per_epoch
+from evernear.embedding.recipe import Recipe, ema_decay, steps_per_epoch
 from evernear.errors import TrainingError
 from evernear.settings.train import TrainingChoices
 
 CHECKPOINT_FORMAT = 5
-PATIENCE_EPOCHS = 5
-"""Epochs without improvement in gallery accuracy, beyond noise, before training stops early."""
 LIBRARIES = ("numpy", "timm", "torch")
 """Libraries whose versions affect the weights."""
 
@@ -68,13 +66,9 @@ class TrainingState:
         if self._average is not None:
             self._average.multi_avg_fn = get_ema_multi_avg_fn(decay)
 
-    def is_finished(self, recipe: Recipe) -> bool:
-        """Whether all epochs or the time have passed, or without a limit of the time,
-        `PATIENCE_EPOCHS` without improvement."""
-        completed = len(self.history)
-        if recipe.minutes:
-            return completed > 0 and self.history[-1].progress >= 1
-        return completed >= recipe.epochs or completed - self.best_epoch >= PATIENCE_EPOCHS
+    @property
+    def is_finished(self) -> bool:
+        return bool(self.history) and self.history[-1].progress >= 1
 
     def record(self, metrics: Epoch) -> None:
         """Add a finished epoch, and copy its weights if they are the best so far."""
@@ -186,29 +180,24 @@ def prepare_training(
     recipe: Recipe,
     exclude_labels: frozenset[str],
     device: torch.device,
-    store: Store | None = None,
-    on_images: OnImages | None = None,
     start: bool = True,
 ) -> Training:
     """Without ``start``, the last layer of a pretrained network is random, which suffices if
     training continues from a checkpoint."""
     _, world_size = distributed.rank_and_world_size()
-    precision = choose_precision(device, recipe.precision)
     images = TrainingImages(dataset, exclude_labels)
     batch_size = max(2, min(recipe.batch_size, images.count) // world_size)
 
     torch.manual_seed(recipe.seed)
     architecture = choose_architecture(dataset, recipe)
     network = build_network(architecture)
+    precision = choose_precision(device, network, recipe.precision)
     module = TrainingModule(architecture, images.classes, recipe.scale, recipe.label_smoothing, precision, network)
     pretrained_sha256 = initialize(network, architecture, recipe, dataset)
     if architecture.pretrained and start:
-        from evernear.embedding.features import FrozenFeatures  # timm takes seconds to import
-        from evernear.embedding.head import start_at_head, train_head
+        from evernear.embedding.head import start_at_head  # timm takes seconds to import
 
-        features = FrozenFeatures(network, architecture, store, on_images)
-        of_head = recipe_of_head(recipe, architecture.embedding_dim, dataset)
-        start_at_head(module, train_head(features, architecture, dataset, images, of_head))
+        start_at_head(module, architecture, images, recipe)
     if recipe.trained_layers == "last":
         from evernear.embedding.timm_member import freeze_first_stages
 

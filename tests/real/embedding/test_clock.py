@@ -52,7 +52,7 @@ def test_training_is_shortened_to_the_time(digits, minute, tmp_path, step_s, ste
     assert time.steps == sum(epoch.steps for epoch in result.epochs) == pytest.approx(steps, abs=1)
     assert time.now_s <= 60 + step_s(steps)
     assert len(result.epochs) == min(steps, 5)
-    assert f"{time.steps} of 200 steps" in result.summary(limited=True)
+    assert f"{time.steps} of 200 steps" in result.summary()
     if steps >= 45:
         assert 0 < result.epochs[-1].learning_rate < 0.1 * minute.learning_rate, "the schedule ends with the time"
 

@@ -1,5 +1,6 @@
 """Training learns, is reproducible, and resumes after it is killed."""
 
+import math
 import os
 import signal
 from collections import Counter
@@ -22,8 +23,9 @@ from evernear.embedding.arcface import TrainingModule
 from evernear.embedding.artifact import Epoch, TrainingResult, load_trained
 from evernear.embedding.clock import Steps
 from evernear.embedding.data_loader import TrainingImages
-from evernear.embedding.monitor import collapse_warnings, require_learned
+from evernear.embedding.monitor import collapse_warnings, recognizes_all, require_learned
 from evernear.embedding.network import Architecture
+from evernear.embedding.optimizer import choose_precision
 from evernear.embedding.recipe import TOTAL_DECAY, learning_rate, with_defaults
 from evernear.embedding.train import train_network, train_step
 from evernear.embedding.training_setup import TrainingState, checkpoint_key, prepare_training
@@ -281,24 +283,45 @@ def test_summary_names_the_best_epoch_and_the_warnings() -> None:
         warnings=("the loss grew",),
     )
     best = "gallery accuracy 90.00%, resumed after epoch 1; WARNING: the loss grew"
-    assert result.summary(limited=False) == f"best epoch 2, {best}"
-    assert result.summary(limited=True) == f"best epoch 2, 0 of 1,200 steps, {best}"
+    assert result.summary() == f"best epoch 2, 0 of 1,200 steps, {best}"
+    assert result.model_copy(update={"planned_steps": 0}).summary() == f"best epoch 2, {best}"
     frozen = result.model_copy(update={"epochs": (), "best_epoch": 0, "warnings": ()})
-    assert frozen.summary(limited=True) == "no training: the backbone is frozen"
+    assert frozen.summary() == "no training: the backbone is frozen"
 
 
-def test_training_stops_early_when_accuracy_drops_beyond_noise(digits: Dataset, tiny: TrainSettings) -> None:
-    recipe = with_defaults(tiny, digits, epochs=100)
-    worse, stable = state(), state()
-    for epoch, accuracy in enumerate([0.0, 0.5, 0.495, 0.4, 0.3, 0.2, 0.2, 0.1], start=1):
-        assert not worse.is_finished(recipe)
-        worse.record(epoch_of(epoch, accuracy))
-    assert worse.is_finished(recipe)
-    assert worse.best_epoch == 3
-    for epoch in range(1, 20):
-        stable.record(epoch_of(epoch, 0.5 + 0.005 * (epoch % 2)))
-    assert not stable.is_finished(recipe)
-    assert stable.best_epoch == 19
+@pytest.mark.parametrize(
+    ("correct", "images", "ends"),
+    [
+        ([48, 48], 48, True),
+        ([30, 48, 48], 48, True),
+        ([48], 48, False),
+        ([48, 48, 47], 48, False),
+        ([10, 10], 10, False),
+        ([5970, 5970], 6000, False),
+    ],
+)
+def test_only_a_gallery_that_can_show_no_improvement_ends_training(correct: list[int], images: int, ends: bool) -> None:
+    history: list[Epoch] = []
+    for epoch, count in enumerate(correct, start=1):
+        share = (count + 0.5) / (images + 1)
+        history.append(epoch_of(epoch, count / images, math.sqrt(share * (1 - share) / (images + 1))))
+    assert recognizes_all(history) == ends
+
+
+def test_an_easy_dataset_ends_training_early_at_a_learning_rate_of_zero(
+    digits: Dataset, tiny: TrainSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    perfect = {"gallery_loss": 0.1, "gallery_accuracy": 1.0, "gallery_accuracy_error": 0.01}
+    monkeypatch.setattr("evernear.embedding.train.measure_gallery", lambda *_: perfect)
+    recipe = with_defaults(tiny, digits, epochs=10, min_steps=100)
+    result = train_network(digits, recipe, tmp_path)
+    assert [epoch.progress for epoch in result.epochs] == [0.1, 0.2, 1.0]
+    rates = [epoch.learning_rate / recipe.learning_rate for epoch in result.epochs]
+    assert rates[1] > 0.9
+    assert rates[2] == pytest.approx(0.1, abs=0.02), "the last of ten steps is at a tenth of the epoch"
+    assert result.best_epoch == 3
+    assert result.summary().startswith("best epoch 3, 30 of 100 steps")
+    assert result.warnings == ()
 
 
 def test_best_weights_are_those_of_the_best_epoch() -> None:
@@ -513,6 +536,23 @@ def test_pretrained_weights_get_the_recipe_of_a_head_or_of_fine_tuning(red_and_g
     long = with_defaults(TrainSettings(weights="hub", layers="all", min_steps=3000), red_and_green)
     assert long.ema_decay == 0.99
     assert head.ema_decay == with_defaults(TrainSettings(), digits).ema_decay == 0
+
+
+@pytest.mark.parametrize(
+    ("convolution", "precision"),
+    [
+        (torch.nn.Conv2d(8, 8, 3, groups=8), torch.float32),
+        (torch.nn.Conv2d(8, 8, 3), torch.bfloat16),
+        (torch.nn.Conv2d(8, 8, 3, groups=2), torch.bfloat16),
+    ],
+    ids=["depthwise", "dense", "grouped"],
+)
+def test_cpus_train_depthwise_convolutions_in_float32(
+    convolution: torch.nn.Module, precision: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cpu.get_capabilities", lambda: {"avx512_bf16": True})
+    network = torch.nn.Sequential(torch.nn.Conv2d(1, 8, 1), convolution)
+    assert choose_precision(torch.device("cpu"), network) == precision
 
 
 def test_weight_decay_of_color_images_falls_with_the_number_of_steps(red_and_green: Dataset, digits: Dataset) -> None:
