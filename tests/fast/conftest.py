@@ -36,7 +36,7 @@ def _refuse(action: str) -> None:
 
 
 def _hook(event: str, _: tuple[Any, ...]) -> None:
-    if event in REFUSED:
+    if _running and event in REFUSED:  # not after the end of the interpreter
         _refuse(REFUSED[event])
 
 

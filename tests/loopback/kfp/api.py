@@ -15,9 +15,8 @@ from starlette.responses import HTMLResponse, JSONResponse, RedirectResponse, Re
 from starlette.routing import Route
 
 from tests.loopback.kfp import contract
-from tests.loopback.kfp.errors import HTTP, ApiServerError, invalid, missing
 from tests.loopback.kfp.listing import page
-from tests.loopback.kfp.state import FINAL, Resource, State
+from tests.loopback.kfp.state import FINAL, HTTP, ApiServerError, Resource, State, invalid, missing
 
 COMMON = ("created_at", "description", "display_name", "namespace")
 FIELDS: dict[str, tuple[str, ...]] = {

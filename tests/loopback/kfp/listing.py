@@ -7,7 +7,7 @@ from typing import Any
 from urllib.parse import unquote_plus
 
 from tests.loopback.kfp import contract
-from tests.loopback.kfp.errors import ApiServerError, invalid
+from tests.loopback.kfp.state import ApiServerError, invalid
 
 DEFAULT_PAGE_SIZE = 20
 MAX_PAGE_SIZE = 200

@@ -11,8 +11,6 @@ from typing import Any
 
 import yaml
 
-from tests.loopback.kfp.errors import exists, forbidden, invalid, missing
-
 Resource = dict[str, Any]
 NEVER = "1970-01-01T00:00:00Z"
 """The API server's value for an unset time."""
@@ -22,7 +20,34 @@ cron."""
 PIPELINE_NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,127}")
 """``ValidatePipelineName`` in ``backend/src/apiserver/common/utils.go``, which the webhook for
 versions calls too."""
+HTTP = {3: 400, 5: 404, 6: 409, 7: 403, 9: 400, 10: 409, 13: 500, 14: 503, 16: 401}
+"""The HTTP status that the gateway derives from each gRPC status."""
 FINAL = ("SUCCEEDED", "SKIPPED", "FAILED", "CANCELED")
+
+
+class ApiServerError(Exception):
+    """The API server rejects a request with a gRPC status other than OK."""
+
+    def __init__(self, code: int, message: str) -> None:
+        super().__init__(message)
+        self.code = code
+        self.message = message
+
+
+def invalid(message: str) -> ApiServerError:
+    return ApiServerError(3, message)
+
+
+def missing(kind: str, name: str) -> ApiServerError:
+    return ApiServerError(5, f"{kind} {name} not found")
+
+
+def exists(message: str) -> ApiServerError:
+    return ApiServerError(6, message)
+
+
+def forbidden(message: str) -> ApiServerError:
+    return ApiServerError(7, message)
 
 
 class State:

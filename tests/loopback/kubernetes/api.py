@@ -5,7 +5,7 @@ import uuid
 from datetime import UTC, datetime
 from typing import Any
 
-from tests.loopback.kubernetes import defaults, patches, pod_security, selectors, status, validation, webhooks
+from tests.loopback.kubernetes import defaults, pod_security, selectors, status, validation, webhooks
 from tests.loopback.kubernetes.fields import Fields, Manager, Merge, UndeclaredFieldError
 from tests.loopback.kubernetes.kinds import (
     DEPLOYMENT,
@@ -17,7 +17,7 @@ from tests.loopback.kubernetes.kinds import (
     TRAINING_RUNTIME,
     Kind,
 )
-from tests.loopback.kubernetes.schemas import schemas
+from tests.loopback.kubernetes.schemas import Schema, Schemas, schemas
 from tests.loopback.kubernetes.status import Cause
 from tests.loopback.kubernetes.store import Store, deep_copy
 
@@ -121,7 +121,7 @@ class Api:
         """
         with self.store.changed:
             live = self.get(kind, namespace, name)
-            new = patches.strategic(self.schemas, self.schemas.of(kind), live, patch)
+            new = _strategic(self.schemas, self.schemas.of(kind), live, patch)
             _check_preconditions(kind, live, new["metadata"])
             new = self._incoming(kind, new, namespace)
             return self._write(kind, live, new, manager)
@@ -308,6 +308,22 @@ def _preserve_server_fields(kind: Kind, live: Object | None, new: Object) -> Obj
         metadata.pop(field, None)
         metadata |= {field: current[field]} if field in current else {}
     return new
+
+
+def _strategic(schemas: Schemas, schema: Schema, live: Object, patch: Object) -> Object:
+    """Apply a strategic merge patch that changes no list by key and has no directive."""
+    merged = dict(live)
+    for name, value in patch.items():
+        child = schemas.field(schema, name) or {}
+        if name.startswith("$") or child.get("x-kubernetes-patch-strategy", "").startswith("merge"):
+            raise NotImplementedError(f"a strategic merge patch of {name}")
+        if value is None:
+            merged.pop(name, None)
+        elif isinstance(value, dict):
+            merged[name] = _strategic(schemas, child, merged.get(name) or {}, value)
+        else:
+            merged[name] = value
+    return merged
 
 
 def _versioned(kind: Kind, subject: Object) -> Any:

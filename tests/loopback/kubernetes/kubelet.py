@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any
 
-from tests.loopback.kubernetes import quantities
 from tests.loopback.kubernetes.api import Api, now
 from tests.loopback.kubernetes.kinds import CLAIM, CONFIG_MAP, EVENT, NODE, POD, SECRET, Kind
 from tests.loopback.kubernetes.pod_lifecycle import (
@@ -30,6 +29,7 @@ from tests.loopback.kubernetes.pod_lifecycle import (
 )
 from tests.loopback.kubernetes.status import ApiError, bad_request
 from tests.loopback.kubernetes.users import config_error
+from tests.loopback.kubernetes.validation import amount_of
 
 Object = dict[str, Any]
 SELECTED_ELSEWHERE = "node(s) didn't match Pod's node affinity/selector"
@@ -53,7 +53,7 @@ class Node:
         node = api.create(NODE, {"metadata": {"name": NODE_NAME}})
         status = {"allocatable": allocatable, "capacity": allocatable, "addresses": addresses}
         api.edit(NODE, node | {"status": status})
-        self._allocatable = {name: quantities.value(amount) for name, amount in allocatable.items()}
+        self._allocatable = {name: amount_of(amount) for name, amount in allocatable.items()}
         self._progress: dict[str, _Progress] = {}  # by pod UID
         self._hosts = iter(range(2, 2**16))
 
@@ -121,7 +121,7 @@ class Node:
         requested: dict[str, Decimal] = {}
         for container in pod["spec"]["containers"]:
             for name, amount in container.get("resources", {}).get("requests", {}).items():
-                requested[name] = requested.get(name, Decimal(0)) + quantities.value(amount)
+                requested[name] = requested.get(name, Decimal(0)) + amount_of(amount)
         short = [name for name, amount in requested.items() if amount > self._allocatable.get(name, Decimal(0))]
         reasons = [f"Insufficient {name}" for name in short]
         if pod["spec"].get("nodeSelector"):  # the node has no labels

@@ -3,9 +3,10 @@
 import json
 import re
 from collections.abc import Iterator
+from decimal import Decimal
 from typing import Any
 
-from tests.loopback.kubernetes import quantities, selectors
+from tests.loopback.kubernetes import selectors
 from tests.loopback.kubernetes.kinds import (
     DEPLOYMENT,
     JOB,
@@ -22,6 +23,9 @@ from tests.loopback.kubernetes.kinds import (
 from tests.loopback.kubernetes.status import Cause
 
 Object = dict[str, Any]
+_BINARY = {f"{letter}i": Decimal(1024) ** power for power, letter in enumerate("KMGTPE", 1)}
+_DECIMAL = {"n": -3, "u": -2, "m": -1, "": 0, "k": 1, "M": 2, "G": 3, "T": 4, "P": 5, "E": 6}
+
 _LABEL = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?")
 _SERVICE_NAME = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
 _SUBDOMAIN = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*")
@@ -146,7 +150,7 @@ def _container(path: str, container: Object, volumes: list[str], *, is_init: boo
     resources = container.get("resources") or {}
     for name, amount in (resources.get("requests") or {}).items():
         limit = (resources.get("limits") or {}).get(name)
-        if limit is not None and quantities.value(amount) > quantities.value(limit):
+        if limit is not None and amount_of(amount) > amount_of(limit):
             reason = f"must be less than or equal to {name} limit of {limit}"
             yield invalid(f"{path}.resources.requests", amount, reason)
     for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
@@ -183,6 +187,23 @@ def _duplicates(path: str, names: list[str]) -> Iterator[Cause]:
 def invalid(path: str, value: Any, reason: str) -> Cause:
     """The cause for an invalid value."""
     return Cause(path, f"Invalid value: {json.dumps(value)}: {reason}")
+
+
+def amount_of(quantity: object) -> Decimal:
+    """Return the numeric value of a quantity."""
+    text = str(quantity)
+    number, suffix = _split(text)
+    if suffix in _BINARY:
+        return number * _BINARY[suffix]
+    return number * Decimal(1000) ** _DECIMAL[suffix]
+
+
+def _split(text: str) -> tuple[Decimal, str]:
+    for suffix in (*_BINARY, *filter(None, _DECIMAL)):
+        # 1E is an exabyte and 1E3 a thousand: a suffix is always at the end.
+        if text.endswith(suffix):
+            return Decimal(text.removesuffix(suffix)), suffix
+    return Decimal(text), ""
 
 
 def _fits(pattern: re.Pattern[str], text: str, length: int) -> bool:

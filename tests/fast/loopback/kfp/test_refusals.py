@@ -10,9 +10,8 @@ import pytest
 from evernear.kubeflow import GOLDEN
 from tests.loopback.kfp import contract
 from tests.loopback.kfp.api import FIELDS, Api
-from tests.loopback.kfp.errors import HTTP, ApiServerError
 from tests.loopback.kfp.listing import page
-from tests.loopback.kfp.state import State
+from tests.loopback.kfp.state import HTTP, ApiServerError, State
 
 COMPILED = (GOLDEN / "continuous_training.yaml").read_bytes()
 RED = '{"predicates": [{"operation": "EQUALS", "key": "color", "string_value": "red"}]}'

@@ -19,7 +19,7 @@ from evernear.cli.app import app
 from evernear.common.retry import retry
 from evernear.common.store import FileStore, open_store
 from evernear.deployment import kubernetes
-from evernear.deployment.kubernetes import KubernetesTarget, rollout
+from evernear.deployment.kubernetes import KubernetesTarget
 from evernear.deployment.kubernetes.cluster import Cluster
 from evernear.deployment.kubernetes.lease import LeaseLock
 from evernear.errors import (
@@ -80,8 +80,10 @@ class Answers:
 class Sandbox:
     """A cluster and the registry that it deploys from."""
 
-    def __init__(self, loopback: LoopbackCluster, settings: Settings) -> None:
-        self.loopback = loopback
+    def __init__(
+        self, loopback: LoopbackCluster, settings: Settings, releases: tuple[PackedRelease, ...], answers: list[Answers]
+    ) -> None:
+        self.loopback, self.releases, self.answers = loopback, releases, answers
         self.settings = settings
         self.registry = Registry(open_store(settings.store_uri))
         self.cluster = Cluster.of(settings.kubernetes.namespace)
@@ -140,24 +142,22 @@ def known(
 
 
 @pytest.fixture
-def answers(known: dict[str, dict[bytes, dict[str, Any]]]) -> list[Answers]:
-    return [Answers(version, queries) for version, queries in known.items()]
-
-
-@pytest.fixture
 def sandbox(
-    loopback: LoopbackCluster, make_settings: MakeSettings, answers: list[Answers], monkeypatch: pytest.MonkeyPatch
+    loopback: LoopbackCluster,
+    make_settings: MakeSettings,
+    releases: tuple[PackedRelease, ...],
+    known: dict[str, dict[bytes, dict[str, Any]]],
 ) -> Iterator[Sandbox]:
-    monkeypatch.setattr(rollout, "DIAGNOSIS_INTERVAL_S", 1)
+    answers = [Answers(version, queries) for version, queries in known.items()]
     with ExitStack() as stack:
         for item in answers:
             port = stack.enter_context(http_server(do_POST=lambda handler, item=item: item.answer(handler)))
             loopback.set_pod_behavior(Ready(serves={8080: ("127.0.0.1", port)}), labeled(RELEASE, item.version))
-        yield Sandbox(loopback, make_settings())
+        yield Sandbox(loopback, make_settings(), releases, answers)
 
 
-def test_deploy_roll_back_and_promote(sandbox: Sandbox, releases: tuple[PackedRelease, ...]) -> None:
-    first, second, _ = releases
+def test_deploy_roll_back_and_promote(sandbox: Sandbox) -> None:
+    first, second, _ = sandbox.releases
     deployed = sandbox.deploy(first)
     assert (deployed.version, deployed.previous, deployed.smoke_queries) == (first.version, None, 8)
     assert deployed.url == "http://evernear-serving.evernear.svc:8080/predictions/embedding"
@@ -187,8 +187,8 @@ def test_deploy_roll_back_and_promote(sandbox: Sandbox, releases: tuple[PackedRe
     assert sandbox.champion == second.version
 
 
-def test_settings_are_applied_to_the_live_release(sandbox: Sandbox, releases: tuple[PackedRelease, ...]) -> None:
-    first, second, _ = releases
+def test_settings_are_applied_to_the_live_release(sandbox: Sandbox) -> None:
+    first, second, _ = sandbox.releases
     sandbox.deploy(first)
     sandbox.deploy(second)
     image = IMAGE.replace("a" * 64, "c" * 64)
@@ -211,17 +211,15 @@ def test_settings_are_applied_to_the_live_release(sandbox: Sandbox, releases: tu
     assert deployment.roll_back(sandbox.settings).version == first.version, "a rollback passes over applied settings"
 
 
-def test_settings_that_fail_are_replaced_by_the_previous_ones(
-    sandbox: Sandbox, releases: tuple[PackedRelease, ...]
-) -> None:
-    sandbox.deploy(releases[0])
+def test_settings_that_fail_are_replaced_by_the_previous_ones(sandbox: Sandbox) -> None:
+    sandbox.deploy(sandbox.releases[0])
     image = IMAGE.replace("a" * 64, "b" * 64)
     sandbox.loopback.set_pod_behavior(
         ImageMissing(), lambda pod: pod["spec"]["containers"][0]["image"].endswith("b" * 64)
     )
     with pytest.raises(ClusterError, match=r"cannot be pulled.* was restored and is live\.$"):
         deployment.apply(sandbox.with_settings(image=image))
-    assert sandbox.live == ({releases[0].version}, {IMAGE})
+    assert sandbox.live == ({sandbox.releases[0].version}, {IMAGE})
     assert [move.how for move in sandbox.registry.history()] == ["deploy"]
 
 
@@ -229,10 +227,8 @@ def test_settings_that_fail_are_replaced_by_the_previous_ones(
     "fault",
     ["image", "wrong answer", *(pytest.param(item, marks=SLOW) for item in ("crash", "another release", "silence"))],
 )
-def test_failed_release_is_replaced_by_the_previous_one(
-    sandbox: Sandbox, releases: tuple[PackedRelease, ...], answers: list[Answers], fault: str
-) -> None:
-    first, second, _ = releases
+def test_failed_release_is_replaced_by_the_previous_one(sandbox: Sandbox, fault: str) -> None:
+    first, second, _ = sandbox.releases
     sandbox.deploy(first)
     sentence = {
         "crash": "container torchserve of pod",
@@ -251,9 +247,9 @@ def test_failed_release_is_replaced_by_the_previous_one(
                 ImageMissing(), lambda pod: pod["spec"]["containers"][0]["image"].endswith("b" * 64)
             )
         case "wrong answer":
-            answers[1].wrong = {"dist": 1.5}
+            sandbox.answers[1].wrong = {"dist": 1.5}
         case "another release":
-            answers[1].wrong = {"version": "x"}
+            sandbox.answers[1].wrong = {"version": "x"}
         case _:
             sandbox.loopback.set_pod_behavior(Ready(serves={8080: ("127.0.0.1", 1)}), labeled(RELEASE, second.version))
     with pytest.raises(EvernearError, match=sentence) as exc_info:
@@ -266,23 +262,21 @@ def test_failed_release_is_replaced_by_the_previous_one(
 
 
 @pytest.mark.parametrize("fault", [pytest.param("crash", marks=SLOW), "wrong answer"])
-def test_failed_first_release_leaves_no_objects(
-    sandbox: Sandbox, releases: tuple[PackedRelease, ...], answers: list[Answers], fault: str
-) -> None:
+def test_failed_first_release_leaves_no_objects(sandbox: Sandbox, fault: str) -> None:
     if fault == "crash":
         sandbox.loopback.set_pod_behavior(CrashLoop("no"))
     else:
-        answers[0].wrong = {"pred": "?"}
+        sandbox.answers[0].wrong = {"pred": "?"}
     with pytest.raises(EvernearError, match=r"No release was live before it, so its objects were removed\.$"):
-        sandbox.deploy(releases[0])
+        sandbox.deploy(sandbox.releases[0])
     assert sandbox.remaining() == []
     assert sandbox.champion is None
-    answers[0].wrong = {}
+    sandbox.answers[0].wrong = {}
 
 
 @SLOW
-def test_failed_restore_is_reported(sandbox: Sandbox, releases: tuple[PackedRelease, ...]) -> None:
-    first, second, _ = releases
+def test_failed_restore_is_reported(sandbox: Sandbox) -> None:
+    first, second, _ = sandbox.releases
     sandbox.deploy(first, image=IMAGE.replace("a" * 64, "c" * 64))
     sandbox.loopback.set_pod_behavior(CrashLoop("the node is broken"))
     with pytest.raises(ClusterError, match=r"was not restored: it does not come up: .*node is broken"):
@@ -290,8 +284,8 @@ def test_failed_restore_is_reported(sandbox: Sandbox, releases: tuple[PackedRele
     assert sandbox.champion == first.version
 
 
-def test_field_conflicts_are_reported_before_any_change(sandbox: Sandbox, releases: tuple[PackedRelease, ...]) -> None:
-    first, second, _ = releases
+def test_field_conflicts_are_reported_before_any_change(sandbox: Sandbox) -> None:
+    first, second, _ = sandbox.releases
     sandbox.deploy(first)
     patch = {"spec": {"template": {"spec": {"terminationGracePeriodSeconds": 7}}}}
     editor = Manager("kubectl-edit", "Update", "apps/v1")
@@ -311,12 +305,12 @@ def test_field_conflicts_are_reported_before_any_change(sandbox: Sandbox, releas
     assert sandbox.deploy(second).version == second.version
 
 
-def test_owner_adds_to_the_pods(sandbox: Sandbox, releases: tuple[PackedRelease, ...]) -> None:
+def test_owner_adds_to_the_pods(sandbox: Sandbox) -> None:
     tolerations = [{"key": "nvidia.com/gpu", "operator": "Exists"}]
     spec = {"tolerations": tolerations, "containers": [{"name": "torchserve", "image": "replaced"}]}
     metadata = {"name": NAME, "namespace": "evernear"}
     sandbox.loopback.create({"kind": "PodTemplate", "metadata": metadata, "template": {"spec": spec}})
-    sandbox.deploy(releases[0])
+    sandbox.deploy(sandbox.releases[0])
     deployed = sandbox.find("Deployment")
     assert deployed is not None
     pod = deployed["spec"]["template"]["spec"]
@@ -336,10 +330,8 @@ class Killed(BaseException):
         pytest.param("before it is saved", marks=SLOW),
     ],
 )
-def test_killed_deployment_can_be_repeated(
-    sandbox: Sandbox, releases: tuple[PackedRelease, ...], step: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    first, second, third = releases
+def test_killed_deployment_can_be_repeated(sandbox: Sandbox, step: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second, third = sandbox.releases
     sandbox.deploy(first)
 
     def kill(*_: object, **__: object) -> None:
@@ -367,10 +359,10 @@ def test_killed_deployment_can_be_repeated(
 
 @SLOW
 def test_failed_release_after_a_killed_deployment_is_replaced_by_the_champion(
-    sandbox: Sandbox, releases: tuple[PackedRelease, ...], make_release: MakeRelease, monkeypatch: pytest.MonkeyPatch
+    sandbox: Sandbox, make_release: MakeRelease, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The release of the killed deployment never passed its smoke test, so it is not restored."""
-    first, second, _ = releases
+    first, second, _ = sandbox.releases
     sandbox.deploy(first)
     rival = make_release(parent=first.version)
 
@@ -390,9 +382,7 @@ def test_failed_release_after_a_killed_deployment_is_replaced_by_the_champion(
     assert sandbox.live[0] == {first.version}
 
 
-def test_one_of_two_concurrent_deployments_fails(
-    sandbox: Sandbox, releases: tuple[PackedRelease, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_of_two_concurrent_deployments_fails(sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
     in_progress, proceed = threading.Event(), threading.Event()
     verify = kubernetes.verify
 
@@ -402,20 +392,20 @@ def test_one_of_two_concurrent_deployments_fails(
         return verify(*arguments)
 
     monkeypatch.setattr(kubernetes, "verify", verify_later)
-    first = threading.Thread(target=sandbox.deploy, args=(releases[0],))
+    first = threading.Thread(target=sandbox.deploy, args=(sandbox.releases[0],))
     first.start()
     assert in_progress.wait(60)
     with pytest.raises(BusyError, match="is in progress, by "):
-        sandbox.deploy(releases[0])
+        sandbox.deploy(sandbox.releases[0])
     proceed.set()
     first.join()
-    assert sandbox.champion == releases[0].version
+    assert sandbox.champion == sandbox.releases[0].version
 
 
 def test_champion_changed_during_a_deployment_stays_live(
-    sandbox: Sandbox, releases: tuple[PackedRelease, ...], make_release: MakeRelease, monkeypatch: pytest.MonkeyPatch
+    sandbox: Sandbox, make_release: MakeRelease, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first, second, _ = releases
+    first, second, _ = sandbox.releases
     sandbox.deploy(first)
     rival = make_release(parent=first.version)
     verify = kubernetes.verify
@@ -460,9 +450,9 @@ def fail_to_record(
 
 @pytest.mark.parametrize("executed", [False, True], ids=["not carried out", "carried out"])
 def test_release_that_passed_its_smoke_test_stays_live_if_the_store_is_unreachable(
-    sandbox: Sandbox, releases: tuple[PackedRelease, ...], monkeypatch: pytest.MonkeyPatch, executed: bool
+    sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch, executed: bool
 ) -> None:
-    first, second, _ = releases
+    first, second, _ = sandbox.releases
     sandbox.deploy(first)
     with monkeypatch.context() as patched:
         fail_to_record(TransientStoreError("http://s3 cannot be reached."), patched, executed=executed)
@@ -483,10 +473,8 @@ def test_release_that_passed_its_smoke_test_stays_live_if_the_store_is_unreachab
     assert deployment.roll_back(sandbox.settings).version == first.version
 
 
-def test_rollback_waits_for_the_store(
-    sandbox: Sandbox, releases: tuple[PackedRelease, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    first, second, _ = releases
+def test_rollback_waits_for_the_store(sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second, _ = sandbox.releases
     sandbox.deploy(first)
     sandbox.deploy(second)
     with monkeypatch.context() as patched:
@@ -501,9 +489,9 @@ def test_rollback_waits_for_the_store(
 
 
 def test_previous_release_is_restored_if_the_store_denies_access(
-    sandbox: Sandbox, releases: tuple[PackedRelease, ...], monkeypatch: pytest.MonkeyPatch
+    sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first, second, _ = releases
+    first, second, _ = sandbox.releases
     sandbox.deploy(first)
     fail_to_record(StoreError("s3:PutObject is not permitted."), monkeypatch)
     with pytest.raises(StoreError, match=rf"is not permitted\. Release {first.version} was restored and is live"):
@@ -513,10 +501,8 @@ def test_previous_release_is_restored_if_the_store_denies_access(
 
 
 @SLOW
-def test_lost_lease_stops_the_deployment(
-    sandbox: Sandbox, releases: tuple[PackedRelease, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    sandbox.deploy(releases[0])
+def test_lost_lease_stops_the_deployment(sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
+    sandbox.deploy(sandbox.releases[0])
     verify = kubernetes.verify
 
     def take_lease() -> None:
@@ -531,23 +517,20 @@ def test_lost_lease_stops_the_deployment(
 
     monkeypatch.setattr(kubernetes, "verify", verify_and_lose)
     with pytest.raises(BusyError, match=r"lost the Lease evernear-serving .*The previous release was not restored"):
-        sandbox.deploy(releases[1])
-    assert sandbox.champion == releases[0].version
+        sandbox.deploy(sandbox.releases[1])
+    assert sandbox.champion == sandbox.releases[0].version
 
 
 def test_rejected_deployment_changes_nothing(
-    sandbox: Sandbox,
-    releases: tuple[PackedRelease, ...],
-    make_release: MakeRelease,
-    monkeypatch: pytest.MonkeyPatch,
+    sandbox: Sandbox, make_release: MakeRelease, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     held_back = make_release(promote=False)
     with pytest.raises(IntegrityError, match=r"The verdict on release \S+ is hold"):
         sandbox.deploy(held_back)
     with pytest.raises(SettingsError, match="needs the serving image by its digest"):
-        sandbox.deploy(releases[0], image="")
+        sandbox.deploy(sandbox.releases[0], image="")
     with pytest.raises(SettingsError, match="The API server does not forward a token"):
-        sandbox.deploy(releases[0], token_secret="token")
+        sandbox.deploy(sandbox.releases[0], token_secret="token")
     with pytest.raises(StoreError, match="No release has been promoted"):
         deployment.apply(sandbox.settings)
     assert {
@@ -559,13 +542,13 @@ def test_rejected_deployment_changes_nothing(
     assert sandbox.remaining() == []
     monkeypatch.setenv("KUBECONFIG", str(sandbox.loopback.kubeconfig("evernear/stranger", namespace="evernear")))
     with pytest.raises(ClusterError, match=r'cannot get resource "leases".*docs/kubernetes\.md has the Role'):
-        sandbox.deploy(releases[0])
+        sandbox.deploy(sandbox.releases[0])
 
 
 def test_status_and_render_show_the_live_release_and_the_manifests_even_without_a_cluster(
-    sandbox: Sandbox, releases: tuple[PackedRelease, ...], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    sandbox.deploy(releases[0])
+    sandbox.deploy(sandbox.releases[0])
     flags = [
         f"--set={key}={value}"
         for key, value in {
@@ -577,10 +560,10 @@ def test_status_and_render_show_the_live_release_and_the_manifests_even_without_
         }.items()
     ]
     status = CliRunner().invoke(app, ["status", *flags])
-    assert ["release", releases[0].version] in [line.split() for line in status.output.splitlines()]
+    assert ["release", sandbox.releases[0].version] in [line.split() for line in status.output.splitlines()]
     rendered = CliRunner().invoke(app, ["deployment", "render", *flags])
     assert rendered.output.count("\nkind: ") == 7, rendered.output
-    assert f"evernear.dev/release: {releases[0].version}" in rendered.output
+    assert f"evernear.dev/release: {sandbox.releases[0].version}" in rendered.output
     assert "&id" not in rendered.output
     with LeaseLock(sandbox.cluster, NAME, 5):
         busy = CliRunner().invoke(app, ["registry", "rollback", *flags])
