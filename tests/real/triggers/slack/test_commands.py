@@ -75,9 +75,7 @@ def test_schedule_is_paused_and_resumed_by_name(bot: Bot, slack: SlackServer) ->
     assert {line["what"] for line in bot.audit()} == {"schedule_stop", "schedule_start"}
 
 
-def test_new_command_is_one_decorated_function(
-    bot: Bot, runs: MemoryRuns, slack: SlackServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_new_command_is_one_decorated_function(bot: Bot, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(commands, "COMMANDS", dict(commands.COMMANDS))
     monkeypatch.setattr(app, "COMMANDS", commands.COMMANDS)
 
@@ -92,5 +90,5 @@ def test_new_command_is_one_decorated_function(
     assert "*Time to index the gallery?* Requested by <@U0ADA>" in prompt.text
     bot.click(ADA, prompt, "Start")
     bot.poll()
-    (run,) = runs.started.values()
+    (run,) = bot.runs.started.values()
     assert (run.pipeline, run.parameters["settings"]) == ("reindex", {"index": {"k": 9}})

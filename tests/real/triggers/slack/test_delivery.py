@@ -128,13 +128,11 @@ def test_crash_before_the_prompt_is_recorded_leaves_two_prompts_for_one_run(
     assert len(runs.started) == 1
 
 
-def test_double_click_is_not_reported_as_refused(
-    bot: Bot, slack: SlackServer, runs: MemoryRuns, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_double_click_is_not_reported_as_refused(bot: Bot, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two handlers both read the prompt as pending:
     the one whose write loses must not report that nothing happened."""
     prompt = bot.prompt()
-    click = slack.button(prompt, "Start training").by(ADA)
+    click = bot.slack.button(prompt, "Start training").by(ADA)
     find, preempted = RequestStore.find, threading.Event()
 
     def find_then_deliver(requests: RequestStore, request_id: str) -> Request | None:
@@ -148,8 +146,8 @@ def test_double_click_is_not_reported_as_refused(
     bot.deliver(click)
     monkeypatch.undo()
     bot.poll()
-    assert slack.ephemeral == []
-    assert len(runs.started) == 1
+    assert bot.slack.ephemeral == []
+    assert len(bot.runs.started) == 1
 
 
 def test_second_person_is_told_who_answered_first(bot: Bot, slack: SlackServer, runs: MemoryRuns) -> None:
@@ -187,25 +185,23 @@ def test_restart_continues_prompt_answer_and_run(bot: Bot, slack: SlackServer, r
     assert [posted.thread for posted in slack.messages] == [None, prompt.ts, prompt.ts]
 
 
-def test_crash_after_the_start_does_not_start_a_second_run(
-    bot: Bot, slack: SlackServer, runs: MemoryRuns, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_crash_after_the_start_does_not_start_a_second_run(bot: Bot, monkeypatch: pytest.MonkeyPatch) -> None:
     prompt = bot.prompt()
     bot.click(ADA, prompt, "Start training")
-    start = runs.start
+    start = bot.runs.start
 
     def start_and_die(*arguments: Any) -> Run:
         start(*arguments)
         bot.store.is_down = True  # as if the process had died right after the start
-        return next(iter(runs.started.values()))
+        return next(iter(bot.runs.started.values()))
 
-    monkeypatch.setattr(runs, "start", start_and_die)
+    monkeypatch.setattr(bot.runs, "start", start_and_die)
     bot.poll()
     monkeypatch.undo()
     bot.store.is_down = False
     bot.restart()
     bot.poll()
-    assert len(runs.started) == 1
+    assert len(bot.runs.started) == 1
     assert "*Pending*" in prompt.text
 
 
@@ -332,9 +328,7 @@ def test_unreadable_request_is_logged_once_and_does_not_affect_others(
     assert "Open prompts" in bot.query(ADA, "/evernear status").text
 
 
-def test_old_requests_are_removed_and_open_ones_stay(
-    bot: Bot, slack: SlackServer, runs: MemoryRuns, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_old_requests_are_removed_and_open_ones_stay(bot: Bot, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prompts, "PROMPT_TIMEOUT", timedelta(days=1000))
     first, second = bot.prompt(), bot.prompt()
     bot.click(ADA, first, "Not now")
@@ -343,4 +337,4 @@ def test_old_requests_are_removed_and_open_ones_stay(
     assert len(list(bot.store.list("triggers/requests/"))) == 1
     bot.click(ADA, second, "Start training")
     bot.poll()
-    assert len(runs.started) == 1
+    assert len(bot.runs.started) == 1

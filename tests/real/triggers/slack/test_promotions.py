@@ -56,9 +56,7 @@ def end_run(
     return run
 
 
-def test_promotion_of_a_held_release_records_the_person(
-    bot: Bot, slack: SlackServer, registry: Registry, end_run: EndRun
-) -> None:
+def test_promotion_of_a_held_release_records_the_person(bot: Bot, registry: Registry, end_run: EndRun) -> None:
     end_run(True)
     earlier = end_run(True)
     serving = registry.champion()
@@ -66,7 +64,7 @@ def test_promotion_of_a_held_release_records_the_person(
     message = end_run(False)
     assert f"{serving.version}* is still live" in message.text
     assert message.buttons == ["Promote anyway", "Open in Kubeflow"]
-    click = slack.button(message, "Promote anyway")
+    click = bot.slack.button(message, "Promote anyway")
     assert "Your name is recorded" in click.button["confirm"]["text"]["text"]
 
     bot.deliver(click.by(BOB))
@@ -80,14 +78,14 @@ def test_promotion_of_a_held_release_records_the_person(
     assert champion.version == json.loads(click.button["value"])["release"]
     assert (champion.promotion.how, champion.promotion.by) == ("force", "ada (U0ADA in Slack)")
     assert champion.promotion.number == 3
-    assert slack.messages[-1].thread == message.thread == slack.messages[-2].thread
-    assert f"*{champion.version}* is live" in slack.messages[-1].text
+    assert bot.slack.messages[-1].thread == message.thread == bot.slack.messages[-2].thread
+    assert f"*{champion.version}* is live" in bot.slack.messages[-1].text
 
     # The button of the earlier run is for a former champion.
     bot.click(ADA, earlier, "Roll back")
     bot.poll()
     assert registry.champion() == champion
-    assert "The champion has changed since" in slack.messages[-1].text
+    assert "The champion has changed since" in bot.slack.messages[-1].text
     audited = {(line["what"], line["result"], line["release"]) for line in bot.audit() if line["what"] != "start"}
     assert audited == {
         ("release.promote", "refused", ""),
@@ -142,9 +140,7 @@ def test_crash_after_a_rollback_is_reported_by_the_next_process(
     assert [line["result"] for line in bot.audit() if line["what"] == "roll_back"] == ["done"]
 
 
-def test_rollback_command_prompts_before_it_rolls_back(
-    bot: Bot, slack: SlackServer, registry: Registry, end_run: EndRun
-) -> None:
+def test_rollback_command_prompts_before_it_rolls_back(bot: Bot, registry: Registry, end_run: EndRun) -> None:
     end_run(True)
     end_run(True)
     question = bot.query(ADA, "/evernear rollback")
@@ -154,24 +150,24 @@ def test_rollback_command_prompts_before_it_rolls_back(
     champion = registry.champion()
     assert champion is not None
     assert champion.promotion.how == "rollback"
-    assert (slack.messages[-1].channel, slack.messages[-1].thread) == (question.channel, None)
+    assert (bot.slack.messages[-1].channel, bot.slack.messages[-1].thread) == (question.channel, None)
 
 
-def test_failed_promotion_is_reported_and_can_be_repeated(
-    bot: Bot, slack: SlackServer, registry: Registry, end_run: EndRun
-) -> None:
+def test_failed_promotion_is_reported_and_can_be_repeated(bot: Bot, registry: Registry, end_run: EndRun) -> None:
     end_run(True)
     message = end_run(False)
-    archive = registry.get(json.loads(slack.button(message, "Promote anyway").button["value"])["release"]).archive_key
+    archive = registry.get(
+        json.loads(bot.slack.button(message, "Promote anyway").button["value"])["release"]
+    ).archive_key
     content = bot.store.get(archive)
     bot.store.delete(archive)
     bot.click(ADA, message, "Promote anyway")
     bot.poll()
-    assert "*Not promoted.*" in slack.messages[-1].text
+    assert "*Not promoted.*" in bot.slack.messages[-1].text
     bot.store.put(archive, content)
     bot.click(ADA, message, "Promote anyway")
     bot.poll()
-    assert "is live" in slack.messages[-1].text
+    assert "is live" in bot.slack.messages[-1].text
 
 
 def test_buttons_without_permissions_are_hidden(bot: Bot, end_run: EndRun) -> None:

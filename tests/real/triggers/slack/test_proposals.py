@@ -69,14 +69,12 @@ def test_prompt_of_a_proposal_that_has_grown_shows_its_new_reasons_once(bot: Bot
     assert prompt.buttons == ["Train", "Not now"]
 
 
-def test_accepted_proposal_trains_on_the_source_that_the_watcher_saw(
-    bot: Bot, slack: SlackServer, runs: MemoryRuns
-) -> None:
+def test_accepted_proposal_trains_on_the_source_that_the_watcher_saw(bot: Bot) -> None:
     make_request(bot, parameters={"source": "s3://champion/images"})
     bot.poll()
-    bot.click(ADA, slack.messages[-1], "Train")
+    bot.click(ADA, bot.slack.messages[-1], "Train")
     bot.poll()
-    (run,) = runs.started.values()
+    (run,) = bot.runs.started.values()
     assert run.parameters["source"] == "s3://champion/images"
 
 
@@ -130,12 +128,10 @@ def test_declined_proposal_closes_its_prompt(bot: Bot, slack: SlackServer, runs:
     assert [(line["what"], line["request"]) for line in bot.audit()] == [("decline", ID)]
 
 
-def test_person_who_declines_during_anothers_acceptance_is_told(
-    bot: Bot, slack: SlackServer, runs: MemoryRuns, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_person_who_declines_during_anothers_acceptance_is_told(bot: Bot, monkeypatch: pytest.MonkeyPatch) -> None:
     bot.restart(start=(ADA.id, BOB.id))
-    prompt = prompted(bot, slack)
-    accept, decline = slack.button(prompt, "Train").by(BOB), slack.button(prompt, "Not now").by(ADA)
+    prompt = prompted(bot, bot.slack)
+    accept, decline = bot.slack.button(prompt, "Train").by(BOB), bot.slack.button(prompt, "Not now").by(ADA)
     find, preempted = RequestStore.find, threading.Event()
 
     def find_then_deliver(requests: RequestStore, request_id: str) -> Request | None:
@@ -148,24 +144,22 @@ def test_person_who_declines_during_anothers_acceptance_is_told(
     monkeypatch.setattr(RequestStore, "find", find_then_deliver)
     bot.deliver(decline)
     monkeypatch.undo()
-    assert "bob (U0BOB in Slack) has already accepted this." in slack.ephemeral[-1].text
+    assert "bob (U0BOB in Slack) has already accepted this." in bot.slack.ephemeral[-1].text
     bot.poll()
-    assert len(runs.started) == 1
+    assert len(bot.runs.started) == 1
     assert [line["what"] for line in bot.audit()] == ["start"]
 
 
 @pytest.mark.parametrize("by_watcher", [True, False])
-def test_expired_proposal_closes_its_prompt_and_refuses_clicks(
-    bot: Bot, slack: SlackServer, runs: MemoryRuns, by_watcher: bool
-) -> None:
-    prompt = prompted(bot, slack)
-    click = slack.button(prompt, "Train").by(ADA)
+def test_expired_proposal_closes_its_prompt_and_refuses_clicks(bot: Bot, by_watcher: bool) -> None:
+    prompt = prompted(bot, bot.slack)
+    click = bot.slack.button(prompt, "Train").by(ADA)
     if by_watcher:
         bot.requests.change(stored(bot), state="expired")
     else:
         bot.clock.move(6 * 3600)
     bot.deliver(click)
-    assert "This prompt has expired" in slack.ephemeral[-1].text
+    assert "This prompt has expired" in bot.slack.ephemeral[-1].text
     bot.poll()
     bot.poll()
     assert "*Expired:*" in prompt.text
@@ -173,7 +167,7 @@ def test_expired_proposal_closes_its_prompt_and_refuses_clicks(
     bot.restart()
     bot.poll(60)
     assert len(prompt.versions) == versions
-    assert runs.started == {}
+    assert bot.runs.started == {}
 
 
 def test_run_started_by_the_watcher_is_reported_in_the_channel(bot: Bot, slack: SlackServer, runs: MemoryRuns) -> None:

@@ -35,13 +35,11 @@ HELD = Verdict.of(
 )
 
 
-def test_prompt_shows_settings_data_last_duration_and_active_runs(
-    bot: Bot, slack: SlackServer, runs: MemoryRuns
-) -> None:
-    runs.start("continuous-training", {}, "earlier")
+def test_prompt_shows_settings_data_last_duration_and_active_runs(bot: Bot) -> None:
+    bot.runs.start("continuous-training", {}, "earlier")
     bot.clock.move(3600)
-    runs.set(State.SUCCEEDED, ended=bot.clock())
-    runs.start("continuous-training", {}, "now")
+    bot.runs.set(State.SUCCEEDED, ended=bot.clock())
+    bot.runs.start("continuous-training", {}, "now")
 
     prompt = bot.prompt("/retrain train.epochs=3 preset=best")
 
@@ -53,14 +51,12 @@ def test_prompt_shows_settings_data_last_duration_and_active_runs(
     assert "took 1 h 0 min" in prompt.text
     assert "Already active: <https://kubeflow.example/#/runs/details/2|continuous-training 2>" in prompt.text
     assert prompt.buttons == ["Start training", "Not now"]
-    assert len(runs.started) == 2
+    assert len(bot.runs.started) == 2
 
 
-def test_run_is_followed_in_one_message_and_ends_with_the_verdict(
-    bot: Bot, slack: SlackServer, runs: MemoryRuns
-) -> None:
+def test_run_is_followed_in_one_message_and_ends_with_the_verdict(bot: Bot) -> None:
     prompt = bot.start("/retrain train.epochs=3")
-    (run,) = runs.started.values()
+    (run,) = bot.runs.started.values()
     assert run.parameters == {
         "store": bot.settings.store_uri,
         "settings": {"train": {"epochs": 3}},
@@ -68,11 +64,11 @@ def test_run_is_followed_in_one_message_and_ends_with_the_verdict(
     }
     assert prompt.buttons == ["Open in Kubeflow", "Stop"]
 
-    runs.set(State.RUNNING, ingest=State.RUNNING)
+    bot.runs.set(State.RUNNING, ingest=State.RUNNING)
     bot.poll(5)
-    runs.set(State.RUNNING, ingest=State.SUCCEEDED, train=State.RUNNING)
+    bot.runs.set(State.RUNNING, ingest=State.SUCCEEDED, train=State.RUNNING)
     bot.poll(60)
-    (progress,) = [posted for posted in slack.messages if posted.thread == prompt.ts]
+    (progress,) = [posted for posted in bot.slack.messages if posted.thread == prompt.ts]
     assert progress.text.splitlines() == [":white_check_mark: ingest", ":hourglass_flowing_sand: train"]
     assert "*Running*: train" in prompt.text
 
@@ -80,10 +76,10 @@ def test_run_is_followed_in_one_message_and_ends_with_the_verdict(
     record.save(verdict=HELD.model_dump(mode="json"), metrics={"accuracy": 0.97})
     record.put(CONFUSION_MATRIX, PNG)
     finalize(record, "continuous-training", "SUCCEEDED", "")
-    runs.set(State.SUCCEEDED, ended=bot.clock(), ingest=State.SUCCEEDED, train=State.SUCCEEDED)
+    bot.runs.set(State.SUCCEEDED, ended=bot.clock(), ingest=State.SUCCEEDED, train=State.SUCCEEDED)
     bot.poll(5)
 
-    verdict = slack.messages[-1]
+    verdict = bot.slack.messages[-1]
     assert verdict.thread == prompt.ts
     assert verdict.text.startswith(":no_entry: Held")
     assert "No release is live yet." in verdict.text
@@ -93,13 +89,13 @@ def test_run_is_followed_in_one_message_and_ends_with_the_verdict(
     assert f"evernear report {run.id}" in verdict.text
     assert "*Held* after" in prompt.text
     assert prompt.buttons == ["Open in Kubeflow"]
-    (picture,) = slack.uploads
+    (picture,) = bot.slack.uploads
     assert (picture["data"], picture["channel"], picture["thread"]) == (PNG, CHANNEL, prompt.ts)
     assert picture["alt_txt"]
 
-    calls = list(slack.calls)
+    calls = list(bot.slack.calls)
     bot.poll(3600)
-    assert slack.calls == calls, "a run that has ended is not updated again"
+    assert bot.slack.calls == calls, "a run that has ended is not updated again"
 
 
 def test_settings_of_the_bot_replace_the_defaults_of_the_pipeline(
@@ -121,36 +117,32 @@ def test_settings_of_the_bot_replace_the_defaults_of_the_pipeline(
     assert "target" not in run.parameters, "this pipeline has no such parameter"
 
 
-def test_message_is_edited_only_after_changes_and_within_the_rate_limit(
-    bot: Bot, slack: SlackServer, runs: MemoryRuns
-) -> None:
+def test_message_is_edited_only_after_changes_and_within_the_rate_limit(bot: Bot) -> None:
     bot.click(ADA, bot.prompt(), "Start training")
-    runs.set(State.RUNNING, step0=State.RUNNING) if runs.started else bot.poll()
-    edits = slack.calls.count("chat.update")
+    bot.runs.set(State.RUNNING, step0=State.RUNNING) if bot.runs.started else bot.poll()
+    edits = bot.slack.calls.count("chat.update")
     for number in range(60):  # five minutes with a new step at every poll
-        runs.set(State.RUNNING, **{f"step{number}": State.RUNNING})
+        bot.runs.set(State.RUNNING, **{f"step{number}": State.RUNNING})
         bot.poll(5)
     every_s = UPDATE_INTERVAL.total_seconds()
-    assert slack.calls.count("chat.update") - edits <= 2 * (300 / every_s + 1)
+    assert bot.slack.calls.count("chat.update") - edits <= 2 * (300 / every_s + 1)
     for _ in range(60):
         bot.poll(5)
-    assert slack.calls.count("chat.update") - edits <= 2 * (300 / every_s + 1) + 2, "nothing changed since"
-    assert slack.calls.count("chat.postMessage") == 2
+    assert bot.slack.calls.count("chat.update") - edits <= 2 * (300 / every_s + 1) + 2, "nothing changed since"
+    assert bot.slack.calls.count("chat.postMessage") == 2
 
 
 @pytest.mark.parametrize(
     ("state", "word"), [(State.FAILED, ":x: *Failed*"), (State.CANCELED, ":octagonal_sign: *Stopped*")]
 )
-def test_failed_and_canceled_runs_are_reported(
-    bot: Bot, slack: SlackServer, runs: MemoryRuns, state: State, word: str
-) -> None:
+def test_failed_and_canceled_runs_are_reported(bot: Bot, state: State, word: str) -> None:
     prompt = bot.start()
-    run = runs.set(state, ended=bot.clock(), ingest=State.SUCCEEDED, train=state)
+    run = bot.runs.set(state, ended=bot.clock(), ingest=State.SUCCEEDED, train=state)
     bot.poll(30)
     assert word in prompt.text
-    assert slack.messages[-1].thread == prompt.ts
-    assert ("train: failed" in slack.messages[-1].text) is (state is State.FAILED)
-    assert run.id in slack.messages[-1].text
+    assert bot.slack.messages[-1].thread == prompt.ts
+    assert ("train: failed" in bot.slack.messages[-1].text) is (state is State.FAILED)
+    assert run.id in bot.slack.messages[-1].text
 
 
 def test_run_without_an_outcome_is_not_called_promoted(bot: Bot, slack: SlackServer, runs: MemoryRuns) -> None:
@@ -194,9 +186,7 @@ def test_prompt_expires(bot: Bot, slack: SlackServer, runs: MemoryRuns) -> None:
     assert runs.started == {}
 
 
-def test_prompt_whose_expiry_cannot_be_stored_stays_unchanged(
-    bot: Bot, slack: SlackServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_prompt_whose_expiry_cannot_be_stored_stays_unchanged(bot: Bot, monkeypatch: pytest.MonkeyPatch) -> None:
     prompt = bot.prompt()
 
     def refuse(*_: object, **__: object) -> None:
@@ -209,7 +199,7 @@ def test_prompt_whose_expiry_cannot_be_stored_stays_unchanged(
     bot.poll(600)
     bot.poll()
     assert "Nobody answered" in prompt.text
-    assert slack.ephemeral == []
+    assert bot.slack.ephemeral == []
 
 
 def test_delayed_prompt_shows_its_expiry(bot: Bot, slack: SlackServer, runs: MemoryRuns) -> None:
@@ -239,17 +229,15 @@ def test_delayed_prompt_shows_its_expiry(bot: Bot, slack: SlackServer, runs: Mem
         ("x" * 3000, "more than 2000 characters"),
     ],
 )
-def test_invalid_parameters_are_refused(
-    bot: Bot, slack: SlackServer, runs: MemoryRuns, text: str, sentence: str
-) -> None:
+def test_invalid_parameters_are_refused(bot: Bot, text: str, sentence: str) -> None:
     bot.command(ADA, f"/retrain {text}")
     bot.poll()
-    assert slack.messages == []
-    (posted,) = slack.ephemeral
+    assert bot.slack.messages == []
+    (posted,) = bot.slack.ephemeral
     assert posted.visible_to == ADA.id
     assert sentence in posted.text
     bot.poll(600)
-    assert len(slack.ephemeral) == 1
+    assert len(bot.slack.ephemeral) == 1
 
 
 def test_curly_quotes_are_quotes(bot: Bot) -> None:

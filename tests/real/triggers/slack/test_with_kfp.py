@@ -68,9 +68,7 @@ def test_concurrent_clicks_and_a_lost_response_start_one_run(bot: Bot, slack: Sl
     assert kfp.runs[0].id in prompt.text
 
 
-def test_rollback_in_a_cluster_is_a_pipeline_run(
-    bot: Bot, slack: SlackServer, kfp: KfpServer, make_release: MakeRelease
-) -> None:
+def test_rollback_in_a_cluster_is_a_pipeline_run(bot: Bot, kfp: KfpServer, make_release: MakeRelease) -> None:
     """The bot has no rights in the cluster; the steps of the pipeline have."""
     kfp.publish(GOLDEN.with_name("rollback.yaml"), version="c0ffee1")
     bot.settings = bot.settings.model_copy(update={"target": "kubernetes"})
@@ -83,7 +81,7 @@ def test_rollback_in_a_cluster_is_a_pipeline_run(
     assert champion is not None
 
     question = bot.query(ADA, "/evernear rollback")
-    click = slack.button(question, "Roll back").by(ADA)
+    click = bot.slack.button(question, "Roll back").by(ADA)
     bot.deliver(click)
     bot.poll()
     run = kfp.wait_for_run()
@@ -94,7 +92,7 @@ def test_rollback_in_a_cluster_is_a_pipeline_run(
     run.task("rollback", "FAILED", error="The rollout did not complete.")
     run.end("FAILED")
     bot.poll(20)
-    assert "The rollout did not complete." in slack.messages[-1].text
+    assert "The rollout did not complete." in bot.slack.messages[-1].text
 
     bot.deliver(click)  # a copy of the click
     bot.poll()
@@ -109,10 +107,10 @@ def test_rollback_in_a_cluster_is_a_pipeline_run(
     kfp.runs[1].begin()
     kfp.runs[1].end("SUCCEEDED")
     bot.poll(20)
-    assert f"Rolled back: {restored.version}" in slack.messages[-1].text
+    assert f"Rolled back: {restored.version}" in bot.slack.messages[-1].text
     assert {line["what"] for line in bot.audit()} == {"roll_back"}
 
-    stale = slack.button(question, "Roll back").by(ADA)
+    stale = bot.slack.button(question, "Roll back").by(ADA)
     bot.deliver(stale)
     bot.poll()
     assert len(kfp.runs) == 2
