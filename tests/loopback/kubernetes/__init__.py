@@ -1,20 +1,9 @@
 """A Kubernetes API server on loopback, for tests with the real ``kubernetes`` client.
 
 The server stores objects, validates them against the published schemas (like
-``fieldValidation=Strict``), tracks ``managedFields`` and reports apply conflicts,
-streams watches, rolls out Deployments and enforces RBAC. It implements a subset of a
-real API server and adds nothing to it.
-
-::
-
-    from tests.loopback.kubernetes import CrashLoop, Ready, LoopbackCluster, labeled, too_many_requests
-
-    with LoopbackCluster(tmp_path) as cluster:
-        client = kubernetes.config.new_client_from_config(str(cluster.kubeconfig()))
-        # or with the Roles of a service account only: cluster.kubeconfig("evernear/deployer", namespace="evernear")
-        cluster.set_pod_behavior(Ready(serves={8080: ("127.0.0.1", port)}), labeled("app.kubernetes.io/version", "1"))
-        cluster.set_pod_behavior(CrashLoop(log="no such file"), labeled("app.kubernetes.io/version", "2"))
-        cluster.fail(too_many_requests(retry_after_s=0), lambda call: call.verb == "patch", times=2)
+``fieldValidation=Strict``), tracks who owns their fields, reports apply conflicts, streams watches,
+rolls out Deployments and enforces RBAC. It implements a subset of a real API server and adds
+nothing to it.
 
 Pod behaviors: Ready, NotReady, CrashLoop (also of an init container), ImageMissing,
 Unschedulable, Stuck. As on a real node, a pod also waits for the ConfigMaps, Secrets
@@ -34,7 +23,7 @@ Less obvious behavior of real servers that it reproduces:
 - A Deployment's ``metadata.generation`` also changes with its annotations.
 - Writes that change nothing leave resourceVersion unchanged. Replacing a ``Lease`` requires one.
 - A watch from an expired resourceVersion returns 200 and then one ``ERROR`` event with a 410.
-"""  # noqa: W505
+"""
 
 from tests.loopback.kubernetes.calls import Call
 from tests.loopback.kubernetes.cluster import (
