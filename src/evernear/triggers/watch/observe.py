@@ -143,6 +143,9 @@ class Observer:
     cache: Path
     _baselines: dict[str, DriftBaseline] = field(default_factory=dict[str, DriftBaseline])
 
+    def __post_init__(self) -> None:
+        self._registry = Registry(self.store)
+
     def observe(self, now: datetime) -> Observation:
         """Compare the source and the live queries with the champion.
 
@@ -152,14 +155,15 @@ class Observer:
         Raises:
             StoreError, IntegrityError: the champion cannot be read.
         """
-        registry = Registry(self.store)
-        pointer = registry.champion()
-        champion = registry.get(pointer.version).manifest if pointer else None
+        pointer = self._registry.champion()
+        champion = self._registry.get(pointer.version).manifest if pointer else None
         faults: list[str] = []
+        drift = live = None
         data = attempt(lambda: self._watched(champion), faults)
-        changes = attempt(lambda: self._changes(registry, champion, data), faults) if data else None
-        drift = attempt(lambda: self._drift(registry, champion, now, faults), faults) if champion else None
-        live = attempt(lambda: self._live_accuracy(champion, now, faults), faults) if champion else None
+        changes = attempt(lambda: self._changes(champion, data), faults) if data else None
+        if champion:
+            drift = attempt(lambda: self._drift(champion, now, faults), faults)
+            live = attempt(lambda: self._live_accuracy(champion, now, faults), faults)
         return Observation(
             champion=pointer.version if pointer else None,
             source=data.source if data else "",
@@ -178,12 +182,12 @@ class Observer:
             return data
         return data.model_copy(update={"source": self._snapshot(champion).source})
 
-    def _changes(self, registry: Registry, champion: ReleaseManifest | None, data: DataSettings) -> SourceChanges:
+    def _changes(self, champion: ReleaseManifest | None, data: DataSettings) -> SourceChanges:
         if champion is None:
             (every,) = diff_source(data, [None], minimum=self._minimum(()))
             return SourceChanges(every, every, 0, every.labels)
         indexed = self._snapshot(champion)
-        trained = self._snapshot(_first_with_network(registry, champion))
+        trained = self._snapshot(self._first_with_network(champion))
         newest = Snapshots(self.store, indexed.name).head() or indexed
         *ledgers, latest = [fetch_ledger(self.store, each, self.cache) for each in (indexed, trained, newest)]
         for path in set(self.cache.glob("*.sqlite")) - {*ledgers, latest}:
@@ -196,6 +200,17 @@ class Observer:
         known = set(map(class_name, champion.labels))
         new_classes = {label: count for label, count in gallery.labels.items() if label not in known}
         return SourceChanges(gallery, train, trained.count("train"), new_classes)
+
+    def _first_with_network(self, champion: ReleaseManifest) -> ReleaseManifest:
+        """The champion's oldest ancestor with the same network. The network was trained on the
+        snapshot of this ancestor."""
+        release = champion
+        while release.parent is not None:
+            parent = self._registry.get(release.parent, include_pruned=True).manifest
+            if parent.network_sha256 != champion.network_sha256:
+                break
+            release = parent
+        return release
 
     def _minimum(self, champion_labels: Sequence[str]) -> ClassMinimum:
         return ClassMinimum(self.settings.validation.min_class_images, [*map(class_name, champion_labels)])
@@ -210,8 +225,8 @@ class Observer:
             )
         return manifest
 
-    def _drift(self, registry: Registry, champion: ReleaseManifest, now: datetime, faults: list[str]) -> Drift:
-        reference = reference_queries(self._baseline(registry, champion.version))
+    def _drift(self, champion: ReleaseManifest, now: datetime, faults: list[str]) -> Drift:
+        reference = reference_queries(self._baseline(champion.version))
         window_s, retention_s = DRIFT_WINDOW_S, self.settings.watch.query_retention_s
         live, damaged = self._queries(champion, now, window_s)
         independent, gap_s = independent_queries(live)
@@ -238,27 +253,14 @@ class Observer:
         faults += labels.damaged.values()
         return assess(labels.queries, expected_accuracy(champion.metrics), now)
 
-    def _baseline(self, registry: Registry, version: str) -> DriftBaseline:
-        """The drift baseline of a release."""
+    def _baseline(self, version: str) -> DriftBaseline:
         if version not in self._baselines:
             with tempfile.TemporaryDirectory(prefix="evernear-champion-") as temporary:
                 archive = Path(temporary) / ARCHIVE_FILE
-                registry.fetch(version, archive)
+                self._registry.fetch(version, archive)
                 data = read_part(archive, DRIFT_BASELINE_FILE) or b""
             self._baselines = {version: DriftBaseline.parse(data, f"{DRIFT_BASELINE_FILE} of release {version}")}
         return self._baselines[version]
-
-
-def _first_with_network(registry: Registry, champion: ReleaseManifest) -> ReleaseManifest:
-    """The champion's oldest ancestor with the same network. The network was trained on the snapshot
-    of this ancestor."""
-    release = champion
-    while release.parent is not None:
-        parent = registry.get(release.parent, include_pruned=True).manifest
-        if parent.network_sha256 != champion.network_sha256:
-            break
-        release = parent
-    return release
 
 
 def attempt(act: Callable[[], _T], faults: list[str]) -> _T | None:

@@ -77,7 +77,7 @@ class Proposer:
             asked_by=WATCHER,
             answered_by=POLICY if by_policy else None,
             answered=self.now if by_policy else None,
-            pipeline=_PIPELINES[self.decision.action],
+            pipeline=self._pipeline,
             parameters={"source": self.observation.source} if self.observation.source else {},
             champion=self.observation.champion,
             **self._content(),
@@ -112,7 +112,7 @@ class Proposer:
         """Update a pending proposal whose causes have grown. Returns the reason why no second one
         is made."""
         causes, figures = self.decision.causes, self.decision.figures
-        if request.pipeline == _PIPELINES[self.decision.action]:
+        if request.pipeline == self._pipeline:
             if any(not _covers(request, cause) or cause.is_worse(figures, request.figures) for cause in causes):
                 self._change(request, grown=request.grown + 1, **self._content())
                 return f"Proposal {request.id} waits for an answer, and has grown."
@@ -124,10 +124,11 @@ class Proposer:
         """The reason why nothing is proposed now, or an empty string."""
         if accepted := [request.id for request in requests if request.state == "accepted"]:
             return f"Proposal {accepted[-1]} is accepted, and its run is about to start."
-        newest = [run for name in _PIPELINES.values() for run in self.runs.list(name)] if self.runs else []
-        if active := [run for run in newest if not run.state.is_final]:
-            return f"Run {active[0].name} of {active[0].pipeline} is {active[0].state}."
-        figures, requests = self.decision.figures, [request for request in requests if not self._is_ahead(request)]
+        newest = [run for name in _PIPELINES.values() for run in (self.runs.list(name) if self.runs else ())]
+        if active := next((run for run in newest if not run.state.is_final), None):
+            return f"Run {active.name} of {active.pipeline} is {active.state}."
+        figures = self.decision.figures
+        requests = [request for request in requests if not self._is_ahead(request)]
         declined = [r for r in requests if r.state == "declined" and not self._has_new_champion(r)]
         answers = [
             (cause, [r.id for r in declined if _covers(r, cause) and not cause.is_worse(figures, r.figures)])
@@ -137,8 +138,8 @@ class Proposer:
         if not causes:
             proposals = " and ".join(sorted({ids[-1] for _, ids in answers}))
             return f"Declined in proposal {proposals}; proposed again when it is worse or another release is live."
-        pipeline = _PIPELINES[self.decision.action]
-        earlier = [r for r in requests if r.pipeline == pipeline and any(_covers(r, cause) for cause in causes)]
+        requests = [r for r in requests if r.pipeline == self._pipeline]
+        earlier = [r for r in requests if any(_covers(r, cause) for cause in causes)]
         if not earlier or any(cause.is_worse(figures, earlier[-1].figures) for cause in causes):
             return ""
         last = earlier[-1]
@@ -201,6 +202,10 @@ class Proposer:
             "listing": self.observation.changes.gallery.listing if self.observation.changes else "",
             "seen": self.now,
         }
+
+    @property
+    def _pipeline(self) -> str:
+        return _PIPELINES[self.decision.action]
 
     @property
     def _cooldown(self) -> timedelta:

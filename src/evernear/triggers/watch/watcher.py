@@ -188,7 +188,11 @@ class WatchService:
         Raises:
             ServingError: the port of the health probe cannot be bound.
         """
-        tasks = [self.check, *([self.bake] if self._baker else []), *([self.prune] if self._watch.prune_keep else [])]
+        tasks = [self.check]
+        if self._baker:
+            tasks.append(self.bake)
+        if self._watch.prune_keep:
+            tasks.append(self.prune)
         with self._serve_probe(), ThreadPoolExecutor(len(tasks)) as threads:
             list(threads.map(self._repeat, tasks))
 
