@@ -1,4 +1,4 @@
-"""A mistyped ``--workdir`` is refused by every command but those that create one."""
+"""Every command reads the settings of its directory, and most refuse a mistyped directory."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 
 from evernear.cli.app import app
 from evernear.errors import SettingsError
+from evernear.settings.layers import FILE
 
 CREATES = (("run",), ("demo",))
 VALUES = {"format": "folder", "keep": "1"}
@@ -50,6 +51,20 @@ def test_mistyped_workdir_is_refused_and_not_created(name: tuple[str, ...], tmp_
     message = refused(*words(name, tmp_path), "--workdir", str(typo))
     assert f"working directory {typo} does not exist" in message
     assert not typo.exists()
+
+
+@pytest.mark.parametrize("name", WITH_WORKDIR, ids=" ".join)
+def test_settings_of_the_directory_are_read(
+    name: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    command = words(name, tmp_path)
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / FILE).write_text("[train]\nepoch = 3\n")
+    sentence = f"mine/{FILE}: No setting 'train.epoch'; did you mean 'train.epochs'?"
+    assert refused(*command, "--workdir", "mine") == sentence
+    monkeypatch.setenv("EVERNEAR_WORKDIR", "mine")
+    assert refused(*command) == sentence
 
 
 def test_name_of_a_similar_directory_is_proposed(tmp_path: Path) -> None:

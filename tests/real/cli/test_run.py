@@ -235,27 +235,6 @@ def test_secret_of_the_environment_is_masked_in_the_command(pretend_run: list[Ru
     assert "hunter2" not in (tmp_path / "mine" / FILE).read_text()
 
 
-@pytest.mark.parametrize(
-    "command",
-    [
-        *("run", "reindex", "demo", "tune", "report", "forget", "doctor", "console", "labels check"),
-        *("predict x.png", "status", "serve", "ready", "stop", "token", "prep", "inspect run x.mar --image x.png"),
-        *("registry list", "registry promote V", "registry rollback", "deployment render"),
-        *("watch", "watch once", "watch --status", "watch --ship", "slack", "slack ready"),
-    ],
-)
-def test_every_command_with_a_directory_reads_its_settings(tmp_path: Path, command: str) -> None:
-    if command == "tune":
-        pytest.importorskip("optuna")
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / FILE).write_text("[train]\nepoch = 3\n")
-    done = evernear(*command.split(), "--workdir", "mine", cwd=tmp_path)
-    assert done.returncode == SettingsError.exit_code
-    expected = "evernear: mine/evernear.toml: No setting 'train.epoch'; did you mean 'train.epochs'?\n"
-    assert done.stderr == expected
-    assert "train.epoch'" in evernear(*command.split(), environment={"EVERNEAR_WORKDIR": "mine"}, cwd=tmp_path).stderr
-
-
 def test_kubeflow_commands_do_not_read_the_settings_of_a_directory(tmp_path: Path) -> None:
     (tmp_path / "evernear-work").mkdir()
     (tmp_path / "evernear-work" / FILE).write_text('[pipeline]\nendpoint = "http://other.example"\n')

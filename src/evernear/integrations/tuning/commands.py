@@ -29,10 +29,10 @@ def tune(
 ) -> None:
     """Search for better training settings on this machine. A killed study continues where it
     stopped."""
+    settings = layers.settings()  # refuses a typo before torch is imported
     from evernear.integrations.tuning.space import BUILT_IN, load_space
     from evernear.integrations.tuning.study import BEST_FILE, run_study
 
-    settings = layers.settings()
     searched = load_space(space or BUILT_IN)
     directory = study or settings.workdir / "study"
     result = run_study(_ingest_source(settings, directory), settings, searched, trials, directory, _report)

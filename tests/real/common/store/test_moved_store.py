@@ -2,9 +2,7 @@
 
 from pathlib import Path
 
-import numpy as np
 import pytest
-from PIL import Image
 
 from evernear.common.store import Store, open_store
 from evernear.data.ingest import ingest_source
@@ -14,15 +12,7 @@ from evernear.data.snapshots import Snapshots
 from evernear.data.sources.folder import Folder
 from evernear.errors import IntegrityError
 from evernear.settings import DataSettings
-
-
-def write_images(directory: Path, count: int, seed: int) -> None:
-    rng = np.random.default_rng(seed)
-    for label in "ab":
-        (directory / label).mkdir(parents=True, exist_ok=True)
-        for number in range(count):
-            pixels = rng.integers(0, 256, (8, 8), np.uint8)
-            Image.fromarray(pixels).save(directory / label / f"{seed}-{number}.png")
+from tests.dataset_images import write_images
 
 
 def copy(source: Store, target: Store) -> None:
@@ -37,7 +27,7 @@ def images(dataset: Dataset) -> int:
 def test_moved_store_is_read_and_updated(tmp_path: Path) -> None:
     before, after = (open_store((tmp_path / name).as_uri()) for name in ("before", "after"))
     settings = DataSettings(source=f"folder:{tmp_path / 'images'}")
-    write_images(tmp_path / "images", 12, seed=0)
+    write_images(tmp_path / "images", 24, size=(8, 8))
     first = ingest_source(settings, before.uri)
     copy(before, after)
     for info in list(before.list("")):
@@ -49,7 +39,7 @@ def test_moved_store_is_read_and_updated(tmp_path: Path) -> None:
     assert images(found) == 24
     unchanged = ingest_source(settings, after.uri)
     assert (unchanged.digest, unchanged.store_uri) == (first.digest, after.uri)
-    write_images(tmp_path / "images", 3, seed=1)
+    write_images(tmp_path / "images", 6, 24, size=(8, 8))
     second = ingest_source(settings, after.uri)
     assert images(Dataset(second, open_store(second.store_uri))) == 30
     assert not list(before.list(""))
@@ -58,7 +48,7 @@ def test_moved_store_is_read_and_updated(tmp_path: Path) -> None:
 def test_unfinished_ingest_continues_in_a_moved_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before, after = (open_store((tmp_path / name).as_uri()) for name in ("before", "after"))
     settings = DataSettings(source=f"folder:{tmp_path / 'images'}", size_px=8)
-    write_images(tmp_path / "images", 12, seed=0)
+    write_images(tmp_path / "images", 24, size=(8, 8))
     with monkeypatch.context() as killing:
         killing.setattr(Snapshots, "publish", interrupt)
         with pytest.raises(KeyboardInterrupt):
@@ -75,7 +65,7 @@ def interrupt(*_: object) -> None:
 
 def ingested(tmp_path: Path) -> tuple[DataSettings, Store, Manifest]:
     settings = DataSettings(source=f"folder:{tmp_path / 'images'}")
-    write_images(tmp_path / "images", 12, seed=0)
+    write_images(tmp_path / "images", 24, size=(8, 8))
     store = open_store((tmp_path / "store").as_uri())
     return settings, store, ingest_source(settings, store.uri)
 
@@ -95,7 +85,7 @@ def test_damaged_head_and_manifest_name_the_command_that_repairs_them(damage: by
 
 def test_another_snapshot_under_the_name_of_a_digest_is_detected(tmp_path: Path) -> None:
     _, store, manifest = ingested(tmp_path)
-    other: Manifest = manifest.model_copy(update={"labels": ("b", "a")})
+    other: Manifest = manifest.model_copy(update={"labels": manifest.labels[::-1]})
     store.put(manifest_key(manifest.name, manifest.digest), other.to_store())
     with pytest.raises(IntegrityError, match="does not describe the snapshot"):
         find_manifest(store, manifest.name, manifest.digest)
@@ -105,7 +95,7 @@ def test_lost_head_is_not_taken_for_a_new_dataset(tmp_path: Path) -> None:
     settings, store, first = ingested(tmp_path)
     store.delete(f"datasets/{first.name}/head.json")  # as a first ingest that was killed leaves it
     assert ingest_source(settings, store.uri).digest == first.digest
-    write_images(tmp_path / "images", 3, seed=1)
+    write_images(tmp_path / "images", 6, 24, size=(8, 8))
     ingest_source(settings, store.uri)
     store.delete(f"datasets/{first.name}/head.json")
     with pytest.raises(IntegrityError, match=r"head\.json does not exist .*`evernear store check --repair`"):

@@ -12,6 +12,7 @@ import pytest
 from evernear.common.disk import disk_errors, sha256_bytes, sha256_file, write_atomically
 from evernear.common.store import Store, open_store, s3_connection
 from evernear.errors import ConflictError, IntegrityError, SettingsError, StoreError
+from tests.limits import largest_file
 from tests.no_files import NO_FILES
 
 
@@ -170,31 +171,16 @@ def test_invalid_endpoint_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         open_store("s3://bucket")
 
 
-def _run_with_file_size_limit(statement: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run ``statement`` in a process with a file size limit of 64 KiB."""
-    script = f"""
-import resource, sys
-from pathlib import Path
-from evernear.common.disk import write_atomically
-from evernear.common.store import open_store
-resource.setrlimit(resource.RLIMIT_FSIZE, (2**16, 2**16))
-{statement}
-"""
-    return subprocess.run([sys.executable, "-c", script, *arguments], capture_output=True, text=True)
-
-
 def test_oversized_write_leaves_the_old_content(tmp_path: Path) -> None:
-    uri, path = (tmp_path / "store").as_uri(), tmp_path / "y"
-    store = open_store(uri)
+    path, store = tmp_path / "y", open_store((tmp_path / "store").as_uri())
     store.put("x", b"old")
     write_atomically(path, b"old")
-    refused = _run_with_file_size_limit("open_store(sys.argv[1]).put('x', b'1' * 10**6)", uri)
-    assert "StoreError" in refused.stderr
-    assert "ulimit -f" in refused.stderr
-    assert (
-        "StoreError" in _run_with_file_size_limit("write_atomically(Path(sys.argv[1]), b'1' * 10**6)", str(path)).stderr
-    )
-    assert _run_with_file_size_limit("open_store(sys.argv[1]).put('x', b'new')", uri).returncode == 0
+    with largest_file(2**16):
+        with pytest.raises(StoreError, match="ulimit -f"):
+            store.put("x", b"1" * 10**6)
+        with pytest.raises(StoreError, match="ulimit -f"):
+            write_atomically(path, b"1" * 10**6)
+        store.put("x", b"new")
     assert store.get("x") == b"new"
     assert path.read_bytes() == b"old"
     left = [path.name for path in tmp_path.rglob("*") if path.is_file()]
