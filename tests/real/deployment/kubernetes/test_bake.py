@@ -1,12 +1,10 @@
 """A bake on the loopback cluster: pods with metrics, clients that send requests throughout, and a
 real rollback."""
 
-import json
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -18,13 +16,12 @@ from evernear.common.store import open_store
 from evernear.deployment.kubernetes.cluster import Cluster
 from evernear.deployment.kubernetes.service import service_client
 from evernear.errors import ConflictError, EvernearError
-from evernear.release.archive_reader import open_release
 from evernear.release.promotions import Cause
 from evernear.release.registry import Registry
 from evernear.settings import Settings
 from evernear.triggers.watch.baker import BAKER, Baker, PodMetrics
 from tests.loopback.kubernetes import LoopbackCluster, Ready, labeled
-from tests.real.deployment.kubernetes.deployer import MakeSettings
+from tests.real.deployment.kubernetes.deployer import Answers, MakeSettings, known_answers, reply
 from tests.real.serving.fake_servers import http_server
 from tests.releases import MakeRelease, PackedRelease
 
@@ -34,29 +31,15 @@ PER_POLL = 50
 """Simulated queries between two polls: five a second."""
 
 
-@dataclass
-class ServedPod:
-    """A pod of one release: its answers, and the metrics of queries that a test adds."""
+class ServedPod(Answers):
+    """A pod of one release, and the metrics of queries that a test adds."""
 
-    release: PackedRelease
-    directory: Path
-    unknown: float
-    predictions: int = 0
-    answered: int = 0
-    known: dict[bytes, Any] = field(default_factory=dict[bytes, Any])
-
-    def __post_init__(self) -> None:
-        for image, query in open_release(self.release.archive, self.directory).smoke_queries():
-            self.known[image] = query
-
-    def predict(self, handler: Any) -> None:
-        query = self.known[handler.rfile.read(int(handler.headers["Content-Length"]))]
-        self.answered += 1
-        fields = {"pred": query.pred, "dist": query.dist, "unknown": query.unknown, "neighbors": []}
-        reply(handler, json.dumps(fields | {"version": self.release.version}))
+    def __init__(self, release: PackedRelease, directory: Path, unknown: float) -> None:
+        super().__init__(release.version, known_answers(release, directory))
+        self.release, self.unknown, self.predictions = release, unknown, 0
 
     def report(self, handler: Any) -> None:
-        version, unknown = self.release.version, round(self.unknown * self.predictions)
+        version, unknown = self.version, round(self.unknown * self.predictions)
         reply(
             handler,
             f'evernear_release_info{{version="{version}",network="n"}} 1.0\n'
@@ -64,13 +47,6 @@ class ServedPod:
             f'evernear_predictions_total{{version="{version}",unknown="true"}} {unknown}\n'
             f'evernear_predictions_total{{version="{version}",unknown="false"}} {self.predictions - unknown}\n',
         )
-
-
-def reply(handler: Any, text: str) -> None:
-    handler.send_response(200)
-    handler.send_header("Content-Length", str(len(text.encode())))
-    handler.end_headers()
-    handler.wfile.write(text.encode())
 
 
 class Clients:
@@ -106,8 +82,8 @@ def pods(
     with ExitStack() as stack:
         pods, ports = list[ServedPod](), list[int]()
         for number, release in enumerate((first, second)):
-            pod = ServedPod(release, tmp_path / f"opened-{number}", unknown=0.04 + 0.2 * number)
-            answers = {"do_POST": lambda handler, pod=pod: pod.predict(handler)}
+            pod = ServedPod(release, tmp_path / "opened", unknown=0.04 + 0.2 * number)
+            answers = {"do_POST": lambda handler, pod=pod: pod.answer(handler)}
             answers["do_GET"] = lambda handler, pod=pod: pod.report(handler)
             port = stack.enter_context(http_server(**answers))
             loopback.set_pod_behavior(Ready(serves={8080: ("127.0.0.1", port)}), labeled(RELEASE, release.version))

@@ -4,7 +4,6 @@ The API server is the loopback one. Its Services forward to servers that answer 
 a release.
 """
 
-import json
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -34,47 +33,19 @@ from evernear.errors import (
     TransientStoreError,
 )
 from evernear.release import promotions
-from evernear.release.archive_reader import open_release
 from evernear.release.promotions import CHAMPION, Cause
 from evernear.release.registry import Registry
 from evernear.settings import Settings
 from tests.loopback.kubernetes import CrashLoop, ImageMissing, LoopbackCluster, Ready, labeled
 from tests.loopback.kubernetes.fields import Manager
 from tests.loopback.kubernetes.kinds import DEPLOYMENT
-from tests.real.deployment.kubernetes.deployer import IMAGE, MakeSettings
+from tests.real.deployment.kubernetes.deployer import IMAGE, Answers, Known, MakeSettings, known_answers
 from tests.real.serving.fake_servers import http_server
 from tests.releases import MakeRelease, PackedRelease
 
 NAME = "evernear-serving"
 RELEASE = "evernear.dev/release"
 SLOW = pytest.mark.slow
-
-
-class Answers:
-    """Responses of a TorchServe with one release; ``wrong`` replaces some of their fields."""
-
-    def __init__(self, version: str, known: dict[bytes, dict[str, Any]]) -> None:
-        self.version, self.known = version, known
-        self.wrong: dict[str, Any] = {}
-
-    def answer(self, handler: Any) -> None:
-        image = handler.rfile.read(int(handler.headers["Content-Length"]))
-        requested = handler.path.removeprefix("/predictions/embedding").strip("/") or self.version
-        if requested != self.version:
-            response = {
-                "code": 404,
-                "type": "ModelVersionNotFoundException",
-                "message": f"There is no {requested}.",
-            }
-        elif self.known.get(image) is None:
-            response = {"code": 400, "type": "BadImage", "message": "No image of this release."}
-        else:
-            response = self.known[image] | {"neighbors": [], "version": self.version} | self.wrong
-        body = json.dumps(response).encode()
-        handler.send_response(response.get("code", 200))
-        handler.send_header("Content-Length", str(len(body)))
-        handler.end_headers()
-        handler.wfile.write(body)
 
 
 class Sandbox:
@@ -127,18 +98,10 @@ def releases(make_release: MakeRelease) -> tuple[PackedRelease, PackedRelease, P
 
 
 @pytest.fixture(scope="module")
-def known(
-    releases: tuple[PackedRelease, ...], tmp_path_factory: pytest.TempPathFactory
-) -> dict[str, dict[bytes, dict[str, Any]]]:
+def known(releases: tuple[PackedRelease, ...], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Known]:
     """The answers of each release to its stored queries."""
     directory = tmp_path_factory.mktemp("opened")
-    return {
-        release.version: {
-            image: {"pred": query.pred, "dist": query.dist, "unknown": query.unknown}
-            for image, query in open_release(release.archive, directory / release.version).smoke_queries()
-        }
-        for release in releases
-    }
+    return {release.version: known_answers(release, directory) for release in releases}
 
 
 @pytest.fixture
@@ -146,7 +109,7 @@ def sandbox(
     loopback: LoopbackCluster,
     make_settings: MakeSettings,
     releases: tuple[PackedRelease, ...],
-    known: dict[str, dict[bytes, dict[str, Any]]],
+    known: dict[str, Known],
 ) -> Iterator[Sandbox]:
     answers = [Answers(version, queries) for version, queries in known.items()]
     with ExitStack() as stack:
