@@ -62,7 +62,6 @@ class SlackServer:
         self.groups: dict[str, list[str]] = {}
         self.refused_blocks: list[str] = []
         """Block Kit violations; any that remain fail the test."""
-        self.acks: dict[str, Payload] = {}
         self.links = 0
         """WebSocket connections so far."""
         self._ts = itertools.count(1_700_000_000)
@@ -279,7 +278,6 @@ class SlackServer:
         async for message in link:
             if message.type == WSMsgType.TEXT:
                 acknowledgement = json.loads(message.data)
-                self.acks[acknowledgement["envelope_id"]] = acknowledgement
                 waiting = self._waiting.pop(acknowledgement["envelope_id"], None)
                 if waiting:
                     waiting.set_result(acknowledgement)
