@@ -48,13 +48,6 @@ def test_many_links_out_of_the_source_are_counted_and_some_named(tree, disk: Pat
     assert (finding.count, finding.message.count(" -> "), finding.message[-10:]) == (30, 5, " and more.")
 
 
-def test_chain_of_links_is_followed(tree, disk: Path, tmp_path: Path) -> None:
-    (tmp_path / "hop").symlink_to(disk)
-    (tmp_path / "hop2").symlink_to("hop")
-    (tree / "1" / "disk").symlink_to(tmp_path / "hop2")
-    assert sum(name.startswith("1/disk/") for name in names(tree)) == 30
-
-
 @pytest.mark.parametrize(
     ("link", "target"),
     [

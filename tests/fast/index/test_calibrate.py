@@ -13,7 +13,7 @@ from evernear.embedding.embeddings import Embeddings
 from evernear.errors import DataError
 from evernear.index.build import build_index
 from evernear.index.calibrate import EQUAL, MARGIN, calibration_gaps, threshold_at, threshold_rejecting
-from evernear.index.description import DISTANCE_TOLERANCE, MAX_DISTANCE, Calibration, describe_threshold
+from evernear.index.description import MAX_DISTANCE, Calibration, describe_threshold
 from evernear.settings import IndexSettings
 from tests.gallery_vectors import MakeEmbeddings, blobs, unit
 from tests.small_ingest import dataset_of
@@ -170,14 +170,6 @@ def test_threshold_lies_between_two_distances_and_near_one_of_them(choose, dista
     if 0 < threshold < MAX_DISTANCE:
         assert EQUAL / 3 < nearest <= MARGIN * 1.001
         assert ((values > threshold) == (values.astype(np.float64) > threshold)).all(), "exact in float32"
-
-
-@pytest.mark.parametrize("count", [1, 2, 8])
-def test_threshold_on_equal_distances_keeps_clear_of_them(count: int) -> None:
-    known = np.full(count, 0.2003, np.float32)
-    assert threshold_rejecting(known, 0.05) == pytest.approx(0.2003 + MARGIN)
-    assert threshold_at(known, 0.05) == pytest.approx(0.2003 - MARGIN)
-    assert MARGIN > DISTANCE_TOLERANCE
 
 
 def test_threshold_stays_between_0_and_the_largest_distance() -> None:

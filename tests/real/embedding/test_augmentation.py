@@ -110,12 +110,6 @@ def test_each_image_is_mirrored_with_a_probability_of_one_half() -> None:
     assert all(70 < count < 130 for count in counts.values())
 
 
-def test_without_directions_no_random_number_is_drawn() -> None:
-    images, unused = blob(3, 8, 8), draws()
-    assert random_flips(images, (), unused) is images
-    assert torch.equal(unused.uniform(1), draws().uniform(1))
-
-
 def test_images_are_shifted_by_whole_pixels_and_filled_with_their_reflection() -> None:
     image = torch.arange(16 * 32, dtype=torch.float32).reshape(1, 1, 16, 32)
     shifted = random_shift(image.repeat(300, 1, 1, 1), draws())

@@ -49,7 +49,7 @@ def test_training_learns_and_reports_every_epoch(digits: Dataset, tiny: TrainSet
     assert steps == [Steps(completed, len(steps), per_epoch) for completed in range(1, len(steps) + 1)]
     assert result.epochs == tuple(epochs)
     assert [epoch.epoch for epoch in epochs] == list(range(1, 9))
-    assert epochs[-1].gallery_accuracy > 0.95
+    assert epochs[-1].gallery_accuracy > 0.93
     assert epochs[-1].train_loss < epochs[0].train_loss / 2
     assert TrainingResult.load(tmp_path / "history.json") == result
     trained, network = load_trained(tmp_path)

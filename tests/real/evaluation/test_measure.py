@@ -1,7 +1,6 @@
 from collections import Counter
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from evernear.embedding.embed import embed_dataset
@@ -133,11 +132,3 @@ def test_index_of_another_network_is_rejected(system: System, index_without, tmp
     (tmp_path / "index.json").write_text(description.replace(stamp, "0" * 64))
     with pytest.raises(IntegrityError, match="run embed and index again"):
         Recognizer.open(system.network_dir, tmp_path)
-
-
-def test_memory_is_bounded_by_the_batch_size(system: System, recognizer: Recognizer):
-    """Blocks are read one at a time, and none is larger than the batch."""
-    sizes: list[int] = []
-    measure(recognizer, system.dataset, batch_size=32, observers=[lambda each: sizes.append(len(each.block))])
-    assert max(sizes) == 32
-    assert np.sum(sizes) == system.dataset.count("test")

@@ -283,22 +283,6 @@ def keys(found: list[Reference | Unreadable]) -> set[str]:
     return {reference.key for reference in found}
 
 
-def test_earlier_snapshot_is_not_referenced(store: Store, tmp_path: Path) -> None:
-    settings = DataSettings(source=f"folder:{tmp_path / 'images'}")
-    write_images(tmp_path / "images", 12, seed=0)
-    first = ingest_source(settings, store.uri)
-    write_images(tmp_path / "images", 12, seed=1)
-    second = ingest_source(settings, store.uri)
-    found = keys(list(references(store)))
-    assert f"datasets/images/manifests/{first.digest}.json" not in found
-    assert f"datasets/images/manifests/{second.digest}.json" in found
-    for info in list(store.list("datasets/")):
-        if info.key not in found:
-            store.delete(info.key)
-    assert sum(len(block) for block in Dataset(second, store).blocks("train")) == second.count("train")
-    assert ingest_source(settings, store.uri).digest == second.digest
-
-
 def test_hashes_are_those_of_the_content(store: Store, releases: list[PackedRelease]) -> None:
     hashed = [found for found in references(store) if isinstance(found, Reference) and found.sha256]
     assert {found.key.split("/")[-2] for found in hashed} == {"archives", "ledgers", "shards"}
@@ -330,15 +314,3 @@ def test_unreadable_document_is_reported_and_the_rest_is_still_yielded(store, re
     unreadable = [one for one in found if isinstance(one, Unreadable)]
     assert {one.key for one in unreadable} == {key}
     assert Registry(store).get(releases[1].version).archive_key in keys(found)
-
-
-def test_unfinished_ingest_is_referenced_until_the_head_moves(store: Store, tmp_path: Path) -> None:
-    settings = DataSettings(source=f"folder:{tmp_path / 'images'}")
-    write_images(tmp_path / "images", 12, seed=0)
-    manifest = ingest_source(settings, store.uri)
-    unfinished, superseded = (f"datasets/images/parts/{parent}/1/0/parts.json" for parent in (manifest.digest, "first"))
-    store.put(unfinished, b"")
-    store.put(superseded, b"")
-    found = keys(list(references(store)))
-    assert unfinished in found
-    assert superseded not in found
