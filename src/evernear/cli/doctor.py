@@ -129,15 +129,15 @@ def _pipelines(settings: Settings) -> str:
 def _slack(settings: Settings) -> str:
     """Use each token once, and check the app's scopes."""
     from evernear.triggers.slack.client import SlackClient
-    from evernear.triggers.slack.server import Secrets
+    from evernear.triggers.slack.server import read_secrets
 
-    secrets = Secrets.of_environment(settings.slack)
-    client = SlackClient(secrets.bot_token, settings.slack.api_url, retries=False)
+    bot_token, secret = read_secrets(settings.slack)
+    client = SlackClient(bot_token, settings.slack.api_url, retries=False)
     identity = client.auth_test()
     granted = {scope.strip() for scope in str(identity.headers.get("x-oauth-scopes", "")).split(",")}
     if missing := ", ".join(sorted(SLACK_SCOPES - granted)):
         raise SlackError(f"The bot lacks the scopes {missing}; install the app again from deploy/slack/manifest.yaml.")
-    if secrets.app_token:
-        client.apps_connections_open(app_token=secrets.app_token)
+    if settings.slack.mode == "socket":
+        client.apps_connections_open(app_token=secret)
     warning = "" if settings.slack.channel else " slack.channel is not set, so the watcher's proposals are not posted."
     return f"@{identity['user']} of {identity['team']} is connected and has its scopes.{warning}"

@@ -77,13 +77,21 @@ def _secret(name: str, prefix: str = "") -> str:
     return value
 
 
+def read_secrets(settings: SlackSettings) -> tuple[str, str]:
+    """The bot token, and the app token of Socket Mode or the signing secret of HTTP."""
+    bot_token = _secret("SLACK_BOT_TOKEN", "xoxb-")
+    return bot_token, _secret("SLACK_APP_TOKEN", "xapp-") if settings.mode == "socket" else _secret(
+        "SLACK_SIGNING_SECRET"
+    )
+
+
 def serve_slack(
     settings: Settings, runs: "KfpRuns", stop: threading.Event, clock: Clock = lambda: datetime.now(UTC)
 ) -> None:
     """Run the bot until ``stop`` is set. The next process continues acknowledged requests that are
     still open."""
-    is_socket, bot_token = settings.slack.mode == "socket", _secret("SLACK_BOT_TOKEN", "xoxb-")
-    secret = _secret("SLACK_APP_TOKEN", "xapp-") if is_socket else _secret("SLACK_SIGNING_SECRET")
+    is_socket = settings.slack.mode == "socket"
+    bot_token, secret = read_secrets(settings.slack)
     slack = SlackClient(bot_token, settings.slack.api_url, retries=True)
     unretried = SlackClient(bot_token, settings.slack.api_url, retries=False)
     woken = threading.Event()
