@@ -410,7 +410,7 @@ def test_unusable_settings_are_reported(tree, run_ingest) -> None:
         run_ingest(tree, dataset="../x")
 
 
-@pytest.mark.parametrize(("preset", "of_ten"), [("frozen", (4, 2, 2, 2)), ("photos", (5, 2, 1, 2))])
+@pytest.mark.parametrize(("preset", "of_ten"), [("frozen", (4, 2, 2, 2)), ("photos", (6, 2, 1, 1))])
 def test_classes_of_five_photographs_are_in_every_split(tmp_path, run_ingest, make_image, preset, of_ten) -> None:
     names = {"test_fraction", "gallery_fraction", "query_fraction"}
     fractions = load(preset=preset, environment={}, remembered=False).data.model_dump(include=names)
