@@ -263,6 +263,7 @@ def test_lone_requests_do_not_wait_and_those_for_a_busy_worker_form_a_batch(
         hold.unlink()
         assert isinstance(first.exception(), PredictionRejectedError)
         assert len({other.result().id for other in others}) == 1
+        assert client.predict(image, delayed.version)  # alone again, after a batch of several
 
 
 def test_a_worker_that_takes_too_long_is_replaced(stub: Served, make_stub: MakeRelease, tmp_path: Path) -> None:
