@@ -12,8 +12,8 @@ import requests
 from evernear.errors import PredictionRejectedError
 from evernear.serving.client import Client, Format, Target
 from evernear.serving.endpoints import home_of, read_key
-from tests.load import Calls, calling
 from tests.real.serving.pod.balancer import Balancer
+from tests.real.serving.pod.callers import Calls, calling, calling_grpc
 from tests.real.serving.pod.kubelet import TOKEN, Pod, Shipped, StartPod, can_contain
 from tests.real.serving.raw import Raw, request
 from tests.waiting import until
@@ -181,8 +181,8 @@ def test_replacements_under_load_fail_no_request_of_5000_unless_prestop_is_too_s
     with (
         rest.balancer.running() as balancer,
         grpc.balancer.running() as grpc_balancer,
-        calling(lambda: service_client(balancer, "rest"), shipped.image, clients=10, pause_s=0.02) as calls,
-        calling(lambda: service_client(grpc_balancer, "grpc"), shipped.image, clients=2, pause_s=0.02) as grpc_calls,
+        calling(balancer.port, shipped.image, TOKEN, clients=10, pause_s=0.02) as calls,
+        calling_grpc(grpc_balancer.port, shipped.image, TOKEN, clients=2, pause_s=0.02) as grpc_calls,
     ):
         for lag_s in (LAG_S, 2.7):
             pods.append(start_pod(removal_s=3))
@@ -214,10 +214,6 @@ def test_without_token_serves_everyone(shipped: Shipped, tmp_path: Path) -> None
             assert client.predict(shipped.image).version == shipped.version
     finally:
         pod.kill()
-
-
-def service_client(balancer: Balancer, format: Format) -> Client:
-    return Client(Target("127.0.0.1", balancer.port, "embedding", format, token=lambda: TOKEN))
 
 
 def summary(calls: Calls, grpc_calls: Calls) -> str:
