@@ -110,7 +110,7 @@ def network_speed(network: torch.nn.Module, images: NDArray[np.uint8]) -> float:
     return calls * len(images) / taken_s
 
 
-def seconds(work: Callable[[], None]) -> float:
+def seconds(work: Callable[[], object]) -> float:
     started_s = time.perf_counter()
     work()
     return time.perf_counter() - started_s
