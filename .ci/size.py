@@ -24,9 +24,9 @@ from evernear.cli.options import local_settings
 from evernear.settings import Settings
 
 LIMITS = {
-    "lines of src": 50_400,
-    "files of src": 284,
-    "lines of tests": 59_700,
+    "lines of src": 49_950,
+    "files of src": 277,
+    "lines of tests": 55_250,
     "words of docs": 41_900,
     "settings": 128,
     "commands": 36,

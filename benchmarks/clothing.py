@@ -98,7 +98,7 @@ def train_torchvision(source: Path, side: int, cpu_s: float, seed: int) -> dict[
     training, test = (ImageFolder(source / split, decode) for split in ("train", "test"))
     network = resnet18(num_classes=len(training.classes)).to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
     optimizer = torch.optim.SGD(network.parameters(), lr=LEARNING_RATE, momentum=0.9, nesterov=True, weight_decay=5e-4)
-    precision = choose_precision(torch.device("cpu"))
+    precision = choose_precision(torch.device("cpu"), network)
 
     def logits(images: list[Tensor]) -> Tensor:
         batch = normalize(torch.stack(images)).contiguous(memory_format=torch.channels_last)
