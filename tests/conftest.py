@@ -74,11 +74,11 @@ def pytest_collection() -> Generator[None, Any, Any]:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run the files, and the tests of each file, in random order. pytest then puts the tests of a
-    parametrized module fixture next to each other again."""
+    """Run the files, and the tests of each file, in random order, except that a scenario is one
+    story. pytest then puts the tests of a parametrized module fixture next to each other again."""
     rng = random.Random(os.environ[SEED])
     rank = {path: rng.random() for path in dict.fromkeys(item.path for item in items)}
-    items.sort(key=lambda item: (rank[item.path], rng.random()))
+    items.sort(key=lambda item: (rank[item.path], 0 if "scenarios" in item.path.parts else rng.random()))
     items.sort(key=lambda item: min(map(LONGEST_FIRST.index, _directories(item)), default=len(LONGEST_FIRST)))
     for item in items:
         if item.get_closest_marker("slow") and not item.get_closest_marker("timeout"):

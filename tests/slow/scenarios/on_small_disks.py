@@ -32,7 +32,7 @@ def calls(artifacts: dict[str, str], images: Path, disk: Path) -> dict[str, Call
         return str(disk / "out" / name)
 
     def settings(store: str = "", **sections: dict[str, Any]) -> dict[str, Any]:
-        train = {"epochs": 1, "batch_size": 64, "width": 8, "device": "cpu"} | sections.pop("train", {})
+        train = {"epochs": 1, "batch_size": 64, "width": 8} | sections.pop("train", {})
         serving: dict[str, Any] = dict(zip(PORTS, free_ports(len(PORTS)), strict=True))
         tree = {"workdir": str(disk / "work"), "target": "registry", "train": train, "serving": serving, **sections}
         return of_run(tree, store=store or store_uri).model_dump(mode="json")

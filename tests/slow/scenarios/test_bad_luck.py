@@ -113,7 +113,7 @@ def test_crashed_server_is_reported_and_restarts(workspace: Workspace) -> None:
             ):
                 process.kill()
                 process.wait(10)
-        assert workspace.refused("predict", image)[0] == 8
+        assert workspace.refused("predict", image)[0] == 4
         assert json.loads(workspace.command("status", "--json").stdout)["server"] == "died"
         second = workspace.run()
         assert second["promoted"]

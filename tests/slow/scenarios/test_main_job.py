@@ -61,7 +61,7 @@ def test_invalid_image_does_not_affect_others(
     assert completed.returncode == 3
     assert [bad.name in line for line in completed.stdout.splitlines() if ".png" in line] == [False, True, False]
     assert "Traceback" not in completed.stderr + completed.stdout
-    assert workspace.refused("predict", str(bad))[0] == 9
+    assert workspace.refused("predict", str(bad))[0] == 3
 
 
 def test_status_shows_the_live_release(served: tuple[Workspace, dict]) -> None:
@@ -168,7 +168,7 @@ def test_stop_and_serve_restart_the_champion(served: tuple[Workspace, dict]) -> 
     champion = json.loads(workspace.command("status", "--json").stdout)["champion"]
     image = str(next((workspace.directory / "images/5").iterdir()))
     assert workspace.command("stop").returncode == 0
-    assert workspace.refused("predict", image)[0] == 8
+    assert workspace.refused("predict", image)[0] == 4
     with workspace.start("serve", "--foreground") as server:
         assert server.stdout is not None
         assert champion in server.stdout.readline()
