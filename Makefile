@@ -52,7 +52,7 @@ test-core: .venv/core/.installed ## Run the tests of `make test` without the lib
 	.venv/core/bin/pytest $(PYTEST_OPTIONS) $(TESTS)
 
 test-integrations: .venv/.installed .venv/kserve/.installed $(if $(NPM),.venv/axe/.installed) ## Run the tests of the integrations and of KServe's servers
-	$(PYTEST) tests/integrations
+	$(PYTEST) --numprocesses 3 tests/integrations
 
 test-slow: .venv/.installed .venv/kserve/.installed .venv/checkov/.installed .venv/kustomize/.installed .venv/mlflow/.installed ## Run the tests that take minutes (ROOMS="embedding serving": those of two rooms)
 	$(PYTEST) -m slow $(if $(ROOMS),$(wildcard $(addprefix tests/*/,$(ROOMS))),tests)
