@@ -238,7 +238,7 @@ class PartsRecord(Frozen):
     retries: int
     """Number of failed pods whose parts were run again."""
     cpus: float | None
-    """CPU limit of a pod, or None if there is no limit."""
+    """The CPU limit of the pod, or None if it has none."""
     memory_bytes: float | None
     parts_s: float
     """Total time of all parts, excluding the startup of pods. One node would have taken about this

@@ -55,7 +55,7 @@ def grouping(setting: str, column: Callable[[str], str] = lambda name: "") -> Gr
 
 
 def below_class(name: str, label: str) -> str:
-    """The part of a file's name after the class folder, or the whole name if there is none."""
+    """The file's name below its class folder, or the whole name if it has none."""
     folders = name.split("/")[:-1]
     depth = next((depth for depth, folder in enumerate(folders, 1) if class_name(folder) == label), 0)
     return "/".join(name.split("/")[depth:])
