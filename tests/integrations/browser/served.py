@@ -1,6 +1,7 @@
 """A working directory whose server recognizes all digits but one, and pictures of the console's
 pages."""
 
+import json
 import shutil
 import subprocess
 import sys
@@ -49,6 +50,15 @@ def serve_digits(root: Path, without: int, *, in_words: bool) -> Generator[Path]
     subprocess.run(evernear(*words, *options, *gate), check=True)
     yield root
     subprocess.run(evernear("stop", "--workdir", str(root / "work")), check=True)
+
+
+def unknown_images(root: Path, digit: str) -> list[Path]:
+    """The images of the digit that the served release calls unknown, as ``evernear predict`` says.
+    How many there are depends on the processor's rounding, because two epochs train the network."""
+    images = [str(image) for image in sorted((root / f"digits-{digit}").glob("*.png"))]
+    words = evernear("predict", *images, "--json", "--workdir", str(root / "work"))
+    answers = [json.loads(line) for line in subprocess.check_output(words, text=True).splitlines()]
+    return [Path(answer["image"]) for answer in answers if answer["unknown"]]
 
 
 def barriers(page: "Page") -> list[str]:
