@@ -246,8 +246,9 @@ def _pipeline_process(
             "pipeline_root": str(directory),
             "arguments": arguments,
         }
-        process.stdin.write(json.dumps(request).encode() + b"\n")
-        process.stdin.flush()
+        with suppress(BrokenPipeError):  # the process has already ended, and its status says how
+            process.stdin.write(json.dumps(request).encode() + b"\n")
+            process.stdin.flush()
         yield process
     except KeyboardInterrupt:
         wait = f"waiting up to {CLEAN_UP_S:.0f} s for the steps to clean up; Ctrl-C again kills them"

@@ -76,7 +76,8 @@ def test_steps_get_absolute_locations(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(sys, "executable", str(python))
     settings = load(environment={}, overrides=["workdir=work"])
     with pytest.raises(EvernearError):
-        local_run.run_pipeline(settings, lambda _: None)
+        # More than a pipe holds, so that the process always ends before it has all.
+        local_run.run_pipeline(settings, lambda _: None, once={"left_over": "x" * 100_000})
     (log,) = (tmp_path / "work" / "runs").glob("*/log.txt")
     directory, environment = json.loads(log.read_text().splitlines()[0])
     assert Path(directory) != tmp_path

@@ -147,14 +147,15 @@ def test_grpc_statuses_map_to_errors() -> None:
         (grpc.StatusCode.INTERNAL, "So it is\norg.pytorch.serve.http.InternalServerException", ServingError),
         (grpc.StatusCode.INTERNAL, "So it is\nBadRequestException.()", PredictionRejectedError),
         (grpc.StatusCode.CANCELLED, "So it is", ServingError),
-        (grpc.StatusCode.UNAVAILABLE, "", ServerUnreachableError),
+        (grpc.StatusCode.UNAVAILABLE, "No worker.\nServiceUnavailableException", ServerUnreachableError),
     ]
     for code, details, error in cases:
         with grpc_server(lambda _, context, c=code, d=details: context.abort(c, d)) as port:
             with Client(plain(port, "grpc")) as client, pytest.raises(ServingError) as exc_info:
                 client.predict(b"x")
             assert type(exc_info.value) is error
-            assert error is ServerUnreachableError or str(exc_info.value).endswith("So it is.")
+            text = str(exc_info.value)
+            assert f"gRPC at 127.0.0.1:{port} (No worker); " in text or text.endswith("So it is.")
 
 
 @pytest.mark.parametrize("body", [b"", b"{}", b"<html>", b'{"pred": "7"}'])

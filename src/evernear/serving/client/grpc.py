@@ -227,7 +227,9 @@ def _error(target: Target, error: Any) -> EvernearError:
     if code is grpc.StatusCode.DEADLINE_EXCEEDED:
         return ServerTimeoutError(f"No response from {target.address} within {target.timeout_s:g} s.")
     if code is grpc.StatusCode.UNAVAILABLE:
-        return ServerUnreachableError(f"No server answers gRPC at {target.address}; {target.hint}.")
+        # gRPC says so too if the connection is lost, and TorchServe if no worker is ready.
+        why = "" if "failed to connect" in details.lower() else f" ({reason.rstrip('.')})"
+        return ServerUnreachableError(f"No server answers gRPC at {target.address}{why}; {target.hint}.")
     if code in _REJECTED or details.rstrip(".()").endswith(_REJECTED_BY_JAVA):
         return PredictionRejectedError(reason)
     return ServingError(f"{target.address} failed: {reason}")
