@@ -9,7 +9,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 from evernear.data.image_file import EncodedImage, has_image_signature, inspect
-from evernear.data.preprocess import Flaw, Pixels, Resize, decode_inspected, to_array
+from evernear.data.preprocess import Flaw, Pixels, Resize, decode_inspected, jpeg_divisor, to_array
 from evernear.data.reduction import BitDepth
 from evernear.data.sources import FileEntry, FileSource
 from evernear.data.sources.names import has_image_suffix
@@ -114,12 +114,15 @@ class Decoder:
             try:
                 with self._pixel_budget.reserve(encoded.pixels):
                     picture = decode_inspected(encoded, self._form.bit_depth)
+                    divisor = jpeg_divisor(encoded, *self._form.shape[:2])
+                    # Only the complete image has the digest. Servers decode the reduced one alone.
+                    reduced = decode_inspected(encoded, 16, divisor).image if divisor > 1 else picture.image
                     return DecodedImage(
                         entry=entry,
                         digest=picture.digest(),
                         size=picture.image.size,
                         flaws=picture.flaws(),
-                        pixels=to_array(picture.image, *self._form.shape, self._form.resize),
+                        pixels=to_array(reduced, *self._form.shape, self._form.resize),
                     )
             except DataError as error:
                 return DecodeFailure(entry, str(error))

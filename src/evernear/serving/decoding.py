@@ -13,7 +13,15 @@ from typing import ParamSpec, TypeVar
 from PIL import Image
 
 from evernear.data.image_file import EncodedImage, inspect
-from evernear.data.preprocess import Flaw, Pixels, Preprocessing, decode_inspected, decode_size_bytes, to_array
+from evernear.data.preprocess import (
+    Flaw,
+    Pixels,
+    Preprocessing,
+    decode_inspected,
+    decode_size_bytes,
+    jpeg_divisor,
+    to_array,
+)
 from evernear.errors import DataError, ServingError
 from evernear.serving.responses import Rejection
 
@@ -50,7 +58,8 @@ def inspect_image(data: bytes, max_pixels: int) -> EncodedImage:
 def decode_image(file: EncodedImage, shape: Preprocessing) -> Pixels:
     """Decode to a uint8 array of shape (H, W, C), as the release's preprocessing specifies."""
     with _only_data_errors(len(file.data)):
-        picture = decode_inspected(file, shape.bit_depth)
+        divisor = jpeg_divisor(file, shape.height_px, shape.width_px)
+        picture = decode_inspected(file, shape.bit_depth, divisor)
         if picture.span is not None:
             for flaw in picture.flaws() & (Flaw.FAINT | Flaw.CLIPPED):
                 _log.warning(_LOSSES[flaw], shape.bit_depth or 16)

@@ -2,6 +2,7 @@ import os
 import threading
 import tracemalloc
 from collections import Counter
+from io import BytesIO
 from itertools import pairwise
 from pathlib import Path
 
@@ -11,10 +12,11 @@ from PIL import Image
 
 from evernear.data.image_file import EncodedImage
 from evernear.data.manifest import SPLITS, Manifest
-from evernear.data.preprocess import Picture, decode_inspected
+from evernear.data.preprocess import Picture, Preprocessing, Resize, decode, decode_inspected, to_array
 from evernear.data.reduction import BitDepth
 from evernear.data.sources.folder import Folder
 from evernear.errors import DataError, SettingsError, StoreError
+from evernear.serving.decoding import decode_image, inspect_image
 from evernear.settings import load
 from tests import hostile
 from tests.dataset_images import write_files
@@ -75,6 +77,26 @@ def sized(root: Path, sizes: list[tuple[int, int]]) -> Path:
         path.parent.mkdir(parents=True, exist_ok=True)
         Image.effect_noise(size, 50).save(path)
     return root
+
+
+@pytest.mark.parametrize(("resize", "orientation"), [("crop", 1), ("letterbox", 6), ("stretch", 6)])
+def test_servers_prepare_photographs_exactly_like_ingest(
+    resize: Resize, orientation: int, tmp_path: Path, run_ingest, make_image, contents, digest_of
+) -> None:
+    exif, files = Image.Exif(), dict[str, bytes]()
+    exif[0x0112] = orientation
+    for number, mode in enumerate(("RGB", "L", "CMYK", "RGB")):
+        file, noise = BytesIO(), Image.open(BytesIO(make_image(number, (40, 30))))
+        noise.resize((400, 300)).convert(mode).save(file, "JPEG", exif=exif, progressive=number == 3)
+        files[f"{number % 2}/{number}.jpg"] = file.getvalue()
+    manifest = run_ingest(write_files(tmp_path / "photographs", files), resize=resize, size_px=24)
+    height, width, _ = manifest.shape
+    form = Preprocessing(height_px=height, width_px=width, channels=3, mean=(0.0,), std=(1.0,), resize=resize)
+    for data in files.values():
+        served = decode_image(inspect_image(data, 10**6), form)
+        assert (contents(manifest).image[digest_of(data)] == served).all()
+        complete = to_array(decode(data, 10**6), *manifest.shape, resize)
+        assert 0 < np.abs(served.astype(int) - complete).max() < 9, "decoded at a reduced scale"
 
 
 @pytest.mark.parametrize(
