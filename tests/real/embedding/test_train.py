@@ -1,24 +1,17 @@
 """Training learns, is reproducible, and resumes after it is killed."""
 
 import math
-import os
-import signal
 from collections import Counter
-from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
 
 import numpy as np
-import psutil
 import pytest
 import torch
-import torch.distributed as dist
 from PIL import Image
 
-from evernear.common import processes as threads
 from evernear.common.store import Store
 from evernear.data.shards import Dataset
-from evernear.embedding import distributed
 from evernear.embedding.arcface import TrainingModule
 from evernear.embedding.artifact import Epoch, TrainingResult, load_trained
 from evernear.embedding.clock import Steps
@@ -29,9 +22,8 @@ from evernear.embedding.optimizer import choose_precision
 from evernear.embedding.recipe import TOTAL_DECAY, learning_rate, with_defaults
 from evernear.embedding.train import train_network, train_step
 from evernear.embedding.training_setup import TrainingState, checkpoint_key, prepare_training
-from evernear.errors import IntegrityError, StoreError, TrainingError
+from evernear.errors import IntegrityError, TrainingError
 from evernear.settings import TrainSettings
-from tests.limits import largest_file
 from tests.small_ingest import dataset_of
 
 
@@ -400,11 +392,6 @@ def test_load_rejects_changed_weights(trained_dir: Path, tmp_path: Path) -> None
         load_trained(tmp_path)
 
 
-@pytest.fixture
-def two_processes(tiny: TrainSettings) -> TrainSettings:
-    return tiny.model_copy(update={"processes": 2})
-
-
 @pytest.mark.parametrize(
     ("processes", "muon", "tolerance"),
     [
@@ -422,74 +409,6 @@ def test_several_processes_train_like_one(digits, tiny, tmp_path, processes, muo
         measured, expected = ((epoch.train_loss, epoch.gallery_loss) for epoch in (several, one))
         assert measured == pytest.approx(expected, rel=tolerance)
         assert several.gallery_accuracy == pytest.approx(one.gallery_accuracy, abs=0.01)
-
-
-@pytest.mark.slow
-def test_processes_train_together_and_divide_the_cpus(
-    digits: Dataset,
-    two_processes: TrainSettings,
-    tmp_path: Path,
-    store: Store,
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture,
-) -> None:
-    monkeypatch.setattr(threads, "available_cpus", lambda: 6)
-    monkeypatch.setenv(threads.THREADS, "6")
-    monkeypatch.setenv(threads.CHOSEN_THREADS, "6")
-    monkeypatch.setenv("OMP_DISPLAY_ENV", "TRUE")
-    epochs: list[Epoch] = []
-    steps: list[Steps] = []
-    settings = two_processes.model_copy(update={"epochs": 6})
-    result = train_network(digits, settings, tmp_path / "trained", store, on_epoch=epochs.append, on_step=steps.append)
-    assert [completed for completed, _, _ in steps] == list(range(1, steps[0].total + 1))
-    assert result.epochs == tuple(epochs)
-    assert result.epochs[-1].gallery_accuracy > 0.7
-    assert len(list(store.list("checkpoints/"))) == 1
-    stderr = capfd.readouterr().err
-    assert "OMP_NUM_THREADS = '3'" in stderr
-    assert "OMP_NUM_THREADS = '6'" not in stderr
-
-
-@pytest.mark.slow
-def test_a_store_error_in_a_process_is_raised(digits, two_processes, tmp_path, store) -> None:
-    with largest_file(2**12), pytest.raises(StoreError, match=r"checkpoints/.* would exceed the file size limit"):
-        train_network(digits, two_processes, tmp_path / "trained", store)
-
-
-@pytest.mark.slow
-def test_a_training_error_in_a_process_is_raised(digits: Dataset, two_processes: TrainSettings, tmp_path: Path) -> None:
-    settings = two_processes.model_copy(update={"learning_rate": 1e38})
-    with pytest.raises(TrainingError, match="not a finite number"):
-        train_network(digits, settings, tmp_path)
-
-
-def kill_rank_1(send: Callable[[int], None]) -> None:
-    send(os.getpid())
-    dist.barrier()
-    if dist.get_rank() == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    dist.barrier()
-
-
-def fail(_: Callable[[int], None]) -> None:
-    raise ZeroDivisionError("a bug")
-
-
-@pytest.mark.slow
-def test_a_killed_process_is_an_error_and_ends_the_others() -> None:
-    pids: list[int] = []
-    with pytest.raises(TrainingError, match="process") as killed:
-        distributed.run_processes(kill_rank_1, 2, "gloo", pids.append)
-    assert killed.value.exit_code == 1, "a restart may succeed, and 6 ends the TrainJob"
-    assert len(pids) == 2
-    assert not any(map(psutil.pid_exists, pids))
-
-
-@pytest.mark.slow
-def test_a_bug_in_a_process_leaves_its_traceback_in_the_log(capfd: pytest.CaptureFixture) -> None:
-    with pytest.raises(TrainingError, match=r"Training process \d of 2 failed; see the log"):
-        distributed.run_processes(fail, 2, "gloo", print)
-    assert "ZeroDivisionError: a bug" in capfd.readouterr().err
 
 
 @pytest.fixture

@@ -5,6 +5,7 @@ the server is process 1 of an unprivileged user on a read-only root file system.
 Containers share the host's network, so each pod has its own ports.
 """
 
+import dataclasses
 import os
 import subprocess
 import sys
@@ -19,10 +20,12 @@ import requests
 
 from evernear.common.disk import sha256_file
 from evernear.release.archive_reader import ReleaseParts
+from evernear.serving.client import Format, Target
 from evernear.serving.pod import GRACE_PERIOD_S
 from evernear.settings import ServingSettings, Settings
 from tests.releases import PackedRelease, settings_on_free_ports
 
+FORMATS: tuple[Format, ...] = ("rest", "grpc")
 EVERNEAR = str(Path(sys.executable).with_name("evernear"))
 CONTAINER = str(Path(__file__).with_name("container.sh"))
 NAMESPACES = ["--user", "--map-user=65532", "--map-group=65532", "--keep-caps", "--mount", "--pid", "--fork"]
@@ -57,6 +60,9 @@ class Pod:
     @property
     def settings(self) -> Settings:
         return Settings(workdir=self.workdir, serving=self.serving)
+
+    def target(self, token: str | None, format: Format = "rest") -> Target:
+        return dataclasses.replace(Target.remote(self.settings, "127.0.0.1", format), token=lambda: token)
 
     def fetch(self, store: str, version: str, sha256: str) -> subprocess.CompletedProcess[str]:
         """Run the init container, which alone has access to the store."""
