@@ -24,6 +24,7 @@ from filelock import FileLock
 from pydantic import BaseModel
 from xdist.scheduler import LoadFileScheduling
 
+from evernear.common.store import Store, open_store
 from evernear.settings import Settings, layers
 from evernear.settings.sources import Tree
 
@@ -166,6 +167,11 @@ def bucket(s3_endpoint: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
         for entry in client.list_objects(name, recursive=True):
             client.remove_object(name, str(entry.object_name))
         client.remove_bucket(name)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    return open_store((tmp_path / "store").as_uri())
 
 
 @pytest.fixture(scope="session")

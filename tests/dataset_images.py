@@ -1,10 +1,17 @@
-"""Small folders of noise images."""
+"""Image files, and small folders of noise images."""
 
 from collections.abc import Mapping
+from io import BytesIO
 from pathlib import Path
 
 import numpy as np
 from PIL import Image
+
+
+def saved(image: Image.Image, kind: str = "PNG", **options: object) -> bytes:
+    buffer = BytesIO()
+    image.save(buffer, kind, **options)
+    return buffer.getvalue()
 
 
 def write_files(root: Path, files: Mapping[str, bytes]) -> Path:

@@ -21,6 +21,7 @@ from evernear.data.image_file import (
     MAX_TABLES_SIZE_BYTES,
     WEBP_PIXEL_COST,
 )
+from tests.dataset_images import saved
 
 SIGNATURE = b"\x89PNG\r\n\x1a\n"
 GRAY, RGB, PALETTE, GRAY_ALPHA, RGBA = 0, 2, 3, 4, 6
@@ -110,9 +111,7 @@ def segment(marker: int, data: bytes) -> bytes:
 
 def jpeg(mode: str = "L", size: tuple[int, int] = (8, 8), **options: object) -> bytes:
     """A JPEG file of one color, written by Pillow."""
-    buffer = BytesIO()
-    Image.new(mode, size).save(buffer, "JPEG", **options)
-    return buffer.getvalue()
+    return saved(Image.new(mode, size), "JPEG", **options)
 
 
 def insert(data: bytes, *segments: bytes) -> bytes:
@@ -189,9 +188,7 @@ def _noise(mode: str, side: int) -> Image.Image:
 def animated(frames: int = 3) -> bytes:
     """An animated PNG file."""
     images = [Image.new("L", (8, 8), shade) for shade in range(frames)]
-    buffer = BytesIO()
-    images[0].save(buffer, "PNG", save_all=True, append_images=images[1:])
-    return buffer.getvalue()
+    return saved(images[0], "PNG", save_all=True, append_images=images[1:])
 
 
 def arithmetic(marker: int = 0xC9) -> bytes:
@@ -213,16 +210,12 @@ def riff(*chunks: bytes) -> bytes:
 def webp(mode: str = "RGB", size: tuple[int, int] = (8, 8), **options: object) -> bytes:
     """A WebP file of a gradient, as Pillow writes it."""
     gradient = np.arange(size[0] * size[1] * len(mode)).astype(np.uint8).reshape(size[1], size[0], len(mode))
-    buffer = BytesIO()
-    Image.frombytes(mode, size, gradient.tobytes()).save(buffer, "WEBP", **options)
-    return buffer.getvalue()
+    return saved(Image.frombytes(mode, size, gradient.tobytes()), "WEBP", **options)
 
 
 def webp_noise(side: int) -> bytes:
     """A lossy WebP file of noise at full quality."""
-    buffer = BytesIO()
-    _noise("RGB", side).save(buffer, "WEBP", quality=100, method=0)
-    return buffer.getvalue()
+    return saved(_noise("RGB", side), "WEBP", quality=100, method=0)
 
 
 def code_groups(side: int, groups: int) -> bytes:
@@ -274,9 +267,7 @@ def forged_webp(width: int, height: int) -> bytes:
 def animated_webp() -> bytes:
     """An animated WebP file."""
     images = [Image.new("RGB", (8, 8), color) for color in ("red", "green")]
-    buffer = BytesIO()
-    images[0].save(buffer, "WEBP", save_all=True, append_images=images[1:])
-    return buffer.getvalue()
+    return saved(images[0], "WEBP", save_all=True, append_images=images[1:])
 
 
 @dataclass(frozen=True)

@@ -10,12 +10,12 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
-from io import BytesIO
 from typing import Any
 
 from PIL import Image
 
 from tests import hostile
+from tests.dataset_images import saved
 
 Headers = tuple[tuple[bytes, bytes], ...]
 TIMEOUT_S = 120
@@ -166,9 +166,7 @@ def _base64(image: bytes) -> str:
 
 
 def picture(mode: str = "L", kind: str = "PNG", size: tuple[int, int] = (40, 30), **options: object) -> bytes:
-    buffer = BytesIO()
-    Image.effect_noise(size, 64).convert(mode).save(buffer, format=kind, **options)
-    return buffer.getvalue()
+    return saved(Image.effect_noise(size, 64).convert(mode), kind, **options)
 
 
 @cache

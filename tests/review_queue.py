@@ -2,23 +2,21 @@
 
 import base64
 from datetime import UTC, datetime, timedelta
-from io import BytesIO
 from pathlib import Path
 
 import numpy as np
 import pytest
 from PIL import Image
 
-from evernear.common.store import Store, open_store
+from evernear.common.store import Store
 from evernear.serving.query_log_files import LoggedQuery, Period
+from tests.dataset_images import saved
 
 NOW = datetime.now(UTC)
 
 
 def png(value: int) -> bytes:
-    buffer = BytesIO()
-    Image.fromarray(np.full((8, 8), value, np.uint8)).save(buffer, format="PNG")
-    return buffer.getvalue()
+    return saved(Image.fromarray(np.full((8, 8), value, np.uint8)))
 
 
 def log_queries(store: Store, *images: bytes, candidates: tuple[str, ...] = ("cat", "dog"), day: int = 0) -> None:
@@ -35,8 +33,12 @@ def log_queries(store: Store, *images: bytes, candidates: tuple[str, ...] = ("ca
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> Store:
-    return open_store((tmp_path / "store").as_uri())
+def reads(store: Store, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The keys that are read from the store from now on."""
+    keys: list[str] = []
+    find = store.find
+    monkeypatch.setattr(store, "find", lambda key: (keys.append(key), find(key))[1])
+    return keys
 
 
 @pytest.fixture

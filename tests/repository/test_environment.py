@@ -6,7 +6,6 @@ import subprocess
 import sys
 
 from tests import ROOT
-from tests.ports import free_ports
 
 HOSTILE = {
     "EVERNEAR_PIPELINE__ENDPOINT": "http://kfp.example",
@@ -65,9 +64,3 @@ def test_commands_under_test_can_be_interrupted_in_a_background_job() -> None:
         words = ["sh", "-c", 'trap "" INT; exec "$@"', "sh", sys.executable, "-c", code]
         done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True)
         assert done.stdout.strip() == expected
-
-
-def test_ports_are_chosen_once_and_outside_the_range_of_connections() -> None:
-    ports = [*free_ports(20), *free_ports(20)]
-    assert len({*ports}) == len(ports)
-    assert all(1024 < port < 32_768 for port in ports)

@@ -50,8 +50,3 @@ def test_document_of_a_later_version_is_not_called_damaged() -> None:
         "notes.json is not a valid training note for this version of evernear, which does not know the field \\x1b. If "
         "a later version wrote it, upgrade evernear here, servers before pipelines."
     )
-
-
-def test_values_are_immutable() -> None:
-    with pytest.raises(ValueError, match="frozen"):
-        TrainingNote(epochs=1).epochs = 2  # type: ignore[misc]

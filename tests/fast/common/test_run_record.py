@@ -11,13 +11,8 @@ import pytest
 from evernear.common import progress
 from evernear.common.progress import step
 from evernear.common.run_record import RunRecord, StepProgress, StepRecord
-from evernear.common.store import Store, open_store
+from evernear.common.store import Store
 from evernear.errors import DataError
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Store:
-    return open_store((tmp_path / "store").as_uri())
 
 
 def test_step_is_recorded_as_running_then_finished(store: Store) -> None:

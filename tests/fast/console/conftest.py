@@ -1,5 +1,5 @@
-"""A store and a source to review."""
+"""A source to review."""
 
-from tests.review_queue import source, store
+from tests.review_queue import reads, source
 
-__all__ = ["source", "store"]
+__all__ = ["reads", "source"]

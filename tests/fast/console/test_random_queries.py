@@ -3,21 +3,15 @@
 import base64
 from collections import Counter
 from datetime import UTC, datetime, timedelta
-from pathlib import Path
 
 import pytest
 
-from evernear.common.store import Store, open_store
+from evernear.common.store import Store
 from evernear.console.live_labels import WEEKLY, RandomQueries, import_labels
 from evernear.serving.query_log_files import QUERIES, LoggedQuery, Period
 from tests.review_queue import png
 
 WEDNESDAY = datetime(2026, 2, 4, 12, tzinfo=UTC)
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Store:
-    return open_store((tmp_path / "store").as_uri())
 
 
 def log(

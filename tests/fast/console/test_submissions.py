@@ -15,6 +15,7 @@ from evernear.console.queue import ORIGINALS, SUBMITTED, Submissions, original_k
 from evernear.errors import DataError
 from evernear.serving.query_log_files import encode_embedding
 from evernear.serving.responses import Neighbor, Prediction
+from tests.dataset_images import saved
 from tests.review_queue import NOW, png
 
 VECTOR = np.full(4, 0.5, np.float32)
@@ -34,15 +35,6 @@ def age(store: Store, image: str, at: datetime) -> None:
         os.utime(store.path(key), (at.timestamp(), at.timestamp()))
 
 
-@pytest.fixture
-def reads(store: Store, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The keys that are read from the store from now on."""
-    keys: list[str] = []
-    find = store.find
-    monkeypatch.setattr(store, "find", lambda key: (keys.append(key), find(key))[1])
-    return keys
-
-
 def test_image_is_in_the_queue_at_once_with_its_bytes_and_its_answer(store: Store) -> None:
     image = Submissions(store).add(png(7), ANSWER, "ann", NOW)
     (item,) = Submissions(store).pending((), 10)
@@ -55,9 +47,7 @@ def test_image_is_in_the_queue_at_once_with_its_bytes_and_its_answer(store: Stor
 
 
 def test_original_is_stored_beside_a_small_picture(store: Store, reads: list[str]) -> None:
-    buffer = BytesIO()
-    Image.effect_noise((640, 480), 90).save(buffer, format="JPEG")
-    photograph = buffer.getvalue()
+    photograph = saved(Image.effect_noise((640, 480), 90), "JPEG")
     sent = Submissions(store)
     image = sent.add(photograph, ANSWER, "ann", NOW)
     (item,) = sent.pending((), 10)

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from functools import cache
-from io import BytesIO
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +10,7 @@ from PIL import Image
 
 from evernear.data.manifest import Manifest
 from evernear.data.preprocess import decode, image_digest
-from tests.dataset_images import write_files
+from tests.dataset_images import saved, write_files
 from tests.small_ingest import ingest_with, opened
 
 MakeImage = Callable[..., bytes]
@@ -27,9 +26,7 @@ def make_image() -> MakeImage:
         channels = len(Image.new(mode, (1, 1)).getbands())
         shape = (size[1], size[0], channels)
         pixels = np.random.default_rng(number).integers(0, 256, shape, dtype=np.uint8)
-        buffer = BytesIO()
-        Image.frombytes(mode, size, pixels.tobytes()).save(buffer, kind)
-        return buffer.getvalue()
+        return saved(Image.frombytes(mode, size, pixels.tobytes()), kind)
 
     return make_image
 

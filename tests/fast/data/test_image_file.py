@@ -16,6 +16,9 @@ from evernear.data.preprocess import decode
 from evernear.data.sources.names import is_image_file
 from evernear.errors import DataError
 from tests import hostile
+from tests.dataset_images import saved
+
+GRAY = Image.new("L", (4, 4))
 
 LIMIT = 25_000_000
 
@@ -104,20 +107,14 @@ def test_webp_counts_its_pixels_and_its_groups_of_codes() -> None:
     assert 0 < transparent.code_groups <= 100
 
 
-def saved(kind: str) -> bytes:
-    buffer = BytesIO()
-    Image.new("L", (4, 4)).save(buffer, kind)
-    return buffer.getvalue()
-
-
 OTHER_FORMATS = {
-    "GIF": saved("GIF"),
-    "BMP": saved("BMP"),
-    "TIFF": saved("TIFF"),
+    "GIF": saved(GRAY, "GIF"),
+    "BMP": saved(GRAY, "BMP"),
+    "TIFF": saved(GRAY, "TIFF"),
     "AVIF": b"\0\0\0\x20ftypavif\0\0\0\0avifmif1miaf",
     "HEIC": b"\0\0\0\x18ftypheic\0\0\0\0mif1heic",
     "JPEG XL": b"\xff\x0a\x38\x1f\x98\x08\0\0\0\0\0\0",
-    "JPEG 2000": saved("JPEG2000"),
+    "JPEG 2000": saved(GRAY, "JPEG2000"),
 }
 
 

@@ -109,23 +109,6 @@ def test_copies_with_different_labels_stay_left_out(tree, run_ingest, make_image
     assert contents(manifest).label[digest_of(make_image(5000))] == "1"
 
 
-def test_only_affected_shards_change(tmp_path: Path, run_ingest, make_image, contents) -> None:
-    images = {f"{number % 2}/{number}.png": make_image(number, (100, 100)) for number in range(40)}
-    root = write_files(tmp_path / "big", images)
-    first = run_ingest(root)
-    (root / "1" / "new.png").write_bytes(make_image(1000, (100, 100)))
-    second = run_ingest(root)
-    unchanged = {shard.sha256 for shard in first.shards} & {shard.sha256 for shard in second.shards}
-    assert len(unchanged) >= len(first.shards) - 1
-
-    removed = root / "0" / "0.png"
-    removed.unlink()
-    third = run_ingest(root)
-    unchanged = {shard.sha256 for shard in second.shards} & {shard.sha256 for shard in third.shards}
-    assert len(unchanged) == len(second.shards) - 1
-    assert len(contents(third)) == 40
-
-
 def test_snapshot_mirrors_the_source(tree, run_ingest, make_image, contents, digest_of) -> None:
     first = contents(run_ingest(tree))
     moved, removed, changed = (tree / "1" / f"{number:03}.png" for number in (0, 3, 6))

@@ -14,7 +14,6 @@ from evernear.data.image_file import EncodedImage
 from evernear.data.manifest import SPLITS, Manifest
 from evernear.data.preprocess import Picture, Preprocessing, Resize, decode, decode_inspected, to_array
 from evernear.data.reduction import BitDepth
-from evernear.data.sources.folder import Folder
 from evernear.errors import DataError, SettingsError, StoreError
 from evernear.serving.decoding import decode_image, inspect_image
 from evernear.settings import load
@@ -281,28 +280,6 @@ def test_number_of_large_images_decoded_concurrently_is_bounded(tree, run_ingest
     assert 0 < most <= 4 * 10_000
 
 
-def test_files_are_read_concurrently_and_decoded_by_few_threads(tree, run_ingest, monkeypatch) -> None:
-    """No file is read completely before six are being read."""
-    together, decoders = threading.Barrier(6, timeout=30), set[str]()
-
-    def read(folder: Folder, name: str) -> bytes:
-        together.wait()
-        return real_read(folder, name)
-
-    def decode(file: EncodedImage, bit_depth: BitDepth) -> Picture:
-        decoders.add(threading.current_thread().name)
-        return decode_inspected(file, bit_depth)
-
-    take_one = run_ingest(tree)  # the size of the images is known from here on
-    for path in sorted(tree.rglob("*.png")):
-        path.touch()
-    real_read = Folder.read
-    monkeypatch.setattr(Folder, "read", read)
-    monkeypatch.setattr("evernear.data.decoding.decode_inspected", decode)
-    assert run_ingest(tree, requests_in_flight=6, decode_threads=1).digest == take_one.digest
-    assert decoders == {"decode_0"}
-
-
 def test_broken_files_are_named_and_the_others_are_ingested(tree, run_ingest, contents, make_image) -> None:
     (tree / "1" / "cut.png").write_bytes(make_image(500)[:50])
     (tree / "2" / "words.png").write_text("no image")
@@ -447,13 +424,3 @@ def test_classes_of_five_photographs_are_in_every_split(tmp_path, run_ingest, ma
 
     assert per_class(add(range(30))) == {(2, 1, 1, 1)}
     assert per_class(add(range(30, 60))) == {of_ten}
-
-
-def test_photographs_with_given_test_images_are_mostly_trained_on(tmp_path: Path, run_ingest, make_image) -> None:
-    names = {number: f"{'train' if number % 4 else 'test'}/{number % 2}/{number}.png" for number in range(80)}
-    shares = load(preset="photos", environment={}, remembered=False).data
-    fractions = shares.model_dump(include={"test_fraction", "gallery_fraction", "query_fraction"})
-    root = write_files(tmp_path / "shops", {name: make_image(number) for number, name in names.items()})
-    manifest = run_ingest(root, **fractions)
-    assert manifest.count("test") == 20
-    assert manifest.count("train") >= 0.7 * 60

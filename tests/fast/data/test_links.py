@@ -183,11 +183,3 @@ def test_links_under_hidden_names_are_not_followed(tree, disk: Path, run_ingest)
         ("litter", ("1/.cache",)),
         ("litter", ("1/.gone",)),
     ]
-
-
-def test_link_to_a_folder_of_its_class_changes_nothing(tree) -> None:
-    (tree / "1" / "real").mkdir()
-    (tree / "1" / "000.png").rename(tree / "1" / "real" / "000.png")
-    before = names(tree)
-    (tree / "1" / "again").symlink_to("real")
-    assert names(tree) == before

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from evernear.common.store import Store, open_store
+from evernear.common.store import Store
 from evernear.console.suspects import newest_dataset
 from evernear.data.ingest import ingest_source
 from evernear.data.manifest import Manifest
@@ -16,11 +16,6 @@ from evernear.maintenance.forget import find
 from evernear.settings import DataSettings, Settings
 from tests.dataset_images import write_files
 from tests.small_ingest import dataset_of
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Store:
-    return open_store((tmp_path / "store").as_uri())
 
 
 @pytest.fixture

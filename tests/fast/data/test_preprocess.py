@@ -17,14 +17,9 @@ from evernear.data.preprocess import (
     to_array,
 )
 from evernear.errors import DataError
+from tests.dataset_images import saved
 
 LIMIT = 10_000
-
-
-def saved(image: Image.Image, kind: str = "PNG", **options: object) -> bytes:
-    buffer = BytesIO()
-    image.save(buffer, kind, **options)
-    return buffer.getvalue()
 
 
 def noise(mode: str, size: tuple[int, int] = (7, 5)) -> Image.Image:

@@ -1,7 +1,6 @@
 """Different 16-bit and transparent pictures stay different, and visible, in 8 bits."""
 
 from collections.abc import Callable
-from io import BytesIO
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +14,7 @@ from evernear.data.preprocess import Flaw, Picture, bit_depth_of, decode_inspect
 from evernear.data.reduction import BIT_DEPTHS, BitDepth
 from evernear.errors import DataError
 from tests import hostile
-from tests.dataset_images import write_files
+from tests.dataset_images import saved, write_files
 from tests.deep_png import deep_png
 from tests.small_ingest import findings, opened
 
@@ -32,12 +31,6 @@ DIGESTS = {
     "dark color on transparency": "9128407b6e85f337b1b3c6bc08d60244f27fb68ab6337b84fbf5efcb5cbff1ca",
     "lossless WebP": "85d934be55840ef5310179f9f9b180056bc9b09b4e536eefc301bed093131251",
 }
-
-
-def saved(image: Image.Image, kind: str = "PNG", **options: object) -> bytes:
-    buffer = BytesIO()
-    image.save(buffer, kind, **options)
-    return buffer.getvalue()
 
 
 def seen(data: bytes, bit_depth: BitDepth = 16) -> Picture:

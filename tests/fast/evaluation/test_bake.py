@@ -109,13 +109,3 @@ def test_evidence_is_the_integral_of_the_likelihood_ratio(events: int, others: i
     shares = np.linspace(tolerated, 1, 200_001)[:-1] + (1 - tolerated) / 400_000
     ratios = np.exp(events * np.log(shares / tolerated) + others * np.log((1 - shares) / (1 - tolerated)))
     assert math.exp(log_evidence(Share(events, events + others), tolerated)) == pytest.approx(ratios.mean(), rel=1e-3)
-
-
-def test_no_number_of_looks_exceeds_the_level() -> None:
-    """Ville's inequality, for a share exactly at the tolerated one: the worst case."""
-    rng, level, exceeded = np.random.default_rng(1), 0.1, 0
-    for _ in range(300):
-        events = np.cumsum(rng.binomial(20, 0.1, 60))
-        looks = (log_evidence(Share(int(count), 20 * (look + 1)), 0.1) for look, count in enumerate(events))
-        exceeded += any(evidence > math.log(1 / level) for evidence in looks)
-    assert exceeded <= binom.ppf(0.999, 300, level)

@@ -75,13 +75,6 @@ def test_equal_candidates_are_held_at_most_at_the_level_of_the_gate(queries: int
     assert held <= binom.ppf(0.999, seeds, SETTINGS.significance)
 
 
-@pytest.mark.slow
-def test_simulated_chains_end_near_the_accuracy_of_the_anchor() -> None:
-    for queries, least in ((50, 0.89), (200, 0.94)):
-        ends = [simulation.Chain(queries, 0.6).run(seed)[0] for seed in range(20)]
-        assert np.mean(ends) >= least - 2 * np.std(ends) / np.sqrt(len(ends))
-
-
 def test_paired_test_against_the_anchor_detects_what_each_step_hid() -> None:
     """On 1,000 images, 9 regressions from the champion and 18 from the anchor."""
     anchor, champion, candidate = (losing(errors, 1000) for errors in (20, 29, 38))

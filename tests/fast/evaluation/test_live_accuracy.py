@@ -15,7 +15,7 @@ from evernear.evaluation.live_accuracy import (
     expected_accuracy,
     is_loss,
 )
-from evernear.evaluation.statistics import exact_proportion, proportion
+from evernear.evaluation.statistics import proportion
 from evernear.settings import ClassSettings
 
 RNG_SEED = 7
@@ -33,13 +33,6 @@ def test_accuracy_is_counted_by_release_and_iso_week() -> None:
     queries += [labeled(january, "new", correct=number > 0) for number in range(4)]
     weeks = [(each.week, each.version, each.accuracy.count, each.accuracy.total) for each in accuracy_by_week(queries)]
     assert weeks == [("2027-W01", "new", 3, 4), ("2026-W53", "old", 1, 1), ("2026-W53", "new", 0, 1)]
-
-
-@pytest.mark.parametrize("truth", [0.7, 0.85, 0.9, 0.95, 0.97, 0.99])
-def test_interval_of_100_labels_covers_the_truth(truth: float) -> None:
-    counts = np.random.default_rng(RNG_SEED).binomial(100, truth, 1000)
-    intervals = [exact_proportion(int(count), 100, 0.95) for count in counts]
-    assert np.mean([each.low <= truth <= each.high for each in intervals]) >= 0.93
 
 
 def drawn(truth: float, images: int, rng: np.random.Generator) -> ExpectedAccuracy:

@@ -10,7 +10,7 @@ from evernear.errors import DataError, IntegrityError, SettingsError, StoreError
 from evernear.index import build
 from evernear.index.build import build_index
 from evernear.index.description import IndexDescription, describe_index
-from evernear.index.faiss_compat import core_type, faiss
+from evernear.index.faiss_compat import core_type
 from evernear.index.search import Gallery
 from evernear.settings import IndexSettings
 from tests.fast.index.conftest import MakeSettings
@@ -216,11 +216,6 @@ def test_lower_bound_is_that_of_wilson():
 
     for hits in (0, 90, 99, 100):
         assert build._lower_bound(hits, 100) == pytest.approx(proportion(hits, 100, 0.95).low, abs=1e-12)
-
-
-def test_every_encoding_of_an_inverted_file_is_known_to_faiss():
-    for code in build.CODES:
-        assert faiss.index_factory(128, f"IVF64,{code}", faiss.METRIC_INNER_PRODUCT).nlist == 64
 
 
 # The instructions of the processor

@@ -103,12 +103,6 @@ def test_prediction_does_not_depend_on_the_batch(any_index_dir):
     assert gallery.recognize(queries[:0]) == []
 
 
-def test_prediction_is_plain_data(any_index_dir):
-    (result,) = Gallery.open(any_index_dir, NETWORK).recognize(blobs(3, 5)[0][:1])
-    values = (result.pred, result.dist, result.unknown, result.neighbors[0].dist)
-    assert [*map(type, values)] == [str, float, bool, float]
-
-
 def test_vectors_of_wrong_dimension_are_rejected(any_index_dir):
     with pytest.raises(IntegrityError, match="16 coordinates"):
         Gallery.open(any_index_dir, NETWORK).recognize(np.zeros((2, 8), np.float32))

@@ -13,20 +13,6 @@ def load(**arguments: object) -> settings.Settings:
     return settings.load(**{"environment": {}, **arguments})  # type: ignore[arg-type]
 
 
-def test_file_then_environment_then_flags(tmp_path: Path) -> None:
-    config = tmp_path / "evernear.toml"
-    config.write_text("[train]\nepochs = 5\nseed = 5\nmargin = 0.5\n")
-    environment = {"EVERNEAR_TRAIN__EPOCHS": "6", "EVERNEAR_TRAIN__SEED": "6", "OTHER": "x"}
-    loaded = load(preset="quick", config=config, environment=environment, overrides=["train.epochs=7"])
-    assert (loaded.train.epochs, loaded.train.seed, loaded.train.margin) == (7, 6, 0.5)
-    assert loaded.train.width == load(preset="quick").train.width != load().train.width
-
-
-def test_settings_are_frozen() -> None:
-    with pytest.raises(ValueError, match="frozen"):
-        load().train.epochs = 3  # type: ignore[misc]
-
-
 @pytest.mark.parametrize(
     ("override", "sentence"),
     [
@@ -160,11 +146,6 @@ def test_directory_without_kind_suggests_a_folder_source(tmp_path: Path, monkeyp
         load(overrides=["data.source=small"])
     assert load(overrides=["data.source=digits"]).data.source == "digits", "a built-in source takes precedence"
     assert load(overrides=["data.source=smal"]).data.source == "smal", "open_source lists the known sources"
-
-
-def test_unknown_section_in_the_environment_is_an_error() -> None:
-    with pytest.raises(SettingsError, match=r"^No setting 'gaet.significance'; did you mean 'gate.significance'\?$"):
-        load(environment={"EVERNEAR_GAET__SIGNIFICANCE": "0.1"})
 
 
 def service_links(service: str, port: int, protocol: str, port_name: str) -> dict[str, str]:

@@ -22,6 +22,7 @@ from evernear.serving.core import Predictor
 from evernear.serving.responses import Prediction
 from tests import hostile
 from tests.collector import CLIENT_SPAN, Collector, attributes, parent
+from tests.dataset_images import saved
 from tests.hostile_requests import fuzz, kserve
 from tests.integrations.kserve.inference_service import (
     TRACED,
@@ -60,9 +61,7 @@ def prepared(images: list[bytes]) -> np.ndarray:
 def photograph() -> bytes:
     """A color JPEG of another size than the release's input."""
     noise = np.random.default_rng(0).integers(0, 256, (40, 60, 3), np.uint8)
-    buffer = BytesIO()
-    Image.fromarray(noise).resize((300, 200)).save(buffer, format="JPEG")
-    return buffer.getvalue()
+    return saved(Image.fromarray(noise).resize((300, 200)), "JPEG")
 
 
 def assert_same(answers: list[dict[str, Any]], stored: list[dict[str, Any]]) -> None:

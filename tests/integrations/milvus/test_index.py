@@ -20,7 +20,6 @@ from tests.fast.index.test_search import (
     test_index_of_another_network_is_rejected,
     test_number_of_listed_neighbors_does_not_affect_the_vote,
     test_prediction_does_not_depend_on_the_batch,
-    test_prediction_is_plain_data,
     test_recognize_matches_a_reference_implementation,
     test_vectors_of_wrong_dimension_are_rejected,
 )
@@ -36,7 +35,6 @@ __all__ = [
     "test_nan_embeddings_are_rejected",
     "test_number_of_listed_neighbors_does_not_affect_the_vote",
     "test_prediction_does_not_depend_on_the_batch",
-    "test_prediction_is_plain_data",
     "test_probe_threshold_is_used_and_its_error_rates_are_measured",
     "test_recognize_matches_a_reference_implementation",
     "test_vectors_of_wrong_dimension_are_rejected",

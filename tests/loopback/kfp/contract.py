@@ -1,11 +1,9 @@
 """JSON schemas of the v2beta1 API, taken from the published client, which is generated from the
 Swagger file.
 
-``kfp_server_api`` is generated from KFP's Swagger file: a class for each definition and a method
-for each operation. Each method is called once with a recorder in place of the network, which
-records method, path, query parameters, body and response.
-`tests/fast/loopback/kfp/test_contract.py` compares all of it with the Swagger file if
-``EVERNEAR_TEST_KFP_SWAGGER`` names a copy of kfp_api_single_file.swagger.json.
+``kfp_server_api`` has a class for each definition of that file and a method for each operation.
+Each method is called once with a recorder in place of the network, which records method, path,
+query parameters, body and response.
 """
 
 import inspect
@@ -18,7 +16,6 @@ import kfp_server_api
 from jsonschema import Draft202012Validator, FormatChecker
 
 UNMENTIONED = ("async_req", "_preload_content", "_request_timeout", "_return_http_data_only")
-ERROR = "GoogleRpcStatus"
 
 
 @dataclass(frozen=True)
@@ -32,7 +29,7 @@ class Operation:
     body: str | None
     files: frozenset[str]
     answer: str
-    """Type of the 200 response; all others are an `ERROR`."""
+    """Type of the 200 response."""
 
     def matches(self, method: str, path: str) -> dict[str, str] | None:
         """Return the path parameters if a request matches this operation, otherwise None."""

@@ -141,13 +141,8 @@ def _component(component: Object, *, standard: bool) -> Iterator[str]:
     if component.get("minReplicas", 1) > component.get("maxReplicas", 0) > 0:
         yield "MinReplicas cannot be greater than MaxReplicas"
     for container in component.get("containers") or ():
-        variables = {variable["name"]: variable.get("value") for variable in container.get("env") or ()}
-        if "PYTHONPATH" in variables:
+        if "PYTHONPATH" in (variable["name"] for variable in container.get("env") or ()):
             yield f'setting PYTHONPATH in container "{container["name"]}" is not allowed for security reasons'
-        if variables.get("PROTOCOL", "v1") not in ("v1", "v2"):
-            yield f"invalid protocol {variables['PROTOCOL']}"
-        if "STORAGE_URI" in variables and "storageUris" in component:
-            yield "storageUri and storageUris are mutually exclusive"
     metric, target = component.get("scaleMetric"), component.get("scaleTarget", 1)
     metrics = ("cpu", "memory") if standard else ("concurrency", "rps")
     if metric not in (None, *metrics):

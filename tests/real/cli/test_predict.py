@@ -4,7 +4,6 @@ import io
 import json
 import os
 from collections.abc import Iterator
-from io import BytesIO
 from pathlib import Path
 
 import pytest
@@ -14,6 +13,7 @@ from typer.testing import CliRunner
 from evernear.cli import predict as predict_command
 from evernear.cli.app import app
 from evernear.errors import DataError, ServerUnreachableError, SettingsError
+from tests.dataset_images import saved
 
 
 def predict(*arguments: str) -> None:
@@ -41,17 +41,16 @@ def test_folder_is_predicted_by_the_rule_for_sources(tmp_path: Path, capsys: pyt
     folder, other = tmp_path / "images", tmp_path / "other"
     (folder / "sub").mkdir(parents=True)
     other.mkdir()
-    image = BytesIO()
-    Image.new("L", (8, 8)).save(image, format="JPEG")
+    image = saved(Image.new("L", (8, 8)), "JPEG")
     names = {"a.JPG", "b.jfif", "c.jpe", "d.jpg_large", "e.1", "noext", "sub/f.webp"}
     for name in (*names, "../other/linked"):
-        (folder / name).write_bytes(image.getvalue())
+        (folder / name).write_bytes(image)
     (folder / "broken.png").write_bytes(b"text with the suffix of an image")
     (folder / "notes.txt").write_bytes(b"text")
     (folder / "empty").touch()
     for litter in ("@eaDir/a.JPG", "._a.JPG"):
         (folder / litter).parent.mkdir(exist_ok=True)
-        (folder / litter).write_bytes(image.getvalue())
+        (folder / litter).write_bytes(image)
     os.mkfifo(folder / "pipe")
     (folder / "link").symlink_to(other)
     (folder / "sub" / "up").symlink_to(folder)

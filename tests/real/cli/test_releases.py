@@ -12,7 +12,6 @@ from evernear.common.store import open_store
 from evernear.errors import EvernearError, IntegrityError, SettingsError, StoreError
 from evernear.release.pruning import prune_releases
 from evernear.release.registry import Registry
-from tests.ports import free_ports
 from tests.releases import MakeRelease, PackedRelease
 
 
@@ -107,25 +106,6 @@ def test_unknown_release_is_reported(uri: str) -> None:
         with pytest.raises(StoreError, match=f"Release {arguments[1]} does not exist"):
             evernear(*arguments, "--store", uri)
     assert evernear("list", "--store", uri).splitlines()[1:] == []
-
-
-def test_unreachable_model_registry_does_not_fail_promotion_and_rollback(
-    releases: list[PackedRelease], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    store = (tmp_path / "store").as_uri()
-    for release in releases[:2]:
-        Registry(open_store(store)).publish(release.archive)
-    (port,) = free_ports(1)
-    monkeypatch.setenv("MODEL_REGISTRY_BASE_URL", f"http://127.0.0.1:{port}")
-    first, second = releases[0].version, releases[1].version
-    commands = [("promote", first), ("promote", second), ("rollback",)]
-    for command in commands:
-        result = CliRunner().invoke(app, ["registry", *command, "--store", store, "--json"])
-        assert result.exit_code == 0
-        assert json.loads(result.stdout)["version"] == (second if command == ("promote", second) else first)
-        (warning,) = caplog.messages
-        caplog.clear()
-        assert warning.startswith("The model registry of MODEL_REGISTRY_BASE_URL rejected the champion: ")
 
 
 def test_anchor_is_printed_and_moved_with_a_reason(uri: str, releases: list[PackedRelease]) -> None:

@@ -32,6 +32,7 @@ from evernear.serving.query_log_files import encode_embedding
 from evernear.serving.responses import Prediction
 from evernear.settings import load
 from tests.consoles import TOKEN, console_client, with_csrf
+from tests.dataset_images import saved
 from tests.releases import MakeRelease, System, copy_store
 from tests.review_queue import NOW, log_queries, png
 
@@ -262,14 +263,13 @@ def test_suspect_labels_are_corrected_and_kept(store: Store, source: Path) -> No
 
 
 def test_original_keeps_its_format(store: Store, source: Path) -> None:
-    buffer = BytesIO()
-    Image.effect_noise((64, 48), 90).save(buffer, format="JPEG")
+    photograph = saved(Image.effect_noise((64, 48), 90), "JPEG")
     prediction = Prediction(pred="cat", dist=0.9, unknown=True, neighbors=(), version="v")
-    image = Submissions(store).add(buffer.getvalue(), prediction, "ann", NOW)
+    image = Submissions(store).add(photograph, prediction, "ann", NOW)
     client = signed_in(store, source)
     client.post("/review", data={"image": image, "action": "label", "label": "bird"})
     path = source / "bird" / f"review-{image[:16]}.jpg"
-    assert path.read_bytes() == buffer.getvalue()
+    assert path.read_bytes() == photograph
     assert b'"suffix":".jpg"' in store.get(ANSWERS)
     client.post("/review", data={"image": image, "action": "undo"})
     assert not path.exists()

@@ -5,12 +5,14 @@ from datetime import timedelta
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from evernear.common.store import Store
 from evernear.console.groups import group_items
 from evernear.console.queue import Item, Queue
 from evernear.release.registry import Registry
 from evernear.serving.query_log_files import LoggedQuery, Period, encode_embedding
+from tests.dataset_images import saved
 from tests.gallery_vectors import blobs
 from tests.releases import MakeRelease
 from tests.review_queue import NOW, png
@@ -35,12 +37,6 @@ def test_images_of_one_class_are_a_group(store: Store) -> None:
     sizes = [len(group) for group in groups]
     assert sizes == sorted(sizes, reverse=True)
     assert all(group == sorted(group) for group in numbers(groups)), "in the given order"
-
-
-def test_image_like_no_other_is_a_group_of_one(store: Store) -> None:
-    vectors = np.eye(16, dtype=np.float32)
-    items = [item(0, embedding=vectors[0]), item(1, embedding=vectors[1]), item(2, embedding=vectors[0])]
-    assert numbers(group_items(items, Registry(store).find)) == [[0, 2], [1]]
 
 
 def test_embeddings_of_two_networks_are_not_compared(store: Store) -> None:
@@ -73,18 +69,12 @@ def test_release_says_how_close_images_of_one_group_are(store: Store, make_relea
 
 
 def test_images_alone_are_grouped_by_their_pixels(store: Store) -> None:
-    from io import BytesIO
-
-    from PIL import Image
-
     rng = np.random.default_rng(0)
     shapes = rng.integers(0, 200, (2, 16, 16))
 
     def noisy(shape: np.ndarray, mode: str, suffix: str) -> bytes:
-        buffer = BytesIO()
-        picture = Image.fromarray((shape + rng.integers(0, 40, shape.shape)).astype(np.uint8)).convert(mode)
-        picture.save(buffer, format=suffix)
-        return buffer.getvalue()
+        pixels = (shape + rng.integers(0, 40, shape.shape)).astype(np.uint8)
+        return saved(Image.fromarray(pixels).convert(mode), suffix)
 
     images = [noisy(shapes[number % 2], *(("L", "PNG") if number < 4 else ("RGB", "JPEG"))) for number in range(8)]
     items = [item(number, image=image) for number, image in enumerate(images)]

@@ -142,15 +142,6 @@ def test_undo_leaves_a_class_folder_that_was_empty_before(
     assert list((source / "bird").iterdir()) == []
 
 
-@pytest.fixture
-def reads(store: Store, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The keys that are read from the store from now on."""
-    keys: list[str] = []
-    find = store.find
-    monkeypatch.setattr(store, "find", lambda key: (keys.append(key), find(key))[1])
-    return keys
-
-
 def test_queue_reads_each_log_file_once(store: Store, reads: list[str]) -> None:
     log_queries(store, png(1), png(2), day=1)
     log_queries(store, png(3))
@@ -182,13 +173,6 @@ def test_queue_keeps_no_more_images_in_memory_than_it_may(
     for _ in range(2):
         assert [item.image for item in queue.pending((), 10)] == [png(3), png(4), png(1), png(2)]
     assert len(reads) == 3, "only the file that is not in memory is read again"
-
-
-def test_failed_write_returns_the_image_to_the_queue(store: Store, source: Path, item: Item, answers: Answers) -> None:
-    (source / "bird").write_text("in the way")
-    with pytest.raises(Exception, match="bird"):
-        answers.label(item.image, answer(item, label="bird"))
-    assert answers.latest() == {}
 
 
 LONG = f"{'x' * 240}.png"

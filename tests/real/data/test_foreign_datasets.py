@@ -153,7 +153,7 @@ def test_values_that_are_not_text_are_named_with_their_column_and_type(hub, tmp_
     assert hub().labels == {"ant": len(values)}
     first_row = message.replace("row 1", "row 2").replace("row 0", "row 1")  # a table's rows are counted from 1
     write(tmp_path / "a.parquet", rows(values, path=[f"{number}.png" for number in range(len(values))]))
-    with pytest.raises(DataError, match=first_row.replace(r"a\.parquet", r"a\.parquet")):
+    with pytest.raises(DataError, match=first_row):
         Listing(f"table:{tmp_path / 'a.parquet'}")
 
 

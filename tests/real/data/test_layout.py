@@ -16,7 +16,6 @@ from evernear.console.label_target import open_label_target
 from evernear.data.manifest import Manifest
 from evernear.data.source_diff import diff_source
 from evernear.data.sources import open_source
-from evernear.data.sources.folder import Bucket
 from evernear.errors import DataError, SettingsError
 from evernear.settings import DataSettings, OneRun, ValidationSettings, load, of_run, overrides_from
 from tests.dataset_images import write_files
@@ -321,18 +320,6 @@ def test_bucket_and_folder_are_refused_alike(make_tree, run_ingest, bucket: str,
 def test_bucket_and_folder_have_one_layout(make_tree, run_ingest, bucket: str, folders, settings) -> None:
     root = make_tree(folders, count=2)
     assert run_ingest(upload(bucket, root), **settings).digest == run_ingest(root, **settings).digest
-
-
-def test_layout_of_a_bucket_costs_few_requests(make_tree, bucket: str, monkeypatch) -> None:
-    """One for the top folder, and one for each of 20 folders and of those named like splits."""
-    uri = upload(bucket, make_tree([*map(str, range(50)), "testbed", "train tracks"], count=1))
-    source = Bucket(uri)
-    read: list[str] = []
-    children = source._store.children
-    monkeypatch.setattr(source._store, "children", lambda folder: (read.append(folder), children(folder))[1])
-    assert len(list(source.entries())) == 52
-    assert {"", "testbed", "train tracks"} < set(read)
-    assert len(read) == len(set(read)) <= 23
 
 
 def test_layout_is_a_setting_of_a_pipeline_run() -> None:

@@ -1,6 +1,5 @@
 """Tars and Parquet files of many images: read in order, once, and again only if they change."""
 
-import gc
 import io
 import json
 import tarfile
@@ -15,7 +14,6 @@ from evernear.common.store.base import put_folder
 from evernear.console.label_target import open_label_target
 from evernear.data.ingest import ingest_source
 from evernear.data.source_diff import Newest, diff_source, fetch_ledger
-from evernear.data.sources import open_source
 from evernear.data.sources.packed import PackedFiles
 from evernear.errors import DataError, SettingsError
 from evernear.settings import DataSettings
@@ -328,14 +326,3 @@ def test_labels_of_packed_files_cannot_be_written(tmp_path, images) -> None:
     write_tar(tmp_path / "wds" / "a", images, labels_of(images))
     with pytest.raises(SettingsError, match="Labels cannot be written to webdataset:"):
         open_label_target(f"webdataset:{tmp_path / 'wds'}")
-
-
-def test_a_tar_is_read_without_remembering_its_members(tmp_path: Path) -> None:
-    write_tar(tmp_path / "images" / "0", [b"image"] * 200, ["a"] * 200)
-    source = open_source(f"webdataset:{tmp_path / 'images'}")
-    entries = list(source.entries())
-    contents = source.read_in_order(entries)
-    for _ in entries:
-        next(contents)
-    assert sum(type(each) is tarfile.TarInfo for each in gc.get_objects()) < 5
-    contents.close()

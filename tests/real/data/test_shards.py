@@ -1,5 +1,4 @@
 import shutil
-import threading
 from collections import Counter
 from pathlib import Path
 
@@ -117,13 +116,6 @@ def test_too_few_images_for_the_processes_are_reported(dataset: Dataset) -> None
         next(dataset.shuffled_batches("query", 4, 0, 0, 0, 1000))
 
 
-def test_mean_and_deviation_match_the_pixels(dataset: Dataset) -> None:
-    pixels = np.concatenate([block.images for block in dataset.blocks("train")]) / 255
-    mean, std = dataset.mean_std("train")
-    assert mean == pytest.approx((pixels.mean(),), rel=1e-12)
-    assert std == pytest.approx((pixels.std(),), rel=1e-9)
-
-
 def test_mean_and_deviation_are_per_channel(tmp_path: Path, run_ingest, make_image) -> None:
     images = {f"{number % 2}/{number}.png": make_image(number, mode="RGB") for number in range(40)}
     dataset = opened(run_ingest(write_files(tmp_path / "set", images)))
@@ -227,23 +219,6 @@ def test_no_shard_is_fetched_twice_in_an_epoch(dataset, tmp_path, bucket, monkey
         assert max(fetched.values()) == 1
         groups.add(frozenset(keys(batches[:2])))
     assert len(groups) == 3
-
-
-def test_shards_of_a_group_are_fetched_concurrently(dataset: Dataset, tmp_path, bucket: str, monkeypatch) -> None:
-    manifest = in_s3(dataset, bucket)
-    store = open_store(manifest.store_uri)
-    together = threading.Barrier(2)
-
-    def fetch(key: str, path: Path, sha256: str | None = None) -> Path:
-        together.wait(timeout=60)  # raises unless another fetch is in flight
-        return type(store).fetch(store, key, path, sha256)
-
-    monkeypatch.setattr(store, "fetch", fetch)
-    train = [shard for shard in manifest.shards if shard.split == "train"]
-    pair = manifest.model_copy(update={"shards": tuple(train[:2])})
-    assert sum(map(len, Dataset(pair, store, tmp_path / "cache").shuffled_batches("train", 1, 0, 0))) == sum(
-        shard.count for shard in train[:2]
-    )
 
 
 def test_cache_is_bounded_and_evicts_the_least_recently_used(dataset, tmp_path, bucket, monkeypatch) -> None:

@@ -170,11 +170,6 @@ def test_bucket_is_counted_from_its_listing(tree: Path, run_ingest, make_image, 
     assert (diff.listed, diff.new, diff.removed) == (20, 2, 1)
 
 
-def test_digits_never_change(run_ingest, count: Count) -> None:
-    diff = count("digits", run_ingest("digits"))
-    assert (diff.listed, diff.new, diff.removed) == (1797, 0, 0)
-
-
 def test_grown_mnist_files_are_counted_by_their_labels(tmp_path: Path, run_ingest, count: Count) -> None:
     def write(counts: dict[str, int]) -> None:
         for part, images in counts.items():

@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 
 import numpy as np
@@ -23,17 +24,14 @@ from evernear.index.search import Gallery
 from evernear.release import archive as archiving
 from evernear.release.archive import SMOKE_QUERIES, Candidate, Release, make_archive
 from evernear.release.archive_reader import ReleaseParts, open_release
+from evernear.release.bake import Breach, Breaches
+from evernear.release.promotions import Cause
 from evernear.release.registry import Registry
 from evernear.serving import HANDLER
 from evernear.serving.core import Predictor
 from evernear.serving.responses import Prediction
 from evernear.settings import IndexSettings, ServingSettings, Settings
 from tests.releases import MakeRelease, PackedRelease, System, decided
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Store:
-    return open_store((tmp_path / "store").as_uri())
 
 
 def publish(store: Store, archive: Path, verdict: Path) -> Deployment:
@@ -61,6 +59,18 @@ def test_promoted_release_becomes_champion_and_may_be_published_again(store: Sto
 def test_held_release_is_not_published(store: Store, make_release: MakeRelease) -> None:
     release = make_release(promote=False)
     assert_refused(store, release, rf"release {release.version} is hold: A test says so\.")
+
+
+def test_release_that_a_bake_rolled_back_is_deployed_again_by_a_person_alone(
+    store: Store, release: PackedRelease
+) -> None:
+    Registry(store).publish(release.archive)
+    Breaches(store).add(Breach.of(release.manifest, "Rule unknown: 24.0% of 300.", datetime.now(UTC)))
+    with pytest.raises(ConflictError, match=r"rolled back after its rollout: Rule unknown: .* A person can promote it"):
+        publish(store, release.archive, release.verdict)
+    ada = Cause(by="Ada", why="new cameras")
+    promote_release(release.version, Settings(store=store.uri, target="registry"), cause=ada)
+    assert publish(store, release.archive, release.verdict).version == release.version
 
 
 @pytest.mark.parametrize("content", [None, b"", b'{"promote": true}', b'{"promote": true, "reasons": []}'])

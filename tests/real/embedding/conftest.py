@@ -6,7 +6,6 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from evernear.common.store import Store, open_store
 from evernear.data.manifest import save_manifest
 from evernear.data.shards import Dataset
 from evernear.embedding import recipe
@@ -40,11 +39,6 @@ def digits(digits_dir: Path) -> Dataset:
 @pytest.fixture
 def tiny() -> TrainSettings:
     return TINY
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Store:
-    return open_store((tmp_path / "store").as_uri())
 
 
 @pytest.fixture(scope="session")

@@ -55,17 +55,6 @@ def test_no_margin_without_labels() -> None:
     np.testing.assert_allclose(arcface(embeddings, margin=0.5).detach().numpy(), expected, atol=1e-9)
 
 
-def test_gradient_matches_finite_differences() -> None:
-    arcface, labels = head(scale=4.0), torch.tensor([0, 1, 2, 3, 4, 0])
-    embeddings = torch.randn(6, 7, dtype=torch.float64, requires_grad=True)
-    embeddings.data[0] = -arcface.centers.data[0] + 0.05  # on the far branch
-    assert torch.autograd.gradcheck(lambda x, w: _with_centers(arcface, x, w, labels), (embeddings, arcface.centers))
-
-
-def _with_centers(arcface: ArcFace, x: torch.Tensor, w: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    return torch.func.functional_call(arcface, {"centers": w}, (x, labels, 0.5))
-
-
 @pytest.mark.parametrize("classes", [2, 10, 1000])
 @pytest.mark.parametrize(
     ("label_smoothing", "highest"), [(0.0, HIGHEST_PROBABILITY), (0.1, HIGHEST_SMOOTHED_PROBABILITY)]

@@ -72,12 +72,6 @@ def test_unseen_classes_have_larger_distances(open_set: OpenSet):
     assert open_set.separates
 
 
-def test_operating_point_is_on_the_roc_curve(open_set: OpenSet):
-    points = [*zip(open_set.roc.false_accepts, open_set.roc.true_accepts, strict=True)]
-    remaining = 1 - open_set.false_rejects.value
-    assert min(abs(far - open_set.false_accepts.value) + abs(tar - remaining) for far, tar in points) < 0.03
-
-
 def test_known_images_take_precedence(open_set: OpenSet):
     """The small network cannot reject 95% of unseen classes without rejecting many known images."""
     assert open_set.required_reject_rate is not None

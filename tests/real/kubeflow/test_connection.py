@@ -164,10 +164,3 @@ def test_tls_requires_a_trusted_certificate(tmp_path: Path) -> None:
 def test_https_to_a_port_without_tls_is_no_problem_of_certificates(server: KfpServer) -> None:
     with pytest.raises(PipelineServerError, match=r"does not speak TLS .*use http:// in pipeline\.endpoint"):
         connect(server.url.replace("http:", "https:")).call(LIST)
-
-
-def test_constructor_sends_no_request(server: KfpServer) -> None:
-    """kfp.Client would request the server's mode, and wait 25 s for a server that is down."""
-    server.calls.clear()
-    connect(server.url)
-    assert not server.calls

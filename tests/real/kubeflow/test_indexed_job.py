@@ -20,7 +20,6 @@ from tests.forks import Fork
 from tests.loopback.kubernetes import LoopbackCluster
 from tests.loopback.kubernetes import jobs as jobs_controller
 from tests.loopback.kubernetes.kinds import JOB, POD_TEMPLATE
-from tests.loopback.kubernetes.pod_security import violations
 from tests.real.kubeflow.conftest import IMAGE, Objects
 
 COMPONENT = "many-machines"
@@ -283,10 +282,3 @@ def test_missing_template_directory_and_image_have_a_remedy(
     monkeypatch.setattr(indexed_job, "TEMPLATE", "evernear-parts")
     with pytest.raises(SettingsError, match=r"image of the nodes is unknown .* set the environment variable EVERNEAR_"):
         run(plan(store, "other"))
-
-
-def test_pods_of_the_template_meet_the_restricted_standard(manifests: Objects) -> None:
-    pod = manifests["PodTemplate"]["template"]["spec"]
-    assert not violations("restricted", pod)
-    assert pod["automountServiceAccountToken"] is pod["enableServiceLinks"] is False
-    assert pod["containers"][0]["securityContext"]["readOnlyRootFilesystem"] is True

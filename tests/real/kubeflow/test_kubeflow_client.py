@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from evernear.common.store import Store, open_store
+from evernear.common.store import Store
 from evernear.errors import PipelineServerError, SettingsError
 from evernear.kubeflow import GOLDEN, client, connection
 from evernear.kubeflow.client import KfpRuns
@@ -50,11 +50,6 @@ def server() -> Iterator[KfpServer]:
 @pytest.fixture
 def runs(server: KfpServer) -> KfpRuns:
     return runs_of(server)
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Store:
-    return open_store((tmp_path / "store").as_uri())
 
 
 def runs_of(server: KfpServer, **settings: Any) -> KfpRuns:

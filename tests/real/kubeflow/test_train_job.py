@@ -23,7 +23,6 @@ from evernear.settings.sources import IMAGE_VARIABLE
 from tests.loopback.kubernetes import LoopbackCluster
 from tests.loopback.kubernetes.api import now
 from tests.loopback.kubernetes.kinds import EVENT, ROLE, TRAIN_JOB, TRAINING_RUNTIME
-from tests.loopback.kubernetes.pod_security import violations
 from tests.real.kubeflow.conftest import IMAGE, Objects
 
 COMPONENT = "multi-node-training"
@@ -71,14 +70,6 @@ def follow(
 def test_exit_code_that_is_not_retried_is_that_of_a_training_error(manifests: Objects) -> None:
     job = manifests["TrainingRuntime"]["spec"]["template"]["spec"]["replicatedJobs"][0]["template"]["spec"]
     assert job["podFailurePolicy"]["rules"][0]["onExitCodes"]["values"] == [TrainingError.exit_code]
-
-
-def test_pods_of_the_runtime_meet_the_restricted_standard(manifests: Objects) -> None:
-    job = manifests["TrainingRuntime"]["spec"]["template"]["spec"]["replicatedJobs"][0]["template"]["spec"]
-    pod = job["template"]["spec"]
-    assert not violations("restricted", pod)
-    assert pod["automountServiceAccountToken"] is False
-    assert pod["containers"][0]["securityContext"]["readOnlyRootFilesystem"] is True
 
 
 def test_nodes_that_keep_failing_are_an_error(

@@ -31,7 +31,6 @@ from evernear.embedding.train import train_network
 from evernear.errors import ConflictError, StoreError
 from evernear.evaluation.verdict import Verdict
 from evernear.index.build import build_index
-from evernear.index.search import Gallery
 from evernear.maintenance.forget import find, forget_images
 from evernear.release.archive import Candidate, make_archive
 from evernear.release.registry import Registry
@@ -218,18 +217,6 @@ def content(prepared: Prepared) -> bytes:
     store = prepared.root / "store"
     files = [path for path in sorted(store.rglob("*")) if path.is_file() and store / "maintenance" not in path.parents]
     return b"".join(str(path).encode() + path.read_bytes() for path in files)
-
-
-def test_rows_lead_to_images_through_a_removal_and_a_reindex(prepared: Prepared) -> None:
-    images = GalleryImages(prepared.store)
-    for number, version in enumerate((prepared.trained, prepared.reindexed, prepared.retrained)):
-        embeddings = Embeddings.open(prepared.root / f"work{number}" / "embeddings")
-        gallery = Gallery.open(prepared.root / f"work{number}" / "index", embeddings.network_sha256)
-        for block in embeddings.blocks("gallery"):
-            for digest, answer in zip(block.digests, gallery.recognize(block.embeddings), strict=True):
-                rows = [neighbor.row for neighbor in answer.neighbors if neighbor.dist < 1e-3]
-                shown = [image.digest for row in rows if (image := images.find(version, row))]
-                assert digest.tobytes().hex() in shown
 
 
 def test_nothing_in_the_store_has_a_removed_image(prepared: Prepared, milvus_uri: str):

@@ -22,11 +22,6 @@ from evernear.settings import IndexSettings
 from tests.releases import MakeRelease, System, release_maker
 
 
-@pytest.fixture
-def store(tmp_path: Path) -> Store:
-    return open_store((tmp_path / "store").as_uri())
-
-
 def promote(store: Store, release: MakeRelease) -> str:
     packed = release()
     registry = Registry(store)

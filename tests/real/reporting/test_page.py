@@ -17,7 +17,6 @@ from matplotlib.figure import Figure
 from evernear.common.run_record import RunRecord, StepRecord
 from evernear.common.store import open_store
 from evernear.data.validate import validate_dataset
-from evernear.errors import StoreError
 from evernear.evaluation.evaluate import Evaluation, ReleasedSystem, evaluate_systems
 from evernear.evaluation.example_collector import ExampleCollector
 from evernear.evaluation.examples import BINS, TILE_PX, Examples, LiveDistances, Sample, Tiles
@@ -286,13 +285,6 @@ def test_page_of_a_failed_run_shows_the_error_and_the_steps_so_far(record: RunRe
         html.index(text) for text in ("Failed at ingest", "The disk is full.", "<span>evernear</span> <span>pipe")
     ]
     assert places == sorted(places)
-
-
-def test_unknown_run_is_an_error(record: RunRecord) -> None:
-    with pytest.raises(StoreError, match="no outcome of a run r1"):
-        run_page(record)
-    with pytest.raises(StoreError, match=f"made release {CANDIDATE}"):
-        find_run(record.store, CANDIDATE)
 
 
 def renamed(value: Any, old: str, new: str) -> Any:

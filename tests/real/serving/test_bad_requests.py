@@ -209,11 +209,6 @@ def test_compressed_body_is_named(field: str) -> None:
         image_from_json(body)
 
 
-@pytest.mark.parametrize("field", FIELDS)
-def test_multipart_field_is_the_image(field: str) -> None:
-    assert image_from_fields({"other": b"x", field: b"\x89PNG"}) == b"\x89PNG"
-
-
 @pytest.mark.parametrize(
     ("fields", "sentence"),
     [

@@ -121,13 +121,6 @@ def test_large_embeddings_count_among_the_bytes_of_images(parts: ReleaseParts, t
     assert all(row.embedding for row in with_images)
 
 
-@pytest.mark.parametrize(
-    "text", ["", "?", "AAAA", base64.b64encode(b"odd").decode(), base64.b64encode(b"\0\x7e").decode()]
-)
-def test_damaged_embedding_is_no_embedding(text: str) -> None:
-    assert decode_embedding(text) is None
-
-
 def test_only_uncertain_queries_are_logged_with_images(parts: ReleaseParts, tmp_path: Path) -> None:
     threshold = parts.manifest.threshold
     far, other = Neighbor(label="7", dist=threshold, row=0), Neighbor(label="1", dist=0.55 * threshold, row=1)

@@ -4,7 +4,6 @@ import base64
 from collections.abc import Sequence
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
-from io import BytesIO
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,6 +22,7 @@ from evernear.release.registry import Registry
 from evernear.serving.live_queries import LIVE_DAYS, live_distances
 from evernear.serving.query_log_files import LoggedQuery, Period
 from evernear.serving.replay import NEAR_DUPLICATE, UNREADABLE, replay, stored_queries
+from tests.dataset_images import saved
 from tests.releases import PackedRelease, System
 
 NOW = datetime.now(UTC)
@@ -31,9 +31,7 @@ MAX_PIXELS = 10_000
 
 
 def png(pixels: NDArray[np.uint8]) -> bytes:
-    buffer = BytesIO()
-    Image.fromarray(pixels[:, :, 0]).save(buffer, format="PNG")
-    return buffer.getvalue()
+    return saved(Image.fromarray(pixels[:, :, 0]))
 
 
 def put_file(store: Store, version: str, at: datetime, rows: Sequence[LoggedQuery]) -> None:

@@ -216,12 +216,3 @@ def test_reference_is_emitted_as_a_cumulative_distribution() -> None:
     shares = {bound: sink.values["evernear_reference_distance_ratio", ("v", str(bound))] for bound in DISTANCE_BOUNDS}
     assert (shares[0.1], shares[0.2], shares[0.3], shares[1.4], shares[2.0]) == (0.5, 0.5, 0.75, 0.75, 1.0)
     assert sink.values["evernear_test_accuracy", ("v",)] == 0.9
-
-
-def test_neighbors_are_counted_by_agreement() -> None:
-    sink = Sink()
-    meter = Meter(sink.emit, "v", "0" * 64, 0.0, 0.5)
-    meter.record_batch(["ok"], [0.1], 0, {}, neighbors=[True, True, False])
-    meter.flush()
-    assert sink.values["evernear_neighbors_total", ("v", "true")] == 2
-    assert sink.values["evernear_neighbors_total", ("v", "false")] == 1

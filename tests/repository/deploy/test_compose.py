@@ -98,17 +98,6 @@ def test_torchserve_waits_for_the_first_release_and_follows_the_champion() -> No
     assert torchserve["healthcheck"]["start_period"] == "24h"
 
 
-def test_documentation_names_the_services() -> None:
-    text = (
-        (ROOT / "docs" / "serving.md")
-        .read_text()
-        .partition("## Everything with Docker Compose")[2]
-        .partition("\n## ")[0]
-    )
-    assert "SeaweedFS, TorchServe and the preprocessing server" in " ".join(text.split())
-    assert "MinIO" not in text
-
-
 def test_images_are_pinned() -> None:
     for service in SERVICES.values():
         if "build" not in service:

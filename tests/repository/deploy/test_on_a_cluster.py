@@ -32,7 +32,6 @@ from tests.waiting import until
 LOCAL = objects("local")
 SECRETS = [*yaml.safe_load_all((DEPLOY / "secrets.example.yaml").read_text())]
 OLD, SLOW, NEW = (f"2026010{day}.000000.00000000" for day in (1, 2, 3))
-READY_TIMEOUT_S = 30
 
 
 @pytest.fixture

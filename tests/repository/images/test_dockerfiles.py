@@ -33,16 +33,6 @@ def test_hadolint_passes(file: str) -> None:
     assert (completed.returncode, completed.stdout) == (0, "")
 
 
-@pytest.mark.parametrize("file", FILES)
-def test_hadolint_detects_a_planted_violation(file: str, tmp_path: Path) -> None:
-    violating = (ROOT / file).read_text().replace(" --no-cache-dir", "")
-    (tmp_path / file).write_text(violating)
-    completed = subprocess.run(
-        [Path(sys.executable).with_name("hadolint"), tmp_path / file], capture_output=True, text=True
-    )
-    assert "DL3042" in completed.stdout
-
-
 @pytest.mark.parametrize(("file", "arguments"), VARIANTS, ids=IDS)
 def test_image_runs_as_an_unprivileged_numeric_user(file: str, arguments: dict[str, str]) -> None:
     by_name = stages(file, **arguments)
@@ -95,27 +85,6 @@ def test_workflow_builds_images_with_torch_from_the_layers_of_the_training_image
     (build,) = [step["with"] for step in image["steps"] if step.get("id") == "build"]
     assert "format('type=registry,ref={0}', inputs.layers-of)" in build["cache-from"]
     assert "type=inline" in build["cache-to"]
-
-
-@pytest.mark.parametrize("backend", ["cpu", "cu130", ""])
-def test_layer_of_torch_depends_on_the_backend_and_the_locks_of_torch_alone(backend: str) -> None:
-    layer = sources("Dockerfile.serve", "torch", TORCH_BACKEND=backend)
-    assert list(layer) == ["torch", "build", "environment"]
-    (installing,) = layer["torch"].all("RUN")
-    mounts = re.findall(r"--mount=type=bind,(?:from=(\w+),)?source=(\S+),target=", installing)
-    assert mounts == [
-        ("build", "/usr/local/bin/uv"),
-        ("", "requirements/torch.lock"),
-        ("", "requirements/torch-backend.lock"),
-    ]
-    assert layer["torch"].variables["TORCH_BACKEND"] == backend
-    differing = {"EXTRA", "EXTRAS", "ALSO", "LOCK"}
-    assert not [name for name in differing if re.search(rf"\b{name}\b", str(layer))]
-
-
-def test_first_extra_selects_the_layer_of_torch() -> None:
-    with_milvus = ancestry("Dockerfile.train", "", EXTRAS="train,pipeline,pretrained,milvus")
-    assert "torch" in [stage.name for stage in with_milvus]
 
 
 @pytest.mark.parametrize("file", FILES)
@@ -213,15 +182,6 @@ def test_each_variant_installs_existing_extras() -> None:
         extras = stages(file, **arguments)["dependencies"].variables["EXTRAS"].split(",")
         assert set(extras) <= set(known)
         assert ("pipeline" in extras) == (file == "Dockerfile.train")
-
-
-def test_installed_package_has_one_top_level_name() -> None:
-    """A user may have packages that are called pipelines or components, too."""
-    wheel = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]["wheel"]
-    assert wheel == {
-        "packages": ["src/evernear"],
-        "force-include": {"pipelines/golden": "evernear/kubeflow/golden"},
-    }
 
 
 def test_build_context_contains_exactly_the_copied_files() -> None:

@@ -17,36 +17,6 @@ def workspace(tmp_path: Path) -> Workspace:
     return Workspace(tmp_path, EVERNEAR_TARGET="registry")
 
 
-def run_failing(workspace: Workspace, *words: str) -> tuple[int, str]:
-    """Check that `evernear run` fails with an error message and publishes nothing."""
-    refused = workspace.refused("run", "--preset", "quick", *words)
-    assert not list(workspace.workdir.glob("store/releases/**/*.mar"))
-    return refused
-
-
-def test_corrupt_png_is_left_out_or_stops_the_run_as_configured(workspace: Workspace) -> None:
-    write_digits(workspace.directory / "images")
-    victim = next((workspace.directory / "images/2").iterdir())
-    victim.write_bytes(victim.read_bytes()[:60])
-    code, message = run_failing(workspace, "--set", "validation.max_left_out_fraction=0")
-    assert code == 3
-    assert victim.name in message
-    left_out = workspace.run()
-    assert left_out["promoted"]
-    assert victim.name in Path(left_out["paths"]["validate.report"]).read_text()
-
-
-def test_removed_class(workspace: Workspace) -> None:
-    write_digits(workspace.directory / "images")
-    assert workspace.run()["promoted"]
-    for image in (workspace.directory / "images/3").iterdir():
-        image.unlink()
-    code, message = workspace.refused("run", "--preset", "quick")
-    assert code == 3
-    assert "3" in message
-    assert len(list(workspace.workdir.glob("store/releases/manifests/*.json"))) == 1
-
-
 def test_bucket_as_source_and_store(workspace: Workspace, bucket: str, s3_endpoint: str) -> None:
     """Images and store are in S3, and nothing of the store is on the local disk."""
     workspace.environment |= {

@@ -37,40 +37,6 @@ def test_first_run_promotes_and_reports_its_paths(served: tuple[Workspace, dict]
     assert result["release"] in Path(result["paths"]["notify.outcome"]).read_text()
 
 
-def test_predict_uses_the_deployed_release(served: tuple[Workspace, dict]) -> None:
-    workspace, result = served
-    images = [str(workspace.directory / f"images/{label}") for label in "37"]
-    files = [str(sorted(Path(folder).iterdir())[0]) for folder in images]
-    completed = workspace.command("predict", "--json", *files)
-    answers = [json.loads(line) for line in completed.stdout.splitlines()]
-    assert [answer["pred"] for answer in answers] == ["3", "7"]
-    for answer, file in zip(answers, files, strict=True):
-        assert answer["version"] == result["release"]
-        assert answer["image"] == file
-        assert answer["neighbors"][0]["dist"] == pytest.approx(answer["dist"])
-
-
-def test_invalid_image_does_not_affect_others(
-    served: tuple[Workspace, dict],
-) -> None:
-    workspace, _ = served
-    bad = workspace.directory / "note.png"
-    bad.write_text("not a picture")
-    good = str(next((workspace.directory / "images/3").iterdir()))
-    completed = workspace.command("predict", good, str(bad), good)
-    assert completed.returncode == 3
-    assert [bad.name in line for line in completed.stdout.splitlines() if ".png" in line] == [False, True, False]
-    assert "Traceback" not in completed.stderr + completed.stdout
-    assert workspace.refused("predict", str(bad))[0] == 3
-
-
-def test_status_shows_the_live_release(served: tuple[Workspace, dict]) -> None:
-    workspace, result = served
-    status = json.loads(workspace.command("status", "--json").stdout)
-    assert status["server"] == "up"
-    assert status["default"] == status["champion"] == result["release"]
-
-
 def test_equal_candidate_replaces_the_champion(
     served: tuple[Workspace, dict],
 ) -> None:

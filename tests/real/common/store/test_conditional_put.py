@@ -2,7 +2,6 @@
 conditions."""
 
 import re
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -41,12 +40,6 @@ def early(altering_proxy: FaultyProxy) -> FaultyProxy:
     return altering_proxy
 
 
-@pytest.fixture
-def connect(atomic: FaultyProxy, bucket: str) -> Callable[[], S3Store]:
-    """``connect()`` opens the same store for another writer."""
-    return lambda: S3Store(bucket, "prefix")
-
-
 @pytest.mark.parametrize(
     ("ignored_headers", "winners"),
     [
@@ -78,15 +71,6 @@ def test_server_that_rejects_conditions_is_refused(altering_proxy: FaultyProxy, 
     altering_proxy.inject("PUT", *[refuse(501, "NotImplemented")] * 8)
     with pytest.raises(StoreError, match="0 of 8 concurrent writers created an object and 0 replaced it"):
         S3Store(bucket, "prefix").put_if("head", b"1", None)
-
-
-def test_probe_leaves_no_objects(connect) -> None:
-    store = connect()
-    store.put_if("a/head", b"1", None)
-    assert [info.key for info in store.list("")] == ["a/head"]
-    assert list(store.folders()) == ["a"]
-    objects = store._client.list_objects(store.bucket, recursive=True)
-    assert [item.object_name for item in objects] == ["prefix/a/head"]
 
 
 def time_out(handler: Any) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from evernear.common.disk import disk_errors, sha256_bytes, sha256_file, write_atomically
+from evernear.common.disk import sha256_bytes, sha256_file, write_atomically
 from evernear.common.store import Store, open_store, s3_connection
 from evernear.errors import ConflictError, IntegrityError, SettingsError, StoreError
 from tests.limits import largest_file
@@ -185,16 +185,6 @@ def test_oversized_write_leaves_the_old_content(tmp_path: Path) -> None:
     assert path.read_bytes() == b"old"
     left = [path.name for path in tmp_path.rglob("*") if path.is_file()]
     assert sorted(left) == ["lock", "x", "y"]
-
-
-def test_full_disk_is_reported(tmp_path: Path) -> None:
-    # /dev/full fails every write with ENOSPC, like a full disk.
-    with (
-        pytest.raises(StoreError, match="full; free some space"),
-        disk_errors(tmp_path),
-        Path("/dev/full").open("wb", buffering=0) as file,
-    ):
-        file.write(b"x")
 
 
 def test_old_temporary_files_are_removed(tmp_path: Path) -> None:

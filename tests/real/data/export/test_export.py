@@ -91,17 +91,6 @@ def read_parquet(out: Path, split: str) -> Rows:
     return [row for path in sorted(out.glob(f"data/{split}-*")) for row in pq.read_table(path).to_pylist()]
 
 
-def test_parquet_is_read_in_bounded_blocks(ingest, export_to, tmp_path: Path) -> None:
-    write_images(tmp_path / "large", 16, size=(1000, 900))
-    manifest = ingest(f"folder:{tmp_path / 'large'}", shard_size_bytes=2**25, max_size_px=1000)
-    assert manifest.shape == (900, 1000, 1)
-    export_to(tmp_path / "out", "parquet", manifest)
-    (file,) = (tmp_path / "out").glob("data/train-*.parquet")
-    described = pq.ParquetFile(file).metadata
-    assert described.num_row_groups > 1
-    assert max(described.row_group(n).total_byte_size for n in range(described.num_row_groups)) < 10 * 2**20
-
-
 def test_tars_have_every_image_with_label_split_and_digest(snapshot, export_to, tmp_path: Path) -> None:
     export_to(tmp_path / "out", "webdataset", snapshot)
     samples = tar_samples(tmp_path / "out")

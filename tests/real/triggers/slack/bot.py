@@ -1,29 +1,32 @@
 """The bot under test, wired like its process, except that a test decides when it polls."""
 
 import json
-from collections.abc import Mapping, Sequence
+import threading
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
+import pytest
 from slack_bolt import BoltRequest, BoltResponse
 
 from evernear.common.store import Store, open_store
-from evernear.errors import PipelineServerError, StoreError
+from evernear.errors import StoreError
 from evernear.kubeflow.runs import KfpStep, Parameter, Run, State
 from evernear.settings import Settings, SlackSettings
 from evernear.settings.triggers import PermissionSettings
-from evernear.triggers.requests import RequestStore
+from evernear.triggers.requests import Request, RequestStore
 from evernear.triggers.slack.app import create_slack_app
 from evernear.triggers.slack.client import SlackClient
 from evernear.triggers.slack.services import Access, Services
 from evernear.triggers.slack.worker import Worker
 from tests.loopback.slack import Click, Person, SlackServer, signed
 from tests.loopback.slack.server import BOT_TOKEN, SIGNING_SECRET, PostedMessage
+from tests.real.triggers.memory_runs import RunsInMemory
 from tests.waiting import until
 
 ADA, BOB, EVE = Person("U0ADA", "ada"), Person("U0BOB", "bob"), Person("U0EVE", "eve", team="T0OTHERS")
 CHANNEL = "C0TRAINING"
+START = datetime(2026, 11, 22, 9, 0, tzinfo=UTC)
 PARAMETERS = (
     Parameter(name="store", type="STRING", default="s3://evernear"),
     Parameter(name="source", type="STRING", default="s3://images/mnist"),
@@ -37,7 +40,7 @@ class Clock:
     """A clock that a test advances."""
 
     def __init__(self) -> None:
-        self.now = datetime(2026, 11, 22, 9, 0, tzinfo=UTC)
+        self.now = START
 
     def __call__(self) -> datetime:
         return self.now
@@ -46,60 +49,19 @@ class Clock:
         self.now += timedelta(seconds=seconds)
 
 
-class MemoryRuns:
-    """An in-memory pipeline server with the interface of `evernear.kubeflow.client.KfpRuns`."""
+class MemoryRuns(RunsInMemory):
+    """Runs that are pending until a test sets their state."""
 
     def __init__(self) -> None:
-        self.started: dict[str, Run] = {}
-        """By key."""
-        self.stopped: list[str] = []
-        self.is_down = False
-
-    def parameters(self, pipeline: str) -> Sequence[Parameter]:
-        self._answer()
-        return PARAMETERS
-
-    def start(self, pipeline: str, parameters: Mapping[str, Any], key: str, store: Store | None = None) -> Run:
-        self._answer()
-        if key not in self.started:
-            number = len(self.started) + 1
-            self.started[key] = Run(
-                id=f"{number:08d}-0000-4000-8000-000000000000",
-                name=f"{pipeline} {number}",
-                pipeline=pipeline,
-                pipeline_version="c0ffee1",
-                state=State.PENDING,
-                created=datetime(2026, 11, 22, 9, 0, tzinfo=UTC),
-                parameters=dict(parameters),
-                key=key,
-                url=f"https://kubeflow.example/#/runs/details/{number}",
-            )
-        return self.started[key]
-
-    def show(self, run_id: str) -> Run:
-        self._answer()
-        return next(run for run in self.started.values() if run.id == run_id)
-
-    def list(self, pipeline: str | None = None, limit: int = 10, since: datetime | None = None) -> Sequence[Run]:
-        self._answer()
-        return [run for run in reversed(self.started.values()) if pipeline in (None, run.pipeline)][:limit]
-
-    def stop(self, run_id: str) -> None:
-        self._answer()
-        self.stopped.append(run_id)
+        super().__init__(PARAMETERS, START, State.PENDING)
 
     def set(self, state: State, ended: datetime | None = None, error: str = "", **steps: State) -> Run:
         """Set the state of the newest run and of its steps."""
-        key = next(reversed(self.started))
         all_steps = tuple(KfpStep(name=name, state=step_state) for name, step_state in steps.items())
         update = {"state": state, "ended": ended, "steps": all_steps, "error": error}
-        changed = self.started[key].model_copy(update=update)
-        self.started[key] = changed
+        changed = self.runs[-1].model_copy(update=update)
+        self.started[changed.key] = changed
         return changed
-
-    def _answer(self) -> None:
-        if self.is_down:
-            raise PipelineServerError("Kubeflow Pipelines at http://kfp.example cannot be reached.")
 
 
 class Outage:
@@ -140,6 +102,21 @@ class Bot:
         self.worker = Worker(services)
         self.app = create_slack_app(unretried, SIGNING_SECRET, services)
         self.requests = RequestStore(self.store)
+
+    def deliver_during(self, late: dict[str, Any], early: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+        """Deliver ``early`` when ``late`` has read the request, and not yet written it."""
+        find, preempted = RequestStore.find, threading.Event()
+
+        def find_then_deliver(requests: RequestStore, request_id: str) -> Request | None:
+            request = find(requests, request_id)
+            if not preempted.is_set():
+                preempted.set()
+                self.deliver(early)
+            return request
+
+        with monkeypatch.context() as patch:
+            patch.setattr(RequestStore, "find", find_then_deliver)
+            self.deliver(late)
 
     def deliver(self, payload: dict[str, Any]) -> BoltResponse:
         """Deliver ``payload`` over HTTP, signed with the real time."""

@@ -1,7 +1,6 @@
 """An acknowledged request is carried out once: copies, double clicks, restarts, outages."""
 
 import itertools
-import threading
 from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -14,7 +13,6 @@ from slack_sdk.http_retry import builtin_handlers
 
 from evernear.errors import SlackError
 from evernear.kubeflow.runs import Parameter, Run, State
-from evernear.triggers.requests import Request, RequestStore
 from evernear.triggers.slack import prompts
 from evernear.triggers.slack.blocks import Message
 from evernear.triggers.slack.client import SlackClient
@@ -133,18 +131,7 @@ def test_double_click_is_not_reported_as_refused(bot: Bot, monkeypatch: pytest.M
     the one whose write loses must not report that nothing happened."""
     prompt = bot.prompt()
     click = bot.slack.button(prompt, "Start training").by(ADA)
-    find, preempted = RequestStore.find, threading.Event()
-
-    def find_then_deliver(requests: RequestStore, request_id: str) -> Request | None:
-        request = find(requests, request_id)
-        if not preempted.is_set():
-            preempted.set()
-            bot.deliver(click)
-        return request
-
-    monkeypatch.setattr(RequestStore, "find", find_then_deliver)
-    bot.deliver(click)
-    monkeypatch.undo()
+    bot.deliver_during(click, click, monkeypatch)
     bot.poll()
     assert bot.slack.ephemeral == []
     assert len(bot.runs.started) == 1

@@ -1,12 +1,11 @@
 """Proposals of the watcher: prompts in the channel, answered by a click."""
 
-import threading
 from datetime import timedelta
 
 import pytest
 
 from evernear.kubeflow.runs import State
-from evernear.triggers.requests import POLICY, WATCHER, Person, Request, RequestStore
+from evernear.triggers.requests import POLICY, WATCHER, Person, Request
 from tests.loopback.slack import SlackServer
 from tests.loopback.slack.server import PostedMessage
 from tests.real.triggers.slack.bot import ADA, BOB, CHANNEL, Bot, MemoryRuns
@@ -132,18 +131,7 @@ def test_person_who_declines_during_anothers_acceptance_is_told(bot: Bot, monkey
     bot.restart(start=(ADA.id, BOB.id))
     prompt = prompted(bot, bot.slack)
     accept, decline = bot.slack.button(prompt, "Train").by(BOB), bot.slack.button(prompt, "Not now").by(ADA)
-    find, preempted = RequestStore.find, threading.Event()
-
-    def find_then_deliver(requests: RequestStore, request_id: str) -> Request | None:
-        request = find(requests, request_id)
-        if not preempted.is_set():
-            preempted.set()
-            bot.deliver(accept)
-        return request
-
-    monkeypatch.setattr(RequestStore, "find", find_then_deliver)
-    bot.deliver(decline)
-    monkeypatch.undo()
+    bot.deliver_during(decline, accept, monkeypatch)
     assert "bob (U0BOB in Slack) has already accepted this." in bot.slack.ephemeral[-1].text
     bot.poll()
     assert len(bot.runs.started) == 1

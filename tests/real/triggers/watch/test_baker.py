@@ -20,19 +20,12 @@ from evernear.triggers.requests import RequestStore
 from evernear.triggers.watch import baker as baker_module
 from evernear.triggers.watch.baker import BAKER, Baker, PodMetrics, addresses, parse_counters
 from tests.real.serving.fake_servers import http_server
-from tests.real.triggers.watch.watched import NOON, MemoryRuns
+from tests.real.triggers.memory_runs import RunsInMemory
+from tests.real.triggers.watch.watched import NOON, memory_runs
 from tests.releases import MakeRelease, PackedRelease
 
 POLL = timedelta(seconds=10)
 ADA = Cause(by="Ada", why="by hand")
-
-
-class RollbackRuns(MemoryRuns):
-    """A pipeline server whose pipeline takes all parameters of ``rollback``."""
-
-    def parameters(self, pipeline: str) -> Any:
-        known = super().parameters(pipeline)
-        return [known[0].model_copy(update={"name": name}) for name in ("store", "release", "reason", "started_by")]
 
 
 @dataclass
@@ -43,7 +36,7 @@ class Cluster:
     directory: Path
     releases: tuple[PackedRelease, ...]
     now: datetime = NOON
-    runs: RollbackRuns | None = field(default_factory=RollbackRuns)
+    runs: RunsInMemory | None = field(default_factory=lambda: memory_runs("store", "release", "reason", "started_by"))
     pods: dict[str, PodCounters] = field(default_factory=dict[str, PodCounters])
     unknown: dict[str, float] = field(default_factory=dict[str, float])
     requests: int = 50

@@ -1,6 +1,5 @@
 import threading
 from datetime import timedelta
-from pathlib import Path
 
 import pytest
 
@@ -8,11 +7,6 @@ from evernear.common.store import Store, open_store
 from evernear.errors import IntegrityError
 from evernear.triggers.watch.schedule_state import STATE, CheckReport, ScheduleStore
 from tests.real.triggers.watch.watched import NOON
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Store:
-    return open_store((tmp_path / "store").as_uri())
 
 
 def report(hours: int) -> CheckReport:

@@ -35,6 +35,7 @@ from tests.real.triggers.watch.watched import NOON, WatchedSystem, digits, negat
 from tests.releases import System, release_maker
 
 MANY = [noise(number) for number in range(400)]
+FIRST_RUN = "00000001-0000-4000-8000-000000000000"
 
 
 def test_unchanged_source_leads_to_nothing(watched: WatchedSystem) -> None:
@@ -439,11 +440,11 @@ def test_failed_start_is_repeated_by_the_next_check(watched: WatchedSystem, faul
         (proposal,) = watched.proposals
         assert (proposal.state, proposal.run) == ("accepted", "")
     else:
-        watched.runs.down = True
+        watched.runs.is_down = True
         report = watched.watcher(policy="start").check()
-        assert report.faults == ("KFP cannot be reached.",)
+        assert report.faults == ("Kubeflow Pipelines at http://kfp.example cannot be reached.",)
         assert watched.proposals == [], "active runs are unknown"
-        watched.runs.down = False
+        watched.runs.is_down = False
     watched.wait(hours=1)
     watched.watcher(policy="start").check()
     (proposal,), (run,) = watched.proposals, watched.runs.runs
@@ -487,21 +488,21 @@ def test_run_without_a_release_is_repeated_only_after_a_change(
     """Without an outcome, the run was killed or canceled before it could report one."""
     watched.add("3", MANY)
     watched.watcher(policy="start").check()
-    watched.runs.end("run-1", State.FAILED if outcome else State.CANCELED)
+    watched.runs.end(FIRST_RUN, State.FAILED if outcome else State.CANCELED)
     if outcome:
-        watched.save_outcome("run-1", outcome)
+        watched.save_outcome(FIRST_RUN, outcome)
     assert "was started; it may be proposed again after" in watched.watcher(policy="start").check().reasons[-1]
     for _ in range(3):
         watched.wait(days=1)
         report = watched.watcher(policy="start").check()
-    assert [run.id for run in watched.runs.runs] == ["run-1"]
+    assert len(watched.runs.runs) == 1
     assert report.reasons[-1] == (
         f"The run of proposal {watched.proposals[0].id} {ended}, and nothing has changed in the source since. Mend the"
         " cause, then start the run yourself."
     )
     watched.add("3", [noise(1000)])
     watched.watcher(policy="start").check()
-    assert [run.id for run in watched.runs.runs] == ["run-1", "run-2"]
+    assert len(watched.runs.runs) == 2
 
 
 def test_run_is_repeated_after_another_one_led_to_a_release(
@@ -510,8 +511,8 @@ def test_run_is_repeated_after_another_one_led_to_a_release(
     """A person started it; the network is still the old one."""
     watched.add("3", MANY)
     watched.watcher(policy="start").check()
-    watched.runs.end("run-1", State.FAILED)
-    watched.save_outcome("run-1", "failed")
+    watched.runs.end(FIRST_RUN, State.FAILED)
+    watched.save_outcome(FIRST_RUN, "failed")
     reindexed(watched, trained[1], tmp_path)
     watched.wait(hours=6)
     watched.watcher(policy="start").check()
@@ -537,7 +538,7 @@ def test_touched_files_start_nothing(watched: WatchedSystem, touch: Callable[[],
 def test_touched_files_do_not_repeat_a_failed_run(watched: WatchedSystem, touch: Callable[[], None]) -> None:
     watched.add("3", MANY)
     watched.watcher(policy="start").check()
-    watched.runs.end("run-1", State.FAILED)
+    watched.runs.end(FIRST_RUN, State.FAILED)
     touch()
     watched.wait(days=1)
     assert "nothing has changed in the source" in watched.watcher(policy="start").check().reasons[-1]
@@ -569,8 +570,8 @@ def test_renamed_class_is_started_once_and_named(watched: WatchedSystem) -> None
     renamed = (watched.images / "8").rename(watched.images / "eight")
     try:
         report = watched.watcher(policy="start", new_train_images=1000).check()
-        watched.runs.end("run-1", State.FAILED)
-        watched.save_outcome("run-1", "failed")
+        watched.runs.end(FIRST_RUN, State.FAILED)
+        watched.save_outcome(FIRST_RUN, "failed")
         for _ in range(3):
             watched.wait(days=1)
             watched.watcher(policy="start", new_train_images=1000).check()
@@ -634,7 +635,7 @@ def test_proposal_and_report_of_a_wrong_clock_are_replaced(watched: WatchedSyste
         watched.now = NOON
         report = watched.watcher(policy=policy).check()
         if policy == "start":
-            watched.runs.end("run-1", State.FAILED)
+            watched.runs.end(FIRST_RUN, State.FAILED)
             report = watched.watcher(policy=policy).check()
         assert report.proposal == watched.proposals[-1].id
         assert watched.proposals[-1].created == NOON

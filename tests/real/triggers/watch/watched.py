@@ -4,12 +4,10 @@ memory."""
 import json
 import random
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
-from io import BytesIO
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -18,8 +16,7 @@ from sklearn.datasets import load_digits
 
 from evernear.common.store import Store, open_store
 from evernear.data.shards import Dataset
-from evernear.errors import PipelineServerError
-from evernear.kubeflow.runs import Parameter, Run, State
+from evernear.kubeflow.runs import Parameter, State
 from evernear.release.archive_reader import open_release
 from evernear.release.registry import Registry
 from evernear.serving.configuration import QueryLogConfiguration
@@ -30,15 +27,15 @@ from evernear.settings import Settings
 from evernear.triggers.requests import Request, RequestStore
 from evernear.triggers.watch import decide, observe
 from evernear.triggers.watch.watcher import Watcher
+from tests.dataset_images import saved
+from tests.real.triggers.memory_runs import RunsInMemory
 
 NOON = datetime(2027, 3, 1, 12, tzinfo=UTC)
 TRAINED_LABELS = 9  # of the digits; nines come later
 
 
 def png(image: np.ndarray) -> bytes:
-    buffer = BytesIO()
-    Image.fromarray(image).save(buffer, format="PNG")
-    return buffer.getvalue()
+    return saved(Image.fromarray(image))
 
 
 def digits(label: int | None = None) -> list[bytes]:
@@ -60,57 +57,9 @@ def noise(number: int) -> bytes:
     return png(np.random.default_rng(number).integers(0, 256, (8, 8), np.uint8))
 
 
-class MemoryRuns:
-    """An in-memory pipeline server with the interface of `evernear.kubeflow.client.KfpRuns`."""
-
-    def __init__(self) -> None:
-        self.runs: list[Run] = []
-        self.down = False
-        self.lost_answers = 0
-        """Number of starts whose response is lost."""
-
-    def parameters(self, pipeline: str) -> Sequence[Parameter]:
-        self._reach()
-        return [Parameter(name=name, type="STRING") for name in ("store", "source")]
-
-    def start(self, pipeline: str, parameters: Mapping[str, Any], key: str, store: Store | None = None) -> Run:
-        self._reach()
-        for run in self.runs:
-            if run.key == key:
-                return run
-        run = Run(
-            id=f"run-{len(self.runs) + 1}",
-            name=f"{pipeline} [{key}]",
-            pipeline=pipeline,
-            pipeline_version="v1",
-            state=State.RUNNING,
-            created=NOON,
-            parameters=dict(parameters),
-            key=key,
-        )
-        self.runs.append(run)
-        if self.lost_answers:
-            self.lost_answers -= 1
-            raise PipelineServerError("KFP broke off.")
-        return run
-
-    def show(self, run_id: str) -> Run:
-        self._reach()
-        return next(run for run in self.runs if run.id == run_id)
-
-    def list(self, pipeline: str | None = None, limit: int = 10, since: datetime | None = None) -> Sequence[Run]:
-        self._reach()
-        return [run for run in reversed(self.runs) if pipeline in (None, run.pipeline)][:limit]
-
-    def stop(self, run_id: str) -> None:
-        self.end(run_id, State.CANCELED)
-
-    def end(self, run_id: str, state: State = State.SUCCEEDED) -> None:
-        self.runs = [run.model_copy(update={"state": state}) if run.id == run_id else run for run in self.runs]
-
-    def _reach(self) -> None:
-        if self.down:
-            raise PipelineServerError("KFP cannot be reached.")
+def memory_runs(*parameters: str) -> RunsInMemory:
+    """Runs of pipelines with these parameters."""
+    return RunsInMemory([Parameter(name=name, type="STRING") for name in parameters], NOON, State.RUNNING)
 
 
 @dataclass
@@ -122,7 +71,7 @@ class WatchedSystem:
     directory: Path
     patch: pytest.MonkeyPatch
     now: datetime = NOON
-    runs: MemoryRuns = field(default_factory=MemoryRuns)
+    runs: RunsInMemory = field(default_factory=lambda: memory_runs("store", "source"))
     _added: list[Path] = field(default_factory=list[Path])
 
     @property
@@ -145,7 +94,7 @@ class WatchedSystem:
 
     def watcher(
         self,
-        runs: MemoryRuns | None = None,
+        runs: RunsInMemory | None = None,
         *,
         new_gallery_images: int = 30,
         new_train_share: float = decide.NEW_TRAIN_SHARE,
