@@ -113,8 +113,8 @@ async def ask_once(target: Target) -> str:
 @pytest.mark.parametrize("format", FORMATS)
 def test_silent_server_raises_a_timeout(format: Format) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        target = plain(silent.getsockname()[1], format, timeout_s=0.3)
-        with Client(target) as client, pytest.raises(ServerTimeoutError, match=r"within 0\.3 s") as exc_info:
+        target = plain(silent.getsockname()[1], format, timeout_s=1.5)
+        with Client(target) as client, pytest.raises(ServerTimeoutError, match=r"within 1\.5 s") as exc_info:
             client.predict(b"x")
         with pytest.raises(ServerTimeoutError):
             asyncio.run(ask_once(target))

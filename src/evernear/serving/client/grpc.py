@@ -34,7 +34,8 @@ from evernear.serving.tracing import trace_fields
 
 RESOLUTION_PERIOD_S = 1.0
 RECONNECT_BACKOFF_MS = 1000
-"""Longest connection attempt and pause before the next. gRPC's defaults: 20 s and two minutes."""
+"""Longest pause between two connection attempts. gRPC's default: two minutes. An attempt may take
+20 s, gRPC's default, because a server on a busy machine may need seconds for its first answer."""
 DEAD_CONNECTION_MS = 2000
 """Time without a TCP acknowledgment after which a connection counts as dead."""
 KEEPALIVE_MS = 600_000
@@ -92,7 +93,6 @@ def channel_options(authority: str, attempts: int) -> Sequence[tuple[str, Any]]:
         ("grpc.default_authority", authority),
         ("grpc.enable_http_proxy", 0),
         ("grpc.initial_reconnect_backoff_ms", 100),
-        ("grpc.min_reconnect_backoff_ms", RECONNECT_BACKOFF_MS),
         ("grpc.max_reconnect_backoff_ms", RECONNECT_BACKOFF_MS),
         ("grpc.keepalive_time_ms", KEEPALIVE_MS),
         ("grpc.keepalive_timeout_ms", DEAD_CONNECTION_MS),
