@@ -36,13 +36,6 @@ def decoded(monkeypatch) -> list[str]:
     return names
 
 
-def test_unchanged_source_gives_the_same_snapshot(tree, run_ingest, tmp_path: Path) -> None:
-    first = run_ingest(tree)
-    files = sorted((path, path.stat().st_mtime_ns) for path in (tmp_path / "store").rglob("*.*"))
-    assert run_ingest(tree) == first
-    assert sorted((path, path.stat().st_mtime_ns) for path in (tmp_path / "store").rglob("*.*")) == files
-
-
 def test_second_ingest_adds_only_new_images(tree, run_ingest, make_image, contents, decoded) -> None:
     first = run_ingest(tree)
     old = contents(first)

@@ -206,18 +206,6 @@ def test_gallery_is_searched_exactly_if_the_queries_cannot_show_the_recall(embed
     assert described.reason == "1,500 queries are too few to show a recall of 0.999, so the search is exact"
 
 
-def test_search_parameters_need_an_explicit_type(embeddings, tmp_path):
-    with pytest.raises(SettingsError, match=r"index\.search = 'nprobe=3' needs an index\.type"):
-        build_index(embeddings, LETTERS, IndexSettings(search="nprobe=3"), tmp_path)
-
-
-def test_lower_bound_is_that_of_wilson():
-    from evernear.evaluation.statistics import proportion
-
-    for hits in (0, 90, 99, 100):
-        assert build._lower_bound(hits, 100) == pytest.approx(proportion(hits, 100, 0.95).low, abs=1e-12)
-
-
 # The instructions of the processor
 
 

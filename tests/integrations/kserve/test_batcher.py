@@ -62,16 +62,6 @@ def test_a_lone_request_waits_for_no_other(function: Function) -> None:
     assert function.batches == [[1], [2], [3]]
 
 
-def test_requests_of_one_iteration_of_the_event_loop_are_one_batch(function: Function) -> None:
-    async def run() -> None:
-        batcher = Batcher(function, batch_size=32, max_waiting=32)
-        function.permitted.release()
-        assert await asyncio.gather(*(batcher.run(n, 1) for n in range(5))) == [0, 2, 4, 6, 8]
-
-    asyncio.run(run())
-    assert function.batches == [[0, 1, 2, 3, 4]]
-
-
 def test_requests_that_wait_for_a_batch_form_the_next_one_up_to_its_size(function: Function) -> None:
     async def run() -> None:
         batcher = Batcher(function, batch_size=4, max_waiting=32)

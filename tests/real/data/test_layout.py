@@ -17,7 +17,7 @@ from evernear.data.manifest import Manifest
 from evernear.data.source_diff import diff_source
 from evernear.data.sources import open_source
 from evernear.errors import DataError, SettingsError
-from evernear.settings import DataSettings, OneRun, ValidationSettings, load, of_run, overrides_from
+from evernear.settings import DataSettings, ValidationSettings, load
 from tests.dataset_images import write_files
 from tests.small_ingest import findings
 
@@ -320,10 +320,3 @@ def test_bucket_and_folder_are_refused_alike(make_tree, run_ingest, bucket: str,
 def test_bucket_and_folder_have_one_layout(make_tree, run_ingest, bucket: str, folders, settings) -> None:
     root = make_tree(folders, count=2)
     assert run_ingest(upload(bucket, root), **settings).digest == run_ingest(root, **settings).digest
-
-
-def test_layout_is_a_setting_of_a_pipeline_run() -> None:
-    words = ["data.split_folders.eval=test", "data.layout=innermost"]
-    chosen = of_run(overrides_from(words), source="s3://bucket/images")
-    assert (chosen.data.split_folders, chosen.data.layout) == ({"eval": "test"}, "innermost")
-    assert OneRun.model_validate_json(chosen.model_dump_json()) == chosen

@@ -14,7 +14,7 @@ from evernear.data.snapshots import Snapshots
 from evernear.data.source_diff import Newest, SourceDiff, diff_source, fetch_ledger
 from evernear.data.sources import FileEntry
 from evernear.data.sources.folder import Bucket
-from evernear.errors import DataError, IntegrityError
+from evernear.errors import DataError
 from evernear.settings import DataSettings
 from tests.dataset_images import write_files
 
@@ -192,31 +192,6 @@ def test_without_a_snapshot_of_the_source_everything_is_new(tree: Path, run_inge
     manifest = run_ingest("digits")
     assert (count(tree, manifest).new, count(tree, manifest).removed) == (36, 0)
     assert count(tree, None).new == 36
-
-
-def test_one_listing_is_compared_with_two_snapshots(tree: Path, run_ingest, make_image, tmp_path: Path) -> None:
-    first = run_ingest(tree)
-    (tree / "2" / "a.png").write_bytes(make_image(1000))
-    second = run_ingest(tree)
-    (tree / "2" / "b.png").write_bytes(make_image(1001))
-    store = open_store(first.store_uri)
-    ledgers = [fetch_ledger(store, manifest, tmp_path / "cache") for manifest in (first, second)]
-    older, newer = diff_source(DataSettings(source=f"folder:{tree}"), ledgers)
-    assert (older.new, newer.new) == (2, 1)
-
-
-def test_ledger_is_fetched_once_and_not_modified(tree: Path, run_ingest, count: Count, tmp_path: Path) -> None:
-    manifest = run_ingest(tree)
-    assert count(tree, manifest).new == 0
-    (cached,) = (tmp_path / "cache").iterdir()
-    before = (cached.stat().st_mtime_ns, cached.read_bytes())
-    for path in (tmp_path / "store").rglob("*.sqlite"):
-        path.unlink()
-    assert count(tree, manifest).new == 0
-    assert (cached.stat().st_mtime_ns, cached.read_bytes()) == before
-    cached.unlink()
-    with pytest.raises(IntegrityError, match=r"datasets/tree/ledgers/\S+ does not exist"):
-        count(tree, manifest)
 
 
 def test_missing_source_is_reported(tree: Path, run_ingest, count: Count) -> None:

@@ -2,9 +2,7 @@
 
 import os
 import shutil
-import sqlite3
 from collections.abc import Callable
-from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -15,7 +13,6 @@ from evernear.common.store.s3_connection import _parse_page
 from evernear.data.manifest import Manifest
 from evernear.data.source_diff import SourceDiff, diff_source, fetch_ledger
 from evernear.data.sources.folder import Bucket, Folder
-from evernear.data.stored_ledger import expand
 from evernear.settings import DataSettings
 
 FIRST, SECOND = Path("1", "000.png"), Path("2", "001.png")
@@ -266,23 +263,6 @@ def test_parts_of_an_earlier_ledger_are_obsolete(tree, run_ingest, kill_ingest, 
     read.clear()
     run_ingest(tree)
     assert read == ["1/new.png"]
-
-
-def test_published_changes_of_a_ledger_are_exact(tree, run_ingest, tmp_path: Path, monkeypatch) -> None:
-    """A row that is written without a change is not stored again."""
-    monkeypatch.setattr("evernear.data.snapshots._MAX_CHANGED_FRACTION", 10)
-    run_ingest(tree)
-    (tree / "1" / "000.png").chmod(0o600)
-    for path in sorted((tree / "2").iterdir())[:3]:
-        path.unlink()
-    second = run_ingest(tree, reread=True)
-    (changes,) = second.ledger_changes
-    path = tmp_path / "changes.sqlite"
-    shutil.copy(tmp_path / "store" / "datasets" / "tree" / "ledgers" / f"{changes}.sqlite", path)
-    expand(path)
-    with closing(sqlite3.connect(path)) as db:
-        assert db.execute("SELECT name FROM files").fetchall() == [("1/000.png",)]
-        assert len(db.execute("SELECT name FROM gone_files").fetchall()) == 3
 
 
 def test_listing_without_etags_uses_the_modification_time() -> None:

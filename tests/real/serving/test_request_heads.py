@@ -160,12 +160,6 @@ def test_accepts_absolute_urls(stub: Served) -> None:
             assert connection.send(request(b"GET " + target, bearer(stub))).answer().status == 200
 
 
-def test_accepts_folded_headers(stub: Served) -> None:
-    with Raw.to(stub.settings.serving.inference_port) as connection:
-        folded = b"X: a\r\n b\r\n" + bearer(stub)
-        assert connection.send(request(b"GET /ping", folded)).answer().status == 200
-
-
 def test_sends_100_continue_before_the_body(stub: Served) -> None:
     image, _ = stub.parts.smoke_queries()[0]
     head = b"Expect: 100-Continue\r\nContent-Length: %d\r\n" % len(image)
@@ -268,14 +262,6 @@ def test_hundreds_of_requests_may_be_pipelined(stub: Served) -> None:
     with Raw.to(stub.settings.serving.inference_port) as connection:
         connection.send(b"".join(make_request(stub, kind) for kind in order))
         assert [kind_of(connection.answer()) for _ in order] == order
-
-
-def test_large_body_may_be_pipelined(stub: Served) -> None:
-    image, _ = stub.parts.smoke_queries()[0]
-    large = request(PREDICT, bearer(stub), image + bytes(5_000_000))  # bytes after an image are ignored
-    with Raw.to(stub.settings.serving.inference_port) as connection:
-        connection.send(make_request(stub, "prediction") + large + make_request(stub, "ping"))
-        assert [kind_of(connection.answer()) for _ in range(3)] == ["prediction", "prediction", "ping"]
 
 
 def test_server_closes_the_connection_on_request(stub: Served) -> None:

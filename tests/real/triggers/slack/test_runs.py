@@ -161,16 +161,6 @@ def test_run_without_an_end_time_is_reported(bot: Bot, slack: SlackServer, runs:
     assert "Ended without a verdict" in slack.messages[-1].text
 
 
-def test_declined_prompt_starts_nothing(bot: Bot, runs: MemoryRuns) -> None:
-    prompt = bot.prompt()
-    bot.click(ADA, prompt, "Not now")
-    bot.poll()
-    assert prompt.text == "*Not started.* Declined by <@U0ADA>."
-    assert prompt.buttons == []
-    assert runs.started == {}
-    assert [(line["who"], line["what"]) for line in bot.audit()] == [("ada (U0ADA in Slack)", "decline")]
-
-
 def test_prompt_expires(bot: Bot, slack: SlackServer, runs: MemoryRuns) -> None:
     prompt = bot.prompt()
     click = slack.button(prompt, "Start training")

@@ -528,13 +528,6 @@ def touch(watched: WatchedSystem) -> Iterator[Callable[[], None]]:
         os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
 
 
-def test_touched_files_start_nothing(watched: WatchedSystem, touch: Callable[[], None]) -> None:
-    """As after rsync without -t, in a fresh clone, or in a restored backup."""
-    touch()
-    report = watched.watcher(policy="start", new_gallery_images=5, new_train_images=50, new_train_share=0.0).check()
-    assert (report.action, report.figures["new_files"], watched.runs.runs) == ("nothing", 0, [])
-
-
 def test_touched_files_do_not_repeat_a_failed_run(watched: WatchedSystem, touch: Callable[[], None]) -> None:
     watched.add("3", MANY)
     watched.watcher(policy="start").check()
