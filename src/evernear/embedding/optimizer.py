@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterable
+from inspect import unwrap
 from typing import Any, cast
 
 import torch
@@ -27,7 +28,18 @@ ADAMW_RMS = 0.2
 """RMS of AdamW's updates relative to the learning rate (Liu et al. 2025, section 2.2)."""
 
 
-class Muon(torch.optim.AdamW):
+class AdamW(torch.optim.AdamW):
+    """Without the wrappers that exclude an optimizer from compilation. For that they import
+    torch._dynamo, SymPy and Triton, which takes a second and 140 MB."""
+
+    step = torch.no_grad()(unwrap(torch.optim.AdamW.step))
+    zero_grad = unwrap(torch.optim.AdamW.zero_grad)
+    add_param_group = unwrap(torch.optim.AdamW.add_param_group)
+    state_dict = unwrap(torch.optim.AdamW.state_dict)
+    load_state_dict = unwrap(torch.optim.AdamW.load_state_dict)
+
+
+class Muon(AdamW):
     """Updates weights by orthogonalized momentum (Jordan et al. 2024,
     https://kellerjordan.github.io/posts/muon/).
 
@@ -136,7 +148,7 @@ def choose_optimizer(module: TrainingModule, recipe: Recipe, precision: torch.dt
     ]
     if recipe.muon:
         return Muon(options, recipe.learning_rate, MOMENTUM, precision)
-    return torch.optim.AdamW(options, lr=recipe.learning_rate, fused=True)
+    return AdamW(options, lr=recipe.learning_rate, fused=True)
 
 
 def choose_average(module: TrainingModule, recipe: Recipe) -> AveragedModel | None:

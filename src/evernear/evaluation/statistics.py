@@ -116,11 +116,13 @@ def exact_proportion(count: int, total: int, confidence: float) -> Proportion:
 
 def place(known: NDArray[np.float32], unknown: NDArray[np.float32]) -> Placements:
     """Compare the distances of known (N,) and unknown (M,) images. Ties count half."""
-    from scipy.stats import rankdata
+    return Placements(1 - _shares_below(known, unknown), _shares_below(unknown, known))
 
-    m, n = len(unknown), len(known)
-    ranks = rankdata(np.concatenate([unknown, known]))
-    return Placements(1 - (ranks[m:] - rankdata(known)) / m, (ranks[:m] - rankdata(unknown)) / n)
+
+def _shares_below(values: NDArray[np.float32], others: NDArray[np.float32]) -> NDArray[np.float64]:
+    """For each of ``values`` (N,), the share of ``others`` (M,) that are lower. Ties count half."""
+    ordered = np.sort(others)
+    return (np.searchsorted(ordered, values) + np.searchsorted(ordered, values, "right")) / (2 * len(others))
 
 
 def auroc_interval(
@@ -268,15 +270,16 @@ def sign_flip_worse(nets: Iterable[int]) -> float:
     equally good, each net is as likely as its negative. With one image in each group, this is the
     exact McNemar test.
     """
-    from scipy.signal import convolve
     from scipy.special import bdtrc
-    from scipy.stats import binom
 
     nets = [net for net in nets if net]
     observed, magnitudes = sum(nets), Counter(map(abs, nets))
     if set(magnitudes) <= {1}:
         regressions = sum(net > 0 for net in nets)
         return float(bdtrc(regressions - 1, len(nets), 0.5)) if regressions else 1.0
+    from scipy.signal import convolve  # with scipy.stats, this takes a second
+    from scipy.stats import binom
+
     # the number of positive nets, whose sum is `lost`, is binomial for each magnitude
     unit = math.gcd(*magnitudes)
     distribution = np.ones(1)
@@ -306,9 +309,9 @@ class Spread(NamedTuple):
 
     def half_width(self, confidence: float) -> float:
         """Half the width of a two-sided interval of the log-odds, from Student's t distribution."""
-        from scipy.stats import t
+        from scipy.special import stdtrit
 
-        return float(t.ppf((1 + confidence) / 2, self.degrees)) * math.sqrt(self.variance)
+        return float(stdtrit(self.degrees, (1 + confidence) / 2)) * math.sqrt(self.variance)
 
 
 def spread_of_mean(values: NDArray[np.floating], clusterings: Sequence[Clusters]) -> Spread:

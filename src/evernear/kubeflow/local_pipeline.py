@@ -17,6 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+
+os.environ["_KFP_RUNTIME"] = "true"  # as in a step, without kfp's client, which takes a second to import
+import kfp  # noqa: F401 # pyright: ignore[reportUnusedImport]
+
+del os.environ["_KFP_RUNTIME"]
 from kfp import components, local
 from kfp.local import subprocess_task_handler
 

@@ -3,6 +3,7 @@
 import io
 import re
 from collections.abc import Mapping, Sequence
+from statistics import NormalDist
 from typing import Literal
 
 import matplotlib as mpl
@@ -86,8 +87,7 @@ def plot_live_distances(live: LiveDistances) -> Markup:
 
 def trade_off(probe: OpenSet, curve: Roc) -> Markup:
     """The detection error trade-off, on the scales of Martin et al. (1997, Eurospeech)."""
-    from scipy.special import ndtri
-
+    ndtri = np.vectorize(NormalDist().inv_cdf)
     figure, axes = _chart("held-out classes accepted", "known images rejected")
     rejected = 1 - np.array(curve.true_accepts)
     low, high = DET_LIMITS

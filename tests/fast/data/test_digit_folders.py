@@ -19,6 +19,15 @@ def laid_out(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
+def test_images_are_those_of_scikit_learn() -> None:
+    from sklearn.datasets import load_digits  # takes a second
+
+    (block,) = Digits().blocks()
+    pixels, labels = load_digits(return_X_y=True)
+    np.testing.assert_allclose(block.images.reshape(len(labels), 64), pixels * 255 / 16, atol=0.5)
+    assert block.labels == [str(label) for label in labels]
+
+
 def test_folders_have_all_digits_once(laid_out: Path) -> None:
     folders = lay_out_digits(laid_out, "7")
     (block,) = Digits().blocks()

@@ -1,13 +1,15 @@
-"""Muon agrees with timm's Muon in bfloat16, and with AdamW for the other parameters."""
+"""AdamW is torch's. Muon agrees with timm's in bfloat16, and with AdamW for other parameters."""
 
 import copy
+import subprocess
+import sys
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from evernear.embedding.optimizer import Muon
+from evernear.embedding.optimizer import AdamW, Muon
 
 SHAPES = [(8, 4, 3, 3), (16, 8), (4, 16)]
 
@@ -28,6 +30,33 @@ def optimize(optimizer: torch.optim.Optimizer, parameters: list[Tensor], steps: 
 def muon(parameters: list[Tensor], precision: torch.dtype, orthogonal: bool = True) -> Muon:
     group: dict[str, Any] = {"params": parameters, "weight_decay": 0.1, "orthogonal": orthogonal}
     return Muon([group], learning_rate=0.01, momentum=0.9, precision=precision)
+
+
+def test_adamw_is_that_of_torch_also_after_it_was_saved() -> None:
+    optimized: list[list[Tensor]] = []
+    for optimizer in (AdamW, torch.optim.AdamW):
+        weights = make_weights()
+        first, second = optimizer(weights, lr=0.01, fused=True), optimizer(weights, lr=0.5, fused=True)
+        optimize(first, weights)
+        second.load_state_dict(copy.deepcopy(first.state_dict()))
+        optimize(second, weights)
+        optimized.append(weights)
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(*optimized, strict=True))
+
+
+def test_an_optimizer_starts_without_the_compiler() -> None:
+    script = """
+import sys
+from tests.real.embedding.test_muon import *
+weights = make_weights()
+for optimizer in (AdamW(weights, fused=True), muon(weights, torch.float32, orthogonal=False)):
+    optimize(optimizer, weights)
+    optimizer.zero_grad()
+    optimizer.load_state_dict(optimizer.state_dict())
+print({"torch._dynamo", "sympy", "triton"} & set(sys.modules))
+"""
+    completed = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert completed.stdout == "set()\n"
 
 
 def test_in_bfloat16_the_weights_are_those_of_timm() -> None:

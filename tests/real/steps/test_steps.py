@@ -208,9 +208,10 @@ def test_ingest_rejects_a_run_that_cannot_deploy(
 
 def test_steps_that_embed_nothing_start_without_torch_and_scipy() -> None:
     modules = ("index.build", "evaluation.evaluate", "evaluation.gate", "reporting.page", "deployment")
-    modules += ("release.champion", "serving.live_queries", "embedding.packaged_weights")
+    modules += ("release.champion", "serving.live_queries", "embedding.packaged_weights", "kubeflow.local_pipeline")
     script = "".join(f"import evernear.{module}\n" for module in modules)
-    script += "import sys; print({'torch', 'scipy'} & set(sys.modules))"
+    script += "from evernear.data.sources.digits import Digits\nDigits()\n"
+    script += "import sys; print({'torch', 'scipy', 'sklearn', 'kubernetes'} & set(sys.modules))"
     completed = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert completed.stdout == "set()\n"
 

@@ -3,6 +3,7 @@
 import shutil
 import tempfile
 from collections.abc import Iterator
+from importlib.metadata import distribution
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,11 +21,11 @@ class Digits(ArraySource):
     name = "digits"
 
     def __init__(self) -> None:
-        from sklearn.datasets import load_digits
-
-        pixels, labels = load_digits(return_X_y=True)
-        self._images = np.rint(np.reshape(pixels, (-1, 8, 8)) * (255 / 16)).astype(np.uint8)
-        self._labels = [str(label) for label in labels]
+        # Not with load_digits, because importing scikit-learn takes a second.
+        path = distribution("scikit-learn").locate_file("sklearn/datasets/data/digits.csv.gz")
+        rows = np.loadtxt(Path(str(path)), np.uint8, delimiter=",")  # the pixels of an image, and its label
+        self._images = np.rint(np.reshape(rows[:, :-1], (-1, 8, 8)) * (255 / 16)).astype(np.uint8)
+        self._labels = [str(label) for label in rows[:, -1]]
 
     def entries(self) -> Iterator[FileEntry]:
         yield from (FileEntry(f"digits[{i}]", "", label, None, 0) for i, label in enumerate(self._labels))
