@@ -241,11 +241,7 @@ def _pipeline_process(
     log = threading.Thread(target=copy_masked, args=(process.stdout, directory / "log.txt"), daemon=True)
     log.start()
     try:
-        request = {
-            "pipeline": pipeline,
-            "pipeline_root": str(directory),
-            "arguments": arguments,
-        }
+        request = {"pipeline": pipeline, "pipeline_root": str(directory), "arguments": arguments}
         with suppress(BrokenPipeError):  # the process has already ended, and its status says how
             process.stdin.write(json.dumps(request).encode() + b"\n")
             process.stdin.flush()
@@ -262,29 +258,27 @@ def _pipeline_process(
 
 def _interrupt(process: "subprocess.Popen[bytes]") -> None:
     """Interrupt the steps, so that they undo a deployment and remove temporary files."""
-    steps = _descendants(process)
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGINT)
-    _, alive = psutil.wait_procs(steps, timeout=CLEAN_UP_S)
+    _, alive = psutil.wait_procs(_signal(process, signal.SIGINT), timeout=CLEAN_UP_S)
     _kill(alive)
 
 
 def _end(process: "subprocess.Popen[bytes]") -> None:
     """Kill all processes that remain after the run ended or was interrupted."""
-    steps = _descendants(process)
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    _kill(steps)
+    _kill(_signal(process, signal.SIGKILL))
     process.wait()
     with suppress(BrokenPipeError):
         process.stdin.close()  # pyright: ignore[reportOptionalMemberAccess] - it is PIPE
 
 
-def _descendants(process: "subprocess.Popen[bytes]") -> list[psutil.Process]:
+def _signal(process: "subprocess.Popen[bytes]", number: signal.Signals) -> list[psutil.Process]:
+    """Signal the run's process group. Return its processes, some of which may be in others."""
     try:
-        return psutil.Process(process.pid).children(recursive=True)
+        steps = psutil.Process(process.pid).children(recursive=True)
     except psutil.NoSuchProcess:
-        return []
+        steps = []
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, number)
+    return steps
 
 
 def _kill(processes: Sequence[psutil.Process]) -> None:
