@@ -43,7 +43,7 @@ def test_processes_train_together_and_divide_the_cpus(
     monkeypatch.setenv("OMP_DISPLAY_ENV", "TRUE")
     epochs: list[Epoch] = []
     steps: list[Steps] = []
-    settings = two_processes.model_copy(update={"epochs": 6})
+    settings = two_processes.model_copy(update={"epochs": 6, "min_steps": 100})
     result = train_network(digits, settings, tmp_path / "trained", store, on_epoch=epochs.append, on_step=steps.append)
     assert [completed for completed, _, _ in steps] == list(range(1, steps[0].total + 1))
     assert result.epochs == tuple(epochs)
