@@ -31,6 +31,9 @@ from evernear.serving.tracing import TRACE_FIELD, request_span, span, tracer
 
 MAX_LARGEST_IMAGES = 4
 """Maximum number of pixels in one request, as a multiple of the limit for one image."""
+TINY_BYTES, TINY_PIXELS = 16 * 1024, 2**16
+"""Largest file, and its pixels, that the event loop decodes itself, in less than a millisecond.
+Passing an image to a thread and back takes longer than decoding a tiny one."""
 SMALL_BATCH_BYTES = 256 * 1024
 """Maximum total size of the image files that one thread decodes together."""
 _IMAGES = Counter("evernear_images", "Images answered, by outcome.", ["model_name", "outcome"])
@@ -97,7 +100,10 @@ class ReleaseModel(Model):
         """
         size_bytes = sum(len(image) for image in images if isinstance(image, bytes))
         try:
-            files, decoded = await self._small.run(images, size_bytes)
+            if len(images) == 1 and size_bytes <= TINY_BYTES:
+                files, decoded = self._decode_if_small(images, TINY_PIXELS)
+            else:
+                files, decoded = await self._small.run(images, size_bytes)
             for group in _groups(files):
                 pixels = sum(map(pixel_count, group))
                 decoded += await self._decoding.run_sized(pixels, _each, decode_image, group, self.shape)
@@ -116,14 +122,14 @@ class ReleaseModel(Model):
 
         return [decode(images) for images in requests]
 
-    def _decode_if_small(self, images: list[bytes | Rejection]) -> Decoded:
-        """Decode images with at most `SMALL_PIXELS` pixels in total in this thread, because passing
-        a request to another takes longer. Otherwise return the inspected files."""
+    def _decode_if_small(self, images: list[bytes | Rejection], small_pixels: int = SMALL_PIXELS) -> Decoded:
+        """Decode images with at most ``small_pixels`` pixels in total in this thread, because
+        passing a request to another takes longer. Otherwise return the inspected files."""
         files = _each(inspect_image, images, self._max_pixels)
         pixels, limit = sum(map(pixel_count, files)), MAX_LARGEST_IMAGES * self._max_pixels
         if pixels > limit:
             raise ResourceExhausted(f"The images of the request have more than {limit} pixels together; send fewer.")
-        return ([], _each(decode_image, files, self.shape)) if pixels <= SMALL_PIXELS else (files, [])
+        return ([], _each(decode_image, files, self.shape)) if pixels <= small_pixels else (files, [])
 
     async def __call__(
         self, body: Any, headers: dict[str, str] | None = None, verb: InferenceVerb = InferenceVerb.PREDICT
