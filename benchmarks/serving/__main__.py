@@ -6,10 +6,20 @@ of 1, 8 and 32 keep-alive clients sends images of the test split to one server a
 The results are medians over the rounds, and every response is compared with the core's, called in
 process. The naive handler searches exactly, so a few of its answers differ.
 
+``--photographs`` compares them with the network of the preset ``photos``, EfficientNet-Lite0 at
+224 px, and 1 and 8 clients. They send images of the test split, enlarged with noise, as JPEG files
+of 12 megapixels, as phones make them, or of 640 px. The naive handler decodes all pixels, so its
+distances differ and are not counted as wrong. Servers use different numbers of cores, so compare
+the CPU time of a request::
+
+    python -m benchmarks.serving --source folder:DIRECTORY --photographs 12mp
+
 - ``naive``: TorchServe with its defaults around a handler in the style of the source
   document;
 - ``evernear``, ``evernear gRPC``: evernear with its defaults,
   as ``evernear serve`` starts it;
+- ``prep``: the same with ``evernear prep`` in front
+  (bodies in JSON, which it requires);
 - ``kserve``: KServe's predictor, from the environment `.venv/kserve`,
   without a transformer;
 - ``kserve transformer``: the same with a transformer in front,
@@ -42,12 +52,21 @@ from typing import Any
 from benchmarks import machine
 from benchmarks.serving import servers
 from benchmarks.serving.load import Target, measure
-from benchmarks.serving.release import Served, prepare
+from benchmarks.serving.release import PHOTOGRAPHS, Served, prepare
 from evernear.settings import Settings, load
 
-CONCURRENCIES = (1, 8, 32)
 STARTED = (servers.naive, servers.evernear, servers.kserve, servers.fastapi, servers.litserve)
-ROWS = ("naive", "evernear", "evernear gRPC", "kserve", "kserve transformer", "fastapi", "litserve", "in-process")
+ROWS = (
+    "naive",
+    "evernear",
+    "evernear gRPC",
+    "prep",
+    "kserve",
+    "kserve transformer",
+    "fastapi",
+    "litserve",
+    "in-process",
+)
 DISTANCE_TOLERANCE = 5e-3  # the naive handler's vectors are not rounded to fp16; the square root is steep near zero
 TARGET_TIMES_RPS, TARGET_P99_SHARE = 15, 0.1
 
@@ -78,17 +97,20 @@ def main() -> None:
         "--first", type=float, default=8.0, help="warm-up before a server's first measurement, in seconds"
     )
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--photographs", choices=PHOTOGRAPHS, help="compare with photographs of this size")
     parser.add_argument("--busy", action="store_true", help="run next to a spinning process")
     parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE")
     arguments = parser.parse_args()
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # also stops the running server
 
+    arguments.concurrencies = (1, 8) if arguments.photographs else (1, 8, 32)
     machine_info = machine.describe()
     with tempfile.TemporaryDirectory() as scratch:
-        served = prepare(settings_of(arguments.source, arguments.set, Path(scratch)), Path(scratch))
+        photographs = PHOTOGRAPHS.get(arguments.photographs)
+        served = prepare(settings_of(arguments, Path(scratch)), Path(scratch), photographs)
         print(f"{served.gallery_size:,} vectors, {len(served.images)} query images", flush=True)
         with servers.trivial(served, Path(scratch) / "trivial") as running:
-            ceiling = measure_server(running.targets["trivial"], running, arguments, CONCURRENCIES[-1]).rps
+            ceiling = measure_server(running.targets["trivial"], running, arguments, arguments.concurrencies[-1]).rps
         cells: Cells = {}
         with busy() if arguments.busy else nullcontext():
             for number in range(arguments.rounds):
@@ -99,7 +121,7 @@ def main() -> None:
     ]:
         raise SystemExit(f"No response in time from {', '.join(unresponsive)}; raise --seconds.")
     result = summarize(cells) | {"gallery": served.gallery_size, "load_ceiling_rps": round(ceiling)}
-    name = "serving_busy" if arguments.busy else "serving"
+    name = "_".join(["serving", *filter(None, [arguments.photographs]), *["busy"] * arguments.busy])
     if arguments.set:
         print(*table(result), sep="\n")
         return
@@ -110,29 +132,30 @@ def main() -> None:
         result,
         table(result),
     )
+    sentences = per_core(result) if arguments.photographs else notes(result)
     with (machine.RESULTS / f"{name}.md").open("a") as file:
-        file.write("\n" + "\n".join(notes(result)) + "\n")
-    print(*notes(result), sep="\n")
+        file.write("\n" + "\n".join(sentences) + "\n")
+    print(*sentences, sep="\n")
 
 
-def settings_of(source: str, overrides: list[str], scratch: Path) -> Settings:
-    """The preset fast, the default index, and a large gallery, which train images join."""
-    values = {
-        "workdir": str(scratch / "work"),
-        "data.source": source,
-        "data.gallery_fraction": "0.80",
-        "data.query_fraction": "0.05",
-    }
-    flags = [*(f"{key}={value}" for key, value in values.items()), *overrides]
-    settings = load(preset="fast", environment={}, overrides=flags)
+def settings_of(arguments: argparse.Namespace, scratch: Path) -> Settings:
+    """The preset fast, the default index, and a large gallery, which train images join; or the
+    preset photos."""
+    values = {"workdir": str(scratch / "work"), "data.source": arguments.source}
+    if arguments.photographs:
+        values |= {"data.size_px": "224"}
+    else:
+        values |= {"data.gallery_fraction": "0.80", "data.query_fraction": "0.05"}
+    flags = [*(f"{key}={value}" for key, value in values.items()), *arguments.set]
+    settings = load(preset="photos" if arguments.photographs else "fast", environment={}, overrides=flags)
     ports = servers.ports_of(settings.serving)
     return settings.model_copy(update={"serving": settings.serving.model_copy(update=ports)})
 
 
 def run_round(served: Served, scratch: Path, arguments: argparse.Namespace, cells: Cells) -> None:
     """Run one round: start every server, measure it at every concurrency, and stop it."""
-    lower_bound = in_process(served, arguments.seconds)
-    for concurrency in CONCURRENCIES:
+    lower_bound = in_process(served, arguments.seconds, arguments.concurrencies)
+    for concurrency in arguments.concurrencies:
         cells.setdefault(("in-process", concurrency), []).append(
             in_process_cell(lower_bound["cells"][str(concurrency)], concurrency)
         )
@@ -140,15 +163,16 @@ def run_round(served: Served, scratch: Path, arguments: argparse.Namespace, cell
         with start(served, scratch / start.__name__) as running:
             for name, target in running.targets.items():
                 # Java compiles hot methods, so servers are compared after a warm-up.
-                measure(target, CONCURRENCIES[-1], arguments.first, arguments.warm_up, running.processes)
-                for concurrency in CONCURRENCIES:
-                    cell = measure_server(target, running, arguments, concurrency, lower_bound["answers"])
+                measure(target, arguments.concurrencies[-1], arguments.first, arguments.warm_up, running.processes)
+                expected = None if arguments.photographs and name == "naive" else lower_bound["answers"]
+                for concurrency in arguments.concurrencies:
+                    cell = measure_server(target, running, arguments, concurrency, expected)
                     cells.setdefault((name, concurrency), []).append(cell)
                     print(f"{name} at {concurrency}: {cell}", flush=True)
 
 
-def in_process(served: Served, seconds: float) -> dict[str, Any]:
-    command = [sys.executable, servers.APPS / "in_process.py", served.parts, str(seconds), *map(str, CONCURRENCIES)]
+def in_process(served: Served, seconds: float, sizes: tuple[int, ...]) -> dict[str, Any]:
+    command = [sys.executable, servers.APPS / "in_process.py", served.parts, str(seconds), *map(str, sizes)]
     images = json.dumps([base64.b64encode(image).decode() for image in served.images])
     environment = os.environ | servers.CORE_ENVIRONMENT
     completed = subprocess.run(command, input=images, env=environment, stdout=subprocess.PIPE, text=True, check=True)
@@ -159,7 +183,8 @@ def in_process_cell(result: dict[str, Any], batch: int) -> Cell:
     latencies_ms = sorted(1e3 * latency_s for latency_s in result["latencies_s"])
     images = len(latencies_ms) * batch
     p99_ms = latencies_ms[math.ceil(0.99 * len(latencies_ms)) - 1]
-    return Cell(images / result["duration_s"], statistics.median(latencies_ms), p99_ms, images)
+    cores = {"python": result["cpu_s"] / result["duration_s"]}
+    return Cell(images / result["duration_s"], statistics.median(latencies_ms), p99_ms, images, cores=cores)
 
 
 def measure_server(
@@ -195,7 +220,8 @@ def agrees(response: bytes, expected: dict[str, Any]) -> bool:
 
 def summarize(cells: Cells) -> dict[str, Any]:
     """Compute medians over the rounds and total the faults."""
-    rows = {name: {str(c): median_of(cells[name, c]) for c in CONCURRENCIES} for name in ROWS}
+    concurrencies = sorted({clients for _, clients in cells})
+    rows = {name: {str(c): median_of(cells[name, c]) for c in concurrencies} for name in ROWS}
     naive = rows["naive"]
     ratios = {
         name: {
@@ -223,18 +249,25 @@ def median_of(rounds: list[Cell]) -> dict[str, Any]:
         "requests": sum(cell.requests for cell in rounds),
         "non_2xx": sum(cell.non_2xx for cell in rounds),
         "wrong": sum(cell.wrong for cell in rounds),
+        "cpu_ms": median([1e3 * server_cores(cell) / cell.rps for cell in rounds]),
         "cores": {name: median([(cell.cores or {}).get(name, 0.0) for cell in rounds]) for name in sorted(names)},
         "rps_of_rounds": [round(cell.rps, 1) for cell in rounds],
     }
 
 
+def server_cores(cell: Cell) -> float:
+    return sum(cores for name, cores in (cell.cores or {}).items() if name != "load")
+
+
 def table(result: dict[str, Any]) -> list[list[str]]:
-    heading = ["server", *(f"{c} client{'s' * (c > 1)}: req/s, p50 / p99 ms, times naive" for c in CONCURRENCIES)]
-    lines = [[*heading, "non-2xx, wrong"]]
+    concurrencies = [int(c) for c in result["servers"]["naive"]]
+    heading = [f"{c} client{'s' * (c > 1)}: req/s, p50 / p99 ms, times naive, CPU ms" for c in concurrencies]
+    lines = [["server", *heading, "non-2xx, wrong"]]
     for name, row in result["servers"].items():
         ratios = result["ratios_to_naive"][name]
         cells = [
-            f"**{cell['rps']:,.0f}**, {cell['p50_ms']:.1f} / {cell['p99_ms']:.1f}, {ratios[c]['rps']:.1f}x"
+            f"**{cell['rps']:,.0f}**, {cell['p50_ms']:.1f} / {cell['p99_ms']:.1f}, {ratios[c]['rps']:.1f}x, "
+            f"{cell['cpu_ms']:.1f}"
             for c, cell in row.items()
         ]
         faults = [sum(cell[kind] for cell in row.values()) for kind in ("non_2xx", "wrong")]
@@ -245,7 +278,7 @@ def table(result: dict[str, Any]) -> list[list[str]]:
 def notes(result: dict[str, Any]) -> list[str]:
     """Describe whether the targets are met, the latency of a single client, and the bottleneck
     under load."""
-    rows, highest = result["servers"], str(CONCURRENCIES[-1])
+    rows, highest = result["servers"], next(reversed(result["servers"]["naive"]))
     row, ratios = rows["evernear"], result["ratios_to_naive"]["evernear"]
     met = ratios[highest]["rps"] >= TARGET_TIMES_RPS and ratios[highest]["p99"] <= TARGET_P99_SHARE
     non_2xx = sum(cell["non_2xx"] for cell in row.values())
@@ -266,6 +299,21 @@ def notes(result: dict[str, Any]) -> list[str]:
         f"in-process core recognizes {rows['in-process'][highest]['rps']:,.0f} images/s in batches of {highest}, so "
         f"{bottleneck(cores)} is the remaining bottleneck. The load generator alone reaches "
         f"{result['load_ceiling_rps']:,} requests/s.",
+    ]
+
+
+def per_core(result: dict[str, Any]) -> list[str]:
+    """Compare evernear on TorchServe, KServe and in front with the other servers."""
+    rows = {name: next(reversed(row.values()))["cpu_ms"] for name, row in result["servers"].items()}
+    peer = min(("naive", "fastapi", "litserve"), key=rows.__getitem__)
+    clients = next(reversed(result["servers"]["naive"]))
+    own = ", ".join(f"{name} {rows[name]:.1f}" for name in ROWS if name not in ("naive", "fastapi", "litserve"))
+    return [
+        f"CPU time of a request with {clients} clients, in ms: {own}. {peer} is the best of the others: "
+        f"{rows[peer]:.1f}. "
+        f"Per core, evernear answers {rows[peer] / rows['evernear']:.2f} times as many requests as {peer}, and "
+        f"{rows['naive'] / rows['evernear']:.2f} times as many as the naive handler. FastAPI and LitServe call "
+        "evernear's core, which decodes JPEG files at a reduced scale.",
     ]
 
 

@@ -15,6 +15,10 @@ from ts.torch_handler.base_handler import BaseHandler
 K = 5
 
 
+def _to_rgb(image):
+    return image.convert("RGB")
+
+
 class NaiveHandler(BaseHandler):
     def initialize(self, context):
         super().initialize(context)
@@ -25,8 +29,9 @@ class NaiveHandler(BaseHandler):
         self.names = metadata["labels"]
         self.transform = transforms.Compose(
             [
-                transforms.Grayscale(),
-                transforms.Resize(metadata["size"]),
+                transforms.Grayscale() if metadata["channels"] == 1 else transforms.Lambda(_to_rgb),
+                transforms.Resize(min(metadata["size"])),
+                transforms.CenterCrop(metadata["size"]),
                 transforms.ToTensor(),
                 transforms.Normalize(0, 1 / 255),  # the network normalizes and expects pixels in 0..255
             ]

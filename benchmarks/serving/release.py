@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
 
+import numpy as np
 from PIL import Image
 
 from evernear.common.store import open_store
@@ -30,12 +31,16 @@ from evernear.serving import HANDLER
 from evernear.settings import Settings
 
 QUERIES = 512
+PHOTOGRAPHS = {"12mp": (4000, 3000, 8), "640px": (640, 480, 64)}
+"""Width and height of the photographs, and their number."""
+NOISE = 6
+"""Standard deviation of the noise, with which JPEG files of 12 megapixels have 2 to 4 MB."""
 
 
 @dataclass(frozen=True)
 class Served:
     """The champion of ``settings``' store, unpacked in ``parts``; its naive counterpart; query
-    images as PNG files."""
+    images as PNG files, or photographs as JPEG files."""
 
     settings: Settings
     parts: Path
@@ -44,7 +49,7 @@ class Served:
     gallery_size: int
 
 
-def prepare(settings: Settings, scratch: Path) -> Served:
+def prepare(settings: Settings, scratch: Path, photographs: tuple[int, int, int] | None = None) -> Served:
     """Train briefly, index every image outside the test split, release it, and pack the naive
     counterpart."""
     data = ingest_source(settings.data, settings.store_uri)
@@ -80,14 +85,18 @@ def prepare(settings: Settings, scratch: Path) -> Served:
     registry.set_champion(packed.manifest.version, None)
     open_release(packed.archive, scratch / "parts")
     naive_store = _pack_naive(network_dir, index_dir, gallery, dataset, scratch / "naive")
-    images = tuple(_png(image) for image in next(dataset.blocks("test", QUERIES)).images)
+    width_px, height_px, count = photographs or (0, 0, QUERIES)
+    queries = next(dataset.blocks("test", count)).images
+    images = tuple(_jpeg(image, width_px, height_px) if photographs else _png(image) for image in queries)
     return Served(settings, scratch / "parts", naive_store, images, gallery.count("gallery"))
 
 
 def _pack_naive(network_dir: Path, index_dir: Path, gallery: Embeddings, dataset: Dataset, directory: Path) -> Path:
     store = directory / "model-store"
     store.mkdir(parents=True)
-    (directory / "naive.json").write_text(json.dumps({"labels": dataset.labels, "size": dataset.shape[:2]}))
+    (directory / "naive.json").write_text(
+        json.dumps({"labels": dataset.labels, "size": dataset.shape[:2], "channels": dataset.shape[2]})
+    )
     flat = faiss.IndexFlatL2(gallery.dim)
     for block in gallery.blocks("gallery"):
         flat.add(block.embeddings)
@@ -105,6 +114,15 @@ def _pack_naive(network_dir: Path, index_dir: Path, gallery: Embeddings, dataset
     command = [archiver, *(str(word) for option in options.items() for word in option)]
     subprocess.run(command, check=True, capture_output=True, env=os.environ | {"TMPDIR": str(directory)})
     return store
+
+
+def _jpeg(image, width_px: int, height_px: int) -> bytes:
+    """A photograph as a phone writes it: quality 90, with the noise of a sensor."""
+    buffer = BytesIO()
+    enlarged = np.asarray(Image.fromarray(image).resize((width_px, height_px), Image.Resampling.BICUBIC), np.float32)
+    noise = np.random.default_rng(0).normal(0, NOISE, (height_px, width_px, 1)).astype(np.float32)
+    Image.fromarray(np.clip(enlarged + noise, 0, 255).astype(np.uint8)).save(buffer, format="JPEG", quality=90)
+    return buffer.getvalue()
 
 
 def _png(image) -> bytes:

