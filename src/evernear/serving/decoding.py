@@ -58,8 +58,7 @@ def inspect_image(data: bytes, max_pixels: int) -> EncodedImage:
 def decode_image(file: EncodedImage, shape: Preprocessing) -> Pixels:
     """Decode to a uint8 array of shape (H, W, C), as the release's preprocessing specifies."""
     with _only_data_errors(len(file.data)):
-        divisor = jpeg_divisor(file, shape.height_px, shape.width_px)
-        picture = decode_inspected(file, shape.bit_depth, divisor)
+        picture = decode_inspected(file, shape.bit_depth, jpeg_divisor(file, *shape.shape[:2]))
         if picture.span is not None:
             for flaw in picture.flaws() & (Flaw.FAINT | Flaw.CLIPPED):
                 _log.warning(_LOSSES[flaw], shape.bit_depth or 16)

@@ -154,8 +154,9 @@ class TransformerModel(ReleaseModel):
 
     async def _call(self, request: Any, headers: dict[str, str] | None) -> Any:
         host = self._predictor.predictor_host
+        trace = {name: value.decode() for name, value in trace_fields().items()}
         try:
-            return await Model.predict(self, request, {**(headers or {}), **_trace_headers()})
+            return await Model.predict(self, request, (headers or {}) | trace)
         except httpx.HTTPStatusError as error:
             raise _rejected(error.response.status_code == 413, str(error)) from None
         except httpx.TimeoutException:
@@ -180,10 +181,6 @@ class TransformerModel(ReleaseModel):
             raise Unavailable(
                 f"The predictor returned {quantity(len(predictions), 'prediction')} for {quantity(count, 'image')}."
             )
-
-
-def _trace_headers() -> dict[str, str]:
-    return {name: value.decode() for name, value in trace_fields().items()}
 
 
 def _host_and_port(predictor: PredictorConfig) -> tuple[str, int]:
