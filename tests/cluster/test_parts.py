@@ -14,7 +14,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 from kubernetes.client import ApiClient, ApiException, BatchV1Api, CoreV1Api, V1Pod
@@ -23,6 +22,7 @@ from evernear.common.parts import PartsRecord
 from evernear.common.run_record import RunRecord
 from evernear.common.store import Store, open_store
 from evernear.kubeflow import indexed_job
+from evernear.settings.sources import IMAGE_VARIABLE
 from tests.cluster.sandbox import (
     RUNNER,
     administrator,
@@ -51,12 +51,11 @@ class Site:
     admin: ApiClient
     source: Store
     store: Store
-    job: dict[str, Any]
     out: Path
 
-    def ingest(self, run: str, nodes: int, **job: Any) -> tuple[str, dict[str, int]]:
+    def ingest(self, run: str, nodes: int) -> tuple[str, dict[str, int]]:
         """Ingest the source into a dataset with the name of the run."""
-        made = small_steps.ingest(run, nodes, self.source.uri, self.store.uri, self.job | job, self.out)
+        made = small_steps.ingest(run, nodes, self.source.uri, self.store.uri, self.out)
         return made.digest, made.problem_counts
 
     def record(self, run: str, step: str) -> PartsRecord:
@@ -128,9 +127,10 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
         for name, value in environment.items():
             monkeypatch.setenv(name, value)
         monkeypatch.setenv(KUBECONFIG, str(kubeconfig_of(RUNNER, admin, namespace, tmp_path)))
+        monkeypatch.setenv(IMAGE_VARIABLE, image)
         source, store = open_store("s3://evernear-images/photos"), open_store("s3://evernear/store")
         small_steps.put_photos(source, tmp_path)
-        yield Site(namespace, admin, source, store, {"namespace": namespace, "image": image}, tmp_path)
+        yield Site(namespace, admin, source, store, tmp_path)
 
 
 def test_steps_on_nodes_give_the_results_of_one_process(site: Site, system: System) -> None:
@@ -139,7 +139,7 @@ def test_steps_on_nodes_give_the_results_of_one_process(site: Site, system: Syst
     assert (ran.nodes, ran.parts, ran.retries) == (3, 7, 0)
 
     dataset = small_steps.put_system(system, site.store, site.out)
-    inputs = (system, dataset, site.store, site.job, site.out)
+    inputs = (system, dataset, site.store, site.out)
     for run, nodes in (("on-nodes", 3), ("alone", 1)):
         small_steps.embed(run, nodes, *inputs)
     assert small_steps.embedded(site.out / "on-nodes") == small_steps.embedded(site.out / "alone")
@@ -193,7 +193,7 @@ def test_part_that_fails_for_good_ends_the_step_with_its_sentence(
     damaged = next(shard for shard in system.dataset.manifest.shards if shard.split == "query")
     key = next(info.key for info in site.store.list("datasets/") if damaged.sha256 in info.key)
     site.store.put(key, b"damaged")
-    embed = partial(small_steps.embed, "on-nodes", 3, system, dataset, site.store, site.job, site.out)
+    embed = partial(small_steps.embed, "on-nodes", 3, system, dataset, site.store, site.out)
     with Watch(site) as seen:
         assert damaged.sha256 in sentence(embed, capfd)
     (job,) = seen.jobs()
@@ -202,7 +202,7 @@ def test_part_that_fails_for_good_ends_the_step_with_its_sentence(
 
 
 def test_killed_step_continues_with_its_job(site: Site) -> None:
-    arguments = ("on-nodes", 2, site.source.uri, site.store.uri, site.job, site.out)
+    arguments = ("on-nodes", 2, site.source.uri, site.store.uri, site.out)
     step = multiprocessing.get_context("spawn").Process(target=small_steps.ingest, args=arguments)
     with Watch(site) as seen:
         step.start()
