@@ -113,10 +113,11 @@ class Decoder:
         with reserved:
             try:
                 with self._pixel_budget.reserve(encoded.pixels):
-                    picture = decode_inspected(encoded, self._form.bit_depth)
+                    bit_depth = self._form.bit_depth
+                    picture = decode_inspected(encoded, bit_depth)
                     divisor = jpeg_divisor(encoded, *self._form.shape[:2])
                     # Only the complete image has the digest. Servers decode the reduced one alone.
-                    reduced = decode_inspected(encoded, 16, divisor).image if divisor > 1 else picture.image
+                    reduced = decode_inspected(encoded, bit_depth, divisor).image if divisor > 1 else picture.image
                     return DecodedImage(
                         entry=entry,
                         digest=picture.digest(),

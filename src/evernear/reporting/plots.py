@@ -87,7 +87,7 @@ def plot_live_distances(live: LiveDistances) -> Markup:
 
 def trade_off(probe: OpenSet, curve: Roc) -> Markup:
     """The detection error trade-off, on the scales of Martin et al. (1997, Eurospeech)."""
-    ndtri = np.vectorize(NormalDist().inv_cdf)
+    ndtri = np.vectorize(NormalDist().inv_cdf, otypes=[float])
     figure, axes = _chart("held-out classes accepted", "known images rejected")
     rejected = 1 - np.array(curve.true_accepts)
     low, high = DET_LIMITS
