@@ -8,9 +8,9 @@ process. The naive handler searches exactly, so a few of its answers differ.
 
 ``--photographs`` compares them with the network of the preset ``photos``, EfficientNet-Lite0 at
 224 px, and 1 and 8 clients. They send images of the test split, enlarged with noise, as JPEG files
-of 12 megapixels, as phones make them, or of 640 px. The naive handler decodes all pixels, so its
-distances differ and are not counted as wrong. Servers use different numbers of cores, so compare
-the CPU time of a request::
+of 12 megapixels, as phones make them, or of 640 px. The naive handler, FastAPI and LitServe decode
+all pixels with Pillow and torchvision, as tutorials do, so their distances differ and are not
+counted as wrong. Servers use different numbers of cores, so compare the CPU time of a request::
 
     python -m benchmarks.serving --source folder:DIRECTORY --photographs 12mp
 
@@ -24,8 +24,9 @@ the CPU time of a request::
   without a transformer;
 - ``kserve transformer``: the same with a transformer in front,
   which calls it over gRPC;
-- ``fastapi``: FastAPI and uvicorn around the same core, one image per call;
-- ``litserve``: LitServe around the same core,
+- ``fastapi``: FastAPI and uvicorn around the same core (for photographs, around the same network),
+  one image per call;
+- ``litserve``: LitServe around what FastAPI calls,
   batching like evernear (bodies in JSON, which it requires);
 - ``in-process``: the core alone with batches of 1, 8 and 32, as a lower bound.
   Its latencies are per batch.
@@ -52,7 +53,7 @@ from typing import Any
 from benchmarks import machine
 from benchmarks.serving import servers
 from benchmarks.serving.load import Target, measure
-from benchmarks.serving.release import PHOTOGRAPHS, Served, prepare
+from benchmarks.serving.release import APPS, PHOTOGRAPHS, Served, prepare
 from evernear.settings import Settings, load
 
 STARTED = (servers.naive, servers.evernear, servers.kserve, servers.fastapi, servers.litserve)
@@ -67,6 +68,7 @@ ROWS = (
     "litserve",
     "in-process",
 )
+PEERS = ("naive", "fastapi", "litserve")
 DISTANCE_TOLERANCE = 5e-3  # the naive handler's vectors are not rounded to fp16; the square root is steep near zero
 TARGET_TIMES_RPS, TARGET_P99_SHARE = 15, 0.1
 
@@ -164,7 +166,7 @@ def run_round(served: Served, scratch: Path, arguments: argparse.Namespace, cell
             for name, target in running.targets.items():
                 # Java compiles hot methods, so servers are compared after a warm-up.
                 measure(target, arguments.concurrencies[-1], arguments.first, arguments.warm_up, running.processes)
-                expected = None if arguments.photographs and name == "naive" else lower_bound["answers"]
+                expected = None if arguments.photographs and name in PEERS else lower_bound["answers"]
                 for concurrency in arguments.concurrencies:
                     cell = measure_server(target, running, arguments, concurrency, expected)
                     cells.setdefault((name, concurrency), []).append(cell)
@@ -172,7 +174,7 @@ def run_round(served: Served, scratch: Path, arguments: argparse.Namespace, cell
 
 
 def in_process(served: Served, seconds: float, sizes: tuple[int, ...]) -> dict[str, Any]:
-    command = [sys.executable, servers.APPS / "in_process.py", served.parts, str(seconds), *map(str, sizes)]
+    command = [sys.executable, APPS / "in_process.py", served.parts, str(seconds), *map(str, sizes)]
     images = json.dumps([base64.b64encode(image).decode() for image in served.images])
     environment = os.environ | servers.CORE_ENVIRONMENT
     completed = subprocess.run(command, input=images, env=environment, stdout=subprocess.PIPE, text=True, check=True)
@@ -305,15 +307,14 @@ def notes(result: dict[str, Any]) -> list[str]:
 def per_core(result: dict[str, Any]) -> list[str]:
     """Compare evernear on TorchServe, KServe and in front with the other servers."""
     rows = {name: next(reversed(row.values()))["cpu_ms"] for name, row in result["servers"].items()}
-    peer = min(("naive", "fastapi", "litserve"), key=rows.__getitem__)
+    peer = min(PEERS, key=rows.__getitem__)
     clients = next(reversed(result["servers"]["naive"]))
-    own = ", ".join(f"{name} {rows[name]:.1f}" for name in ROWS if name not in ("naive", "fastapi", "litserve"))
+    own = ", ".join(f"{name} {rows[name]:.1f}" for name in ROWS if name not in PEERS)
     return [
         f"CPU time of a request with {clients} clients, in ms: {own}. {peer} is the best of the others: "
         f"{rows[peer]:.1f}. "
         f"Per core, evernear answers {rows[peer] / rows['evernear']:.2f} times as many requests as {peer}, and "
-        f"{rows['naive'] / rows['evernear']:.2f} times as many as the naive handler. FastAPI and LitServe call "
-        "evernear's core, which decodes JPEG files at a reduced scale.",
+        f"{rows['naive'] / rows['evernear']:.2f} times as many as the naive handler.",
     ]
 
 

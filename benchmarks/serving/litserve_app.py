@@ -1,20 +1,19 @@
-"""The core behind LitServe and its batching: ``litserve_app.py PARTS PORT``."""
+"""LitServe and its batching: ``litserve_app.py DIRECTORY PORT``."""
 
 import base64
+import json
 import sys
 from pathlib import Path
 
 import litserve
+from recognizers import Answer, open_recognizer
 
-from evernear.release.archive_reader import open_parts
-from evernear.serving.core import Predictor
-from evernear.serving.responses import Prediction, Rejection
 from evernear.settings import ServingSettings
 
 
 class Api(litserve.LitAPI):
     def setup(self, device: str) -> None:
-        self.core = Predictor.open(open_parts(Path(sys.argv[1])))
+        self.recognize = open_recognizer(Path(sys.argv[1]))
 
     def decode_request(self, request: dict[str, str]) -> bytes:
         return base64.b64decode(request["data"])
@@ -22,14 +21,15 @@ class Api(litserve.LitAPI):
     def batch(self, inputs: list[bytes]) -> list[bytes]:
         return inputs
 
-    def predict(self, images: list[bytes]) -> list[Prediction | Rejection]:
-        return self.core.predict(images)
+    def predict(self, images: list[bytes]) -> list[Answer]:
+        return self.recognize(images)
 
-    def unbatch(self, output: list[Prediction | Rejection]) -> list[Prediction | Rejection]:
+    def unbatch(self, output: list[Answer]) -> list[Answer]:
         return output
 
-    def encode_response(self, output: Prediction | Rejection) -> dict[str, object]:
-        return output.model_dump()
+    def encode_response(self, output: Answer) -> dict[str, object]:
+        _, answer = output
+        return json.loads(answer)
 
 
 if __name__ == "__main__":

