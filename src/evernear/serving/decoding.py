@@ -8,7 +8,7 @@ from collections.abc import Callable, Generator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from io import BytesIO
-from typing import ParamSpec, TypeVar
+from typing import TypeVar, TypeVarTuple
 
 from PIL import Image
 
@@ -27,11 +27,14 @@ from evernear.serving.responses import Rejection
 
 SMALL_PIXELS = 1_000_000
 """Number of pixels above which an image counts as large."""
+TINY_BYTES, TINY_PIXELS = 16 * 1024, 2**16
+"""Largest file, and its pixels, that an event loop decodes itself, in less than a millisecond.
+Passing an image to a thread and back takes longer."""
 SMALL_THREADS = 2
 MAX_WAITING_LARGE = 16
 """Maximum number of large images that wait for a decoding thread."""
 
-Parameters = ParamSpec("Parameters")
+Arguments = TypeVarTuple("Arguments")
 Source = TypeVar("Source")
 Parameter = TypeVar("Parameter")
 Result = TypeVar("Result")
@@ -114,24 +117,21 @@ class DecodePool:
         self._places = threading.BoundedSemaphore(large + MAX_WAITING_LARGE)
 
     async def run(
-        self, function: Callable[Parameters, Result], *args: Parameters.args, **kwargs: Parameters.kwargs
+        self, size_bytes: int, pixels: int, function: Callable[[*Arguments], Result], *args: *Arguments
     ) -> Result:
-        """Run ``function`` in a thread for small images."""
-        return await asyncio.wrap_future(self._small.submit(function, *args, **kwargs))
-
-    async def run_sized(
-        self, pixels: int, function: Callable[Parameters, Result], *args: Parameters.args, **kwargs: Parameters.kwargs
-    ) -> Result:
-        """Run ``function``, which decodes ``pixels`` pixels in total, in a thread for this size.
+        """Run ``function``, which reads ``size_bytes`` and decodes ``pixels`` pixels in total: here
+        if both are tiny, otherwise in a thread for this size.
 
         Raises:
             OverloadedError: too many large images are waiting.
         """
+        if size_bytes <= TINY_BYTES and pixels <= TINY_PIXELS:
+            return function(*args)
         if pixels <= SMALL_PIXELS:
-            return await self.run(function, *args, **kwargs)
+            return await asyncio.wrap_future(self._small.submit(function, *args))
         if not self._places.acquire(blocking=False):
             raise OverloadedError("Too many large images are waiting to be decoded; try again in a second.")
-        future = self._large.submit(function, *args, **kwargs)
+        future = self._large.submit(function, *args)
         # A running thread cannot be cancelled. Even if the caller is, the slot therefore stays
         # occupied until decoding ends.
         future.add_done_callback(lambda _: self._places.release())

@@ -9,6 +9,7 @@ create all other values, which can take 25 times as much memory as the body itse
 import base64
 import binascii
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Annotated, Any
 
 import msgspec
@@ -57,6 +58,8 @@ def image_request_schema() -> dict[str, Any]:
 
 def decode_base64(text: str) -> bytes:
     """Decode base64 or a ``data:`` URI, also wrapped, URL-safe or unpadded."""
+    with suppress(msgspec.ValidationError):
+        return msgspec.convert(text, bytes)  # only standard base64; the base64 module takes ten times as long
     if text[:5].lower() == "data:":
         header, comma, text = text.partition(",")
         if not (comma and header.lower().endswith(";base64")):

@@ -17,6 +17,8 @@ from evernear.release.manifest import ReleaseManifest
 from evernear.serving.decoding import (
     SMALL_PIXELS,
     SMALL_THREADS,
+    TINY_BYTES,
+    TINY_PIXELS,
     DecodePool,
     OverloadedError,
     decode_image,
@@ -31,9 +33,6 @@ from evernear.serving.tracing import TRACE_FIELD, request_span, span, tracer
 
 MAX_LARGEST_IMAGES = 4
 """Maximum number of pixels in one request, as a multiple of the limit for one image."""
-TINY_BYTES, TINY_PIXELS = 16 * 1024, 2**16
-"""Largest file, and its pixels, that the event loop decodes itself, in less than a millisecond.
-Passing an image to a thread and back takes longer than decoding a tiny one."""
 SMALL_BATCH_BYTES = 256 * 1024
 """Maximum total size of the image files that one thread decodes together."""
 _IMAGES = Counter("evernear_images", "Images answered, by outcome.", ["model_name", "outcome"])
@@ -106,7 +105,7 @@ class ReleaseModel(Model):
                 files, decoded = await self._small.run(images, size_bytes)
             for group in _groups(files):
                 pixels = sum(map(pixel_count, group))
-                decoded += await self._decoding.run_sized(pixels, _each, decode_image, group, self.shape)
+                decoded += await self._decoding.run(size_bytes, pixels, _each, decode_image, group, self.shape)
         except OverloadedError as error:
             raise Unavailable(str(error)) from None
         return decoded

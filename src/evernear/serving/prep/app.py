@@ -95,7 +95,7 @@ def create_app(settings: Settings) -> FastAPI:
     return app
 
 
-def _service(request: Request) -> PrepService:
+async def _service(request: Request) -> PrepService:  # FastAPI runs a plain function in a thread
     return request.app.state.service
 
 

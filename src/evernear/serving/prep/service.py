@@ -97,11 +97,7 @@ class PrepService:
                 is unavailable.
             StoreError: the registry is unreachable.
         """
-
-        def inspect_body(body: bytes, max_pixels: int) -> EncodedImage:
-            return inspect_image(image_from_json(body), max_pixels)
-
-        return await self._in_time(self._predict(inspect_body, body))
+        return await self._in_time(self._predict(lambda body, limit: inspect_image(image_from_json(body), limit), body))
 
     async def predict_image(self, image: bytes) -> Prediction:
         """Raises the errors of `predict`, except `RequestError`."""
@@ -143,10 +139,11 @@ class PrepService:
     async def _predict(self, inspect: Callable[[bytes, int], EncodedImage], data: bytes) -> Prediction:
         expected = await self._expected_release()
         # The release and this server's memory limit the number of pixels.
-        file = await self._decoding.run(inspect, data, min(expected.max_pixels, self._max_pixels))
+        limit = min(expected.max_pixels, self._max_pixels)
+        file = await self._decoding.run(len(data), 0, inspect, data, limit)
         for _ in range(MATCHING_ATTEMPTS):
             with self.metrics.prepare_s.time(), span(self.tracer, "prepare"):
-                prepared = await self._decoding.run_sized(file.pixels, prepare, file, expected)
+                prepared = await self._decoding.run(len(file.data), file.pixels, prepare, file, expected)
             prediction = await self._call_predictor(prepared)
             actual = await self._actual_release(prediction.version)
             if actual.preprocessing == expected.preprocessing:
