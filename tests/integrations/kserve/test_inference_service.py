@@ -182,7 +182,8 @@ class TestBatches:
                 else:
                     assert_same(answer.result(), [stored[n % len(images)]])
         assert metric(predictor, "evernear_batch_images_sum") - answered == 28
-        assert metric(predictor, "evernear_batch_images_count") - batches < 28
+        if protocol != "grpc-v2":  # gRPC reads one call at a time, and may answer it before it reads the next
+            assert metric(predictor, "evernear_batch_images_count") - batches < 28
 
     def test_requests_of_clients_that_are_gone_are_not_answered(self, predictor: Server, images: list[bytes]) -> None:
         body = json.dumps({"instances": [{"data": base64.b64encode(images[0]).decode()}] * 100}).encode()
