@@ -44,9 +44,21 @@ def write(
     The first row of ``table`` is its heading.
     """
     RESULTS.mkdir(exist_ok=True)
-    (RESULTS / f"{name}.json").write_text(json.dumps({"machine": machine, **result}, indent=2) + "\n")
+    (RESULTS / f"{name}.json").write_text(one_row_a_line({"machine": machine, **result}))
     (RESULTS / f"{name}.md").write_text(heading(name, title, machine) + markdown(table))
     print(markdown(table))
+
+
+def one_row_a_line(values: Mapping[str, Any]) -> str:
+    """JSON with a line for each value, and for each item of a list, so that a diff shows rows."""
+    lines = [f"{json.dumps(key)}: {_items(value)}" for key, value in values.items()]
+    return "{\n" + ",\n".join(lines) + "\n}\n"
+
+
+def _items(value: Any) -> str:
+    if not isinstance(value, list) or not value:
+        return json.dumps(value)
+    return "[\n  " + ",\n  ".join(map(json.dumps, value)) + "\n]"
 
 
 def heading(name: str, title: str, machine: Mapping[str, Any]) -> str:
