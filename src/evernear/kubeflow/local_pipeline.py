@@ -11,8 +11,11 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import warnings
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +26,8 @@ import kfp  # noqa: F401 # pyright: ignore[reportUnusedImport]
 
 del os.environ["_KFP_RUNTIME"]
 from kfp import components, local
-from kfp.local import subprocess_task_handler
+from kfp.local.status import Status
+from kfp.local.subprocess_task_handler import SubprocessTaskHandler
 
 from evernear.common.masking import mask_streams
 from evernear.common.output import print_line
@@ -46,8 +50,9 @@ def main() -> int:
     threading.Thread(target=_end_with_parent, daemon=True).start()
     # kfp guesses from the image's name whether it contains Python. A local run uses none.
     warnings.filterwarnings("ignore", message="You may be attemping", category=RuntimeWarning)
-    # kfp's own function discards the exit status and fails if the output is not UTF-8.
-    subprocess_task_handler.run_local_subprocess = _run_step
+    # kfp's own method passes paths to a shell without quotes, replaces "python3" in them, discards
+    # the exit status, and fails if the output is not UTF-8.
+    SubprocessTaskHandler.run = lambda self: _run_task(self)
     # workspace_root is not set, because kfp deletes this directory after the run.
     local.init(local.SubprocessRunner(use_venv=False), pipeline_root=order["pipeline_root"])
     compiled = Path(order["pipeline"])
@@ -61,25 +66,42 @@ def main() -> int:
     return 0
 
 
-def _run_step(full_command: list[str], env_vars: dict[str, str] | None = None) -> int:
-    """Run a step's process, print its output, and return the exit status. Steps record their own
-    errors. If one ended without, for example killed, this records how."""
+def _run_task(task: SubprocessTaskHandler) -> Status:
+    """Run the component of a compiled task, whose command is ``sh -ec SCRIPT SOURCE ARGUMENTS``."""
+    _, _, _, source, *arguments = task.full_command
+    return Status.FAILURE if run_step(source, arguments, task.env_vars) else Status.SUCCESS
+
+
+def run_step(source: str, arguments: Sequence[str], variables: Mapping[str, str]) -> int:
+    """Run a component in a process, print its output, and return the exit status. Steps record
+    their own errors. If one ended without, for example killed, this records how."""
     oom_kills_before = oom_kills()
     last_output = b""
-    with subprocess.Popen(
-        full_command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=os.environ | (env_vars or {})
-    ) as process:
+    with start_step(source, arguments, {**os.environ, **variables, "_KFP_RUNTIME": "true"}) as process:
         assert process.stdout is not None  # noqa: S101 - because of stdout=PIPE
         while part := os.read(process.stdout.fileno(), LAST_OUTPUT_BYTES):
             last_output = (last_output + part)[-LAST_OUTPUT_BYTES:]
             _print(part)
     if process.returncode:
-        name = full_command[full_command.index("--function_to_execute") + 1]
+        name = _value(arguments, "--function_to_execute")
         if not _recorded_failure(name):
             ran_out_of_memory = oom_kills() > oom_kills_before
             ending = describe_ending(process.returncode, last_output.decode(errors="replace"), ran_out_of_memory)
-            _record(name, full_command, f"The step {ending} {shadowed_modules()}".rstrip())
+            _record(name, arguments, f"The step {ending} {shadowed_modules()}".rstrip())
     return process.returncode
+
+
+@contextmanager
+def start_step(
+    source: str, arguments: Sequence[str], environment: Mapping[str, str]
+) -> Generator[subprocess.Popen[bytes]]:
+    """Start kfp's executor with ``source``, the code of a component. No shell interprets a path."""
+    with tempfile.TemporaryDirectory(prefix="step-") as directory:
+        module = Path(directory, "component.py")
+        module.write_text(source, encoding="utf-8")
+        command = [sys.executable, "-m", "kfp.dsl.executor_main", "--component_module_path", str(module), *arguments]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environment) as process:
+            yield process
 
 
 def _print(part: bytes) -> None:
@@ -97,11 +119,14 @@ def _recorded_failure(step: str) -> bool:
     return any(event.step == step and event.kind == "failed" for event in events)
 
 
-def _record(step: str, full_command: list[str], message: str) -> None:
-    arguments = json.loads(full_command[full_command.index("--executor_input") + 1])
-    parameters: dict[str, Any] = arguments["inputs"]["parameterValues"]
+def _record(step: str, arguments: Sequence[str], message: str) -> None:
+    parameters: dict[str, Any] = json.loads(_value(arguments, "--executor_input"))["inputs"]["parameterValues"]
     store = parameters.get("store") or parse(OneRun, parameters["settings"]).store_uri
     record_failure(step, parameters["run"], store, message, EvernearError.exit_code)
+
+
+def _value(arguments: Sequence[str], option: str) -> str:
+    return arguments[arguments.index(option) + 1]
 
 
 def _for_this_machine(compiled: str) -> str:

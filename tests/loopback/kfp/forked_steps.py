@@ -3,10 +3,8 @@
 import gc
 import os
 import sys
-import tempfile
 import traceback
 from collections.abc import Mapping
-from pathlib import Path
 from types import SimpleNamespace
 
 from kfp.dsl import executor_main
@@ -42,15 +40,11 @@ class ForkedStep:
 
 
 def _run(command: list[str], env: Mapping[str, str]) -> int:
-    """Run what kfp's shell command runs: ``sh -c SCRIPT PROGRAM ARGUMENTS``."""
-    os.environ.update(env, _KFP_RUNTIME="true")
-    _, _, _, program, *arguments = command
+    """Run ``python -m kfp.dsl.executor_main ARGUMENTS``."""
+    os.environ.update(env)
+    sys.argv = command[2:]
     try:
-        with tempfile.TemporaryDirectory() as directory:
-            path = Path(directory, "ephemeral_component.py")
-            path.write_text(program)
-            sys.argv = ["executor_main", "--component_module_path", str(path), *arguments]
-            executor_main.executor_main()
+        executor_main.executor_main()
     except SystemExit as ended:
         return int(ended.code or 0)
     except BaseException:

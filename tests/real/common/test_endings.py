@@ -49,28 +49,34 @@ def test_out_of_memory_kills_are_counted_by_cgroups(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("script", "expected"),
+    ("source", "expected"),
     [
-        ("kill -9 $$", "The step was killed by SIGKILL, which another process or the kernel sent"),
-        (r"printf 'started\n\351t\351: broken\n'; exit 1", "The step ended with exit status 1: \ufffdt\ufffd: broken"),
+        (
+            "import os; os.kill(os.getpid(), 9)",
+            "The step was killed by SIGKILL, which another process or the kernel sent",
+        ),
+        (
+            r"import os; os.write(1, b'started\n\xe9t\xe9: broken\n'); os._exit(1)",
+            "The step ended with exit status 1: \ufffdt\ufffd: broken",
+        ),
     ],
 )
 def test_step_that_could_not_record_its_end_is_recorded(
-    script: str, expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    source: str, expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The second one prints text that is not UTF-8."""
     monkeypatch.setenv(EVENTS_VARIABLE, str(tmp_path / "events.jsonl"))
     monkeypatch.setattr(sys, "stdout", sys.__stdout__)  # pytest's has no buffer
     store = (tmp_path / "store").as_uri()
-    arguments = json.dumps({"inputs": {"parameterValues": {"run": "1", "settings": {"store": store}}}})
-    command = ["sh", "-c", script, "sh", "--executor_input", arguments, "--function_to_execute", "train"]
-    assert local_pipeline._run_step(command) != 0
+    inputs = json.dumps({"inputs": {"parameterValues": {"run": "1", "settings": {"store": store}}}})
+    arguments = ["--executor_input", inputs, "--function_to_execute", "train"]
+    assert local_pipeline.run_step(source, arguments, {}) != 0
     (event,), _ = read_events(tmp_path / "events.jsonl")
     assert (event.step, event.kind) == ("train", "failed")
     assert event.message.startswith(expected)
     (record,) = RunRecord(open_store(store), "1").steps()
     assert (record.state, record.message) == ("failed", event.message)
-    local_pipeline._run_step(command)
+    local_pipeline.run_step(source, arguments, {})
     assert len(read_events(tmp_path / "events.jsonl")[0]) == 1, "a recorded error is not replaced"
 
 
