@@ -363,11 +363,14 @@ def archive(run: str, settings: Tree, dataset: str, parts: dict[str, str], relea
     with _step("archive", run, settings) as (running, chosen, record):
         from evernear.evaluation.verdict import Verdict
         from evernear.release.archive import Candidate, make_archive
+        from evernear.release.manifest import git_commit
         from evernear.release.registry import Registry
         from evernear.serving import HANDLER
 
         candidate = Candidate.open(Path(dataset), {name: Path(part) for name, part in parts.items()})
         packed = make_archive(candidate, chosen.serving, HANDLER, Path(release), store=record.store)
+        if not packed.manifest.git_commit:
+            git_commit(lambda reason: running.note(f"The release does not name a commit: {reason}"))
         if not Verdict.load(candidate.verdict_file).promote:
             Registry(record.store).publish(packed.archive)
         record.save(archived={"version": packed.manifest.version})

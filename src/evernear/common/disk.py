@@ -3,9 +3,9 @@
 import errno
 import hashlib
 import os
+import secrets
 import shutil
 import stat
-import tempfile
 from collections.abc import Generator
 from contextlib import contextmanager
 from io import BufferedReader
@@ -50,12 +50,15 @@ def write_atomically(path: Path, data: bytes | str) -> None:
 
 @contextmanager
 def atomic_file(path: Path) -> Generator[BinaryIO]:
-    """A new file that replaces ``path`` if the body succeeds, and is deleted if it fails."""
+    """A new file that replaces ``path`` if the body succeeds, and is deleted if it fails. It takes
+    the mode of the file that it replaces, so a settings file of mode 0600 remains private."""
     with disk_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         with staged_file(path.parent, path.name) as (file, staged):
             yield file
             sync(file)
+            if path.exists() and path.stat().st_mode != staged.stat().st_mode:
+                staged.chmod(stat.S_IMODE(path.stat().st_mode))
             staged.replace(path)
 
 
@@ -70,12 +73,11 @@ def disk_errors(path: Path | str) -> Generator[None]:
 
 @contextmanager
 def staged_file(directory: Path, name: str) -> Generator[tuple[BinaryIO, Path]]:
-    """A new file with a hidden name in ``directory``, deleted unless the body renames it."""
-    handle, temporary = tempfile.mkstemp(dir=directory, prefix=f".{name[:48]}.")  # names have a maximum length
-    staged = Path(temporary)
+    """A new file with a hidden name in ``directory``, deleted unless the body renames it. The umask
+    decides who may access it, unlike that of `tempfile`."""
+    staged = directory / f".{name[:48]}.{secrets.token_hex(8)}"  # names have a maximum length
     try:
-        with os.fdopen(handle, "wb") as file:
-            staged.chmod(0o644)
+        with staged.open("xb") as file:
             yield file, staged
     finally:
         staged.unlink(missing_ok=True)

@@ -281,11 +281,11 @@ def _set_limits(resources: dict[str, Any], settings: PipelineSettings) -> None:
 
 def default_version(version: str | None, settings: PipelineSettings) -> str:
     """The name of a version that users name ``version``, or by default the git commit."""
-    if named := version or git_commit():
+    reasons: list[str] = []
+    if named := version or git_commit(reasons.append):
         return cluster_version(named, settings)
-    raise SettingsError(
-        "evernear is not installed from a git checkout, so the version has no default name; pass --version."
-    )
+    (reason,) = reasons or ["evernear is not installed from a git checkout."]
+    raise SettingsError(f"The version has no default name, so pass --version: {reason}")
 
 
 def cluster_version(version: str, settings: PipelineSettings) -> str:

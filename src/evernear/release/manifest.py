@@ -1,7 +1,9 @@
 """The manifest of a release: ``manifest.json`` in the archive and in the registry."""
 
+import os
 import re
 import subprocess
+from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Literal, Self
@@ -120,17 +122,33 @@ def is_version(text: str) -> bool:
     return re.fullmatch(VERSION_PATTERN.strip("^$"), text) is not None
 
 
-def git_commit() -> str:
+def git_commit(refused: Callable[[str], None] = lambda _: None) -> str:
     """With the suffix ``-dirty`` if the source tree has uncommitted changes. Empty for an installed
-    package."""
-    module = Path(__file__)
-
-    def git(*words: str) -> str:
-        completed = subprocess.run(["git", "-C", module.parent, *words], capture_output=True, text=True, check=True)
-        return completed.stdout.strip()
-
-    try:
-        git("ls-files", "--error-unmatch", module.name)  # an installed copy may be inside an unrelated tree
-        return git("describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
-    except (OSError, subprocess.CalledProcessError):
+    package, and if git does not answer, in which case ``refused`` receives git's reason."""
+    module = Path(__file__).resolve()
+    if not any((folder / ".git").exists() for folder in module.parents):
         return ""
+    try:
+        _git(module.parent, "ls-files", "--error-unmatch", module.name)
+        return _git(module.parent, "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
+    except OSError as error:
+        refused(f"git cannot be started ({error.strerror}).")
+    except subprocess.CalledProcessError as error:
+        if error.returncode != _NOT_TRACKED:
+            refused(f"git does not name the commit of {module.parent}: {' '.join(error.stderr.split())}")
+    return ""
+
+
+_NOT_TRACKED = 1
+"""The exit code of ``git ls-files --error-unmatch``: an installed copy inside an unrelated tree."""
+
+
+def _git(directory: Path, *words: str) -> str:
+    """Ignores variables such as GIT_DIR, which a hook or a script sets for another repository."""
+    environment = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith("GIT_") or name.startswith("GIT_CONFIG_")  # may say which directories are safe
+    }
+    command = ["git", "-C", directory, *words]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout.strip()

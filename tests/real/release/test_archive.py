@@ -14,17 +14,18 @@ from evernear.common.disk import sha256_file
 from evernear.common.store import open_store
 from evernear.embedding.data_loader import embed_images
 from evernear.embedding.export import load_network
-from evernear.errors import IntegrityError, StoreError
+from evernear.errors import IntegrityError, SettingsError, StoreError
 from evernear.evaluation.evaluate import ReleasedSystem, UnavailableSystem
 from evernear.index.search import Gallery
-from evernear.release.archive import SMOKE_QUERIES, Candidate, git_commit, make_archive
+from evernear.kubeflow.publish import default_version
+from evernear.release.archive import SMOKE_QUERIES, Candidate, make_archive
 from evernear.release.archive_reader import open_release, read_part, read_release_manifest
 from evernear.release.champion import open_anchor, open_champion
 from evernear.release.drift_baseline import DriftBaseline, evenly
-from evernear.release.manifest import DRIFT_BASELINE_FILE
+from evernear.release.manifest import DRIFT_BASELINE_FILE, git_commit
 from evernear.release.registry import Registry
 from evernear.serving import HANDLER
-from evernear.settings import ServingSettings
+from evernear.settings import PipelineSettings, ServingSettings
 from tests.limits import largest_file
 from tests.releases import MakeRelease, System, release_maker
 
@@ -108,12 +109,41 @@ def test_index_of_another_network_is_not_packed(system: System, tmp_path: Path) 
     assert not (tmp_path / "release").exists()
 
 
-def test_commit_is_the_current_commit() -> None:
-    commit = git_commit()
+def test_commit_is_the_current_commit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     head = subprocess.run(
         ["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True
     ).stdout.strip()
-    assert commit.removesuffix("-dirty") == head
+    assert git_commit().removesuffix("-dirty") == head
+
+    subprocess.run(["git", "init", "-q", tmp_path], check=True)
+    for name, value in (("GIT_DIR", tmp_path / ".git"), ("GIT_INDEX_FILE", tmp_path / "index"), ("GIT_WORK_TREE", "/")):
+        monkeypatch.setenv(name, str(value))
+    assert git_commit().removesuffix("-dirty") == head, "a hook of another repository calls evernear"
+
+
+def test_missing_commit_has_gits_own_reason(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    module = tmp_path / "evernear" / "manifest.py"
+    module.parent.mkdir()
+    module.touch()
+    monkeypatch.setattr("evernear.release.manifest.__file__", str(module))
+    reasons: list[str] = []
+    assert (git_commit(reasons.append), reasons) == ("", []), "an installed package"
+    with pytest.raises(SettingsError, match="not installed from a git checkout"):
+        default_version(None, PipelineSettings())
+
+    subprocess.run(["git", "init", "-q", tmp_path], check=True)
+    assert (git_commit(reasons.append), reasons) == ("", []), "an installed package inside an unrelated tree"
+
+    subprocess.run(["git", "-C", tmp_path, "add", module], check=True)
+    (tmp_path / ".git" / "HEAD").write_text("not a reference")
+    assert git_commit(reasons.append) == ""
+    assert f"git does not name the commit of {module.parent}: fatal: not a git repository" in reasons[0]
+    with pytest.raises(SettingsError, match=r"pass --version: git does not name .* fatal: not a git repository"):
+        default_version(None, PipelineSettings())
+
+    monkeypatch.setenv("PATH", "")
+    assert git_commit(reasons.append) == ""
+    assert reasons[1] == "git cannot be started (No such file or directory)."
 
 
 def test_champion_opens_for_evaluation(make_release: MakeRelease, tmp_path: Path, system: System) -> None:

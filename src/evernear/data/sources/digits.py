@@ -1,7 +1,7 @@
 """scikit-learn's digits dataset, as a source and as image folders."""
 
+import secrets
 import shutil
-import tempfile
 from collections.abc import Iterator
 from importlib.metadata import distribution
 from pathlib import Path
@@ -63,12 +63,12 @@ def lay_out_digits(directory: Path, without: str) -> DigitFolders:
 def _write_folder(folder: Path, files: dict[str, np.ndarray]) -> None:
     """Write all ``files`` or nothing."""
     folder.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = Path(tempfile.mkdtemp(prefix=".digits-", dir=folder.parent))
+    unfinished = folder.parent / f".digits-{secrets.token_hex(8)}"
+    unfinished.mkdir()
     try:
         for name, image in files.items():
             (unfinished / name).parent.mkdir(exist_ok=True)
             Image.fromarray(image).save(unfinished / name)
-        unfinished.chmod(0o755)
         unfinished.rename(folder)
     except BaseException:
         shutil.rmtree(unfinished, ignore_errors=True)
