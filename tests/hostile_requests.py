@@ -154,9 +154,13 @@ def json_request(value: object) -> Request:
 
 
 def form(name: bytes, content: bytes, boundary: bytes = BOUNDARY) -> Request:
-    body = b'--%s\r\nContent-Disposition: form-data; name="%s"; filename="a.png"\r\n\r\n' % (boundary, name)
+    return form_of((name, content), boundary=boundary)
+
+
+def form_of(*fields: tuple[bytes, bytes], boundary: bytes = BOUNDARY) -> Request:
+    part = b'--%s\r\nContent-Disposition: form-data; name="%s"; filename="a.png"\r\n\r\n%s\r\n'
     return Request(
-        body + content + b"\r\n--%s--\r\n" % boundary,
+        b"".join(part % (boundary, name, content) for name, content in fields) + b"--%s--\r\n" % boundary,
         ((b"Content-Type", b"multipart/form-data; boundary=" + BOUNDARY),),
     )
 

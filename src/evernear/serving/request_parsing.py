@@ -95,7 +95,10 @@ def image_from_fields(fields: Mapping[str, bytes]) -> bytes | Rejection:
     JSON is detected by its first byte, with which no image file begins, so a wrong content type is
     harmless. Unknown JSON fields are ignored.
     """
-    data = next((bytes(fields[name]) for name in FIELDS if name in fields), None)
+    images = [bytes(fields[name]) for name in FIELDS if name in fields]
+    if len(images) > 1:
+        return Rejection(type="ManyImages", message="The form has several images or files; send one image per request.")
+    data = next(iter(images), None)
     if data is None:
         return Rejection(
             type="NoImage",

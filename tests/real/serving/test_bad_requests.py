@@ -24,7 +24,7 @@ from evernear.serving.request_parsing import (
 )
 from evernear.serving.responses import Rejection
 from tests import hostile
-from tests.hostile_requests import Request, RequestTarget, form, is_refusal, json_request, picture, torchserve
+from tests.hostile_requests import Request, RequestTarget, form, form_of, is_refusal, json_request, picture, torchserve
 from tests.served import Served
 
 IN_FLIGHT = 64
@@ -75,6 +75,14 @@ REFUSED = {
     "animated": (Request(hostile.animated()), 400, "is animated"),
     "wrong field": (form(b"picture", PNG), 400, 'a multipart field "data"'),
     "empty field": (form(b"data", b""), 400, "is empty"),
+    "two images": (form_of((b"data", PNG), (b"image", JPEG)), 400, "several images or files; send one image"),
+    "an image twice": (form_of((b"data", PNG), (b"data", PNG)), 400, "several images or files"),
+    "another file": (form_of((b"data", PNG), (b"second", JPEG)), 400, "several images or files"),
+    "two texts": (
+        Request(b"data=AAAA&data=AAAA", ((b"Content-Type", b"application/x-www-form-urlencoded"),)),
+        400,
+        "several images or files",
+    ),
     "unknown charset": (
         Request(PNG, ((b"Content-Type", b"multipart/form-data; boundary=x; charset=none"),)),
         400,
@@ -197,6 +205,12 @@ def test_other_text_is_not_base64(text: str) -> None:
         decode_base64(text)
     with pytest.raises(DataError, match="not base64"):
         image_from_json(json.dumps({"data": text}).encode())
+
+
+def test_one_of_several_images_is_not_answered_alone() -> None:
+    rejection = image_from_fields({"data": PNG, "image": JPEG})  # as a gRPC request may send them
+    assert isinstance(rejection, Rejection)
+    assert (rejection.code, rejection.type) == (400, "ManyImages")
 
 
 @pytest.mark.parametrize("field", FIELDS)

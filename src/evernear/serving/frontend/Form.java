@@ -9,11 +9,20 @@ import io.netty.handler.codec.http.HttpUtil;
 import io.netty.handler.codec.http.multipart.DefaultHttpDataFactory;
 import io.netty.handler.codec.http.multipart.HttpPostRequestDecoder;
 import io.netty.handler.codec.http.multipart.HttpPostRequestDecoder.EndOfDataDecoderException;
+import io.netty.handler.codec.http.multipart.InterfaceHttpData;
+import io.netty.handler.codec.http.multipart.InterfaceHttpData.HttpDataType;
 import io.netty.util.ReferenceCountUtil;
+import java.util.Set;
 import org.pytorch.serve.util.NettyUtils;
 
-/** Rejects forms that TorchServe cannot parse. For these forms, TorchServe would return 500. */
+/**
+ * Rejects forms that TorchServe cannot parse, for which it would return 500, and forms with several images, of which it
+ * would answer one.
+ */
 final class Form extends ChannelInboundHandlerAdapter {
+    // FIELDS in request_parsing.py
+    private static final Set<String> IMAGES = Set.of("body", "data", "image", "file");
+
     private final int maxSize;
 
     Form(int maxSize) {
@@ -23,45 +32,63 @@ final class Form extends ChannelInboundHandlerAdapter {
     @Override
     public void channelRead(ChannelHandlerContext context, Object message) {
         FullHttpRequest request = (FullHttpRequest) message;
-        if (isReadable(request)) {
-            context.fireChannelRead(message);
-            return;
+        try {
+            if (!isForm(request) || countImages(request) <= 1) {
+                context.fireChannelRead(message);
+                return;
+            }
+            reject(context, message, "ManyImages", "The form has several images or files; send one image per request.");
+        } catch (UnreadableException fault) {
+            reject(
+                    context,
+                    message,
+                    "BadForm",
+                    "The form cannot be read; send the image as its field \"data\", or as the body.");
         }
-        ReferenceCountUtil.release(message);
-        context.writeAndFlush(
-                Rejection.of(
-                        HttpResponseStatus.BAD_REQUEST,
-                        "BadForm",
-                        "The form cannot be read; send the image as its field \"data\", or as the body."));
     }
 
-    private static boolean isForm(FullHttpRequest request) {
-        return HttpPostRequestDecoder.isMultipart(request)
-                || HttpHeaderValues.APPLICATION_X_WWW_FORM_URLENCODED.contentEqualsIgnoreCase(
-                        HttpUtil.getMimeType(request));
+    private static void reject(ChannelHandlerContext context, Object message, String type, String sentence) {
+        ReferenceCountUtil.release(message);
+        context.writeAndFlush(Rejection.of(HttpResponseStatus.BAD_REQUEST, type, sentence));
+    }
+
+    private static boolean isForm(FullHttpRequest request) throws UnreadableException {
+        try {
+            return HttpPostRequestDecoder.isMultipart(request)
+                    || HttpHeaderValues.APPLICATION_X_WWW_FORM_URLENCODED.contentEqualsIgnoreCase(
+                            HttpUtil.getMimeType(request));
+        } catch (RuntimeException fault) {
+            throw new UnreadableException();
+        }
     }
 
     /** Parses forms exactly like TorchServe. */
-    private boolean isReadable(FullHttpRequest request) {
+    private int countImages(FullHttpRequest request) throws UnreadableException {
+        int images = 0;
         try {
-            if (!isForm(request)) {
-                return true;
-            }
             HttpPostRequestDecoder form =
                     new HttpPostRequestDecoder(new DefaultHttpDataFactory(maxSize), request.duplicate());
             try {
                 while (form.hasNext()) {
-                    NettyUtils.getFormData(form.next());
+                    InterfaceHttpData field = form.next();
+                    NettyUtils.getFormData(field);
+                    if (field.getHttpDataType() == HttpDataType.FileUpload || IMAGES.contains(field.getName())) {
+                        images++;
+                    }
                 }
             } catch (EndOfDataDecoderException end) {
-                return true;
+                return images;
             } finally {
                 form.cleanFiles();
                 form.destroy();
             }
-            return true;
+            return images;
         } catch (RuntimeException | AssertionError fault) {
-            return false;
+            throw new UnreadableException();
         }
+    }
+
+    private static final class UnreadableException extends Exception {
+        private static final long serialVersionUID = 1;
     }
 }
