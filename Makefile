@@ -6,6 +6,7 @@ SOURCE ?= digits
 KEEP ?=
 TORCH_BACKEND ?=
 PYTHON ?= python3
+export SOURCE PYTHON WORKDIR  # recipes read them from the environment, where a space or a quote needs no care
 
 # Releases for 8x8 and 28x28 images cannot be compared, so each source has its own working directory.
 WORKDIR ?= evernear-work$(if $(filter-out digits,$(SOURCE)),-$(firstword $(subst :, ,$(SOURCE))))
@@ -32,6 +33,13 @@ PYTEST := $(BIN)/pytest $(PYTEST_OPTIONS)
 TESTS := tests/real
 # The rooms whose slow tests `make test-slow` runs, for example ROOMS="embedding serving"; empty: all.
 ROOMS ?=
+# Nothing in an environment names its directory, so that a clone can be moved, and its path can contain any character in
+# any locale: its scripts find the interpreter next to them (--relocatable), and the path to this clone is relative.
+VENV := $(UV) venv --quiet --allow-existing --relocatable --python "$$PYTHON"
+define INSTALL_EVERNEAR
+$(UV) pip install --quiet --python $(1)/bin/python --no-deps --editable .
+printf '%s\n' $(2) $(2)/src > "$$(echo $(1)/lib/python3*/site-packages/_evernear.pth)"
+endef
 COMPILE := $(UV) pip compile --quiet --universal --generate-hashes --python-version 3.11 --no-header
 
 .PHONY: help demo test test-core test-integrations test-slow check docs notebook audit figures format lock golden frontend clean
@@ -41,7 +49,7 @@ help: ## List the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 28
 
 demo: .venv/.demo ## Run the pipeline on scikit-learn's digits, and recognize images (SOURCE=mnist, KEEP=1, TORCH_BACKEND=cpu)
-	$(BIN)/evernear demo --source $(SOURCE) --workdir $(WORKDIR) $(if $(KEEP),--keep)
+	$(BIN)/evernear demo --source "$$SOURCE" --workdir "$$WORKDIR" $(if $(KEEP),--keep)
 
 test: .venv/.installed ## Run the tests of the code, except those of the integrations
 	$(PYTEST) tests/fast
@@ -79,7 +87,7 @@ docs: .venv/.installed ## Build the documentation as a site in site/
 # `make notebook EXECUTE=1` runs all notebooks instead, and saves their outputs, which the documentation shows.
 EXECUTE ?=
 notebook: .venv/.installed ## Open the notebooks in JupyterLab (EXECUTE=1: run them all and save the outputs)
-	PATH="$(CURDIR)/$(BIN):$$PATH" $(if $(EXECUTE),$(BIN)/jupyter execute --inplace notebooks/*.ipynb,\
+	PATH="$$PWD/$(BIN):$$PATH" $(if $(EXECUTE),$(BIN)/jupyter execute --inplace notebooks/*.ipynb,\
 	    $(UV) run --quiet --no-project --python $(BIN)/python --with 'jupyterlab>=4.4,<5' jupyter lab notebooks)
 
 # Known vulnerabilities in the locked packages. A package that cannot be looked up is a failure (--strict).
@@ -120,40 +128,42 @@ clean: ## Remove the environment and the working directories
 	rm -rf .venv site evernear-work*
 
 $(UV):
-	$(PYTHON) -m venv .venv/tools
-	.venv/tools/bin/pip install --quiet --disable-pip-version-check uv
+	"$$PYTHON" -m venv .venv/tools
+# A user's configuration may send packages elsewhere (PIP_USER, PIP_TARGET, PIP_PREFIX, pip.conf).
+	.venv/tools/bin/python -m pip install --quiet --disable-pip-version-check --no-user --target= --root / \
+	    --prefix "$$PWD/.venv/tools" uv
 
 # The demo and the other commands of the README, and pip for the packages that messages name, at the versions of the
 # lock. `.installed` adds everything else to the same environment.
 .venv/.demo: $(UV) pyproject.toml requirements/main.lock requirements/torch.lock
 	@echo "Installing the environment into .venv (torch is the large part) ..."
-	$(UV) venv --quiet --allow-existing --python $(PYTHON) .venv
+	$(VENV) .venv
 	$(UV) pip install --quiet --compile-bytecode --python $(BIN)/python $(TORCH) --constraints requirements/main.lock \
 	    --requirements pyproject.toml $(CORE_EXTRAS) pip
-	$(UV) pip install --quiet --python $(BIN)/python --no-deps --editable .
+	$(call INSTALL_EVERNEAR,.venv,../../../..)
 	@touch $@
 
 .venv/.installed: $(UV) pyproject.toml requirements/main.lock requirements/torch.lock
 	@echo "Installing the environment into .venv (torch is the large part) ..."
-	$(UV) venv --quiet --allow-existing --python $(PYTHON) .venv
+	$(VENV) .venv
 	$(UV) pip install --quiet --compile-bytecode --python $(BIN)/python $(TORCH) --requirements requirements/main.lock
-	$(UV) pip install --quiet --python $(BIN)/python --no-deps --editable .
+	$(call INSTALL_EVERNEAR,.venv,../../../..)
 	@touch .venv/.demo $@
 
 # Without the libraries of the integrations, which the core must not need.
 .venv/core/.installed: $(UV) pyproject.toml requirements/main.lock requirements/torch.lock
-	$(UV) venv --quiet --allow-existing --python $(PYTHON) .venv/core
+	$(VENV) .venv/core
 	$(UV) pip install --quiet --python .venv/core/bin/python $(TORCH) --constraints requirements/main.lock \
 	    --requirements pyproject.toml $(CORE_EXTRAS) --group dev
-	$(UV) pip install --quiet --python .venv/core/bin/python --no-deps --editable .
+	$(call INSTALL_EVERNEAR,.venv/core,../../../../..)
 	@touch $@
 
 # KServe's SDK in a separate environment. uv links both copies of torch to one in its cache.
 .venv/kserve/.installed: $(UV) pyproject.toml requirements/kserve.lock requirements/torch.lock
 	@echo "Installing KServe's SDK into .venv/kserve ..."
-	$(UV) venv --quiet --allow-existing --python $(PYTHON) .venv/kserve
+	$(VENV) .venv/kserve
 	$(UV) pip install --quiet --python .venv/kserve/bin/python $(TORCH) --requirements requirements/kserve.lock
-	$(UV) pip install --quiet --python .venv/kserve/bin/python --no-deps --editable .
+	$(call INSTALL_EVERNEAR,.venv/kserve,../../../../..)
 	@touch $@
 
 .venv/actionlint/.installed:
@@ -176,6 +186,6 @@ $(UV):
 
 # MLflow's server, for the test of what a run logs there.
 .venv/mlflow/.installed: $(UV) tests/integrations/mlflow/requirements-mlflow.lock
-	$(UV) venv --quiet --allow-existing --python $(PYTHON) .venv/mlflow
+	$(VENV) .venv/mlflow
 	$(UV) pip install --quiet --python .venv/mlflow/bin/python --require-hashes --requirements tests/integrations/mlflow/requirements-mlflow.lock
 	@touch $@
