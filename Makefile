@@ -6,10 +6,9 @@ SOURCE ?= digits
 KEEP ?=
 TORCH_BACKEND ?=
 PYTHON ?= python3
-export SOURCE PYTHON WORKDIR  # recipes read them from the environment, where a space or a quote needs no care
-
 # Releases for 8x8 and 28x28 images cannot be compared, so each source has its own working directory.
 WORKDIR ?= evernear-work$(if $(filter-out digits,$(SOURCE)),-$(firstword $(subst :, ,$(SOURCE))))
+export SOURCE PYTHON WORKDIR  # recipes read them from the environment, where a space or a quote needs no care
 
 BIN := .venv/bin
 UV := .venv/tools/bin/uv
