@@ -16,6 +16,7 @@ from starlette.responses import PlainTextResponse, RedirectResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from evernear.common.frozen import Frozen
+from evernear.common.output import printable
 from evernear.settings import Settings
 from evernear.settings.triggers import Right
 
@@ -25,6 +26,8 @@ _CSRF_COOKIE = "evernear-csrf"
 _OPEN_PATHS = ("/health",)
 """Paths without authentication, for an orchestrator's probes."""
 _SAFE_METHODS = ("GET", "HEAD")
+_FOREIGN = "The request does not come from this console; reload the page."
+_DEFAULT_PORTS = {"http": 80, "https": 443}
 _NAME_MAX_CHARACTERS = 200
 _SLACK_ID = re.compile(r"[UWSCG][A-Z0-9]{8,}")
 """An entry for Slack. A user of the proxy who has chosen this name does not get its rights."""
@@ -84,6 +87,15 @@ class SignIn:
         _set_cookie(response, request, _TOKEN_COOKIE, self._token)
         return response
 
+    def hosts(self, request: Request) -> list[str]:
+        """Host names, with ports unless these are the default, under which the browser may know the
+        console: as the request says, or also as a trusted proxy forwards it."""
+        hosts = [request.headers.get("host", "")]
+        if self._is_proxy(request) and (header := request.headers.get("x-forwarded-host")):
+            forwarded, port = header.partition(",")[0].strip(), request.headers.get("x-forwarded-port", "")
+            hosts += [forwarded, f"{forwarded}:{port}"] if port else [forwarded]
+        return hosts
+
     def _is_token(self, presented: str) -> bool:
         return hmac.compare_digest(presented.encode(), self._token.encode())
 
@@ -142,12 +154,30 @@ class Guard:
                 else "The proxy in front of the console sent no name; sign in there.",
                 403,
             )
-        if response is None and request.method not in _SAFE_METHODS and (is_new or not _is_ours(request, csrf)):
-            response = PlainTextResponse("The request does not come from this console; reload the page.", 403)
+        if response is None and request.method not in _SAFE_METHODS:
+            fault = self._another_host(request) or ("" if not is_new and _is_ours(request, csrf) else _FOREIGN)
+            response = PlainTextResponse(fault, 403) if fault else None
         if response is None:
             scope.setdefault("state", {}).update(user=user, csrf=csrf)
             response = self._app
         await response(scope, receive, send_headers)
+
+    def _another_host(self, request: Request) -> str:
+        """The error message if a page of another host sent the request, otherwise an empty string.
+        Browsers that send Sec-Fetch-Site have compared both addresses of the request themselves, so
+        what a proxy did to the header Host does not matter."""
+        origin = request.headers.get("origin")
+        if origin is None or "sec-fetch-site" in request.headers:
+            return ""
+        hosts, shown = self._sign_in.hosts(request), _address(origin)
+        if shown and any(shown == _address(f"{urlsplit(origin).scheme}://{host}") for host in hosts):
+            return ""
+        return (
+            f"The browser shows {printable(origin, _NAME_MAX_CHARACTERS)}, but the console was called as "
+            f"{printable(hosts[-1], _NAME_MAX_CHARACTERS)}. If that is a proxy's doing, let it send the header Host as "
+            "it came (nginx: proxy_set_header Host $http_host;), or X-Forwarded-Host from an address in "
+            "console.trusted_proxies."
+        )
 
 
 def require(request: Request, right: Right) -> User:
@@ -166,10 +196,16 @@ def _is_in(name: str, may: Iterable[str]) -> bool:
 def _is_ours(request: Request, csrf: str) -> bool:
     if request.headers.get("sec-fetch-site", "same-origin") != "same-origin":
         return False
-    origin = request.headers.get("origin")
-    if origin is not None and urlsplit(origin).netloc != request.headers.get("host", ""):
-        return False
     return hmac.compare_digest(request.headers.get(CSRF_HEADER, "").encode(), csrf.encode())
+
+
+def _address(url: str) -> tuple[str, int | None] | None:
+    """Host and port of ``url``, or None if it has no valid ones."""
+    try:
+        parts = urlsplit(url)
+        return (parts.hostname, parts.port or _DEFAULT_PORTS.get(parts.scheme)) if parts.hostname else None
+    except ValueError:
+        return None
 
 
 def _set_cookie(response: Response, request: Request, name: str, value: str) -> None:

@@ -51,13 +51,15 @@ class ConsoleSettings(Section):
         default="", description="Header in which a trusted proxy sends the person, such as X-Auth-Request-Email."
     )
     trusted_proxies: tuple[Annotated[str, AfterValidator(_network)], ...] = Field(
-        default=(), description="Addresses or networks of the proxies, such as 10.0.0.0/8."
+        default=(),
+        description="Addresses or networks of the proxies, such as 10.0.0.0/8. Only these may send "
+        "identity_header and X-Forwarded-Host.",
     )
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
-        if bool(self.identity_header) != bool(self.trusted_proxies):
-            raise ValueError("identity_header and trusted_proxies belong together; set both or neither")
+        if self.identity_header and not self.trusted_proxies:
+            raise ValueError("identity_header needs trusted_proxies, the addresses of the proxies that set it")
         if (self.certificate is None) != (self.private_key is None):
             raise ValueError("certificate and private_key belong together; set both or neither")
         return self

@@ -69,6 +69,10 @@ def test_token_is_required_and_opens_a_session(store: Store, source: Path) -> No
         {"X-Evernear-CSRF": "other"},
         {"X-Evernear-CSRF": ""},
         {"Origin": "http://evil"},
+        {"Origin": "http://console:8443"},
+        {"Origin": "null"},
+        {"Origin": "http://[", "Host": "["},
+        {"Origin": "http://evil", "X-Forwarded-Host": "evil"},
         {"Sec-Fetch-Site": "cross-site"},
         {"Sec-Fetch-Site": "same-site"},
     ],
@@ -88,12 +92,41 @@ PROXY = (
     'console.trusted_proxies=["10.0.0.0/8"]',
     'permissions.label=["ann@x"]',
 )
+ANN = {"X-Forwarded-Email": "ann@x"}
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"Origin": "https://team.example", "Host": "team.example"},
+        {"Origin": "https://team.example", "Host": "Team.Example:443"},
+        {"Origin": "https://team.example", "X-Forwarded-Host": "team.example"},
+        {"Origin": "https://team.example", "X-Forwarded-Host": "team.example, console", "X-Forwarded-Port": "80"},
+        {"Origin": "http://team.example:8443", "X-Forwarded-Host": "team.example:8443"},
+        {"Origin": "http://team.example:8443", "X-Forwarded-Host": "team.example", "X-Forwarded-Port": "8443"},
+        {"Origin": "https://team.example", "Sec-Fetch-Site": "same-origin"},
+    ],
+)
+def test_proxy_may_rewrite_the_host(store: Store, source: Path, headers: dict[str, str]) -> None:
+    log_queries(store, png(1))
+    client = open_console(store, f"folder:{source}", *PROXY, address="10.1.2.3", **ANN)
+    image = re.findall(r'name="image" value="(\w+)"', client.get("/review").text)[0]
+    response = with_csrf(client).post("/review", data={"image": image, "action": "skip"}, headers=headers)
+    assert response.status_code == 200, response.text
+
+
+@pytest.mark.parametrize(("origin", "host"), [("https://team.example", "console"), ("http://console:8443", "console")])
+def test_rewritten_host_is_named_with_the_header_to_set(store: Store, source: Path, origin: str, host: str) -> None:
+    forwarded = {"X-Forwarded-Host": "team.example", "X-Forwarded-Port": "8443"}  # by any other address
+    response = signed_in(store, source).post("/review", headers={"Origin": origin, **forwarded})
+    assert response.status_code == 403
+    assert f"The browser shows {origin}, but the console was called as {host}." in response.text
+    assert "proxy_set_header Host $http_host;" in response.text
 
 
 def test_identity_comes_from_the_trusted_proxy_alone(store: Store, source: Path) -> None:
-    named = {"X-Forwarded-Email": "ann@x"}
-    assert open_console(store, f"folder:{source}", *PROXY, address="10.1.2.3", **named).get("/").status_code == 200
-    assert open_console(store, f"folder:{source}", *PROXY, address="192.168.1.1", **named).get("/").status_code == 403
+    assert open_console(store, f"folder:{source}", *PROXY, address="10.1.2.3", **ANN).get("/").status_code == 200
+    assert open_console(store, f"folder:{source}", *PROXY, address="192.168.1.1", **ANN).get("/").status_code == 403
     anonymous = open_console(store, f"folder:{source}", *PROXY, address="10.1.2.3")
     assert anonymous.get("/").status_code == 403
     assert anonymous.get("/?token=secret").status_code == 403, "the token is no identity behind a proxy"
