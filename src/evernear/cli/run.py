@@ -99,7 +99,9 @@ def demo(
         # `evernear console` needs the images.
         layers = layers.with_defaults([f"data.source=folder:{known}", "serving.query_log=images"])
         _require_own_directory(layers.settings())
-    settings, console = layers.settings(), Console(force_terminal=sys.stdout.isatty())
+    console = Console(force_terminal=sys.stdout.isatty())
+    layers = _with_free_ports(layers, console)
+    settings = layers.settings()
     words = ["--keep"] if keep else []
     command = _command(layers, remember, "demo", *words, *(["--without", without] if without is not None else []))
     _print_changes(layers, remember)
@@ -109,6 +111,26 @@ def demo(
 
 def _with_minutes(layers: Layers[Settings], minutes: float | None) -> Layers[Settings]:
     return layers if minutes is None else layers.with_defaults([f"train.minutes={minutes}"])
+
+
+def _with_free_ports(layers: Layers[Settings], console: Console) -> Layers[Settings]:
+    """With the ports of the server that runs, or else other ports than those in use. A port that
+    the user chose stays."""
+    from evernear.serving.endpoints import Endpoints, home_of, read_state
+    from evernear.serving.torchserve import free_ports, is_running
+
+    settings, chosen = layers.settings(), layers.named("serving")
+    home = home_of(settings.workdir)
+    if settings.target != "local":
+        return layers
+    if is_running(home) and (state := read_state(home)):
+        ports = state.endpoints.model_dump(exclude={"host"})
+    else:
+        ports = free_ports(Endpoints.of(settings.serving))
+        for name in ports.keys() - chosen:
+            taken = getattr(settings.serving, name)
+            console.print(f"Port {taken} is in use by another program; serving.{name} is {ports[name]} in this run.")
+    return layers.with_defaults(f"serving.{name}={port}" for name, port in ports.items() if name not in chosen)
 
 
 def _require_own_directory(settings: Settings) -> None:
@@ -131,10 +153,12 @@ def _require_own_directory(settings: Settings) -> None:
 
 
 class _Progress:
-    """Displays a run's events: a line for each completed step, and a status line."""
+    """Displays a run's events: a line for each completed step, and a status line. The command ends
+    with the error of the first step that failed, so these lines do not repeat it."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
+        self._error = ""
         self._status = console.status("starting the pipeline")
 
     def __enter__(self) -> Self:
@@ -154,11 +178,18 @@ class _Progress:
                 self.note(event.message)
             case _:
                 mark, color = ("ok", "green") if event.kind == "finished" else ("!!", "red")
-                rest = f" {event.step:<10} {event.duration_s:6.1f} s  {printable(event.message)}"
+                rest = f" {event.step:<10} {event.duration_s:6.1f} s  {printable(self._once(event))}"
                 # One call for each line, because rich redraws the status line after every call.
                 self._console.print(Text.assemble("  ", (mark, color), rest), soft_wrap=True)
         if event.step == "notify" and event.kind == "finished":
             self._status.stop()
+
+    def _once(self, event: Any) -> str:
+        if event.kind == "failed" and self._error in ("", event.message):
+            self._error = event.message
+            return "failed"
+        end = "." if self._error.endswith(".") else ""
+        return event.message.replace(f": {self._error}", end) if self._error else event.message
 
     def note(self, line: str) -> None:
         self._console.print(Text(f"     {printable(line)}"), soft_wrap=True)

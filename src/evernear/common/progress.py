@@ -24,7 +24,7 @@ from pydantic import AwareDatetime
 
 from evernear.common.disk import write_atomically
 from evernear.common.frozen import Frozen
-from evernear.common.masking import mask_streams
+from evernear.common.masking import mask, mask_streams
 from evernear.common.output import print_line, printable
 from evernear.common.processes import cpu_limit, memory_limit_bytes, shadowed_modules
 from evernear.common.run_record import RunRecord, StepProgress, StepRecord
@@ -286,6 +286,11 @@ class RunCommand(Frozen):
     @staticmethod
     def of_environment() -> "RunCommand":
         return RunCommand.model_validate_json(os.environ.get(COMMAND_VARIABLE, "{}"))
+
+
+def typed_arguments() -> tuple[str, ...]:
+    """The arguments of the ``evernear`` command that a user typed, also in the steps of its run."""
+    return RunCommand.of_environment().typed or tuple(map(mask, sys.argv[1:]))
 
 
 def duration(seconds: float) -> str:

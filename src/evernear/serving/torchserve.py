@@ -21,6 +21,7 @@ from filelock import FileLock
 from filelock import Timeout as LockTimeout
 
 from evernear.common.disk import disk_errors, make_private, remove_own, write_atomically
+from evernear.common.progress import typed_arguments
 from evernear.errors import BusyError, IntegrityError, ServingError
 from evernear.serving.configuration import (
     DRAIN_TIMEOUT_S,
@@ -51,6 +52,8 @@ CONNECT_TIMEOUT_S = 1.0
 LOCK_TIMEOUT_S = 300  # longer than a server or a release takes to start
 JAVA_EXIT_TIMEOUT_S = 5.0  # after the drain
 KILL_TIMEOUT_S = 15.0
+FIRST_PORT = 1024
+"""Lower ports need privileges."""
 
 
 def start_server(settings: ServingSettings, home: Path, *, model_api: bool = True) -> Endpoints:
@@ -226,23 +229,66 @@ def _require_same_endpoints(home: Path, requested: Endpoints) -> Endpoints:
 
 def _require_free_ports(requested: Endpoints) -> None:
     ports = requested.model_dump(exclude={"host"})
-    if len(set(ports.values())) < len(ports):
-        raise ServingError(f"The ports of the server must differ from each other: {ports}; see --set serving.*_port.")
-    for setting, port in ports.items():
-        host = LOOPBACK if "management" in setting else requested.host
-        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # Java does the same: TIME_WAIT does not matter
-            try:
-                probe.bind((host, port))
-            except OSError as error:
-                other = _home_of_server_on(port) if error.errno == errno.EADDRINUSE else None
-                if other is None:
-                    raise bind_error(error, host, port, f"serving.{setting}") from None
-                stop_command = shlex.join(["evernear", "stop", "--workdir", str(other.parent)])
-                raise ServingError(
-                    f"Port {port} on {host} is in use by the server of {other.parent}; run `{stop_command}`, run"
-                    " without a server (--set target=registry), or choose other ports (--set serving.*_port)."
-                ) from None
+    names = sorted(f"serving.{name}" for name, port in ports.items() if list(ports.values()).count(port) > 1)
+    if names:
+        raise ServingError(f"The ports of the server must differ from each other: {' and '.join(names)} do not.")
+    if taken := ports_in_use(requested):
+        users = ", ".join(f"port {port} by {_user_of(port)}" for port in taken.values())
+        others = [word for name, port in free_ports(requested).items() for word in ("--set", f"serving.{name}={port}")]
+        raise ServingError(
+            f"In use on {requested.host}: {users}. `{shlex.join(['evernear', *typed_arguments(), *others])}` uses free "
+            "ports."
+        )
+
+
+def ports_in_use(requested: Endpoints) -> dict[str, int]:
+    """The requested ports on which another program listens, by the name of the setting.
+
+    Raises:
+        ServingError: a port cannot be bound for another reason.
+    """
+    taken: dict[str, int] = {}
+    for name, port in requested.model_dump(exclude={"host"}).items():
+        try:
+            _bind(requested, name, port)
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise bind_error(error, _host(requested, name), port, f"serving.{name}") from None
+            taken[name] = port
+    return taken
+
+
+def free_ports(requested: Endpoints) -> dict[str, int]:
+    """The next free port for each one in `ports_in_use`."""
+    free: dict[str, int] = {}
+    for name, taken in ports_in_use(requested).items():
+        known = {*requested.model_dump(exclude={"host"}).values(), *free.values()}
+        for port in (*range(taken + 1, 2**16), *range(FIRST_PORT, taken)):
+            with contextlib.suppress(OSError):
+                if port not in known:
+                    _bind(requested, name, port)
+                    free[name] = port
+                    break
+    return free
+
+
+def _bind(requested: Endpoints, name: str, port: int) -> None:
+    host = _host(requested, name)
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # Java does the same: TIME_WAIT does not matter
+        probe.bind((host, port))
+
+
+def _host(requested: Endpoints, name: str) -> str:
+    return LOOPBACK if "management" in name else requested.host
+
+
+def _user_of(port: int) -> str:
+    home = _home_of_server_on(port)
+    if home is None:
+        return "another program"
+    stop = shlex.join(["evernear", "stop", "--workdir", str(home.parent)])
+    return f"the server of {home.parent} (`{stop}` stops it)"
 
 
 def _home_of_server_on(port: int) -> Path | None:
@@ -293,8 +339,7 @@ def _start_error(home: Path) -> ServingError:
     text = console.read_text(errors="replace") if console.exists() else ""
     if "Address already in use" in text:
         return ServingError(
-            f"A port was taken while TorchServe started (see {console}); run again, or choose other ports "
-            "with --set serving.inference_port=NUMBER and so on."
+            f"Another program took a port while TorchServe started (see {console}); run the command again."
         )
     lines = text.strip().splitlines()
     last_line = f" with {lines[-1].strip()!r}" if lines else ""

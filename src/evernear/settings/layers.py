@@ -64,6 +64,11 @@ class Layers(Generic[Model]):
         """With assignments such as ``train.epochs=3`` for what ``--set`` does not assign."""
         return replace(self, assigned=_merged(sources.assignments(self.model, words), self.assigned))
 
+    def named(self, section: str) -> set[str]:
+        """The keys of ``section`` that this command's options, its ``--config`` or the environment
+        set."""
+        return {key for tree in (self.config, self.environment, self.assigned) for key in tree.get(section, {})}
+
     @property
     def file(self) -> Path:
         return self.workdir / FILE

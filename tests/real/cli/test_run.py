@@ -1,6 +1,7 @@
 """The progress display of `evernear run` and `evernear demo`."""
 
 import io
+import socket
 import tomllib
 from datetime import UTC, datetime
 from pathlib import Path
@@ -20,6 +21,7 @@ from evernear.release.registry import Registry
 from evernear.settings import Settings, load, of_run
 from evernear.settings.layers import FILE
 from tests.command_line import evernear
+from tests.ports import free_ports
 from tests.releases import MakeRelease
 
 HIDDEN, SHOWN, ERASED = "\x1b[?25l", "\x1b[?25h", "\x1b[2K"
@@ -115,6 +117,27 @@ def test_demo_without_a_class_needs_a_directory_without_other_releases(
     result = evernear("demo", "--without", "7", "--workdir", tmp_path)
     assert result.returncode != 0
     assert "has a release of the dataset digits, not of digits-without-7; add --workdir" in result.stderr
+
+
+def test_demo_takes_free_ports_unless_the_user_chose_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    first, second = free_ports(2)
+    (tmp_path / FILE).write_text(f"[serving]\ninference_port = {first}\nmetrics_port = {second}\n")
+    with socket.create_server(("127.0.0.1", first)), socket.create_server(("127.0.0.1", second)):
+        settings, _ = demo_settings(monkeypatch, "--workdir", tmp_path, "--set", f"serving.metrics_port={second}")
+    assert settings.serving.inference_port not in (first, second)
+    assert settings.serving.metrics_port == second, "the check of the run names it"
+    assert demo_settings(monkeypatch, "--workdir", tmp_path)[0].serving.inference_port == first
+
+
+def test_error_of_a_step_is_printed_once() -> None:
+    written, at = io.StringIO(), datetime.now(UTC)
+    failed = "The disk is full: free some space."
+    with run._Progress(Console(file=written, width=200)) as show:
+        show(Event(at=at, step="train", kind="failed", message=failed))
+        show(Event(at=at, step="probe", kind="failed", message="Out of memory"))
+        show(Event(at=at, step="notify", kind="finished", message=f"failed at train: {failed} Release 1 is live"))
+    lines = [line.split(" s  ")[1] for line in written.getvalue().splitlines()]
+    assert lines == ["failed", "Out of memory", "failed at train. Release 1 is live"]
 
 
 def test_pipe_is_not_animated_even_if_colors_are_forced(

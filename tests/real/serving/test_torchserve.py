@@ -1,9 +1,11 @@
 """Lifecycle of a TorchServe: what prevents its start, and how it stops. Requests in flight are
 answered, and no process or file remains."""
 
+import contextlib
 import http.client
 import importlib.util
 import os
+import shlex
 import socket
 import subprocess
 import sys
@@ -21,8 +23,8 @@ from filelock import FileLock
 from evernear.errors import BusyError, IntegrityError, PredictionRejectedError, ServerUnreachableError, ServingError
 from evernear.serving import configuration, torchserve
 from evernear.serving.client import Client, Target
-from evernear.serving.endpoints import STATE_FILE, Management, home_of, host_and_port, read_key, read_state
-from evernear.settings import ServingSettings, Settings
+from evernear.serving.endpoints import STATE_FILE, Endpoints, Management, home_of, host_and_port, read_key, read_state
+from evernear.settings import ServingSettings, Settings, load
 from tests import command_line
 from tests.ports import loopback_ipv6
 from tests.releases import MakeRelease, settings_on_free_ports
@@ -33,21 +35,35 @@ CLIENTS = 12
 pytestmark = pytest.mark.usefixtures("without_torch")
 
 
-@pytest.mark.parametrize("setting", ["inference_port", "management_port", "grpc_inference_port"])
-def test_port_in_use_is_named_with_its_setting(tmp_path: Path, setting: str) -> None:
+PORTS = [name for name in Endpoints.model_fields if name != "host"]
+
+
+@pytest.mark.parametrize("taken", [*([name] for name in PORTS), PORTS], ids=lambda names: "+".join(names))
+def test_all_ports_in_use_are_named_in_one_line_that_works(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, taken: list[str]
+) -> None:
     settings = settings_on_free_ports()
-    port = getattr(settings, setting)
-    with socket.socket() as holder:
-        holder.bind(("127.0.0.1", port))
-        holder.listen()
-        with pytest.raises(ServingError, match=rf"Port {port} on 127.0.0.1 .*--set serving.{setting}=NUMBER"):
+    monkeypatch.setattr(sys, "argv", ["evernear", "serve", "--workdir", "my work"])
+    with contextlib.ExitStack() as holders:
+        for name in taken:
+            holders.enter_context(socket.create_server(("127.0.0.1", getattr(settings, name))))
+        with pytest.raises(ServingError) as refused:
             torchserve.start_server(settings, tmp_path / "home")
+        users, line = str(refused.value).removesuffix(" uses free ports.").split(". ")
+        assert users.split(": ")[1] == ", ".join(f"port {getattr(settings, name)} by another program" for name in taken)
+        command = shlex.split(line.strip("`"))
+        assert command[:4] == ["evernear", "serve", "--workdir", "my work"]
+        changed = load(environment={}, overrides=command[5::2]).serving
+        assert {name for name in PORTS if f"serving.{name}=" in line} == set(taken)
+        torchserve.require_startable(
+            settings.model_copy(update={name: getattr(changed, name) for name in taken}), tmp_path / "home"
+        )
     assert not torchserve.is_running(tmp_path / "home")
 
 
-def test_duplicate_port_is_rejected(tmp_path: Path) -> None:
+def test_duplicate_ports_are_rejected_by_name(tmp_path: Path) -> None:
     settings = ServingSettings(inference_port=8080, management_port=8080)
-    with pytest.raises(ServingError, match="must differ from each other"):
+    with pytest.raises(ServingError, match=r"serving\.inference_port and serving\.management_port do not"):
         torchserve.start_server(settings, tmp_path / "home")
 
 
@@ -130,8 +146,8 @@ def test_port_of_another_working_directory_is_named_with_its_server(stub: Served
     for check in (torchserve.start_server, torchserve.require_startable):
         with pytest.raises(
             ServingError,
-            match=rf"Port {stub.settings.serving.inference_port} .* the server of {other}; run `evernear stop --workdir"
-            rf" {other}`, .*target=registry",
+            match=rf"port {stub.settings.serving.inference_port} by the server of {other} \(`evernear stop --workdir"
+            rf" {other}` stops it\)",
         ):
             check(stub.settings.serving, home_of(tmp_path))
     assert torchserve.is_running(stub.home)
