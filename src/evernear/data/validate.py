@@ -3,6 +3,7 @@ information do not."""
 
 import html
 import math
+import posixpath
 import re
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -113,7 +114,7 @@ def validate_dataset(
     # A finding that follows from another one is not another reason.
     stops = any(manifest.problem_counts.get(rule) and severities[rule] == "error" for rule in _LEFT_OUT)
     unreadable = _names(manifest, "unreadable_class")
-    tiny = _tiny_classes(manifest, totals, settings, [] if stops else unreadable)
+    tiny = _tiny_classes(manifest, totals, settings, [] if stops else unreadable, classes.former_names)
     explained = {*tiny} if severities["tiny_class"] == "error" else set[str]()
     are_warnings = severities["few_groups"] == severities["missing_in_split"]
     of_few_groups = {*_names(manifest, "few_groups")} if are_warnings else set[str]()
@@ -206,14 +207,21 @@ def _names(manifest: Manifest, kind: str) -> list[str]:
 
 
 def _tiny_classes(
-    manifest: Manifest, totals: dict[str, int], settings: ValidationSettings, unreadable: Sequence[str]
+    manifest: Manifest,
+    totals: dict[str, int],
+    settings: ValidationSettings,
+    unreadable: Sequence[str],
+    former_names: Collection[str],
 ) -> dict[str, int]:
     """The number of images of each class that has too few. If a class of ``totals`` has no images,
-    it was removed from the source. `_vanished` reports the class if necessary."""
+    it was removed from the source. `_vanished` reports the class if necessary. The folder of a
+    class in ``former_names`` may still be there, empty."""
     used = manifest.small_classes.used
     few = {label: count for label, count in totals.items() if 0 < count < settings.min_class_images}
     tiny = {label: count for label, count in few.items() if label not in used}
-    return dict.fromkeys(sorted({*_names(manifest, "tiny_class"), *unreadable}), 0) | tiny
+    without = {*_names(manifest, "tiny_class"), *unreadable}  # names of classes, and paths of empty folders
+    expected = {name for name in without if {name, class_name(posixpath.basename(name))} & {*former_names}}
+    return dict.fromkeys(sorted(without - expected), 0) | tiny
 
 
 def _tiny(tiny: Mapping[str, int], settings: ValidationSettings) -> Iterator[Finding]:

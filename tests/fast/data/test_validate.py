@@ -209,6 +209,38 @@ def test_classes_removed_or_renamed_on_purpose_have_not_vanished(tree, run_inges
     assert messages({"2": "two", "1": "one"})[0].startswith(left)
 
 
+@pytest.mark.parametrize("left", [(), (".DS_Store",), ("Thumbs.db", "notes.txt")])
+def test_folder_of_a_retired_or_renamed_class_may_stay_empty(tree, run_ingest, left: tuple[str, ...]) -> None:
+    shutil.copytree(tree / "2", tree / "two")
+    for label in ("2", "10"):
+        for file in (tree / label).iterdir():
+            file.unlink()
+        write_files(tree / label, dict.fromkeys(left, b"litter"))
+    manifest, champion = run_ingest(tree), ("1", "2", "10")
+    assert {finding.rule for finding in check(manifest, champion).findings} >= {"tiny_class", "vanished_class"}
+    report = check(manifest, champion, ClassSettings(retired=("10",), renamed={"2": "two"}))
+    assert "error" not in {finding.severity for finding in report.findings}, report.findings
+    (finding,) = (
+        f for f in check(manifest, champion, ClassSettings(retired=("10",))).findings if f.rule == "tiny_class"
+    )
+    assert finding.names == ("2",)
+
+
+def test_emptied_class_folder_below_a_split_may_stay(tmp_path: Path, run_ingest, make_image) -> None:
+    images = {
+        f"{split}/{label}/{n}.png": make_image(n + 100 * label + 30 * (split == "test"))
+        for split in ("train", "test")
+        for label in (1, 2)
+        for n in range(20)
+    }
+    for split in ("train", "test"):
+        (tmp_path / split / "old").mkdir(parents=True)
+    manifest = run_ingest(write_files(tmp_path, images))
+    retired = ClassSettings(retired=("old",))
+    assert "tiny_class" in {finding.rule for finding in check(manifest, ("1", "2", "old")).findings}
+    assert "error" not in {finding.severity for finding in check(manifest, ("1", "2", "old"), retired).findings}
+
+
 def test_images_over_the_limit_name_its_setting_and_value(tree, run_ingest, make_image) -> None:
     (tree / "1" / "a-broken.png").write_bytes(b"text")
     (tree / "1" / "photo.png").write_bytes(make_image(7, (200, 100)))
