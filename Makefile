@@ -16,7 +16,7 @@ UV := .venv/tools/bin/uv
 TORCH := $(if $(TORCH_BACKEND),--torch-backend=$(TORCH_BACKEND) --requirements requirements/torch-backend.lock,--requirements requirements/torch.lock)
 # What the commands of the README need after `make demo`. EXTRAS adds the integrations, but not kserve, which requires
 # old versions of psutil and pandas.
-CORE_EXTRAS := $(addprefix --extra ,train pretrained serve prep pipeline triggers console)
+CORE_EXTRAS := $(addprefix --extra ,train pretrained heic serve prep pipeline triggers console)
 EXTRAS := $(CORE_EXTRAS) $(addprefix --extra ,tune milvus mlflow tracing)
 # The linter for workflows is an npm package. Without npm, only CI runs it.
 NPM := $(shell command -v npm)
@@ -119,7 +119,7 @@ lock: $(UV) ## Upgrade the lock files
 # For other backends: torch itself without hashes, and without the GPU packages, which differ.
 	(grep '^torch' requirements/torch.in; awk '/^[a-z]/ {other = /^(torch|triton|cuda-|nvidia-)/} !other' requirements/torch.lock) > requirements/torch-backend.lock
 	cp requirements/main.lock requirements/kserve.lock  # pins to start from, so that the locks differ only where necessary
-	$(COMPILE) --excludes requirements/torch.in pyproject.toml --extra model --extra kserve --extra milvus --extra tracing -o requirements/kserve.lock
+	$(COMPILE) --excludes requirements/torch.in pyproject.toml --extra model --extra kserve --extra heic --extra milvus --extra tracing -o requirements/kserve.lock
 	$(COMPILE) --upgrade requirements/build.in -o requirements/build.lock
 	$(COMPILE) --upgrade tests/integrations/mlflow/requirements-mlflow.in -o tests/integrations/mlflow/requirements-mlflow.lock
 

@@ -1,4 +1,4 @@
-"""Hand-crafted PNG, JPEG and WebP files that cost a decoder time or memory.
+"""Hand-crafted PNG, JPEG, WebP and HEIC files that cost a decoder time or memory.
 
 No library would write such files. The files in `REFUSED` must be rejected by their structure. The
 files of `largest_valid_files` are just within every limit.
@@ -14,13 +14,10 @@ from io import BytesIO
 import numpy as np
 from PIL import Image, ImageFile
 
-from evernear.data.image_file import (
-    CODE_GROUP_BLOCK_PX,
-    CODE_GROUP_COST,
-    MAX_SCANS,
-    MAX_TABLES_SIZE_BYTES,
-    WEBP_PIXEL_COST,
-)
+from evernear.data.encoded_image import CODE_GROUP_COST, DEEP_HEIC_PIXEL_COST, WEBP_PIXEL_COST
+from evernear.data.heic import MAX_EXTENTS, MAX_ITEMS, MAX_PARAMETERS_SIZE_BYTES, MAX_PROPERTIES, MAX_SLICES
+from evernear.data.image_file import CODE_GROUP_BLOCK_PX, MAX_SCANS, MAX_TABLES_SIZE_BYTES
+from tests import heic
 from tests.dataset_images import saved
 
 SIGNATURE = b"\x89PNG\r\n\x1a\n"
@@ -311,6 +308,29 @@ REFUSED = {
     "WebP of 65,536 groups of codes": Bomb(lambda: code_groups(1_024, 65_536), "pixels of lossless WebP count as"),
     "animated WebP": Bomb(animated_webp, "is animated"),
     "chunks of a WebP": Bomb(lambda: riff(webp_chunk(b"XMP ", b"a") * 60_000), "chunks"),
+    "HEIC of 65,535 by 65,535 by its box": Bomb(lambda: heic.single(64, (65_535, 65_535)), "is too large"),
+    "HEIC whose stream exceeds its box": Bomb(lambda: heic.single(1_024, (64, 64)), "is that of another picture"),
+    "HEIC of 750 tiles of which one is a picture": Bomb(
+        lambda: heic.tiled(3, 250, (64, 64)), "its tiles do not fit its grid"
+    ),
+    "HEIC whose tiles are the same bytes": Bomb(
+        lambda: heic.tiled(4, 4, (256, 256), (64, *heic.picture(64, noise=True)), shared=True), "its parts overlap"
+    ),
+    "HEIC of fewer tiles than its grid has": Bomb(
+        lambda: heic.tiled(2, 2, (128, 128), grid=(2, 3, 128, 128)), "4 of 6 tiles are there"
+    ),
+    "HEIC of tiles beyond all limits": Bomb(lambda: heic.tiled(250, 4, (30_000, 30_000)), "items"),
+    "items of a HEIC": Bomb(lambda: heic.many_items(MAX_ITEMS + 1), "items"),
+    "parts of a HEIC item": Bomb(lambda: heic.single(extents=MAX_EXTENTS + 1), "parts"),
+    "properties of a HEIC item": Bomb(lambda: heic.single(of_each=[1, 2] + [1] * (MAX_PROPERTIES - 1)), "properties"),
+    "parameters of a HEIC": Bomb(lambda: heic.long_parameters(MAX_PARAMETERS_SIZE_BYTES), "bytes of parameters"),
+    "slices of a HEIC": Bomb(lambda: heic.slices(MAX_SLICES + 1), "slices"),
+    "units of a HEIC": Bomb(lambda: heic.padded_units(60_000), "units"),
+    "two pictures in a HEIC item": Bomb(heic.two_pictures, "a tile is not one picture"),
+    "boxes of a HEIC": Bomb(lambda: heic.single(others=heic.box(b"free") * 60_000), "boxes"),
+    "animated HEIC": Bomb(lambda: heic.single(others=heic.box(b"moov")), "is animated"),
+    "transparent HEIC": Bomb(heic.transparent, "transparency"),
+    "HEIC that crops beyond itself": Bomb(lambda: heic.single(64, None, heic.crop_box(65, 64)), "its crop"),
 }
 
 
@@ -361,6 +381,8 @@ def largest_valid_files(max_pixels: int) -> dict[str, Callable[[], bytes]]:
         reduced = int((0.7 * max_pixels / WEBP_PIXEL_COST) ** 0.5)
         files["WebP, RGBA"] = lambda: webp("RGBA", (reduced, reduced), method=0)
         files["WebP, RGBA, lossless"] = lambda: webp("RGBA", (reduced, reduced), lossless=True, method=0, quality=0)
+    files["HEIC, RGB, noise"] = lambda: heic.largest(max_pixels)
+    files["HEIC, RGB, 12 bits, 4:4:4"] = lambda: heic.largest(int(max_pixels / DEEP_HEIC_PIXEL_COST), deep=True)
     for components, name in ((1, "gray"), (3, "RGB"), (4, "CMYK")):
         files[f"JPEG, {name}, progressive, {MAX_SCANS} scans"] = lambda components=components: progressive(
             side, side, components, MAX_SCANS

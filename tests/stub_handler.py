@@ -35,7 +35,7 @@ class Handler:
             answer |= {"neighbors": [], "version": self._version, "id": str(self._batches)}
         else:
             context.set_response_status(400, "Bad Request", position)
-            answer = {"code": 400, "type": "BadImage", "message": "The image is not a PNG, JPEG or WebP image."}
+            answer = {"code": 400, "type": "BadImage", "message": "The image is not a PNG, JPEG, WebP or HEIC image."}
         return json.dumps(answer).encode()
 
 

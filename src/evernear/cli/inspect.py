@@ -28,7 +28,7 @@ ReleaseArgument = Annotated[str, typer.Argument(metavar="RELEASE", help="A .mar 
 def run(
     registry: "Registry",
     release: ReleaseArgument,
-    images: Annotated[list[Path], typer.Option("--image", metavar="FILE", help="PNG, JPEG or WebP; repeatable.")],
+    images: Annotated[list[Path], typer.Option("--image", metavar="FILE", help="PNG, JPEG, WebP or HEIC; repeatable.")],
     more: Annotated[list[Path] | None, typer.Argument(metavar="[FILE]...", help="More images.")] = None,
     trust: Annotated[
         bool, typer.Option("--trust", help="Load a .mar that is not in the registry. It can run arbitrary code.")

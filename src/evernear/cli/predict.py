@@ -58,7 +58,7 @@ def _path(text: str) -> Path:
 def predict(
     settings: Settings,
     images: Annotated[
-        list[Path] | None, typer.Argument(help="PNG, JPEG or WebP files.", metavar="IMAGE...", parser=_path)
+        list[Path] | None, typer.Argument(help="PNG, JPEG, WebP or HEIC files.", metavar="IMAGE...", parser=_path)
     ] = None,
     image_files: Annotated[
         list[Path] | None,

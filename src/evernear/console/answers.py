@@ -7,8 +7,8 @@ In the store:
 
 In the source:
 
-- ``<class>/review-<first 16 of sha256>.png`` is the image, as .jpg or .webp if its file has that
-  format. With split folders, the class folder is below ``train/``.
+- ``<class>/review-<first 16 of sha256>.png`` is the image, as .jpg, .webp or .heic if its file has
+  that format. With split folders, the class folder is below ``train/``.
 
 Only the last answer about an image is effective. Each is appended with a compare-and-swap: if two
 people answer at the same time, the second answer is rejected. Changes to the source are idempotent.
@@ -58,7 +58,7 @@ class Answer(Frozen):
     files: tuple[str, ...] = ()
     new_folder: bool = False
     """Whether the answer created the folder for its class."""
-    suffix: Literal[".png", ".jpg", ".webp"] = ".png"
+    suffix: Literal[".png", ".jpg", ".webp", ".heic"] = ".png"
     who: str
     at: AwareDatetime
 

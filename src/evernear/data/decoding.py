@@ -8,7 +8,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
-from evernear.data.image_file import EncodedImage, has_image_signature, inspect
+from evernear.data.encoded_image import EncodedImage
+from evernear.data.image_file import has_image_signature, inspect
 from evernear.data.preprocess import Flaw, Pixels, Resize, decode_inspected, jpeg_divisor, to_array
 from evernear.data.reduction import BitDepth
 from evernear.data.sources import FileEntry, FileSource

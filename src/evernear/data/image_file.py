@@ -1,4 +1,4 @@
-"""Inspect the structure of PNG, JPEG and WebP files, to limit the cost of decoding them.
+"""Inspect the structure of PNG, JPEG, WebP and HEIC files, to limit the cost of decoding them.
 
 A file of a few kilobytes can claim to contain gigabytes of pixels, thousands of passes over the
 pixels, or metadata that takes longer to read than the image. `inspect` walks through the chunks or
@@ -7,20 +7,21 @@ and removes the metadata. The decoder then receives one header, one palette and 
 pixels.
 
 Pillow itself limits the number of pixels and the size of text, but not the number of scans, chunks
-or prefix codes (docs/decisions/0014-pixels.md).
+or prefix codes (docs/decisions/0014-pixels.md). HEIC files are in `evernear.data.heic`.
 
 Sources: PNG specification (third edition), sections 5 and 11; ITU-T T.81, annex B; RFC 9649 (WebP),
 sections 2 and 3; RFC 6386 (VP8), section 9.1; Exif 2.32, section 4.6.
 """
 
-import math
 import re
 import struct
 import zlib
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Literal
 
+from evernear.data.encoded_image import EncodedImage, broken, max_segments, too_many_segments
+from evernear.data.heic import SIGNATURE as HEIC_SIGNATURE
+from evernear.data.heic import inspect_heic
 from evernear.errors import DataError
 from evernear.settings.section import MAX_PIXELS
 
@@ -33,18 +34,6 @@ MAX_TABLES_SIZE_BYTES = 2**16
 """Maximum size of the quantization and Huffman tables in a JPEG file. The usual four quantization
 tables and eight Huffman tables require 2.8 KiB. Each scan may add Huffman tables."""
 
-SEGMENTS = 256
-MEAN_SEGMENT_SIZE_BYTES = 512
-"""A file may have ``SEGMENTS`` PNG chunks or JPEG segments, plus one for every
-``MEAN_SEGMENT_SIZE_BYTES`` bytes, because each chunk or segment takes half a microsecond. libpng
-writes chunks of 8 KiB."""
-WEBP_PIXEL_COST = 20 / 12
-"""Relative cost of a WebP pixel, which takes 20 bytes in Pillow. In other formats, it takes at most
-`evernear.data.preprocess.DECODE_BYTES_PER_PIXEL`."""
-CODE_GROUP_COST = 1_720
-"""Cost of a group of prefix codes in a lossless WebP file, expressed in pixels. The five tables of
-a group have at most 5,004 entries of 4 bytes (libwebp, ``kTableSize`` and ``FIXED_TABLE_SIZE``).
-Their header has 560 bytes."""
 EXIF_PREFIX = b"Exif\0\0"
 _ORIENTATION_TAG = 0x0112
 _EXIF_SHORT, _EXIF_LONG = 3, 4
@@ -59,13 +48,18 @@ _OTHER_FORMATS = {
     "BMP": rb"BM.{4}\0{4}",
     "TIFF": rb"II[*+]\0|MM\0[*+]",
     "AVIF": rb".{4}ftypavi[fs]",
-    "HEIC": rb".{4}ftyp(?:hei[cmsx]|hev[cmsx]|mif1|msf1)",
     "JPEG XL": rb"\xff\x0a|\0\0\0\x0cJXL ",
     "JPEG 2000": rb"\xff\x4f\xff\x51|\0\0\0\x0cjP  ",
 }
 _ANY_FORMAT = re.compile(
     b"|".join(
-        [re.escape(_PNG_SIGNATURE), re.escape(_JPEG_SIGNATURE), _WEBP_SIGNATURE.pattern, *_OTHER_FORMATS.values()]
+        [
+            re.escape(_PNG_SIGNATURE),
+            re.escape(_JPEG_SIGNATURE),
+            _WEBP_SIGNATURE.pattern,
+            HEIC_SIGNATURE.pattern,
+            *_OTHER_FORMATS.values(),
+        ]
     ),
     re.DOTALL,
 )
@@ -78,38 +72,17 @@ _FRAMES = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}  # SOF0 to SOF15
 _HUFFMAN_FRAMES = frozenset({0xC0, 0xC1, 0xC2})  # baseline, extended sequential, progressive
 
 
-@dataclass(frozen=True)
-class EncodedImage:
-    """A PNG, JPEG or WebP file whose decoding cost is bounded. ``data`` is the file without its
-    metadata, ``orientation`` is 1 to 8 (EXIF), and ``code_groups`` bounds the prefix code groups in
-    a lossless WebP file."""
-
-    name: str
-    format: Literal["PNG", "JPEG", "WEBP"]
-    width_px: int
-    height_px: int
-    orientation: int
-    data: bytes
-    code_groups: int = 0
-
-    @property
-    def pixels(self) -> int:
-        """The decoding cost in pixels, which is width times height, or more for a WebP file."""
-        area = self.width_px * self.height_px
-        if self.format != "WEBP":
-            return area
-        return math.ceil(area * WEBP_PIXEL_COST) + self.code_groups * CODE_GROUP_COST
-
-
-def suffix_of(data: bytes) -> Literal[".png", ".jpg", ".webp"]:
-    """A file that is neither JPEG nor WebP counts as PNG."""
+def suffix_of(data: bytes) -> Literal[".png", ".jpg", ".webp", ".heic"]:
+    """A file of another format counts as PNG."""
     if data.startswith(_JPEG_SIGNATURE):
         return ".jpg"
+    if HEIC_SIGNATURE.match(data):
+        return ".heic"
     return ".webp" if _WEBP_SIGNATURE.match(data) else ".png"
 
 
 def inspect(data: bytes, max_pixels: int, name: str = "The image", setting: str = "") -> EncodedImage:
-    """Inspect a PNG, JPEG or WebP file. The format is detected from the content.
+    """Inspect a PNG, JPEG, WebP or HEIC file. The format is detected from the content.
 
     Raises:
         DataError: the file is empty, broken or animated, or it has an unsupported format, more than
@@ -122,17 +95,19 @@ def inspect(data: bytes, max_pixels: int, name: str = "The image", setting: str 
         image = _inspect_jpeg(data, name)
     elif _WEBP_SIGNATURE.match(data):
         image = inspect_webp(data, name)
+    elif HEIC_SIGNATURE.match(data):
+        image = inspect_heic(data, name)
     elif data:
         other = [kind for kind, signature in _OTHER_FORMATS.items() if re.match(signature, data, re.DOTALL)]
         remedy = f" but {other[0]}; convert it" if other else ""
-        raise DataError(f"{name} is not a PNG, JPEG or WebP image{remedy}.")
+        raise DataError(f"{name} is not a PNG, JPEG, WebP or HEIC image{remedy}.")
     else:
         raise DataError(f"{name} is empty.")
     limit = min(max_pixels, MAX_PIXELS)
     if image.pixels > limit:
         size = f"{image.width_px} x {image.height_px} pixels"
         if image.width_px * image.height_px <= limit:
-            kind = "lossless WebP" if image.code_groups else "WebP"
+            kind = "lossless WebP" if image.code_groups else {"WEBP": "WebP"}.get(image.format, image.format)
             size += f" of {kind} count as {image.pixels}; save it as PNG or JPEG"
         by = f" by {setting}" if setting and limit < MAX_PIXELS else ""  # no setting allows more than MAX_PIXELS
         raise DataError(f"{name} is too large: {size}, {limit} are allowed{by}.")
@@ -360,18 +335,6 @@ def _max_code_groups(width_px: int, height_px: int, lossless_bytes: int) -> int:
 
 def _uint24(value: int) -> bytes:
     return value.to_bytes(3, "little")
-
-
-def broken(name: str, reason: str) -> DataError:
-    return DataError(f"{name} is a broken image ({reason}).")
-
-
-def max_segments(size_bytes: int) -> int:
-    return SEGMENTS + size_bytes // MEAN_SEGMENT_SIZE_BYTES
-
-
-def too_many_segments(name: str, kind: str, size_bytes: int) -> DataError:
-    return DataError(f"{name} consists of more than {max_segments(size_bytes)} {kind}; save it again.")
 
 
 def read_orientation(tiff: bytes) -> int:

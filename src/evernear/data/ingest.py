@@ -62,9 +62,11 @@ from evernear.settings.data import MAX_SIZE_PX
 SHARD_SIZE_BYTES = 32 * 2**20
 """Ingest holds one open shard per split, and a reader downloads whole shards."""
 _REPORT_INTERVAL_S = 1.0
-DECODING_CODE = tuple(f"data/{name}.py" for name in ("decoding", "image_file", "preprocess", "reduction"))
+DECODING_CODE = tuple(
+    f"data/{name}.py" for name in ("decoding", "encoded_image", "heic", "image_file", "preprocess", "reduction")
+)
 """The files that determine the decoded pixels."""
-DECODING_LIBRARIES = ("numpy", "pillow")
+DECODING_LIBRARIES = ("numpy", "pillow", "pillow-heif")
 """Libraries whose versions may affect the decoded pixels."""
 
 

@@ -108,7 +108,7 @@ def list_source(
         ledger.record_notes(source.notes)
         if not ledger.count_listed():
             raise DataError(
-                f"{uri} contains no image in a class folder; put PNG, JPEG or WebP files under <class>/ or "
+                f"{uri} contains no image in a class folder; put PNG, JPEG, WebP or HEIC files under <class>/ or "
                 f"<split>/<class>/.{_left_out(source)}{_waiting(admission)}"
             )
     else:

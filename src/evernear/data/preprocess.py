@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 from PIL import Image, ImageFile
 
 from evernear.common.frozen import Frozen
-from evernear.data.image_file import EncodedImage, broken, inspect
+from evernear.data.encoded_image import EncodedImage, broken
+from evernear.data.image_file import inspect
 from evernear.data.reduction import (
     BitDepth,
     DeepImage,
@@ -43,7 +44,8 @@ _BAND_PIXELS = 2**20
 _MIN_SPAN = 16
 """Minimum range of gray values, out of 256. An image with a smaller range is faint."""
 
-# Exceptions that Pillow's decoders raise for broken files, according to Pillow's source code.
+# Exceptions that decoders raise for broken files, according to the source code of Pillow and
+# pillow-heif.
 _BROKEN = (
     OSError,
     SyntaxError,
@@ -54,6 +56,7 @@ _BROKEN = (
     TypeError,
     struct.error,
     zlib.error,
+    RuntimeError,  # libheif
 )
 
 # The transposition for each EXIF orientation.
@@ -130,7 +133,7 @@ class Picture(NamedTuple):
 
 
 def decode(data: bytes, max_pixels: int, name: str = "The image", bit_depth: BitDepth = 16) -> Image.Image:
-    """Decode a PNG, JPEG or WebP file to an 8-bit image with mode ``L`` (gray) or ``RGB``.
+    """Decode a PNG, JPEG, WebP or HEIC file to an 8-bit image with mode ``L`` (gray) or ``RGB``.
 
     Raises:
         DataError: as in `inspect` and `decode_inspected`.
@@ -259,10 +262,20 @@ def _pillow_errors(name: str) -> Generator[None]:
 
 def _open(file: EncodedImage, raw_mode: str = "") -> ImageFile.ImageFile:
     """Open a file. ``raw_mode`` overrides Pillow's interpretation of the pixels."""
+    if file.format == "HEIC":
+        return _open_heic(file.data)
     image = Image.open(BytesIO(file.data), formats=(file.format,))
     if raw_mode:
         image.tile = [tile._replace(args=raw_mode) for tile in image.tile]
     return image
+
+
+def _open_heic(data: bytes) -> ImageFile.ImageFile:
+    """Open a file without registering its format in Pillow, which would read it everywhere."""
+    import pillow_heif  # from the extra heic, see `evernear.data.heic.can_decode`
+
+    pillow_heif.options.DECODE_THREADS = 1  # tiles of several threads would take more memory
+    return pillow_heif.HeifImageFile(BytesIO(data))
 
 
 def _load(file: EncodedImage, raw_mode: str = "", divisor: int = 1) -> Image.Image:
@@ -270,6 +283,8 @@ def _load(file: EncodedImage, raw_mode: str = "", divisor: int = 1) -> Image.Ima
     if divisor > 1:
         image.draft(None, (image.width // divisor, image.height // divisor))
     image.load()
+    if file.format == "HEIC" and image.mode == "I;16":  # gray of more than 8 bits, which libheif scales to 16
+        image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
     transposition = _TRANSPOSITIONS.get(file.orientation)
     return image if transposition is None else image.transpose(transposition)
 

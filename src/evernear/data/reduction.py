@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageChops
 
-from evernear.data.image_file import EncodedImage
+from evernear.data.encoded_image import EncodedImage
 
 BitDepth = Literal[8, 10, 12, 14, 16]
 BIT_DEPTHS: tuple[BitDepth, ...] = get_args(BitDepth)

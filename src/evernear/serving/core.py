@@ -63,8 +63,8 @@ class Predictor:
         return predictor
 
     def predict(self, images: Sequence[bytes | Rejection]) -> list[Prediction | Rejection]:
-        """Recognize PNG, JPEG or WebP files. An invalid file gets a `Rejection`. One passed in
-        place of a file is returned at the same position."""
+        """Recognize PNG, JPEG, WebP or HEIC files. An invalid file gets a `Rejection`. One passed
+        in place of a file is returned at the same position."""
         return self.predict_batch(images).responses
 
     def predict_batch(self, images: Sequence[bytes | Rejection], decode_timeout_s: float = math.inf) -> BatchResult:

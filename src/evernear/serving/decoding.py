@@ -12,7 +12,8 @@ from typing import TypeVar, TypeVarTuple
 
 from PIL import Image
 
-from evernear.data.image_file import EncodedImage, inspect
+from evernear.data.encoded_image import EncodedImage
+from evernear.data.image_file import inspect
 from evernear.data.preprocess import (
     Flaw,
     Pixels,

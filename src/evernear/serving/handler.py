@@ -1,7 +1,7 @@
 """TorchServe's entry point to `Predictor`. The handler in every archive imports it.
 
-It accepts PNG, JPEG and WebP images of any size, and detects the format from the content. Images
-with a palette, transparency, CMYK colors or 16-bit channels are decoded as in ingest
+It accepts PNG, JPEG, WebP and HEIC images of any size, and detects the format from the content.
+Images with a palette, transparency, CMYK colors or 16-bit channels are decoded as in ingest
 (`evernear.data.reduction`).
 
 An invalid request is rejected with status 400 and a message, without affecting the rest of the

@@ -37,7 +37,7 @@ class ImageRequest(msgspec.Struct, forbid_unknown_fields=True):
         str,
         msgspec.Meta(
             min_length=1,
-            description="A PNG, JPEG or WebP file of any size, gray or color, in base64.",
+            description="A PNG, JPEG, WebP or HEIC file of any size, gray or color, in base64.",
             examples=[EXAMPLE_IMAGE],
         ),
     ]
@@ -102,8 +102,8 @@ def image_from_fields(fields: Mapping[str, bytes]) -> bytes | Rejection:
     if data is None:
         return Rejection(
             type="NoImage",
-            message="The request has no image; send it as the body with Content-Type image/png, image/jpeg or "
-            "image/webp, "
+            message="The request has no image; send it as the body with Content-Type image/png, image/jpeg, "
+            "image/webp or image/heic, "
             'as a multipart field "data", or as JSON {"data": "<base64>"}.',
         )
     if not data:

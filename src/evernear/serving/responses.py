@@ -58,8 +58,8 @@ class Rejection(Frozen, extra="ignore"):
 class Metadata(Frozen, extra="ignore"):
     """The public description of a release.
 
-    Images are PNG, JPEG or WebP files with at most ``max_pixels`` pixels. Images are resized to
-    ``height_px`` x ``width_px`` pixels and converted to ``channels`` channels (1: grayscale, 3:
+    Images are PNG, JPEG, WebP or HEIC files with at most ``max_pixels`` pixels. Images are resized
+    to ``height_px`` x ``width_px`` pixels and converted to ``channels`` channels (1: grayscale, 3:
     RGB). An image is unknown if its distance exceeds ``threshold`` (L2 distance between unit
     vectors, 0 to 2). ``metrics`` contains the metrics that the gate measured.
     """

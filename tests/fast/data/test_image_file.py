@@ -6,6 +6,7 @@ import struct
 from io import BytesIO
 from pathlib import Path
 
+import pillow_heif
 import pytest
 from PIL import Image, ImageFile
 from PIL.ExifTags import Base
@@ -15,7 +16,7 @@ from evernear.data.image_file import MAX_SCANS, inspect
 from evernear.data.preprocess import decode
 from evernear.data.sources.names import is_image_file
 from evernear.errors import DataError
-from tests import hostile
+from tests import heic, hostile
 from tests.dataset_images import saved
 
 GRAY = Image.new("L", (4, 4))
@@ -25,7 +26,7 @@ LIMIT = 25_000_000
 
 @pytest.fixture
 def passes(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
-    """The data of every file that Pillow decodes."""
+    """The data of every file that a decoder gets."""
     opened: list[bytes] = []
     real = Image.open
 
@@ -33,7 +34,13 @@ def passes(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
         opened.append(file.getvalue())
         return real(file, formats=formats)
 
+    def recording_heic(file: BytesIO) -> ImageFile.ImageFile:
+        opened.append(file.getvalue())
+        return real_heic(file)
+
+    real_heic = pillow_heif.HeifImageFile
     monkeypatch.setattr(Image, "open", recording)
+    monkeypatch.setattr(pillow_heif, "HeifImageFile", recording_heic)
     return opened
 
 
@@ -112,14 +119,13 @@ OTHER_FORMATS = {
     "BMP": saved(GRAY, "BMP"),
     "TIFF": saved(GRAY, "TIFF"),
     "AVIF": b"\0\0\0\x20ftypavif\0\0\0\0avifmif1miaf",
-    "HEIC": b"\0\0\0\x18ftypheic\0\0\0\0mif1heic",
     "JPEG XL": b"\xff\x0a\x38\x1f\x98\x08\0\0\0\0\0\0",
     "JPEG 2000": saved(GRAY, "JPEG2000"),
 }
 
 
 def test_signature_is_recognized_in_12_bytes() -> None:
-    for data in (hostile.png(8, 8), hostile.jpeg(), hostile.webp(), *OTHER_FORMATS.values()):
+    for data in (hostile.png(8, 8), hostile.jpeg(), hostile.webp(), heic.single(), *OTHER_FORMATS.values()):
         assert image_file.has_image_signature(data[: image_file.SIGNATURE_SIZE_BYTES])
     for data in (b"", b"RIFF\0\0\0\0WAVE", b"README", b"BMW and others", b"\0\0\0\x18ftypmp42", b"\xff\xfea"):
         assert not image_file.has_image_signature(data)
@@ -127,7 +133,7 @@ def test_signature_is_recognized_in_12_bytes() -> None:
 
 @pytest.mark.parametrize("kind", OTHER_FORMATS)
 def test_image_of_another_format_is_named_with_the_remedy(kind: str) -> None:
-    with pytest.raises(DataError, match=rf"^a\.png is not a PNG, JPEG or WebP image but {kind}; convert it\.$"):
+    with pytest.raises(DataError, match=rf"^a\.png is not a PNG, JPEG, WebP or HEIC image but {kind}; convert it\.$"):
         inspect(OTHER_FORMATS[kind], LIMIT, "a.png")
 
 
@@ -190,6 +196,10 @@ def test_damaged_files_stay_within_limits_and_known_errors() -> None:
         hostile.webp("RGBA", (8, 8)),
         hostile.webp("RGBA", (8, 8), lossless=True),
         hostile.code_groups(8, 3),
+        heic.single(
+            64, None, heic.box(b"irot", b"\1"), heic.box(b"clap", struct.pack(">8I", 60, 1, 60, 1, 0, 1, 0, 1))
+        ),
+        heic.tiled(1, 2, (80, 60)),
     ]
     decoded = sum(damage_keeps_the_limits(rng, whole, str(number)) for number in range(3_000))
     assert decoded > 100

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from evernear.common.store import open_store
-from evernear.data.image_file import EncodedImage
+from evernear.data.encoded_image import EncodedImage
 from evernear.data.ingest import ingest_source
 from evernear.data.manifest import Manifest, ledger_key, manifest_key
 from evernear.data.preprocess import Picture, decode_inspected

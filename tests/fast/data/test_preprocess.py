@@ -109,7 +109,7 @@ photo = saved(noise("L", (64, 64)), "JPEG")
     ("data", "sentence"),
     [
         (b"", "x.png is empty."),
-        (b"no image, only words", "x.png is not a PNG, JPEG or WebP image."),
+        (b"no image, only words", "x.png is not a PNG, JPEG, WebP or HEIC image."),
         (whole[: len(whole) // 2], "x.png is a broken image"),
         (photo[: len(photo) // 2], "x.png is a broken image"),
         (whole[:60] + bytes(40) + whole[100:], "x.png is a broken image"),

@@ -46,7 +46,7 @@ def test_errors_stop_with_a_message_that_names_the_files(tree, run_ingest, make_
     assert accepted.max_left_out_fraction < 0.1
     require_valid(check(manifest, **accepted.model_dump()))
     assert exc_info.value.exit_code == 3
-    assert "- 2/words.png is not a PNG, JPEG or WebP image." in report.markdown()
+    assert "- 2/words.png is not a PNG, JPEG, WebP or HEIC image." in report.markdown()
 
 
 def test_few_files_may_be_left_out(tree, run_ingest, make_image) -> None:

@@ -38,7 +38,7 @@ from tests.releases import MakeRelease, PackedRelease
 # The first test waits for four processes to import the SDK, which on a busy machine takes minutes.
 pytestmark = pytest.mark.timeout(600)
 BAD = b"no image"
-IMAGE_SENTENCE = "The image is not a PNG, JPEG or WebP image."
+IMAGE_SENTENCE = "The image is not a PNG, JPEG, WebP or HEIC image."
 
 
 @pytest.fixture(scope="module")

@@ -110,7 +110,7 @@ def test_run_reproduces_the_stored_answers(
         good, bad = (json.loads(line) for line in completed.stdout.splitlines())
         assert (good["pred"], good["unknown"], good["version"]) == (stored["pred"], stored["unknown"], packed.version)
         assert good["dist"] == pytest.approx(stored["dist"], abs=1e-3)
-        assert bad == {"image": str(broken), "error": "The image is not a PNG, JPEG or WebP image."}
+        assert bad == {"image": str(broken), "error": "The image is not a PNG, JPEG, WebP or HEIC image."}
 
 
 def hostile(packed: PackedRelease, path: Path, marker: Path) -> PackedRelease:

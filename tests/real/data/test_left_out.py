@@ -107,10 +107,10 @@ def test_image_suffix_without_an_image_is_broken(tree, run_ingest) -> None:
     manifest = run_ingest(tree)
     assert manifest.problem_counts == {"undecodable": 4}
     assert [problem.detail for problem in manifest.problems] == [
-        "1/a.heic is not a PNG, JPEG or WebP image but HEIC; convert it.",
-        "1/b.ppm is not a PNG, JPEG or WebP image.",
+        "1/a.heic is a broken image (it has no pixels).",
+        "1/b.ppm is not a PNG, JPEG, WebP or HEIC image.",
         "1/c.png is empty.",
-        "1/raw.nef is not a PNG, JPEG or WebP image but TIFF; convert it.",
+        "1/raw.nef is not a PNG, JPEG, WebP or HEIC image but TIFF; convert it.",
     ]
 
 

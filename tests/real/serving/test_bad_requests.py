@@ -23,7 +23,7 @@ from evernear.serving.request_parsing import (
     image_from_json,
 )
 from evernear.serving.responses import Rejection
-from tests import hostile
+from tests import heic, hostile
 from tests.hostile_requests import Request, RequestTarget, form, form_of, is_refusal, json_request, picture, torchserve
 from tests.served import Served
 
@@ -51,6 +51,7 @@ ACCEPTED = {
     "color": Request(JPEG),
     "16 bits": Request(hostile.png(40, 30, 16)),
     "WebP": Request(picture("RGB", "WEBP")),
+    "HEIC": Request(heic.tiled(2, 2, (120, 90))),
     "CMYK": Request(picture("CMYK", "JPEG")),
     "palette": Request(picture("P")),
     "alpha": Request(picture("RGBA")),
@@ -65,8 +66,8 @@ ACCEPTED = {
     "JSON": json_request({"data": base64.b64encode(PNG).decode()}),
 }
 REFUSED = {
-    "not an image": (Request(b"This is no image."), 400, "is not a PNG, JPEG or WebP image"),
-    "another format": (Request(picture("RGB", "GIF")), 400, "is not a PNG, JPEG or WebP image"),
+    "not an image": (Request(b"This is no image."), 400, "is not a PNG, JPEG, WebP or HEIC image"),
+    "another format": (Request(picture("RGB", "GIF")), 400, "is not a PNG, JPEG, WebP or HEIC image"),
     "nothing": (Request(b""), 400, "is empty"),
     "truncated PNG": (Request(PNG[: len(PNG) // 2]), 400, "is a broken image"),
     "truncated JPEG": (Request(JPEG[: len(JPEG) // 2]), 400, "is a broken image"),

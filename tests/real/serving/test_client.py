@@ -57,7 +57,7 @@ def test_async_client_sends_concurrent_requests(served: Served, format: Format) 
 
 
 @pytest.mark.parametrize("format", FORMATS)
-@pytest.mark.parametrize(("body", "sentence"), [(b"", "is empty"), (b"text", "not a PNG, JPEG or WebP")])
+@pytest.mark.parametrize(("body", "sentence"), [(b"", "is empty"), (b"text", "not a PNG, JPEG, WebP or HEIC")])
 def test_bad_image_raises_the_servers_message(served: Served, format: Format, body: bytes, sentence: str) -> None:
     with Client.of(served.settings, format) as client, pytest.raises(PredictionRejectedError, match=sentence):
         client.predict(body)

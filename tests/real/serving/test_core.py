@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from evernear.data.image_file import EncodedImage
+from evernear.data.encoded_image import EncodedImage
 from evernear.data.preprocess import Pixels, Preprocessing
 from evernear.data.reduction import BitDepth
 from evernear.embedding.export import NETWORK_FILE

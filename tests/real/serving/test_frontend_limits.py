@@ -109,7 +109,7 @@ def test_heap_fits_all_requests_in_flight_and_more_are_rejected(stub: Served) ->
                 client.send(body[-1:])
             for client in admitted:
                 answer = client.answer()
-                assert (answer.status, "is not a PNG, JPEG or WebP" in answer.sentence) == (400, True)
+                assert (answer.status, "is not a PNG, JPEG, WebP or HEIC" in answer.sentence) == (400, True)
     assert predicts(stub)
 
 

@@ -67,7 +67,7 @@ def test_prints_a_table_with_a_row_per_image(served: Served, images: Path) -> No
         (line,) = [line for line in printed.splitlines() if str(image) in line]
         assert served.manifest.version in line
     (line,) = [line for line in printed.splitlines() if "odd [1].png" in line]
-    assert "not a PNG, JPEG or WebP" in line
+    assert "not a PNG, JPEG, WebP or HEIC" in line
 
 
 def test_json_output_has_a_line_per_rejected_image(served: Served, images: Path, tmp_path: Path) -> None:
@@ -78,7 +78,7 @@ def test_json_output_has_a_line_per_rejected_image(served: Served, images: Path,
     )
     assert completed.returncode == 3
     bad, absent, answered = lines(completed)
-    assert "not a PNG, JPEG or WebP" in str(bad["error"])
+    assert "not a PNG, JPEG, WebP or HEIC" in str(bad["error"])
     assert "cannot be read" in str(absent["error"])
     assert "pred" in answered
 

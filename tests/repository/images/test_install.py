@@ -150,7 +150,7 @@ def test_preprocessing_image_has_neither_torch_nor_faiss(tmp_path: Path) -> None
 
 
 def test_triggers_image_has_kfp_and_no_torch(tmp_path: Path) -> None:
-    image = Image(tmp_path, "Dockerfile.train", EXTRAS="triggers,pipeline,console")
+    image = Image(tmp_path, "Dockerfile.train", EXTRAS="triggers,pipeline,console,heic")
     require(image, TRIGGERS | KFP, MODEL | SERVE | TRAIN)
     image.imports("evernear.triggers", "evernear.deployment", "evernear.cli.app")
     assert image.runs("python", "-c", PACKAGED).split() == ["['evernear']", "4", "golden"]

@@ -15,7 +15,7 @@ OWN_FOLDER = "_evernear"
 """The folder in which ``batch-predict`` keeps the plan for its output."""
 IMAGE_SUFFIXES = frozenset(
     {".apng", ".jfi", ".jfif", ".jif", ".jpe", ".jpeg", ".jpg", ".mpo", ".pjpeg", ".png", ".webp"}
-    | {".avif", ".bmp", ".dib", ".gif", ".heic", ".heif", ".j2k", ".jp2", ".jxl", ".tga", ".tif", ".tiff"}
+    | {".avif", ".bmp", ".dib", ".gif", ".heic", ".heif", ".hif", ".j2k", ".jp2", ".jxl", ".tga", ".tif", ".tiff"}
     | {".pbm", ".pgm", ".pnm", ".ppm"}
 )
 """File name suffixes for images in supported and unsupported formats."""

@@ -157,8 +157,8 @@ class Client:
         return Client(Target.local(settings, format))
 
     def predict(self, image: bytes, version: str | None = None, *, embedding: bool = False) -> Prediction:
-        """Recognize ``image``, the content of a PNG, JPEG or WebP file. By default, the server
-        chooses the version. With ``embedding``, TorchServe adds the embedding.
+        """Recognize ``image``, the content of a PNG, JPEG, WebP or HEIC file. By default, the
+        server chooses the version. With ``embedding``, TorchServe adds the embedding.
 
         Raises:
             ServerUnreachableError: no server responds.

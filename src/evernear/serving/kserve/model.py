@@ -11,7 +11,7 @@ from kserve.metrics import POST_HIST_TIME, PRE_HIST_TIME, PREDICT_HIST_TIME, get
 from kserve.model import InferenceVerb
 from prometheus_client import Counter, Gauge
 
-from evernear.data.image_file import EncodedImage
+from evernear.data.encoded_image import EncodedImage
 from evernear.data.preprocess import Pixels
 from evernear.release.manifest import ReleaseManifest
 from evernear.serving.decoding import (

@@ -11,7 +11,7 @@ import numpy as np
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info
 
 from evernear.common.store import open_store
-from evernear.data.image_file import EncodedImage
+from evernear.data.encoded_image import EncodedImage
 from evernear.errors import (
     EvernearError,
     IntegrityError,

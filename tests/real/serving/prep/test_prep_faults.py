@@ -13,7 +13,7 @@ import httpx
 import pytest
 from PIL import Image
 
-from evernear.data.image_file import EncodedImage
+from evernear.data.encoded_image import EncodedImage
 from evernear.release.manifest import ReleaseManifest
 from evernear.serving.client.inference_pb2 import PredictionsRequest
 from evernear.serving.decoding import MAX_WAITING_LARGE, SMALL_PIXELS

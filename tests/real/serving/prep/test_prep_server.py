@@ -117,7 +117,7 @@ def test_predict_test_recognizes_a_stored_query(served: Served, prep: httpx.Clie
 @pytest.mark.parametrize(
     ("body", "status", "sentence"),
     [
-        (encoded(b"text"), 400, "The image is not a PNG, JPEG or WebP image."),
+        (encoded(b"text"), 400, "The image is not a PNG, JPEG, WebP or HEIC image."),
         (encoded(JPEG[:900]), 400, "The image is a broken image"),
         ({"data": "***"}, 400, 'The text under "data" is not base64.'),
         ({"data": "\u00e4"}, 400, 'The text under "data" is not base64.'),
