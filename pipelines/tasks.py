@@ -11,7 +11,15 @@ from kfp import dsl, kubernetes
 
 S3_SECRET, TASK_CPU, TASK_MEMORY = "evernear-s3", "2", "4G"
 TRAIN_CPU, TRAIN_MEMORY, TRAIN_ACCELERATOR = "4", "8G", "nvidia.com/gpu"
-S3_KEYS = ("AWS_ENDPOINT_URL", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_REGION")
+S3_KEYS = (
+    "AWS_ENDPOINT_URL",
+    "AWS_ENDPOINT_URL_S3",
+    "AWS_ACCESS_KEY_ID",
+    "AWS_SECRET_ACCESS_KEY",
+    "AWS_SESSION_TOKEN",
+    "AWS_REGION",
+)
+"""Keys of the Secret, which may all be absent: a pod whose ServiceAccount has a role needs none."""
 MILVUS_SECRET, MILVUS_KEYS = "evernear-milvus", ("EVERNEAR_MILVUS_URI", "EVERNEAR_MILVUS_TOKEN")
 TOKEN_SECRET, SCRATCH_CLAIM = "evernear-token", "evernear-scratch"
 TRACKING_SECRET = "evernear-tracking"  # noqa: S105 - the name of a Secret

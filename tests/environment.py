@@ -22,6 +22,9 @@ MEMORY = Path("/dev/shm")
 """A file system in memory, on Linux."""
 LEAST_MEMORY_BYTES = 8 * 2**30
 
+NO_AWS = {"AWS_CONFIG_FILE": os.devnull, "AWS_SHARED_CREDENTIALS_FILE": os.devnull, "AWS_EC2_METADATA_DISABLED": "true"}
+"""The user's profiles, and the role of the machine, are no keys for tests."""
+
 _PROXIES = r"(all|ftp|http|https|no)_proxy"
 _CERTIFICATES = r"ssl_cert_(file|dir)|(requests|curl)_ca_bundle"
 _SERVICES = r"_?evernear_(?!test_).*|(aws|kfp|kf_pipelines|kubernetes|slack|minio|mc)_.*|kubeconfig"
@@ -40,6 +43,7 @@ def isolate() -> None:
     removed = {name: os.environ.pop(name) for name in list(os.environ) if _FOREIGN.fullmatch(name)}
     os.environ.setdefault(SHELL_VARIABLE, json.dumps(removed))
     os.environ["OMP_NUM_THREADS"] = "1"
+    os.environ |= NO_AWS
     if MEMORY.is_dir() and shutil.disk_usage(MEMORY).free > LEAST_MEMORY_BYTES:
         os.environ.setdefault("TMPDIR", str(MEMORY))  # tests write tens of thousands of small files
         tempfile.tempdir = None  # pytest has used the other one

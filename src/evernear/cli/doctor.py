@@ -100,7 +100,8 @@ def _store(settings: Settings) -> str:
     registry = Registry(store)
     champion, releases = registry.champion(), sum(1 for _ in registry.list())
     current = f"champion {champion.version}" if champion else "no champion yet"
-    return f"{store.uri} allows reads, writes and conditional writes; {quantity(releases, 'release')}, {current}."
+    keys = f" with the keys of {store.identity}" if store.identity else ""
+    return f"{store.uri} allows reads, writes and conditional writes{keys}; {quantity(releases, 'release')}, {current}."
 
 
 def _cluster(settings: Settings) -> str:

@@ -1,6 +1,5 @@
 """Print a run on Kubeflow Pipelines, and follow it until it ends."""
 
-import os
 import sys
 import time
 from datetime import datetime
@@ -105,14 +104,14 @@ def store_of(arguments: dict[str, object], runs: "KfpRuns", pipeline: str) -> "S
 
     default = next((p.default for p in runs.parameters(pipeline) if p.name == "store"), "")
     uri = str(arguments.get("store") or default)
-    if uri.startswith("s3://") and "AWS_ACCESS_KEY_ID" not in os.environ:
-        return None  # anonymous requests could reach someone else's bucket with this name
     if uri.startswith("file://") and not Path(uri.removeprefix("file://")).is_dir():
         return None
     try:
-        return open_store(uri)
+        store = open_store(uri)
     except SettingsError:
         return None
+    # Anonymous requests could reach someone else's bucket with this name.
+    return None if uri.startswith("s3://") and not store.identity else store
 
 
 def _get(runs: "KfpRuns", run_id: str) -> "Run":

@@ -4,7 +4,8 @@ import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from urllib.parse import quote, urlsplit
+from typing import Any
+from urllib.parse import quote, unquote, urlsplit
 from urllib.request import getproxies, proxy_bypass
 
 from evernear.errors import SettingsError
@@ -55,6 +56,17 @@ def proxy_of(url: str) -> str | None:
     """The proxy in ``HTTP(S)_PROXY`` for ``url``, or None if ``NO_PROXY`` excludes it."""
     parts = urlsplit(url)
     return None if proxy_bypass(parts.netloc) else getproxies().get(parts.scheme)
+
+
+def proxy_options(proxy: str) -> dict[str, Any]:
+    """The arguments of `urllib3.ProxyManager` for a proxy, whose login may be in its URL."""
+    from urllib3 import make_headers
+
+    parts = urlsplit(proxy)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise SettingsError("HTTP_PROXY or HTTPS_PROXY is not of the form http://host:port.")
+    login = f"{unquote(parts.username)}:{unquote(parts.password or '')}" if parts.username else None
+    return {"proxy_url": proxy, "proxy_headers": make_headers(proxy_basic_auth=login) if login else None}
 
 
 def through_proxy(url: str) -> str:

@@ -140,3 +140,13 @@ def print_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
     widths = [max(len(row[column]) for row in table) for column in range(len(header))]
     for row in table:
         print_line("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+
+
+def root_cause(error: BaseException) -> str:
+    """The innermost reason of a network error, such as "Connection refused", without the
+    representations of objects in urllib3's messages."""
+    reasons = [getattr(error, "reason", None), *reversed(error.args)]
+    if inner := next((reason for reason in reasons if isinstance(reason, BaseException)), None):
+        return root_cause(inner)
+    text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+    return " ".join(text.rpartition(": ")[2].split()).rstrip(".") or type(error).__name__

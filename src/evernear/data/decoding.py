@@ -15,7 +15,7 @@ from evernear.data.reduction import BitDepth
 from evernear.data.sources import FileEntry, FileSource
 from evernear.data.sources.names import has_image_suffix
 from evernear.data.sources.packed import PackedFiles
-from evernear.errors import DataError
+from evernear.errors import DataError, StoreError
 
 # Maximum number of images of the largest allowed size that are decoded at the same time, regardless
 # of the number of threads.
@@ -142,11 +142,11 @@ def read_image(source: FileSource, entry: FileEntry, max_pixels: int, data: byte
 
     Raises:
         NotAnImageError: neither the name nor the content of the file indicates an image.
-        DataError: the image is too large, or it is broken.
+        DataError: the image is too large, broken or archived.
     """
     is_too_large = entry.size_bytes > max_file_size_bytes(max_pixels)
     if data is None:
-        data = b"" if is_too_large else source.read(entry.name)
+        data = b"" if is_too_large else _read(source, entry.name)
     if not (source.only_images or has_image_suffix(entry.name) or has_image_signature(data)):
         raise NotAnImageError(f"{entry.name} is not an image.")
     if is_too_large:
@@ -155,6 +155,15 @@ def read_image(source: FileSource, entry: FileEntry, max_pixels: int, data: byte
             f"{entry.name} is too large: {entry.size_bytes} bytes, {limit_bytes} are allowed by {PIXEL_SETTING}."
         )
     return inspect(data, max_pixels, entry.name, PIXEL_SETTING)
+
+
+def _read(source: FileSource, name: str) -> bytes:
+    try:
+        return source.read(name)
+    except StoreError as error:
+        if error.is_archived:
+            raise DataError(str(error)) from None
+        raise
 
 
 def max_file_size_bytes(max_pixels: int) -> int:

@@ -162,3 +162,7 @@ def _read_object(read: Callable[[str], bytes], name: str) -> bytes:
         return read(name)
     except MissingObjectError:
         raise DataError(f"{name} was deleted after it was listed.") from None
+    except StoreError as error:
+        if error.is_archived:
+            raise DataError(str(error)) from None
+        raise

@@ -17,6 +17,7 @@ from kfp.client import KF_PIPELINES_SA_TOKEN_ENV, KF_PIPELINES_SA_TOKEN_PATH, Se
 from kfp_server_api.exceptions import ApiException
 
 from evernear.common.environment import usable
+from evernear.common.output import root_cause
 from evernear.common.retry import doubling, retry
 from evernear.errors import PipelineServerError, SettingsError
 from evernear.settings import PipelineSettings
@@ -130,15 +131,15 @@ class Connection:
         match reason:
             case urllib3.exceptions.SSLError() if "CERTIFICATE" not in str(reason).upper():
                 hint = "if it is an HTTP port, use http:// in pipeline.endpoint"
-                return f"{self.url} does not speak TLS ({_last_part(reason)}); {hint}."
+                return f"{self.url} does not speak TLS ({root_cause(reason)}); {hint}."
             case urllib3.exceptions.SSLError():
                 hint = "set pipeline.ca_file to its CA"
-                return f"The certificate of {self.url} is not trusted ({_last_part(reason)}); {hint}."
+                return f"The certificate of {self.url} is not trusted ({root_cause(reason)}); {hint}."
             case urllib3.exceptions.TimeoutError() if not isinstance(reason, urllib3.exceptions.NewConnectionError):
                 return f"Kubeflow Pipelines at {self.url} did not answer within {TIMEOUT_S:g} s."
             case _:
                 hint = "check pipeline.endpoint and that the server is running"
-                return f"Kubeflow Pipelines at {self.url} is unreachable ({_last_part(reason)}); {hint}."
+                return f"Kubeflow Pipelines at {self.url} is unreachable ({root_cause(reason)}); {hint}."
 
     def _describe_rejection(self, error: ApiException) -> str:
         message = _message(error)
@@ -236,7 +237,3 @@ def _message(error: ApiException) -> str:
     except (ValueError, KeyError, AttributeError, TypeError):
         message = error.reason or "no reason given"
     return message.strip().splitlines()[0].rstrip(".")
-
-
-def _last_part(error: object) -> str:
-    return str(error).rsplit(": ", 1)[-1].rstrip(". ")

@@ -9,9 +9,9 @@ Each source overrides those before it:
 5. the environment (``EVERNEAR_TRAIN__EPOCHS=3``)
 6. ``--set train.epochs=3``
 
-The error for an unknown key suggests the most similar known one. Secrets are not settings: S3
-credentials come from ``AWS_ACCESS_KEY_ID`` and ``AWS_SECRET_ACCESS_KEY``, a remote server's token
-from ``EVERNEAR_TOKEN`` or the file ``EVERNEAR_TOKEN_FILE``.
+The error for an unknown key suggests the most similar known one. Secrets are not settings: S3 keys
+come from the sources of `evernear.common.store.credentials`, a remote server's token from
+``EVERNEAR_TOKEN`` or the file ``EVERNEAR_TOKEN_FILE``.
 """
 
 import os

@@ -4,6 +4,7 @@ import os
 import shutil
 from pathlib import Path
 
+import boto3
 import pytest
 
 from evernear.common.outputs import MARKER, claim
@@ -181,6 +182,24 @@ def test_bucket_reads_only_what_may_be_an_image_and_only_once(
     (tree / "1" / "README").write_bytes(make_image(900))
     upload(bucket, tree, "images")
     assert len(contents(run_ingest(source))) == 37 + len(UNUSUAL)
+
+
+def test_archived_object_is_left_out_and_read_once_it_is_restored(
+    tree, run_ingest, make_image, bucket: str, contents
+) -> None:
+    source = upload(bucket, tree, "images")
+    client = boto3.client("s3", endpoint_url=os.environ["AWS_ENDPOINT_URL"])
+    image = {"Bucket": bucket, "Key": "images/1/archived.png"}
+    client.put_object(**image, Body=make_image(700), StorageClass="GLACIER")
+    manifest = run_ingest(source)
+    assert len(contents(manifest)) == 36
+    assert noted(manifest, "undecodable") == ["1/archived.png"]
+    with pytest.raises(DataError, match=r"refused s3:GetObject on s3://.*archived\.png: .*; restore it and run"):
+        open_tree(source).read("1/archived.png")
+    client.restore_object(**image, RestoreRequest={"Days": 1})
+    restored = run_ingest(source)
+    assert len(contents(restored)) == 37
+    assert noted(restored, "undecodable") == []
 
 
 def test_bucket_whose_class_has_no_image_names_it(tree, run_ingest, bucket: str) -> None:

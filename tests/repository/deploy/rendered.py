@@ -29,6 +29,7 @@ PARTS: dict[str, tuple[str, ...]] = {
     "production": ("overlays/production",),
     "production, ingress": ("overlays/production", "components/ingress"),
     "production, console": ("overlays/production", "components/console"),
+    "production, roles of AWS": ("overlays/production", "components/console", "components/aws-identity"),
     "gpu": ("overlays/gpu", "components/multi-node-training", "components/many-machines"),
     "kserve": ("overlays/kserve",),
     "kserve, canary": ("overlays/kserve", "components/canary-standard"),

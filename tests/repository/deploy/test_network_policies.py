@@ -16,6 +16,7 @@ class Peer:
     labels: Object
     namespace: str = HERE
     namespace_labels: Object | None = None
+    address: str = ""
 
     @property
     def namespace_has(self) -> Object:
@@ -52,7 +53,9 @@ def _passes(policies: list[Object] | None, rules: str, key: str, peer: Peer, por
 
 
 def _is(selector: Object, peer: Peer) -> bool:
-    assert selector.keys() <= {"podSelector", "namespaceSelector"}
+    assert selector.keys() <= {"podSelector", "namespaceSelector", "ipBlock"}
+    if "ipBlock" in selector:
+        return selector["ipBlock"]["cidr"] == f"{peer.address}/32"
     if "namespaceSelector" in selector:
         if not _selects(selector["namespaceSelector"], peer.namespace_has):
             return False
@@ -87,6 +90,7 @@ CLIENT = Peer({}, "shop", {"evernear.dev/client": "true"})
 GATEWAY = Peer({"istio": "ingressgateway"}, "istio-system", {"evernear.dev/client": "true"})
 OTHER_POD = Peer({}, "elsewhere")
 INTERNET = Peer({}, "out-there")
+METADATA = [Peer({}, "a node", address=address) for address in ("169.254.169.254", "169.254.170.23")]
 PROMETHEUS = Peer({"app.kubernetes.io/name": "prometheus"}, "monitoring")
 
 
@@ -134,6 +138,18 @@ def test_every_pod_reaches_dns_and_its_store(manifests: list[Object]) -> None:
             assert reaches(manifests, pod, DNS, 53, "UDP"), name
             assert reaches(manifests, pod, DNS, 53), name
             assert reaches(manifests, pod, INTERNET, 443), name
+
+
+@pytest.mark.parametrize("name", ["prep", "slack", "watch", "console", "serving"])
+def test_pods_reach_what_hands_out_the_keys_of_a_role_only_with_its_component(name: str) -> None:
+    for part, expected in (("production, console", False), ("production, roles of AWS", True)):
+        rendered = objects(part)
+        manifests = [*rendered, *serving(rendered)]
+        pod = component(manifests, name)
+        for server in METADATA:
+            assert reaches(manifests, pod, server, 80) == expected
+            assert not reaches(manifests, pod, server, 8080)
+        assert reaches(manifests, pod, INTERNET, 443)  # STS
 
 
 def test_only_pods_with_keys_reach_the_trial_store() -> None:

@@ -17,10 +17,11 @@ __all__ = ["FileStore", "ObjectInfo", "Store", "open_store"]
 def open_store(uri: str) -> Store:
     """Open the store at ``file:///absolute/path`` or ``s3://bucket/prefix``.
 
-    S3 is configured by the usual environment variables: ``AWS_ENDPOINT_URL`` (AWS by default),
-    ``AWS_ACCESS_KEY_ID``, ``AWS_SECRET_ACCESS_KEY``, ``AWS_SESSION_TOKEN``, ``AWS_REGION``
-    (us-east-1 by default), ``AWS_CA_BUNDLE`` for a private certificate authority, ``HTTP_PROXY``,
-    ``HTTPS_PROXY`` and ``NO_PROXY``. Without keys, requests are anonymous.
+    S3 is configured by the usual environment variables: ``AWS_ENDPOINT_URL_S3`` or
+    ``AWS_ENDPOINT_URL`` (AWS by default), ``AWS_REGION`` (us-east-1 by default), ``AWS_CA_BUNDLE``
+    for a private certificate authority, ``HTTP_PROXY``, ``HTTPS_PROXY`` and ``NO_PROXY``. Keys come
+    from the first source that `evernear.common.store.credentials` finds. Without keys, requests are
+    anonymous.
 
     Raises:
         SettingsError: the URI has another form, or an endpoint, key or proxy is invalid.

@@ -39,6 +39,9 @@ class Store(Protocol):
     sha256 that was recorded on writing, if any, and raise `IntegrityError`."""
 
     uri: str
+    identity: str = ""
+    """Whose keys sign the requests to S3. Empty: they are anonymous, or the store is a
+    directory."""
 
     def put(self, key: str, data: bytes | Path) -> str:
         """Write bytes or a file's content atomically, and return the etag."""

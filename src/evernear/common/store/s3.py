@@ -84,12 +84,8 @@ def object_reader(connection: S3Connection, bucket: str) -> Callable[[str], byte
         "region": connection.region,
         "virtual_hosted_style_request": False,
     }
-    if connection.credentials:
-        keys = connection.credentials.retrieve()
-        config["access_key_id"], config["secret_access_key"] = keys.access_key, keys.secret_key
-        if keys.session_token:
-            config["session_token"] = keys.session_token
-    else:
+    keys = connection.credentials
+    if keys is None:
         config["skip_signature"] = True
         config["access_key_id"] = config["secret_access_key"] = ""  # only one of them is an error
     client_options: ClientConfig = {
@@ -99,7 +95,12 @@ def object_reader(connection: S3Connection, bucket: str) -> Callable[[str], byte
         "read_timeout": timedelta(seconds=READ_TIMEOUT_S),
         "timeout": timedelta(days=1),
     }
-    store = S3Store(config=config, client_options=client_options, retry_config={"max_retries": 0})
+    store = S3Store(
+        config=config,
+        client_options=client_options,
+        retry_config={"max_retries": 0},
+        credential_provider=keys.for_obstore if keys else None,
+    )
 
     def read(name: str) -> bytes | None:
         if name.startswith("/") or name.endswith("/"):
@@ -127,6 +128,7 @@ class S3Store(Store):
         self._prefix = f"{prefix}/" if prefix else ""
         self._connection = S3Connection.from_environment()
         self._client = self._connection.client
+        self.identity = self._connection.credentials.source if self._connection.credentials else ""
 
     def put(self, key: str, data: bytes | Path) -> str:
         check_key(key)

@@ -12,7 +12,7 @@ from email.utils import parsedate_to_datetime
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
-from urllib.parse import unquote, unquote_plus, urlsplit
+from urllib.parse import unquote_plus, urlsplit
 from xml.etree import ElementTree
 from xml.etree.ElementTree import ParseError
 from xml.sax.saxutils import unescape
@@ -20,11 +20,12 @@ from xml.sax.saxutils import unescape
 import certifi
 import urllib3
 from minio import Minio
-from minio.credentials.providers import EnvAWSProvider
 from minio.error import InvalidResponseError, MinioException, S3Error
 from minio.helpers import DictType
 
-from evernear.common.environment import proxy_of, usable
+from evernear.common.environment import proxy_of, proxy_options
+from evernear.common.output import root_cause
+from evernear.common.store.credentials import KEY_NAMES, Keys, Profile, find_keys
 from evernear.errors import SettingsError, StoreError, TransientStoreError
 
 MAX_ATTEMPTS = 4
@@ -77,25 +78,29 @@ class S3Connection:
     client: Minio
     writer: Minio
     """For conditional writes: retries only requests that were certainly not executed."""
-    credentials: EnvAWSProvider | None
+    credentials: Keys | None
+    """None: requests are anonymous."""
     certificates: Path
 
     @classmethod
     def from_environment(cls) -> "S3Connection":
         """Read the variables that `evernear.common.store.open_store` lists."""
-        endpoint = os.environ.get("AWS_ENDPOINT_URL") or "https://s3.amazonaws.com"
+        profile = Profile.of()
+        name, endpoint = endpoint_of(profile)
         parts = urlsplit(endpoint)
         if parts.scheme not in ("http", "https") or not parts.netloc or parts.path.strip("/") or _has_space(endpoint):
-            raise SettingsError(f"AWS_ENDPOINT_URL={endpoint!r} is not of the form https://host:port.")
-        region = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION") or "us-east-1"
-        keys = [usable(name) for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")]
-        credentials = EnvAWSProvider() if keys[0] else None
+            raise SettingsError(f"{name}={endpoint!r} is not of the form https://host:port.")
+        region = (
+            os.environ.get("AWS_REGION")
+            or os.environ.get("AWS_DEFAULT_REGION")
+            or profile.values.get("region")
+            or "us-east-1"
+        )
         certificates = _certificates()
+        credentials = find_keys(certificates)
         http = pool(endpoint, certificates, _retries())
         minio = partial(Minio, parts.netloc, secure=parts.scheme == "https", region=region, credentials=credentials)
         try:
-            if credentials:
-                credentials.retrieve()
             client = minio(http_client=http)
             writer = minio(http_client=pool(endpoint, certificates, _retries(only_unexecuted=True)))
         except ValueError as error:
@@ -162,50 +167,49 @@ class S3Connection:
         except S3Error as error:
             transient = error.response.status in _OVERLOADED or error.code in _DAMAGED
             kind = TransientStoreError if transient else StoreError
-            raise kind(self._explain(error, permission, bucket, location)) from error
+            sentence = self._explain(error, permission, bucket, location)
+            raise kind(sentence, is_archived=error.code == "InvalidObjectState") from error
         except InvalidResponseError as error:
             # Transient, because an ingress sends such responses while its backend is down.
             text = " ".join(_MARKUP.sub(" ", str(error)).split())[:160]
             raise TransientStoreError(
-                f"{self.endpoint} does not behave like S3 ({text}); check AWS_ENDPOINT_URL."
+                f"{self.endpoint} does not behave like S3 ({text}); check {endpoint_name()}."
             ) from error
         except (MinioException, ParseError, ValueError, KeyError) as error:
             raise TransientStoreError(
                 f"{self.endpoint} sent an invalid response about {location} ({error}); run again, or check"
-                " AWS_ENDPOINT_URL."
+                f" {endpoint_name()}."
             ) from error
         except urllib3.exceptions.MaxRetryError as error:
-            raise TransientStoreError(self._explain_unreachable(error.reason)) from error
+            raise TransientStoreError(self._explain_unreachable(error.reason or error)) from error
         except urllib3.exceptions.HTTPError as error:
             raise TransientStoreError(
-                f"The transfer of {location} was interrupted ({_reason(error)}); run again."
+                f"The transfer of {location} was interrupted ({root_cause(error)}); run again."
             ) from error
 
-    def _explain_unreachable(self, reason: Exception | None) -> str:
+    def _explain_unreachable(self, reason: Exception) -> str:
         proxy = self.http.proxy
         if proxy and isinstance(reason, urllib3.exceptions.ProxyError):
             return (
                 f"The proxy {proxy.scheme}://{proxy.netloc} (HTTP_PROXY, HTTPS_PROXY) to {self.endpoint} cannot be"
-                f" reached: {_reason(reason)}; correct it, or exempt the server with NO_PROXY."
+                f" reached: {root_cause(reason)}; correct it, or exempt the server with NO_PROXY."
             )
         if isinstance(reason, urllib3.exceptions.SSLError):
             if "CERTIFICATE" in str(reason).upper():
-                return f"{self.endpoint} cannot be trusted: {_reason(reason)}; AWS_CA_BUNDLE may name its authority."
+                return f"{self.endpoint} cannot be trusted: {root_cause(reason)}; AWS_CA_BUNDLE may name its authority."
             return (
-                f"{self.endpoint} does not speak TLS ({_reason(reason)}); if it is an HTTP port, use http:// in"
-                " AWS_ENDPOINT_URL."
+                f"{self.endpoint} does not speak TLS ({root_cause(reason)}); if it is an HTTP port, use http:// in"
+                f" {endpoint_name()}."
             )
-        return f"{self.endpoint} cannot be reached: {_reason(reason)}; check AWS_ENDPOINT_URL."
+        return f"{self.endpoint} cannot be reached: {root_cause(reason)}; check {endpoint_name()}."
 
     def _explain(self, error: S3Error, permission: str, bucket: str, location: str) -> str:
         code, status = error.code or "", error.response.status
         if code == "NoSuchBucket":
             return f"The bucket {bucket!r} does not exist at {self.endpoint}."
         if code in _BAD_KEYS:
-            return (
-                f"{self.endpoint} does not accept the keys ({code});"
-                " check AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and AWS_SESSION_TOKEN."
-            )
+            remedy = self.credentials.remedy if self.credentials else "set AWS_ACCESS_KEY_ID"
+            return f"{self.endpoint} does not accept the keys ({code}); {remedy}."
         if code == "RequestTimeTooSkewed":
             return f"{_clock_skew(error, self.endpoint)}; set this machine's clock (NTP)."
         if code in _OTHER_REGION:
@@ -215,18 +219,36 @@ class S3Connection:
         if status in _OVERLOADED:
             fault = f"is overloaded or broken ({status} {code}) after {MAX_ATTEMPTS} attempts"
             return f"{self.endpoint} {fault}; run again later."
-        # An archived object (S3 Glacier) is also a 403, which the server's message explains.
-        if code == "AccessDenied" or (status == 403 and code != "InvalidObjectState"):
+        refused = f"{self.endpoint} refused {permission} on {location}: {(error.message or code).rstrip('.')}."
+        if code == "InvalidObjectState":  # also a 403
+            return f"{refused} The object is archived (S3 Glacier); restore it and run again."
+        if code == "AccessDenied" or status == 403:
             credentials = self._credentials_hint(permission)
             return f"{permission} on {location} is not permitted {credentials}; see docs/object-store.md."
-        return f"{self.endpoint} refused {permission} on {location}: {error.message or code}."
+        return refused
 
     def _credentials_hint(self, permission: str) -> str:
         if not self.credentials:
-            return "without keys; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
+            return f"without keys; set {' and '.join(KEY_NAMES[:2])}, or give the process a role"
         # AWS returns 403 for a missing object if the user lacks s3:ListBucket.
         hint = " (or it is absent and s3:ListBucket not permitted)" if permission == "s3:GetObject" else ""
-        return f"with these keys{hint}"
+        source = self.credentials.source
+        return "with these keys" + ("" if source in KEY_NAMES else f" of {source}") + hint
+
+
+def endpoint_of(profile: Profile) -> tuple[str, str]:
+    """What names the server, and its URL, in the order of AWS's tools."""
+    for name in ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL"):
+        if url := os.environ.get(name):
+            return name, url
+    url = profile.values.get("endpoint_url")
+    if url and os.environ.get("AWS_IGNORE_CONFIGURED_ENDPOINT_URLS", "").lower() != "true":
+        return f"endpoint_url of the profile {profile.name}", url
+    return "AWS_ENDPOINT_URL", "https://s3.amazonaws.com"
+
+
+def endpoint_name() -> str:
+    return endpoint_of(Profile.of())[0]
 
 
 def _has_space(url: str) -> bool:
@@ -275,11 +297,6 @@ def _clock_skew(error: S3Error, endpoint: str) -> str:
     return f"The clocks of this machine and {endpoint} differ{difference}, too much for a signature"
 
 
-def _reason(error: Exception | None) -> str:
-    """urllib3's message without the object representation that precedes it."""
-    return str(error).rpartition(": ")[2].rstrip(".") or type(error).__name__
-
-
 def _retries(only_unexecuted: bool = False) -> urllib3.Retry:
     """The retry policy for idempotent requests, or with ``only_unexecuted`` for all others."""
     return urllib3.Retry(
@@ -323,7 +340,7 @@ _OTHER_CONTENT = ("text/html", "application/xhtml", "application/json", "text/pl
 def not_s3(endpoint: str, content: str) -> StoreError:
     """The error for a response that reports success but was not sent by S3."""
     return StoreError(
-        f"{endpoint} does not behave like S3: it answers with {content}; check AWS_ENDPOINT_URL, which may name a "
+        f"{endpoint} does not behave like S3: it answers with {content}; check {endpoint_name()}, which may name a "
         "console or a login page."
     )
 
@@ -352,19 +369,12 @@ class _ProxyManager(_OnlyS3, urllib3.ProxyManager):
 
 def pool(endpoint: str, certificates: Path, retries: urllib3.Retry) -> urllib3.PoolManager:
     proxy = proxy_of(endpoint)
-    manager: Callable[..., urllib3.PoolManager] = _proxied(proxy) if proxy else _PoolManager
+    manager: Callable[..., urllib3.PoolManager] = (
+        partial(_ProxyManager, **proxy_options(proxy)) if proxy else _PoolManager
+    )
     return manager(
         maxsize=64,
         timeout=urllib3.Timeout(connect=CONNECT_TIMEOUT_S, read=READ_TIMEOUT_S),
         retries=retries,
         ca_certs=str(certificates),
     )
-
-
-def _proxied(proxy: str) -> Callable[..., urllib3.PoolManager]:
-    parts = urlsplit(proxy)
-    if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise SettingsError("HTTP_PROXY or HTTPS_PROXY is not of the form http://host:port.")
-    login = f"{unquote(parts.username)}:{unquote(parts.password or '')}" if parts.username else None
-    headers = urllib3.make_headers(proxy_basic_auth=login) if login else None
-    return partial(_ProxyManager, proxy, proxy_headers=headers)

@@ -20,6 +20,7 @@ from kubernetes.client.exceptions import ApiException, OpenApiException
 from kubernetes.config.config_exception import ConfigException
 from kubernetes.watch import Watch
 
+from evernear.common.output import root_cause
 from evernear.errors import ClusterError
 from evernear.settings import KubernetesSettings
 
@@ -269,8 +270,7 @@ class Cluster:
         except ApiException as error:
             raise self._explain(error) from None
         except (urllib3.exceptions.HTTPError, OpenApiException) as error:
-            reason = getattr(error, "reason", None) or error
-            raise ClusterError(f"The API server at {self.host} cannot be reached: {_plain(reason)}.", 503) from None
+            raise ClusterError(f"The API server at {self.host} cannot be reached: {root_cause(error)}.", 503) from None
 
     def _explain(self, error: ApiException) -> ClusterError:
         status = _status(error)
@@ -340,11 +340,6 @@ def _no_credentials(error: Exception) -> str:
         "No cluster is configured: this process does not run in a pod with a service account, and"
         f" {kubeconfig} does not exist; set KUBECONFIG."
     )
-
-
-def _plain(reason: object) -> str:
-    """The reason in a urllib3 error message, without the repr of the connection object."""
-    return " ".join(str(reason).rpartition(": ")[2].split()).rstrip(".") or type(reason).__name__
 
 
 def selector(kubernetes: KubernetesSettings) -> dict[str, str]:

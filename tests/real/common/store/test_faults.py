@@ -164,8 +164,11 @@ def test_clock_skew_is_named(faulty_proxy: FaultyProxy, store: S3Store) -> None:
         ("PUT", refuse(400, "BadDigest"), r"upload of s3://.*/x was damaged in transit .*nothing was stored"),
         ("PUT", refuse(400, "XAmzContentSHA256Mismatch"), r"upload of s3://.*/x was damaged in transit"),
         ("GET", refuse(400, "AuthorizationHeaderMalformed"), r"is not in the region us-east-1 .*set AWS_REGION"),
-        # An archived object is not reported as forbidden.
-        ("GET", refuse(403, "InvalidObjectState"), r"refused s3:GetObject on s3://.*/x: InvalidObjectState, sorry\."),
+        (
+            "GET",
+            refuse(403, "InvalidObjectState"),
+            r"refused s3:GetObject on s3://.*/x: InvalidObjectState, sorry\. The object is archived \(S3 Glacier\)",
+        ),
         ("GET", flip, "sent an invalid response about s3://"),
     ],
 )
