@@ -14,6 +14,7 @@ import kubernetes_validate
 import pytest
 
 from evernear.release.records import ARCHIVES
+from evernear.serving.pod import ENDPOINT_REMOVAL_S
 from tests import ROOT
 from tests.loopback.kubernetes import webhooks
 from tests.repository.deploy.rendered import DEPLOY, NEWEST, PARTS, Object, named, objects
@@ -123,6 +124,19 @@ def test_canary_does_not_change_the_stable_predictor() -> None:
     assert service("kserve")["spec"]["predictor"] == service("kserve, canary")["spec"]["predictor"]
 
 
+@pytest.mark.parametrize("part", [part for part in KSERVE if "knative" not in part])
+def test_replaced_pod_answers_until_clients_have_left_it(part: str) -> None:
+    spec = service(part)["spec"]
+    source = (sdk_package() / "model_server.py").read_text()
+    (drain_s,) = {int(found) for found in re.findall(r"grace_period: int = (\d+),", source)}
+    components = [spec["predictor"], *filter(None, [spec.get("transformer")])]
+    for component in components:
+        assert component["terminationGracePeriodSeconds"] > ENDPOINT_REMOVAL_S + drain_s
+    for component in (*components, *_canaries(spec)):
+        (container,) = component["containers"]
+        assert container["lifecycle"]["preStop"]["exec"]["command"] == ["sleep", str(ENDPOINT_REMOVAL_S)]
+
+
 @pytest.mark.parametrize("part", [part for part in KSERVE if "knative" in part])
 def test_knative_accepts_the_pods(part: str) -> None:
     inference_service = service(part)
@@ -133,6 +147,7 @@ def test_knative_accepts_the_pods(part: str) -> None:
         assert "deploymentStrategy" not in component
         assert component["scaleMetric"] == "concurrency"
         (container,) = component["containers"]
+        assert "lifecycle" not in container
         (port,) = container["ports"]
         assert container["readinessProbe"]["httpGet"]["port"] == port["containerPort"]
 

@@ -18,7 +18,8 @@ from fastapi.routing import APIRoute
 from evernear import settings
 from evernear.cli.app import app
 from evernear.kubeflow import connection
-from evernear.serving.prep.app import router
+from evernear.serving.pod import ENDPOINT_REMOVAL_S
+from evernear.serving.prep.app import SHUTDOWN_TIMEOUT_S, router
 from evernear.settings.serving import PREP_TIMEOUT_S
 from tests.loopback.kubernetes.pod_security import violations
 from tests.loopback.kubernetes.users import config_errors, injected
@@ -108,6 +109,18 @@ def _containers_with_an_image(tree: Any) -> Iterator[Object]:
         tree = list(tree.values())
     for child in tree if isinstance(tree, list) else ():
         yield from _containers_with_an_image(child)
+
+
+def test_replaced_pod_answers_until_clients_have_left_it(manifests: list[Object]) -> None:
+    """Clients reach a pod for some time after it is removed from its Service."""
+    for deployment in (m for m in manifests if m["kind"] == "Deployment"):
+        pod = deployment["spec"]["template"]["spec"]
+        is_rolled = deployment["spec"].get("strategy", {}).get("type") != "Recreate"
+        for container in pod["containers"]:
+            if is_rolled and "ports" in container:
+                program, delay_s = container["lifecycle"]["preStop"]["exec"]["command"]
+                assert (program, int(delay_s)) == ("sleep", ENDPOINT_REMOVAL_S), deployment["metadata"]["name"]
+                assert pod["terminationGracePeriodSeconds"] > ENDPOINT_REMOVAL_S + SHUTDOWN_TIMEOUT_S
 
 
 def test_namespace_enforces_the_restricted_standard(manifests: list[Object]) -> None:
