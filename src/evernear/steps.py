@@ -24,7 +24,7 @@ from evernear.embedding import CODE, DESCRIPTION_FILE
 from evernear.embedding.clock import Clock
 from evernear.errors import SettingsError
 from evernear.reporting import countdowns
-from evernear.settings import OneRun, RunSettings, TrainSettings, of_run, parse
+from evernear.settings import PRETRAINED_SIZE_PX, OneRun, RunSettings, TrainSettings, of_run, parse
 from evernear.settings.train import WEIGHTS_OF_PHOTOGRAPHS, TrainingChoices
 
 if TYPE_CHECKING:
@@ -56,6 +56,9 @@ def ingest(run: str, store: str, parameters: dict[str, str], settings: Tree, dat
         nodes = StepNodes(chosen.data.nodes, running.report)
         live = live_classes(open_store(chosen.store_uri), chosen.classes)
         minimum = ClassMinimum(chosen.validation.min_class_images, live)
+        train = chosen.train
+        is_default = train == TrainSettings(minutes=train.minutes, seed=train.seed)
+        starts_pretrained = is_default and is_installed(WEIGHTS_OF_PHOTOGRAPHS)
         manifest = ingest_source(
             chosen.data,
             chosen.store_uri,
@@ -64,12 +67,11 @@ def ingest(run: str, store: str, parameters: dict[str, str], settings: Tree, dat
             nodes.run,
             minimum,
             chosen.max_size_px,
+            PRETRAINED_SIZE_PX if starts_pretrained else chosen.max_size_px,
             reread=chosen.reread,
             moved_from=chosen.moved_from,
         )
-        train = chosen.train
-        is_default = train == TrainSettings(minutes=train.minutes, seed=train.seed)
-        if is_default and manifest.has_photographs and is_installed(WEIGHTS_OF_PHOTOGRAPHS):
+        if starts_pretrained and manifest.has_photographs:
             train = train.model_copy(update={"weights": WEIGHTS_OF_PHOTOGRAPHS})
             chosen = chosen.model_copy(update={"train": train})
             running.note(

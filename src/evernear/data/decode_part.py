@@ -230,13 +230,18 @@ def images_at_once(form: ImageForm) -> int:
 
 
 def parts_folder(
-    snapshots: Snapshots, settings: DataSettings, parent: Manifest | None, decoder: str, max_size_px: int, adopt: bool
+    snapshots: Snapshots,
+    settings: DataSettings,
+    parent: Manifest | None,
+    decoder: str,
+    sizes_px: tuple[int, int],
+    adopt: bool,
 ) -> str:
     """Where plans are stored. With ``adopt``, plans of an equal earlier ingest are reused."""
     ledger = (parent.ledger_sha256, *parent.ledger_changes) if parent else ()
     # The key includes the names of all settings, because a version with different settings could
     # not read the plans.
-    chosen = f"{[*DataSettings.model_fields]} {settings.model_dump_json(exclude=_OF_SPEED)} {max_size_px}"
+    chosen = f"{[*DataSettings.model_fields]} {settings.model_dump_json(exclude=_OF_SPEED)} {sizes_px}"
     begun = f"{chosen} {ledger} {decoder}"
     key = sha256_bytes(begun.encode()) if adopt else uuid4().hex
     return f"{snapshots.parts_folder(parent)}{key[:16]}"

@@ -9,7 +9,7 @@ from itertools import islice
 
 from evernear.data.decoding import ImageForm, read_image
 from evernear.data.ledger import Ledger
-from evernear.data.manifest import Manifest
+from evernear.data.manifest import Manifest, is_photographic
 from evernear.data.preprocess import Resize, bit_depth_of, decode_inspected, is_gray
 from evernear.data.reduction import BIT_DEPTHS, BitDepth
 from evernear.data.sources import ArraySource, FileEntry, FileSource
@@ -31,9 +31,11 @@ def choose_form(
     ledger: Ledger,
     parent: Manifest | None,
     max_size_px: int = MAX_SIZE_PX,
+    photo_size_px: int = MAX_SIZE_PX,
 ) -> ImageForm:
-    """Choose the form for the images of ``source``. The listing of the source is in ``ledger``."""
-    sample = _Sample(settings, source, ledger, max_size_px)
+    """Choose the form for the images of ``source``. The listing of the source is in ``ledger``. The
+    limits of the size are those of `evernear.data.ingest.ingest_source`."""
+    sample = _Sample(settings, source, ledger, max_size_px, photo_size_px)
     shape = _shape(settings, sample, parent)
     return ImageForm(shape, _resize(settings, parent), _bit_depth(settings, sample, parent))
 
@@ -80,17 +82,23 @@ class _Sample:
     """Shape and bit depth of a sample of files, which are read only when a method needs them."""
 
     def __init__(
-        self, settings: DataSettings, source: ArraySource | FileSource, ledger: Ledger, max_size_px: int
+        self,
+        settings: DataSettings,
+        source: ArraySource | FileSource,
+        ledger: Ledger,
+        max_size_px: int,
+        photo_size_px: int,
     ) -> None:
-        self._settings, self._source, self._ledger, self._max_size_px = settings, source, ledger, max_size_px
+        self._settings, self._source, self._ledger = settings, source, ledger
+        self._max_size_px, self._photo_size_px = max_size_px, photo_size_px
 
     def shape(self) -> Shape:
         """The shape (H, W, C) for the dataset.
 
         If most images have the same size, the dataset has that size. Otherwise, dataset images are
         square, because photographs can be in portrait or landscape orientation. The side length is
-        the median of the shorter sides. No side is longer than ``max_size_px``. If most images are
-        gray, the dataset is gray.
+        the median of the shorter sides. No side is longer than ``max_size_px``, or for photographs
+        ``photo_size_px``. If most images are gray, the dataset is gray.
         """
         if not isinstance(self._source, FileSource):
             return *next(self._source.blocks()).images.shape[1:], 1
@@ -100,10 +108,12 @@ class _Sample:
         height, width = statistics.mode(sizes) if sizes else first[:2]
         if 2 * sizes.count((height, width)) < len(sizes):
             height = width = statistics.median_low(min(size) for size in sizes)
-        scale = min(1.0, self._max_size_px / max(height, width))
         grays = sum(channels == 1 for *_, channels in shapes)
         channels = (1 if 2 * grays > len(shapes) else 3) if shapes else first[2]
-        return max(1, round(height * scale)), max(1, round(width * scale)), channels
+        shape = _limited(height, width, channels, self._max_size_px)
+        if is_photographic(shape) and self._photo_size_px > self._max_size_px:
+            return _limited(height, width, channels, self._photo_size_px)
+        return shape
 
     def bit_depth(self) -> BitDepth:
         """The smallest bit depth for all values in 16-bit files, or 16 if there are none."""
@@ -132,6 +142,11 @@ class _Sample:
                 images = ((entry, None) for entry in self._ledger.sample(_SAMPLED_FILES))
             described = pool.map(describe, images)
             return [file for file in described if file is not None]
+
+
+def _limited(height: int, width: int, channels: int, max_size_px: int) -> Shape:
+    scale = min(1.0, max_size_px / max(height, width))
+    return max(1, round(height * scale)), max(1, round(width * scale)), channels
 
 
 def _first_file_shape(source: FileSource, ledger: Ledger, settings: DataSettings) -> Shape:

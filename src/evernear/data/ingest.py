@@ -17,7 +17,7 @@ restored. A model may already have been trained on the image.
 
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
 from datetime import UTC, datetime
 from functools import partial
@@ -51,7 +51,7 @@ from evernear.data.listing import (
     require_groups,
     require_one_source,
 )
-from evernear.data.manifest import SPLITS, Manifest
+from evernear.data.manifest import SPLITS, Manifest, is_photographic
 from evernear.data.snapshots import Snapshots
 from evernear.data.sources import FileSource, open_source
 from evernear.data.writer import ShardWriter
@@ -78,6 +78,7 @@ def ingest_source(
     run: RunParts = run_parts,
     minimum: ClassMinimum = ANY_NUMBER,
     max_size_px: int = MAX_SIZE_PX,
+    photo_size_px: int = MAX_SIZE_PX,
     *,
     reread: bool = False,
     moved_from: str = "",
@@ -90,7 +91,8 @@ def ingest_source(
     an uninterrupted ingest. Memory use does not grow with the number of images. ``report`` is
     called with progress messages about once a second. ``warn`` is called with one sentence for each
     change that may be a mistake. ``minimum`` decides which classes wait for more images from
-    review. ``max_size_px`` limits the size that is chosen if ``data.size_px`` is not set.
+    review. ``max_size_px`` limits the size that a new dataset gets if ``data.size_px`` is not set,
+    and ``photo_size_px`` that of photographs, if it is larger.
     ``reread`` and ``moved_from`` are those of `evernear.settings.OneRun`.
 
     Raises:
@@ -102,7 +104,16 @@ def ingest_source(
     if settings.test_fraction + settings.gallery_fraction + settings.query_fraction >= 1:
         raise SettingsError("data.test_fraction, gallery_fraction and query_fraction leave nothing to train on.")
     ingest = partial(
-        _ingest, settings, store_uri, report, warn, run, minimum, max_size_px, reread=reread, moved_from=moved_from
+        _ingest,
+        settings,
+        store_uri,
+        report,
+        warn,
+        run,
+        minimum,
+        (max_size_px, photo_size_px),
+        reread=reread,
+        moved_from=moved_from,
     )
     try:
         return ingest(adopt=not reread)
@@ -120,7 +131,7 @@ def _ingest(
     warn: Callable[[str], None],
     run: RunParts,
     minimum: ClassMinimum,
-    max_size_px: int,
+    sizes_px: tuple[int, int],
     *,
     reread: bool,
     moved_from: str,
@@ -149,9 +160,9 @@ def _ingest(
                 )
 
             decoder = code_digest(DECODING_CODE, DECODING_LIBRARIES)
-            folder = parts_folder(snapshots, settings, parent, f"{decoder} {moved_from}", max_size_px, adopt)
+            folder = parts_folder(snapshots, settings, parent, f"{decoder} {moved_from}", sizes_px, adopt)
             form = planned_form(snapshots.store, folder)
-            form = form or choose_form(settings, source, ledger, parent, max_size_px)
+            form = form or choose_form(settings, source, ledger, parent, *sizes_px)
             writer = ShardWriter(snapshots.store, snapshots.name, form.shape, SHARD_SIZE_BYTES, ledger, scratch)
             _decode_again(reread, decoder, ledger, report)
 
@@ -166,6 +177,9 @@ def _ingest(
             combine(batches, settings, source.chosen_splits, group, ledger, writer, added.add)
             for swap in ledger.swapped_classes():
                 warn(swap)
+            if parent is not None and settings.size_px is None:
+                for sentence in _small_photographs(form.shape, ledger, max(sizes_px)):
+                    warn(sentence)
 
             report("writing the manifest")
             problems, counts = ledger.problems(*form.shape[:2], form.resize)
@@ -181,6 +195,20 @@ def _ingest(
             with suppress(StoreError):  # the pipeline's keys may lack permission to delete, and prune deletes later
                 snapshots.delete_parts(lambda key: key.startswith(f"{folder}/") or not key.startswith(useful))
             return manifest
+
+
+def _small_photographs(shape: tuple[int, int, int], ledger: Ledger, photo_size_px: int) -> Iterator[str]:
+    """A sentence if a new dataset would store these photographs larger, because each keeps its
+    size."""
+    height, width, _ = shape
+    if is_photographic(shape) and max(height, width) < photo_size_px and ledger.most_are_larger(height, width):
+        times = (photo_size_px / max(height, width)) ** 2
+        yield (
+            f"this dataset keeps its photographs at {width} x {height} pixels, although the pretrained network sees "
+            f"{photo_size_px}; to store them larger, start over with another --workdir or store, which reads all "
+            f"images again, takes about {times:.0f} times the space, draws new splits, and compares its first release "
+            "with none"
+        )
 
 
 def _open_ledger(snapshots: Snapshots, parent: Manifest | None, source: str, moved_from: str, scratch: Path) -> Ledger:

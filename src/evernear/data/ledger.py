@@ -422,6 +422,11 @@ class Ledger:
         """Maps each changed image in a slot to its new label, or to None if it is removed."""
         return dict(self._all("SELECT digest, label FROM changes WHERE slot = ?", slot))
 
+    def most_are_larger(self, height_px: int, width_px: int) -> bool:
+        """Whether most images were larger before they were resized."""
+        query = "SELECT 2 * SUM(width > ? AND height > ?) > COUNT(*) FROM images"
+        return bool(self._all(query, width_px, height_px)[0][0])
+
     def problems(self, height_px: int, width_px: int, resize: Resize) -> tuple[list[Problem], dict[str, int]]:
         return list_problems(self._db, self.groups, height_px, width_px, resize)
 

@@ -26,6 +26,12 @@ PHOTO_MIN_PX = 64
 """Minimum length of the shorter side for color images to count as photographs."""
 
 
+def is_photographic(shape: tuple[int, int, int]) -> bool:
+    """Whether images of ``shape`` (H, W, C) count as photographs."""
+    height, width, channels = shape
+    return channels == 3 and min(height, width) >= PHOTO_MIN_PX
+
+
 class Shard(Frozen):
     """A file with images from one split, ``datasets/<name>/shards/<sha256>.npy``."""
 
@@ -111,8 +117,7 @@ class Manifest(Frozen):
 
     @property
     def has_photographs(self) -> bool:
-        height, width, channels = self.shape
-        return channels == 3 and min(height, width) >= PHOTO_MIN_PX
+        return is_photographic(self.shape)
 
     @property
     def digest(self) -> str:

@@ -70,7 +70,7 @@ class DataSettings(Section):
         ge=1,
         le=1024,
         description="Height and width of resized images. Default: the images' median size, at most 128, or 224 with "
-        "train.weights.",
+        "pretrained weights, which photographs get by default.",
     )
     resize: Literal["crop", "letterbox", "stretch"] | None = Field(
         default=None,

@@ -25,6 +25,8 @@ from evernear.settings.sources import Tree, merge, parse
 
 FILE = "evernear.toml"
 DEFAULT_WORKDIR = Path("evernear-work")
+OF_ONE_RUN = frozenset({"validation.max_left_out_fraction"})
+"""Settings that are never kept, because they accept what the files of one run are."""
 PRESET = "preset"
 """The key of the preset, whose settings every other source may override."""
 HEADER = """\
@@ -91,7 +93,7 @@ class Layers(Generic[Model]):
         words = _workdir_words(self.workdir, _workdir_of(self.environment))
         before = self._before()
         for name, value in self._explicit().items():
-            if keep or before[name] == value or has_secret(value):
+            if (keep and name not in OF_ONE_RUN) or before[name] == value or has_secret(value):
                 continue
             words += ["--preset", value] if name == PRESET else ["--set", f"{name}={_text(value)}"]
         return words
@@ -102,12 +104,18 @@ class Layers(Generic[Model]):
         if self.file.exists() and not replace:
             return []
         explicit = self._explicit()
-        values = {name: value for name, value in explicit.items() if not has_secret(value)}
+        before = self._before()
+        values = {n: value for n, value in explicit.items() if n not in OF_ONE_RUN and not has_secret(value)}
         lines = [f"Kept in {self.file} for later commands: {', '.join(values)}."] if values else []
         lines += [
             f"{name} contains a secret and is not kept in {self.file}: pass it to every command."
             for name, value in explicit.items()
             if has_secret(value)
+        ]
+        lines += [
+            f"{name}={shown(explicit[name])} is for this run alone and is not kept; a later run asks for it again."
+            for name in sorted(OF_ONE_RUN & explicit.keys())
+            if explicit[name] != before[name]
         ]
         try:
             _write(self.file, values)

@@ -124,6 +124,49 @@ def test_dataset_is_gray_if_most_images_are(modes: str, channels: int, tmp_path:
     assert run_ingest(tmp_path / "images").shape == (5, 6, channels)
 
 
+@pytest.mark.parametrize(("mode", "size", "shape"), [
+    ("RGB", (400, 300), (168, 224, 3)),
+    ("L", (400, 300), (96, 128, 1)),
+    ("RGB", (400, 180), (58, 128, 3)),
+    ("RGB", (150, 120), (120, 150, 3)),
+])  # fmt: skip
+def test_photographs_of_a_new_dataset_have_the_size_that_their_weights_see(
+    mode: str, size: tuple[int, int], shape: tuple[int, int, int], tmp_path: Path, run_ingest
+) -> None:
+    for number in range(4):
+        path = tmp_path / "images" / "ab"[number % 2] / f"{number}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.new(mode, size, 9 * number).save(path)
+    warnings = list[str]()
+    first = run_ingest(tmp_path / "images", photo_size_px=224, warn=warnings.append, shard_size_bytes=2**20)
+    assert (first.shape, warnings) == (shape, [])
+    assert (
+        run_ingest(tmp_path / "images", photo_size_px=224, warn=warnings.append, shard_size_bytes=2**20).shape == shape
+    )
+    assert warnings == []
+
+
+def test_older_dataset_keeps_small_photographs_and_says_how_to_move(tmp_path: Path, run_ingest) -> None:
+    for number in range(4):
+        path = tmp_path / "images" / "ab"[number % 2] / f"{number}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (400, 300), 9 * number).save(path)
+    warnings = list[str]()
+    assert run_ingest(tmp_path / "images", warn=warnings.append).shape == (96, 128, 3)
+    assert run_ingest(tmp_path / "images", warn=warnings.append).shape == (96, 128, 3)
+    assert warnings == []
+    assert run_ingest(tmp_path / "images", photo_size_px=224, warn=warnings.append, shard_size_bytes=2**20).shape == (
+        96,
+        128,
+        3,
+    )
+    assert [
+        "keeps its photographs at 128 x 96 pixels, although the pretrained network sees 224" in sentence
+        and "another --workdir or store" in sentence
+        for sentence in warnings
+    ] == [True]
+
+
 def test_later_ingest_keeps_size_and_resizing(tmp_path: Path, run_ingest) -> None:
     first = run_ingest(sized(tmp_path / "images", 4 * [(20, 10)]), resize="letterbox")
     second = run_ingest(sized(tmp_path / "images", 4 * [(20, 10)] + 9 * [(40, 40)]))

@@ -51,6 +51,22 @@ def test_later_commands_have_the_settings_of_the_first_run(work: Path) -> None:
     assert (work / FILE).read_text().startswith("# Settings of this working directory")
 
 
+def test_share_of_left_out_files_is_accepted_for_one_run(work: Path) -> None:
+    words = ("target=registry", "validation.max_left_out_fraction=0.7", "validation.min_class_images=3")
+    first = layers(work, *words)
+    assert first.later_words(keep=True)[-2:] == ["--set", "validation.max_left_out_fraction=0.7"]
+    kept, alone = first.keep(replace=True)
+    assert "validation.min_class_images" in kept
+    assert "max_left_out_fraction" not in kept
+    assert alone.startswith("validation.max_left_out_fraction=0.7 is for this run alone")
+    later = layers(work).settings().validation
+    assert (later.min_class_images, later.max_left_out_fraction) == (3, 0.02)
+
+    write(work, "[validation]\nmax_left_out_fraction = 0.1\n")
+    assert layers(work).settings().validation.max_left_out_fraction == 0.1, "what a user wrote into the file counts"
+    assert not layers(work, "target=registry").keep(replace=True)[1:]
+
+
 def test_order_of_the_sources(work: Path) -> None:
     config = work.with_name("config.toml")
     config.write_text("[train]\nmargin = 0.4\nseed = 4\nepochs = 4\n")
