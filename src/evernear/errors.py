@@ -10,6 +10,7 @@ how to fix it.
     ├── StoreError                   4   the object store rejects a request, or has unexpected content
     │   ├── ConflictError                another writer was first (compare-and-swap failed)
     │   ├── MissingObjectError           an object does not exist
+    │   ├── FormatError                  another version of evernear wrote an object
     │   └── TransientStoreError          the store is unreachable or overloaded; a retry may succeed
     ├── ServingError                 4   a server does not start, exited, or rejects a request
     │   ├── PredictionRejectedError  3   the server answered 4xx for this image
@@ -58,6 +59,11 @@ class ConflictError(StoreError):
 
 class MissingObjectError(StoreError):
     """An object does not exist in the store."""
+
+
+class FormatError(StoreError):
+    """Another version of evernear wrote a document of the store, which is neither damaged nor can
+    be repaired."""
 
 
 class TransientStoreError(StoreError):

@@ -20,6 +20,7 @@ from evernear.common.progress import Step, step
 from evernear.common.run_record import RunRecord
 from evernear.common.step_results import Computed, compute_once, result_key
 from evernear.common.store import Store, open_store
+from evernear.common.store.current import current_store
 from evernear.embedding import CODE, DESCRIPTION_FILE
 from evernear.embedding.clock import Clock
 from evernear.errors import SettingsError
@@ -53,8 +54,9 @@ def ingest(run: str, store: str, parameters: dict[str, str], settings: Tree, dat
 
         chosen, swaps = of_run(settings, **parameters, store=store), list[str]()
         require_runnable(chosen)
+        stored = current_store(chosen.store_uri)
         nodes = StepNodes(chosen.data.nodes, running.report)
-        live = live_classes(open_store(chosen.store_uri), chosen.classes)
+        live = live_classes(stored, chosen.classes)
         minimum = ClassMinimum(chosen.validation.min_class_images, live)
         train = chosen.train
         is_default = train == TrainSettings(minutes=train.minutes, seed=train.seed)
@@ -79,7 +81,7 @@ def ingest(run: str, store: str, parameters: dict[str, str], settings: Tree, dat
                 "installed; --set train.backbone=compact starts from random ones."
             )
         save_manifest(manifest, Path(dataset))
-        record = RunRecord(open_store(chosen.store_uri), run)
+        record = RunRecord(stored, run)
         record.save(settings=chosen.model_dump(mode="json"), parts_ingest=nodes.ran)
         running.summary = manifest.summary() + nodes.summary() + warned(swaps)
     # Argo copies the settings several times per step. With defaults, it would compress the workflow
@@ -398,10 +400,10 @@ def rollback(run: str, store: str, target: str, settings: Tree, release: str, re
         from evernear.deployment import roll_back
         from evernear.release.promotions import Cause
 
-        chosen = of_run(settings, target=target, store=store)
+        record, chosen = RunRecord(current_store(store), run), of_run(settings, target=target, store=store)
         cause = Cause.of_run(run, started_by, reason)
         restored = roll_back(chosen, cause=cause, expected=release or None)
-        RunRecord(open_store(store), run).save(rollback=restored.model_dump(mode="json") | {"why": reason})
+        record.save(rollback=restored.model_dump(mode="json") | {"why": reason})
         running.summary = f"restored: release {restored.version} {restored.state()}"
 
 
@@ -412,13 +414,13 @@ def promote(run: str, store: str, target: str, settings: Tree, release: str, rea
         from evernear.deployment import promote_release
         from evernear.release.promotions import Cause
 
-        chosen = of_run(settings, target=target, store=store)
+        record, chosen = RunRecord(current_store(store), run), of_run(settings, target=target, store=store)
         cause = Cause.of_run(run, started_by, reason)
         if release:
             promoted = promote_release(release, chosen, force=True, cause=cause)
         else:
             promoted = apply_settings(chosen, cause=cause)
-        RunRecord(open_store(store), run).save(promotion=promoted.model_dump(mode="json") | {"why": reason})
+        record.save(promotion=promoted.model_dump(mode="json") | {"why": reason})
         running.summary = f"release {promoted.version} {promoted.state()}"
 
 
@@ -429,7 +431,7 @@ def predict(run: str, store: str, images: str, out: str, release: str, nodes: in
         from evernear.release.registry import Registry
         from evernear.serving.batch import Shared, open_worker, plan_predictions, summarize
 
-        registry = Registry(open_store(store))
+        registry = Registry(current_store(store))
         for name, uri in {"images": images, "out": out}.items():
             if not uri:
                 raise SettingsError(f"The parameter {name} is empty; set it to s3://bucket/prefix.")
@@ -441,7 +443,7 @@ def predict(run: str, store: str, images: str, out: str, release: str, nodes: in
         summary = summarize(parts)
         summary.require_predictions(images)
         headline = f"{summary.predicted()} by release {version} in {parts.store.uri}"
-        RunRecord(open_store(store), run).save(predictions={"version": version, "summary": headline})
+        RunRecord(registry.store, run).save(predictions={"version": version, "summary": headline})
         left_out = f"; {summary.left_out()}" if summary.errors else ""
         running.summary = headline + pods.summary() + left_out
 
@@ -452,7 +454,7 @@ def notify(run: str, store: str, pipeline: str, state: str, error_message: str, 
         from evernear.reporting.notify import command_to_repeat, finalize
         from evernear.reporting.page import run_page
 
-        record = RunRecord(open_store(store), run)
+        record = RunRecord(current_store(store), run)
         result = finalize(record, pipeline, state, printable(error_message), command_to_repeat(record))
         result.save(Path(outcome))
         html = run_page(record)
@@ -467,4 +469,4 @@ def _step(name: str, run: str, settings: Tree) -> Generator[tuple[Step, OneRun, 
     """Run a step after `ingest` with the settings that it resolved and the run's record."""
     chosen = parse(OneRun, settings)
     with step(name, run, chosen.store_uri) as running:
-        yield running, chosen, RunRecord(open_store(chosen.store_uri), run)
+        yield running, chosen, RunRecord(current_store(chosen.store_uri), run)

@@ -40,10 +40,11 @@ def export(
     """
     from evernear.common.progress import Countdown
     from evernear.common.store import open_store
+    from evernear.common.store.current import current_store
     from evernear.data.sources import require_outside
     from evernear.release.export_dataset import export_snapshot, select_snapshot
 
-    opened, output = open_store(settings.store_uri), open_store(output_uri(out))
+    opened, output = current_store(settings.store_uri), open_store(output_uri(out))
     manifest = select_snapshot(opened, settings.data.dataset, snapshot, release)
     require_outside(output, settings.data.source, manifest.source)
     if form == "folder" and release:
@@ -84,10 +85,10 @@ def check_labels(
     network is not used for the images that it was trained on, because the network has fitted the
     labels of those images.
     """
-    from evernear.common.store import open_store
+    from evernear.common.store.current import current_store
     from evernear.console import suspects
 
-    result = suspects.check_labels(open_store(settings.store_uri), settings, datetime.now(UTC))
+    result = suspects.check_labels(current_store(settings.store_uri), settings, datetime.now(UTC))
     if as_json:
         print_json(result.model_dump(mode="json"))
         return
@@ -118,11 +119,11 @@ def import_(
     the file and in the store, so a growing file can be imported again. These labels measure
     accuracy and do not enter the dataset.
     """
-    from evernear.common.store import open_store
+    from evernear.common.store.current import current_store
     from evernear.console.live_labels import import_labels, labeled_queries, read_labels
     from evernear.evaluation.live_accuracy import accuracy_by_week
 
-    opened = open_store(settings.store_uri)
+    opened = current_store(settings.store_uri)
     read = read_labels(file)
     result = import_labels(opened, read.labels, datetime.now(UTC))
     print_line(f"{result.stored:,} of {quantity(len(read.labels), 'label')} stored.")
@@ -171,11 +172,11 @@ def check(
 ) -> None:
     """Read and hash every object that a release, a dataset or the champion needs, and report
     damaged objects."""
-    from evernear.common.store import open_store
+    from evernear.common.store.current import current_store
     from evernear.maintenance.check import check_store
     from evernear.maintenance.check import repair as repair_store
 
-    opened = open_store(settings.store_uri)
+    opened = current_store(settings.store_uri)
     if repair:
         chosen = {**settings.data.model_dump(), **({"source": source} if source else {})}
         found = repair_store(opened, parse(DataSettings, chosen), moved=source is not None)
@@ -213,10 +214,10 @@ def prune(
     """Delete unneeded objects: old releases (except the champion, its parent and the target of a
     rollback), and snapshots, shards, embeddings, checkpoints, parts and run records to which
     nothing refers. The command refuses to run while a run is in progress."""
-    from evernear.common.store import open_store
+    from evernear.common.store.current import current_store
     from evernear.maintenance.prune import prune_store, surplus
 
-    opened = open_store(settings.store_uri)
+    opened = current_store(settings.store_uri)
     pruning = surplus(opened, keep) if dry_run else prune_store(opened, keep, ended or ())
     if as_json:
         print_json(pruning)
@@ -239,12 +240,12 @@ def forget(
 ) -> None:
     """Delete images from snapshots, releases, caches, run pages and the query log if the source no
     longer has them."""
-    from evernear.common.store import open_store
+    from evernear.common.store.current import current_store
     from evernear.deployment import forget_releases
     from evernear.maintenance.forget import find
     from evernear.maintenance.forget import forget_images as delete_images
 
-    opened = open_store(settings.store_uri)
+    opened = current_store(settings.store_uri)
     forgotten = delete_images(opened) if yes else find(opened)
     if yes:
         forget_releases(settings)

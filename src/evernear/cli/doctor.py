@@ -4,6 +4,7 @@ The checks send real requests with this process's settings and identity, and cha
 object in the store, ``doctor.json``.
 """
 
+import json
 import os
 from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
@@ -12,9 +13,9 @@ from typing import Annotated, Literal, cast, get_args
 import typer
 
 from evernear.cli.options import JsonOption, local_settings, options_of
-from evernear.common.frozen import Frozen
+from evernear.common.frozen import Frozen, require_format, stamp
 from evernear.common.output import print_json, print_line, quantity
-from evernear.errors import EvernearError, SettingsError, SlackError
+from evernear.errors import EvernearError, FormatError, SettingsError, SlackError
 from evernear.settings import Settings
 
 Part = Literal["store", "cluster", "pipelines", "slack"]
@@ -71,7 +72,8 @@ def configured(settings: Settings) -> list[Part]:
 
 
 def check(settings: Settings, parts: Sequence[Part]) -> Iterator[CheckResult]:
-    """Yield each result as soon as it is known. An error becomes a finding."""
+    """Yield each result as soon as it is known. An error becomes a finding, except a `FormatError`,
+    which concerns the whole store."""
     checks: dict[Part, Callable[[Settings], str]] = {
         "store": _store,
         "cluster": _cluster,
@@ -81,6 +83,8 @@ def check(settings: Settings, parts: Sequence[Part]) -> Iterator[CheckResult]:
     for part in parts:
         try:
             message, ok = checks[part](settings), True
+        except FormatError:
+            raise
         except EvernearError as error:
             message, ok = str(error), False
         except ModuleNotFoundError as error:
@@ -91,11 +95,13 @@ def check(settings: Settings, parts: Sequence[Part]) -> Iterator[CheckResult]:
 
 def _store(settings: Settings) -> str:
     """Write, read and list. The first conditional write tests the store's support for them."""
-    from evernear.common.store import open_store
+    from evernear.common.store.current import current_store
     from evernear.release.registry import Registry
 
-    store = open_store(settings.store_uri)
-    before, data = store.find(PROBE), f'{{"checked": "{datetime.now(UTC).isoformat()}"}}'.encode()
+    store = current_store(settings.store_uri)
+    if before := store.find(PROBE):
+        require_format(before[0], f"{store.uri}/{PROBE}")
+    data = json.dumps(stamp() | {"checked": datetime.now(UTC).isoformat()}).encode()
     store.put_if(PROBE, data, before[1] if before else None)
     registry = Registry(store)
     champion, releases = registry.champion(), sum(1 for _ in registry.list())

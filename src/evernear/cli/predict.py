@@ -119,10 +119,10 @@ def predict(
 
 def _with_champion(error: ServerUnreachableError, settings: Settings) -> EvernearError:
     """``error``, or if no server can be started yet, one with the first step to take."""
-    from evernear.common.store import open_store
+    from evernear.common.store.current import current_store
     from evernear.release.registry import Registry
 
-    registry = Registry(open_store(settings.store_uri))
+    registry = Registry(current_store(settings.store_uri))
     return error if registry.champion() else ServingError(registry.explain_no_champion())
 
 
@@ -238,13 +238,13 @@ def _print_table(answers: Iterator[Answer], *, alone: bool) -> int:
 
 def _local_metadata(settings: Settings, version: str | None) -> "Metadata":
     """The metadata of a release that the local TorchServe has loaded, read from the registry."""
-    from evernear.common.store import open_store
+    from evernear.common.store.current import current_store
     from evernear.release.registry import Registry
     from evernear.serving.endpoints import Management, home_of
     from evernear.serving.responses import Metadata
 
     loaded = Management(home_of(settings.workdir)).describe(MODEL_NAME, version)
-    return Metadata.of(Registry(open_store(settings.store_uri)).get(loaded.version).manifest, MODEL_NAME)
+    return Metadata.of(Registry(current_store(settings.store_uri)).get(loaded.version).manifest, MODEL_NAME)
 
 
 def _print_metadata(metadata: "Metadata", as_json: bool) -> None:
@@ -283,11 +283,12 @@ def batch_predict(
     unknown, neighbors, version and error. Run the same command again to continue.
     """
     from evernear.common.store import open_store
+    from evernear.common.store.current import current_store
     from evernear.data.sources import require_outside
     from evernear.release.registry import Registry
     from evernear.serving.batch import PART_IMAGES, Shared, plan_predictions, summarize
 
-    registry = Registry(open_store(settings.store_uri))
+    registry = Registry(current_store(settings.store_uri))
     shared = Shared(
         source=_absolute(source),
         store_uri=settings.store_uri,

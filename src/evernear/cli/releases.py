@@ -27,10 +27,10 @@ WhyOption = Annotated[str, typer.Option("--why", metavar="TEXT", help="Reason fo
 
 @wraps(registry_settings)
 def registry_of(*args: Any, **options: Any) -> "Registry":
-    from evernear.common.store import open_store
+    from evernear.common.store.current import current_store
     from evernear.release.registry import Registry
 
-    return Registry(open_store(registry_settings(*args, **options).store_uri))
+    return Registry(current_store(registry_settings(*args, **options).store_uri))
 
 
 @app.command(name="list")

@@ -28,6 +28,7 @@ from evernear.settings.sources import Tree
 
 if TYPE_CHECKING:
     from evernear.common.progress import Event, RunCommand
+    from evernear.common.store import Store
     from evernear.kubeflow.local_run import RunResult
 
 
@@ -135,12 +136,12 @@ def _with_free_ports(layers: Layers[Settings], console: Console) -> Layers[Setti
 
 def _require_own_directory(settings: Settings) -> None:
     """Refuse a working directory with another dataset's release, the demo's competitor."""
-    from evernear.common.store import open_store
+    from evernear.common.store.current import current_store
     from evernear.data.listing import dataset_name
     from evernear.data.sources import open_source
     from evernear.release.registry import Registry
 
-    registry = Registry(open_store(settings.store_uri))
+    registry = Registry(current_store(settings.store_uri))
     if (champion := registry.champion()) is None:
         return
     other = registry.get(champion.version, include_pruned=True).manifest.dataset_name
@@ -272,7 +273,10 @@ def report(
 ) -> None:
     """Print the path of a run's page (by default, the last run in --workdir), or compare two
     runs."""
-    page = _write_page(settings, runs) if runs else _last(settings.workdir)
+    from evernear.common.store.current import current_store
+
+    store = current_store(settings.store_uri)
+    page = _write_page(store, settings.workdir, runs) if runs else _last(settings.workdir)
     print_line(str(page))
     if open_:
         webbrowser.open(page.as_uri())
@@ -289,18 +293,16 @@ def _last(workdir: Path) -> Path:
     return pages[-1]
 
 
-def _write_page(settings: Settings, names: list[str]) -> Path:
+def _write_page(store: "Store", workdir: Path, names: list[str]) -> Path:
     """Write the page of one or two runs to a file below the working directory."""
     from evernear.common.disk import write_atomically
-    from evernear.common.store import open_store
     from evernear.reporting.page import compare_page, run_page
     from evernear.reporting.run_report import find_run
 
     if len(names) > 2:
         raise SettingsError("At most two runs can be compared.")
-    store = open_store(settings.store_uri)
     records = [find_run(store, name) for name in names]
     html = run_page(records[0]) if len(records) == 1 else compare_page(*records)
-    path = settings.workdir.resolve() / "reports" / f"{'-and-'.join(record.run for record in records)}.html"
+    path = workdir.resolve() / "reports" / f"{'-and-'.join(record.run for record in records)}.html"
     write_atomically(path, html)
     return path

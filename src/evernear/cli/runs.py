@@ -12,7 +12,7 @@ from rich.text import Text
 
 from evernear.common.output import print_json, print_line, printable
 from evernear.common.retry import doubling, retry
-from evernear.errors import EvernearError, IntegrityError, PipelineServerError, SettingsError, StoreError
+from evernear.errors import EvernearError, FormatError, IntegrityError, PipelineServerError, SettingsError, StoreError
 
 if TYPE_CHECKING:
     from evernear.common.run_record import RunRecord
@@ -88,12 +88,12 @@ def outcome_of(run: "Run", runs: "KfpRuns") -> "RunOutcome | None":
 
 
 def record_of(run: "Run", runs: "KfpRuns") -> "RunRecord | None":
-    """The run's record, or None if its store is not accessible from here."""
+    """The run's record, or None if its store is not readable from here."""
     from evernear.common.run_record import RunRecord
 
     try:
         store = store_of(run.parameters, runs, run.pipeline)
-    except PipelineServerError:
+    except (PipelineServerError, FormatError):
         return None
     return RunRecord(store, run.id) if store else None
 
@@ -101,6 +101,7 @@ def record_of(run: "Run", runs: "KfpRuns") -> "RunRecord | None":
 def store_of(arguments: dict[str, object], runs: "KfpRuns", pipeline: str) -> "Store | None":
     """The run's store, or None without access keys for it or without its directory."""
     from evernear.common.store import open_store
+    from evernear.common.store.current import current_store
 
     default = next((p.default for p in runs.parameters(pipeline) if p.name == "store"), "")
     uri = str(arguments.get("store") or default)
@@ -111,7 +112,7 @@ def store_of(arguments: dict[str, object], runs: "KfpRuns", pipeline: str) -> "S
     except SettingsError:
         return None
     # Anonymous requests could reach someone else's bucket with this name.
-    return None if uri.startswith("s3://") and not store.identity else store
+    return None if uri.startswith("s3://") and not store.identity else current_store(uri)
 
 
 def _get(runs: "KfpRuns", run_id: str) -> "Run":

@@ -25,6 +25,7 @@ def status(
     """Show the run in progress, the server, its releases and the champion. With the kubernetes
     target, show the state of the cluster."""
     from evernear.common.progress import progress
+    from evernear.common.store.current import current_store
     from evernear.deployment import open_target
     from evernear.deployment.follow import follow_state
     from evernear.serving.endpoints import home_of
@@ -34,6 +35,7 @@ def status(
             f"The working directory {settings.workdir} does not exist; name it with --workdir, or create it with "
             "`evernear run`."
         )
+    current_store(settings.store_uri)
     state: dict[str, Any] = {"run": progress(settings.workdir)} | open_target(settings).status()
     if following := follow_state(home_of(settings.workdir)):
         state["follows"] = following.fault or f"the champion, release {following.version} since {following.since:%F %T}"

@@ -12,7 +12,7 @@ from typing import Literal
 from pydantic import AwareDatetime
 
 from evernear.common.disk import sha256_bytes
-from evernear.common.frozen import Frozen
+from evernear.common.frozen import Document
 from evernear.common.store import Store
 from evernear.errors import ConflictError
 
@@ -21,7 +21,7 @@ Result = Literal["done", "refused", "failed"]
 _log = logging.getLogger(__name__)
 
 
-class AuditEvent(Frozen):
+class AuditEvent(Document):
     request: str
     """Id of the request. If an action is repeated after a crash, the same object is written."""
     at: AwareDatetime

@@ -32,12 +32,20 @@ from typing import Any, NamedTuple, TypeVar
 from pydantic import AwareDatetime, Field
 
 from evernear.common.disk import disk_errors, sha256_file
-from evernear.common.frozen import Frozen
+from evernear.common.frozen import Document, Frozen, require_format, stamp
 from evernear.common.masking import mask
 from evernear.common.output import quantity
 from evernear.common.processes import divide_between
 from evernear.common.store import Store, open_store
-from evernear.errors import BusyError, ClusterError, ConflictError, EvernearError, MissingObjectError, StoreError
+from evernear.errors import (
+    BusyError,
+    ClusterError,
+    ConflictError,
+    EvernearError,
+    FormatError,
+    MissingObjectError,
+    StoreError,
+)
 
 PARTS = "parts/"
 """Prefix in the store for the parts of steps: ``parts/<run>/<step>-<identity>/``."""
@@ -66,7 +74,7 @@ OnParts = Callable[[int, int], None]
 """Receives the number of finished parts and the total number of parts."""
 
 
-class Plan(Frozen):
+class Plan(Document):
     """What the parts of a step share, and their list."""
 
     kind: str
@@ -175,7 +183,9 @@ class Parts:
 
     def result(self, number: int) -> PartResult:
         """The result of a part. The first line of the object is JSON that contains the duration."""
-        head, _, value = self.store.get(self._result(number)).partition(b"\n")
+        key = self._result(number)
+        head, _, value = self.store.get(key).partition(b"\n")
+        require_format(head, f"{self.store.uri}/{key}")
         return PartResult(value, json.loads(head)["time_s"])
 
     def results(self) -> Iterator[PartResult]:
@@ -184,7 +194,7 @@ class Parts:
 
     def save_result(self, number: int, result: bytes, time_s: float = 0.0) -> None:
         """Write the result of a part, unless a different process has already written a result."""
-        head = json.dumps({"time_s": round(time_s, 3)}).encode()
+        head = json.dumps(stamp() | {"time_s": round(time_s, 3)}).encode()
         with suppress(ConflictError):
             self.store.put_if(self._result(number), head + b"\n" + result, None)
 
@@ -224,12 +234,12 @@ def _in_order(pool: Executor, function: Callable[[Item], Value], items: Iterable
 def is_final(error: EvernearError) -> bool:
     """Whether the same error would occur again. Errors of a store, a server or a cluster may be
     temporary."""
-    if isinstance(error, MissingObjectError):
+    if isinstance(error, MissingObjectError | FormatError):
         return True
     return not isinstance(error, (StoreError, BusyError, ClusterError))
 
 
-class PartsRecord(Frozen):
+class PartsRecord(Document):
     """How the parts of a step ran on several nodes, for the run page."""
 
     nodes: int

@@ -20,7 +20,7 @@ from typing import Any, Literal, TypeVar
 
 from pydantic import AwareDatetime, BaseModel
 
-from evernear.common.frozen import Frozen
+from evernear.common.frozen import Document, Frozen, require_stamp, stamp
 from evernear.common.masking import mask
 from evernear.common.store import Store
 from evernear.errors import IntegrityError
@@ -36,7 +36,7 @@ ABANDONED_AFTER = timedelta(days=7)
 """After this time without a write to the store, a run on another machine counts as killed."""
 RUNNER_VARIABLE = "_EVERNEAR_RUNNER"
 """ID of the process that runs the steps of a local run. Not set in a cluster."""
-Document = TypeVar("Document", bound=Frozen)
+_Document = TypeVar("_Document", bound=Document)
 
 
 class StepProgress(Frozen):
@@ -48,7 +48,7 @@ class StepProgress(Frozen):
     left_s: float | None = None
 
 
-class StepRecord(Frozen):
+class StepRecord(Document):
     """A step's last recorded state. A retry overwrites that of the previous attempt."""
 
     step: str
@@ -89,7 +89,7 @@ class StepRecord(Frozen):
         )
 
 
-class StopRecord(Frozen):
+class StopRecord(Document):
     by: str
     at: AwareDatetime
 
@@ -134,7 +134,7 @@ class RunRecord:
 
     def steps(self) -> tuple[StepRecord, ...]:
         keys = [info.key for info in self.store.list(f"{RUNS}{self.run}/steps/")]
-        records = [StepRecord.from_json(self.store.get(key), key) for key in keys]
+        records = [StepRecord.from_json(self.store.get(key), f"{self.store.uri}/{key}") for key in keys]
         return tuple(sorted(records, key=lambda record: record.started))
 
     def save_stop(self, by: str, at: datetime) -> None:
@@ -147,21 +147,25 @@ class RunRecord:
         for name, document in documents.items():
             if document is not None:
                 tree = document.model_dump(mode="json") if isinstance(document, BaseModel) else document
-                self.store.put(self._key(name), mask(json.dumps(tree, indent=2)).encode())
+                self.store.put(self._key(name), mask(json.dumps(stamp() | dict(tree), indent=2)).encode())
 
     def load(self, name: str) -> dict[str, Any]:
         """Empty if it was not recorded."""
         key = self._key(name)
         entry = self.store.find(key)
+        if entry is None:
+            return {}
         try:
-            return json.loads(entry[0]) if entry else {}
+            fields: dict[str, Any] = json.loads(entry[0])
         except ValueError:
             raise IntegrityError(f"{key} in {self.store.uri} is empty or no JSON document; delete it.") from None
+        require_stamp(fields, f"{self.store.uri}/{key}")
+        return {name: value for name, value in fields.items() if name not in stamp()}
 
-    def find(self, name: str, model: type[Document]) -> Document | None:
+    def find(self, name: str, model: type[_Document]) -> _Document | None:
         key = self._key(name)
         entry = self.store.find(key)
-        return model.from_json(entry[0], key) if entry else None
+        return model.from_json(entry[0], f"{self.store.uri}/{key}") if entry else None
 
     def put(self, name: str, data: bytes) -> None:
         self.store.put(f"{RUNS}{self.run}/{name}", data)

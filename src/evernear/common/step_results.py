@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 from pydantic import JsonValue
 
 from evernear.common.disk import sha256_file
-from evernear.common.frozen import Frozen
+from evernear.common.frozen import Document
 from evernear.common.store import Store
 from evernear.errors import IntegrityError, MissingObjectError
 
@@ -30,7 +30,7 @@ RESULT = "result.json"
 REUSED = "an earlier run computed this from the same images, settings and code"
 
 
-class StepResult(Frozen):
+class StepResult(Document):
     summary: str
     output: dict[str, Any] = {}
     """What the step returns or records, as JSON."""

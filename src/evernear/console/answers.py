@@ -26,7 +26,7 @@ from typing import Literal
 
 from pydantic import AwareDatetime, Field
 
-from evernear.common.frozen import Frozen
+from evernear.common.frozen import Document
 from evernear.common.store import Store
 from evernear.common.text import class_name, lookalike_key
 from evernear.console.label_target import LabelTarget
@@ -47,7 +47,7 @@ has the ratio 0.67."""
 _MAX_MEANT = 3
 
 
-class Answer(Frozen):
+class Answer(Document):
     """A user's decision about an image. ``label`` is set only for the ``label`` action. ``files``
     are the names of the image's files in the source before the answer, none for a live query. The
     ``keep`` action confirms the label of an image in the source."""
@@ -238,8 +238,8 @@ def labels_given(store: Store) -> dict[str, frozenset[str]]:
 
 def _parse(data: bytes, store: Store) -> list[Answer]:
     try:
-        return [Answer.model_validate_json(line) for line in data.splitlines()]
-    except ValueError:
+        return [Answer.from_json(line, f"{store.uri}/{ANSWERS}") for line in data.splitlines()]
+    except IntegrityError:
         raise IntegrityError(f"{store.uri}/{ANSWERS} is not a valid audit log of answers.") from None
 
 

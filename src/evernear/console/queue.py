@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from pydantic import AwareDatetime, Field
 
 from evernear.common.disk import sha256_bytes
-from evernear.common.frozen import Frozen
+from evernear.common.frozen import Document
 from evernear.common.store import ObjectInfo, Store
 from evernear.data.image_file import inspect
 from evernear.data.preprocess import bit_depth_of, decode_inspected
@@ -195,7 +195,7 @@ def _item(version: str, query: LoggedQuery) -> Item | None:
     )
 
 
-class Submission(Frozen, allow_inf_nan=False):
+class Submission(Document, allow_inf_nan=False):
     at: AwareDatetime
     who: str
     dist: float

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 from pydantic import AwareDatetime, Field
 
-from evernear.common.frozen import Frozen
+from evernear.common.frozen import Document, Frozen
 from evernear.common.store import Store
 from evernear.console.queue import thumbnail
 from evernear.data.listing import dataset_name
@@ -36,7 +36,7 @@ class Suspect(Frozen):
     duplicate: str = ""
 
 
-class Suspects(Frozen):
+class Suspects(Document):
     """The result of a check, most suspect first. ``found`` also counts images beyond
     `MAX_SUSPECTS`."""
 

@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
+from evernear.common.frozen import stamp
 from evernear.data import ledger_changes
 from evernear.data.group_table import GroupTable
 from evernear.data.ledger_changes import INDEXES, SCHEMA, members, source_uri, without_journal
@@ -82,6 +83,8 @@ class Ledger:
             else:
                 ledger_changes.track_changes(self._db)
                 ledger_changes.track_images(self._db)
+            self._db.execute("DELETE FROM stamp")
+            self._db.execute("INSERT INTO stamp VALUES (:format, :evernear_version)", stamp())
             self._has_moved = bool(moved_from) and self._move_source(source_uri(moved_from), source_uri(source))
             self._db.execute("INSERT OR IGNORE INTO sources (uri) VALUES (?)", (source_uri(source),))
             row = self._db.execute("SELECT id FROM sources WHERE uri = ?", (source_uri(source),)).fetchone()

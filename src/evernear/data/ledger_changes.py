@@ -26,7 +26,7 @@ _TABLES = {
 }
 TOUCHED_IMAGES = "temp.touched CROSS JOIN images i ON i.digest = touched.digest"
 """Images with changed files since `track_images`. `CROSS JOIN` avoids reading all."""
-_SMALL_TABLES = ("sources", "notes")
+_SMALL_TABLES = ("sources", "notes", "stamp")
 
 
 def track_changes(db: sqlite3.Connection) -> None:
@@ -120,6 +120,7 @@ _PAGE_ROWS = 500
 _CACHE_KIB = 64 * 2**10  # digests are random, so writes are spread over a whole large ledger
 
 SCHEMA = """
+CREATE TABLE stamp (format INTEGER NOT NULL, evernear_version TEXT NOT NULL);
 CREATE TABLE labels (id INTEGER PRIMARY KEY, name TEXT NOT NULL UNIQUE);
 CREATE TABLE sources (id INTEGER PRIMARY KEY, uri TEXT NOT NULL UNIQUE);
 CREATE TABLE shards (slot INTEGER PRIMARY KEY, shard TEXT NOT NULL);

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from evernear.common.disk import sha256_bytes
-from evernear.common.frozen import Frozen
+from evernear.common.frozen import Document, Frozen
 from evernear.common.output import quantity
 from evernear.common.store import Store
 from evernear.data.preprocess import Resize
@@ -66,7 +66,7 @@ class SmallClasses(Frozen):
         return f"{number} for more images from review: {counted(self.waiting, self.minimum)}"
 
 
-class Manifest(Frozen):
+class Manifest(Document):
     """An immutable snapshot of a dataset. The next ingest creates a new snapshot whose ``parent``
     is this snapshot.
 
@@ -77,7 +77,6 @@ class Manifest(Frozen):
 
     remedy = "run the ingest step again"
 
-    format: Literal[3] = 3
     name: str
     store_uri: str = ""
     """The store from which a step read it. Empty in the store itself, which may be moved, renamed

@@ -15,13 +15,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evernear.common.disk import sha256_file
-from evernear.common.frozen import Frozen
+from evernear.common.frozen import Document
 from evernear.common.store import Store
 from evernear.data.ledger import Ledger
 from evernear.data.manifest import REPAIR, Manifest, Shard, Split, fetch_object, find_manifest, ledger_key, manifest_key
 from evernear.data.shards import Dataset
 from evernear.data.sources import open_source
-from evernear.data.stored_ledger import PublishedLedger, apply_changes, compress, expand, save_compact
+from evernear.data.stored_ledger import (
+    PublishedLedger,
+    apply_changes,
+    compress,
+    expand,
+    require_ledger_format,
+    save_compact,
+)
 from evernear.errors import ConflictError, IntegrityError
 from evernear.settings import DataSettings
 
@@ -34,7 +41,7 @@ _MAX_CHANGED_FRACTION = 0.25
 DATASETS = "datasets/"
 
 
-class DatasetHead(Frozen):
+class DatasetHead(Document):
     remedy = REPAIR
 
     digest: str
@@ -67,7 +74,7 @@ class Snapshots:
         self._fetch(manifest.ledger_sha256, path)
         for sha256 in manifest.ledger_changes:
             changes = path.with_suffix(".changes")
-            self._fetch_changes(sha256, changes)
+            self._fetch(sha256, changes)
             self._changes_bytes += changes.stat().st_size
             apply_changes(path, changes)
             changes.unlink()
@@ -183,11 +190,11 @@ class Snapshots:
         return manifest.model_copy(update={"ledger_sha256": sha256, "ledger_changes": tuple(changes)})
 
     def _fetch(self, sha256: str, path: Path) -> None:
-        fetch_object(self.store, ledger_key(self.name, sha256), path, sha256)
-
-    def _fetch_changes(self, sha256: str, path: Path) -> None:
-        self._fetch(sha256, path)
+        """Fetch a ledger, or changes to one."""
+        key = ledger_key(self.name, sha256)
+        fetch_object(self.store, key, path, sha256)
         expand(path)
+        require_ledger_format(path, f"{self.store.uri}/{key}")
 
     def _is_head(self, digest: str) -> bool:
         stored = self.store.find(self._head_key)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from evernear.common.disk import disk_errors
+from evernear.common.frozen import require_stamp, stamp
 from evernear.data import ledger_changes
 from evernear.data.group_table import LABEL_COUNTS, QUERIES_OF_SEEN_GROUPS
 from evernear.data.ledger_changes import members, source_uri, without_journal
@@ -19,8 +20,21 @@ from evernear.data.sqlite import batched, marks, sqlite_errors
 
 _PRESET = 2  # higher presets take up to twice as long to make the file 8% smaller
 _CHUNK_BYTES = 2**20
+_XZ = b"\xfd7zXZ"
 _PAGE = 500  # SQLite limits the number of parameters in a statement
 _IN_SHARD = "images JOIN shards USING (slot) WHERE json_extract(shard, '$.sha256') = ?"
+
+
+def require_ledger_format(path: Path, source: str) -> None:
+    """Compare the stamp of a ledger, or of changes to one.
+
+    Raises:
+        FormatError: another version wrote it.
+    """
+    with sqlite_errors(), closing(sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro&immutable=1", uri=True)) as db:
+        is_stamped = db.execute("SELECT 1 FROM sqlite_master WHERE name = 'stamp'").fetchone()
+        row = db.execute("SELECT format, evernear_version FROM stamp").fetchone() if is_stamped else None
+    require_stamp(dict(zip(stamp(), row, strict=True)) if row else {}, source)
 
 
 def apply_changes(ledger: Path, changes: Path) -> None:
@@ -39,6 +53,10 @@ def compress(changes: Path) -> None:
 
 
 def expand(changes: Path) -> None:
+    """Decompress changes to a ledger. A complete ledger stays as it is."""
+    with disk_errors(changes), changes.open("rb") as file:
+        if file.read(len(_XZ)) != _XZ:
+            return
     expanded = changes.with_suffix(".expanded")
     with disk_errors(changes), lzma.open(changes) as file, expanded.open("wb") as target:
         shutil.copyfileobj(file, target, _CHUNK_BYTES)

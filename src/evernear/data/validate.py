@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Literal
 
-from evernear.common.frozen import Frozen
+from evernear.common.frozen import Document, Frozen
 from evernear.common.output import printable, quantity
 from evernear.common.text import class_name, lookalike_key, spelled
 from evernear.data.decoding import PIXEL_SETTING
@@ -46,7 +46,7 @@ class Finding(Frozen):
     details: tuple[str, ...] = ()
 
 
-class Report(Frozen):
+class Report(Document):
     """``counts`` contains the number of images by split and label."""
 
     dataset_digest: str

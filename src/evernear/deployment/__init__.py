@@ -9,7 +9,7 @@ from pathlib import Path
 
 from evernear.common.disk import sha256_bytes
 from evernear.common.plugins import champion_moved
-from evernear.common.store import open_store
+from evernear.common.store.current import current_store
 from evernear.deployment.local import LocalTarget, at_running_server, serve_local
 from evernear.deployment.target import Deployment, DeploymentTarget, RegistryTarget
 from evernear.errors import ConflictError, IntegrityError, SettingsError, StoreError
@@ -39,7 +39,7 @@ def deploy_release(archive: Path, verdict_file: Path, settings: RunSettings, cau
             champion.
         BusyError: a different deployment to the same target is in progress.
     """
-    store = open_store(settings.store_uri)
+    store = current_store(settings.store_uri)
     registry = Registry(store)
     target = open_target(settings)
     with target.exclusive(), tempfile.TemporaryDirectory(prefix="evernear-release-") as temporary:
@@ -73,13 +73,13 @@ def promote_release(
     """
     if force and not (cause and cause.why.strip()):
         raise SettingsError("Promoting against a verdict needs a reason; add --why 'the reason'.")
-    registry = Registry(open_store(settings.store_uri))
+    registry = Registry(current_store(settings.store_uri))
     champion = registry.champion()  # read before the lock is taken, so that one of two concurrent promotions fails
     if champion is not None and champion.version == version:
         return apply(settings, cause=cause)
 
     def record() -> Champion:
-        Breaches(open_store(settings.store_uri)).overrule(version, cause)
+        Breaches(registry.store).overrule(version, cause)
         return registry.set_champion(version, champion, "force" if force else "promote", cause)
 
     deployed = _roll_out(version, settings, registry, record, lambda parts: check_promotable(parts, force=force))
@@ -94,7 +94,7 @@ def apply(settings: RunSettings, *, cause: Cause | None = None) -> Deployment:
         SettingsError: the target cannot apply settings to a live release.
         EvernearError: for the same reasons as in `promote_release`. The previous settings are live.
     """
-    registry = Registry(open_store(settings.store_uri))
+    registry = Registry(current_store(settings.store_uri))
     champion = registry.champion()
     if champion is None:
         raise StoreError(registry.explain_no_champion())
@@ -115,7 +115,7 @@ def roll_back(settings: RunSettings, *, cause: Cause | None = None, expected: st
         StoreError: no previous champion exists, or it was pruned, or the registry is unreachable.
         EvernearError: for the same reasons as in `promote_release`.
     """
-    registry = Registry(open_store(settings.store_uri))
+    registry = Registry(current_store(settings.store_uri))
     champion = registry.champion()
     if champion is None:
         raise StoreError(f"There is nothing to roll back to: no release was promoted in {settings.store_uri} yet.")

@@ -29,6 +29,7 @@ from evernear.common.store import open_store
 from evernear.deployment.local import LocalTarget
 from evernear.errors import (
     EvernearError,
+    FormatError,
     IntegrityError,
     ServingError,
     StoreError,
@@ -122,6 +123,11 @@ class Follower:
             if champion is None:
                 self._keep(self._registry.explain_no_champion())
                 return
+        except FormatError as error:
+            if not self._live:
+                raise
+            self._keep(str(error))
+            return
         except (StoreError, IntegrityError) as error:
             self._keep(str(error))
             return

@@ -15,6 +15,7 @@ from typing import Any
 
 from evernear.common.disk import atomic_file, disk_errors, sha256_file
 from evernear.common.store import open_store
+from evernear.common.store.current import current_store
 from evernear.deployment.target import VerifiedRollout, smoke, unrecorded_error
 from evernear.errors import IntegrityError, ServingError, StoreError, TransientStoreError
 from evernear.release.archive_reader import ARCHIVE_FILE, ReleaseParts
@@ -286,7 +287,7 @@ def serve_local(settings: RunSettings) -> str:
     Raises:
         BusyError: a deployment to this working directory does not finish in time.
     """
-    registry = Registry(open_store(settings.store_uri))
+    registry = Registry(current_store(settings.store_uri))
     champion = registry.champion()
     if champion is None:
         raise ServingError(registry.explain_no_champion())

@@ -14,7 +14,7 @@ import traceback
 from datetime import UTC, datetime
 from pathlib import Path
 
-from evernear.common.frozen import Frozen
+from evernear.common.frozen import Document
 from evernear.common.masking import mask_streams
 from evernear.common.output import print_line
 from evernear.common.run_record import RunRecord
@@ -31,7 +31,7 @@ TASK = "nodes/task"
 LOG_MAX_LINES = 200
 
 
-class NodeTask(Frozen):
+class NodeTask(Document):
     """What the nodes of a run share: ``runs/<run>/nodes/task.json``."""
 
     dataset: str
@@ -39,7 +39,7 @@ class NodeTask(Frozen):
     recipe: Recipe
 
 
-class NodeLog(Frozen):
+class NodeLog(Document):
     """The progress of one node, including restarts: ``runs/<run>/nodes/<rank>.json``."""
 
     lines: tuple[str, ...] = ()

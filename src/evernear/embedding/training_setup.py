@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
+from evernear.common.frozen import FORMAT, require_stamp, stamp
 from evernear.common.step_results import code_digest
 from evernear.common.store import Store
 from evernear.data.shards import Dataset
@@ -24,7 +25,6 @@ from evernear.embedding.recipe import Recipe, ema_decay, steps_per_epoch
 from evernear.errors import TrainingError
 from evernear.settings.train import TrainingChoices
 
-CHECKPOINT_FORMAT = 5
 LIBRARIES = ("numpy", "timm", "torch")
 """Libraries whose versions affect the weights."""
 
@@ -112,7 +112,7 @@ def checkpoint_key(
     """A hash of everything that determines the weights: data, settings, initial weights, excluded
     labels and code."""
     inputs = {
-        "format": CHECKPOINT_FORMAT,
+        "format": FORMAT,
         "dataset": dataset_digest,
         "settings": settings.model_dump(mode="json"),
         "exclude_labels": sorted(exclude_labels),
@@ -131,13 +131,14 @@ def load_checkpoint(store: Store | None, key: str, state: TrainingState) -> None
         checkpoint = from_bytes(stored[0])
     except Exception as error:  # torch.load raises many types: RuntimeError, UnpicklingError, EOFError ...
         raise TrainingError(f"The checkpoint {store.uri}/{name} cannot be read; delete it and run again.") from error
+    require_stamp(checkpoint, f"{store.uri}/{name}")
     state.restore(checkpoint)
 
 
 def save_checkpoint(store: Store | None, key: str, checkpoint: dict[str, Any]) -> None:
     """Replace the checkpoint atomically."""
     if store is not None:
-        store.put(f"checkpoints/{key}/state.pt", to_bytes(checkpoint))
+        store.put(f"checkpoints/{key}/state.pt", to_bytes(stamp() | checkpoint))
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from evernear.common.frozen import Frozen
+from evernear.common.frozen import Document, Frozen
 from evernear.data.groups import group_numbers
 from evernear.data.manifest import Split
 from evernear.data.near_duplicates import NearDuplicates
@@ -73,7 +73,7 @@ class AnchorEvaluation(Frozen):
     """Why the anchor cannot answer these queries, such as a different image shape."""
 
 
-class Evaluation(Frozen):
+class Evaluation(Document):
     remedy = "run the evaluate step again"
 
     candidate: Measurement

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from PIL import Image
 from pydantic import AwareDatetime, Field
 
-from evernear.common.frozen import Frozen
+from evernear.common.frozen import Document, Frozen
 from evernear.data.preprocess import Pixels
 from evernear.evaluation.live_accuracy import LiveAccuracy
 from evernear.index.description import MAX_DISTANCE
@@ -132,7 +132,7 @@ class LiveDistances(Frozen):
     histogram: tuple[int, ...]
 
 
-class Examples(Frozen):
+class Examples(Document):
     """Histograms have `BINS` equal bins from 0 to `MAX_DISTANCE`."""
 
     remedy = "run the evaluate step again"
@@ -200,7 +200,7 @@ class ChangedAnswer(Frozen):
     tile: int
 
 
-class ReplayExamples(Frozen):
+class ReplayExamples(Document):
     remedy = "run the evaluate step again"
 
     answers: tuple[ChangedAnswer, ...]

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import AwareDatetime
 
-from evernear.common.frozen import Frozen
+from evernear.common.frozen import Document, Frozen
 from evernear.common.output import quantity
 from evernear.evaluation.statistics import CONFIDENCE, Proportion, deviations, exact_proportion
 
@@ -35,7 +35,7 @@ _PARTS = ((1.0, 0.8), (1 / 3, 0.15), (0.1, 0.05))
 detect a severe loss sooner."""
 
 
-class LabeledQuery(Frozen):
+class LabeledQuery(Document):
     """A live query with its true label and the prediction of the release ``version``."""
 
     id: str

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Self
 
 from evernear.common.disk import sha256_bytes
-from evernear.common.frozen import Frozen
+from evernear.common.frozen import Document, Frozen
 from evernear.common.output import named
 from evernear.errors import IntegrityError
 
@@ -51,7 +51,7 @@ class AnchorChoice(Frozen):
     """Why ``former`` cannot be compared, as a sentence."""
 
 
-class Verdict(Frozen):
+class Verdict(Document):
     remedy = "run the gate step again"
     promote: bool
     reasons: list[str]

@@ -7,7 +7,7 @@ from typing import Literal
 from pydantic import Field
 
 from evernear.common.disk import sha256_bytes, sha256_file
-from evernear.common.frozen import Frozen
+from evernear.common.frozen import Document, Frozen
 from evernear.common.output import quantity
 from evernear.errors import IntegrityError
 
@@ -121,12 +121,11 @@ def describe_threshold(threshold: float) -> str:
     return "unknown switched off" if threshold >= MAX_DISTANCE else f"unknown beyond {threshold:.3f}"
 
 
-class IndexDescription(Frozen):
+class IndexDescription(Document):
     """``index.json``. Distances are L2 between unit vectors, not squared, from 0 to 2."""
 
     remedy = "run the index step again"
 
-    format: Literal[2] = 2
     network_sha256: str
     dataset_digest: str
     factory: str
@@ -174,7 +173,7 @@ class IndexDescription(Frozen):
     @property
     def digest(self) -> str:
         """Identifies the index and its settings."""
-        return sha256_bytes(self.model_dump_json(exclude={"reason"}).encode())
+        return sha256_bytes(self.model_dump_json(exclude={"reason", "evernear_version"}).encode())
 
 
 def describe_index(directory: Path) -> IndexDescription:

@@ -34,6 +34,7 @@ from evernear.common.progress import (
     read_events,
     run_directories,
 )
+from evernear.common.store.current import current_store
 from evernear.errors import BusyError, EvernearError, SettingsError, StoreError, UserInterruptError, disk_full_message
 from evernear.release.promotions import whoami
 from evernear.reporting.notify import NextStep, RunOutcome
@@ -88,6 +89,7 @@ def run_pipeline(
     error of a failed step has the step's exit code."""
     arguments = pipeline_arguments(settings, once or {})
     require_utf8(settings.workdir, arguments)
+    current_store(settings.store_uri)
     with _lock(settings.workdir), scratch(_temporary_directory(settings.workdir)) as temporary:
         started_s = time.monotonic()
         directory = settings.workdir.resolve() / "runs" / datetime.now(UTC).strftime(DIRECTORY_FORMAT)

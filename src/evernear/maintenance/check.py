@@ -24,6 +24,7 @@ from evernear.common.store.lease import Lease
 from evernear.console.live_labels import LIVE_LABELS, labeled_queries
 from evernear.data.snapshots import DATASETS, Snapshots, drop_shards, gone_names, lost_names, rebuild_ledger
 from evernear.errors import DataError, IntegrityError, MissingObjectError, StoreError
+from evernear.maintenance.kinds import require_all_current
 from evernear.maintenance.references import NEWEST, Unreadable, references
 from evernear.release.promotions import CHAMPION, HISTORY
 from evernear.release.records import ARCHIVES, MANIFESTS
@@ -56,6 +57,8 @@ class Damage(Frozen):
 
 
 def check_store(store: Store) -> list[Damage]:
+    """Raises `FormatError` if another version of evernear wrote the store."""
+    require_all_current(store)
     return [*explained(store, _damages(store, set(), lambda _: None))]
 
 
@@ -69,8 +72,10 @@ def repair(store: Store, settings: DataSettings, *, moved: bool, report: Report 
     Raises:
         BusyError: a prune or another repair is in progress.
         ConflictError: an ingest or a promotion finished during the repair. Repeat the call.
+        FormatError: another version of evernear wrote the store. Nothing was changed.
         StoreError: the store is unreachable.
     """
+    require_all_current(store)
     with Lease(store, "`evernear store check --repair`"):
         return _repair(store, settings, moved, report)
 

@@ -46,6 +46,7 @@ from evernear.data.writer import shard_key
 from evernear.embedding.embeddings import EMBEDDINGS_PREFIX, cached_digests
 from evernear.errors import ConflictError, IntegrityError
 from evernear.evaluation.verdict import Verdict
+from evernear.maintenance.kinds import require_all_current
 from evernear.release.manifest import NETWORK_DESCRIPTION_FILE
 from evernear.release.pruning import remove_releases
 from evernear.release.registry import Registry
@@ -95,6 +96,7 @@ class _DatasetState:
 
 
 def find(store: Store) -> Forgotten:
+    require_all_current(store)
     return _Forgetting(store).forgotten
 
 
@@ -108,9 +110,11 @@ def forget_images(store: Store) -> Forgotten:
         BusyError: a prune or a repair is in progress.
         ConflictError: the champion is affected, or the champion or a dataset changed during the
             call. Repeat the call.
+        FormatError: another version of evernear wrote the store. Nothing was changed.
         StoreError: the store or Milvus fails. Repeat the call.
         IntegrityError: an object in the store is damaged.
     """
+    require_all_current(store)
     with Lease(store, "`evernear forget`"):
         forgetting = _Forgetting(store)
         if forgetting.forgotten.champion is not None:

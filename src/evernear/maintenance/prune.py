@@ -40,6 +40,7 @@ from evernear.common.store.lease import Lease
 from evernear.data.snapshots import DATASETS, Snapshots
 from evernear.embedding.embeddings import EMBEDDINGS_PREFIX
 from evernear.errors import BusyError, IntegrityError
+from evernear.maintenance.kinds import require_all_current
 from evernear.maintenance.references import RESUMABLE, Unreadable, datasets, references
 from evernear.release.pruning import prune_releases, surplus_releases
 from evernear.release.records import ARCHIVES, MANIFESTS, RELEASES
@@ -91,8 +92,10 @@ def surplus(store: Store, keep: int) -> Pruning:
 
     Raises:
         IntegrityError: the pointer to the champion is damaged or lost.
+        FormatError: another version of evernear wrote the store.
         StoreError: the store is unreachable.
     """
+    require_all_current(store)
     return _plan(store, keep, surplus_releases(Registry(store), keep))
 
 
@@ -109,10 +112,11 @@ def prune_store(store: Store, keep: int, ended: Collection[str] = ()) -> Pruning
         IntegrityError: the pointer to the champion is damaged or lost.
         StoreError: the store or Milvus fails. Repeat the call.
     """
+    require_all_current(store)
     with Lease(store, f"`evernear store prune` (process {os.getpid()} on {this_host().partition('/')[0]})") as lease:
         if active := active_runs(store, ended):
             raise BusyError(_explain(active))
-        missing, pruning = _missing(store), surplus(store, keep)
+        missing, pruning = _missing(store), _plan(store, keep, surplus_releases(Registry(store), keep))
         lease.require()
         prune_releases(Registry(store), keep)
         for key in [key for group in _plan(store, keep, ()).surplus for key in group.keys]:

@@ -16,7 +16,6 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from evernear import __version__
 from evernear.common.disk import disk_errors, sha256_bytes, sha256_file, write_atomically
 from evernear.common.store import Store
 from evernear.data.manifest import Split
@@ -215,7 +214,6 @@ def _describe(
         metrics=dict(candidate.metrics),
         verdict_sha256=described[VERDICT_FILE].sha256,
         parent=candidate.parent,
-        evernear_version=__version__,
         git_commit=git_commit(),
     )
 

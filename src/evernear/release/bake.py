@@ -16,7 +16,7 @@ from typing import ClassVar, Self
 
 from pydantic import AwareDatetime
 
-from evernear.common.frozen import Frozen
+from evernear.common.frozen import Document, Frozen
 from evernear.common.store import Store
 from evernear.errors import ConflictError
 from evernear.evaluation.bake import Figures
@@ -70,7 +70,7 @@ class Bake(Frozen):
         return self.model_copy(update={"seen": seen})
 
 
-class BakeState(Frozen):
+class BakeState(Document):
     """The object at `STATE`. ``number`` is the newest promotion that the watcher has noticed, and
     ``version`` its champion."""
 
@@ -131,7 +131,7 @@ class BakeStore:
         return self._store.put_if(STATE, state.to_json(), etag)
 
 
-class Breach(Frozen):
+class Breach(Document):
     """The record of a release that broke a rule after its rollout. ``parts`` contains the hashes of
     the parts that determine its predictions."""
 

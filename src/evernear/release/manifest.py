@@ -6,11 +6,11 @@ import subprocess
 from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, Self
 
 from pydantic import AwareDatetime, Field, JsonValue, model_validator
 
-from evernear.common.frozen import Frozen
+from evernear.common.frozen import Document, Frozen
 from evernear.data.preprocess import Preprocessing
 from evernear.index.description import DESCRIPTION_FILE as INDEX_FILE
 from evernear.index.description import PARTS as INDEX_PARTS
@@ -55,7 +55,7 @@ class Part(Frozen):
     size_bytes: int = Field(ge=0)
 
 
-class ReleaseManifest(Frozen):
+class ReleaseManifest(Document):
     """The description of a release. It is immutable after archiving.
 
     ``network_sha256`` is the hash of the TorchScript file, and ``network_identity`` the key of its
@@ -68,7 +68,6 @@ class ReleaseManifest(Frozen):
     between classes, or None if either is undefined.
     """
 
-    format: Literal[2] = 2
     version: Version
     created: AwareDatetime
     parts: dict[PartName, Part]
@@ -91,7 +90,6 @@ class ReleaseManifest(Frozen):
     metrics: dict[str, float]
     verdict_sha256: Sha256
     parent: Version | None
-    evernear_version: str
     git_commit: str
 
     @model_validator(mode="after")

@@ -13,7 +13,7 @@ from typing import Literal
 
 from pydantic import AwareDatetime, Field
 
-from evernear.common.frozen import Frozen
+from evernear.common.frozen import Document, Frozen
 from evernear.common.retry import doubling, retry
 from evernear.common.store import Store
 from evernear.errors import ConflictError, IntegrityError, StoreError, TransientStoreError
@@ -53,7 +53,7 @@ class Cause(Frozen):
         return cls(by=started_by or "the Kubeflow Pipelines UI or API", why=why, run=run)
 
 
-class Promotion(Frozen):
+class Promotion(Document):
     """``previous`` is the target of a rollback."""
 
     remedy = "`evernear registry promote VERSION` makes a release the champion without it"

@@ -10,7 +10,7 @@ from typing import Self
 from pydantic import JsonValue
 
 from evernear.common.disk import sha256_file
-from evernear.common.frozen import Frozen
+from evernear.common.frozen import Document, Frozen
 from evernear.data.preprocess import Preprocessing
 from evernear.errors import IntegrityError
 from evernear.evaluation.verdict import Verdict
@@ -30,7 +30,7 @@ class Decision(Frozen):
     reasons: tuple[str, ...]
 
 
-class Record(Frozen):
+class Record(Document):
     remedy = "run `evernear store check --repair`"
 
     manifest: ReleaseManifest

@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Iterable
 from typing import Any, Literal, NamedTuple
 
-from evernear.common.frozen import Frozen
+from evernear.common.frozen import Document
 from evernear.common.progress import RunCommand
 from evernear.common.run_record import OUTCOME, RunRecord, StepRecord, StopRecord
 from evernear.common.store import Store
@@ -33,7 +33,7 @@ class NextStep(NamedTuple):
     command: str
 
 
-class RunOutcome(Frozen):
+class RunOutcome(Document):
     run: str
     pipeline: str = ""
     state: Literal["promoted", "held", "rolled back", "predicted", "stopped", "failed"]

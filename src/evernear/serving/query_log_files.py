@@ -6,13 +6,13 @@ Those in the store are untrusted, because anyone with write access may have chan
 import base64
 from datetime import UTC, datetime
 from pathlib import PurePosixPath
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import AwareDatetime, Field
 
-from evernear.common.frozen import Frozen
+from evernear.common.frozen import Document, Frozen
 from evernear.errors import IntegrityError
 from evernear.release.drift_baseline import PROJECTED_DIM
 
@@ -40,10 +40,9 @@ MAX_FILE_BYTES = 8 * 2**20
 TIME_FORMAT = "%Y%m%dT%H%M%SZ"
 
 
-class Period(Frozen, allow_inf_nan=False):
+class Period(Document, allow_inf_nan=False):
     """The first line of a log file: a summary of one worker's queries in one period."""
 
-    format: Literal[1] = 1
     version: str
     since: AwareDatetime
     until: AwareDatetime
@@ -94,8 +93,8 @@ def parse_file(data: bytes, source: str) -> tuple[Period, list[LoggedQuery]]:
     """
     try:
         first, *rest = data[: MAX_FILE_BYTES + 1].splitlines()
-        return Period.model_validate_json(first), [LoggedQuery.model_validate_json(line) for line in rest]
-    except ValueError:  # includes pydantic's ValidationError
+        return Period.from_json(first, source), [LoggedQuery.model_validate_json(line) for line in rest]
+    except (IntegrityError, ValueError):  # includes pydantic's ValidationError
         raise IntegrityError(f"{source} is not a file of the query log.") from None
 
 

@@ -21,7 +21,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AwareDatetime, Field
 
-from evernear.common.frozen import Frozen
+from evernear.common.frozen import Document, Frozen
 from evernear.common.store import Store
 from evernear.errors import ConflictError, IntegrityError
 
@@ -60,7 +60,7 @@ POLICY = Person(id="", name="the watcher's policy")
 """The `Person` that accepts the watcher's requests if ``watch.policy`` is ``start``."""
 
 
-class Request(Frozen):
+class Request(Document):
     id: Annotated[str, Field(pattern=r"^[^/\\.][^/\\]{0,127}$")]
     kind: Kind = "run"
     state: State = "accepted"

@@ -1,5 +1,6 @@
 """Images that a person sent to review."""
 
+import json
 import os
 from datetime import datetime, timedelta
 from io import BytesIO
@@ -9,6 +10,7 @@ import pytest
 from PIL import Image
 
 from evernear.common.disk import sha256_bytes
+from evernear.common.frozen import stamp
 from evernear.common.store import FileStore, Store
 from evernear.console import queue
 from evernear.console.queue import ORIGINALS, SUBMITTED, Submissions, original_key, remove_submissions
@@ -100,7 +102,7 @@ def test_large_file_is_refused(store: Store, monkeypatch: pytest.MonkeyPatch) ->
         Submissions(store).add(png(1), ANSWER, "ann", NOW)
 
 
-@pytest.mark.parametrize("damage", [b"", b"{}", b'{"file": 3}'])
+@pytest.mark.parametrize("damage", [b"", b"{}", json.dumps(stamp() | {"file": 3}).encode()])
 def test_damaged_one_is_skipped(store: Store, damage: bytes) -> None:
     image = Submissions(store).add(png(7), ANSWER, "ann", NOW)
     store.put(f"{SUBMITTED}{64 * '0'}.json", damage)

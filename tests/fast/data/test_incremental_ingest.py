@@ -10,6 +10,7 @@ from tempfile import TemporaryDirectory
 import numpy as np
 import pytest
 
+from evernear.common.frozen import FORMAT
 from evernear.common.store import open_store
 from evernear.data.encoded_image import EncodedImage
 from evernear.data.ingest import ingest_source
@@ -17,7 +18,7 @@ from evernear.data.manifest import Manifest, ledger_key, manifest_key
 from evernear.data.preprocess import Picture, decode_inspected
 from evernear.data.reduction import BitDepth
 from evernear.data.source_diff import fetch_ledger
-from evernear.errors import DataError, IntegrityError
+from evernear.errors import DataError, FormatError, IntegrityError
 from evernear.settings import DataSettings
 from tests.dataset_images import write_files
 from tests.small_ingest import dataset_of, ingest_small, ingest_with
@@ -344,11 +345,10 @@ def test_store_of_another_format_is_refused_in_a_sentence(tree, run_ingest, tmp_
     manifest = run_ingest(tree)
     store = open_store((tmp_path / "store").as_uri())
     key = manifest_key(manifest.name, manifest.digest)
-    stored = store.get(key).replace(b'"format": 3', b'"format": 1').replace(b'"reviewed": 0', b'"reviews": 0')
+    number = b'"format": %d' % FORMAT
+    stored = store.get(key).replace(number, b'"format": 1').replace(b'"reviewed": 0', b'"reviews": 0')
     assert b'"format": 1' in stored
     store.put(key, stored)
-    with pytest.raises(
-        IntegrityError, match=r"in the format of another version of evernear\. Until 1\.0, .* new store"
-    ):
+    with pytest.raises(FormatError, match=r"of another version of evernear and was not changed: .* in format 1"):
         run_ingest(tree)
     assert store.get(key) == stored

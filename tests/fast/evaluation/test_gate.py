@@ -13,6 +13,7 @@ import pytest
 from scipy.stats import binom
 
 from benchmarks import gate as simulation
+from evernear.common.frozen import stamp
 from evernear.data.near_duplicates import NearDuplicates
 from evernear.errors import IntegrityError
 from evernear.evaluation.evaluate import Evaluation
@@ -281,7 +282,7 @@ def test_inverted_verdict_is_rejected(stored: Path):
         Verdict.load(stored)
 
 
-@pytest.mark.parametrize("content", [None, "", "{}", "null", '{"promote": true}'])
+@pytest.mark.parametrize("content", [None, "", "{}", "null", json.dumps(stamp() | {"promote": True})])
 def test_invalid_verdict_is_rejected(stored: Path, content):
     stored.unlink()
     if content is not None:

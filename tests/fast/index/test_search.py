@@ -193,7 +193,7 @@ def test_mismatched_files_are_rejected(copied, labels):
         (None, "run the index step again"),
         ("", "run the index step again"),
         ("{}", "run the index step again"),
-        ('{"format": 1}', "another version of evernear"),
+        ('{"format": 6}', "run the index step again"),
     ],
 )
 def test_invalid_description_is_rejected(copied, content, sentence):

@@ -9,7 +9,7 @@ from threading import Barrier
 import pytest
 
 from evernear.common.store import Store, open_store
-from evernear.errors import ConflictError, IntegrityError, StoreError, TransientStoreError
+from evernear.errors import ConflictError, FormatError, IntegrityError, StoreError, TransientStoreError
 from evernear.release import promotions
 from evernear.release.promotions import CHAMPION, Cause, Champion
 from evernear.release.pruning import prune_releases, remove_releases
@@ -380,7 +380,7 @@ def test_release_of_another_format_is_refused_in_a_sentence(registry: Registry, 
     tree["manifest"]["format"] = 1
     del tree["manifest"]["joined_gallery"]
     registry.store.put(key, json.dumps(tree).encode())
-    with pytest.raises(IntegrityError, match=r"is a record in the format of another version.*needs a new store"):
+    with pytest.raises(FormatError, match=r"is of another version of evernear and was not changed: .* in format 1"):
         registry.get(releases[0].version)
 
 

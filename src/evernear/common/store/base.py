@@ -13,7 +13,7 @@ from typing import Protocol
 from pydantic import Field
 
 from evernear.common.disk import disk_errors, sha256_bytes, staged_file
-from evernear.common.frozen import Frozen
+from evernear.common.frozen import Document
 from evernear.errors import ConflictError, IntegrityError, MissingObjectError, StoreError
 
 CHUNK_BYTES = 2**20
@@ -145,7 +145,7 @@ IDENTITY = "store.json"
 _OWNER_DIGITS = 12
 
 
-class StoreIdentity(Frozen):
+class StoreIdentity(Document):
     remedy = "delete it, so that the store gets another one"
 
     id: str = Field(pattern=r"^[0-9a-f]{32}$")

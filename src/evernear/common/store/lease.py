@@ -14,7 +14,7 @@ import uuid
 from collections.abc import Callable
 from contextlib import suppress
 
-from evernear.common.frozen import Frozen
+from evernear.common.frozen import Document
 from evernear.common.store.base import Store
 from evernear.errors import BusyError, ConflictError, EvernearError
 
@@ -24,7 +24,7 @@ EXPIRES_S = 60.0
 _POLL_S = 0.5
 
 
-class _Holder(Frozen):
+class _Holder(Document):
     by: str = ""
     token: str
     """Differs in each write, so that an earlier etag never recurs."""

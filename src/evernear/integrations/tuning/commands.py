@@ -65,7 +65,7 @@ def trial(settings: Settings) -> None:
 
 def _ingest_source(settings: Settings, directory: Path) -> "Dataset":
     """Ingest the source. The dataset's manifest is written to ``directory``."""
-    from evernear.common.store import open_store
+    from evernear.common.store.current import current_store
     from evernear.data.ingest import ingest_source
     from evernear.data.listing import ClassMinimum
     from evernear.data.manifest import save_manifest
@@ -73,7 +73,7 @@ def _ingest_source(settings: Settings, directory: Path) -> "Dataset":
     from evernear.release.champion import live_classes
 
     directory.mkdir(parents=True, exist_ok=True)
-    live = live_classes(open_store(settings.store_uri))
+    live = live_classes(current_store(settings.store_uri))
     minimum = ClassMinimum(settings.validation.min_class_images, live)
     save_manifest(ingest_source(settings.data, settings.store_uri, _report, minimum=minimum), directory)
     return Dataset.open(directory)

@@ -24,7 +24,7 @@ from starlette.routing import Route
 
 from evernear.common.masking import remember
 from evernear.common.retry import doubling
-from evernear.common.store import open_store
+from evernear.common.store.current import current_store
 from evernear.errors import SettingsError, SlackError
 from evernear.serving.endpoints import listening_socket
 from evernear.serving.http_limits import limited_server
@@ -95,7 +95,7 @@ def serve_slack(
     slack = SlackClient(bot_token, settings.slack.api_url, retries=True)
     unretried = SlackClient(bot_token, settings.slack.api_url, retries=False)
     woken = threading.Event()
-    store, access = open_store(settings.store_uri), Access(settings.permissions, unretried, clock)
+    store, access = current_store(settings.store_uri), Access(settings.permissions, unretried, clock)
     services = Services(settings, store, runs, slack, access, clock, woken.set)
     app = _connect(lambda: create_slack_app(unretried, "" if is_socket else secret, services), stop)
     if app is None:

@@ -12,7 +12,7 @@ from uuid import uuid4
 
 from pydantic import AwareDatetime
 
-from evernear.common.frozen import Frozen
+from evernear.common.frozen import Document, Frozen
 from evernear.common.store import Store
 from evernear.errors import ConflictError
 
@@ -40,7 +40,7 @@ class CheckReport(Frozen):
     """The id of the request that the check created."""
 
 
-class ScheduleState(Frozen):
+class ScheduleState(Document):
     """The object at `STATE`."""
 
     remedy: ClassVar[str] = "remove it to start over"

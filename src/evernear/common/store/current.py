@@ -1,0 +1,40 @@
+"""Refuse a store of another version of evernear before anything in it is read or written."""
+
+import re
+from collections.abc import Mapping
+from contextlib import suppress
+
+from evernear.common.frozen import require_format
+from evernear.common.store import Store, open_store
+from evernear.common.store.base import IDENTITY
+from evernear.errors import IntegrityError
+
+
+def current_store(uri: str) -> Store:
+    """Open the store of a working directory or of a pipeline, like `open_store`.
+
+    This compares only the documents that lead to all others: the store's identity, the champion
+    with its record, and each dataset's newest snapshot. Whoever reads another document compares it
+    as well.
+
+    Raises:
+        FormatError: another version of evernear wrote the store.
+    """
+    store = open_store(uri)
+    _compare(store, IDENTITY)
+    _compare(store, "releases/champion.json", "version", "releases/manifests/{}.json")
+    for name in store.children("datasets"):
+        if name.endswith("/"):
+            _compare(store, f"datasets/{name}head.json", "digest", f"datasets/{name}manifests/{{}}.json")
+    return store
+
+
+def _compare(store: Store, key: str, field: str = "", named: str = "") -> None:
+    """Compare a document and the one that its ``field`` names. Damage is not this module's task."""
+    fields: Mapping[str, object] = {}
+    with suppress(IntegrityError):
+        stored = store.find(key)
+        fields = require_format(stored[0], f"{store.uri}/{key}") if stored else {}
+    name = str(fields.get(field, ""))
+    if re.fullmatch(r"[\w.]+", name):
+        _compare(store, named.format(name))
