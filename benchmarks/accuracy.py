@@ -100,10 +100,10 @@ def run(
 
 def metrics(measurement: Measurement) -> dict[str, Any]:
     return {
-        "accuracy": measurement.accuracy.value,
-        "accuracy_low": measurement.accuracy.low,
-        "accuracy_high": measurement.accuracy.high,
-        "queries": measurement.accuracy.total,
+        "accuracy": measurement.label_right.value,
+        "accuracy_low": measurement.label_right.low,
+        "accuracy_high": measurement.label_right.high,
+        "queries": measurement.label_right.total,
         "recall_at_1": measurement.recall_at_1.value,
         "recall_at_5": measurement.recall_at_5.value,
         "called_unknown": measurement.false_rejects.value if measurement.false_rejects else None,

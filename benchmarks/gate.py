@@ -38,16 +38,18 @@ from scipy.optimize import brentq
 from scipy.stats import binomtest, multivariate_normal
 
 from benchmarks import machine
-from evernear.evaluation.compare import compare
+from evernear.evaluation.compare import compare, compare_refusals
 from evernear.evaluation.evaluate import AnchorEvaluation, Evaluation
 from evernear.evaluation.gate import decide
-from evernear.evaluation.measure import Measurement, Outcomes
+from evernear.evaluation.measure import OTHER_LABEL, Measurement, Outcomes
 from evernear.evaluation.open_set import OpenSet
-from evernear.evaluation.statistics import CONFIDENCE, proportion
+from evernear.evaluation.statistics import CONFIDENCE, Interval, proportion
 from evernear.settings import GateSettings
 
 LABELS = tuple("0123456789")
 MEASURED_SHARED = 0.6
+UNSEEN_ACCEPTED = proportion(5, 100, CONFIDENCE)
+"""By both systems, of the images of classes that nobody trained on."""
 CONVENTIONAL_LEVEL = 0.05
 """A significance level for comparison with the default."""
 
@@ -200,7 +202,11 @@ def make_evaluation(
         candidate=make_measurement("challenger", challenger, labels),
         champion=make_measurement("champion", champion, labels),
         comparison=compare(challenger, champion, labels),
-        open_set=OpenSet(held_out=()),
+        refusals=compare_refusals(challenger, champion, labels),
+        open_set=OpenSet(held_out=("held out",), draws=1, false_accepts=UNSEEN_ACCEPTED),
+        champion_false_accepts=Interval(
+            value=UNSEEN_ACCEPTED.value, low=UNSEEN_ACCEPTED.low, high=UNSEEN_ACCEPTED.high
+        ),
         leakage={"train": 0, "gallery": 0, "query": 0},
         champion_leakage={"train": 0, "gallery": 0, "query": 0},
         champion_test_overlap=1.0,
@@ -211,7 +217,7 @@ def make_evaluation(
 def make_measurement(name: str, outcomes: Outcomes, labels: tuple[str, ...]) -> Measurement:
     totals = np.bincount(outcomes.labels, minlength=len(labels))
     correct_counts = np.bincount(outcomes.labels[outcomes.correct], minlength=len(labels))
-    accuracy = proportion(int(outcomes.correct.sum()), len(outcomes.correct), CONFIDENCE)
+    label_right = proportion(int(outcomes.correct.sum()), len(outcomes.correct), CONFIDENCE)
     return Measurement(
         name=name,
         network_sha256=name,
@@ -222,17 +228,27 @@ def make_measurement(name: str, outcomes: Outcomes, labels: tuple[str, ...]) -> 
         known_labels=labels,
         threshold=1.0,
         parity_max_abs_difference=0.0,
-        accuracy=accuracy,
-        recall_at_1=accuracy,
-        recall_at_5=accuracy,
-        false_rejects=proportion(0, accuracy.total, CONFIDENCE),
-        index_recall=proportion(accuracy.total, accuracy.total, CONFIDENCE),
-        class_recall={
+        label_right=label_right,
+        recall_at_1=label_right,
+        recall_at_5=label_right,
+        false_rejects=proportion(int((~outcomes.named).sum()), label_right.total, CONFIDENCE),
+        index_recall=proportion(label_right.total, label_right.total, CONFIDENCE),
+        class_label_right={
             label: proportion(int(correct), int(total), CONFIDENCE)
             for label, correct, total in zip(labels, correct_counts, totals, strict=True)
             if total
         },
-        confusions=(),
+        confusions=_confusions(outcomes, labels),
+    )
+
+
+def _confusions(outcomes: Outcomes, labels: tuple[str, ...]) -> tuple[tuple[str, str, int, int], ...]:
+    """All wrong labels are the same one."""
+    pairs = 2 * outcomes.labels + outcomes.correct
+    counts, unknown = np.bincount(pairs), np.bincount(pairs, weights=~outcomes.named)
+    return tuple(
+        (labels[pair // 2], labels[pair // 2] if pair % 2 else OTHER_LABEL, int(counts[pair]), int(unknown[pair]))
+        for pair in np.flatnonzero(counts)
     )
 
 

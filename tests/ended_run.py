@@ -31,7 +31,7 @@ def record(tmp_path: Path, make_release: MakeRelease) -> RunRecord:
     record.save(
         settings=RunSettings(store=store.uri).model_dump(mode="json"),
         training={"epochs": EPOCHS, "best_epoch": 2},
-        metrics={"accuracy": 0.875},
+        metrics={"label_right": 0.875},
         archived={"version": release.version},
         verdict=json.loads(release.verdict.read_text()),
     )

@@ -115,7 +115,13 @@ def release_maker(system: System, new_directory: Callable[[], Path], pack: Pack 
             network_dir=system.network_dir,
             index_dir=system.index_dir,
             verdict_file=verdict_file,
-            metrics={"accuracy": 0.9, "accuracy_low": 0.85},
+            metrics={
+                "named_right": 17,
+                "named_wrong": 0,
+                "called_unknown": 3,
+                "label_right": 0.9,
+                "label_right_low": 0.85,
+            },
             parent=parent,
         )
         created = datetime(2026, 1, 1, tzinfo=UTC) + timedelta(seconds=next(seconds))

@@ -460,7 +460,7 @@ def notify(run: str, store: str, pipeline: str, state: str, error_message: str, 
         html = run_page(record)
         write_atomically(Path(page), html)
         record.put("run.html", html.encode())
-        running.summary = result.headline() + warned(run_ended(record, html))
+        running.summary = result.without_reasons() + warned(run_ended(record, html))
     return {"state": result.state, "release": result.release or "", "summary": result.summary()}
 
 

@@ -113,15 +113,15 @@ def import_(
     settings: Settings,
     file: Annotated[Path, typer.Argument(metavar="FILE.csv", help="CSV file with the columns id and label.")],
 ) -> None:
-    """Import true labels of live queries and print each release's weekly accuracy.
+    """Import true labels of live queries and print each release's weekly answers.
 
     The id is the `id` of the server's response. A later row for an id corrects an earlier one, in
     the file and in the store, so a growing file can be imported again. These labels measure
-    accuracy and do not enter the dataset.
+    the release and do not enter the dataset.
     """
     from evernear.common.store.current import current_store
     from evernear.console.live_labels import import_labels, labeled_queries, read_labels
-    from evernear.evaluation.live_accuracy import accuracy_by_week
+    from evernear.evaluation.live_accuracy import LIVE_QUERIES, accuracy_by_week
 
     opened = current_store(settings.store_uri)
     read = read_labels(file)
@@ -143,9 +143,9 @@ def import_(
     for sentence in in_store.damaged.values():
         print_line(sentence, sys.stderr)
     weeks = accuracy_by_week(in_store.queries)
-    rows = [[each.week, each.version, f"{each.accuracy.total:,}", str(each.accuracy)] for each in weeks]
+    rows = [[each.week, each.version, each.answers.sentence(*LIVE_QUERIES), str(each.label_right)] for each in weeks]
     if rows:
-        print_table(["week", "release", "labels", "accuracy (95% interval)"], rows)
+        print_table(["week", "release", "answers", "label right (95% interval)"], rows)
 
 
 def _some(names: Sequence[str]) -> str:

@@ -10,7 +10,7 @@ import typer
 from evernear.cli.options import JsonOption, group, options_of, registry_settings
 from evernear.common.output import print_json, print_line, print_table, printable, quantity
 from evernear.errors import IntegrityError, SettingsError
-from evernear.evaluation.verdict import classes_tested
+from evernear.evaluation.headline import headline
 from evernear.settings import Settings
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ def list_(
         (
             release["version"],
             release["created"][:16].replace("T", " "),
-            _accuracy(release["metrics"]),
+            headline(release["metrics"]) or "-",
             release["state"],
             release["parent"] or "-",
             f"{release['archive_size_bytes'] / 1e6:.1f} MB",
@@ -78,7 +78,7 @@ def list_(
         for release in releases
     ]
     rows += [(version, "-", "-", "damaged", "-", "-") for version in faults]
-    print_table(("version", "created (UTC)", "accuracy", "state", "parent", "size"), rows)
+    print_table(("version", "created (UTC)", "test images", "state", "parent", "size"), rows)
 
 
 @app.command()
@@ -212,7 +212,7 @@ def anchor(
     as_json: JsonOption = False,
 ) -> None:
     """Print the anchor, a release with which the gate also compares every candidate, or move the
-    anchor to VERSION. Moving the anchor accepts the accuracy of VERSION, and requires --why."""
+    anchor to VERSION. Moving the anchor accepts the losses of VERSION, and requires --why."""
     from evernear.release.promotions import Cause
 
     current = registry.require_champion()
@@ -332,11 +332,6 @@ def _print(deployed: "Deployment", settings: Settings, as_json: bool) -> None:
     elif deployed.previous:
         target = f" No rollback is possible: {deployed.previous}, the champion before it, was pruned."
     print_line(f"Release {deployed.version} {deployed.state()}.{target}")
-
-
-def _accuracy(metrics: dict[str, float]) -> str:
-    tested = classes_tested(metrics)
-    return f"{metrics['accuracy']:.2%}{f' ({tested})' if tested else ''}" if "accuracy" in metrics else "-"
 
 
 def _format(value: Any) -> str:

@@ -16,7 +16,7 @@ from starlette.responses import HTMLResponse, Response
 
 from evernear.common.output import printable
 from evernear.errors import BusyError, ConflictError, DataError, EvernearError, ServerUnreachableError, SettingsError
-from evernear.evaluation.verdict import classes_tested
+from evernear.evaluation.headline import headline
 from evernear.serving.decoding import OverloadedError
 from evernear.serving.prep.service import PrepService
 from evernear.serving.responses import Prediction
@@ -94,7 +94,7 @@ def _environment() -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters.update(tested=classes_tested, time=lambda at: f"{at:%Y-%m-%d %H:%M} UTC")
+    environment.filters.update(headline=headline, time=lambda at: f"{at:%Y-%m-%d %H:%M} UTC")
     return environment
 
 

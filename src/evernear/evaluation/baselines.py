@@ -33,7 +33,7 @@ FLAT = 1e-6
 class Baseline(Frozen):
     name: str
     """A noun phrase, such as "the most common class"."""
-    accuracy: Proportion
+    label_right: Proportion
     comparison: PairedCounts
     """Improvements are queries that only the candidate answers correctly."""
     p_perfect: float
@@ -61,10 +61,10 @@ class Baseline(Frozen):
 def measure_baselines(outcomes: Outcomes, dataset: Dataset, batch_size: int = BATCH_SIZE) -> tuple[Baseline, ...]:
     """Measure both baselines against the candidate's ``outcomes`` on the test split.
 
-    No recognizer that ignores the image is more accurate than the most common class. The nearest
-    gallery image by pixels (`SIDE_PX`, standardized) requires no training. Its gallery and queries
-    are spread evenly over the splits, with at most `GALLERY_MAX` and `QUERIES_MAX` images. For a
-    class without gallery images, it uses the same train images as the candidate's index.
+    No recognizer that ignores the image has more right labels than the most common class. The
+    nearest gallery image by pixels (`SIDE_PX`, standardized) requires no training. Its gallery and
+    queries are spread evenly over the splits, with at most `GALLERY_MAX` and `QUERIES_MAX` images.
+    For a class without gallery images, it uses the same train images as the candidate's index.
     """
     most_common = np.full_like(outcomes.labels, np.bincount(outcomes.labels).argmax())
     baselines = [_baseline("the most common class", most_common, outcomes, ignores_images=True)]
@@ -92,7 +92,7 @@ def _baseline(
     perfect, worst = (paired_counts(outcomes, correct) for outcomes in extremes)
     return Baseline(
         name=name,
-        accuracy=proportion(int(correct.sum()), len(correct), CONFIDENCE),
+        label_right=proportion(int(correct.sum()), len(correct), CONFIDENCE),
         comparison=paired_counts(candidate, correct),
         p_perfect=perfect.p_better,
         p_worst=worst.p_worse,

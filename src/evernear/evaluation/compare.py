@@ -3,6 +3,7 @@
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -126,7 +127,7 @@ def net_loss_budget(errors: int, queries: int, significance: float) -> int:
 
 
 def detectable_loss(pairs: PairedCounts, level: float, power: float = 0.9) -> float:
-    """The smallest loss of accuracy, between 0 and 1, that `mcnemar_worse` at ``level`` detects
+    """The smallest loss of right labels, between 0 and 1, that `mcnemar_worse` at ``level`` detects
     with probability ``power``, or 1 if there is none.
 
     The share of improvements is assumed to be (improvements + 1) / (queries + 2), because a result
@@ -144,15 +145,16 @@ def detectable_loss(pairs: PairedCounts, level: float, power: float = 0.9) -> fl
 
 
 def loss_beyond_budget(pairs: PairedCounts, budget: int, power: float = 0.9) -> float:
-    """The smallest loss of accuracy for which the net losses exceed ``budget`` with probability
+    """The smallest loss of right labels for which the net losses exceed ``budget`` with probability
     ``power``, or 1 if there is none. The assumptions are the same as in `detectable_loss`."""
     return _smallest_loss(pairs.independent, lambda _: budget + 0.5, power)
 
 
 def _smallest_loss(pairs: PairedCounts, critical: Callable[[float], float], power: float) -> float:
-    """The smallest loss of accuracy for which the net losses exceed ``critical`` with probability
-    ``power``, or 1 if there is none. ``critical`` is a function of the share of queries on which
-    the systems differ. The net losses are approximately normal (Connor 1987, Biometrics 43:207)."""
+    """The smallest loss of right labels for which the net losses exceed ``critical`` with
+    probability ``power``, or 1 if there is none. ``critical`` is a function of the share of queries
+    on which the systems differ. The net losses are approximately normal (Connor 1987, Biometrics
+    43:207)."""
     from scipy.optimize import root_scalar
     from scipy.special import ndtr
 
@@ -182,6 +184,12 @@ def compare(candidate: Outcomes, champion: Outcomes, labels: tuple[str, ...]) ->
         ),
         classes={label: by_class[number] for number, label in enumerate(labels) if number in by_class},
     )
+
+
+def compare_refusals(candidate: Outcomes, champion: Outcomes, labels: tuple[str, ...]) -> Comparison:
+    """As `compare`, where a regression is a query that only the candidate calls unknown."""
+    named, named_before = (replace(system, correct=system.named) for system in (candidate, champion))
+    return compare(named, named_before, labels)
 
 
 def paired_counts(candidate: Outcomes, correct: NDArray[np.bool_]) -> PairedCounts:

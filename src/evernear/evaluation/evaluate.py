@@ -18,11 +18,12 @@ from evernear.data.shards import Dataset
 from evernear.data.snapshots import split_digests
 from evernear.errors import IntegrityError
 from evernear.evaluation.baselines import Baseline, FewGroups, measure_baselines
-from evernear.evaluation.compare import Comparison, compare
+from evernear.evaluation.compare import Comparison, compare, compare_refusals
 from evernear.evaluation.examples import Replay
+from evernear.evaluation.headline import headline
 from evernear.evaluation.measure import BATCH_SIZE, NO_CHANGES, Measurement, Observer, Outcomes, measure
-from evernear.evaluation.open_set import OpenSet
-from evernear.evaluation.verdict import classes_tested
+from evernear.evaluation.open_set import FALSE_ACCEPT_RATE, OpenSet
+from evernear.evaluation.statistics import Interval, Proportion
 from evernear.settings import ClassSettings
 
 if TYPE_CHECKING:  # reading an evaluation must not import torch or FAISS
@@ -48,6 +49,8 @@ class ReleasedSystem(NamedTuple):
     """The release's classes that were removed or renamed on purpose."""
     fault: str | None = None
     """Why the snapshot's manifest cannot be read."""
+    false_accepts: Interval | None = None
+    """Share of images of unseen classes that the release accepts, as its manifest states it."""
 
 
 class UnavailableSystem(NamedTuple):
@@ -101,50 +104,64 @@ class Evaluation(Document):
     classes: ClassSettings = NO_CHANGES
     """The champion's classes that were removed or renamed on purpose. Its measurement uses their
     current names."""
+    refusals: Comparison | None = None
+    """The images that candidate and champion call unknown. A regression is an image that only the
+    candidate calls unknown."""
+    champion_false_accepts: Interval | None = None
+    """Share of images of unseen classes that the champion accepts, as its release states it."""
     anchor: AnchorEvaluation | None = None
     """None if the champion is the anchor, or if no champion exists."""
     replay: Replay | None = None
     """For the run page only. None if no champion exists."""
 
+    @property
+    def false_accepts(self) -> Proportion | Interval | None:
+        """Share of images of unseen classes that the candidate accepts. With the champion's network
+        and threshold, it is the champion's."""
+        is_reused = self.open_set.threshold is not None
+        return self.champion_false_accepts if is_reused else self.open_set.false_accepts
+
     def summary(self) -> str:
-        tested = classes_tested(self.candidate.coverage)
-        accuracy = f"accuracy {self.candidate.accuracy}{f', {tested}' if tested else ''}"
-        return f"{accuracy}; {self.candidate.false_rejects} of known images called unknown"
+        return f"{headline(self.metrics())}; label right {self.candidate.label_right}"
 
     def metrics(self) -> dict[str, float]:
         """The metrics to chart, except those whose value is None or not finite."""
         metrics: dict[str, float | None] = {
-            "accuracy": self.candidate.accuracy.value,
-            "accuracy_low": self.candidate.accuracy.low,
-            "accuracy_high": self.candidate.accuracy.high,
+            **self.candidate.answers.model_dump(),
+            "label_right": self.candidate.label_right.value,
+            "label_right_low": self.candidate.label_right.low,
+            "label_right_high": self.candidate.label_right.high,
             "recall_at_1": self.candidate.recall_at_1.value,
             "recall_at_5": self.candidate.recall_at_5.value,
-            "worst_class_recall": min(recall.value for recall in self.candidate.class_recall.values()),
+            "worst_class_label_right": min(share.value for share in self.candidate.class_label_right.values()),
             "false_reject_rate": self.candidate.false_rejects.value if self.candidate.false_rejects else None,
             "index_recall": self.candidate.index_recall.value,
             "threshold": self.candidate.threshold,
             "parity_max_abs_difference": self.candidate.parity_max_abs_difference,
-            "test_images": self.candidate.accuracy.total,
+            "test_images": self.candidate.label_right.total,
             **self.candidate.coverage,
             "test_images_seen": sum(self.leakage.values()),
         }
         if self.reviewed_left_out:
             metrics["reviewed_left_out"] = sum(self.reviewed_left_out.values())
         if self.baselines:
-            metrics["baseline_accuracy"] = max(baseline.accuracy.value for baseline in self.baselines)
-        if self.open_set.auroc and self.open_set.false_accepts and self.open_set.false_accepts_at_95:
+            metrics["baseline_label_right"] = max(baseline.label_right.value for baseline in self.baselines)
+        if accepted := self.false_accepts:
+            metrics[FALSE_ACCEPT_RATE] = accepted.value
+            metrics[f"{FALSE_ACCEPT_RATE}_low"] = accepted.low
+            metrics[f"{FALSE_ACCEPT_RATE}_high"] = accepted.high
+        if self.open_set.auroc and self.open_set.false_accepts_at_95:
             metrics["open_set_auroc"] = self.open_set.auroc.value
             metrics["open_set_auroc_low"] = self.open_set.auroc.low
-            metrics["open_set_false_accept_rate"] = self.open_set.false_accepts.value
             metrics["open_set_fpr_at_95_tpr"] = self.open_set.false_accepts_at_95.value
         if self.champion and self.comparison:
             pairs = self.comparison.within(self.champion.known_labels)
-            metrics["champion_accuracy"] = self.champion.accuracy.value
+            metrics["champion_label_right"] = self.champion.label_right.value
             metrics["regressions"] = pairs.regressions
             metrics["improvements"] = pairs.improvements
             metrics["p_worse"] = pairs.p_worse
         if self.anchor and self.anchor.measurement:
-            metrics["anchor_accuracy"] = self.anchor.measurement.accuracy.value
+            metrics["anchor_label_right"] = self.anchor.measurement.label_right.value
         return {name: float(value) for name, value in metrics.items() if value is not None and math.isfinite(value)}
 
     def write(self, directory: Path) -> None:
@@ -191,6 +208,8 @@ def evaluate_systems(
         candidate=measurement,
         champion=before,
         comparison=compare(outcomes, before_outcomes, dataset.labels) if before_outcomes else None,
+        refusals=compare_refusals(outcomes, before_outcomes, dataset.labels) if before_outcomes else None,
+        champion_false_accepts=champion.false_accepts if champion else None,
         anchor=measured_anchor,
         open_set=open_set,
         baselines=measure_baselines(outcomes, dataset),

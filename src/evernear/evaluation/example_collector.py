@@ -79,14 +79,15 @@ class ExampleCollector:
         self._histograms = np.zeros((2, BINS), np.int64)
 
     def add(self, answered: AnsweredBlock) -> None:
-        """Collect the examples of the next block. Wrong answers are sorted by distance, those that
-        were called unknown last."""
+        """Collect the examples of the next block. Mistakes are sorted by distance, those that were
+        called unknown last."""
         block, answers = answered.block, answered.answers
         wrong = answers.labels != block.labels
         for group, selected in enumerate((~wrong, wrong)):
             self._histograms[group] += histogram(answers.distances[selected])
-        clearest = np.flatnonzero(wrong)
-        clearest = clearest[np.lexsort((answers.distances[wrong], answers.unknown[wrong]))][:MISTAKES]
+        missed = wrong | answers.unknown
+        clearest = np.flatnonzero(missed)
+        clearest = clearest[np.lexsort((answers.distances[missed], answers.unknown[missed]))][:MISTAKES]
         self._mistakes += [_Query.of(answered, row) for row in clearest]
         self._mistakes = sorted(self._mistakes, key=lambda query: (query.unknown, query.distance))[:MISTAKES]
         first, self._seen = self._seen, self._seen + len(block)

@@ -79,11 +79,12 @@ class NeighborImage(Frozen):
 
 
 class Mistake(Frozen):
+    """A query that is not named right."""
+
     label: str
     predicted: str
     unknown: bool
-    """Whether the query was called unknown, so that a client would not have seen the wrong
-    label."""
+    """Whether the query was called unknown, even though ``predicted`` may be its label."""
     distance: float
     tile: int
     neighbors: tuple[NeighborImage, ...]
@@ -138,8 +139,8 @@ class Examples(Document):
     remedy = "run the evaluate step again"
 
     mistakes: tuple[Mistake, ...]
-    """Wrong predictions: first those that were not called unknown, then the others, each sorted by
-    distance, with the most confident first."""
+    """First the images named wrong, then those called unknown, each sorted by distance, with the
+    most confident first."""
     map: tuple[MapPoint, ...]
     """A random sample of the test split, placed by t-SNE (van der Maaten and Hinton 2008, JMLR
     9:2579)."""
@@ -155,7 +156,7 @@ class Examples(Document):
     map_images: Sheet
     live: LiveDistances | None = None
     live_accuracy: tuple[LiveAccuracy, ...] = ()
-    """The champion's accuracy on labeled live queries by week, newest first. Empty without
+    """The champion's answers to labeled live queries by week, newest first. Empty without
     labels."""
 
 

@@ -1,7 +1,7 @@
 """The gate: decide whether the candidate may replace the champion.
 
 The verdict is hold if any rule fails. The candidate need not be better, or a champion whose
-accuracy cannot improve could never be refreshed with new data. It must not be *significantly
+labels are all right could never be refreshed with new data. It must not be *significantly
 worse*, must keep every class, and must be sound. The gate fails closed: a missing or NaN figure
 fails its rule. A rule that could not fail on this data has not passed: it says "too few to tell".
 
@@ -58,7 +58,8 @@ from evernear.evaluation.gate_anchor import (
     sensitivity,
     smallest_detectable_loss,
 )
-from evernear.evaluation.gate_classes import class_recall_rule, classes_kept_rule, false_reject_rule
+from evernear.evaluation.gate_classes import class_recall_rule, classes_kept_rule
+from evernear.evaluation.gate_unknown import false_accept_rule, false_reject_rule
 from evernear.evaluation.measure import Measurement
 from evernear.evaluation.statistics import p_by_chance
 from evernear.evaluation.verdict import Rule, System, Verdict, classes_tested, floor_setting
@@ -81,6 +82,7 @@ def decide(evaluation: Evaluation, settings: GateSettings) -> Verdict:
             _no_worse(evaluation, champion, levels(anchor, settings)[0], loss, settings),
             no_worse_than_anchor_rule(anchor, candidate, settings),
             classes_kept_rule(candidate, champion, evaluation.classes),
+            false_accept_rule(evaluation),
         ]
         caution = sensitivity(loss) if loss is not None and loss > MAX_UNDETECTED_LOSS else ""
     return Verdict.of(
@@ -108,19 +110,20 @@ def _known_pairs(evaluation: Evaluation, champion: Measurement) -> PairedCounts 
 
 
 def _accuracy_floor(candidate: Measurement, settings: GateSettings) -> Rule:
-    accuracy, floor = candidate.accuracy, settings.accuracy_floor
-    passed = accuracy.value >= floor
+    label_right, floor = candidate.label_right, settings.accuracy_floor
+    passed = label_right.value >= floor
     tested = classes_tested(candidate.coverage)
-    reason = f"Accuracy is {accuracy} on {_queries(accuracy.total, candidate.groups)}{f' ({tested})' if tested else ''}"
+    images = f"{_queries(label_right.total, candidate.groups)}{f' ({tested})' if tested else ''}"
+    reason = f"Label right: {label_right} on {images}"
     if floor or not passed:
         reason += f", {'at least' if passed else 'below'} the floor of {floor:.2%}"
     return Rule(
         name="accuracy_floor",
         passed=passed,
-        candidate=accuracy.value,
+        candidate=label_right.value,
         bound=floor,
         reason=f"{reason}.",
-        setting="" if passed else floor_setting("gate.accuracy_floor", accuracy.value),
+        setting="" if passed else floor_setting("gate.accuracy_floor", label_right.value),
     )
 
 
@@ -139,7 +142,7 @@ def _test_images_unseen(evaluation: Evaluation) -> Rule:
             reason += f" The snapshot that its network was trained on cannot be read: {fault}"
     if evaluation.champion_leakage and sum(evaluation.champion_leakage.values()):
         known = sum(evaluation.champion_leakage.values())
-        reason += f" The champion was built from {quantity(known, 'test image')}, so its accuracy is overstated."
+        reason += f" The champion was built from {quantity(known, 'test image')}, so its figures are overstated."
     elif evaluation.champion and evaluation.champion_leakage is None:
         missing = "cannot be read" if "champion" in evaluation.unreadable else "is not in the store"
         reason += f" The champion's dataset {missing}, so its leakage was not measured."
@@ -163,7 +166,7 @@ def _answered_the_same(evaluation: Evaluation, champion: Measurement) -> bool:
         pairs is not None
         and candidate.dataset_digest == champion.dataset_digest
         and candidate.queries_sha256 == champion.queries_sha256
-        and candidate.accuracy.total == champion.accuracy.total == pairs.overall.queries
+        and candidate.label_right.total == champion.label_right.total == pairs.overall.queries
     )
 
 
@@ -178,7 +181,7 @@ def _overlap_in_words(evaluation: Evaluation, champion: str, overlap: float | No
     if not passed:
         return (
             f"The test split contains only {overlap:.1%} of the images that {champion} was tested on, below "
-            f"{TEST_OVERLAP_FLOOR:.0%}: the dataset has another source or other splits, so the accuracies are not "
+            f"{TEST_OVERLAP_FLOOR:.0%}: the dataset has another source or other splits, so the figures are not "
             "comparable. A person may still promote the release."
         )
     left_out = " Images that came by review do not count." if evaluation.reviewed_left_out.get("test") else ""
@@ -202,8 +205,8 @@ def _no_worse(
         if pairs.queries < evaluation.comparison.overall.queries
         else ""
     )
-    accuracy, before = (_accuracy_within(each, known) for each in (evaluation.candidate, champion))
-    figures = f"Accuracy {accuracy:.2%} against the champion's {before:.2%}{where}: {pairs.changes()}"
+    share, before = (_share_right(each, known) for each in (evaluation.candidate, champion))
+    figures = f"Label right {share:.2%} against the champion's {before:.2%}{where}: {pairs.changes()}"
     if could_fail:
         figures += f", {'' if is_worse else 'not '}significantly worse ({pairs.p_in_words()}, level {level:g})"
     else:
@@ -216,7 +219,7 @@ def _no_worse(
         name=name,
         passed=not is_worse and not is_blind,
         could_fail=could_fail or is_blind,
-        candidate=accuracy,
+        candidate=share,
         champion=before,
         bound=level,
         reason=reason,
@@ -228,13 +231,15 @@ def _queries(images: int, groups: int | None) -> str:
     return quantity(images, "test image") + (f" of {quantity(groups, 'group')}" if groups else "")
 
 
-def _accuracy_within(measurement: Measurement, labels: tuple[str, ...]) -> float:
-    total = sum(measurement.class_recall[label].total for label in labels if label in measurement.class_recall)
+def _share_right(measurement: Measurement, labels: tuple[str, ...]) -> float:
+    shares = measurement.class_label_right
+    total = sum(shares[label].total for label in labels if label in shares)
     return _right_within(measurement, labels) / max(1, total)
 
 
 def _right_within(measurement: Measurement, labels: tuple[str, ...]) -> int:
-    return sum(measurement.class_recall[label].count for label in labels if label in measurement.class_recall)
+    shares = measurement.class_label_right
+    return sum(shares[label].count for label in labels if label in shares)
 
 
 def _system(measurement: Measurement) -> System:
@@ -260,8 +265,8 @@ def beats_baselines_rule(evaluation: Evaluation, settings: GateSettings) -> Rule
     return Rule(
         name=name,
         passed=not is_unproven or not settings.beat_baseline,
-        candidate=evaluation.candidate.accuracy.value,
-        bound=max(baseline.accuracy.value for baseline in baselines),
+        candidate=evaluation.candidate.label_right.value,
+        bound=max(baseline.label_right.value for baseline in baselines),
         reason=f"The store has no champion yet. {reason}" if missed or not undecided else reason,
         could_fail=bool(missed or not undecided),
         setting="gate.beat_baseline=false" if is_unproven else "",
@@ -283,7 +288,7 @@ def _passed(evaluation: Evaluation, level: float) -> str:
         findings.append(
             f"not significantly worse than {_names(others)}, which has too few errors to be beaten significantly"
         )
-    return f"Accuracy {evaluation.candidate.accuracy.value:.2%} is {', and '.join(findings)}."
+    return f"Label right {evaluation.candidate.label_right.value:.2%} is {', and '.join(findings)}."
 
 
 def _missed(evaluation: Evaluation, missed: Sequence[Baseline], level: float) -> str:
@@ -291,17 +296,17 @@ def _missed(evaluation: Evaluation, missed: Sequence[Baseline], level: float) ->
     better = [baseline for baseline in missed if baseline not in unbeaten]
     findings = [f"not significantly better than {_figures(unbeaten)}"] if unbeaten else []
     findings += [f"significantly worse than {_names(better)}"] if better else []
-    accuracy = evaluation.candidate.accuracy.value
-    return f"Accuracy {accuracy:.2%} is {', and '.join(findings)}, at level {level:g}.{_diagnosis(evaluation, level)}"
+    share = evaluation.candidate.label_right.value
+    return f"Label right {share:.2%} is {', and '.join(findings)}, at level {level:g}.{_diagnosis(evaluation, level)}"
 
 
 def _undecided(evaluation: Evaluation, undecided: Sequence[Baseline], level: float) -> str:
-    accuracy, few = evaluation.candidate.accuracy.value, evaluation.few_groups
+    share, few = evaluation.candidate.label_right.value, evaluation.few_groups
     best = max(undecided, key=lambda baseline: baseline.p_perfect)
     p = best.comparison.p_in_words(best.p_perfect)
     text = (
-        f"Too few {'groups of images' if evaluation.candidate.groups else 'images'} to tell whether accuracy "
-        f"{accuracy:.2%} is better than {_names(undecided)}: not even a release without errors would be significantly "
+        f"Too few {'groups of images' if evaluation.candidate.groups else 'images'} to tell whether label right "
+        f"{share:.2%} is better than {_names(undecided)}: not even a release without errors would be significantly "
         f"better ({p}, level {level:g})."
     )
     return f"{text} {few.sentence()}" if few else text
@@ -309,14 +314,14 @@ def _undecided(evaluation: Evaluation, undecided: Sequence[Baseline], level: flo
 
 def _figures(baselines: Sequence[Baseline]) -> str:
     return " and ".join(
-        f"{each.name} ({each.accuracy.value:.2%}, {each.comparison.changes()}, "
+        f"{each.name} ({each.label_right.value:.2%}, {each.comparison.changes()}, "
         f"{each.comparison.p_in_words(each.comparison.p_better)})"
         for each in baselines
     )
 
 
 def _names(baselines: Sequence[Baseline]) -> str:
-    return " and ".join(f"{each.name} ({each.accuracy.value:.2%})" for each in baselines)
+    return " and ".join(f"{each.name} ({each.label_right.value:.2%})" for each in baselines)
 
 
 def _diagnosis(evaluation: Evaluation, level: float) -> str:
@@ -328,8 +333,8 @@ def _diagnosis(evaluation: Evaluation, level: float) -> str:
     """
     candidate = evaluation.candidate
     chance = candidate.most_common_class_proportion
-    is_informed = p_by_chance(candidate.confusions) <= level
-    if is_informed or candidate.accuracy.high >= (1 + chance) / 2:
+    is_informed = p_by_chance(pair[:3] for pair in candidate.confusions) <= level
+    if is_informed or candidate.label_right.high >= (1 + chance) / 2:
         return ""
     if any(baseline.p_by_chance <= level for baseline in evaluation.baselines):
         return (

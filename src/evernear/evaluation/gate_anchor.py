@@ -28,13 +28,13 @@ ANCHOR_SHARE = 0.4
 POWER = 0.9
 """Probability with which the loss that a verdict states is detected."""
 MAX_UNDETECTED_LOSS = 0.10
-"""Largest loss of accuracy that the gate may fail to detect, with a probability of more than 1 -
+"""Largest loss that the gate may fail to detect, with a probability of more than 1 -
 `POWER`, without a warning."""
 TEST_OVERLAP_FLOOR = 0.9
 """Smallest share of a release's test images that the test split must still contain for a
 comparison."""
 _MOVE = "`evernear registry anchor VERSION --why REASON`"
-_REMEDY = f" If this accuracy is intended, promote the release and make it the anchor with {_MOVE}."
+_REMEDY = f" If this loss is intended, promote the release and make it the anchor with {_MOVE}."
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ def no_worse_than_anchor_rule(anchor: Anchor, candidate: Measurement, settings: 
 
 
 def smallest_detectable_loss(anchor: Anchor, pairs: PairedCounts, settings: GateSettings) -> float:
-    """The smallest loss of accuracy that at least one comparison detects with a probability of
+    """The smallest loss that at least one comparison detects with a probability of
     `POWER`, or 1 if none does. ``pairs`` is the comparison with the champion."""
     level, anchor_level = levels(anchor, settings)
     losses = [detectable_loss(pairs, level, POWER)]
@@ -158,8 +158,8 @@ def _replaced(anchor: Anchor) -> str:
 def _tested(version: str, measurement: Measurement, pairs: PairedCounts, level: float) -> str:
     verb = "is not" if pairs.p_worse > level else "is"
     return (
-        f"The candidate {verb} significantly worse than the anchor {version}, whose accuracy is "
-        f"{measurement.accuracy.value:.2%}: {pairs.changes()}, {pairs.p_in_words()}, level {level:g}."
+        f"The candidate {verb} significantly worse than the anchor {version}, whose label right is "
+        f"{measurement.label_right.value:.2%}: {pairs.changes()}, {pairs.p_in_words()}, level {level:g}."
     )
 
 
@@ -186,5 +186,5 @@ def _shared_labels(candidate: Measurement, earlier: Measurement | None) -> tuple
 
 
 def _errors(measurement: Measurement | None, labels: tuple[str, ...]) -> int:
-    recalls = measurement.class_recall if measurement else {}
-    return sum(recalls[label].total - recalls[label].count for label in labels if label in recalls)
+    shares = measurement.class_label_right if measurement else {}
+    return sum(shares[label].total - shares[label].count for label in labels if label in shares)

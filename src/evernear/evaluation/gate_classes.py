@@ -1,5 +1,4 @@
-"""The gate's rules for single classes and for unknown images. `evernear.evaluation.gate` explains
-them."""
+"""The gate's rules for single classes. `evernear.evaluation.gate` explains them."""
 
 from typing import NamedTuple
 
@@ -8,9 +7,8 @@ from evernear.evaluation.compare import PairedCounts
 from evernear.evaluation.evaluate import Evaluation
 from evernear.evaluation.gate_anchor import CLASSES_SHARE
 from evernear.evaluation.measure import Measurement
-from evernear.evaluation.statistics import CONFIDENCE, Proportion, proportion
-from evernear.evaluation.verdict import Rule, ceiling_setting, floor_setting
-from evernear.index.description import MAX_DISTANCE
+from evernear.evaluation.statistics import CONFIDENCE, proportion
+from evernear.evaluation.verdict import Rule, floor_setting
 from evernear.settings import ClassSettings, GateSettings
 
 LARGEST_DROP = 0.05
@@ -33,7 +31,7 @@ def class_recall_rule(evaluation: Evaluation, settings: GateSettings) -> Rule:
         name="class_recall",
         passed=not failed,
         could_fail=any(finding.could_fail for finding in findings),
-        candidate=min((recall.value for recall in candidate.class_recall.values()), default=None),
+        candidate=min((share.value for share in candidate.class_label_right.values()), default=None),
         bound=settings.class_recall_floor,
         reason=" ".join(finding.reason for finding in failed or findings),
         setting=failed[0].setting if len(failed) == 1 else "",
@@ -41,31 +39,33 @@ def class_recall_rule(evaluation: Evaluation, settings: GateSettings) -> Rule:
 
 
 def _above_floor(candidate: Measurement, floor: float) -> _Finding:
-    recalls = candidate.class_recall
-    if not recalls:
-        return _Finding(False, True, "Recall by class is missing.")
-    fallen = [f"{label} ({recall.value:.1%})" for label, recall in recalls.items() if not recall.high >= floor]
+    shares = candidate.class_label_right
+    if not shares:
+        return _Finding(False, True, "Label right by class is missing.")
+    fallen = [f"{label} ({share.value:.1%})" for label, share in shares.items() if not share.high >= floor]
     if fallen:
-        setting = floor_setting("gate.class_recall_floor", min(recall.high for recall in recalls.values()))
+        setting = floor_setting("gate.class_recall_floor", min(share.high for share in shares.values()))
         return _Finding(
-            False, True, f"Recall is significantly below the floor of {floor:.0%} for {named(fallen)}.", setting
+            False, True, f"Label right is significantly below the floor of {floor:.0%} for {named(fallen)}.", setting
         )
     undecided = [
         label
-        for label, recall in recalls.items()
-        if floor and proportion(0, recall.total, CONFIDENCE, recall.effective).high >= floor
+        for label, share in shares.items()
+        if floor and proportion(0, share.total, CONFIDENCE, share.effective).high >= floor
     ]
-    decided = [label for label in recalls if label not in undecided]
-    worst = min(decided or undecided, key=lambda label: recalls[label].value)
+    decided = [label for label in shares if label not in undecided]
+    worst = min(decided or undecided, key=lambda label: shares[label].value)
     if decided:
-        reason = f"No class has a recall significantly below {floor:.0%}; the worst is {worst} with {recalls[worst]}."
+        reason = (
+            f"Label right is significantly below {floor:.0%} for no class; the worst is {worst} with {shares[worst]}."
+        )
         reason += f" Too few images to tell for {named(undecided)}." if undecided else ""
     else:
         reason = (
-            f"Too few images to tell whether the recall of a class is below {floor:.0%}; the worst is {worst} with "
-            f"{recalls[worst]}."
+            f"Too few images to tell whether label right is below {floor:.0%} for a class; the worst is {worst} with "
+            f"{shares[worst]}."
         )
-    if unmeasured := [label for label in candidate.known_labels if label not in recalls]:
+    if unmeasured := [label for label in candidate.known_labels if label not in shares]:
         reason += f" Without test images and therefore not measured: {named(unmeasured)}."
     return _Finding(True, bool(decided), reason)
 
@@ -85,7 +85,7 @@ def _no_drop(evaluation: Evaluation, champion: Measurement, level: float) -> _Fi
         if drops[label] > LARGEST_DROP and pairs.p_worse <= level
     ]
     if fallen:
-        reason = f"Recall fell significantly and by more than {LARGEST_DROP:.1%} for {named(fallen)}."
+        reason = f"Label right fell significantly and by more than {LARGEST_DROP:.1%} for {named(fallen)}."
         return _Finding(False, True, reason)
     decided = [label for label, pairs in classes.items() if _could_drop(pairs, champion, label, level)]
     largest = max(decided or classes, key=lambda label: drops[label])
@@ -94,17 +94,17 @@ def _no_drop(evaluation: Evaluation, champion: Measurement, level: float) -> _Fi
         return _Finding(
             True,
             False,
-            f"Too few images to tell whether the recall of a class fell by more than {LARGEST_DROP:.1%}; {change}",
+            f"Too few images to tell whether label right fell by more than {LARGEST_DROP:.1%} for a class; {change}",
         )
-    reason = f"No class has a significant recall drop of more than {LARGEST_DROP:.1%}; {change}"
+    reason = f"Label right fell significantly and by more than {LARGEST_DROP:.1%} for no class; {change}"
     if others := len(classes) - len(decided):
         reason += f" Too few images to tell for {quantity(others, 'other class', 'other classes')}."
     return _Finding(True, True, reason)
 
 
 def _could_drop(pairs: PairedCounts, champion: Measurement, label: str, level: float) -> bool:
-    recall = champion.class_recall.get(label)
-    return recall is not None and pairs.least_p(recall.count) <= level
+    share = champion.class_label_right.get(label)
+    return share is not None and pairs.least_p(share.count) <= level
 
 
 def classes_kept_rule(candidate: Measurement, champion: Measurement, classes: ClassSettings) -> Rule:
@@ -130,63 +130,8 @@ def classes_kept_rule(candidate: Measurement, champion: Measurement, classes: Cl
 
 
 def _class_figures(label: str, measurement: Measurement) -> str:
-    figures = [("recall", measurement.class_recall), ("called unknown", measurement.class_rejects)]
-    text = ", ".join(f"{name} {shares[label].value:.1%}" for name, shares in figures if label in shares)
-    return f"{label} ({text})" if text else label
-
-
-def false_reject_rule(evaluation: Evaluation, settings: GateSettings) -> Rule:
-    name, ceiling, rejected = "false_rejects", settings.false_reject_ceiling, evaluation.candidate.false_rejects
-    if rejected is None:
-        reason = "No test image is of a class that the candidate knows, so false rejects were not measured."
-        return Rule(name=name, passed=False, bound=ceiling, reason=reason)
-    passed = rejected.low <= ceiling
-    could_fail = (
-        ceiling == 1 or proportion(rejected.total, rejected.total, CONFIDENCE, rejected.effective).low > ceiling
-    )
-    if not could_fail:
-        reason = (
-            f"Too few images to tell whether more than {ceiling:.0%} of known images are called unknown: "
-            f"{rejected} of the known test images are."
-        )
-    elif evaluation.candidate.threshold >= MAX_DISTANCE:
-        reason = evaluation.open_set.summary() or "Unknown is switched off: every image counts as known."
-    else:
-        reason = (
-            f"{rejected} of the known test images are called unknown, "
-            f"{'not ' if passed else ''}significantly more than {ceiling:.0%}."
-        )
-        reason += _different_test_images(evaluation.candidate, rejected)
-    setting = "" if passed else ceiling_setting("gate.false_reject_ceiling", rejected.low)
-    return Rule(
-        name=name,
-        passed=passed,
-        could_fail=could_fail,
-        candidate=rejected.value,
-        bound=ceiling,
-        reason=reason,
-        setting=setting,
-    )
-
-
-def _different_test_images(candidate: Measurement, rejected: Proportion) -> str:
-    """A sentence if test images are called unknown significantly more often than query images, or
-    an empty string otherwise.
-
-    The threshold is calibrated on the query images, which come from the same files as the gallery
-    images. If they are near-duplicates of these, images from a different place or time exceed it.
-    """
-    calibrated = candidate.calibration_rejects
-    if calibrated is None or rejected.low <= calibrated.high:
-        return ""
-    advice = "Add images like the test images to the training images"
-    if not candidate.groups:
-        advice += (
-            ", or, if the images show scenes, shops or persons several times, ingest them into a new store with "
-            "data.group, so that whole groups that the gallery lacks set the threshold"
-        )
-    return (
-        f" Your test images look different from your gallery: of the {quantity(calibrated.total, 'query image')}, "
-        f"which come from the same files as the gallery and set the threshold, {calibrated.value:.2%} are called "
-        f"unknown. {advice}."
-    )
+    answers = measurement.class_answers.get(label)
+    if answers is None:
+        return label
+    shares = (each / answers.images for each in (answers.named_right, answers.named_wrong, answers.called_unknown))
+    return "{} ({:.1%} named right, {:.1%} named wrong, {:.1%} called unknown)".format(label, *shares)

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from pydantic import AwareDatetime
 
 from evernear.common.frozen import Document, Frozen
-from evernear.common.output import quantity
+from evernear.evaluation.headline import AnswerCounts
 from evernear.evaluation.statistics import CONFIDENCE, Proportion, deviations, exact_proportion
 
 LEVEL = 0.02
@@ -35,6 +35,9 @@ _PARTS = ((1.0, 0.8), (1 / 3, 0.15), (0.1, 0.05))
 detect a severe loss sooner."""
 
 
+LIVE_QUERIES = ("labeled live query", "labeled live queries")
+
+
 class LabeledQuery(Document):
     """A live query with its true label and the prediction of the release ``version``."""
 
@@ -47,8 +50,8 @@ class LabeledQuery(Document):
     labeled_at: AwareDatetime
 
     @property
-    def correct(self) -> bool:
-        """As on the test split, a correct class also counts if the prediction is unknown."""
+    def label_right(self) -> bool:
+        """As on the test split, a right label also counts if the query is called unknown."""
         return self.pred == self.label
 
 
@@ -56,10 +59,11 @@ class LiveAccuracy(Frozen):
     version: str
     week: str
     """The ISO week in which the queries arrived, such as "2026-W07"."""
-    accuracy: Proportion
+    answers: AnswerCounts
+    label_right: Proportion
 
     def __str__(self) -> str:
-        return f"{self.week}: {self.accuracy} of {quantity(self.accuracy.total, 'label')}"
+        return f"{self.week}: {self.answers.sentence(*LIVE_QUERIES)}; label right {self.label_right}"
 
 
 @dataclass(frozen=True)
@@ -71,12 +75,13 @@ class ExpectedAccuracy:
 
 @dataclass(frozen=True)
 class Assessment:
-    """The accuracy of one release on the live queries that were labeled in the current or previous
+    """The answers of one release to the live queries that were labeled in the current or previous
     month."""
 
-    accuracy: Proportion
+    answers: AnswerCounts
+    label_right: Proportion
     expected: float | None
-    """The accuracy on the test split, or None if the archived release does not contain it."""
+    """Label right on the test split, or None if the archived release does not contain it."""
     lost_at: datetime | None
     """When the label arrived with which the loss became significant, or None if it is not."""
     can_tell: bool
@@ -84,34 +89,37 @@ class Assessment:
 
     @property
     def loss(self) -> float:
-        """The decrease from the expected accuracy, at least 0, and 0 if none is known."""
-        return max(0.0, (self.expected or 0.0) - self.accuracy.value)
+        """The decrease from the expected share of right labels, at least 0, and 0 if none is
+        known."""
+        return max(0.0, (self.expected or 0.0) - self.label_right.value)
 
     def __str__(self) -> str:
-        figures = f"Accuracy on {quantity(self.accuracy.total, 'labeled live query', 'labeled live queries')}"
+        counts = self.answers.sentence(*LIVE_QUERIES)
+        figures = f"{counts[0].upper()}{counts[1:]}. Label right is {self.label_right}"
         if self.expected is None:
-            return f"{figures}: {self.accuracy}. The accuracy on the test split is unknown."
+            return f"{figures}. On the test split, it is unknown."
         if self.lost_at is None:
             finding = "not significantly less than" if self.can_tell else "too few labels to compare it with"
-            return f"{figures}: {self.accuracy}, {finding} the {self.expected:.1%} on the test split."
+            return f"{figures}, {finding} the {self.expected:.1%} on the test split."
         return (
-            f"{figures}: {self.accuracy}. Since {self.lost_at:%Y-%m-%d}, this is significantly less than the"
+            f"{figures}. Since {self.lost_at:%Y-%m-%d}, this is significantly less than the"
             f" {self.expected:.1%} on the test split."
         )
 
 
 def assess(queries: Sequence[LabeledQuery], expected: ExpectedAccuracy | None, now: datetime) -> Assessment | None:
-    """Compare the labels for one release, in order of arrival, with the expected accuracy. Return
-    None without recent labels."""
+    """Compare the labels for one release, in order of arrival, with the expected share of right
+    labels. Return None without recent labels."""
     months = np.array([_month(query.labeled_at) for query in queries])
     recent = months >= _month(now) - 1
     if not recent.any():
         return None
-    correct = np.array([query.correct for query in queries])
+    correct = np.array([query.label_right for query in queries])
     nothing = np.zeros(len(recent), np.bool_)
     lost = recent & is_loss(correct, months, expected) if expected else nothing
     return Assessment(
-        accuracy=exact_proportion(int(correct[recent].sum()), int(recent.sum()), CONFIDENCE),
+        answers=_count([query for query, is_recent in zip(queries, recent, strict=True) if is_recent]),
+        label_right=exact_proportion(int(correct[recent].sum()), int(recent.sum()), CONFIDENCE),
         expected=expected.value if expected else None,
         lost_at=queries[int(lost.argmax())].labeled_at if lost.any() else None,
         can_tell=expected is not None and bool(is_loss(nothing, months, expected).any()),
@@ -119,9 +127,9 @@ def assess(queries: Sequence[LabeledQuery], expected: ExpectedAccuracy | None, n
 
 
 def expected_accuracy(metrics: Mapping[str, float]) -> ExpectedAccuracy | None:
-    """The accuracy on the test split, or None if ``metrics`` do not contain its confidence
+    """Label right on the test split, or None if ``metrics`` do not contain its confidence
     interval. The effective number of images is computed from it with Wilson's formula."""
-    value, low = metrics.get("accuracy"), metrics.get("accuracy_low")
+    value, low = metrics.get("label_right"), metrics.get("label_right_low")
     if value is None or low is None or not low < value:
         return None
     images = deviations(CONFIDENCE) ** 2 * low * (1 - low) / (value - low) ** 2
@@ -130,13 +138,24 @@ def expected_accuracy(metrics: Mapping[str, float]) -> ExpectedAccuracy | None:
 
 def accuracy_by_week(queries: Iterable[LabeledQuery]) -> list[LiveAccuracy]:
     """Newest week first."""
-    outcomes: defaultdict[tuple[str, str], list[bool]] = defaultdict(list)
+    weeks: defaultdict[tuple[str, str], list[LabeledQuery]] = defaultdict(list)
     for query in queries:
-        outcomes[_week(query.at), query.version].append(query.correct)
+        weeks[_week(query.at), query.version].append(query)
     return [
-        LiveAccuracy(version=version, week=week, accuracy=exact_proportion(sum(correct), len(correct), CONFIDENCE))
-        for (week, version), correct in sorted(outcomes.items(), reverse=True)
+        LiveAccuracy(
+            version=version,
+            week=week,
+            answers=_count(answered),
+            label_right=exact_proportion(sum(query.label_right for query in answered), len(answered), CONFIDENCE),
+        )
+        for (week, version), answered in sorted(weeks.items(), reverse=True)
     ]
+
+
+def _count(queries: Sequence[LabeledQuery]) -> AnswerCounts:
+    unknown = sum(query.unknown for query in queries)
+    right = sum(query.label_right and not query.unknown for query in queries)
+    return AnswerCounts(named_right=right, named_wrong=len(queries) - right - unknown, called_unknown=unknown)
 
 
 def is_loss(correct: NDArray[np.bool_], months: NDArray[np.int_], expected: ExpectedAccuracy) -> NDArray[np.bool_]:

@@ -1,7 +1,7 @@
-"""Accuracy, recall and confusions of a recognizer on one split, measured as it is served."""
+"""Answers of a recognizer on one split, counted as it is served."""
 
 import hashlib
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -14,6 +14,7 @@ from evernear.data.groups import GroupNumbers
 from evernear.data.manifest import Split
 from evernear.data.shards import Block, Dataset
 from evernear.errors import DataError
+from evernear.evaluation.headline import AnswerCounts
 from evernear.evaluation.statistics import CONFIDENCE, Proportion, effective_totals, proportion
 from evernear.index.description import Calibration
 from evernear.settings import ClassSettings
@@ -26,6 +27,8 @@ if TYPE_CHECKING:  # reading an evaluation must not import torch or FAISS
 RECALL_AT = 5
 BATCH_SIZE = 256  # as `evernear.embedding.embed`, so that cached embeddings are equal to the last bit
 NO_CHANGES = ClassSettings()
+CALLED_UNKNOWN = "(called unknown)"
+"""The last column of a confusion matrix."""
 OTHER_LABEL = "(a label that the dataset does not have)"
 Observer = Callable[["AnsweredBlock"], None]
 
@@ -62,8 +65,8 @@ class Measurement(Frozen):
     parity_max_abs_difference: float
     """Difference between the outputs of the exported and the eager network, as measured by the
     export step."""
-    accuracy: Proportion
-    """Proportion of queries with the correct prediction, including queries called unknown."""
+    label_right: Proportion
+    """Proportion of queries whose predicted label is right, including queries called unknown."""
     recall_at_1: Proportion
     recall_at_5: Proportion
     """Proportion of queries whose five nearest neighbors include the correct label."""
@@ -77,12 +80,11 @@ class Measurement(Frozen):
     index_recall: Proportion
     """Proportion of query-split images for which the index found the nearest vector (recall@1
     against exact search)."""
-    class_recall: dict[str, Proportion]
-    """For each label that has queries, the proportion of queries predicted correctly."""
-    class_rejects: dict[str, Proportion] = {}
-    """For each label that has queries, the proportion of queries called unknown."""
-    confusions: tuple[tuple[str, str, int], ...]
-    """Tuples (label, prediction, count) for the pairs that occur, sorted by label."""
+    class_label_right: dict[str, Proportion]
+    """As ``label_right``, for each label that has queries."""
+    confusions: tuple[tuple[str, str, int, int], ...]
+    """Tuples (label, predicted label, count, called unknown) for the pairs that occur, sorted by
+    label. The last number is the part of ``count`` that is called unknown."""
     groups: int | None = None
     """Number of groups (``data.group``) among the queries, on which the intervals are based. None
     if every query is independent."""
@@ -90,28 +92,63 @@ class Measurement(Frozen):
     @property
     def coverage(self) -> dict[str, float]:
         """The number of classes that the system knows, and of those with a query."""
-        return {"classes": len(self.known_labels), "tested_classes": len({*self.known_labels} & {*self.class_recall})}
+        tested = {*self.known_labels} & {*self.class_label_right}
+        return {"classes": len(self.known_labels), "tested_classes": len(tested)}
+
+    @property
+    def answers(self) -> AnswerCounts:
+        by_class = [*self.class_answers.values()]
+        return AnswerCounts(
+            named_right=sum(each.named_right for each in by_class),
+            named_wrong=sum(each.named_wrong for each in by_class),
+            called_unknown=sum(each.called_unknown for each in by_class),
+        )
+
+    def share(self, count: int, label: str | None = None) -> Proportion:
+        """``count`` of all queries, or of those of ``label``, with an interval."""
+        of = self.label_right if label is None else self.class_label_right[label]
+        return proportion(count, of.total, CONFIDENCE, of.effective)
+
+    @property
+    def class_answers(self) -> dict[str, AnswerCounts]:
+        """For each label that has queries."""
+        counts: defaultdict[str, Counter[str]] = defaultdict(Counter)
+        for label, predicted, count, unknown in self.confusions:
+            named = "named_right" if predicted == label else "named_wrong"
+            counts[label].update({named: count - unknown, "called_unknown": unknown})
+        return {
+            label: AnswerCounts(
+                named_right=each["named_right"],
+                named_wrong=each["named_wrong"],
+                called_unknown=each["called_unknown"],
+            )
+            for label, each in counts.items()
+        }
 
     @property
     def most_common_class_proportion(self) -> float:
-        """The accuracy of always predicting the most common class in the split."""
-        return max((recall.total for recall in self.class_recall.values()), default=0) / self.accuracy.total
+        """The share of right labels of always predicting the most common class in the split."""
+        return max((share.total for share in self.class_label_right.values()), default=0) / self.label_right.total
 
     def confusion_matrix(self, max_labels: int = 50) -> tuple[list[str], list[list[int]]]:
-        """The labels, and a matrix whose rows are labels and whose columns are predictions. Beyond
-        ``max_labels``, the labels with the fewest confusions are merged."""
+        """The names of the columns, and a matrix whose rows are labels. The last column counts the
+        images called unknown, and the others are the labels as they were named. Beyond
+        ``max_labels``, the labels with the fewest images that were not named right are merged."""
         wrong: Counter[str] = Counter()
-        for label, answer, count in self.confusions:
-            wrong.update({label: count, answer: count} if label != answer else {label: 0, answer: 0})
+        for label, answer, count, unknown in self.confusions:
+            named_wrong = count - unknown if label != answer else 0
+            wrong.update({label: named_wrong + unknown})
+            wrong.update({answer: named_wrong})
         shown = {label for label, _ in wrong.most_common(max_labels)}
         labels = [label for label in (*self.labels, OTHER_LABEL) if label in shown]
         if len(wrong) > len(labels):
             labels.append("(others)")
         position = {label: labels.index(label) if label in shown else len(labels) - 1 for label in wrong}
-        rows = np.zeros((len(labels), len(labels)), np.int64)
-        for label, answer, count in self.confusions:
-            rows[position[label], position[answer]] += count
-        return labels, rows.tolist()
+        rows = np.zeros((len(labels), len(labels) + 1), np.int64)
+        for label, answer, count, unknown in self.confusions:
+            rows[position[label], position[answer]] += count - unknown
+            rows[position[label], -1] += unknown
+        return [*labels, CALLED_UNKNOWN], rows.tolist()
 
 
 @dataclass(frozen=True)
@@ -122,6 +159,13 @@ class Outcomes:
     labels: NDArray[np.int32]
     groups: NDArray[np.int32] | None = None
     """None if the queries are independent."""
+    unknown: NDArray[np.bool_] | None = None
+    """Whether a query is called unknown. None for a system that names every image."""
+
+    @property
+    def named(self) -> NDArray[np.bool_]:
+        """Whether a query is not called unknown (N,)."""
+        return np.ones_like(self.correct) if self.unknown is None else ~self.unknown
 
     @property
     def independent(self) -> int | None:
@@ -171,7 +215,7 @@ def measure(
         raise DataError(f"The {split} split of {dataset.manifest.name} is empty; raise data.{split}_fraction.")
 
     labels, predicted, nearest, among_nearest, unknown, *of_groups = map(np.concatenate, zip(*rows, strict=True))
-    outcomes = Outcomes(predicted == labels, labels, of_groups[0] if of_groups else None)
+    outcomes = Outcomes(predicted == labels, labels, of_groups[0] if of_groups else None, unknown)
     all_queries = np.zeros_like(labels)
     known_labels = classes.current_labels(gallery.description.known_labels)
     of_known = np.isin(names, known_labels).astype(np.int32)[labels]
@@ -186,15 +230,16 @@ def measure(
         known_labels=known_labels,
         threshold=gallery.description.threshold,
         parity_max_abs_difference=recognizer.parity_max_abs_difference,
-        accuracy=outcomes.proportions(outcomes.correct, all_queries)[0],
+        label_right=outcomes.proportions(outcomes.correct, all_queries)[0],
         recall_at_1=outcomes.proportions(nearest, all_queries)[0],
         recall_at_5=outcomes.proportions(among_nearest, all_queries)[0],
         false_rejects=outcomes.proportions(unknown, of_known).get(1),
         calibration_rejects=_calibration_rejects(calibration),
         index_recall=proportion(calibration.nearest_found, calibration.queries, CONFIDENCE),
-        class_recall=_named(outcomes.proportions(outcomes.correct, labels), names),
-        class_rejects=_named(outcomes.proportions(unknown, labels), names),
-        confusions=_confusions(labels, predicted, names),
+        class_label_right={
+            names[label]: share for label, share in outcomes.proportions(outcomes.correct, labels).items()
+        },
+        confusions=_confusions(labels, predicted, unknown, names),
         groups=outcomes.independent,
     )
     return measurement, outcomes
@@ -236,13 +281,10 @@ def _calibration_rejects(calibration: Calibration) -> Proportion:
     return Proportion(count=calibration.false_rejects, total=calibration.queries, low=low, high=high)
 
 
-def _named(proportions: dict[int, Proportion], names: Sequence[str]) -> dict[str, Proportion]:
-    return {names[label]: share for label, share in proportions.items()}
-
-
 def _confusions(
-    labels: NDArray[np.int32], predicted: NDArray[np.int32], names: Sequence[str]
-) -> tuple[tuple[str, str, int], ...]:
-    pairs, counts = np.unique(np.stack([labels, predicted]), axis=1, return_counts=True)
-    rows: list[tuple[int, int, int]] = np.column_stack([pairs.T, counts]).tolist()
-    return tuple((names[label], names[answer], count) for label, answer, count in rows)
+    labels: NDArray[np.int32], predicted: NDArray[np.int32], unknown: NDArray[np.bool_], names: Sequence[str]
+) -> tuple[tuple[str, str, int, int], ...]:
+    pairs, members, counts = np.unique(np.stack([labels, predicted]), axis=1, return_inverse=True, return_counts=True)
+    unknown_counts = np.bincount(members[unknown], minlength=len(counts))
+    rows: list[tuple[int, int, int, int]] = np.column_stack([pairs.T, counts, unknown_counts]).tolist()
+    return tuple((names[label], names[answer], count, unknown) for label, answer, count, unknown in rows)

@@ -1,8 +1,19 @@
 """The result of the open-set probe (`evernear.evaluation.probe`)."""
 
+from collections.abc import Mapping
+
 from evernear.common.frozen import Frozen
 from evernear.common.output import named, quantity
 from evernear.evaluation.statistics import Auroc, Interval, Proportion, Roc
+
+FALSE_ACCEPT_RATE = "open_set_false_accept_rate"
+"""The metric of a release."""
+
+
+def stated_false_accepts(metrics: Mapping[str, float]) -> Interval | None:
+    """Share of images of unseen classes that a release accepts. None if it was not measured."""
+    value, low, high = (metrics.get(f"{FALSE_ACCEPT_RATE}{suffix}") for suffix in ("", "_low", "_high"))
+    return None if value is None or low is None or high is None else Interval(value=value, low=low, high=high)
 
 
 class OpenSet(Frozen):

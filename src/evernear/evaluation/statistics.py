@@ -106,6 +106,13 @@ def proportion(count: int, total: int, confidence: float, effective: float | Non
     )
 
 
+def is_higher(share: Proportion | Interval, other: Proportion | Interval) -> bool:
+    """Whether ``share`` is significantly higher than the independent ``other``: the interval of the
+    difference, which combines both intervals (Newcombe 1998, Statist Med 17:873, method 10), lies
+    above 0."""
+    return share.value - other.value > math.hypot(share.value - share.low, other.high - other.value)
+
+
 def exact_proportion(count: int, total: int, confidence: float) -> Proportion:
     """``count`` out of ``total`` (at least 1), with the exact two-sided interval of Clopper and
     Pearson (1934). Wilson's interval contains a true proportion of 99% in only 92% of samples of
@@ -158,8 +165,7 @@ def roc(known: NDArray[np.float32], unknown: NDArray[np.float32]) -> Roc:
 
 
 def p_by_chance(confusions: Iterable[tuple[object, object, int]]) -> float:
-    """Probability of at least this accuracy if the predictions were assigned to the images at
-    random.
+    """Probability of at least as many right labels if the predictions were assigned at random.
 
     ``confusions`` are (label, prediction, count). The number of correct predictions has the exact
     mean and variance of a permutation test. Its distribution is approximated by a normal one with

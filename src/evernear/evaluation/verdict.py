@@ -64,8 +64,8 @@ class Verdict(Document):
     anchor: AnchorChoice | None = None
     """None if no champion exists."""
     detectable_loss: float | None = None
-    """The smallest loss of accuracy, between 0 and 1, that the gate detects with a probability of
-    90%. None if there is no champion, or nothing to compare."""
+    """The smallest loss of right labels, between 0 and 1, that the gate detects with a probability
+    of 90%. None if there is no champion, or nothing to compare."""
     caution: str = ""
     """Sentences about the loss that an automatic promotion may leave undetected, or about a first
     release without evidence. Empty if the test split is large enough."""

@@ -320,7 +320,7 @@ def _result(directory: Path, steps_s: dict[str, float], wall_s: float) -> RunRes
         release=outcome.release,
         promoted=outcome.state == "promoted",
         state=outcome.state,
-        summary=outcome.headline(),
+        summary=outcome.without_reasons(),
         candidate=outcome.candidate,
         gate_settings=outcome.gate_settings,
         next_steps=outcome.next_steps(),

@@ -14,7 +14,7 @@ from evernear.data.shards import Dataset
 from evernear.errors import DataError, IntegrityError, StoreError, TransientStoreError
 from evernear.evaluation.evaluate import ReleasedSystem, UnavailableSystem
 from evernear.evaluation.measure import NO_CHANGES
-from evernear.evaluation.open_set import OpenSet
+from evernear.evaluation.open_set import OpenSet, stated_false_accepts
 from evernear.index.description import describe_index
 from evernear.release.archive_reader import open_release
 from evernear.release.manifest import NETWORK_DESCRIPTION_FILE, NETWORK_FILE, ReleaseManifest
@@ -92,7 +92,7 @@ def _open_system(store: Store, version: str, classes: ClassSettings, scratch: Pa
         dataset, fault = Dataset.find(store, manifest.dataset_name, manifest.dataset_digest), None
     except IntegrityError as error:
         dataset, fault = None, str(error)
-    return ReleasedSystem(recognizer, dataset, classes, fault)
+    return ReleasedSystem(recognizer, dataset, classes, fault, stated_false_accepts(manifest.metrics))
 
 
 def open_released(store: Store, version: str, scratch: Path) -> "Recognizer":

@@ -10,6 +10,7 @@ from evernear.common.frozen import Document
 from evernear.common.progress import RunCommand
 from evernear.common.run_record import OUTCOME, RunRecord, StepRecord, StopRecord
 from evernear.common.store import Store
+from evernear.evaluation.headline import headline
 from evernear.evaluation.verdict import Rule
 from evernear.release.promotions import CHAMPION_ALONE
 
@@ -57,18 +58,22 @@ class RunOutcome(Document):
     """Whether the release is live in the TorchServe process of the run's machine and working
     directory."""
 
-    def headline(self) -> str:
-        """The outcome on one line, without the reasons of a held run."""
-        return f"held: release {self.candidate} is not promoted" if self.state == "held" else self.summary()
+    def without_reasons(self) -> str:
+        """The outcome, without the reasons of a held run."""
+        return (
+            f"held: release {self.candidate} is not promoted{self._measured()}"
+            if self.state == "held"
+            else self.summary()
+        )
 
     def summary(self) -> str:
         reasons = " ".join(self.reasons)
         match self.state:
             case "promoted":
                 caution = f". WARNING: {self.caution}" if self.caution else ""
-                return f"promoted: release {self.release} {self.release_state()}{caution}"
+                return f"promoted: release {self.release} {self.release_state()}{self._measured()}{caution}"
             case "held":
-                return f"held: {reasons}"
+                return f"held: {reasons.removesuffix('.')}{self._measured()}."
             case "rolled back":
                 return f"rolled back: release {self.release} {self.release_state(' again')}. {reasons}".strip()
             case "predicted":
@@ -78,6 +83,10 @@ class RunOutcome(Document):
             case "failed":
                 where = f" at {self.step}" if self.step else ""
                 return f"failed{where}: {reasons}" + self._live_despite_failure()
+
+    def _measured(self) -> str:
+        text = headline(self.metrics)
+        return f". {text.capitalize()}" if text else ""
 
     def next_steps(self) -> tuple[NextStep, ...]:
         """Suggested actions after the run, most likely first. Empty if there is nothing to suggest,

@@ -42,7 +42,7 @@ def compare_page(first: RunRecord, second: RunRecord) -> str:
     measured = [{figure.name: figure.candidate for figure in report.figures} for report in runs]
     tables = [{row.label: row for row in report.classes()} for report in runs]
     classes = [(label, [table.get(label) for table in tables]) for label in sorted({*tables[0], *tables[1]})]
-    classes.sort(key=lambda entry: -abs(_recall(entry[1][0]) - _recall(entry[1][1])))
+    classes.sort(key=lambda entry: -abs(_named_right(entry[1][0]) - _named_right(entry[1][1])))
     return _render(
         "compare.html.j2",
         runs=runs,
@@ -85,8 +85,8 @@ def _colors(examples: Examples | None) -> dict[str, str]:
     }
 
 
-def _recall(row: ClassRow | None) -> float:
-    return row.recall.value if row and row.recall else 0.0
+def _named_right(row: ClassRow | None) -> float:
+    return row.named_right.value if row and row.named_right else 0.0
 
 
 @cache

@@ -16,6 +16,7 @@ from matplotlib.ticker import MaxNLocator
 from evernear.common.output import printable
 from evernear.evaluation.evaluate import Evaluation
 from evernear.evaluation.examples import BINS, LiveDistances
+from evernear.evaluation.headline import headline
 from evernear.evaluation.open_set import OpenSet
 from evernear.evaluation.statistics import Roc
 from evernear.index.description import MAX_DISTANCE
@@ -39,7 +40,7 @@ MAX_LABEL_CHARACTERS = 30
 
 
 def training_curves(history: Sequence[Mapping[str, float]]) -> Markup:
-    """Loss, accuracy and learning rate by epoch. ``history`` contains
+    """Loss, gallery accuracy and learning rate by epoch. ``history`` contains
     `evernear.embedding.artifact.Epoch` objects as JSON."""
     epochs = [point["epoch"] for point in history]
     charts: list[Markup] = []
@@ -60,7 +61,7 @@ def training_curves(history: Sequence[Mapping[str, float]]) -> Markup:
 
 
 def distances(correct: Sequence[int], incorrect: Sequence[int], threshold: float) -> Markup:
-    series = {"right predictions": correct, "wrong predictions": incorrect}
+    series = {"label right": correct, "label wrong": incorrect}
     return _histogram("Test images: distance to the nearest gallery image", series, threshold)
 
 
@@ -165,21 +166,21 @@ def svg(figure: Figure, description: str) -> Markup:
 
 def confusion_png(evaluation: Evaluation) -> bytes:
     """The candidate's confusion matrix, for clients that do not show HTML."""
-    labels, rows = evaluation.candidate.confusion_matrix()
-    names = [shorten(label) for label in labels]
+    columns, rows = evaluation.candidate.confusion_matrix()
+    names = [shorten(column) for column in columns]
     # inches: 0.5 per cell plus 1/12 per character of the labels, at most a screen
-    side = min(12.0, max(4.0, 0.5 * len(labels) + 1.5 + max(map(len, names)) / 12))
+    side = min(12.0, max(4.0, 0.5 * len(columns) + 1.5 + max(map(len, names)) / 12))
     figure = Figure(figsize=(side, side), layout="constrained")
     axes = figure.subplots()
-    # only mistakes are colored: a single one among thousands of answers is visible
+    # only images that are not named right are colored: a single one among thousands is visible
     mistakes = [[0 if i == j else count for j, count in enumerate(row)] for i, row in enumerate(rows)]
     highest = max(1, *(max(row) for row in mistakes))
     axes.imshow(mistakes, cmap="Reds", vmin=0, vmax=highest)
-    ticks = range(len(labels))
-    axes.set(xticks=ticks, yticks=ticks, xlabel="answer", ylabel="label", title="Confusion matrix")
-    axes.set_xticklabels(names, rotation=90 if max(map(len, names)) > 2 else 0)
-    axes.set_yticklabels(names)
-    if len(labels) <= 25:
+    axes.set(xticks=range(len(columns)), yticks=range(len(rows)), xlabel="answer", ylabel="label")
+    axes.set_title(headline(evaluation.metrics()).capitalize(), fontsize=9, wrap=True)
+    axes.set_xticklabels(names, rotation=90)
+    axes.set_yticklabels(names[:-1])
+    if len(rows) <= 25:
         for i, row in enumerate(rows):
             for j, count in enumerate(row):
                 if count:

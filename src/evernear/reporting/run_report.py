@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from evernear.common.parts import STEPS_IN_PARTS, PartsRecord
 from evernear.common.progress import duration
@@ -15,7 +15,9 @@ from evernear.data.validate import Report
 from evernear.errors import StoreError
 from evernear.evaluation.evaluate import Evaluation
 from evernear.evaluation.examples import Examples, ReplayExamples
-from evernear.evaluation.statistics import Proportion
+from evernear.evaluation.headline import AnswerCounts, headline
+from evernear.evaluation.measure import Measurement
+from evernear.evaluation.statistics import Interval, Proportion
 from evernear.evaluation.verdict import Verdict
 from evernear.release.manifest import is_version
 from evernear.release.records import Record
@@ -29,14 +31,17 @@ KEY_RULES = ("no_worse", "beats_baselines", "no_worse_than_anchor", "accuracy_fl
 """The most informative rules for a promoted candidate."""
 
 
+Share: TypeAlias = Proportion | Interval
+
+
 class Figure(NamedTuple):
     """A proportion of the candidate, the champion and the anchor, or of the candidates of two
     runs."""
 
     name: str
-    candidate: Proportion | None
-    champion: Proportion | None
-    anchor: Proportion | None = None
+    candidate: Share | None
+    champion: Share | None
+    anchor: Share | None = None
 
     def position(self, value: float) -> float:
         """In percent, between the lowest and the highest end of all intervals."""
@@ -51,9 +56,11 @@ class ClassRow(NamedTuple):
     label: str
     images: int
     before: int | None
-    recall: Proportion | None
-    unknown: Proportion | None
+    answers: AnswerCounts | None
+    named_right: Proportion | None
+    label_right: Proportion | None
     champion: Proportion | None
+    """Label right."""
     regressions: int
     improvements: int
 
@@ -115,6 +122,10 @@ class RunReport:
                 return f"{outcome.state.capitalize()}{f' at {outcome.step}' if outcome.step else ''}"
 
     @property
+    def headline(self) -> str:
+        return headline(self.evaluation.metrics() if self.evaluation else self.outcome.metrics)
+
+    @property
     def reasons(self) -> list[str]:
         """The most important reasons: for a promoted candidate, those of the rules in
         `KEY_RULES`."""
@@ -130,17 +141,11 @@ class RunReport:
             return []
         candidate, champion = self.evaluation.candidate, self.evaluation.champion
         anchor = self.evaluation.anchor.measurement if self.evaluation.anchor else None
-        names = {
-            "accuracy": "accuracy",
-            "recall_at_1": "recall@1",
-            "recall_at_5": "recall@5",
-            "false_rejects": "known called unknown",
-            "index_recall": "index recall",
-        }
-        figures = [
-            Figure(name, *(getattr(system, key, None) for system in (candidate, champion, anchor)))
-            for key, name in names.items()
-        ]
+        systems = [_figures(system) if system else {} for system in (candidate, champion, anchor)]
+        figures = [Figure(name, *(figures.get(name) for figures in systems)) for name in systems[0]]
+        figures.append(
+            Figure("unseen classes accepted", self.evaluation.false_accepts, self.evaluation.champion_false_accepts)
+        )
         return [figure for figure in figures if figure.candidate or figure.champion]
 
     @property
@@ -179,30 +184,34 @@ class RunReport:
         return duration((self.ended - self.started).total_seconds()) if self.ended else ""
 
     def classes(self) -> list[ClassRow]:
-        """All classes, with the lowest recall first."""
+        """All classes, with the lowest share of images named right first."""
         measured = self.evaluation
         counts = _class_counts(self.validation)
         before = self.examples.images_before if self.examples else None
-        labels: list[str] = [*counts, *(before or {}), *(measured.candidate.class_recall if measured else {})]
+        labels: list[str] = [*counts, *(before or {}), *(measured.candidate.class_label_right if measured else {})]
         pairs = measured.comparison.classes if measured and measured.comparison else {}
-        champion = measured.champion.class_recall if measured and measured.champion else {}
+        champion = measured.champion.class_label_right if measured and measured.champion else {}
+        answers = measured.candidate.class_answers if measured else {}
         rows = [
             ClassRow(
                 label=label,
                 images=counts.get(label, 0),
                 before=before.get(label, 0) if before is not None else None,
-                recall=measured.candidate.class_recall.get(label) if measured else None,
-                unknown=measured.candidate.class_rejects.get(label) if measured else None,
+                answers=answers.get(label),
+                named_right=measured.candidate.share(answers[label].named_right, label)
+                if measured and label in answers
+                else None,
+                label_right=measured.candidate.class_label_right.get(label) if measured else None,
                 champion=champion.get(label),
                 regressions=pairs[label].regressions if label in pairs else 0,
                 improvements=pairs[label].improvements if label in pairs else 0,
             )
             for label in dict.fromkeys(labels)
         ]
-        return sorted(rows, key=lambda row: row.recall.value if row.recall else 2.0)
+        return sorted(rows, key=lambda row: row.named_right.value if row.named_right else 2.0)
 
     def confusion(self) -> tuple[list[str], list[list[int]]]:
-        """The labels and the confusion matrix rows of the most confused classes."""
+        """The confusion matrix of the most confused classes (`Measurement.confusion_matrix`)."""
         assert self.evaluation is not None  # noqa: S101 - the template asks only then
         return self.evaluation.candidate.confusion_matrix(CONFUSION_LABELS_MAX)
 
@@ -210,6 +219,20 @@ class RunReport:
         """Whether each setting differs from its default."""
         defaults = flat(OneRun().model_dump(mode="json"))
         return [(key, value, value != defaults.get(key)) for key, value in self.settings.items()]
+
+
+def _figures(system: Measurement) -> dict[str, Proportion | None]:
+    answers = system.answers
+    return {
+        "named right": system.share(answers.named_right),
+        "named wrong": system.share(answers.named_wrong),
+        "called unknown": system.share(answers.called_unknown),
+        "label right": system.label_right,
+        "recall@1": system.recall_at_1,
+        "recall@5": system.recall_at_5,
+        "known called unknown": system.false_rejects,
+        "index recall": system.index_recall,
+    }
 
 
 def find_run(store: Store, name: str) -> RunRecord:

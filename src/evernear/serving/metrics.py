@@ -98,7 +98,7 @@ class Meter:
 
     ``created_s`` is the Unix time at which the release was created. ``threshold`` is the distance
     beyond which an image is unknown. Two optional arguments are also emitted, for comparison with
-    live queries: ``test_accuracy``, the accuracy on the test split, and ``reference``, the
+    live queries: ``test_accuracy``, label right on the test split, and ``reference``, the
     distances in the drift baseline, as a cumulative distribution at the `DISTANCE_BOUNDS`.
     """
 

@@ -36,7 +36,7 @@ def test_labels_are_stored_with_the_logged_answer(store: Store) -> None:
     result = import_labels(store, {"id-0": "a", "id-2": "b", "other": "a"}, NOW)
     assert (result.stored, result.missing) == (2, ("other",))
     stored = {query.id: query for query in labeled_queries(store).queries}
-    assert {name: (query.correct, query.version) for name, query in stored.items()} == {
+    assert {name: (query.label_right, query.version) for name, query in stored.items()} == {
         "id-0": (True, "v1"),
         "id-2": (False, "v1"),
     }
@@ -50,7 +50,7 @@ def test_label_is_compared_as_a_class_name(store: Store) -> None:
     store.put(key, f"{period.model_dump_json()}\n{row.model_dump_json()}\n".encode())
     import_labels(store, {"coffee": "cafe\u0301\u200b"}, NOW)
     (query,) = labeled_queries(store).queries
-    assert (query.label, query.correct) == ("caf\xe9", True)
+    assert (query.label, query.label_right) == ("caf\xe9", True)
 
 
 def test_a_growing_file_is_imported_again_and_again(store: Store) -> None:
@@ -66,7 +66,7 @@ def test_a_growing_file_is_imported_again_and_again(store: Store) -> None:
     later = NOW + timedelta(days=50)
     result = import_labels(store, {"id-0": "a", "id-1": "a", "id-2": "a"}, later)
     assert (result.stored, result.missing) == (2, ("id-1",))
-    labeled = {query.id: (query.label, query.correct, query.labeled_at) for query in labeled_queries(store).queries}
+    labeled = {query.id: (query.label, query.label_right, query.labeled_at) for query in labeled_queries(store).queries}
     assert labeled == {"id-0": ("a", True, later), "id-2": ("a", True, NOW)}
 
 

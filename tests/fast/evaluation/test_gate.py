@@ -19,6 +19,7 @@ from evernear.errors import IntegrityError
 from evernear.evaluation.evaluate import Evaluation
 from evernear.evaluation.gate import decide
 from evernear.evaluation.measure import Outcomes
+from evernear.evaluation.open_set import OpenSet, stated_false_accepts
 from evernear.evaluation.statistics import Proportion, exact_proportion, proportion
 from evernear.evaluation.verdict import Rule, Verdict
 from evernear.settings import GateSettings
@@ -60,13 +61,14 @@ def test_small_test_split_rarely_fails_equal_models_and_fails_a_bad_one():
     assert worse >= binom.ppf(0.001, SEEDS, 0.99)
 
 
-def outcomes(errors: dict[int, int], queries: int = 100) -> Outcomes:
-    """Ten classes of ``queries`` queries, of which the first ``errors`` of a class are wrong."""
+def outcomes(errors: dict[int, int], queries: int = 100, unknown: int = 0) -> Outcomes:
+    """Ten classes of ``queries`` queries, of which the first ``errors`` of a class are wrong, and
+    the last ``unknown`` of all are called unknown."""
     labels = np.repeat(np.arange(10, dtype=np.int32), queries)
     correct = np.ones(len(labels), np.bool_)
     for label, count in errors.items():
         correct[label * queries : label * queries + count] = False
-    return Outcomes(correct, labels)
+    return Outcomes(correct, labels, unknown=np.arange(len(labels)) >= len(labels) - unknown)
 
 
 @pytest.fixture
@@ -84,6 +86,12 @@ def with_candidate(evaluation: Evaluation, **changes: object) -> Evaluation:
     return evaluation.model_copy(update={"candidate": evaluation.candidate.model_copy(update=changes)})
 
 
+def accepting(evaluation: Evaluation, count: int, total: int) -> Evaluation:
+    """The probe accepts ``count`` of ``total`` images of unseen classes."""
+    open_set = evaluation.open_set.model_copy(update={"false_accepts": proportion(count, total, 0.95)})
+    return evaluation.model_copy(update={"open_set": open_set})
+
+
 def test_good_challenger_passes_and_every_rule_gives_a_reason(passing: Evaluation):
     verdict = decide(passing, SETTINGS)
     assert verdict.promote
@@ -96,14 +104,15 @@ def test_each_rule_can_fail_alone(passing: Evaluation):
     slow_rot = simulation.make_evaluation(outcomes({1: 5, 3: 4, 5: 3, 8: 3}), outcomes({1: 2, 8: 1}))
     one_class = simulation.make_evaluation(outcomes({1: 2, 4: 12}), outcomes({1: 2, 2: 12}))
     cases = {
-        "accuracy_floor": with_candidate(passing, accuracy=proportion(949, 1000, 0.95)),
+        "accuracy_floor": with_candidate(passing, label_right=proportion(949, 1000, 0.95)),
         "class_recall": with_candidate(
-            passing, class_recall=passing.candidate.class_recall | {"4": proportion(30, 100, 0.95)}
+            passing, class_label_right=passing.candidate.class_label_right | {"4": proportion(30, 100, 0.95)}
         ),
         "false_rejects": with_candidate(passing, false_rejects=proportion(130, 1000, 0.95)),
         "test_images_unseen": passing.model_copy(update={"leakage": UNSEEN | {"gallery": 1}}),
         "same_test_set": passing.model_copy(update={"champion_test_overlap": 0.89}),
         "classes_kept": with_candidate(passing, known_labels=simulation.LABELS[:-1]),
+        "false_accepts": accepting(passing, 58, 60),
     }
     for name, case in cases.items():
         failures = failed(decide(case, WITH_FLOOR))
@@ -123,12 +132,12 @@ def test_each_rule_can_fail_alone(passing: Evaluation):
 @pytest.mark.parametrize(
     ("field", "value", "rule"),
     [
-        ("accuracy", NAN, "accuracy_floor"),
+        ("label_right", NAN, "accuracy_floor"),
         ("known_labels", (), "classes_kept"),
         ("false_rejects", None, "false_rejects"),
         ("false_rejects", NAN, "false_rejects"),
-        ("class_recall", {}, "class_recall"),
-        ("class_recall", {"4": NAN}, "class_recall"),
+        ("class_label_right", {}, "class_recall"),
+        ("class_label_right", {"4": NAN}, "class_recall"),
     ],
 )
 def test_missing_or_nan_metric_fails(passing: Evaluation, field, value, rule):
@@ -140,6 +149,7 @@ def test_missing_or_nan_metric_fails(passing: Evaluation, field, value, rule):
     ("changes", "rules"),
     [
         ({"comparison": None}, {"same_test_set", "no_worse", "class_recall"}),
+        ({"refusals": None}, {"false_rejects"}),
         ({"leakage": {}}, {"test_images_unseen"}),
         ({"champion_test_overlap": None}, {"same_test_set"}),
         ({"champion_test_overlap": math.nan}, {"same_test_set"}),
@@ -159,6 +169,58 @@ def test_false_rejects_hold_only_significantly_above_the_ceiling(passing: Evalua
     assert set(failed(decide(with_candidate(passing, false_rejects=proportion(1, 9, 0.95)), strict))) == {
         "false_rejects"
     }
+
+
+@pytest.mark.parametrize(
+    ("unknown", "accepted", "rules"),
+    [
+        ((70, 70), 5, set()),
+        ((90, 30), 5, {"false_rejects"}),
+        ((90, 30), 0, {"false_rejects"}),
+        ((30, 90), 60, {"false_accepts"}),
+        ((0, 90), 100, {"false_accepts"}),
+        ((90, 60), 12, set()),
+    ],
+    ids=[
+        "equal",
+        "six points more are refused",
+        "refused, for fewer unseen",
+        "unseen are accepted, for fewer refused",
+        "unknown is switched off",
+        "three points and not significantly more",
+    ],
+)
+def test_neither_known_nor_unseen_images_are_bought_with_the_other(unknown, accepted, rules):
+    """All labels are right, and the ceiling alone would pass each candidate."""
+    candidate, champion = (outcomes({}, unknown=count) for count in unknown)
+    verdict = decide(accepting(simulation.make_evaluation(candidate, champion), accepted, 100), SETTINGS)
+    assert set(failed(verdict)) == rules
+    for rule in failed(verdict).values():
+        assert rule.reason.endswith(" If this is intended, promote the release.")
+        assert not rule.setting
+
+
+def test_few_known_images_that_are_newly_refused_do_not_hold():
+    """Of 18 images, two more are 11 points, and not significant."""
+    candidate, champion = (outcomes({}, queries=2, unknown=count) for count in (2, 0))
+    verdict = decide(simulation.make_evaluation(candidate, champion), SETTINGS)
+    assert "false_rejects" not in failed(verdict)
+    reason = next(rule.reason for rule in verdict.rules if rule.name == "false_rejects")
+    assert "10.0% but not significantly more (p = 0.25, level 0.025)" in reason
+
+
+def test_champion_without_a_probe_leaves_too_few_to_tell(passing: Evaluation):
+    before = passing.model_copy(update={"champion_false_accepts": None})
+    (rule,) = (rule for rule in decide(before, SETTINGS).rules if rule.name == "false_accepts")
+    assert rule.result == "too few to tell"
+    assert "The champion does not state" in rule.reason
+
+
+def test_reused_network_and_threshold_accept_what_the_champion_accepts(passing: Evaluation):
+    reused = passing.model_copy(update={"open_set": OpenSet(held_out=(), threshold=0.5)})
+    assert "false_accepts" not in {rule.name for rule in decide(reused, SETTINGS).rules}
+    assert stated_false_accepts(reused.metrics()) == stated_false_accepts(passing.metrics())
+    assert stated_false_accepts(reused.metrics()).value == 0.05
 
 
 def test_test_images_unlike_the_gallery_are_said_in_words(passing: Evaluation):
@@ -215,7 +277,7 @@ def test_new_class_passes_and_is_named():
     verdict = decide(with_new_class({1: 2, 8: 1, 9: 4}), SETTINGS)
     assert verdict.promote
     reasons = {rule.name: rule.reason for rule in verdict.rules}
-    assert "New: 9 (recall 96.0%)" in reasons["classes_kept"]
+    assert "New: 9 (96.0% named right, 4.0% named wrong, 0.0% called unknown)" in reasons["classes_kept"]
     assert "99.67% against the champion's 99.67% on the 900 images of classes that it knows" in reasons["no_worse"]
 
 
@@ -243,8 +305,8 @@ def test_disjoint_classes_fail():
 
 
 def test_class_without_test_images_is_named(passing: Evaluation):
-    recalls = {label: recall for label, recall in passing.candidate.class_recall.items() if label != "6"}
-    verdict = decide(with_candidate(passing, class_recall=recalls), SETTINGS)
+    recalls = {label: recall for label, recall in passing.candidate.class_label_right.items() if label != "6"}
+    verdict = decide(with_candidate(passing, class_label_right=recalls), SETTINGS)
     assert verdict.promote
     assert any("not measured: 6." in reason for reason in verdict.reasons)
 

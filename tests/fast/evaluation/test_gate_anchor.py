@@ -81,7 +81,9 @@ def test_paired_test_against_the_anchor_detects_what_each_step_hid() -> None:
     verdict = decide(simulation.make_evaluation(candidate, champion, anchor=anchor), GateSettings(significance=0.004))
     assert failed(verdict) == {"no_worse_than_anchor"}
     (reason,) = verdict.reasons
-    assert "significantly worse than the anchor anchor, whose accuracy is 98.00%: 0 improvements and 18 reg" in reason
+    assert (
+        "significantly worse than the anchor anchor, whose label right is 98.00%: 0 improvements and 18 reg" in reason
+    )
     assert "`evernear registry anchor VERSION --why REASON`" in reason
 
 
@@ -92,7 +94,7 @@ def test_anchor_and_champion_share_the_level() -> None:
     assert alone["no_worse"].bound == pytest.approx(0.08)
     assert "significantly worse" not in alone["no_worse_than_anchor"].reason
     assert both["no_worse"].bound == pytest.approx(0.04)
-    assert "not significantly worse than the anchor anchor, whose accuracy is 99.50%: 0 improvements and 0 reg" in (
+    assert "not significantly worse than the anchor anchor, whose label right is 99.50%: 0 improvements and 0 reg" in (
         both["no_worse_than_anchor"].reason
     )
     assert "p = 1, level 0.04." in both["no_worse_than_anchor"].reason
@@ -211,9 +213,13 @@ def test_too_few_images_to_compare_with_champion_and_anchor_are_said() -> None:
     few = simulation.make_evaluation(losing(1, 1), losing(0, 1), anchor=losing(0, 1))
     found = rules(decide(few, SETTINGS))
     assert found["no_worse"].result == "too few to tell"
-    assert found["no_worse"].reason.startswith("Too few images to tell whether the candidate is worse. Accuracy 0.00% ")
+    assert found["no_worse"].reason.startswith(
+        "Too few images to tell whether the candidate is worse. Label right 0.00% "
+    )
     assert found["class_recall"].result == "too few to tell"
-    assert "Too few images to tell whether the recall of a class fell by more than 5.0%" in found["class_recall"].reason
+    assert (
+        "Too few images to tell whether label right fell by more than 5.0% for a class" in found["class_recall"].reason
+    )
     assert found["no_worse_than_anchor"].result == "too few to tell"
     assert all("significant" not in found[name].reason for name in ("no_worse", "class_recall", "no_worse_than_anchor"))
     enough = rules(decide(simulation.make_evaluation(losing(0, 30), losing(0, 30), anchor=losing(0, 30)), SETTINGS))

@@ -31,7 +31,9 @@ def test_accuracy_is_counted_by_release_and_iso_week() -> None:
     december, january = datetime(2026, 12, 31, tzinfo=UTC), datetime(2027, 1, 4, tzinfo=UTC)
     queries = [labeled(december, "old", correct=True), labeled(december, "new", correct=False)]
     queries += [labeled(january, "new", correct=number > 0) for number in range(4)]
-    weeks = [(each.week, each.version, each.accuracy.count, each.accuracy.total) for each in accuracy_by_week(queries)]
+    weeks = [
+        (each.week, each.version, each.label_right.count, each.label_right.total) for each in accuracy_by_week(queries)
+    ]
     assert weeks == [("2027-W01", "new", 3, 4), ("2026-W53", "old", 1, 1), ("2026-W53", "new", 0, 1)]
 
 
@@ -122,8 +124,8 @@ def test_assessment_is_of_this_month_and_the_one_before() -> None:
     december = assess(queries, expected, datetime(2026, 12, 31, 23, tzinfo=UTC))
     january = assess(queries, expected, good)
     assert december.lost_at == bad
-    assert december.accuracy.total == 60
-    assert january.accuracy.total == 10
+    assert december.label_right.total == 60
+    assert january.label_right.total == 10
 
 
 def test_few_errors_are_no_loss() -> None:
@@ -136,7 +138,7 @@ def test_few_errors_are_no_loss() -> None:
 @pytest.mark.parametrize(("count", "images"), [(50, 50), (930, 1000), (19, 20)])
 def test_number_of_test_images_follows_from_the_interval(count: int, images: int) -> None:
     accuracy = proportion(count, images, 0.95)
-    metrics = {"accuracy": accuracy.value, "accuracy_low": accuracy.low}
+    metrics = {"label_right": accuracy.value, "label_right_low": accuracy.low}
     expected = expected_accuracy(metrics)
     assert (expected.value, expected.images) == (accuracy.value, pytest.approx(images))
 
@@ -146,16 +148,16 @@ def test_too_few_labels_are_not_called_insignificant() -> None:
     few = assess([labeled(now, "v", correct=False)] * 2, ExpectedAccuracy(0.93, 1000), now)
     assert str(few).endswith("too few labels to compare it with the 93.0% on the test split.")
     unknown = assess([labeled(now, "v", correct=False)] * 2, None, now)
-    assert str(unknown).endswith("The accuracy on the test split is unknown.")
+    assert str(unknown).endswith("On the test split, it is unknown.")
 
 
 def test_images_of_groups_count_as_fewer() -> None:
     grouped = proportion(930, 1000, 0.95, effective=100)
-    metrics = {"accuracy": 0.93, "accuracy_low": grouped.low, "test_images": 1000}
+    metrics = {"label_right": 0.93, "label_right_low": grouped.low, "test_images": 1000}
     few = expected_accuracy(metrics)
     assert few.images == pytest.approx(100)
-    assert expected_accuracy({"accuracy": 0.9}) is None
-    assert expected_accuracy({"accuracy": 0.0, "accuracy_low": 0.0}) is None
+    assert expected_accuracy({"label_right": 0.9}) is None
+    assert expected_accuracy({"label_right": 0.0, "label_right_low": 0.0}) is None
 
 
 # Changed answers to live queries

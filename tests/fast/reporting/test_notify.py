@@ -160,7 +160,7 @@ def test_held_run_offers_the_settings_that_would_promote_it(
     assert outcome.gate_settings == (settings if offered else ())
     rerun = "evernear pipeline run reindex --set gate.accuracy_floor=0.8 --set gate.beat_baseline=false"
     assert (rerun in [step.command for step in outcome.next_steps()]) == offered
-    assert outcome.headline() == f"held: release {VERSION} is not promoted"
+    assert outcome.without_reasons() == f"held: release {VERSION} is not promoted"
 
 
 def test_next_steps_of_a_local_run_repeat_only_where_it_is() -> None:

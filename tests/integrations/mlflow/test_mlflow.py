@@ -79,7 +79,7 @@ def test_run_is_logged_once_to_mlflow(record: RunRecord, mlflow: str) -> None:
     assert (run["info"]["run_name"], run["info"]["status"]) == ("run-1", "FINISHED")
     assert run["info"]["start_time"] == STARTED.timestamp() * 1000
     assert parameters["train.batch_size"] == "256"
-    assert metrics["accuracy"] == 0.875
+    assert metrics["label_right"] == 0.875
     assert {(point["step"], point["value"]) for point in losses} == {(1, 1.0), (2, 0.5)}
     assert (tags["evernear.state"], tags["evernear.release"]) == ("held", record.load("archived")["version"])
     assert page.text == "<p>page</p>"

@@ -118,7 +118,7 @@ def test_release_is_entered_once_into_the_model_registry(
     assert version["name"] == release.manifest.version
     assert version["customProperties"]["state"]["string_value"] == "held"
     assert version["customProperties"]["archive_sha256"]["string_value"] == release.archive_sha256
-    assert version["customProperties"]["accuracy"]["double_value"] == release.manifest.metrics["accuracy"]
+    assert version["customProperties"]["label_right"]["double_value"] == release.manifest.metrics["label_right"]
     assert artifact["uri"] == f"{record.store.uri}/{release.archive_key}"
     assert artifact["customProperties"]["sha256"]["string_value"] == release.archive_sha256
 

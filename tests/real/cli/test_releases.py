@@ -84,7 +84,13 @@ def test_promote_roll_back_list_and_prune(uri: str, releases: list[PackedRelease
     output = evernear("show", first, *options)
     assert re.search(r"\nsource +digits\n", output)
     assert re.search(r"\ntraining settings\n(  .+\n)*  epochs +4\n", output)
-    for word in (manifest.dataset_digest, manifest.network_sha256, manifest.git_commit, "A test says so.", "accuracy"):
+    for word in (
+        manifest.dataset_digest,
+        manifest.network_sha256,
+        manifest.git_commit,
+        "A test says so.",
+        "label_right",
+    ):
         assert word in output
     assert prune_releases(registry, 1) == (third,)
     assert json.loads(evernear("show", third, "--json", *options))["pruned"] is True

@@ -78,7 +78,7 @@ def test_anchor_is_measured_on_the_same_queries_and_survives_a_round_trip(system
     verdict = decide(loaded, LENIENT)
     assert verdict.anchor.version == "v1"
     reasons = {rule.name: rule.reason for rule in verdict.rules}
-    shared = sum(recall.total for label, recall in loaded.anchor.measurement.class_recall.items() if label != "7")
+    shared = sum(recall.total for label, recall in loaded.anchor.measurement.class_label_right.items() if label != "7")
     assert f"net losses on {shared} test images" in reasons["no_worse_than_anchor"], (
         "the candidate does not know class 7"
     )
@@ -120,7 +120,7 @@ def test_invalid_evaluation_does_not_load(saved: Path, content):
 
 def test_nan_metric_does_not_load(saved: Path):
     tree = json.loads((saved / "evaluation.json").read_text())
-    tree["candidate"]["accuracy"]["low"] = math.nan
+    tree["candidate"]["label_right"]["low"] = math.nan
     (saved / "evaluation.json").write_text(json.dumps(tree))
     with pytest.raises(IntegrityError, match="not a valid evaluation: candidate"):
         Evaluation.open(saved)
@@ -130,7 +130,7 @@ def test_metrics_are_flat_finite_numbers(system: System, full: Recognizer, colla
     alone = evaluate_systems(full, None, system.dataset, OpenSet(held_out=())).metrics()
     paired = evaluate_systems(collapsed, ReleasedSystem(full), system.dataset, PROBED).metrics()
     assert set(alone) < set(paired)
-    assert {"champion_accuracy", "regressions", "p_worse", "open_set_auroc"} <= set(paired) - set(alone)
+    assert {"champion_label_right", "regressions", "p_worse", "open_set_auroc"} <= set(paired) - set(alone)
     for metrics in (alone, paired):
         assert all(type(value) is float and math.isfinite(value) for value in metrics.values())
 
@@ -307,7 +307,7 @@ def test_reviewed_images_that_left_the_test_split_are_no_lost_test_images(
 
     evaluation, rule = same_test_set()
     assert 0.3 < evaluation.reviewed_left_out["test"] / earlier.count("test") < 0.7
-    assert evaluation.candidate.accuracy.total == earlier.count("test") - evaluation.reviewed_left_out["test"]
+    assert evaluation.candidate.label_right.total == earlier.count("test") - evaluation.reviewed_left_out["test"]
     assert evaluation.champion_test_overlap == 1.0
     assert evaluation.anchor.test_overlap == 1.0
     assert rule.passed
@@ -336,7 +336,7 @@ def test_renamed_class_is_compared_under_its_new_name(system: System, embeddings
     champion = champion._replace(classes=ClassSettings(renamed={"7": "seven"}))
     evaluation = evaluate_systems(candidate, champion, renamed, PROBED)
     assert evaluation.comparison.overall.regressions == evaluation.comparison.overall.improvements == 0
-    assert evaluation.champion.class_recall == evaluation.candidate.class_recall
+    assert evaluation.champion.class_label_right == evaluation.candidate.class_label_right
     verdict = decide(evaluation, LENIENT)
     assert verdict.promote, verdict.reasons
     assert any("Renamed: 7 to seven." in reason for reason in verdict.reasons)

@@ -156,7 +156,7 @@ def test_three_test_images_without_groups_are_promoted_with_the_words(tmp_path: 
     verdict = decide(evaluation, chosen.gate)
     assert verdict.promote
     assert verdict.summary().startswith("promote: too few images to tell for beats_baselines, class_recall")
-    assert verdict.reasons[0].startswith("Too few images to tell whether accuracy 100.00% is better than the most")
+    assert verdict.reasons[0].startswith("Too few images to tell whether label right 100.00% is better than the most")
     assert verdict.caution == verdict.reasons[0]
     assert "is significantly" not in " ".join(verdict.reasons)
 
@@ -169,7 +169,7 @@ def test_rules_with_an_interval_say_where_no_outcome_could_fail(tmp_path: Path):
     rules = {rule.name: rule for rule in decide(evaluation, chosen.gate).rules}
     assert rules["class_recall"].result == "too few to tell"
     assert rules["class_recall"].reason == (
-        "Too few images to tell whether the recall of a class is below 50%; the worst is a with 0.00% (0.00% to "
+        "Too few images to tell whether label right is below 50% for a class; the worst is a with 0.00% (0.00% to "
         "79.35%)."
     )
     strict = decide(evaluation, GateSettings(false_reject_ceiling=0.6))
@@ -185,7 +185,7 @@ def test_classes_that_could_fail_are_told_from_those_that_could_not(tmp_path: Pa
     chosen = settings(source, group="", test_fraction=0.15)
     evaluation = first_release(ingest(chosen, tmp_path), chosen, 1.0, grouped=False)
     reason = next(rule for rule in decide(evaluation, chosen.gate).rules if rule.name == "class_recall").reason
-    assert reason.startswith("No class has a recall significantly below 50%; the worst is a with 100.00% ")
+    assert reason.startswith("Label right is significantly below 50% for no class; the worst is a with 100.00% ")
     assert reason.endswith("Too few images to tell for b.")
 
 
@@ -196,7 +196,7 @@ def test_enough_groups_are_compared_as_before(tmp_path: Path):
     assert find_few_groups(dataset, chosen) is None
     good, bad = (beats_baselines(first_release(dataset, chosen, accuracy)) for accuracy in (0.95, 0.05))
     assert (good.passed, good.result) == (True, "passed")
-    assert "Accuracy " in good.reason
+    assert "Label right " in good.reason
     assert "is significantly better than the most common class" in good.reason
     assert (bad.passed, bad.result) == (False, "failed")
     assert "is not significantly better than the most common class" in bad.reason

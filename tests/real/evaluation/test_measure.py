@@ -6,7 +6,8 @@ import pytest
 from evernear.embedding.embed import embed_dataset
 from evernear.embedding.embeddings import Embeddings
 from evernear.errors import DataError
-from evernear.evaluation.measure import OTHER_LABEL, Measurement, Outcomes, measure
+from evernear.evaluation.headline import AnswerCounts
+from evernear.evaluation.measure import CALLED_UNKNOWN, OTHER_LABEL, Measurement, Outcomes, measure
 from evernear.evaluation.recognizer import Recognizer
 from evernear.index.build import build_index
 from evernear.index.search import Recognition
@@ -39,15 +40,22 @@ def test_metrics_match_individual_predictions(measured, one_by_one):
     correct = [recognition.pred == label for label, recognition in one_by_one]
     near = [[neighbor.label == label for neighbor in recognition.neighbors] for label, recognition in one_by_one]
     assert outcomes.correct.tolist() == correct
-    assert 0 < measurement.accuracy.count < measurement.accuracy.total  # otherwise the test is too weak
-    assert (measurement.accuracy.count, measurement.accuracy.total) == (sum(correct), len(correct))
+    assert 0 < measurement.label_right.count < measurement.label_right.total  # otherwise the test is too weak
+    assert (measurement.label_right.count, measurement.label_right.total) == (sum(correct), len(correct))
     assert measurement.recall_at_1.count == sum(labels[0] for labels in near)
     assert measurement.recall_at_5.count == sum(map(any, near))
     assert measurement.false_rejects.count == sum(recognition.unknown for _, recognition in one_by_one)
-    assert {(label, recognition): count for label, recognition, count in measurement.confusions} == Counter(
-        (label, recognition.pred) for label, recognition in one_by_one
+    pairs = Counter((label, recognition.pred) for label, recognition in one_by_one)
+    unknown = Counter((label, recognition.pred) for label, recognition in one_by_one if recognition.unknown)
+    assert measurement.confusions == tuple(sorted((*pair, count, unknown[pair]) for pair, count in pairs.items()))
+    assert outcomes.unknown.tolist() == [recognition.unknown for _, recognition in one_by_one]
+    named = [recognition.pred == label for label, recognition in one_by_one if not recognition.unknown]
+    assert measurement.answers == AnswerCounts(
+        named_right=sum(named), named_wrong=len(named) - sum(named), called_unknown=sum(unknown.values())
     )
-    for label, recall in measurement.class_recall.items():
+    assert measurement.answers.images == len(one_by_one)
+    assert measurement.answers.called_unknown > 0, "otherwise the test is too weak"
+    for label, recall in measurement.class_label_right.items():
         of_class = [recognition.pred == label for known, recognition in one_by_one if known == label]
         assert (recall.count, recall.total) == (sum(of_class), len(of_class))
 
@@ -62,13 +70,15 @@ def test_measurement_records_its_subject(system: System, recognizer: Recognizer,
 
 def test_confusion_matrix_is_bounded_and_counts_every_query(measured):
     measurement = measured[0]
-    labels, rows = measurement.confusion_matrix()
-    assert labels == list(measurement.labels)
-    assert sum(map(sum, rows)) == measurement.accuracy.total
-    assert sum(rows[i][i] for i in range(len(rows))) == measurement.accuracy.count
+    columns, rows = measurement.confusion_matrix()
+    assert columns == [*measurement.labels, CALLED_UNKNOWN]
+    assert sum(map(sum, rows)) == measurement.label_right.total
+    assert sum(rows[i][i] for i in range(len(rows))) == measurement.answers.named_right
+    assert [row[-1] for row in rows] == [each.called_unknown for each in measurement.class_answers.values()]
     few, small = measurement.confusion_matrix(max_labels=3)
-    assert (len(few), few[-1], len(small), {len(row) for row in small}) == (4, "(others)", 4, {4})
-    assert sum(map(sum, small)) == measurement.accuracy.total
+    assert few[-2:] == ["(others)", CALLED_UNKNOWN]
+    assert (len(few), len(small), {len(row) for row in small}) == (5, 4, {5})
+    assert sum(map(sum, small)) == measurement.label_right.total
     assert all(type(count) is int for row in small for count in row)
 
 
@@ -89,23 +99,23 @@ def test_class_outside_the_index_is_never_predicted(system: System, index_withou
     index_dir = index_without(system.dataset.labels, frozenset({"3"}))
     measurement, _ = measure(Recognizer.open(system.network_dir, index_dir), system.dataset)
     assert measurement.known_labels == tuple("012456789")
-    assert measurement.class_recall["3"].count == 0
-    assert all(predicted != "3" for _, predicted, _ in measurement.confusions)
-    assert measurement.accuracy.total == measured[0].accuracy.total
+    assert measurement.class_label_right["3"].count == 0
+    assert all(predicted != "3" for _, predicted, _, _ in measurement.confusions)
+    assert measurement.label_right.total == measured[0].label_right.total
 
 
 def test_labels_are_matched_by_name(system: System, index_without, measured):
     """A champion may have labels that differ from the dataset's, in a different order."""
     renamed = tuple("gone" if label == "3" else label for label in system.dataset.labels)
     measurement, _ = measure(Recognizer.open(system.network_dir, index_without(renamed)), system.dataset)
-    assert measurement.class_recall["3"].count == 0
-    assert {label: recall for label, recall in measurement.class_recall.items() if label != "3"} == {
-        label: recall for label, recall in measured[0].class_recall.items() if label != "3"
+    assert measurement.class_label_right["3"].count == 0
+    assert {label: recall for label, recall in measurement.class_label_right.items() if label != "3"} == {
+        label: recall for label, recall in measured[0].class_label_right.items() if label != "3"
     }
-    assert sum(count for _, predicted, count in measurement.confusions if predicted == OTHER_LABEL) > 0
-    labels, rows = measurement.confusion_matrix()
-    assert labels[-1] == OTHER_LABEL
-    assert sum(map(sum, rows)) == measurement.accuracy.total
+    assert sum(count for _, predicted, count, _ in measurement.confusions if predicted == OTHER_LABEL) > 0
+    columns, rows = measurement.confusion_matrix()
+    assert columns[-2] == OTHER_LABEL
+    assert sum(map(sum, rows)) == measurement.label_right.total
 
 
 def test_image_shape_mismatch_is_reported(system: System, recognizer: Recognizer):

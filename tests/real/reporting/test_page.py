@@ -21,7 +21,9 @@ from evernear.evaluation.evaluate import Evaluation, ReleasedSystem, evaluate_sy
 from evernear.evaluation.example_collector import ExampleCollector
 from evernear.evaluation.examples import BINS, TILE_PX, Examples, LiveDistances, Sample, Tiles
 from evernear.evaluation.gate import decide
+from evernear.evaluation.headline import AnswerCounts
 from evernear.evaluation.live_accuracy import LiveAccuracy
+from evernear.evaluation.measure import CALLED_UNKNOWN
 from evernear.evaluation.open_set import OpenSet
 from evernear.evaluation.probe import assess
 from evernear.evaluation.recognizer import Recognizer
@@ -214,7 +216,10 @@ def test_page_has_every_section_and_begins_with_verdict_and_next_command(run: Ru
     assert sections <= set(check(html).ids)
     words = words_of(top_of(html))
     assert len(" ".join(words.split())) < 1500
-    order = [words.index(text) for text in ("promoted", f"Release {CANDIDATE}", "Accuracy", "--image IMAGE")]
+    order = [
+        words.index(text)
+        for text in ("promoted", f"Release {CANDIDATE}", "test images: ", "Label right", "--image IMAGE")
+    ]
     assert order == sorted(order)
     assert "evernear registry rollback --why REASON --workdir &#39;my work&#39;" in words
     for text in ("None", "Undefined"):
@@ -325,8 +330,8 @@ def thousand_classes(run: Run) -> tuple[dict[str, Any], dict[str, Any]]:
     classes."""
     labels = tuple(f"class number {number}" for number in range(1000))
     recall = {label: proportion(number % 20, 20, 0.95) for number, label in enumerate(labels)}
-    confusions = tuple((label, labels[(n * 7 + 1) % 1000], 1 + n % 5) for n, label in enumerate(labels))
-    changed = {"labels": labels, "class_recall": recall, "class_rejects": recall, "confusions": confusions}
+    confusions = tuple((label, labels[(n * 7 + 1) % 1000], 1 + n % 5, n % 2) for n, label in enumerate(labels))
+    changed = {"labels": labels, "class_label_right": recall, "confusions": confusions}
     points = run.examples.map
     points = tuple(points[n % len(points)].model_copy(update={"label": labels[n]}) for n in range(500))
     samples = tuple(Sample(label=label, tiles=tuple(range(6))) for label in labels[:20])
@@ -336,7 +341,7 @@ def thousand_classes(run: Run) -> tuple[dict[str, Any], dict[str, Any]]:
 
 def test_tables_of_a_thousand_classes_are_bounded(run: Run) -> None:
     html = run.page(0.0, *thousand_classes(run))
-    assert re.search(r"9\d\d more classes, all with at least", html)
+    assert re.search(r"9\d\d more classes, of which at least", html)
     matrix = html[html.index('class="confusion"') : html.index('id="mistakes"')]
     assert matrix.count("<tr>") == 1 + 31
     assert len(html) < 1_000_000
@@ -369,11 +374,35 @@ def test_live_queries_are_drawn_with_their_threshold(run: Run) -> None:
     assert "25.0% called unknown" in html
 
 
+def test_unknown_images_are_counted_wherever_answers_are(run: Run) -> None:
+    """Every label is right, and a third of the test images is called unknown."""
+    candidate, examples = run.evaluation.candidate, run.examples
+    confusions = tuple((label, label, 3, 1) for label in candidate.labels)
+    right = dict.fromkeys(candidate.labels, proportion(3, 3, 0.95))
+    changed = candidate.model_copy(update={"class_label_right": right, "confusions": confusions})
+    mistake = examples.mistakes[0].model_copy(update={"predicted": examples.mistakes[0].label, "unknown": True})
+    html = run.page(0.0, {"candidate": changed}, {"mistakes": (mistake,)})
+    total, unknown = 3 * len(right), len(right)
+    sentence = f"f {total} test images: {total - unknown} named right, 0 named wrong, {unknown} called unknown"
+    assert f"O{sentence}" in words_of(top_of(html))
+    section = words_of(html[html.index('id="mistakes"') : html.index('id="map"')])
+    assert f"O{sentence}" in section
+    assert f"{mistake.label}, called unknown, else {mistake.label}" in section
+    matrix = html[html.index('class="confusion"') : html.index('id="mistakes"')]
+    assert "(called unknown)" in matrix
+    assert words_of(matrix[matrix.index("</thead>") :]).split()[:3] == [candidate.labels[0], "2", "1"]
+    classes = html[html.index('id="classes"') : html.index("Confusion matrix")]
+    assert "recall" not in classes
+    empty = run.page(0.0, {"candidate": changed}, {"mistakes": ()})
+    assert "predicted wrongly" not in empty
+
+
 def test_accuracy_in_life_is_shown_by_week(run: Run) -> None:
     assert "No live query has a true label yet." in run.page()
-    week = LiveAccuracy(version=CHAMPION, week="2026-W47", accuracy=proportion(91, 100, 0.95))
+    answers = AnswerCounts(named_right=78, named_wrong=9, called_unknown=13)
+    week = LiveAccuracy(version=CHAMPION, week="2026-W47", answers=answers, label_right=proportion(91, 100, 0.95))
     html = run.page(examples={"live_accuracy": (week,)})
-    for text in ("2026-W47", "91.0%", "84% to 95%"):
+    for text in ("2026-W47", "78", "9", "13", "91.0%", "84% to 95%"):
         assert text in html
 
 
@@ -406,8 +435,9 @@ def test_long_class_names_are_shortened(
 ) -> None:
     """Names cut off at the edge of the figure would not identify their classes."""
     evaluation, _ = measured
-    rows = [[int(i == j) for j in range(len(names))] for i in range(len(names))]
-    monkeypatch.setattr(type(evaluation.candidate), "confusion_matrix", lambda _: (names, rows))
+    rows = [[int(i == j) for j in range(len(names) + 1)] for i in range(len(names))]
+    columns = [*names, CALLED_UNKNOWN]
+    monkeypatch.setattr(type(evaluation.candidate), "confusion_matrix", lambda _: (columns, rows))
     drawn: list[Figure] = []
     monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: drawn.append(figure))
     confusion_png(evaluation)
@@ -429,7 +459,7 @@ def test_confusion_png_accepts_any_class_name(
     """matplotlib would parse text between two dollar signs as a formula, and raise if it is
     invalid."""
     names = ["$1_$2", "a<b&c", "\x1b[31m\x00", "\u202egod\nline"]
-    matrix = names, [[3, 1, 0, 0], [0, 4, 0, 0], [0, 0, 1, 0], [0, 0, 0, 1]]
+    matrix = [*names, CALLED_UNKNOWN], [[3, 1, 0, 0, 0], [0, 4, 0, 0, 2], [0, 0, 1, 0, 0], [0, 0, 0, 1, 0]]
     monkeypatch.setattr(type(measured[0].candidate), "confusion_matrix", lambda _: matrix)
     assert confusion_png(measured[0]).startswith(b"\x89PNG")
 
@@ -462,12 +492,12 @@ def test_page_explains_its_terms_and_claims_nothing_about_what_is_live_later(run
 def test_page_says_how_many_classes_were_tested(run: Run) -> None:
     assert "classes tested" not in run.page()
     candidate = run.evaluation.candidate
-    recall = dict([*candidate.class_recall.items()][1:])
-    partly = {"candidate": candidate.model_copy(update={"class_recall": recall})}
+    recall = dict([*candidate.class_label_right.items()][1:])
+    partly = {"candidate": candidate.model_copy(update={"class_label_right": recall})}
     html = run.page(0.5, partly)
     known = len(candidate.known_labels)
     tested = f"{known - 1} of {known} classes tested"
-    assert tested in top_of(html), "the reason with the accuracy says so"
+    assert tested in top_of(html), "the headline says so"
     assert f'<b class="warn">{tested}</b>' in html
     assert tested in compare_page(run.record, run.record)
     evaluation = run.evaluation.model_copy(update=partly)

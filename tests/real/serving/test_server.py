@@ -149,7 +149,7 @@ def test_server_exports_metrics_of_its_requests(served: Served) -> None:
     known = 0 if answer.unknown else 3
     assert more("evernear_neighbors_total", 'agrees="true"') == known * agreeing
     assert more("evernear_neighbors_total", 'agrees="false"') == known * (len(answer.neighbors) - agreeing)
-    assert value(after, "evernear_test_accuracy") == pytest.approx(served.manifest.metrics["accuracy"], abs=1e-6)
+    assert value(after, "evernear_test_accuracy") == pytest.approx(served.manifest.metrics["label_right"], abs=1e-6)
     age_s = time.time() - served.manifest.created.timestamp()
     assert value(after, "evernear_index_age_seconds") == pytest.approx(age_s, abs=120)
 

@@ -26,7 +26,7 @@ def test_every_command_printed_after_a_held_first_release_works(workspace: Works
     assert done.returncode == 0, done.stderr
     remembered = (workspace.workdir / FILE).read_text()
     assert "accuracy_floor = 1.0" in remembered
-    reason = re.search(r"  - (Accuracy is .* below the floor of 100.00%\.)", done.stdout)
+    reason = re.search(r"  - (Label right: .* below the floor of 100.00%\.)", done.stdout)
     assert reason is not None, done.stdout
     assert (done.stdout + done.stderr).count(reason[1]) == 1, "a reason is printed once"
     steps = dict(re.findall(r"^  - ([^:]+): (.*)$", done.stdout.partition("\nNext:\n")[2], re.M))

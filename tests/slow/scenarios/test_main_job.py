@@ -29,7 +29,7 @@ def test_first_run_promotes_and_reports_its_paths(served: tuple[Workspace, dict]
     assert result["promoted"] is True
     assert result["state"] == "promoted"
     assert result["next_steps"][0] == ["recognize an image", "evernear predict IMAGE"]
-    assert result["metrics"]["accuracy"] > 0.9
+    assert result["metrics"]["label_right"] > 0.9
     assert set(result["steps_s"]) >= {"ingest", "train", "gate", "archive", "deploy", "notify"}
     for path in result["paths"].values():
         assert Path(path).exists(), path
@@ -44,7 +44,7 @@ def test_equal_candidate_replaces_the_champion(
     second = workspace.run()
     assert second["promoted"], second["reasons"]
     assert second["release"] > first["release"]
-    assert "champion_accuracy" in second["metrics"]
+    assert "champion_label_right" in second["metrics"]
     status = json.loads(workspace.command("status", "--json").stdout)
     assert status["default"] == second["release"]
     assert first["release"] in status["registered"]

@@ -40,7 +40,7 @@ def tune(
         print_json(result)
         return
     failed = f", and {result.failed} that failed to train" if result.failed else ""
-    print_line(f"{result.trials} trials{failed}. Accuracy on the query split, which chose the settings:")
+    print_line(f"{result.trials} trials{failed}. Label right on the query split, which chose the settings:")
     print_line(f"  unchanged settings  {result.baseline}")
     if not result.settings:
         print_line("No trial was better; the settings stay as they are.")

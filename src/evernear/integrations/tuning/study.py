@@ -77,7 +77,7 @@ def _run_trial(
         return
     trial.set_user_attr("accuracy", accuracy.model_dump())
     study.tell(trial, accuracy.value)
-    report(f"{name}: accuracy {accuracy} on the query split")
+    report(f"{name}: label right {accuracy} on the query split")
 
 
 def suggest(trial: Trial, space: SearchSpace) -> dict[str, int | float | str]:

@@ -38,4 +38,4 @@ def measure_trial(
     embed_dataset(network, dataset, embeddings, store=cache)
     build_index(Embeddings.open(embeddings), dataset.labels, settings.index.temporary, index)
     measured, _ = measure(Recognizer.open(network, index, store=cache), dataset, "query")
-    return measured.accuracy
+    return measured.label_right

@@ -6,7 +6,7 @@ from datetime import datetime
 
 from evernear.common.audit import request_id
 from evernear.errors import StoreError
-from evernear.evaluation.verdict import classes_tested
+from evernear.evaluation.headline import headline
 from evernear.kubeflow.runs import Run
 from evernear.release.promotions import Champion
 from evernear.release.records import Record
@@ -88,7 +88,7 @@ def runs(call: Call) -> Message:
     return runs_message(call.services.runs.list(limit=10), call.services.clock())
 
 
-@command("/evernear champion", "the live release, its accuracy and its promotion", is_query=True)
+@command("/evernear champion", "the live release, its answers on the test images and its promotion", is_query=True)
 def champion(call: Call) -> Message:
     registry = call.services.registry
     current = registry.champion()
@@ -167,7 +167,7 @@ def runs_message(newest: Sequence[Run], now: datetime) -> Message:
 def champion_message(current: Champion | None, record: Record | None) -> Message:
     if current is None or record is None:
         return line("No release has been promoted yet.")
-    promotion, accuracy = current.promotion, record.manifest.metrics.get("accuracy")
+    promotion, metrics = current.promotion, record.manifest.metrics
     how = "anchor moved" if promotion.how == "anchor" else promotion.how
     text = f"*{escape(promotion.version)}* is live since {date(promotion.since)}: {escape(how)} by " + (
         escape(promotion.by) or "an unknown person"
@@ -176,8 +176,8 @@ def champion_message(current: Champion | None, record: Record | None) -> Message
         text += f"\n_{escape(promotion.why)}_"
     facts = fields(
         {
-            "Accuracy": "not measured" if accuracy is None else f"{accuracy:.2%}",
-            "Classes": classes_tested(record.manifest.metrics) or str(len(record.manifest.labels)),
+            "Measured": escape(headline(metrics)) or "not measured",
+            "Classes": str(len(record.manifest.labels)),
             "Rollback target": escape(promotion.previous or "") or "none: this is the first release",
         }
     )

@@ -10,7 +10,8 @@ from evernear.common.audit import request_id
 from evernear.common.output import printable, quantity
 from evernear.common.run_record import RunRecord
 from evernear.errors import SettingsError
-from evernear.evaluation.verdict import Rule, classes_tested
+from evernear.evaluation.headline import headline
+from evernear.evaluation.verdict import Rule
 from evernear.kubeflow.runs import KfpStep, Run, State, combine, from_settings
 from evernear.release.promotions import Champion
 from evernear.reporting.notify import CONFUSION_MATRIX, RunOutcome, load_outcome, load_rules
@@ -221,8 +222,8 @@ def verdict(
         blocks.append(section(_table(rules)))
     if outcome and outcome.caution:
         blocks.append(section(f":warning: {escape(outcome.caution)}"))
-    if outcome and "accuracy" in outcome.metrics:
-        blocks.append(context(_accuracy(outcome.metrics)))
+    if outcome and (measured := headline(outcome.metrics)):
+        blocks.append(context(escape(f"{measured}{_label_right(outcome.metrics)}")))
     blocks += actions(*buttons, *link_button(run.url, run.id))
     blocks.append(context(f"{mention(request.by)} · run {code(run.id)} · {escape(run.pipeline_version)}"))
     if outcome:
@@ -288,16 +289,11 @@ def _table(rules: Sequence[Rule]) -> str:
     return cut("```\n" + "\n".join(map(escape, lines)), TEXT_MAX - 200) + "\n```"
 
 
-def _accuracy(metrics: Mapping[str, float]) -> str:
-    text = f"Accuracy {metrics['accuracy']:.2%}"
-    if "accuracy_low" in metrics and "accuracy_high" in metrics:
-        text += f" ({metrics['accuracy_low']:.2%} to {metrics['accuracy_high']:.2%})"
-    images = quantity(int(metrics["test_images"]), "test image") if "test_images" in metrics else "test images"
-    if tested := classes_tested(metrics):
-        images += f" ({tested})"
-    if "champion_accuracy" in metrics:
-        return f"{text}, the champion's {metrics['champion_accuracy']:.2%}, on the same {images}"
-    return f"{text} on {images}"
+def _label_right(metrics: Mapping[str, float]) -> str:
+    """The figure with which the gate compares candidate and champion."""
+    if "label_right" not in metrics or "champion_label_right" not in metrics:
+        return ""
+    return f"; label right {metrics['label_right']:.2%}, the champion's {metrics['champion_label_right']:.2%}"
 
 
 def _number(value: float | None) -> str:

@@ -226,10 +226,10 @@ def _figures(observation: Observation, settings: Settings) -> dict[str, float]:
             figures["class_mix_difference"] = sum(abs(share.live - share.reference) for share in mix) / 2
     if live := observation.live:
         figures |= {
-            "live_labels": live.accuracy.total,
-            "live_accuracy": live.accuracy.value,
-            "live_accuracy_low": live.accuracy.low,
-            "live_accuracy_high": live.accuracy.high,
+            "live_labels": live.label_right.total,
+            "live_accuracy": live.label_right.value,
+            "live_accuracy_low": live.label_right.low,
+            "live_accuracy_high": live.label_right.high,
             "live_loss": live.loss,
         }
     return figures

@@ -49,7 +49,7 @@ STUCK_AFTER_S = 1800.0
 PRUNE_INTERVAL_S, PRUNE_RETRY_S = 24 * 3600.0, 3600.0
 FIGURES = {
     "live_labels": "Live queries of the champion that were labeled in this month and the one before.",
-    "live_accuracy": "Accuracy of the champion on these queries.",
+    "live_accuracy": "Share of these queries with the right label, whether or not they are called unknown.",
     "live_accuracy_low": "Lower end of the 95% interval of evernear_live_accuracy.",
     "live_accuracy_high": "Upper end of the 95% interval of evernear_live_accuracy.",
     "class_mix_difference": "Share of live queries that would need another predicted class for the reference's mix.",

@@ -49,7 +49,7 @@ def run(state: State, url: str = f"https://kfp.example/{HOSTILE}") -> Run:
 
 def outcome(state: str) -> RunOutcome:
     texts = {"run": HOSTILE, "release": HOSTILE, "candidate": HOSTILE, "reasons": (HOSTILE,)}
-    return RunOutcome(state=state, metrics={"accuracy": 0.5}, caution=HOSTILE, **texts)
+    return RunOutcome(state=state, metrics={"label_right": 0.5}, caution=HOSTILE, **texts)
 
 
 def champion() -> Champion:
@@ -151,11 +151,15 @@ def test_promotion_says_which_loss_it_would_not_have_detected() -> None:
         assert [text for text in texts if text.startswith(":warning:")] == expected
 
 
-def test_accuracy_says_how_many_classes_were_tested() -> None:
-    metrics = {"accuracy": 1.0, "test_images": 24.0, "classes": 10.0, "tested_classes": 8.0}
+def test_verdict_counts_the_answers_and_says_how_many_classes_were_tested() -> None:
+    metrics = {"named_right": 20.0, "named_wrong": 0.0, "called_unknown": 4.0, "label_right": 1.0}
+    metrics |= {"champion_label_right": 0.75, "classes": 10.0, "tested_classes": 8.0}
     result = RunOutcome(run="run-1", state="held", metrics=metrics)
     message = runs.verdict(request(), run(State.SUCCEEDED), result, [], champion(), [])
-    assert "Accuracy 100.00% on 24 test images (8 of 10 classes tested)" in str(dicts(message))
+    assert (
+        "of 24 test images: 20 named right, 0 named wrong, 4 called unknown (8 of 10 classes tested); label right "
+        "100.00%, the champion's 75.00%"
+    ) in str(dicts(message))
     manifest = SimpleNamespace(metrics=metrics, labels=tuple("abcdefghij"))
     record = cast("Record", SimpleNamespace(manifest=manifest))
     assert "8 of 10 classes tested" in str(dicts(commands.champion_message(champion(), record)))

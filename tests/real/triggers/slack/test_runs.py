@@ -19,14 +19,14 @@ from tests.real.triggers.slack.bot import ADA, BOB, CHANNEL, Bot, MemoryRuns
 PNG = b"\x89PNG\r\n\x1a\n" + b"0" * 64
 HELD = Verdict.of(
     [
-        Rule(name="accuracy_floor", passed=True, candidate=0.97, bound=0.95, reason="Accuracy is 97%."),
+        Rule(name="accuracy_floor", passed=True, candidate=0.97, bound=0.95, reason="Label right: 97%."),
         Rule(
             name="no_worse",
             passed=False,
             candidate=0.97,
             champion=0.99,
             bound=0.1,
-            reason="Accuracy 97.00% against the champion's 99.00% <is worse> & beyond noise.",
+            reason="Label right 97.00% against the champion's 99.00% <is worse> & beyond noise.",
         ),
     ],
     candidate=System(name="", network_sha256="0" * 64, index_digest="1"),
@@ -73,7 +73,9 @@ def test_run_is_followed_in_one_message_and_ends_with_the_verdict(bot: Bot) -> N
     assert "*Running*: train" in prompt.text
 
     record = RunRecord(bot.store, run.id)
-    record.save(verdict=HELD.model_dump(mode="json"), metrics={"accuracy": 0.97})
+    record.save(
+        verdict=HELD.model_dump(mode="json"), metrics={"named_right": 14, "named_wrong": 2, "called_unknown": 4}
+    )
     record.put(CONFUSION_MATRIX, PNG)
     finalize(record, "continuous-training", "SUCCEEDED", "")
     bot.runs.set(State.SUCCEEDED, ended=bot.clock(), ingest=State.SUCCEEDED, train=State.SUCCEEDED)
@@ -85,7 +87,7 @@ def test_run_is_followed_in_one_message_and_ends_with_the_verdict(bot: Bot) -> N
     assert "No release is live yet." in verdict.text
     assert "&lt;is worse&gt; &amp; beyond noise" in verdict.text
     assert "no worse             0.97      0.99    0.1  broken" in verdict.text
-    assert "Accuracy 97.00%" in verdict.text
+    assert "of 20 test images: 14 named right, 2 named wrong, 4 called unknown" in verdict.text
     assert f"evernear report {run.id}" in verdict.text
     assert "*Held* after" in prompt.text
     assert prompt.buttons == ["Open in Kubeflow"]

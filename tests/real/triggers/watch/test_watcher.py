@@ -287,7 +287,7 @@ def test_loss_of_accuracy_in_life_is_proposed_once_and_again_when_it_is_worse(wa
     report = watched.watcher(min_queries=1000).check()
     assert report.action == "nothing"
     assert report.figures["live_labels"] == 100
-    assert any("100 labeled live queries: 100.00%" in reason for reason in report.reasons)
+    assert any("Of 100 labeled live queries: 100 named right" in reason for reason in report.reasons)
     label(0, 60)
     report = watched.watcher(min_queries=1000).check()
     assert report.action == "retrain"
