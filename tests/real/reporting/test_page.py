@@ -331,7 +331,8 @@ def thousand_classes(run: Run) -> tuple[dict[str, Any], dict[str, Any]]:
     labels = tuple(f"class number {number}" for number in range(1000))
     recall = {label: proportion(number % 20, 20, 0.95) for number, label in enumerate(labels)}
     confusions = tuple((label, labels[(n * 7 + 1) % 1000], 1 + n % 5, n % 2) for n, label in enumerate(labels))
-    changed = {"labels": labels, "class_label_right": recall, "confusions": confusions}
+    of_all = proportion(1000, sum(count for _, _, count, _ in confusions), 0.95)
+    changed = {"labels": labels, "label_right": of_all, "class_label_right": recall, "confusions": confusions}
     points = run.examples.map
     points = tuple(points[n % len(points)].model_copy(update={"label": labels[n]}) for n in range(500))
     samples = tuple(Sample(label=label, tiles=tuple(range(6))) for label in labels[:20])
@@ -390,7 +391,8 @@ def test_unknown_images_are_counted_wherever_answers_are(run: Run) -> None:
     assert f"{mistake.label}, called unknown, else {mistake.label}" in section
     matrix = html[html.index('class="confusion"') : html.index('id="mistakes"')]
     assert "(called unknown)" in matrix
-    assert words_of(matrix[matrix.index("</thead>") :]).split()[:3] == [candidate.labels[0], "2", "1"]
+    rows = matrix[matrix.index("</thead>") :]
+    assert re.sub(r"<[^>]*>", " ", rows).split()[:3] == [candidate.labels[0], "2", "1"]
     classes = html[html.index('id="classes"') : html.index("Confusion matrix")]
     assert "recall" not in classes
     empty = run.page(0.0, {"candidate": changed}, {"mistakes": ()})
@@ -492,8 +494,10 @@ def test_page_explains_its_terms_and_claims_nothing_about_what_is_live_later(run
 def test_page_says_how_many_classes_were_tested(run: Run) -> None:
     assert "classes tested" not in run.page()
     candidate = run.evaluation.candidate
-    recall = dict([*candidate.class_label_right.items()][1:])
-    partly = {"candidate": candidate.model_copy(update={"class_label_right": recall})}
+    (untested, _), *others = candidate.class_label_right.items()
+    confusions = tuple(pair for pair in candidate.confusions if pair[0] != untested)
+    changed = {"class_label_right": dict(others), "confusions": confusions}
+    partly = {"candidate": candidate.model_copy(update=changed)}
     html = run.page(0.5, partly)
     known = len(candidate.known_labels)
     tested = f"{known - 1} of {known} classes tested"
