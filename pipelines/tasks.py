@@ -1,4 +1,4 @@
-"""Kubernetes settings of the tasks: Secrets, scratch space, resources, timeouts and retries.
+"""Kubernetes settings of the tasks: Secrets, scratch space, resources and timeouts.
 
 `evernear.kubeflow.publish` replaces the limits and the accelerator with those of the cluster.
 How KFP 2.17 compiles them, and its limits: docs/decisions/0015-a-run-starts-once.md.
@@ -36,16 +36,14 @@ HOUR_S = 3600
 DAY_S = 24 * HOUR_S
 PARTS_S = DAY_S
 """Time limit of a step whose parts may run on several nodes: an hour more than `indexed_job.TIMEOUT_S`."""
-BACKOFF_S = 30
 CONFIG = dsl.PipelineConfig(ttl_seconds_after_finished=7 * DAY_S, active_deadline_seconds=3 * DAY_S)
 """A run that hangs (an unschedulable pod, for example) ends after three days. Pods are deleted after a week."""
 
 
 class TaskPolicy(NamedTuple):
-    """Timeout and retries of a task."""
+    """Timeout of a task, and what it needs."""
 
     timeout_s: int
-    retries: int = 2
     reads_images: bool = False
     queries_release: bool = False
     searches_gallery: bool = False
@@ -60,16 +58,15 @@ POLICIES = {
     "reuse": TaskPolicy(HOUR_S),
     "embed": TaskPolicy(PARTS_S, reads_images=True),
     "probe": TaskPolicy(DAY_S, reads_images=True, trains=True),
-    "index": TaskPolicy(4 * HOUR_S, retries=0, searches_gallery=True),  # pure computation
+    "index": TaskPolicy(4 * HOUR_S, searches_gallery=True),  # pure computation
     "evaluate": TaskPolicy(PARTS_S, reads_images=True, searches_gallery=True),
     "gate": TaskPolicy(HOUR_S),
     "archive": TaskPolicy(HOUR_S, reads_images=True, searches_gallery=True),
-    # A retry would roll out a failed release again, or roll back one more release.
-    "deploy": TaskPolicy(2 * HOUR_S, retries=0, queries_release=True, searches_gallery=True),
-    "rollback": TaskPolicy(2 * HOUR_S, retries=0, queries_release=True, searches_gallery=True),
-    "promote": TaskPolicy(2 * HOUR_S, retries=0, queries_release=True, searches_gallery=True),
+    "deploy": TaskPolicy(2 * HOUR_S, queries_release=True, searches_gallery=True),
+    "rollback": TaskPolicy(2 * HOUR_S, queries_release=True, searches_gallery=True),
+    "promote": TaskPolicy(2 * HOUR_S, queries_release=True, searches_gallery=True),
     "predict": TaskPolicy(PARTS_S, searches_gallery=True),
-    "notify": TaskPolicy(HOUR_S // 6),
+    "notify": TaskPolicy(HOUR_S // 2),  # more than it may wait for the store
 }
 
 
@@ -95,10 +92,6 @@ def configure_tasks(tasks: Iterable[dsl.PipelineTask], accelerators: str = "") -
         if task.name == "notify":
             kubernetes.use_secret_as_env(task, TRACKING_SECRET, {key: key for key in TRACKING_KEYS}, optional=True)
         kubernetes.set_timeout(task, policy.timeout_s)
-        if policy.retries:
-            # Argo measures this from the first attempt, and stops an attempt that exceeds it. KFP's default is 1 h.
-            in_all_s = (policy.retries + 1) * (policy.timeout_s + BACKOFF_S * 2**policy.retries)
-            task.set_retry(policy.retries, f"{BACKOFF_S}s", 2, f"{in_all_s}s")
         if policy.reads_images:
             kubernetes.mount_pvc(task, SCRATCH_CLAIM, "/scratch")
         _set_limits(task, accelerators if policy.trains else "")

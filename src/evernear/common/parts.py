@@ -34,9 +34,10 @@ from pydantic import AwareDatetime, Field
 from evernear.common.disk import disk_errors, sha256_file
 from evernear.common.frozen import Document, Frozen, require_format, stamp
 from evernear.common.masking import mask
-from evernear.common.output import quantity
+from evernear.common.output import print_line, quantity
 from evernear.common.processes import divide_between
 from evernear.common.store import Store, open_store
+from evernear.common.store.patience import patient
 from evernear.errors import (
     BusyError,
     ClusterError,
@@ -333,4 +334,5 @@ def _start_process(uri: str, folder: str, open_worker: OpenWorker) -> None:
 def _run_in_process(task: Task) -> None:
     if _run is None:
         raise RuntimeError("The process has not been started by run_in_processes.")
-    _run(task)
+    with patient(print_line):
+        _run(task)

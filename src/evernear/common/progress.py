@@ -30,6 +30,7 @@ from evernear.common.processes import cpu_limit, memory_limit_bytes, shadowed_mo
 from evernear.common.run_record import RunRecord, StepProgress, StepRecord
 from evernear.common.store.current import current_store
 from evernear.common.store.lease import wait_for_release
+from evernear.common.store.patience import patient
 from evernear.errors import EvernearError, StoreError, disk_full_message
 
 REPORT_INTERVAL_S = 5.0
@@ -178,7 +179,12 @@ def step(name: str, run: str, store_uri: str) -> Generator[Step]:
     propagates with its traceback."""
     mask_streams()
     running = Step(name, run, store_uri)
-    running.emit("started", "")
+    with patient(running.report):
+        running.emit("started", "")
+        yield from _run(running)
+
+
+def _run(running: Step) -> Generator[Step]:
     try:
         yield running
     except EvernearError as error:

@@ -26,7 +26,8 @@ from evernear.settings import RunSettings
 def deploy_release(archive: Path, verdict_file: Path, settings: RunSettings, cause: Cause | None = None) -> Deployment:
     """Deploy an archived release to ``settings.target``, and make it the champion.
 
-    Deploying the champion again repeats the verification and changes nothing else. ``cause`` is
+    Deploying the champion again repeats the verification and changes nothing else, as does every
+    other function here that a pipeline run calls again (Argo does after a lost node). ``cause`` is
     recorded in the promotion history. Default: the user and host of this process.
 
     Raises:
@@ -43,6 +44,7 @@ def deploy_release(archive: Path, verdict_file: Path, settings: RunSettings, cau
     registry = Registry(store)
     target = open_target(settings)
     with target.exclusive(), tempfile.TemporaryDirectory(prefix="evernear-release-") as temporary:
+        _made_before(registry, cause)
         champion = registry.champion()
         parts, anchor = check_candidate(archive, verdict_file, champion, Path(temporary) / "release")
         Breaches(store).require_none(parts.manifest)
@@ -74,6 +76,8 @@ def promote_release(
     if force and not (cause and cause.why.strip()):
         raise SettingsError("Promoting against a verdict needs a reason; add --why 'the reason'.")
     registry = Registry(current_store(settings.store_uri))
+    if (made := _made_before(registry, cause)) is not None:
+        return _finish(made, settings, registry)
     champion = registry.champion()  # read before the lock is taken, so that one of two concurrent promotions fails
     if champion is not None and champion.version == version:
         return apply(settings, cause=cause)
@@ -95,6 +99,8 @@ def apply(settings: RunSettings, *, cause: Cause | None = None) -> Deployment:
         EvernearError: for the same reasons as in `promote_release`. The previous settings are live.
     """
     registry = Registry(current_store(settings.store_uri))
+    if (made := _made_before(registry, cause)) is not None:
+        return _finish(made, settings, registry)
     champion = registry.champion()
     if champion is None:
         raise StoreError(registry.explain_no_champion())
@@ -116,6 +122,8 @@ def roll_back(settings: RunSettings, *, cause: Cause | None = None, expected: st
         EvernearError: for the same reasons as in `promote_release`.
     """
     registry = Registry(current_store(settings.store_uri))
+    if (made := _made_before(registry, cause)) is not None:
+        return _finish(made, settings, registry)
     champion = registry.champion()
     if champion is None:
         raise StoreError(f"There is nothing to roll back to: no release was promoted in {settings.store_uri} yet.")
@@ -124,6 +132,31 @@ def roll_back(settings: RunSettings, *, cause: Cause | None = None, expected: st
     target = champion.rollback_target()
     deployed = _roll_out(target, settings, registry, lambda: registry.roll_back(champion, cause))
     champion_moved(registry.store, champion and champion.version)
+    return deployed
+
+
+def _made_before(registry: Registry, cause: Cause | None) -> Champion | None:
+    """The champion, if an earlier attempt of the same pipeline run made it.
+
+    Raises:
+        ConflictError: another release became the champion since.
+    """
+    made = registry.pointer.made_by(cause.run) if cause else None
+    if made is None:
+        return None
+    champion = registry.require_champion()
+    if champion.version != made.version or champion.pointer.number != made.number:
+        raise ConflictError(
+            f"This run has already made release {made.version} the champion, and someone has changed the champion since"
+            f" ({champion.version} now), so nothing was done; see `evernear registry list --history`."
+        )
+    return champion
+
+
+def _finish(champion: Champion, settings: RunSettings, registry: Registry) -> Deployment:
+    """What an earlier attempt may not have done: verify the champion, and tell the integrations."""
+    deployed = _roll_out(champion.version, settings, registry, lambda: champion)
+    champion_moved(registry.store, champion.previous)
     return deployed
 
 

@@ -19,6 +19,7 @@ from evernear.common.masking import mask_streams
 from evernear.common.output import print_line
 from evernear.common.run_record import RunRecord
 from evernear.common.store import Store, open_store
+from evernear.common.store.patience import patient
 from evernear.data.shards import Dataset
 from evernear.embedding import distributed
 from evernear.embedding.artifact import Epoch
@@ -95,7 +96,8 @@ def main() -> int:
     mask_streams()
     store_uri, run = sys.argv[1:]
     try:
-        run_node(open_store(store_uri), run, distributed.Node.from_environment(os.environ))
+        with patient(print_line):
+            run_node(open_store(store_uri), run, distributed.Node.from_environment(os.environ))
     except EvernearError as error:
         print_line(f"evernear: {error}", sys.stderr)
         return error.exit_code

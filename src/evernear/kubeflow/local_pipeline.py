@@ -130,15 +130,11 @@ def _value(arguments: Sequence[str], option: str) -> str:
 
 
 def _for_this_machine(compiled: str) -> str:
-    """The pipeline without retries, which would only delay the error message here."""
     documents = list(yaml.load_all(compiled, yaml.CSafeLoader))
     spec = documents[0]
     # Without the suffix, kfp would mistake a component with the pipeline's name, as in rollback,
     # for the pipeline.
     spec["pipelineInfo"]["name"] += "-local"
-    for component in (spec["root"], *spec["components"].values()):
-        for task in component.get("dag", {}).get("tasks", {}).values():
-            task.pop("retryPolicy", None)
     return yaml.dump_all(documents, Dumper=yaml.CSafeDumper)
 
 

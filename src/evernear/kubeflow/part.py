@@ -14,6 +14,7 @@ from evernear.common.masking import mask_streams
 from evernear.common.output import print_line
 from evernear.common.parts import FINAL_EXIT_CODE, Parts, Worker, is_final, run_parts
 from evernear.common.store import open_store
+from evernear.common.store.patience import patient
 from evernear.errors import EvernearError, SettingsError
 
 INDEX_VARIABLE = "JOB_COMPLETION_INDEX"
@@ -46,13 +47,14 @@ def main(uri: str, folder: str, workers: int, index: int) -> int:
     """Run the parts ``index::workers``, and return the exit code."""
     mask_streams()
     try:
-        parts = Parts.open(open_store(uri), folder)
-        try:
-            run_parts(parts, open_worker, index=index, workers=workers)
-        except EvernearError as error:
-            if is_final(error):
-                parts.save_failure(str(error))
-            raise
+        with patient(print_line):
+            parts = Parts.open(open_store(uri), folder)
+            try:
+                run_parts(parts, open_worker, index=index, workers=workers)
+            except EvernearError as error:
+                if is_final(error):
+                    parts.save_failure(str(error))
+                raise
     except EvernearError as error:
         print_line(f"evernear: {error}", sys.stderr)
         return FINAL_EXIT_CODE if is_final(error) else error.exit_code

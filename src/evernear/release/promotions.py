@@ -1,22 +1,19 @@
 """The pointer to the champion (the live release), and the promotion history."""
 
 import getpass
-import logging
 import socket
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import takewhile
+from datetime import UTC, datetime, timedelta
 from pathlib import PurePosixPath
 from typing import Literal
 
 from pydantic import AwareDatetime, Field
 
 from evernear.common.frozen import Document, Frozen
-from evernear.common.retry import doubling, retry
 from evernear.common.store import Store
-from evernear.errors import ConflictError, IntegrityError, StoreError, TransientStoreError
+from evernear.errors import ConflictError, IntegrityError, StoreError
 from evernear.release.manifest import Sha256, Version
 from evernear.release.records import RELEASES
 
@@ -24,15 +21,12 @@ CHAMPION = f"{RELEASES}champion.json"
 HISTORY = f"{RELEASES}history/"
 CHAMPION_ALONE = "is the champion; servers load it when they start"
 """The state of a release that was promoted in the registry while no server was running."""
+LONGEST_RUN = timedelta(days=4)
+"""Longer than any run (``CONFIG`` in ``pipelines/tasks.py``)."""
 How = Literal["deploy", "promote", "force", "apply", "anchor", "rollback", "restore"]
 
-# The release is already live before the pointer moves, so the move is retried for as long as a
-# store may need to restart.
-_RETRY_TIMEOUT_S = 300.0
-_PAUSE_S = (1.0, 15.0)
 # The etag of a superseded pointer state. An update with this etag cannot succeed.
 _SUPERSEDED = "superseded"
-_log = logging.getLogger(__name__)
 
 
 class Cause(Frozen):
@@ -224,6 +218,16 @@ class ChampionPointer:
                     yield Promotion.from_json(self._store.get(entry.key), f"{entry.key} in {self._store.uri}")
         yield champion.promotion
 
+    def made_by(self, run: str) -> Promotion | None:
+        """The promotion that the pipeline run ``run`` has made, or None."""
+        champion, now = self.find(), datetime.now(UTC)
+        promotion = champion.promotion if run and champion else None
+        while promotion is not None and now - promotion.since < LONGEST_RUN:
+            if promotion.run == run:
+                return promotion
+            promotion = self.find_in_history(promotion.number - 1)
+        return None
+
     def find_in_history(self, number: int) -> Promotion | None:
         """None if the promotion's entry is missing or damaged."""
         key = history_key(number)
@@ -245,17 +249,6 @@ class ChampionPointer:
     def _record_in_history(self, promotion: Promotion) -> None:
         with suppress(ConflictError):  # it is there already
             self._store.put_if(history_key(promotion.number), promotion.to_json(), None)
-
-
-def until_store_answers(attempt: Callable[[], Champion]) -> Champion:
-    """Repeat ``attempt`` until the store is reachable, for at most `_RETRY_TIMEOUT_S`."""
-    deadline_s = time.monotonic() + _RETRY_TIMEOUT_S
-    pauses_s = takewhile(lambda pause_s: time.monotonic() + pause_s <= deadline_s, doubling(*_PAUSE_S))
-    return retry(attempt, on=TransientStoreError, pauses_s=pauses_s, report=_report_delay)
-
-
-def _report_delay(error: Exception, pause_s: float) -> None:
-    _log.warning("The champion is not recorded yet: %s Retrying in %.0f s.", error, pause_s)
 
 
 def history_key(number: int) -> str:

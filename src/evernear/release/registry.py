@@ -10,6 +10,7 @@ release.
     releases/pruned/<version>.json       the record of a release whose archive was deleted, compressed with gzip
 """  # noqa: W505
 
+import logging
 import shlex
 import tempfile
 from collections.abc import Iterator
@@ -20,12 +21,15 @@ from pathlib import Path, PurePosixPath
 from evernear.common.disk import sha256_file
 from evernear.common.store import Store
 from evernear.common.store.base import owner_of
+from evernear.common.store.patience import patient
 from evernear.errors import ConflictError, IntegrityError, StoreError
 from evernear.index.description import collection_owner
 from evernear.release.archive_reader import read_release_manifest
 from evernear.release.manifest import is_version
-from evernear.release.promotions import Cause, Champion, ChampionPointer, How, Promotion, until_store_answers
+from evernear.release.promotions import Cause, Champion, ChampionPointer, How, Promotion
 from evernear.release.records import ARCHIVES, MANIFESTS, PRUNED, Record, describe_archive, record_key
+
+_log = logging.getLogger(__name__)
 
 
 class Registry:
@@ -34,8 +38,8 @@ class Registry:
     Every method may raise `StoreError`, if the store fails or a named release does not exist or was
     pruned, and `IntegrityError` for a damaged record, archive or champion pointer. Methods that
     take the ``expected`` champion raise `ConflictError` if another process moved the pointer in the
-    meantime. Nothing was changed then. If the store is unreachable, they retry for up to 5 minutes.
-    After a `TransientStoreError`, the pointer may have moved.
+    meantime. Nothing was changed then. If the store is unreachable, they wait for it
+    (`evernear.common.store.patience`). After a `TransientStoreError`, the pointer may have moved.
     """
 
     def __init__(self, store: Store) -> None:
@@ -247,11 +251,10 @@ class Registry:
         return self.pointer.history()
 
     def _promote(self, promotion: Promotion, expected: Champion | None) -> Champion:
-        def attempt() -> Champion:
+        """The release may already be live, so this waits for the store also outside of a step."""
+        with patient(_log.warning):
             self.get(promotion.version)
             return self.pointer.move(promotion, expected)
-
-        return until_store_answers(attempt)
 
     def _record(self, folder: str, version: str) -> Record | None:
         key = record_key(folder, version)

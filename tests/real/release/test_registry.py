@@ -1,20 +1,19 @@
 import json
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from threading import Barrier
 
 import pytest
 
-from evernear.common.store import Store, open_store
+from evernear.common.store import Store, open_store, patience, s3, s3_connection
 from evernear.errors import ConflictError, FormatError, IntegrityError, StoreError, TransientStoreError
-from evernear.release import promotions
 from evernear.release.promotions import CHAMPION, Cause, Champion
 from evernear.release.pruning import prune_releases, remove_releases
 from evernear.release.records import MANIFESTS, PRUNED
 from evernear.release.registry import Registry
+from tests.real.common.store.faulty import Fault, lose_response, refuse, start_faulty_proxy
 from tests.releases import MakeRelease, PackedRelease, forge
 
 
@@ -190,50 +189,29 @@ def test_kill_before_the_pointer_update_leaves_the_history_unchanged(
     assert moved.previous == releases[1].version
 
 
-class UnreachableStore:
-    """A store in which some conditional writes fail before or after execution."""
-
-    def __init__(self, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.failures = 0
-        self.executed = False
-        self.tries = 0
-        self._put_if = store.put_if
-        monkeypatch.setattr(store, "put_if", self.put_if)
-        monkeypatch.setattr(promotions, "_PAUSE_S", (0.0, 0.0))
-
-    def fail(self, failures: int, executed: bool) -> None:
-        self.failures, self.executed, self.tries = failures, executed, 0
-
-    def put_if(self, key: str, data: bytes, etag: str | None) -> str:
-        self.tries += 1
-        if key == CHAMPION and self.failures:
-            self.failures -= 1
-            if self.executed:
-                with suppress(ConflictError):
-                    self._put_if(key, data, etag)
-            raise TransientStoreError("The store is unreachable.")
-        return self._put_if(key, data, etag)
-
-
-@pytest.mark.parametrize("executed", [False, True], ids=["not carried out", "carried out"])
-def test_promotion_is_retried_during_an_outage_and_counts_once(
-    registry: Registry, releases: list[PackedRelease], monkeypatch: pytest.MonkeyPatch, executed: bool
+@pytest.mark.parametrize("fault", [refuse(503, "SlowDown"), lose_response], ids=["refused", "carried out"])
+def test_promotion_waits_for_the_store_and_counts_once(
+    s3_endpoint: str, bucket: str, releases: list[PackedRelease], monkeypatch: pytest.MonkeyPatch, fault: Fault
 ) -> None:
-    champion = champions(registry, releases[:2])
-    unreachable = UnreachableStore(registry.store, monkeypatch)
-    publish(registry, releases[2])
-    unreachable.fail(3, executed)
-    champion = registry.set_champion(releases[2].version, champion)
-    unreachable.fail(3, executed)
-    champion = registry.roll_back(champion)
-    assert registry.champion() == champion
-    assert [promotion.version for promotion in registry.history()] == [releases[n].version for n in (0, 1, 2, 1)]
-
-    unreachable.fail(10**6, executed)
-    monkeypatch.setattr(promotions, "_RETRY_TIMEOUT_S", 0.0)
-    with pytest.raises(TransientStoreError):
-        registry.set_champion(releases[2].version, champion)
-    assert unreachable.tries == 2, "one history entry and one pointer update"
+    monkeypatch.setattr(patience, "PAUSES_S", (0.01, 0.01))
+    for module in (s3_connection, s3):
+        monkeypatch.setattr(module, "BACKOFF_S", 0.01)
+    with start_faulty_proxy(s3_endpoint) as proxy:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.url)
+        registry = Registry(open_store(f"s3://{bucket}/store"))
+        champion = champions(registry, releases[:2])
+        publish(registry, releases[2])
+        proxy.inject("PUT", *[fault] * 9)
+        champion = registry.set_champion(releases[2].version, champion)
+        proxy.inject("PUT", *[fault] * 9)
+        champion = registry.roll_back(champion)
+        assert registry.champion() == champion
+        assert [promotion.version for promotion in registry.history()] == [releases[n].version for n in (0, 1, 2, 1)]
+        monkeypatch.setattr(patience, "ON_A_LAPTOP_S", 0.0)
+        proxy.forget()
+        proxy.inject("PUT", *[refuse(503, "SlowDown")] * 9)
+        with pytest.raises(TransientStoreError):
+            registry.set_champion(releases[2].version, champion)
 
 
 def test_promotion_with_a_lost_response_is_reported_as_done(

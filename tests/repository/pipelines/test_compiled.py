@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
+from evernear.common.store import patience
 from evernear.errors import SettingsError
 from evernear.kubeflow import GOLDEN, NAMES, PIPELINES
 from evernear.kubeflow.publish import cluster_version, for_cluster
@@ -144,23 +145,14 @@ def test_secrets_are_not_parameters_and_every_step_has_store_credentials(compile
     assert suspicious == []
 
 
-def test_steps_that_are_not_idempotent_are_not_retried(compiled: Compiled) -> None:
-    never = {"deploy", "rollback", "promote", "index"} & STEPS[compiled.module]
-    assert {name for name, task in compiled.tasks.items() if "retryPolicy" not in task} == never
+def test_no_task_counts_on_retries_of_the_platform(compiled: Compiled) -> None:
+    """A stock KFP 2.17.0 retries no step that exits with an error, whatever the pipeline says."""
+    assert [name for name, task in compiled.tasks.items() if "retryPolicy" in task] == []
 
 
-def test_every_task_has_a_timeout_and_time_for_its_retries(compiled: Compiled) -> None:
-    """Argo ends a retried task backoffMaxDuration after its *first* attempt started; kfp's default
-    is 1 h."""
-    for name, task in compiled.tasks.items():
-        timeout_s = int(compiled.pod(name)["activeDeadlineSeconds"])
-        assert 0 < timeout_s <= 24 * HOUR_S
-        if "retryPolicy" in task:
-            retry = task["retryPolicy"]
-            assert retry["backoffFactor"] == 2, "Argo requires an integer"
-            in_all_s = int(retry["backoffMaxDuration"].removesuffix("s"))
-            assert in_all_s >= (retry["maxRetryCount"] + 1) * timeout_s
-            assert int(retry["backoffDuration"].removesuffix("s")) >= 10
+def test_every_task_has_a_timeout_in_which_it_may_wait_for_the_store(compiled: Compiled) -> None:
+    for name in compiled.tasks:
+        assert 2 * patience.IN_A_POD_S < int(compiled.pod(name)["activeDeadlineSeconds"]) <= 24 * HOUR_S
 
 
 def test_runs_have_a_deadline_and_are_deleted_from_the_cluster(compiled: Compiled) -> None:

@@ -39,6 +39,7 @@ from evernear.common.store.base import (
     missing_object,
     write_chunks,
 )
+from evernear.common.store.patience import patiently
 from evernear.common.store.s3_connection import (
     BACKOFF_S,
     CONNECT_TIMEOUT_S,
@@ -186,25 +187,31 @@ class S3Store(Store):
     def children(self, folder: str) -> Iterator[str]:
         prefix = f"{self._prefix}{folder}/" if folder else self._prefix
         with self._connection.errors("s3:ListBucket", self.bucket, prefix):
-            for info in self._client.list_objects(self.bucket, prefix):
-                name = str(info.object_name).removeprefix(prefix)
+            for listed in self._connection.children(self.bucket, prefix):
+                name = listed.removeprefix(prefix)
                 if name and not name.startswith("."):
                     yield name
 
     def delete(self, key: str) -> None:
-        with self._connection.errors("s3:DeleteObject", self.bucket, self._prefix + key):
-            self._client.remove_object(self.bucket, self._prefix + key)
+        name = self._prefix + key
+        self._connection.request(
+            lambda: self._client.remove_object(self.bucket, name), "s3:DeleteObject", self.bucket, name
+        )
 
     def _put(self, key: str, stream: BinaryIO, size_bytes: int, sha256: str) -> str:
-        with self._connection.errors("s3:PutObject", self.bucket, self._prefix + key):
-            written = self._client.put_object(
-                self.bucket, self._prefix + key, stream, size_bytes, metadata={_SHA256: sha256}
-            )
+        name = self._prefix + key
+
+        def send() -> str:
+            stream.seek(0)
+            written = self._client.put_object(self.bucket, name, stream, size_bytes, metadata={_SHA256: sha256})
             return required_etag(written.etag, self._connection.endpoint)
+
+        return self._connection.request(send, "s3:PutObject", self.bucket, name)
 
     def _get(self, key: str, read: Callable[[urllib3.BaseHTTPResponse], _T]) -> _T | None:
         """The result of ``read``, called again if a transfer breaks, or None without the object."""
-        with self._connection.errors("s3:GetObject", self.bucket, self._prefix + key):
+
+        def get() -> _T | None:
             pauses_s = islice(doubling(BACKOFF_S, LONGEST_BACKOFF_S), MAX_ATTEMPTS - 1)
             try:
                 return retry(lambda: self._get_intact(key, read), on=_BROKEN_OFF, pauses_s=pauses_s)
@@ -212,6 +219,8 @@ class S3Store(Store):
                 if error.code in MISSING_OBJECT:
                     return None
                 raise
+
+        return self._connection.request(get, "s3:GetObject", self.bucket, self._prefix + key)
 
     def _get_intact(self, key: str, read: Callable[[urllib3.BaseHTTPResponse], _T]) -> _T:
         # A transfer may corrupt content, but rarely twice, so a wrong hash is read once more.
@@ -267,20 +276,33 @@ class S3Store(Store):
             **(_CREATE if etag is None else {"If-Match": f'"{etag}"'}),
             _WRITE_ID: write_id,
         }
-        for attempt in range(MAX_ATTEMPTS):
-            time.sleep(backoff_s(attempt, BACKOFF_S, LONGEST_BACKOFF_S))
-            written, is_answered = self._send(key, data, conditional)
-            if written or (is_answered and attempt == 0):
-                return written
+        sent = 0
+
+        def write() -> str | None:
+            nonlocal sent
+            for failures in range(MAX_ATTEMPTS):
+                time.sleep(backoff_s(failures, BACKOFF_S, LONGEST_BACKOFF_S))
+                if sent:
+                    current, current_id = self._read_back(key)
+                    if current_id == write_id:
+                        return current
+                    if current != etag:
+                        return None
+                sent += 1
+                written, is_answered = self._send(key, data, conditional)
+                if written or (is_answered and sent == 1):
+                    return written
             current, current_id = self._read_back(key)
             if current_id == write_id:
                 return current
             if current != etag:
                 return None
-        raise TransientStoreError(
-            f"{self._connection.endpoint} broke off whenever {self.uri}/{key} was written, and the object is"
-            " unchanged; run again."
-        )
+            raise TransientStoreError(
+                f"{self._connection.endpoint} broke off whenever {self.uri}/{key} was written, and the object is"
+                " unchanged; run again."
+            )
+
+        return patiently(write)
 
     def _send(self, key: str, data: bytes, headers: dict[str, str]) -> tuple[str | None, bool]:
         """Send one conditional PUT. Return the new etag, or None if the condition failed or is not

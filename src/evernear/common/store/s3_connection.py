@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 from urllib.parse import unquote_plus, urlsplit
 from xml.etree import ElementTree
 from xml.etree.ElementTree import ParseError
@@ -26,8 +26,10 @@ from minio.helpers import DictType
 from evernear.common.environment import proxy_of, proxy_options
 from evernear.common.output import root_cause
 from evernear.common.store.credentials import KEY_NAMES, Keys, Profile, find_keys
+from evernear.common.store.patience import patiently
 from evernear.errors import SettingsError, StoreError, TransientStoreError
 
+_T = TypeVar("_T")
 MAX_ATTEMPTS = 4
 BACKOFF_S, LONGEST_BACKOFF_S = 0.5, 8.0
 _PAGE_OBJECTS = 1000
@@ -154,8 +156,32 @@ class S3Connection:
         query["max-keys"] = str(_PAGE_OBJECTS)
         if token:
             query["continuation-token"] = token
-        response = self.client._execute("GET", bucket, query_params=query)  # pyright: ignore[reportPrivateUsage]
-        return response.data
+
+        def get() -> bytes:
+            response = self.client._execute("GET", bucket, query_params={**query})  # pyright: ignore[reportPrivateUsage]
+            return response.data
+
+        return self.request(get, "s3:ListBucket", bucket, prefix)
+
+    def children(self, bucket: str, prefix: str) -> Iterator[str]:
+        """Yield the objects and folders directly below ``prefix``, a folder, by name."""
+        token = ""
+        while True:
+            page = _parse_page(self._page(bucket, prefix, token, delimiter="/"))
+            yield from [*(listed.name for listed in page.objects), *page.folders]
+            token = page.next_token
+            if not token:
+                return
+
+    def request(self, send: Callable[[], _T], permission: str, bucket: str, name: str = "") -> _T:
+        """The result of ``send``, which is repeated in a step while the server is unreachable or
+        overloaded. Errors are converted as in `errors`."""
+
+        def once() -> _T:
+            with self.errors(permission, bucket, name):
+                return send()
+
+        return patiently(once)
 
     @contextmanager
     def errors(self, permission: str, bucket: str, name: str = "") -> Generator[None]:
