@@ -368,6 +368,9 @@ def largest_valid_files(max_pixels: int) -> dict[str, Callable[[], bytes]]:
             *[segment(0xE2, b"ICC_PROFILE\0" + bytes([n, 255]) + bytes(65_000)) for n in range(1, 256)],
         ),
     }
+    doubled = int((2 * max_pixels) ** 0.5) // 2 * 2
+    files["JPEG, RGB, twice the pixels"] = lambda: noise("RGB", doubled)
+    files["JPEG, RGB, progressive, twice the pixels"] = lambda: progressive(doubled, doubled, 1, MAX_SCANS)
     short = max_pixels // 32_767
     if short:
         files["PNG, RGBA, 16 bits, 32,767 rows"] = lambda: png(short, 32_767, 16, RGBA)

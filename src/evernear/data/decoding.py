@@ -113,7 +113,7 @@ class Decoder:
     def _decode(self, entry: FileEntry, encoded: EncodedImage, reserved: ExitStack) -> DecodedImage | DecodeFailure:
         with reserved:
             try:
-                with self._pixel_budget.reserve(encoded.pixels):
+                with self._pixel_budget.reserve(encoded.whole_pixels):
                     bit_depth = self._form.bit_depth
                     picture = decode_inspected(encoded, bit_depth)
                     divisor = jpeg_divisor(encoded, *self._form.shape[:2])

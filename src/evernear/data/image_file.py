@@ -17,6 +17,7 @@ import re
 import struct
 import zlib
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Literal
 
 from evernear.data.encoded_image import EncodedImage, broken, max_segments, too_many_segments
@@ -69,7 +70,8 @@ _TEM, _SOI, _EOI, _SOS, _APP1 = 0x01, 0xD8, 0xD9, 0xDA, 0xE1
 _COLOR_SPACE = {0xE0: b"JFIF\0", 0xEE: b"Adobe"}  # APP0, APP14
 _TABLES = frozenset({0xC4, 0xDB, 0xDD})  # DHT, DQT, DRI
 _FRAMES = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}  # SOF0 to SOF15
-_HUFFMAN_FRAMES = frozenset({0xC0, 0xC1, 0xC2})  # baseline, extended sequential, progressive
+_PROGRESSIVE = 0xC2
+_HUFFMAN_FRAMES = frozenset({0xC0, 0xC1, _PROGRESSIVE})  # baseline, extended sequential, progressive
 
 
 def suffix_of(data: bytes) -> Literal[".png", ".jpg", ".webp", ".heic"]:
@@ -104,9 +106,14 @@ def inspect(data: bytes, max_pixels: int, name: str = "The image", setting: str 
     else:
         raise DataError(f"{name} is empty.")
     limit = min(max_pixels, MAX_PIXELS)
+    if image.format == "JPEG" and limit < image.area <= MAX_PIXELS:
+        image = replace(image, halved=True)
     if image.pixels > limit:
         size = f"{image.width_px} x {image.height_px} pixels"
-        if image.width_px * image.height_px <= limit:
+        if image.halved:
+            size += f" of JPEG count as {image.pixels}"
+            size += "; save it as a baseline JPEG" if image.area <= 2 * limit else ""
+        elif image.area <= limit:
             kind = "lossless WebP" if image.code_groups else {"WEBP": "WebP"}.get(image.format, image.format)
             size += f" of {kind} count as {image.pixels}; save it as PNG or JPEG"
         by = f" by {setting}" if setting and limit < MAX_PIXELS else ""  # no setting allows more than MAX_PIXELS
@@ -182,7 +189,8 @@ def _inspect_jpeg(data: bytes, name: str) -> EncodedImage:
     color_space: dict[int, memoryview] = {}
     frame: tuple[int, int] | None = None
     orientation: int | None = None
-    tables_size_bytes = scans = 0
+    tables_size_bytes = scans = samples = 0
+    is_progressive = False
     view = memoryview(data)
     for marker, start, stop in _jpeg_segments(data, name):
         if marker == _SOS:
@@ -202,6 +210,7 @@ def _inspect_jpeg(data: bytes, name: str) -> EncodedImage:
             parts.append(view[start:stop])
         elif marker in _FRAMES:
             frame = _jpeg_frame(data, marker, start, frame, name)
+            samples, is_progressive = _jpeg_samples(data[start:stop], *frame), marker == _PROGRESSIVE
             parts.append(view[start:stop])
         elif marker in _COLOR_SPACE and data.startswith(_COLOR_SPACE[marker], start + 4) and not scans:
             color_space[marker] = view[start:stop]
@@ -211,7 +220,10 @@ def _inspect_jpeg(data: bytes, name: str) -> EncodedImage:
         raise broken(name, "it has no pixels")
     width_px, height_px = frame
     image_data = b"".join([b"\xff\xd8", *color_space.values(), *parts])
-    return EncodedImage(name, "JPEG", width_px, height_px, orientation or 1, image_data)
+    coefficients = 2 * samples if is_progressive or scans > 1 else 0
+    return EncodedImage(
+        name, "JPEG", width_px, height_px, orientation or 1, image_data, coefficients_size_bytes=coefficients
+    )
 
 
 def _jpeg_segments(data: bytes, name: str) -> Iterator[tuple[int, int, int]]:
@@ -245,6 +257,15 @@ def _jpeg_frame(data: bytes, marker: int, start: int, earlier: tuple[int, int] |
         )
     height_px, width_px = struct.unpack_from(">HH", data[start + 5 : start + 9].ljust(4, b"\0"))
     return width_px, height_px
+
+
+def _jpeg_samples(frame: bytes, width_px: int, height_px: int) -> int:
+    """The samples of all components, of which those of color may be fewer than pixels (T.81,
+    A.1.1)."""
+    factors = [(byte >> 4, byte & 15) for byte in frame[11::3]]
+    across, down = max((h for h, _ in factors), default=1) or 1, max((v for _, v in factors), default=1) or 1
+    blocks = -(-width_px // (8 * across)) * -(-height_px // (8 * down))
+    return 64 * blocks * sum(h * v for h, v in factors)
 
 
 MAX_CODE_GROUPS = 2**16

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from PIL import Image, ImageFile
 
 from evernear.common.frozen import Frozen
-from evernear.data.encoded_image import EncodedImage, broken
+from evernear.data.encoded_image import PIXEL_SIZE_BYTES, EncodedImage, broken
 from evernear.data.image_file import inspect
 from evernear.data.reduction import (
     BitDepth,
@@ -38,8 +38,6 @@ BAR_VALUE = 128
 REDUCING_GAP = 2
 """A reduced JPEG image keeps at least this many times the length of the target's longer side. Of
 256 values, pixels then differ by at most 1 on average, and by up to 17 at sharp edges of text."""
-DECODE_BYTES_PER_PIXEL = 12
-"""A progressive CMYK JPEG has 8 bytes of coefficients and 4 of pixels."""
 _BAND_PIXELS = 2**20
 _MIN_SPAN = 16
 """Minimum range of gray values, out of 256. An image with a smaller range is faint."""
@@ -138,14 +136,16 @@ def decode(data: bytes, max_pixels: int, name: str = "The image", bit_depth: Bit
     Raises:
         DataError: as in `inspect` and `decode_inspected`.
     """
-    return decode_inspected(inspect(data, max_pixels, name), bit_depth).image
+    file = inspect(data, max_pixels, name)
+    return decode_inspected(file, bit_depth, 2 if file.halved else 1).image
 
 
 def jpeg_divisor(file: EncodedImage, height_px: int, width_px: int) -> int:
     """The divisor of the sides, 1 to 8, with which a file is decoded for an array of this size.
     libjpeg computes fewer pixels of a JPEG block, which takes less time than resizing them all."""
     shorter, needed = min(file.height_px, file.width_px), REDUCING_GAP * max(height_px, width_px)
-    return next((by for by in (8, 4, 2) if file.format == "JPEG" and shorter >= by * needed), 1)
+    least = 2 if file.halved else 1
+    return next((by for by in (8, 4, 2) if file.format == "JPEG" and shorter >= by * needed), least)
 
 
 def decode_inspected(file: EncodedImage, bit_depth: BitDepth, divisor: int = 1) -> Picture:
@@ -186,7 +186,7 @@ def bit_depth_of(file: EncodedImage) -> BitDepth | None:
 
 def decode_size_bytes(max_pixels: int) -> int:
     """Peak memory of `decode_inspected` and `to_array`, excluding the file."""
-    return max_pixels * DECODE_BYTES_PER_PIXEL
+    return max_pixels * PIXEL_SIZE_BYTES
 
 
 def choose_resize(size: tuple[int, int], height_px: int, width_px: int, resize: Resize) -> Resize | None:

@@ -185,7 +185,7 @@ def _require_agreement(
 
 def _request(manifest: ReleaseManifest, index: IndexDescription) -> Signature:
     neighbor_count = min(index.k, index.size)
-    image = f"a PNG, JPEG, WebP or HEIC file of any size up to {manifest.max_pixels:,} pixels"
+    image = f"a PNG, JPEG, WebP or HEIC file of any size up to {manifest.max_pixels:,} pixels (JPEG: twice as many)"
     return Signature(
         inputs=(Value(name="image", dtype="bytes", shape=(), meaning=image),),
         outputs=(

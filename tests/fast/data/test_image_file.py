@@ -13,7 +13,7 @@ from PIL.ExifTags import Base
 
 from evernear.data import image_file
 from evernear.data.image_file import MAX_SCANS, inspect
-from evernear.data.preprocess import decode
+from evernear.data.preprocess import decode, jpeg_divisor
 from evernear.data.sources.names import is_image_file
 from evernear.errors import DataError
 from tests import heic, hostile
@@ -61,6 +61,7 @@ def test_image_within_limits_is_decoded_without_metadata(name: str, passes: list
     file = inspect(data, 10_000)
     assert file.pixels > 6_000
     assert decode(data, LIMIT).size == (file.width_px, file.height_px)
+    assert file.pixels <= 10_000
     decoded, *again = passes
     assert again == [decoded] * (name.startswith("PNG, RGBA, 16 bits")), "once for the upper bytes, once for the lower"
     assert not [mark for mark in (b"Exif", b"eXIf", b"tEXt", b"zTXt", b"iCCP", b"ICC_PROFILE") if mark in decoded]
@@ -154,10 +155,40 @@ def test_limit_is_width_times_height() -> None:
     assert inspect(hostile.png(10, 10), 100).pixels == 100
 
 
+@pytest.mark.parametrize(("options", "pixels"), [
+    ({}, 9_216),
+    ({"progressive": True}, 9_216),
+    ({"progressive": True, "subsampling": 0}, 13_600),  # 2 bytes for each sample, and 10 for each pixel that is left
+])  # fmt: skip
+def test_jpeg_beyond_the_limit_is_halved(options: dict[str, object], pixels: int, passes: list[bytes]) -> None:
+    data = hostile.jpeg("RGB", (160, 120), **options)
+    file = inspect(data, 15_000)
+    assert (file.halved, file.whole_pixels, file.pixels) == (True, 19_200, pixels)
+    assert jpeg_divisor(file, 200, 200) == 2
+    assert jpeg_divisor(file, 20, 20) == 2
+    assert jpeg_divisor(file, 15, 15) == 4
+    assert decode(data, 15_000).size == (80, 60)
+    assert not inspect(data, 19_200).halved
+    with pytest.raises(DataError, match=rf"160 x 120 pixels of JPEG count as {pixels}.*, {pixels - 1} are allowed"):
+        inspect(data, pixels - 1)
+    with pytest.raises(DataError, match="160 x 120 pixels, 9600 are allowed"):
+        inspect(hostile.png(160, 120), 9_600)
+
+
+@pytest.mark.parametrize("progressive", [False, True])
+def test_jpeg_of_50_megapixels_is_read(progressive: bool) -> None:
+    small = hostile.jpeg("RGB", (64, 64), progressive=progressive)
+    at = small.index(b"\xff\xc2" if progressive else b"\xff\xc0") + 5
+    assert inspect(small[:at] + struct.pack(">HH", 6_144, 8_192) + small[at + 4 :], LIMIT).halved
+
+
 def test_limit_cannot_exceed_that_of_pillow() -> None:
     with pytest.raises(DataError, match=f"{image_file.MAX_PIXELS} are allowed"):
         inspect(hostile.png(10_000, 9_000, 1), 10**12)
     assert Image.MAX_IMAGE_PIXELS == image_file.MAX_PIXELS
+    large = hostile.jpeg().replace(b"\x08\x00\x08\x00\x08", b"\x08" + struct.pack(">HH", 10_000, 10_000), 1)
+    with pytest.raises(DataError, match="10000 x 10000 pixels, "):
+        inspect(large, 10**12)
 
 
 @pytest.mark.parametrize("order", ["<", ">"])
