@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from evernear.cli.options import ReleaseOption, group, local_settings, options_of
+from evernear.cli.options import ReleaseOption, group, options_of, settings_anywhere
 from evernear.common.output import print_line, quantity
 from evernear.settings import Settings
 
@@ -15,7 +15,7 @@ deployment_app = group("deployment", "The Kubernetes objects of a release.")
 
 
 @deployment_app.command()
-@options_of(local_settings)
+@options_of(settings_anywhere)
 def render(
     settings: Settings,
     release: ReleaseOption = None,
@@ -35,7 +35,7 @@ pod_app = group("pod", "Commands of a serving pod's containers.")
 
 
 @pod_app.command()
-@options_of(local_settings)
+@options_of(settings_anywhere)
 def fetch(
     settings: Settings,
     release: Annotated[str, typer.Option("--release", metavar="VERSION", help="The release of the pod.")],
@@ -49,7 +49,7 @@ def fetch(
 
 
 @pod_app.command()
-@options_of(local_settings)
+@options_of(settings_anywhere)
 def serve(
     settings: Settings,
     without_token: Annotated[
@@ -65,7 +65,7 @@ def serve(
 
 
 @pod_app.command()
-@options_of(local_settings)
+@options_of(settings_anywhere)
 def ready(settings: Settings) -> None:
     """Startup probe: exit with 0 if the answers to all stored queries equal the answers recorded in
     the release."""

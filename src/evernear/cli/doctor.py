@@ -12,7 +12,7 @@ from typing import Annotated, Literal, cast, get_args
 
 import typer
 
-from evernear.cli.options import JsonOption, local_settings, options_of
+from evernear.cli.options import JsonOption, options_of, settings_anywhere
 from evernear.common.frozen import Frozen, require_format, stamp
 from evernear.common.output import print_json, print_line, quantity
 from evernear.errors import EvernearError, FormatError, SettingsError, SlackError
@@ -34,7 +34,7 @@ class CheckResult(Frozen):
     message: str
 
 
-@options_of(local_settings)
+@options_of(settings_anywhere)
 def doctor(
     settings: Settings,
     parts: Annotated[

@@ -22,6 +22,7 @@ from typing import Annotated, Any, Concatenate, TypeVar
 
 import typer
 
+from evernear.common.outputs import is_output
 from evernear.errors import SettingsError, UserInterruptError
 from evernear.settings import OneRun, Settings, load_layers, parse
 from evernear.settings.layers import Layers
@@ -94,6 +95,13 @@ def local_settings(config: ConfigOption = None, overrides: SetOption = None, wor
     return run_settings(config=config, overrides=overrides, workdir=workdir)
 
 
+@wraps(local_settings)
+def settings_anywhere(*args: Any, **options: Any) -> Settings:
+    """Like `local_settings`, for a command that also works without a working directory."""
+    layers = layers_anywhere(None, None, *args, **options)
+    return layers.settings()
+
+
 def registry_settings(
     store: StoreOption = None, config: ConfigOption = None, overrides: SetOption = None, workdir: WorkdirOption = None
 ) -> Settings:
@@ -115,19 +123,36 @@ def new_run_layers(
 
 
 @wraps(new_run_layers)
-def run_layers(*args: Any, **options: Any) -> Layers[Settings]:
-    """Like `new_run_layers`, but refuse a missing directory: a mistyped name would be an empty
-    working directory."""
+def layers_anywhere(*args: Any, **options: Any) -> Layers[Settings]:
+    """Like `new_run_layers`, but refuse a missing directory that the command line names: a mistyped
+    name would be an empty working directory."""
     layers = new_run_layers(*args, **options)
-    workdir = layers.workdir
-    if "workdir" not in layers.assigned or workdir.is_dir():
-        return layers
-    others = [path.name for path in workdir.parent.glob("*/") if not path.name.startswith(".")]
-    close = difflib.get_close_matches(workdir.name, others, 1)
-    hint = (
-        f"; did you mean {workdir.with_name(close[0])}?" if close else "; `evernear run` and `evernear demo` create it."
-    )
-    raise SettingsError(f"The working directory {workdir} does not exist{hint}")
+    if "workdir" in layers.assigned:
+        require_workdir(layers.workdir)
+    return layers
+
+
+@wraps(new_run_layers)
+def run_layers(*args: Any, **options: Any) -> Layers[Settings]:
+    """Like `layers_anywhere`, for a command that reads the working directory, unless the store is
+    elsewhere."""
+    layers = layers_anywhere(*args, **options)
+    if not layers.settings().store:
+        require_workdir(layers.workdir)
+    return layers
+
+
+def require_workdir(workdir: Path) -> None:
+    if workdir.is_dir():
+        return
+    beside = [path for path in sorted(workdir.parent.glob("*/")) if not path.name.startswith(".")]
+    if close := difflib.get_close_matches(workdir.name, [path.name for path in beside], 1):
+        hint = f"did you mean {workdir.with_name(close[0])}?"
+    elif others := [str(path) for path in beside if is_output(str(path)) and (path / "runs").is_dir()]:
+        hint = f"name it with --workdir; this directory has {', '.join(others)}."
+    else:
+        hint = "name it with --workdir, or create it with `evernear run`."
+    raise SettingsError(f"The working directory {workdir} does not exist; {hint}")
 
 
 @wraps(new_run_layers)

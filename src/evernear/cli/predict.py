@@ -16,11 +16,12 @@ from evernear.cli.options import (
     JsonOption,
     OutOption,
     ReleaseOption,
-    local_settings,
     message_on_interrupt,
     options_of,
     output_uri,
     registry_settings,
+    require_workdir,
+    settings_anywhere,
 )
 from evernear.common.output import print_json, print_line, printable, quantity
 from evernear.errors import (
@@ -54,7 +55,7 @@ def _path(text: str) -> Path:
     return Path(text)
 
 
-@options_of(local_settings)
+@options_of(settings_anywhere)
 def predict(
     settings: Settings,
     images: Annotated[
@@ -92,6 +93,8 @@ def predict(
     server."""
     from evernear.serving.client import Client, Target
 
+    if target is None and format != "prep" and not settings.store:
+        require_workdir(settings.workdir)
     if metadata and target is None and format != "prep":
         _print_metadata(_local_metadata(settings, version), as_json)
         return

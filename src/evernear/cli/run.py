@@ -128,9 +128,10 @@ def _with_free_ports(layers: Layers[Settings], console: Console) -> Layers[Setti
         ports = state.endpoints.model_dump(exclude={"host"})
     else:
         ports = free_ports(Endpoints.of(settings.serving))
-        for name in ports.keys() - chosen:
+        for name in (name for name in ports if name not in chosen):
             taken = getattr(settings.serving, name)
-            console.print(f"Port {taken} is in use by another program; serving.{name} is {ports[name]} in this run.")
+            line = f"Port {taken} is in use by another program; serving.{name} is {ports[name]} in this run."
+            console.print(line, soft_wrap=True)
     return layers.with_defaults(f"serving.{name}={port}" for name, port in ports.items() if name not in chosen)
 
 

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from evernear.cli.options import JsonOption, local_settings, message_on_interrupt, options_of
+from evernear.cli.options import JsonOption, local_settings, message_on_interrupt, options_of, settings_anywhere
 from evernear.common.output import log_to_stderr, print_json, print_line, print_secret
-from evernear.errors import ServingError, SettingsError
+from evernear.errors import ServingError
 from evernear.settings import Settings
 from evernear.settings.layers import command_for
 from evernear.settings.serving import MODEL_NAME
@@ -30,11 +30,6 @@ def status(
     from evernear.deployment.follow import follow_state
     from evernear.serving.endpoints import home_of
 
-    if not settings.store and not settings.workdir.is_dir():
-        raise SettingsError(
-            f"The working directory {settings.workdir} does not exist; name it with --workdir, or create it with "
-            "`evernear run`."
-        )
     current_store(settings.store_uri)
     state: dict[str, Any] = {"run": progress(settings.workdir)} | open_target(settings).status()
     if following := follow_state(home_of(settings.workdir)):
@@ -153,7 +148,7 @@ def token(settings: Settings) -> None:
     print_secret(read_key(home_of(settings.workdir), "inference"))
 
 
-@options_of(local_settings)
+@options_of(settings_anywhere)
 def prep(settings: Settings) -> None:
     """Run the preprocessing server, which decodes images and forwards them to TorchServe."""
     from evernear.serving.endpoints import host_and_port

@@ -18,11 +18,11 @@ from evernear.cli.options import (
     SetOption,
     SourceOption,
     WorkdirOption,
-    local_settings,
     message_on_interrupt,
     options_of,
     run_layers,
     run_settings,
+    settings_anywhere,
     stop_on_signals,
 )
 from evernear.common.output import log_to_stderr, print_json, print_line, print_secret, quantity
@@ -255,7 +255,7 @@ def slack(
     docs/slack.md)."""
     if context.invoked_subcommand is not None:
         return
-    settings = local_settings(config, overrides, workdir)
+    settings = settings_anywhere(config, overrides, workdir)
     try:
         from evernear.kubeflow.client import KfpRuns
         from evernear.triggers.slack.server import serve_slack
@@ -270,7 +270,7 @@ def slack(
 
 
 @slack_app.command(hidden=True)
-@options_of(local_settings)
+@options_of(settings_anywhere)
 def ready(settings: Settings) -> None:
     """Probe for orchestrators: exit with 0 if the bot of this working directory is healthy,
     otherwise with 1."""

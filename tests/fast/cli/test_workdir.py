@@ -9,10 +9,13 @@ from typer.main import get_command
 from typer.testing import CliRunner
 
 from evernear.cli.app import app
-from evernear.errors import SettingsError
+from evernear.common.outputs import MARKER, marker
+from evernear.errors import DataError, SettingsError
 from evernear.settings.layers import FILE
 
 CREATES = (("run",), ("demo",))
+ANYWHERE = ("demo", "deployment", "doctor", "pipeline", "pod", "prep", "run", "slack", "trial", "tune")
+"""The first words of the commands that do not need a working directory."""
 VALUES = {"format": "folder", "keep": "1"}
 
 
@@ -51,6 +54,44 @@ def test_mistyped_workdir_is_refused_and_not_created(name: tuple[str, ...], tmp_
     message = refused(*words(name, tmp_path), "--workdir", str(typo))
     assert f"working directory {typo} does not exist" in message
     assert not typo.exists()
+
+
+@pytest.mark.parametrize("name", [name for name in WITH_WORKDIR if name[0] not in ANYWHERE], ids=" ".join)
+def test_forgotten_workdir_is_asked_for_and_not_created(
+    name: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = words(name, tmp_path)
+    here = tmp_path / "here"
+    here.mkdir()
+    monkeypatch.chdir(here)
+    missing = "The working directory evernear-work does not exist; "
+    assert refused(*command) == f"{missing}name it with --workdir, or create it with `evernear run`."
+    for other in ("photos-2024", "my mugs"):
+        (here / other / "runs").mkdir(parents=True)
+        (here / other / MARKER).write_bytes(marker("a working directory"))
+    (here / "an export").mkdir()
+    (here / "an export" / MARKER).write_bytes(marker("an export"))
+    assert refused(*command) == f"{missing}name it with --workdir; this directory has my mugs, photos-2024."
+    (here / "evernear").mkdir()
+    assert refused(*command) == f"{missing}did you mean evernear?"
+    assert not (here / "evernear-work").exists()
+
+
+@pytest.mark.parametrize(
+    "command", [["predict", "--target", "host", "7.png"], ["predict", "--format", "prep", "7.png"]]
+)
+def test_command_for_another_server_needs_no_workdir(command: list[str], tmp_path: Path) -> None:
+    done = CliRunner().invoke(app, command, env={"EVERNEAR_WORKDIR": str(tmp_path / "missing")})
+    assert isinstance(done.exception, DataError), done.output  # there is no 7.png
+
+
+def test_commands_for_a_store_need_no_workdir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    store = (tmp_path / "store").as_uri()
+    for command in (["registry", "list", "--store", store], ["store", "check", "--set", f"store={store}"], ["status"]):
+        done = CliRunner().invoke(app, command, env={"EVERNEAR_STORE": store})
+        assert done.exit_code == 0, done.output
+    assert not (tmp_path / "evernear-work").exists()
 
 
 @pytest.mark.parametrize("name", WITH_WORKDIR, ids=" ".join)

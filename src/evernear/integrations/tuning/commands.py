@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from evernear.cli.options import JsonOption, options_of, run_layers, run_settings
+from evernear.cli.options import JsonOption, layers_anywhere, options_of
 from evernear.common.masking import mask
 from evernear.common.output import print_json, print_line
 from evernear.settings import Settings
@@ -19,7 +19,7 @@ SpaceOption = Annotated[
 ]
 
 
-@options_of(run_layers)
+@options_of(layers_anywhere)
 def tune(
     layers: Layers[Settings],
     trials: Annotated[int, typer.Option("--trials", min=1, help="Total number of trials in the study.")] = 20,
@@ -52,10 +52,11 @@ def tune(
     print_line(f"Next: {again}    the gate compares it with the champion")
 
 
-@options_of(run_settings)
-def trial(settings: Settings) -> None:
+@options_of(layers_anywhere)
+def trial(layers: Layers[Settings]) -> None:
     """Train once and print the accuracy on the query split as ``accuracy=0.97``, which Katib
     reads."""
+    settings = layers.settings()  # refuses a typo before torch is imported
     from evernear.integrations.tuning.trial import measure_trial
 
     with TemporaryDirectory() as work:
