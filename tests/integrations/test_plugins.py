@@ -59,7 +59,7 @@ def test_other_package_adds_a_command_and_a_broken_one_is_named(
     (greet,) = [command for command in plugins.commands() if command.name == "greet"]
     (warning,) = caplog.messages
     assert warning.startswith("The plug-in broken (evernear_greeter:MISSING) is left out: ")
-    with pytest.raises(SettingsError, match=r"^a_missing_library is not installed; install evernear-greeter\[all\]\.$"):
+    with pytest.raises(SettingsError, match=r"`pip install 'evernear-greeter\[all\]'`\.$"):
         greet.run()
 
 

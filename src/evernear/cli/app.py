@@ -12,12 +12,10 @@ from rich.text import Text
 from evernear import __version__
 from evernear.cli import cluster, data, doctor, inspect, pipeline, predict, releases, run, server, triggers
 from evernear.common import plugins
+from evernear.common.extras import missing_library
 from evernear.common.masking import mask_streams
 from evernear.common.output import print_line, printable
 from evernear.errors import EvernearError, StoreError, UserInterruptError, disk_full_message
-
-OWN_PACKAGES = ("evernear",)
-EXTRAS = "train,serve,prep,pipeline,triggers,console"  # no command needs all of them
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -79,10 +77,10 @@ def main() -> None:
     except EvernearError as error:
         _fail(str(error), error.exit_code)
     except ModuleNotFoundError as error:
-        package = (error.name or "").partition(".")[0]
-        if package in ("", *OWN_PACKAGES):
+        missing = missing_library(error)
+        if missing is None:
             raise
-        _fail(f"{package} is not installed; run `pip install 'evernear[{EXTRAS}]'`.", EvernearError.exit_code)
+        _fail(str(missing), missing.exit_code)
     except OSError as error:
         disk_full = disk_full_message(error, error.filename or Path.cwd())
         if disk_full is None and error.filename is None:

@@ -13,6 +13,7 @@ from typing import Annotated, Literal, cast, get_args
 import typer
 
 from evernear.cli.options import JsonOption, options_of, settings_anywhere
+from evernear.common.extras import missing_library
 from evernear.common.frozen import Frozen, require_format, stamp
 from evernear.common.output import print_json, print_line, quantity
 from evernear.errors import EvernearError, FormatError, SettingsError, SlackError
@@ -88,8 +89,7 @@ def check(settings: Settings, parts: Sequence[Part]) -> Iterator[CheckResult]:
         except EvernearError as error:
             message, ok = str(error), False
         except ModuleNotFoundError as error:
-            package = (error.name or "").partition(".")[0]
-            message, ok = f"{package} is not installed; run `pip install 'evernear[pipeline,triggers]'`.", False
+            message, ok = str(missing_library(error) or error), False
         yield CheckResult(part=part, ok=ok, message=message)
 
 

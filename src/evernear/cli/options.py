@@ -31,7 +31,7 @@ from evernear.settings.sources import Tree
 Built = TypeVar("Built")
 ConfigOption = Annotated[Path | None, typer.Option("--config", help="Settings file (TOML).")]
 PresetOption = Annotated[
-    str | None, typer.Option("--preset", help="Built-in settings: best, fast, frozen, photos or quick.")
+    str | None, typer.Option("--preset", help="Built-in settings: best, default, fast, frozen, photos or quick.")
 ]
 SetOption = Annotated[
     list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="A setting, such as train.epochs=3.")

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from evernear.cli.options import JsonOption, local_settings, message_on_interrupt, options_of, settings_anywhere
+from evernear.common.extras import missing_library
 from evernear.common.output import log_to_stderr, print_json, print_line, print_secret
-from evernear.errors import ServingError
 from evernear.settings import Settings
 from evernear.settings.layers import command_for
 from evernear.settings.serving import MODEL_NAME
@@ -53,7 +53,7 @@ def _live_accuracy(settings: Settings, champion: str) -> "list[LiveAccuracy] | N
     try:
         weeks, faults = live_accuracy(open_store(settings.store_uri), champion)
     except ModuleNotFoundError as error:  # as on a machine that only serves
-        print_line(f"Live accuracy needs {error.name}; run `pip install evernear[triggers]`.", sys.stderr)
+        print_line(f"Live accuracy is not shown: {missing_library(error) or error}", sys.stderr)
         return None
     for sentence in faults:
         print_line(sentence, sys.stderr)
@@ -152,11 +152,7 @@ def token(settings: Settings) -> None:
 def prep(settings: Settings) -> None:
     """Run the preprocessing server, which decodes images and forwards them to TorchServe."""
     from evernear.serving.endpoints import host_and_port
-
-    try:
-        from evernear.serving.prep.app import serve_prep
-    except ModuleNotFoundError as error:
-        raise ServingError(f"{error.name} is not installed; run `pip install evernear[prep]`.") from None
+    from evernear.serving.prep.app import serve_prep
 
     log_to_stderr(logging.INFO if settings.log_format == "json" else logging.WARNING, settings.log_format)
     url = f"http://{host_and_port(settings.prep.host, settings.prep.port)}"

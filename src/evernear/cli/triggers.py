@@ -26,7 +26,7 @@ from evernear.cli.options import (
     stop_on_signals,
 )
 from evernear.common.output import log_to_stderr, print_json, print_line, print_secret, quantity
-from evernear.errors import FormatError, PipelineServerError, ServingError, SettingsError, SlackError, StoreError
+from evernear.errors import FormatError, SettingsError, StoreError
 from evernear.settings import Settings
 from evernear.settings.layers import Layers, command_for
 
@@ -206,11 +206,7 @@ def _runs(settings: Settings) -> "KfpRuns | None":
     """The pipeline server in the settings or in this cluster, or None."""
     if not settings.pipeline.endpoint and "KUBERNETES_SERVICE_HOST" not in os.environ:
         return None
-    try:
-        from evernear.kubeflow.client import KfpRuns
-    except ModuleNotFoundError as error:
-        hint = "run `pip install evernear[triggers,pipeline]`"
-        raise PipelineServerError(f"{error.name} is not installed; {hint}.") from None
+    from evernear.kubeflow.client import KfpRuns
 
     return KfpRuns(settings.pipeline)
 
@@ -256,11 +252,8 @@ def slack(
     if context.invoked_subcommand is not None:
         return
     settings = settings_anywhere(config, overrides, workdir)
-    try:
-        from evernear.kubeflow.client import KfpRuns
-        from evernear.triggers.slack.server import serve_slack
-    except ModuleNotFoundError as error:
-        raise SlackError(f"{error.name} is not installed; run `pip install evernear[triggers,pipeline]`.") from None
+    from evernear.kubeflow.client import KfpRuns
+    from evernear.triggers.slack.server import serve_slack
 
     log_to_stderr(logging.INFO, settings.log_format)
     stop = threading.Event()
@@ -287,15 +280,11 @@ def console(layers: Layers[Settings], port: PortOption = None, host: HostOption 
     """Serve web pages on which users try images, name unknown images, correct suspect labels,
     reindex, promote and roll back."""
     from evernear.common.store.current import current_store
+    from evernear.console.access import SignIn
+    from evernear.console.backend import Backend
+    from evernear.console.runs import LocalRuns, PipelineRuns
+    from evernear.console.server import create_console_app, require_private, serve_console
     from evernear.release.promotions import whoami
-
-    try:
-        from evernear.console.access import SignIn
-        from evernear.console.backend import Backend
-        from evernear.console.runs import LocalRuns, PipelineRuns
-        from evernear.console.server import create_console_app, require_private, serve_console
-    except ModuleNotFoundError as error:
-        raise ServingError(f"{error.name} is not installed; run `pip install 'evernear[console]'`.") from None
 
     chosen = {"console.port": port, "console.host": host}
     layers = layers.with_defaults(f"{name}={value}" for name, value in chosen.items() if value is not None)

@@ -15,6 +15,7 @@ from importlib import import_module
 from importlib.metadata import entry_points
 from typing import Any
 
+from evernear.common.extras import not_installed
 from evernear.common.masking import mask
 from evernear.common.output import printable
 from evernear.common.run_record import RunRecord
@@ -63,7 +64,7 @@ class Plugin:
         except ModuleNotFoundError as error:
             if (error.name or "evernear").partition(".")[0] == "evernear":  # a mistake in the code
                 raise
-            raise SettingsError(f"{error.name} is not installed; install {self.install}.") from None
+            raise SettingsError(not_installed(str(error.name), self.install)) from None
 
 
 @cache

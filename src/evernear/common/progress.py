@@ -23,6 +23,7 @@ from typing import Any, Literal
 from pydantic import AwareDatetime
 
 from evernear.common.disk import write_atomically
+from evernear.common.extras import missing_library
 from evernear.common.frozen import Frozen
 from evernear.common.masking import mask, mask_streams
 from evernear.common.output import print_line, printable
@@ -174,9 +175,9 @@ class _Writer:
 
 @contextmanager
 def step(name: str, run: str, store_uri: str) -> Generator[Step]:
-    """Run the body as the step ``name``, and record its state in the store. An `EvernearError` or a
-    full disk ends the process with a message and an exit code. Any other exception is a bug and
-    propagates with its traceback."""
+    """Run the body as the step ``name``, and record its state in the store. An `EvernearError`, a
+    full disk or a library that is not installed ends the process with a message and an exit code.
+    Any other exception is a bug and propagates with its traceback."""
     mask_streams()
     running = Step(name, run, store_uri)
     with patient(running.report):
@@ -187,25 +188,31 @@ def step(name: str, run: str, store_uri: str) -> Generator[Step]:
 def _run(running: Step) -> Generator[Step]:
     try:
         yield running
-    except EvernearError as error:
-        running.emit("failed", str(error), error.exit_code)
-        print_line(f"evernear: {error}", sys.stderr)
-        sys.exit(error.exit_code)
-    except OSError as error:
-        sentence = disk_full_message(error, error.filename or os.environ.get("TMPDIR", "/tmp"))  # noqa: S108 - only named
-        if sentence is None:
-            _emit_bug(running, error)
-            raise
-        running.emit("failed", sentence, StoreError.exit_code)
-        print_line(f"evernear: {sentence}", sys.stderr)
-        sys.exit(StoreError.exit_code)
     except (KeyboardInterrupt, GeneratorExit):
         raise
-    except BaseException as error:  # a panic in a Rust library, or a library that exits
-        _emit_bug(running, error)
-        raise
+    except BaseException as error:  # also a panic in a Rust library, or a library that exits
+        if (expected := _expected(error)) is None:
+            _emit_bug(running, error)
+            raise
+        running.emit("failed", str(expected), expected.exit_code)
+        print_line(f"evernear: {expected}", sys.stderr)
+        sys.exit(expected.exit_code)
     running.emit("finished", running.summary)
     gc.freeze()  # the garbage collection at exit would traverse all of torch, which takes half a second per step
+
+
+def _expected(error: BaseException) -> EvernearError | None:
+    match error:
+        case EvernearError():
+            return error
+        case ModuleNotFoundError():
+            return missing_library(error)
+        case OSError():
+            place = error.filename or os.environ.get("TMPDIR", "/tmp")  # noqa: S108 - only named
+            sentence = disk_full_message(error, place)
+            return StoreError(sentence) if sentence else None
+        case _:
+            return None
 
 
 def record_failure(name: str, run: str, store_uri: str, message: str, exit_code: int) -> None:

@@ -173,14 +173,8 @@ def open_target(settings: RunSettings, *, start_server: bool = True) -> Deployme
     its ports differ from the settings, or only the registry if none is running.
     """
     if settings.target == "kubernetes":
-        try:
-            from evernear.deployment.kubernetes import KubernetesTarget
-        except ModuleNotFoundError as error:
-            if error.name != "kubernetes":
-                raise
-            raise SettingsError(
-                "Target kubernetes needs the Kubernetes client; install evernear with its extra: evernear[pipeline]."
-            ) from None
+        from evernear.deployment.kubernetes import KubernetesTarget
+
         return KubernetesTarget(settings)
     if settings.target == "local":
         target = LocalTarget(settings)

@@ -7,6 +7,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from evernear.common.extras import not_installed
 from evernear.common.plugins import Plugin, rejection
 from evernear.common.run_record import RunRecord
 
@@ -43,7 +44,7 @@ def track(record: RunRecord, page: str) -> list[str]:
     try:
         _log_to_mlflow(report, page)
     except ImportError:
-        return [f"{ADDRESS} is set, but the client is missing: install evernear[mlflow]."]
+        return [f"{ADDRESS} is set, but {not_installed('its client', PLUGIN.install)}"]
     except Exception as error:  # any error that the client raises
         return [rejection("MLflow", ADDRESS, error, "run")]
     return []

@@ -20,6 +20,7 @@ from filelock import FileLock, Timeout
 
 from evernear.common.disk import disk_errors, scratch, scratch_name, write_atomically
 from evernear.common.environment import with_absolute_locations
+from evernear.common.extras import require_libraries
 from evernear.common.frozen import Frozen
 from evernear.common.masking import copy_masked
 from evernear.common.outputs import MARKER, marker
@@ -87,6 +88,7 @@ def run_pipeline(
     `OneRun` that are true of this run alone. The run page uses ``command``, the ``evernear``
     command, for its next steps. After Ctrl-C, the next run resumes from this one's checkpoints. The
     error of a failed step has the step's exit code."""
+    require_libraries("kfp", "torch", "faiss")
     arguments = pipeline_arguments(settings, once or {})
     require_utf8(settings.workdir, arguments)
     current_store(settings.store_uri)

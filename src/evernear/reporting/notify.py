@@ -3,10 +3,11 @@ derives it from the run's record in the store (`evernear.common.run_record`)."""
 
 import os
 import shlex
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any, Literal, NamedTuple
 
 from evernear.common.frozen import Document
+from evernear.common.output import quantity
 from evernear.common.progress import RunCommand
 from evernear.common.run_record import OUTCOME, RunRecord, StepRecord, StopRecord
 from evernear.common.store import Store
@@ -21,6 +22,7 @@ EXIT_STEP = "notify"
 """When this step derives the outcome, its own record still has the state "running"."""
 
 
+FEW_EPOCHS = 10
 CONFUSION_MATRIX = "confusion.png"
 """The image in a run's record that shows the candidate's confusion matrix in Slack."""
 SHARED_OPTIONS = ("--workdir", "--config", "--set")
@@ -51,6 +53,8 @@ class RunOutcome(Document):
     metrics: dict[str, float] = {}
     gate_settings: tuple[str, ...] = ()
     """``key=value`` settings with which the gate would have promoted a held candidate, if any."""
+    few_epochs: int = 0
+    """The ``train.epochs`` of a held run if that is less than `FEW_EPOCHS`."""
     command: tuple[str, ...] = ()
     """The arguments of an ``evernear`` command that repeats the run on this machine. Empty for a
     run on KFP."""
@@ -92,7 +96,7 @@ class RunOutcome(Document):
         """Suggested actions after the run, most likely first. Empty if there is nothing to suggest,
         for example if the run only moved the champion."""
         if self.state == "held" and self.candidate:
-            return self._next_steps_after_hold(self.candidate)
+            return tuple(self._next_steps_after_hold(self.candidate))
         if self.state == "promoted" and self.candidate:
             inspect = self._command("inspect", "run", self.candidate, "--image", "IMAGE")
             predict = f"{self._command('predict')} IMAGE"
@@ -104,20 +108,20 @@ class RunOutcome(Document):
             return (NextStep("run again", self._same_command()),)
         return ()
 
-    def _next_steps_after_hold(self, candidate: str) -> tuple[NextStep, ...]:
-        steps = [
-            NextStep(
-                "recognize images without promoting it", self._command("inspect", "run", candidate, "--image", "IMAGE")
-            ),
-            NextStep(
-                "promote it anyway",
-                self._command("registry", "promote", candidate, "--force", "--why", "REASON"),
-            ),
-        ]
-        if self.gate_settings and (self.command or self.pipeline):
-            settings = [word for setting in self.gate_settings for word in ("--set", setting)]
-            steps.insert(0, NextStep("run again with a gate that lets it pass", self._same_command(*settings)))
-        return tuple(steps)
+    def _next_steps_after_hold(self, candidate: str) -> Iterator[NextStep]:
+        """What makes a better model, then what looks at this one, last what ignores the gate."""
+        if self.command and self.few_epochs:
+            longer = self._same_command("--preset", "default", "--set", "train.epochs=null")
+            yield NextStep(f"train longer than {quantity(self.few_epochs, 'epoch')}, with the default preset", longer)
+        if self.command:
+            yield NextStep("look at its worst mistakes", self._command("report", "--open"))
+            yield NextStep("look for wrong labels", self._command("labels", "check"))
+        if self.command or self.pipeline:
+            yield NextStep("add images, most of all of what it confuses, and run again", self._same_command())
+        inspect = self._command("inspect", "run", candidate, "--image", "IMAGE")
+        yield NextStep("recognize images without promoting it", inspect)
+        force = self._command("registry", "promote", candidate, "--force", "--why", "REASON")
+        yield NextStep("promote it anyway, although nothing shows that its answers are good enough", force)
 
     def _same_command(self, *options: str) -> str:
         return shlex.join(["evernear", *(self.command or ("pipeline", "run", self.pipeline)), *options])
@@ -204,6 +208,7 @@ def finalize(
             "state": "held",
             "reasons": tuple(verdict.get("reasons", ())),
             "gate_settings": _settings_of(verdict.get("rules", ())),
+            "few_epochs": _few_epochs(record) if pipeline != "reindex" else 0,
         }
     url = deployed.get("url")
     served_here = bool(url and command) and record.load("settings").get("target") == "local"
@@ -221,6 +226,11 @@ def _settings_of(rules: Iterable[dict[str, Any]]) -> tuple[str, ...]:
     none."""
     settings = tuple(str(rule.get("setting", "")) for rule in rules if not rule["passed"])
     return settings if all(settings) else ()
+
+
+def _few_epochs(record: RunRecord) -> int:
+    epochs = record.load("settings").get("train", {}).get("epochs") or 0
+    return epochs if epochs < FEW_EPOCHS else 0
 
 
 def _failure(record: RunRecord, state: str, error_message: str) -> dict[str, object]:

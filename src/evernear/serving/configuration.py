@@ -12,6 +12,7 @@ from pathlib import Path
 
 from evernear.common.disk import scratch_name, write_atomically
 from evernear.common.environment import with_absolute_locations
+from evernear.common.extras import not_installed
 from evernear.common.frozen import Frozen
 from evernear.common.masking import forms_of, is_secret, secrets_of
 from evernear.errors import ServingError
@@ -227,7 +228,7 @@ def torchserve_packages() -> Path:
 
 
 def _not_installed() -> ServingError:
-    return ServingError("TorchServe is not installed; run `pip install evernear[serve]`.")
+    return ServingError(not_installed("TorchServe", "evernear[serve]"))
 
 
 def _sanitized_environment() -> dict[str, str]:

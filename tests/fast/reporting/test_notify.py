@@ -16,6 +16,7 @@ from evernear.reporting.notify import (
     load_outcome,
     load_rules,
 )
+from evernear.settings import load
 from evernear.steps import notify
 
 PROMOTE = {"promote": True, "reasons": ["Accuracy is 99%."]}
@@ -135,7 +136,8 @@ def test_held_release_can_be_loaded_with_its_figures(record: RunRecord) -> None:
     assert load_outcome(store, "run") is None
     outcome = finalize(record, "continuous-training", "SUCCEEDED", "")
     assert (outcome.state, outcome.release, outcome.candidate) == ("held", None, VERSION)
-    inspect, promote = outcome.next_steps()
+    again, inspect, promote = outcome.next_steps()
+    assert again.command == "evernear pipeline run continuous-training"
     assert inspect.command == f"evernear inspect run {VERSION} --image IMAGE"
     assert promote.command == f"evernear registry promote {VERSION} --force --why REASON"
     assert load_outcome(store, "run") == outcome
@@ -144,23 +146,46 @@ def test_held_release_can_be_loaded_with_its_figures(record: RunRecord) -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "offered"),
+    ("settings", "known"),
     [
         (("gate.accuracy_floor=0.8", "gate.beat_baseline=false"), True),
         (("gate.accuracy_floor=0.8", ""), False),  # a rule that no setting should override
     ],
 )
-def test_held_run_offers_the_settings_that_would_promote_it(
-    record: RunRecord, settings: tuple[str, ...], offered: bool
+def test_held_run_knows_the_settings_that_would_promote_it(
+    record: RunRecord, settings: tuple[str, ...], known: bool
 ) -> None:
     rules = [{"name": "other", "passed": True, "reason": "Fine."}]
     rules += [{"name": "rule", "passed": False, "reason": "Bad.", "setting": setting} for setting in settings]
     record.save(verdict=HOLD | {"rules": rules}, archived={"version": VERSION})
     outcome = finalize(record, "reindex", "SUCCEEDED", "")
-    assert outcome.gate_settings == (settings if offered else ())
-    rerun = "evernear pipeline run reindex --set gate.accuracy_floor=0.8 --set gate.beat_baseline=false"
-    assert (rerun in [step.command for step in outcome.next_steps()]) == offered
+    assert outcome.gate_settings == (settings if known else ())
+    assert not [step for step in outcome.next_steps() if "gate." in step.command]
     assert outcome.without_reasons() == f"held: release {VERSION} is not promoted"
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "epochs", "shown"),
+    [
+        ("continuous-training", 1, "1 epoch"),
+        ("continuous-training", 3, "3 epochs"),
+        ("continuous-training", 30, ""),
+        ("continuous-training", None, ""),
+        ("reindex", 3, ""),
+    ],
+)
+def test_held_run_of_few_epochs_is_advised_to_train_longer(
+    record: RunRecord, pipeline: str, epochs: int | None, shown: str
+) -> None:
+    record.save(verdict=HOLD, archived={"version": VERSION}, settings={"train": {"epochs": epochs}})
+    outcome = finalize(record, pipeline, "SUCCEEDED", "", ("run", "--preset", "quick"))
+    first = outcome.next_steps()[0]
+    if shown:
+        assert first.purpose == f"train longer than {shown}, with the default preset"
+        assert first.command == "evernear run --preset quick --preset default --set train.epochs=null"
+        assert load(preset="default", environment={}, overrides=["train.epochs=null"]) == load(environment={})
+    else:
+        assert first.purpose == "look at its worst mistakes"
 
 
 def test_next_steps_of_a_local_run_repeat_only_where_it_is() -> None:
@@ -170,12 +195,14 @@ def test_next_steps_of_a_local_run_repeat_only_where_it_is() -> None:
     shared = "'--workdir=my w' --set store=s3://b/p"
     again = f"evernear run --retire cat {shared} --set=train.epochs=3"
     inspect = f"evernear inspect run {VERSION} --image IMAGE {shared}"
-    assert [step.command for step in held.next_steps()] == [
-        f"{again} --set {setting}",
+    better = [
+        f"evernear report --open {shared}",
+        f"evernear labels check {shared}",
+        again,
         inspect,
         f"evernear registry promote {VERSION} --force --why REASON {shared}",
     ]
-    assert len(held.model_copy(update={"gate_settings": ()}).next_steps()) == 2
+    assert [step.command for step in held.next_steps()] == better
     promoted = held.model_copy(update={"state": "promoted", "release": VERSION})
     assert [step.command for step in promoted.next_steps()] == [
         inspect,

@@ -74,7 +74,7 @@ def test_every_preset_loads() -> None:
     assert {"best", "quick"} <= set(presets())
     for name in presets():
         load(preset=name)
-    with pytest.raises(SettingsError, match=r"known: best, fast, frozen, photos, quick"):
+    with pytest.raises(SettingsError, match=r"known: best, default, fast, frozen, photos, quick"):
         load(preset="bset")
 
 

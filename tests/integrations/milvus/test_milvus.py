@@ -140,7 +140,7 @@ def test_unreachable_server_is_named(embeddings, tmp_path):
 
 def test_missing_client_is_named(embeddings, settings, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "pymilvus", None)
-    with pytest.raises(SettingsError, match=r"^pymilvus is not installed; install evernear\[milvus\]\.$"):
+    with pytest.raises(SettingsError, match=r"^pymilvus is not installed; run `pip install 'evernear\[milvus\]'`\.$"):
         build_index(embeddings, LABELS, settings, tmp_path)
 
 

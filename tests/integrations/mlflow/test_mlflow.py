@@ -21,7 +21,9 @@ MLFLOW = ROOT / ".venv/mlflow/bin/mlflow"
 def test_missing_client_is_a_warning(record: RunRecord, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:5000")
     monkeypatch.setitem(sys.modules, "mlflow", None)
-    assert track(record, "") == ["MLFLOW_TRACKING_URI is set, but the client is missing: install evernear[mlflow]."]
+    assert track(record, "") == [
+        "MLFLOW_TRACKING_URI is set, but its client is not installed; run `pip install 'evernear[mlflow]'`."
+    ]
 
 
 @pytest.mark.slow

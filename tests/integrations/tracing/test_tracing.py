@@ -113,5 +113,5 @@ def test_missing_sdk_is_a_warning(monkeypatch: pytest.MonkeyPatch, caplog: pytes
     assert isinstance(tracer("evernear-prep"), NoOpTracer)
     tracer.cache_clear()
     assert caplog.messages == [
-        "Traces are not exported: opentelemetry.sdk.trace is not installed; install evernear[tracing]."
+        "Traces are not exported: opentelemetry.sdk.trace is not installed; run `pip install 'evernear[tracing]'`."
     ]

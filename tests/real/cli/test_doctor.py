@@ -100,7 +100,7 @@ def test_missing_library_does_not_prevent_other_checks(monkeypatch: pytest.Monke
     monkeypatch.delitem(sys.modules, "evernear.triggers.slack.client", raising=False)
     code, findings = run_doctor("slack", "store", "--set", f"store={tmp_path.as_uri()}")
     assert code == 1
-    assert str(findings["slack"]["message"]).startswith("slack_sdk is not installed; run `pip install")
+    assert str(findings["slack"]["message"]).startswith("slack_sdk.web is not installed; run `pip install")
     assert findings["store"]["ok"]
 
 

@@ -69,7 +69,7 @@ def test_duplicate_ports_are_rejected_by_name(tmp_path: Path) -> None:
 
 def test_missing_package_error_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
-    with pytest.raises(ServingError, match=r"TorchServe is not installed; run `pip install evernear\[serve\]`"):
+    with pytest.raises(ServingError, match=r"TorchServe is not installed; run `pip install 'evernear\[serve\]'`"):
         torchserve.start_server(settings_on_free_ports(), tmp_path / "home")
 
 

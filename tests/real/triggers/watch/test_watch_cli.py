@@ -11,7 +11,6 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from evernear.cli.triggers import watch_app as app
-from evernear.errors import PipelineServerError
 from tests.real.triggers.watch.watched import noise
 
 
@@ -42,12 +41,6 @@ def test_once_shows_the_decision_and_changes_nothing(flags: list[str], tmp_path:
     report = json.loads(run("once", *flags, *source, "--act", "--json").stdout)
     assert report["proposal"].startswith("000001-")
     assert "proposal" not in run("once", *flags, *source).stdout.splitlines()[-1]
-
-
-def test_missing_package_is_named(flags: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "evernear.kubeflow.client", None)
-    with pytest.raises(PipelineServerError, match=r"is not installed; run `pip install evernear\[triggers,pipeline\]`"):
-        run("once", *flags, "--set", "pipeline.endpoint=http://127.0.0.1:9")
 
 
 def test_status_shows_the_schedule_and_the_last_check(flags: list[str], tmp_path: Path) -> None:
