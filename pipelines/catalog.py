@@ -64,6 +64,7 @@ ARGUMENTS = {
     "status": "Final status of the run.",
     "store": "Object store of datasets and releases: s3://bucket/prefix or file:///path.",
     "target": "Where a promoted release goes: registry, kubernetes or local.",
+    "train_accelerators": "Number of GPUs of the steps that train, as text.",
     "trained": "Weights of the trained network.",
     "verdict": "Promote or hold, with reasons.",
 }

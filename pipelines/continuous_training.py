@@ -38,7 +38,7 @@ def continuous_training(
     """Ingest, validate, train, export, embed, index, evaluate, gate, archive; if not worse: deploy. Always notify.
 
     Args:
-        source: Images to train on: s3://bucket/prefix with one folder per class, table:s3://bucket/labels.csv, digits.
+        source: Images to train on, required: s3://bucket/prefix with one folder per class, table:s3://bucket/labels.csv.
         preset: Settings that come with evernear: best, fast, frozen, photos or quick. Empty: the defaults.
         settings: Other settings to change, such as {"train": {"epochs": 20}, "gate": {"accuracy_floor": 0.9}}.
         target: Where a promoted release goes: registry (publish only), kubernetes (a Deployment), local (this machine).
@@ -57,6 +57,7 @@ def continuous_training(
             target=target,
             serving_image=serving_image,
             settings=settings,
+            train_accelerators=train_accelerators,
         )
         dataset, chosen = ingested.outputs["dataset"], ingested.outputs["Output"]
         validated = validate(run=RUN, settings=chosen, dataset=dataset)

@@ -34,7 +34,7 @@ def reindex(
     """Ingest, validate, reuse, embed what is new, index, evaluate, gate, archive; if not worse: deploy. Notify.
 
     Args:
-        source: Images: s3://bucket/prefix with one folder per class, digits, or mnist; the champion's. Empty: digits.
+        source: Images: s3://bucket/prefix with one folder per class, as for the champion; required.
         preset: Settings that come with evernear: best, fast, frozen, photos or quick. Empty: the defaults.
         settings: Other settings to change, such as {"index": {"k": 9}, "gate": {"accuracy_floor": 0.9}}.
         target: Where a promoted release goes: registry (publish only), kubernetes (a Deployment), local (this machine).

@@ -114,7 +114,8 @@ class ClusterError(EvernearError):
 
 
 class PipelineServerError(EvernearError):
-    """``status`` is the HTTP status of a rejection, otherwise 0."""
+    """``status`` is the HTTP status of a rejection, 503 if the request was never sent, and
+    otherwise 0: the request may have been executed."""
 
     exit_code = 4
 

@@ -23,9 +23,9 @@ from evernear.common.store import Store, open_store
 from evernear.common.store.current import current_store
 from evernear.embedding import CODE, DESCRIPTION_FILE
 from evernear.embedding.clock import Clock
-from evernear.errors import SettingsError
+from evernear.kubeflow.parameters import resolve, with_uploaded
 from evernear.reporting import countdowns
-from evernear.settings import PRETRAINED_SIZE_PX, OneRun, RunSettings, TrainSettings, of_run, parse
+from evernear.settings import PRETRAINED_SIZE_PX, OneRun, RunSettings, TrainSettings, parse
 from evernear.settings.train import WEIGHTS_OF_PHOTOGRAPHS, TrainingChoices
 
 if TYPE_CHECKING:
@@ -42,9 +42,9 @@ PROBE_CODE = ("data", "embedding", "index", "evaluation")
 
 def ingest(run: str, store: str, parameters: dict[str, str], settings: Tree, dataset: str) -> tuple[str, Tree]:
     """Add the source's new images to the dataset. Return the snapshot's digest and the run's
-    settings. This first step also resolves them (`evernear.settings.of_run`) and rejects a run that
-    cannot deploy."""
-    with step("ingest", run, store) as running:
+    settings. This first step also resolves them and rejects a run that cannot deploy."""
+    given = with_uploaded(parameters | {"settings": settings, "store": store})
+    with step("ingest", run, given["store"]) as running:
         from evernear.data.ingest import ingest_source
         from evernear.data.listing import ClassMinimum
         from evernear.data.manifest import save_manifest
@@ -52,7 +52,7 @@ def ingest(run: str, store: str, parameters: dict[str, str], settings: Tree, dat
         from evernear.kubeflow.nodes import StepNodes, require_runnable
         from evernear.release.champion import live_classes
 
-        chosen, swaps = of_run(settings, **parameters, store=store), list[str]()
+        chosen, swaps = resolve({"source": ""} | given), list[str]()
         require_runnable(chosen)
         stored = current_store(chosen.store_uri)
         nodes = StepNodes(chosen.data.nodes, running.report)
@@ -396,46 +396,64 @@ def deploy(run: str, settings: Tree, started_by: str, release: str, verdict: str
 
 def rollback(run: str, store: str, target: str, settings: Tree, release: str, reason: str, started_by: str) -> None:
     """Roll back to the previous champion. If ``release`` is set, it must be the current one."""
-    with step("rollback", run, store) as running:
+    given = with_uploaded(
+        {
+            "store": store,
+            "target": target,
+            "settings": settings,
+            "release": release,
+            "reason": reason,
+        }
+    )
+    with step("rollback", run, given["store"]) as running:
         from evernear.deployment import roll_back
         from evernear.release.promotions import Cause
 
-        record, chosen = RunRecord(current_store(store), run), of_run(settings, target=target, store=store)
-        cause = Cause.of_run(run, started_by, reason)
-        restored = roll_back(chosen, cause=cause, expected=release or None)
-        record.save(rollback=restored.model_dump(mode="json") | {"why": reason})
+        record, chosen = RunRecord(current_store(given["store"]), run), resolve(given)
+        cause = Cause.of_run(run, started_by, given["reason"])
+        restored = roll_back(chosen, cause=cause, expected=given["release"] or None)
+        record.save(rollback=restored.model_dump(mode="json") | {"why": cause.why})
         running.summary = f"restored: release {restored.version} {restored.state()}"
 
 
 def promote(run: str, store: str, target: str, settings: Tree, release: str, reason: str, started_by: str) -> None:
     """Deploy a release, even a held one. If it is empty, apply the settings to the champion."""
-    with step("promote", run, store) as running:
+    given = with_uploaded(
+        {
+            "store": store,
+            "target": target,
+            "settings": settings,
+            "release": release,
+            "reason": reason,
+        }
+    )
+    with step("promote", run, given["store"]) as running:
         from evernear.deployment import apply as apply_settings
         from evernear.deployment import promote_release
         from evernear.release.promotions import Cause
 
-        record, chosen = RunRecord(current_store(store), run), of_run(settings, target=target, store=store)
-        cause = Cause.of_run(run, started_by, reason)
-        if release:
-            promoted = promote_release(release, chosen, force=True, cause=cause)
+        record, chosen = RunRecord(current_store(given["store"]), run), resolve(given)
+        cause = Cause.of_run(run, started_by, given["reason"])
+        if given["release"]:
+            promoted = promote_release(given["release"], chosen, force=True, cause=cause)
         else:
             promoted = apply_settings(chosen, cause=cause)
-        record.save(promotion=promoted.model_dump(mode="json") | {"why": reason})
+        record.save(promotion=promoted.model_dump(mode="json") | {"why": cause.why})
         running.summary = f"release {promoted.version} {promoted.state()}"
 
 
 def predict(run: str, store: str, images: str, out: str, release: str, nodes: int) -> None:
     """Recognize all ``images`` with a release or the champion, as Parquet files."""
+    given = {"store": store, "images": images, "out": out, "release": release, "nodes": nodes}
+    given = with_uploaded(given)
+    store, images, out, release, nodes = given.values()
     with step("predict", run, store) as running:
-        from evernear.kubeflow.nodes import StepNodes, require_reachable
+        from evernear.kubeflow.nodes import StepNodes
         from evernear.release.registry import Registry
         from evernear.serving.batch import Shared, open_worker, plan_predictions, summarize
 
+        resolve(given)
         registry = Registry(current_store(store))
-        for name, uri in {"images": images, "out": out}.items():
-            if not uri:
-                raise SettingsError(f"The parameter {name} is empty; set it to s3://bucket/prefix.")
-        require_reachable(nodes, "the images and predictions", images, out)
         pods = StepNodes(nodes, running.report)
         version = registry.get(release).manifest.version if release else registry.require_champion().version
         parts = plan_predictions(Shared(source=images, store_uri=store, version=version), open_store(out))
@@ -450,6 +468,7 @@ def predict(run: str, store: str, images: str, out: str, release: str, nodes: in
 
 def notify(run: str, store: str, pipeline: str, state: str, error_message: str, outcome: str, page: str) -> Tree:
     """Record the outcome as JSON and as the run page, and return its metadata."""
+    store = with_uploaded({"store": store})["store"]
     with step("notify", run, store) as running:
         from evernear.reporting.notify import command_to_repeat, finalize
         from evernear.reporting.page import run_page

@@ -10,6 +10,7 @@ first argument::
 
 import difflib
 import re
+import shlex
 import signal
 import threading
 from collections.abc import Callable, Generator
@@ -225,6 +226,21 @@ def message_on_interrupt(message: str) -> Generator[None]:
         yield
     except KeyboardInterrupt:
         raise UserInterruptError(message) from None
+
+
+def command_again(context: typer.Context, *added: str) -> str:
+    """The command in progress as its user typed it, with the option ``added``."""
+    words = ["evernear", *context.command_path.split()[1:]]
+    for parameter in context.command.params:
+        name = parameter.name or ""
+        source = context.get_parameter_source(name)
+        if source is None or source.name != "COMMANDLINE" or parameter.opts[0] in added:
+            continue
+        value = context.params[name]
+        values = value if isinstance(value, list | tuple) else [value]
+        option = parameter.opts[:1] if parameter.param_type_name == "option" else []
+        words += option if value is True else [word for each in values for word in (*option, str(each))]
+    return shlex.join([*words, *added])
 
 
 @contextmanager

@@ -13,6 +13,7 @@ from evernear.cli.options import (
     JsonOption,
     PresetOption,
     assignments,
+    command_again,
     group,
     message_on_interrupt,
     options_of,
@@ -112,7 +113,8 @@ def upload(
     parameter.
 
     The version's name ends in a hash of the settings that describe the cluster, such as
-    pipeline.task_memory. A version that already exists with the same content is left unchanged.
+    pipeline.task_memory. The newest version with the same name and content is left unchanged. An
+    older one is uploaded again with a number after its name, so that it starts.
     """
     from evernear.kubeflow.publish import compile_pipelines, default_version, words_of_section
 
@@ -138,6 +140,7 @@ def upload(
 def run(
     assigned: list[str],
     server: PipelineSettings,
+    context: typer.Context,
     pipeline: PipelineArgument = DEFAULT,
     wait: Annotated[
         bool, typer.Option("--wait", help="Follow the run; exit with 1 if it fails or is stopped.")
@@ -151,11 +154,13 @@ def run(
     """Start the newest version of a pipeline. Parameters that are not set keep the defaults of the
     pipeline version."""
     from evernear.kubeflow.client import KfpRuns
-    from evernear.kubeflow.runs import caller, combine, from_words
+    from evernear.kubeflow.runs import caller, from_words, to_start
 
     runs = KfpRuns(server)
-    arguments = combine({"started_by": caller()}, from_words(assigned, runs.parameters(pipeline)))
-    started = runs.start(pipeline, arguments, key or _new_key(), store_of(arguments, runs, pipeline))
+    known, key = runs.parameters(pipeline), key or _new_key()
+    arguments = to_start(pipeline, known, caller(), from_words(assigned, known))
+    again = command_again(context, "--key", key)
+    started = runs.start(pipeline, arguments, key, store_of(arguments, runs, pipeline), again)
     if wait:
         commands = f"`evernear pipeline status {started.id}` shows it; `evernear pipeline stop {started.id}` stops it"
         with message_on_interrupt(f"Interrupted. The run {started.id} continues in Kubeflow Pipelines; {commands}."):
@@ -197,11 +202,11 @@ def schedule(
         else:
             print_line(f"{pipeline}: {removed or 'no'} schedule removed.")
         return
-    from evernear.kubeflow.runs import caller, combine, from_words
+    from evernear.kubeflow.runs import caller, from_words, to_start
 
-    arguments = from_words(assigned, publisher.runs.parameters(pipeline))
-    started_by = f"the schedule {cron} of {caller()}"
-    scheduled = publisher.schedule(pipeline, cron, combine({"started_by": started_by}, arguments))
+    known = publisher.runs.parameters(pipeline)
+    arguments = to_start(pipeline, known, f"the schedule {cron} of {caller()}", from_words(assigned, known))
+    scheduled = publisher.schedule(pipeline, cron, arguments)
     if as_json:
         print_json(scheduled)
     else:
@@ -241,7 +246,10 @@ def status(
 def _describe(scheduled: "Schedule") -> str:
     following = scheduled.next_run
     shown = f"; next run {following:%Y-%m-%d %H:%M:%S}, if the server's time zone is UTC" if following else ""
-    return f"{scheduled.pipeline} runs at {scheduled.cron} (seconds first){shown}"
+    version = f" {scheduled.pipeline_version}" if scheduled.pipeline_version else ""
+    if not scheduled.is_newest:
+        version += " (not the newest; create the schedule again to start that)"
+    return f"{scheduled.pipeline}{version} runs at {scheduled.cron} (seconds first){shown}"
 
 
 @app.command()

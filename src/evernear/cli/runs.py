@@ -68,21 +68,21 @@ def show(run: "Run", outcome: "RunOutcome | None", as_json: bool, steps: bool = 
 
 
 def title(run: "Run") -> str:
-    return f"Run {run.id} of {run.pipeline} {run.pipeline_version[:12]}".rstrip()
+    return f"Run {run.id} of {run.pipeline} {run.pipeline_version}".rstrip()
 
 
 def row(run: "Run") -> tuple[str, ...]:
-    version = run.pipeline_version[:12]
+    version = run.pipeline_version
     return run.id, run.pipeline, version, run.state, f"{run.created:%Y-%m-%d %H:%M}", _duration(run.created, run.ended)
 
 
 def outcome_of(run: "Run", runs: "KfpRuns") -> "RunOutcome | None":
     """A finished run's outcome, or None if there is none or its store is not readable from here."""
-    from evernear.reporting.notify import load_outcome
+    from evernear.kubeflow.runs import outcome_of as outcome_in
 
     record = record_of(run, runs) if run.state.is_final else None
     try:
-        return load_outcome(record.store, run.id) if record else None
+        return outcome_in(record.store, run) if record else None
     except (StoreError, IntegrityError):
         return None
 

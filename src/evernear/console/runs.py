@@ -12,12 +12,12 @@ from typing import NamedTuple
 from evernear.common.audit import request_id
 from evernear.common.disk import disk_errors
 from evernear.common.progress import progress
-from evernear.common.run_record import OUTCOME, RunRecord
+from evernear.common.run_record import RunRecord
 from evernear.common.store import Store
 from evernear.deployment import promote_release, roll_back
 from evernear.errors import BusyError, IntegrityError, SettingsError
 from evernear.kubeflow.local_run import STARTED_BY_VARIABLE, last_outcome
-from evernear.kubeflow.runs import combine, from_settings
+from evernear.kubeflow.runs import from_settings, outcome_of, to_start
 from evernear.release.promotions import Cause
 from evernear.release.registry import Registry
 from evernear.reporting.notify import RunOutcome
@@ -149,13 +149,14 @@ class PipelineRuns:
             return RunState.of_outcome(None)
         record = RunRecord(self._store, run.id)
         if run.state.is_final:
-            outcome = record.find(OUTCOME, RunOutcome)
+            outcome = outcome_of(self._store, run)
             return RunState.of_outcome(outcome) if outcome else RunState(f"The last reindex: {run.state}.")
         return RunState(f"A reindex is in progress: {_where(record)}", is_running=True)
 
     def _start(self, pipeline: str, by: str, key: str, parameters: dict[str, str]) -> str:
-        defaults = from_settings(self._settings, self._runs.parameters(pipeline))
-        return self._runs.start(pipeline, combine(defaults, {"started_by": by}, parameters), key, self._store).id
+        known = self._runs.parameters(pipeline)
+        arguments = to_start(pipeline, known, by, from_settings(self._settings, known), parameters)
+        return self._runs.start(pipeline, arguments, key, self._store).id
 
 
 Runner = LocalRuns | PipelineRuns

@@ -73,8 +73,8 @@ def promote_release(
         SettingsError: ``force`` has no reason, or the target cannot apply settings to the champion.
         EvernearError: for the same reasons as in `deploy_release`.
     """
-    if force and not (cause and cause.why.strip()):
-        raise SettingsError("Promoting against a verdict needs a reason; add --why 'the reason'.")
+    if force:
+        require_reason(cause.why if cause else "")
     registry = Registry(current_store(settings.store_uri))
     if (made := _made_before(registry, cause)) is not None:
         return _finish(made, settings, registry)
@@ -89,6 +89,12 @@ def promote_release(
     deployed = _roll_out(version, settings, registry, record, lambda parts: check_promotable(parts, force=force))
     champion_moved(registry.store, champion and champion.version)
     return deployed
+
+
+def require_reason(why: str) -> None:
+    """Check the reason of a promotion that overrules the verdict."""
+    if not why.strip():
+        raise SettingsError("Promoting against a verdict needs a reason; add --why 'the reason'.")
 
 
 def apply(settings: RunSettings, *, cause: Cause | None = None) -> Deployment:

@@ -17,9 +17,10 @@ from evernear.common.store import Store
 from evernear.errors import ConflictError, PipelineServerError, SettingsError, StoreError
 from evernear.kubeflow import connection
 from evernear.kubeflow.connection import Connection
-from evernear.kubeflow.runs import KfpStep, Parameter, Run, State
+from evernear.kubeflow.runs import STARTED_BY, KfpStep, Parameter, Run, State
 from evernear.settings import PipelineSettings, merge
 
+LOCKS = f"{RUNS}{STARTING}/"
 EXPERIMENT = "evernear"
 """KFP's list of runs has a filter for it."""
 LOCK_POLL_S = 0.5
@@ -52,20 +53,31 @@ class KfpRuns:
         if existing is None:
             hint = "upload it with `evernear pipeline upload`"
             raise PipelineServerError(f'No pipeline "{pipeline}" at {self._kfp.url}; {hint}.')
-        sorting = {"sort_by": "created_at desc", "page_size": 1}
-        page = self._kfp.call("pipeline_service_list_pipeline_versions", pipeline_id=existing.pipeline_id, **sorting)
-        if not page.pipeline_versions:
+        newest = self.newest_of(existing.pipeline_id)
+        if newest is None:
             raise PipelineServerError(f"The pipeline {pipeline} has no version; run `evernear pipeline upload`.")
-        return page.pipeline_versions[0]
+        return newest
 
-    def start(self, pipeline: str, parameters: Mapping[str, Any], key: str, store: Store | None = None) -> Run:
+    def newest_of(self, pipeline_id: str) -> Any:
+        """The newest version of a pipeline, or None if it has none."""
+        sorting = {"sort_by": "created_at desc", "page_size": 1}
+        page = self._kfp.find("pipeline_service_list_pipeline_versions", pipeline_id=pipeline_id, **sorting)
+        return page.pipeline_versions[0] if page and page.pipeline_versions else None
+
+    def start(
+        self, pipeline: str, parameters: Mapping[str, Any], key: str, store: Store | None = None, again: str = ""
+    ) -> Run:
         """Start the newest version of ``pipeline``, or return the run with this ``key``. The key is
         part of the run's name, which is looked up first. With a ``store``, a lock serializes
-        starts. Without one, two simultaneous starts can create two runs."""
+        starts. Without one, two simultaneous starts can create two runs. ``again`` is the command
+        that repeats this start with this key."""
         name = f"{pipeline} [{key}]"
         if (existing := self._find_run(name)) is not None:
+            self._remove_locks(store)
             return existing
         version = self.newest(pipeline)
+        self._pipelines[version.pipeline_id] = pipeline
+        self._versions[version.pipeline_id, version.pipeline_version_id] = version
         arguments = arguments_for(version, parameters)
         experiment_id = self.experiment_id()
         with self._lock(name, store) as lock:
@@ -79,7 +91,16 @@ class KfpRuns:
                 "pipeline_version_reference": reference_to(version),
                 "runtime_config": {"parameters": arguments},
             }
-            created = self._kfp.call("run_service_create_run", run=request)
+            try:
+                created = self._kfp.call("run_service_create_run", run=request)
+            except PipelineServerError as error:
+                if error.status:
+                    raise
+                repeat = f"`{again}`" if again else f"a start with the key {key}"
+                raise PipelineServerError(
+                    f"{error} The run may exist nevertheless: {repeat} returns it, or starts it if it does not."
+                ) from None
+        self._remove_locks(store)
         return self._run_from(created)
 
     def show(self, run_id: str) -> Run:
@@ -132,7 +153,7 @@ class KfpRuns:
             locked_at_s = time.monotonic()
             yield self._find_run(name) or locked_at_s
             return
-        key = f"{RUNS}{STARTING}/{sha256_bytes(name.encode())[:32]}"
+        key = f"{LOCKS}{sha256_bytes(name.encode())[:32]}"
         if (run := self._acquire(store, key, name)) is not None:
             yield run
             return
@@ -148,7 +169,7 @@ class KfpRuns:
 
     def _acquire(self, store: Store, key: str, name: str) -> Run | None:
         """Acquire the lock for the run ``name``, or return the run as soon as it exists."""
-        token, seen_etag, since_s = uuid.uuid4().bytes, "", time.monotonic()
+        token, seen_etag, since_s = f"{name}\n{uuid.uuid4()}".encode(), "", time.monotonic()
         while True:
             expired_etag = seen_etag if time.monotonic() - since_s > self._lease_s else None
             try:
@@ -162,6 +183,17 @@ class KfpRuns:
                 time.sleep(LOCK_POLL_S)
             else:
                 return None
+
+    def _remove_locks(self, store: Store | None) -> None:
+        """Remove the locks of all runs that stand. Those whose starter got no response remain
+        until then."""
+        # A remaining lock delays no one.
+        with suppress(StoreError, PipelineServerError):
+            for info in store.list(LOCKS) if store else ():
+                entry = store.find(info.key) if store else None
+                name = entry[0].decode(errors="replace").rpartition("\n")[0] if entry else ""
+                if store and name and self._find_run(name) is not None:
+                    store.delete(info.key)
 
     def _find_run(self, name: str) -> Run | None:
         arguments = {"field": "runs", "name": name, "sort_by": "created_at asc", "namespace": self._namespace}
@@ -179,7 +211,7 @@ class KfpRuns:
         return state.is_final or state is State.CANCELING
 
     def _run_from(self, run: Any) -> Run:
-        state = _state(run.state)
+        state = _state_of_run(run)
         pipeline, version = self._names_of(run)
         key = re.fullmatch(re.escape(pipeline) + r" \[(.+)\]", run.display_name)
         return Run(
@@ -202,15 +234,19 @@ class KfpRuns:
         if reference is None:  # started from a file
             spec = run.pipeline_spec or {}
             return spec.get("pipeline_spec", spec).get("pipelineInfo", {}).get("name", ""), ""
-        pipeline_id, version_id = reference.pipeline_id, reference.pipeline_version_id
+        pipeline_id = reference.pipeline_id
         if pipeline_id not in self._pipelines:
             resource = self._kfp.find("pipeline_service_get_pipeline", pipeline_id=pipeline_id)
             self._pipelines[pipeline_id] = (resource.name or resource.display_name) if resource else pipeline_id
-        version = self._version(run)
-        return self._pipelines[pipeline_id], version.display_name if version else version_id
+        return self._pipelines[pipeline_id], self.version_name_of(reference)
 
-    def _version(self, run: Any) -> Any:
-        reference = run.pipeline_version_reference
+    def version_name_of(self, reference: Any) -> str:
+        """The name of the pipeline version that a run or schedule refers to, or its ID if it was
+        deleted."""
+        version = self._version(reference)
+        return version.display_name if version else reference.pipeline_version_id
+
+    def _version(self, reference: Any) -> Any:
         ids = {"pipeline_id": reference.pipeline_id, "pipeline_version_id": reference.pipeline_version_id}
         key = (reference.pipeline_id, reference.pipeline_version_id)
         if key not in self._versions:
@@ -219,7 +255,8 @@ class KfpRuns:
 
     def _steps(self, run: Any) -> tuple[KfpStep, ...]:
         """KFP also lists drivers, executors and groups, which are not tasks of the spec."""
-        version = self._version(run) if run.pipeline_version_reference else None
+        reference = run.pipeline_version_reference
+        version = self._version(reference) if reference else None
         spec = version.pipeline_spec if version else run.pipeline_spec
         names = tasks_of(spec) if spec else None
         details = (run.run_details and run.run_details.task_details) or ()
@@ -260,6 +297,7 @@ def arguments_for(version: Any, values: Mapping[str, Any]) -> dict[str, Any]:
     """``values`` as arguments for a run of ``version``, with JSON objects merged into the defaults.
     KFP replaces a whole default, so a run that sends one key of an object would lose the others."""
     declared = {parameter.name: parameter for parameter in parameters_of(version)}
+    values = {name: value for name, value in values.items() if name != STARTED_BY or name in declared}
     for name, value in values.items():
         if name not in declared:
             matches = difflib.get_close_matches(name, declared, n=1, cutoff=0.0)
@@ -311,6 +349,14 @@ def _state(state: str | None) -> State:
         return State((state or "pending").lower())
     except ValueError:  # RUNTIME_STATE_UNSPECIFIED, because KFP has not processed the run yet
         return State.PENDING
+
+
+def _state_of_run(run: Any) -> State:
+    """KFP reports some runs as failed that were stopped."""
+    state, history = _state(run.state), run.state_history or ()
+    if state is State.FAILED and any(_state(entry.state) is State.CANCELING for entry in history):
+        return State.CANCELED
+    return state
 
 
 def _utc(value: datetime | None) -> datetime | None:

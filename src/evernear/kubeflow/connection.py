@@ -77,9 +77,12 @@ class Connection:
                 pauses_s=islice(doubling(BACKOFF_S, BACKOFF_CAP_S), ATTEMPTS - 1),
             )
         except urllib3.exceptions.HTTPError as error:
-            raise PipelineServerError(self._describe_connection_error(error)) from None
+            status = 503 if _never_sent(error) else 0
+            raise PipelineServerError(self._describe_connection_error(error), status) from None
         except ApiException as error:
             status = (error.status or 0) if _is_rejection(error) else 0
+            if status == 404 and _is_foreign(error):  # not a missing resource
+                status = 400
             raise PipelineServerError(self._describe_rejection(error), status) from None
 
     def find(self, operation: str, **arguments: Any) -> Any:
@@ -143,6 +146,8 @@ class Connection:
 
     def _describe_rejection(self, error: ApiException) -> str:
         message = _message(error)
+        if error.status == 404 and _is_foreign(error):
+            return f"{self.url} is not Kubeflow Pipelines: it answered 404 ({message}); check pipeline.endpoint."
         match error.status:
             case 401:
                 hint = f"set {TOKEN_VARIABLE} or {COOKIES_VARIABLE} to valid credentials"
@@ -222,6 +227,16 @@ def _is_inside_cluster(host: str) -> bool:
 
 def _is_rejection(error: ApiException) -> bool:
     return 0 < (error.status or 0) < 500 and error.status != 429
+
+
+def _is_foreign(error: ApiException) -> bool:
+    """Whether the server of a 404 is not KFP, whose gateway says "Not Found" for an unknown path
+    and names a missing resource."""
+    try:
+        body = json.loads(error.body or "")
+    except ValueError:
+        return True
+    return not isinstance(body, dict) or "code" not in body or body.get("message") == "Not Found"
 
 
 def _never_sent(error: Exception) -> bool:

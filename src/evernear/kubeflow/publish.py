@@ -3,8 +3,10 @@
 import json
 import re
 import tempfile
+import time
 from collections.abc import Iterable, Mapping, Sequence
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
+from itertools import count
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,6 +26,7 @@ from evernear.errors import PipelineServerError, SettingsError
 from evernear.kubeflow import GOLDEN, NAMES, PLACEHOLDER_IMAGE
 from evernear.kubeflow.client import KfpRuns, arguments_for, parameters_in, reference_to
 from evernear.kubeflow.connection import Connection
+from evernear.kubeflow.parameters import DEFAULTS_VARIABLE, nonempty
 from evernear.kubeflow.runs import Parameter, for_pipeline, from_words
 from evernear.release.manifest import git_commit
 from evernear.settings import PipelineSettings
@@ -44,6 +47,11 @@ class Schedule(Frozen):
     id: str
     pipeline: str
     pipeline_version_id: str
+    pipeline_version: str
+    """The name of the version that the schedule starts, or its ID if it was deleted. Empty for a
+    file."""
+    is_newest: bool
+    """Whether other runs start the same version."""
     cron: str
     """In KFP's format, with the seconds first."""
     state: Literal["enabled", "disabled"]
@@ -62,28 +70,41 @@ class Publisher:
         self.runs = KfpRuns(settings, self._kfp)
 
     def upload(self, compiled: bytes, version: str) -> Uploaded:
-        """Upload ``compiled`` as ``version``. An existing one must have the same content."""
+        """Make ``compiled`` the newest version, which is the one that starts. If ``version`` exists
+        with the same content and is older than another, it is uploaded again as ``version-2``."""
         spec, platform = _documents(compiled)
-        information = spec["pipelineInfo"]
-        pipeline, name = information["name"], version_name(information["name"], version)
-        pipeline_id = self._pipeline_id(information)
-        existing = self._version(pipeline_id, version, name)
-        if existing is None:
-            try:
-                created = self._send(compiled, pipelineid=pipeline_id, name=name, display_name=version)
-            except PipelineServerError as error:
-                existing = self._version(pipeline_id, version, name) if error.status == 409 else None
-                if existing is None:
-                    raise
-            else:
-                return _uploaded(pipeline, created, new=True)
-        stored = existing.pipeline_spec
-        if _normalize(stored.get("pipeline_spec", stored), stored.get("platform_spec")) != _normalize(spec, platform):
-            raise PipelineServerError(
-                f"Version {version} of the pipeline {pipeline} already exists with different content: "
-                "commit the change, or pass another name as --version."
-            )
-        return _uploaded(pipeline, existing, new=False)
+        pipeline = spec["pipelineInfo"]["name"]
+        pipeline_id = self._pipeline_id(spec["pipelineInfo"])
+        for number in count(1):
+            name = version if number == 1 else f"{version}-{number}"
+            existing = self._version(pipeline_id, name, version_name(pipeline, name))
+            if existing is None:
+                _wait_for_next_second(self.runs.newest_of(pipeline_id))
+                created, existing = self._create(compiled, pipeline, pipeline_id, name)
+                if created:
+                    return _uploaded(pipeline, existing, new=True)
+            stored = existing.pipeline_spec
+            content = stored.get("pipeline_spec", stored), stored.get("platform_spec")
+            is_same = _normalize(*content) == _normalize(spec, platform)
+            if is_same and self._is_newest(existing):
+                return _uploaded(pipeline, existing, new=False)
+            if not is_same and number == 1:
+                raise PipelineServerError(
+                    f"Version {version} of the pipeline {pipeline} already exists with different content: "
+                    "commit the change, or pass another name as --version."
+                )
+        raise AssertionError("a name is free")
+
+    def _create(self, compiled: bytes, pipeline: str, pipeline_id: str, version: str) -> tuple[bool, Any]:
+        """The new version, or the one that a different client has just created."""
+        name = version_name(pipeline, version)
+        try:
+            return True, self._send(compiled, pipelineid=pipeline_id, name=name, display_name=version)
+        except PipelineServerError as error:
+            existing = self._version(pipeline_id, version, name) if error.status == 409 else None
+            if existing is None:
+                raise
+            return False, existing
 
     def schedule(self, pipeline: str, cron: str, parameters: Mapping[str, Any]) -> Schedule:
         """Schedule the newest version of ``pipeline``, instead of any previous schedule.
@@ -122,7 +143,7 @@ class Publisher:
                 f"{error} The old schedule of {pipeline} is disabled and the new one may not exist; try again."
             ) from None
         self._delete(previous)
-        return _schedule(created)
+        return self._schedule(created)
 
     def unschedule(self, pipeline: str) -> int:
         """Delete the schedules of ``pipeline``, and return how many. Active runs continue."""
@@ -135,7 +156,29 @@ class Publisher:
         recurring_runs = self._kfp.pages(
             "recurring_run_service_list_recurring_runs", "recurring_runs", namespace=self._namespace
         )
-        return [_schedule(recurring) for recurring in recurring_runs if recurring.trigger.cron_schedule is not None]
+        return [
+            self._schedule(recurring) for recurring in recurring_runs if recurring.trigger.cron_schedule is not None
+        ]
+
+    def _schedule(self, recurring: Any) -> Schedule:
+        reference = recurring.pipeline_version_reference  # None if a file was scheduled
+        cron, enabled = recurring.trigger.cron_schedule.cron, recurring.status == "ENABLED"
+        return Schedule(
+            id=recurring.recurring_run_id,
+            pipeline=recurring.display_name,
+            pipeline_version_id=(reference and reference.pipeline_version_id) or "",
+            pipeline_version=self.runs.version_name_of(reference) if reference else "",
+            is_newest=reference is None or self._is_newest(reference),
+            cron=cron,
+            state="enabled" if enabled else "disabled",
+            created=recurring.created_at,
+            next_run=_next_run(cron) if enabled else None,
+        )
+
+    def _is_newest(self, version: Any) -> bool:
+        """Of a version or of a reference to one."""
+        newest = self.runs.newest_of(version.pipeline_id)
+        return newest is not None and newest.pipeline_version_id == version.pipeline_version_id
 
     def _pipeline_id(self, information: Mapping[str, str]) -> str:
         name, namespace = information["name"], self._namespace
@@ -183,18 +226,10 @@ def _uploaded(pipeline: str, version: Any, new: bool) -> Uploaded:
     )
 
 
-def _schedule(recurring: Any) -> Schedule:
-    reference = recurring.pipeline_version_reference  # None if a file was scheduled
-    cron, enabled = recurring.trigger.cron_schedule.cron, recurring.status == "ENABLED"
-    return Schedule(
-        id=recurring.recurring_run_id,
-        pipeline=recurring.display_name,
-        pipeline_version_id=(reference and reference.pipeline_version_id) or "",
-        cron=cron,
-        state="enabled" if enabled else "disabled",
-        created=recurring.created_at,
-        next_run=_next_run(cron) if enabled else None,
-    )
+def _wait_for_next_second(newest: Any) -> None:
+    """KFP orders versions by their creation in whole seconds."""
+    if newest is not None and datetime.now(UTC) - newest.created_at < timedelta(seconds=1):
+        time.sleep(1.0)
 
 
 def _with_seconds(cron: str) -> str:
@@ -299,12 +334,16 @@ def compiled_parameters(compiled: bytes) -> Sequence[Parameter]:
 
 
 def fill_defaults(compiled: bytes, defaults: Mapping[str, Any]) -> bytes:
-    if not defaults:
-        return compiled
+    """Set defaults of parameters, and tell each step all of them, because a run may send an empty
+    text instead."""
     documents = list(yaml.load_all(compiled, Loader=yaml.CSafeLoader))
     parameters = documents[0]["root"]["inputDefinitions"]["parameters"]
     for name, value in defaults.items():
         parameters[name]["defaultValue"] = value
+    known = nonempty({name: parameter["defaultValue"] for name, parameter in parameters.items()})
+    for executor in documents[0]["deploymentSpec"]["executors"].values():
+        variable = {"name": DEFAULTS_VARIABLE, "value": json.dumps(known, sort_keys=True)}
+        executor["container"]["env"].append(variable)
     return _dump(documents)
 
 

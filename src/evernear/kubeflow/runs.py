@@ -17,11 +17,17 @@ from typing import Any
 from pydantic import AwareDatetime
 
 from evernear.common.frozen import Frozen
+from evernear.common.store import Store
 from evernear.errors import SettingsError
+from evernear.kubeflow import NAMES
+from evernear.kubeflow.parameters import nonempty, resolve, settings_of
 from evernear.release.promotions import whoami
-from evernear.settings import PARAMETERS, OneRun, PipelineSettings, RunSettings, Settings, merge, of_run, overrides_from
+from evernear.reporting.notify import RunOutcome, load_outcome
+from evernear.settings import PARAMETERS, OneRun, PipelineSettings, RunSettings, Settings, merge, overrides_from
 from evernear.settings.sources import known_keys, require_no_secret
 
+STARTED_BY = "started_by"
+"""The parameter that a start sends if the pipeline records it."""
 _BY_KEY = {key: name for name, key in PARAMETERS.items()}
 _QUOTES = str.maketrans({"\u201c": '"', "\u201d": '"', "\u2018": "'", "\u2019": "'"})
 """Typographic quotes, which Slack's clients insert."""
@@ -143,6 +149,20 @@ def from_words(
     return arguments | _validate_settings(arguments, by_name)
 
 
+def to_start(pipeline: str, known: Sequence[Parameter], started_by: str, *given: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a run of ``pipeline``: ``given``, each over those before it, and who starts
+    it. Raises `SettingsError` if it is known that the run would fail."""
+    arguments = combine({STARTED_BY: started_by}, *given)
+    if pipeline in NAMES:
+        parameters = combine({parameter.name: parameter.default for parameter in known}, nonempty(arguments))
+        resolve(parameters)
+        if pipeline == "promote" and parameters.get("release"):
+            from evernear.deployment import require_reason
+
+            require_reason(parameters.get("reason", ""))
+    return arguments
+
+
 def for_pipeline(arguments: Mapping[str, Any], known: Sequence[Parameter]) -> dict[str, Any]:
     """The ``arguments`` for several pipelines that one of them takes."""
     names = {parameter.name for parameter in known}
@@ -158,6 +178,15 @@ def _is_setting(name: str, names: Container[str]) -> bool:
     """Whether a pipeline with the parameters ``names`` takes another's parameter as a setting, as
     promote and rollback take the serving image."""
     return name == "serving_image" and name not in names and "target" in names
+
+
+def outcome_of(store: Store, run: Run) -> RunOutcome | None:
+    """The outcome of a run that has ended. Only KFP knows that someone stopped it there."""
+    outcome = load_outcome(store, run.id) if run.state.is_final else None
+    if run.state is State.CANCELED and outcome is not None and outcome.state == "failed":
+        stopped = {"state": "stopped", "step": "", "reasons": ("in Kubeflow Pipelines.",)}
+        return outcome.model_copy(update=stopped)
+    return outcome
 
 
 def split_words(text: str) -> list[str]:
@@ -187,15 +216,10 @@ def caller() -> str:
 
 
 def _validate_settings(arguments: Mapping[str, Any], by_name: Mapping[str, Parameter]) -> dict[str, Any]:
-    """Validate the ``settings`` argument, if present, and convert its values to their types. They
-    are validated with the pipeline's defaults, because one may depend on others."""
-    defaults = {name: by_name[name].default for name in ("preset", "settings") if name in by_name}
-    combined = combine(defaults, arguments)
-    settings = of_run(combined.get("settings") or {}, preset=combined.get("preset") or "")
-    if settings.kubernetes.memory is not None:
-        from evernear.serving.pod import pod_memory
-
-        pod_memory(settings)  # rejects memory that suffices for no release; the deploy step knows the actual release
+    """Validate the arguments that are settings, and convert those in ``settings`` to their types.
+    They are validated with the pipeline's defaults, because one may depend on others."""
+    defaults = {name: parameter.default for name, parameter in by_name.items()}
+    settings = settings_of(combine(defaults, arguments))
     if "settings" not in arguments:
         return {}
     return {"settings": _selected(settings.model_dump(mode="json"), arguments["settings"])}

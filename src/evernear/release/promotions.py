@@ -202,8 +202,7 @@ class ChampionPointer:
             etag = self._store.put_if(CHAMPION, pointer.to_json(), expected.etag if expected else None)
         except ConflictError:
             raise ConflictError(
-                "The champion changed in the meantime, so nothing was done;"
-                " see `evernear registry list --history` and run again."
+                "The champion changed in the meantime; see `evernear registry list --history` and run again."
             ) from None
         return Champion(pointer, etag)
 

@@ -123,6 +123,7 @@ class Api:
         if run["state"] in (*FINAL, "CANCELING"):
             raise invalid(f"Failed to terminate a run {run['run_id']}. Row not found")
         run["state"] = "CANCELING"
+        run["state_history"].append({"update_time": self.state.stamp(), "state": "CANCELING"})
         return {}
 
     def recurring_run_service_create_recurring_run(self, request: ValidRequest) -> Resource:

@@ -19,7 +19,7 @@ from evernear.common.store import open_store
 from evernear.errors import EvernearError, PipelineServerError, SettingsError, UserInterruptError
 from evernear.kubeflow import GOLDEN, NAMES, connection
 from evernear.kubeflow.client import KfpRuns
-from evernear.kubeflow.publish import cluster_version
+from evernear.kubeflow.publish import cluster_version, fill_defaults
 from evernear.reporting.notify import finalize
 from evernear.settings import PipelineSettings
 from tests.loopback.kfp import KfpServer, RunControl
@@ -44,9 +44,11 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[KfpServer]:
 
 
 @pytest.fixture
-def published(server: KfpServer) -> KfpServer:
-    """The server with the pipeline continuous-training."""
-    server.publish(GOLDEN / "continuous_training.yaml", version="5b67dc9f1c0b6c0f")
+def published(server: KfpServer, tmp_path_factory: pytest.TempPathFactory) -> KfpServer:
+    """The server with the pipeline continuous-training, whose upload set a source."""
+    uploaded = tmp_path_factory.mktemp("uploaded") / "continuous_training.yaml"
+    uploaded.write_bytes(fill_defaults((GOLDEN / uploaded.name).read_bytes(), {"source": "s3://images"}))
+    server.publish(uploaded, version="5b67dc9f1c0b6c0f")
     return server
 
 
@@ -153,13 +155,13 @@ def test_upload_run_and_status_of_a_held_release(server: KfpServer, tmp_path: Pa
         evernear("upload", "rollback", "--image", IMAGE.replace("ab", "cd"), "--version", "5b67dc9f1c0b6c0f")
 
     store = tmp_path.as_uri()
-    completed = invoke("run", "--set", f"store={store}", "--set", "train.epochs=3", "--wait")
+    completed = invoke("run", "--source", "hold", "--set", f"store={store}", "--set", "train.epochs=3", "--wait")
     assert completed.exit_code == 0, "a held release is a success"
     (run,) = server.runs
     assert run.parameters["store"] == store
     assert run.parameters["settings"] == {"train": {"epochs": 3}}
     assert completed.stdout.splitlines() == [
-        f"Run {run.id} of continuous-training 5b67dc9f1c0b: succeeded. {server.url}/#/runs/details/{run.id}",
+        f"Run {run.id} of continuous-training {version}: succeeded. {server.url}/#/runs/details/{run.id}",
         "held: Accuracy fell by 0.4 points.",
         f"Run page: evernear report {run.id}",
     ]
@@ -212,7 +214,7 @@ def test_status_shows_who_stopped_a_run(published: KfpServer, tmp_path: Path, mo
     assert evernear("stop", started["id"]) == f"Run {started['id']} is stopping.\n"
     assert published.run(started["id"]).ended.wait(10)
     status = evernear_json("status", started["id"])
-    assert (status["state"], status["outcome"]["state"]) == ("failed", "stopped")
+    assert (status["state"], status["outcome"]["state"]) == ("canceled", "stopped")
     assert "stopped by GitHub Actions (push of commit 5b67dc9f1c0b by ada" in evernear("status", started["id"])
 
 
@@ -240,12 +242,13 @@ def test_wait_survives_a_server_restart(published: KfpServer) -> None:
 def test_schedule_replaces_and_removes_schedules(published: KfpServer) -> None:
     assert evernear("status") == "run  pipeline  version  state  started (UTC)  duration\n"
     assert evernear("schedule", "--cron", "0 3 * * *").startswith(
-        "continuous-training runs at 0 0 3 * * * (seconds first); next run 20"
+        "continuous-training 5b67dc9f1c0b6c0f runs at 0 0 3 * * * (seconds first); next run 20"
     )
     scheduled = evernear_json("schedule", "--cron", "0 4 * * *", "--set", "target=local")
     assert [schedule["id"] for schedule in evernear_json("status")["schedules"]] == [scheduled["id"]]
     assert re.search(
-        r"continuous-training runs at 0 0 4 \* \* \* \(seconds first\); next run .* 04:00:00, if .* is UTC, enabled\.",
+        r"continuous-training 5b67dc9f1c0b6c0f runs at 0 0 4 \* \* \* \(seconds first\); next run .* 04:00:00, "
+        r"if .* is UTC, enabled\.",
         evernear("status"),
     )
     assert evernear("schedule", "--off") == "continuous-training: 1 schedule removed.\n"

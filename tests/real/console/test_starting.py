@@ -50,7 +50,8 @@ def settings_of(store: Store, source: Path, **others: str) -> Settings:
 @pytest.fixture
 def in_cluster(store: Store, source: Path, kfp: KfpServer) -> Settings:
     address = {"pipeline.endpoint": kfp.url, "target": "kubernetes", "train.epochs": "3"}
-    return settings_of(store, source, **address)
+    served = {"kubernetes.image": "serve@sha256:" + 64 * "a", "kubernetes.store_claim": "store"}
+    return settings_of(store, source, **address, **served)
 
 
 def behind_proxy(settings: Settings, store: Store, person: str, runner: Runner | None = None) -> TestClient:

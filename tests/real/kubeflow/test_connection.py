@@ -64,6 +64,7 @@ def test_unreachable_server_error_names_url_and_remedy() -> None:
         url = f"http://127.0.0.1:{unused.getsockname()[1]}"
         with pytest.raises(PipelineServerError) as error:
             connect(url).call("run_service_create_run", run={})
+    assert error.value.status == 503, "the request was not sent"
     assert str(error.value) == (
         f"Kubeflow Pipelines at {url} is unreachable ([Errno 111] Connection refused); "
         "check pipeline.endpoint and that the server is running."

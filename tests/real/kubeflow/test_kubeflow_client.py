@@ -9,11 +9,13 @@ from typing import Any
 
 import pytest
 
+from evernear.common.run_record import RunRecord
 from evernear.common.store import Store
 from evernear.errors import PipelineServerError, SettingsError
 from evernear.kubeflow import GOLDEN, client, connection
 from evernear.kubeflow.client import KfpRuns
-from evernear.kubeflow.runs import State
+from evernear.kubeflow.runs import State, outcome_of
+from evernear.reporting.notify import finalize
 from evernear.settings import PipelineSettings
 from tests.loopback.kfp import KfpServer
 
@@ -109,12 +111,17 @@ def test_start_ignores_clones_of_the_run(server: KfpServer, runs: KfpRuns) -> No
     assert runs.list()[0].key == ""
 
 
-def test_repeated_start_after_a_lost_response_returns_the_run(server: KfpServer, runs: KfpRuns) -> None:
+def test_repeated_start_after_a_lost_response_returns_the_run(server: KfpServer, runs: KfpRuns, store: Store) -> None:
     server.fail(operation=CREATE, status=504, after=True)
-    with pytest.raises(PipelineServerError, match="answered 504"):
-        runs.start(PIPELINE, {}, "a")
+    with pytest.raises(PipelineServerError, match=r"answered 504.* may exist nevertheless: a start with the key a ret"):
+        runs.start(PIPELINE, {}, "a", store)
     assert server.calls.count(CREATE) == 1, "create requests are not retried"
-    assert [runs.start(PIPELINE, {}, "a").id] == [run.id for run in server.runs]
+    server.fail(operation=CREATE, status=504, after=True)
+    with pytest.raises(PipelineServerError, match="`evernear pipeline run --key b` returns it"):
+        runs.start(PIPELINE, {}, "b", store, "evernear pipeline run --key b")
+    assert len(list(store.list("runs/starting/"))) == 2
+    assert [runs.start(PIPELINE, {}, key, store).id for key in "ab"] == [run.id for run in server.runs]
+    assert not list(store.list("runs/")), "the locks of runs that stand go"
 
 
 def test_lock_of_an_unfinished_start_expires(server: KfpServer, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -210,6 +217,21 @@ def test_runs_are_listed_newest_first(
     assert [run.key for run in listed] == ["x", "25", "24"]
     assert listed[0] == newest
     assert [run.key for run in runs.list(PIPELINE, limit=200)] == [str(n) for n in range(25, -1, -1)], "several pages"
+
+
+def test_a_run_that_was_stopped_in_the_ui_was_stopped(server: KfpServer, runs: KfpRuns, store: Store) -> None:
+    """KFP calls it failed if its tasks have retries, and tells the exit step nothing."""
+    started = runs.start(PIPELINE, {}, "a")
+    server.run(started.id).begin()
+    runs._kfp.call("run_service_terminate_run", run_id=started.id)
+    finalize(RunRecord(store, started.id), PIPELINE, "RUNNING", "")
+    assert outcome_of(store, runs.show(started.id)) is None, "the run has not ended"
+    server.run(started.id).end("FAILED")
+    stopped = runs.show(started.id)
+    assert (stopped.state, runs.list()[0].state) == (State.CANCELED, State.CANCELED)
+    outcome = outcome_of(store, stopped)
+    assert outcome is not None
+    assert outcome.summary() == "stopped in Kubeflow Pipelines."
 
 
 def test_stop_terminates_a_run_once(server: KfpServer, runs: KfpRuns) -> None:

@@ -3,8 +3,10 @@ published API."""
 
 import copy
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from datetime import UTC, datetime, timedelta
+from itertools import count
 from typing import Any
 
 import pytest
@@ -80,6 +82,42 @@ def test_upload_rejects_different_content_under_the_same_version(server: KfpServ
         publisher.upload(changed, COMMIT)
     assert len(server.state.versions) == 1
     assert publisher.upload(changed, "another").new
+
+
+def test_what_was_uploaded_last_is_what_starts() -> None:
+    """Also if it is an older content again, as after a forced push to an earlier commit."""
+    older, newer = COMPILED, for_cluster(PIPELINE, IMAGE.replace("ab", "cd"), PipelineSettings())
+    with KfpServer(now=every_second()) as server:
+        publisher = publisher_to(server)
+
+        def upload(content: bytes, version: str) -> tuple[str, bool]:
+            uploaded = publisher.upload(content, version)
+            newest = publisher.runs.newest(PIPELINE)
+            assert (newest.display_name, newest.name) == (uploaded.version, f"{PIPELINE}-{uploaded.version}")
+            assert server.state.files[newest.pipeline_version_id] == content
+            return uploaded.version, uploaded.new
+
+        assert [upload(older, "a"), upload(newer, "b"), upload(older, "a")] == [("a", True), ("b", True), ("a-2", True)]
+        scheduled = publisher.schedule(PIPELINE, "0 3 * * *", {})
+        assert (scheduled.pipeline_version, scheduled.is_newest) == ("a-2", True)
+        assert [upload(older, "a"), upload(newer, "b")] == [("a-2", False), ("b-2", True)]
+        (scheduled,) = publisher.schedules()
+        assert (scheduled.pipeline_version, scheduled.is_newest) == ("a-2", False)
+        assert [upload(older, "a"), upload(older, "a")] == [("a-3", True), ("a-3", False)]
+
+
+def test_an_upload_within_a_second_of_another_is_the_newest(server: KfpServer, publisher: Publisher) -> None:
+    """KFP's times are whole seconds."""
+    newer = for_cluster(PIPELINE, IMAGE.replace("ab", "cd"), PipelineSettings())
+    for content, version in ((COMPILED, "a"), (newer, "b"), (COMPILED, "a-2")):
+        assert publisher.upload(content, version.partition("-")[0]).version == version
+        assert publisher.runs.newest(PIPELINE).display_name == version
+
+
+def every_second() -> Callable[[], datetime]:
+    """A clock that advances by a second at each reading."""
+    times = (datetime(2026, 11, 22, 8, tzinfo=UTC) + timedelta(seconds=n) for n in count())
+    return lambda: next(times)
 
 
 def test_concurrent_uploads_create_one_version(server: KfpServer) -> None:
@@ -209,7 +247,7 @@ def test_schedules_include_those_created_from_a_file(server: KfpServer, publishe
     job = server.state.recurring_runs[created.id]
     del job["pipeline_version_reference"]
     job["pipeline_spec"] = next(yaml.load_all(COMPILED, yaml.CSafeLoader))
-    assert publisher.schedules() == [created.model_copy(update={"pipeline_version_id": ""})]
+    assert publisher.schedules() == [created.model_copy(update={"pipeline_version_id": "", "pipeline_version": ""})]
 
 
 def test_unschedule_deletes_the_schedule(server: KfpServer, publisher: Publisher) -> None:

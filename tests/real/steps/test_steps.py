@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import yaml
 from PIL import Image
 
 from evernear import steps
@@ -27,12 +28,13 @@ from evernear.errors import TrainingError
 from evernear.evaluation.evaluate import Evaluation
 from evernear.evaluation.open_set import OpenSet
 from evernear.evaluation.verdict import Verdict
+from evernear.kubeflow.publish import compile_pipelines
 from evernear.release.registry import Registry
 from evernear.reporting.notify import finalize
 from evernear.reporting.page import run_page
 from evernear.serving.decoding import encode_png
 from evernear.serving.query_log_files import LoggedQuery, Period
-from evernear.settings import DataSettings, OneRun, RunSettings, TrainSettings, of_run, parse
+from evernear.settings import DataSettings, OneRun, PipelineSettings, RunSettings, TrainSettings, of_run, parse
 from evernear.settings.train import WEIGHTS_OF_PHOTOGRAPHS
 from tests.releases import MakeRelease, System
 
@@ -189,6 +191,42 @@ def test_ingest_passes_on_only_the_settings_that_differ_from_the_defaults(tmp_pa
     assert len(json.dumps(settings)) < 1000
     recorded = RunRecord(open_store(store), "run").load("settings")
     assert recorded == chosen.model_dump(mode="json"), "the run page lists all of them"
+
+
+def test_empty_parameter_is_the_uploaded_default_or_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As a cleared field of a run's form is; never the images of the demo."""
+    for number in range(40):
+        (tmp_path / "images" / "ab"[number % 2]).mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (8, 8), (number, 200, 30)).save(tmp_path / "images" / "ab"[number % 2] / f"{number}.png")
+    source, store = f"folder:{tmp_path / 'images'}", (tmp_path / "store").as_uri()
+    cleared = dict.fromkeys(("source", "preset", "target", "serving_image"), "") | {"train_accelerators": "0"}
+    with pytest.raises(SystemExit) as stopped:
+        steps.ingest("run", store, cleared | {"target": "registry"}, {}, str(tmp_path / "dataset"))
+    assert stopped.value.code == 2
+    assert "The parameter source is empty, and the upload set no default; set it to s3://" in capsys.readouterr().err
+    assert not (tmp_path / "store" / "datasets").exists()
+
+    image, defaults = "train@sha256:" + 64 * "a", [f"source={source}", f"store={store}", "preset=quick", "train.seed=7"]
+    compiled = compile_pipelines(["continuous-training"], image, defaults, PipelineSettings())
+    spec = next(yaml.safe_load_all(compiled["continuous-training"]))
+    variables = spec["deploymentSpec"]["executors"]["exec-ingest"]["container"]["env"]
+    monkeypatch.setenv(*next(tuple(each.values()) for each in variables if each["name"].endswith("DEFAULTS")))
+    _, settings = steps.ingest("run", "", cleared, {}, str(tmp_path / "dataset"))
+    chosen, quick = parse(OneRun, settings), of_run({}, preset="quick")
+    assert (chosen.data.source, chosen.store, chosen.target) == (source, store, "registry")
+    assert (chosen.train.seed, chosen.train.epochs) == (7, quick.train.epochs)
+    _, settings = steps.ingest("run", store, cleared | {"preset": "fast"}, {"train": {"seed": 8}}, str(tmp_path / "d2"))
+    assert parse(OneRun, settings).train.seed == 8, "what is sent counts"
+
+
+def test_number_of_accelerators_is_checked_by_the_first_step(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for number in ("", "two", "-1"):
+        assert run_ingest(tmp_path, target="registry", train_accelerators=number) == 2
+        assert f"train_accelerators = {number!r} is not a number of GPUs" in capsys.readouterr().err
 
 
 def test_ingest_rejects_a_run_that_cannot_deploy(

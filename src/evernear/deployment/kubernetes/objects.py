@@ -32,7 +32,7 @@ def serving_objects(settings: RunSettings, release: ServedRelease, owners: Tree 
 
     ``owners`` is the PodTemplate with which the cluster's owner adds to the pods.
     """
-    _require_usable(settings)
+    require_usable(settings)
     kubernetes = settings.kubernetes
     labels = selector(kubernetes) | COMMON_LABELS | {VERSION: release.version}
     annotations = {
@@ -69,7 +69,8 @@ def _additions(owners: Tree | None) -> Tree:
     return template | {"metadata": {name: metadata.get(name) or {} for name in ("labels", "annotations")}}
 
 
-def _require_usable(settings: RunSettings) -> None:
+def require_usable(settings: RunSettings) -> None:
+    """Check that pods with these settings can start and read the store."""
     if not settings.kubernetes.image:
         raise SettingsError(
             "A deployment to Kubernetes needs the serving image by its digest; "

@@ -63,7 +63,9 @@ def _add_command(app: App, services: Services, command: Command) -> None:
 
     def is_typed(payload: Payload) -> bool:
         typed = _text(payload).split()
-        return typed == words or (bool(command.usage) and typed[: len(words)] == words)
+        # Phones capitalize the first word.
+        is_named = [word.lower() for word in typed[: len(words)]] == words
+        return is_named and (len(typed) == len(words) or bool(command.usage))
 
     def call_of(context: BoltContext, body: Payload) -> Call:
         arguments = _text(body).split(maxsplit=len(words))[len(words) :]

@@ -8,7 +8,6 @@ from evernear.common.audit import request_id
 from evernear.errors import ConflictError, SettingsError, SlackError
 from evernear.kubeflow.runs import Run, combine, from_settings, from_words, split_words
 from evernear.kubeflow.runs import State as RunState
-from evernear.settings import DataSettings
 from evernear.settings.sources import flat
 from evernear.triggers.requests import TEXT_MAX_CHARACTERS, TRAINING, Request, State
 from evernear.triggers.slack.blocks import (
@@ -104,7 +103,7 @@ def prompt(
     request: Request, parameters: Mapping[str, Any], defaults: Mapping[str, Any], newest: Sequence[Run]
 ) -> Message:
     changed = [code(f"{name} = {as_text(value)}") for name, value in _changes(parameters, defaults)]
-    source = parameters.get("source") or defaults.get("source") or DataSettings().source
+    source = parameters.get("source") or defaults.get("source") or "no source is set"
     succeeded = next((run for run in newest if run.state is RunState.SUCCEEDED), None)
     active = [run for run in newest if not run.state.is_final]
     verb = _VERBS.get(request.pipeline) or f"run {escape(request.pipeline)}"

@@ -12,9 +12,9 @@ from evernear.common.run_record import RunRecord
 from evernear.errors import SettingsError
 from evernear.evaluation.headline import headline
 from evernear.evaluation.verdict import Rule
-from evernear.kubeflow.runs import KfpStep, Run, State, combine, from_settings
+from evernear.kubeflow.runs import KfpStep, Run, State, from_settings, outcome_of, to_start
 from evernear.release.promotions import Champion
-from evernear.reporting.notify import CONFUSION_MATRIX, RunOutcome, load_outcome, load_rules
+from evernear.reporting.notify import CONFUSION_MATRIX, RunOutcome, load_rules
 from evernear.triggers.requests import Request
 from evernear.triggers.slack.blocks import (
     EMOJI,
@@ -74,8 +74,9 @@ class RunTracker:
         services = self._services
         request = self._with_message(request)
         try:
-            overrides = from_settings(services.settings, services.runs.parameters(request.pipeline))
-            arguments = combine(overrides, {"started_by": request.started_by}, request.parameters)
+            known = services.runs.parameters(request.pipeline)
+            ours = from_settings(services.settings, known)
+            arguments = to_start(request.pipeline, known, request.started_by, ours, request.parameters)
             run = services.runs.start(request.pipeline, arguments, request.key, services.store)
         except SettingsError as error:
             self.give_up(request, str(error))
@@ -92,7 +93,7 @@ class RunTracker:
     def follow(self, request: Request) -> None:
         services = self._services
         run = services.runs.show(request.run)
-        outcome = load_outcome(services.store, run.id) if run.state.is_final else None
+        outcome = outcome_of(services.store, run)
         ended_just_now = run.ended is not None and services.clock() - run.ended < OUTCOME_GRACE
         if run.state is State.SUCCEEDED and outcome is None and ended_just_now:
             return
@@ -146,7 +147,7 @@ class RunTracker:
             title = "Confusion matrix of the candidate"
             alt_text = "Confusion matrix: true labels by predicted labels, mistakes in red"
             services.slack.upload(request.message, picture, "confusion-matrix.png", title, alt_text)
-        services.finish(request, "ended" if run.state is State.SUCCEEDED else "failed")
+        services.finish(request, "failed" if run.state is State.FAILED else "ended")
 
     def _with_message(self, request: Request) -> Request:
         """Post the status message of a request that was accepted without a prompt."""

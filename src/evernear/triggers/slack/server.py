@@ -51,6 +51,7 @@ DISCONNECTED_MAX_S = 600.0
 process."""
 MAX_REQUEST_SIZE_BYTES = 2**20  # Slack sends tens of kilobytes; larger requests get 413
 UPLOAD_TIMEOUT_S = 10.0
+REFUSAL_INTERVAL_S = 60.0
 SHUTDOWN_S = 25
 """Time to finish at shutdown. The timeout is less than the 30 s that Kubernetes gives a pod to shut
 down."""
@@ -189,12 +190,44 @@ def _http_mode(app: App, settings: SlackSettings) -> Generator[Callable[[], bool
             thread.join(SHUTDOWN_S)
 
 
+class _Refusals:
+    """Logs refused requests, at most once in `REFUSAL_INTERVAL_S`, because anyone may send them."""
+
+    def __init__(self) -> None:
+        self._next_s = 0.0
+
+    def log(self, sent_s: int) -> None:
+        """``sent_s`` is the time of the request by its sender's clock, in seconds since 1970."""
+        now = datetime.now(UTC)
+        if time.monotonic() < self._next_s:
+            return
+        self._next_s = time.monotonic() + REFUSAL_INTERVAL_S
+        try:
+            sent = f"{datetime.fromtimestamp(sent_s, UTC):%Y-%m-%d %H:%M:%S} UTC"
+        except (OverflowError, ValueError, OSError):
+            sent = f"{sent_s} s after 1970"
+        _log.warning(
+            "Refused a request: it was signed with another secret than "
+            "SLACK_SIGNING_SECRET, or the clocks differ by more than five minutes. "
+            "The request is of %s; it is %s here.",
+            sent,
+            f"{now:%Y-%m-%d %H:%M:%S} UTC",
+        )
+
+
 def create_server(app: App) -> uvicorn.Server:
     """Serve ``app`` over HTTP. Bolt checks that each request is signed and at most five minutes
     old."""
 
+    refusals = _Refusals()
+
     async def events(request: HttpRequest) -> Response:
         body = await request.body()
+        if request.query_params.get("ssl_check") == "1" or b"ssl_check=1" in body.split(b"&"):
+            # Slack checks the certificate, without a signature.
+            return PlainTextResponse("ok")
+        if request.method == "GET":
+            return PlainTextResponse("Slack posts events.", status_code=405)
         timestamp = request.headers.get("x-slack-request-timestamp", "")
         if not timestamp.isdecimal() or len(timestamp) > 20:  # Bolt parses the timestamp before it checks the signature
             return PlainTextResponse("Not signed.", status_code=401)
@@ -202,13 +235,16 @@ def create_server(app: App) -> uvicorn.Server:
             bolt_request = to_bolt_request(request, body)
         except ValueError:
             return PlainTextResponse("Not text.", status_code=400)
-        return to_starlette_response(await run_in_threadpool(app.dispatch, bolt_request))
+        answer = await run_in_threadpool(app.dispatch, bolt_request)
+        if answer.status == 401:
+            refusals.log(int(timestamp))
+        return to_starlette_response(answer)
 
     async def health(_: HttpRequest) -> Response:
         return PlainTextResponse("ok")
 
     return limited_server(
-        Starlette(routes=[Route(EVENTS_PATH, events, methods=["POST"]), Route("/health", health)]),
+        Starlette(routes=[Route(EVENTS_PATH, events, methods=["GET", "POST"]), Route("/health", health)]),
         max_size_bytes=MAX_REQUEST_SIZE_BYTES,
         upload_timeout_s=UPLOAD_TIMEOUT_S,
         shutdown_timeout_s=SHUTDOWN_S,

@@ -24,7 +24,7 @@ from evernear.common.retry import backoff_s
 from evernear.common.store import Store
 from evernear.errors import ConflictError
 from evernear.evaluation.bake import Comparison, Figures, Share, total
-from evernear.kubeflow.runs import State, combine, from_settings
+from evernear.kubeflow.runs import State, from_settings, to_start
 from evernear.release.bake import Bake, BakeState, BakeStore, Breach, Breaches, PodCounters
 from evernear.release.promotions import Cause, Champion, Promotion
 from evernear.release.registry import Registry
@@ -176,8 +176,9 @@ class Baker:
             again = {"attempt": request.attempt + 1, "answered": now, "run": "", "progress": "", "verdict": ""}
             request = self._requests.change(request, state="accepted", **again)
         if request.state == "accepted":
-            ours = from_settings(self._settings, runs.parameters("rollback"))
-            arguments = combine(ours, {"started_by": BAKER}, request.parameters)
+            known = runs.parameters("rollback")
+            ours = from_settings(self._settings, known)
+            arguments = to_start("rollback", known, BAKER, ours, request.parameters)
             run = runs.start("rollback", arguments, request.key, self._store)
             self._requests.change(request, state="started", run=run.id)
 

@@ -10,6 +10,7 @@ A snapshot also records the source from which it was ingested. The watcher obser
 unless a different source is configured.
 """
 
+import os
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -25,7 +26,7 @@ from evernear.data.listing import ClassMinimum
 from evernear.data.manifest import Manifest, find_manifest, manifest_key
 from evernear.data.snapshots import Snapshots
 from evernear.data.source_diff import Newest, SourceDiff, diff_source, fetch_ledger
-from evernear.errors import EvernearError, StoreError
+from evernear.errors import EvernearError, SettingsError, StoreError
 from evernear.evaluation.live_accuracy import Assessment, assess, expected_accuracy
 from evernear.release.archive_reader import ARCHIVE_FILE, read_part
 from evernear.release.drift_baseline import DriftBaseline
@@ -178,7 +179,11 @@ class Observer:
         """The data settings. If no source is configured, the source of the champion's snapshot is
         used."""
         data = self.settings.data
-        if champion is None or "source" in data.model_fields_set:
+        if "source" in data.model_fields_set:
+            return data
+        if champion is None and (self.settings.pipeline.endpoint or "KUBERNETES_SERVICE_HOST" in os.environ):
+            raise SettingsError("No source is configured and no release is live yet; set data.source.")
+        if champion is None:
             return data
         return data.model_copy(update={"source": self._snapshot(champion).source})
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from evernear.common.store import Store
 from evernear.errors import ConflictError
-from evernear.kubeflow.runs import combine, from_settings
+from evernear.kubeflow.runs import from_settings, outcome_of, to_start
 from evernear.reporting.notify import load_outcome
 from evernear.settings import Settings
 from evernear.triggers.requests import POLICY, TRAINING, WATCHER, Request, RequestStore
@@ -159,7 +159,9 @@ class Proposer:
         """
         if not request.run or self._has_new_champion(request):
             return ""
-        outcome = load_outcome(self.store, request.run)
+        newest = self.runs.list(request.pipeline) if self.runs else ()
+        run = next((run for run in newest if run.id == request.run), None)
+        outcome = outcome_of(self.store, run) if run else load_outcome(self.store, request.run)
         if outcome is not None and outcome.state == "held":
             return f"The gate held the run of proposal {request.id}, and too few new images have been added since."
         if (changes := self.observation.changes) and changes.gallery.listing != request.listing:
@@ -178,12 +180,13 @@ class Proposer:
         """
         if self.runs is None or request.state != "accepted" or request.answered_by != POLICY:
             return request
-        ours = from_settings(self.settings, self.runs.parameters(request.pipeline))
+        known = self.runs.parameters(request.pipeline)
+        ours = from_settings(self.settings, known)
         # No person approved this run, so a person must decide on a release whose losses the gate
         # could not detect.
         unattended = {"settings": {"gate": {"on_undetected_loss": "hold"}}}
-        started_by = {"started_by": f"the watcher, proposal {request.id}"}
-        parameters = combine(unattended, ours, started_by, request.parameters)
+        started_by = f"the watcher, proposal {request.id}"
+        parameters = to_start(request.pipeline, known, started_by, unattended, ours, request.parameters)
         run = self.runs.start(request.pipeline, parameters, request.key, self.store)
         return self._change(request, state="started", run=run.id)
 

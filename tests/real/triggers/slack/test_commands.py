@@ -26,6 +26,11 @@ def test_status_shows_release_runs_prompts_and_watcher(bot: Bot, slack: SlackSer
     assert "*Watcher* on" in text
 
 
+def test_phone_may_capitalize_a_command(bot: Bot, slack: SlackServer) -> None:
+    assert _query(bot, "/evernear Status") == _query(bot, "/evernear status")
+    assert "Which run?" in str(bot.command(ADA, "/evernear Stop ab").body)
+
+
 def test_runs_lists_the_newest(bot: Bot, slack: SlackServer, runs: MemoryRuns) -> None:
     assert "No runs yet." in _query(bot, "/evernear runs")
     runs.start("continuous-training", {}, "1")

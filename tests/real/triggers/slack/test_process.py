@@ -1,6 +1,7 @@
 """The bot's process: Socket Mode and HTTP over real sockets, in real time."""
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -168,6 +169,35 @@ def test_http_mode_accepts_only_signed_requests(slack: SlackServer, settings: Se
             assert client.post(EVENTS_PATH, content=click, headers=signature).status_code == 200
         until(lambda: runs.started)
         assert len(runs.started) == 1
+
+
+def test_refused_request_is_logged_once_a_minute_with_the_variable_and_both_clocks(
+    slack: SlackServer, settings: Settings, runs: MemoryRuns, caplog: pytest.LogCaptureFixture
+) -> None:
+    settings = settings.model_copy(update={"slack": settings.slack.model_copy(update={"mode": "http"})})
+    url = f"http://127.0.0.1:{settings.slack.port}{EVENTS_PATH}"
+    with serving(settings, runs):
+        for secret, sent_s in (("another secret", time.time()), (SIGNING_SECRET, 4e9), (SIGNING_SECRET, 1e19)):
+            body, headers = signed(ADA.types("/retrain", CHANNEL, slack.response_url(CHANNEL)), secret, sent_s)
+            assert httpx.post(url, content=body, headers=headers).status_code == 401
+    (line,) = [record.getMessage() for record in caplog.records if "Refused" in record.getMessage()]
+    pattern = r"SLACK_SIGNING_SECRET.* The request is of [-\d: ]+ UTC; it is [-\d: ]+ UTC here\.$"
+    assert re.search(pattern, line)
+    assert SIGNING_SECRET not in line
+    refusals = server._Refusals()
+    caplog.clear()
+    refusals.log(10**19)
+    assert "The request is of 10000000000000000000 s after 1970" in caplog.text
+
+
+def test_check_of_the_certificate_is_answered(slack: SlackServer, settings: Settings, runs: MemoryRuns) -> None:
+    """Slack sends it without a signature."""
+    settings = settings.model_copy(update={"slack": settings.slack.model_copy(update={"mode": "http"})})
+    url = f"http://127.0.0.1:{settings.slack.port}{EVENTS_PATH}"
+    with serving(settings, runs):
+        assert httpx.post(url, data={"ssl_check": "1", "token": "old"}).status_code == 200
+        assert httpx.get(url, params={"ssl_check": "1", "token": "old"}).status_code == 200
+        assert httpx.post(url, data={"text": "ssl_check=1"}).status_code == 401
 
 
 def test_process_waits_until_slack_is_available(slack: SlackServer, settings: Settings, runs: MemoryRuns) -> None:

@@ -9,9 +9,10 @@ import pytest
 
 from evernear.common.run_record import RunRecord
 from evernear.kubeflow.client import KfpRuns
+from evernear.kubeflow.publish import fill_defaults
 from evernear.release.registry import Registry
 from evernear.reporting.notify import finalize
-from evernear.settings import PipelineSettings
+from evernear.settings import KubernetesSettings, PipelineSettings
 from tests import ROOT
 from tests.loopback.kfp import KfpServer
 from tests.loopback.slack import SlackServer
@@ -21,10 +22,14 @@ from tests.releases import MakeRelease
 GOLDEN = ROOT / "pipelines" / "golden" / "continuous_training.yaml"
 
 
+SERVED = {"image": "serve@sha256:" + 64 * "a", "store_claim": "store"}
+
+
 @pytest.fixture
-def kfp() -> Iterator[KfpServer]:
+def kfp(tmp_path: Path) -> Iterator[KfpServer]:
+    (tmp_path / GOLDEN.name).write_bytes(fill_defaults(GOLDEN.read_bytes(), {"source": "s3://images"}))
     with KfpServer() as server:
-        server.publish(GOLDEN, version="c0ffee1")
+        server.publish(tmp_path / GOLDEN.name, version="c0ffee1")
         yield server
 
 
@@ -71,7 +76,7 @@ def test_concurrent_clicks_and_a_lost_response_start_one_run(bot: Bot, slack: Sl
 def test_rollback_in_a_cluster_is_a_pipeline_run(bot: Bot, kfp: KfpServer, make_release: MakeRelease) -> None:
     """The bot has no rights in the cluster; the steps of the pipeline have."""
     kfp.publish(GOLDEN.with_name("rollback.yaml"), version="c0ffee1")
-    bot.settings = bot.settings.model_copy(update={"target": "kubernetes"})
+    bot.settings = bot.settings.model_copy(update={"target": "kubernetes", "kubernetes": KubernetesSettings(**SERVED)})
     bot.restart()
     registry = Registry(bot.store)
     champion = None
@@ -118,7 +123,7 @@ def test_rollback_in_a_cluster_is_a_pipeline_run(bot: Bot, kfp: KfpServer, make_
 
 def test_promotion_in_a_cluster_is_a_pipeline_run(bot: Bot, slack: SlackServer, kfp: KfpServer) -> None:
     kfp.publish(GOLDEN.with_name("promote.yaml"), version="c0ffee1")
-    bot.settings = bot.settings.model_copy(update={"target": "kubernetes"})
+    bot.settings = bot.settings.model_copy(update={"target": "kubernetes", "kubernetes": KubernetesSettings(**SERVED)})
     bot.restart()
     bot.start()
     run = kfp.wait_for_run()
