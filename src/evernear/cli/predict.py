@@ -36,7 +36,7 @@ from evernear.settings import DataSettings, Settings, parse
 from evernear.settings.serving import MODEL_NAME
 
 if TYPE_CHECKING:
-    from evernear.serving.client import Target
+    from evernear.serving.client import Client, Target
     from evernear.serving.responses import Metadata
 
 STDIN = Path("-")
@@ -109,7 +109,7 @@ def predict(
             files = list(_files([*(images or []), *(image_files or [])]))
             if not files:
                 raise SettingsError("No image: pass files, or --image-file with a file, a folder or -.")
-            answers = _predict_all(client, files, version)
+            answers = _predict_all(client, files, version, settings.store_uri)
             # JSON lines on the same terminal already show the progress.
             if len(files) > 1 and sys.stderr.isatty() and not (as_json and sys.stdout.isatty()):
                 answers = _with_progress(answers, len(files), sys.stderr)
@@ -176,14 +176,15 @@ def _images_in(folder: Path) -> tuple[list[Path], list[Path]]:
 Answer = tuple[Path, dict[str, Any] | EvernearError]
 
 
-def _predict_all(client: Any, files: list[Path], version: str | None) -> Iterator[Answer]:
+def _predict_all(client: "Client", files: list[Path], version: str | None, store_uri: str) -> Iterator[Answer]:
     """Yield each file's answer or error. Raise an error that concerns them all."""
+    from evernear.serving.client import read_file
+    from evernear.serving.shrink import predict_shrunk
+
     for file in files:
         try:
-            if file == STDIN:
-                yield file, client.predict(sys.stdin.buffer.read(), version).model_dump(mode="json")
-            else:
-                yield file, client.predict_file(file, version)
+            image = sys.stdin.buffer.read() if file == STDIN else read_file(file)
+            yield file, predict_shrunk(client, image, version, store_uri).model_dump(mode="json")
         except (PredictionRejectedError, DataError) as error:
             yield file, error
 

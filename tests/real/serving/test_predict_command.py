@@ -12,7 +12,8 @@ import pytest
 from evernear.common.store import open_store
 from evernear.release.registry import Registry
 from evernear.serving.configuration import model_store
-from tests import command_line
+from tests import command_line, hostile
+from tests.dataset_images import write_files
 from tests.served import Served
 
 PORTS = ("inference_port", "grpc_inference_port", "management_port")
@@ -55,6 +56,32 @@ def test_folder_and_file_give_one_line_per_image(served: Served, images: Path, f
     for answer in answers:
         assert answer["pred"] == Path(str(answer["image"])).name[0]
         assert answer["version"] == served.manifest.version
+
+
+@pytest.mark.parametrize("format", ["rest", "grpc"])
+def test_photograph_beyond_the_limit_of_bytes_is_shrunk_with_the_same_answer(
+    served: Served, tmp_path: Path, format: str
+) -> None:
+    registry = Registry(open_store((tmp_path / "store").as_uri()))
+    registry.publish(model_store(served.home) / "release.mar")
+    registry.set_champion(served.manifest.version, None)
+    picture, images = hostile.noise("RGB", 400), tmp_path / "images"
+    profile = [hostile.segment(0xE2, bytes(65_000))] * 120
+    write_files(images, {"small.jpg": picture, "whole.jpg": hostile.insert(picture, *profile)})
+    assert (images / "whole.jpg").stat().st_size > served.settings.serving.max_request_size_bytes
+    completed = predict(served, str(images), "--json", "--format", format, EVERNEAR_STORE=registry.store.uri)
+    assert completed.returncode == 0, completed.stderr
+    small, whole = ({**answer, "image": "", "id": ""} for answer in lines(completed))
+    assert small == whole
+
+
+def test_photograph_beyond_the_limit_needs_the_release_to_be_shrunk(served: Served, tmp_path: Path) -> None:
+    (tmp_path / "whole.png").write_bytes(bytes(served.settings.serving.max_request_size_bytes + 1))
+    store = (tmp_path / "empty").as_uri()
+    completed = predict(served, str(tmp_path / "whole.png"), EVERNEAR_STORE=store)
+    assert completed.returncode == 3
+    assert "It cannot be shrunk as the server's release does it: " in completed.stderr
+    assert "Traceback" not in completed.stderr
 
 
 def test_prints_a_table_with_a_row_per_image(served: Served, images: Path) -> None:

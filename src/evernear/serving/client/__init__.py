@@ -175,12 +175,12 @@ class Client:
         Raises:
             DataError: the file cannot be read.
         """
-        try:
-            with open_regular(path) as file:
-                image = file.read()
-        except OSError as error:
-            raise DataError(f"{path} cannot be read: {error.strerror}.") from None
-        return self.predict(image, version).model_dump(mode="json")
+        return self.predict(read_file(path), version).model_dump(mode="json")
+
+    @property
+    def max_size_bytes(self) -> int:
+        """The server's limit of an image."""
+        return _max_size_bytes(self._target)
 
     def metadata(self) -> Metadata:
         """Ask the preprocessing server for the model's metadata. Raises the errors of `predict`.
@@ -231,9 +231,22 @@ class AsyncClient:
         await self.close()
 
 
+def read_file(path: Path) -> bytes:
+    """Raises DataError if the file cannot be read."""
+    try:
+        with open_regular(path) as file:
+            return file.read()
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror}.") from None
+
+
+def _max_size_bytes(target: Target) -> int:
+    return target.max_size_bytes - (GRPC_FRAME_BYTES if target.format == "grpc" else 0)
+
+
 def _require_bounded(image: bytes, target: Target) -> None:
     """Check the server's size limit before sending."""
-    limit = target.max_size_bytes - (GRPC_FRAME_BYTES if target.format == "grpc" else 0)
+    limit = _max_size_bytes(target)
     if len(image) > limit:
         raise PredictionRejectedError(f"The image has {len(image)} bytes; the server's limit is {limit}.")
 
