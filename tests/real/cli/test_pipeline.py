@@ -2,6 +2,7 @@
 
 import json
 import re
+import shlex
 import time
 from collections.abc import Iterator
 from datetime import UTC, datetime
@@ -171,6 +172,19 @@ def test_upload_run_and_status_of_a_held_release(server: KfpServer, tmp_path: Pa
     assert (status["state"], status["outcome"]["state"]) == ("succeeded", "held")
     assert [step["name"] for step in status["steps"]] == ["ingest"]
     assert evernear("status", run.id).splitlines()[1].split()[:2] == ["ok", "ingest"]
+
+
+def test_start_without_an_answer_names_the_command_that_returns_the_run(published: KfpServer) -> None:
+    published.fail(operation="run_service_create_run", status=504, after=True)
+    words = ("run", "--set", "train.epochs=3", "--preset", "best", "--endpoint", published.url, "--json")
+    with pytest.raises(PipelineServerError, match=r"answered 504.* The run may exist nevertheless: `evernear") as error:
+        evernear(*words)
+    command = str(error.value).split("`")[1]
+    again = shlex.split(command)
+    assert again[:3] == ["evernear", "pipeline", "run"]
+    assert {"--set", "train.epochs=3", "--preset", "best", "--endpoint", published.url, "--json"} <= {*again}
+    assert json.loads(evernear(*again[2:]))["id"] == published.runs[0].id
+    assert len(published.runs) == 1
 
 
 def test_parameters_accept_any_text(server: KfpServer) -> None:

@@ -1,7 +1,9 @@
 """The connection to the KFP API: credentials, retries, timeouts and error messages."""
 
 import socket
+import threading
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -9,6 +11,7 @@ import pytest
 
 from evernear.errors import EvernearError, PipelineServerError, SettingsError
 from evernear.kubeflow import connection
+from evernear.kubeflow.client import KfpRuns
 from evernear.kubeflow.connection import Connection
 from evernear.settings import PipelineSettings
 from tests.certificates import write_certificate
@@ -56,6 +59,31 @@ def test_rejected_requests_are_not_retried(server: KfpServer) -> None:
         connect(server.url).call(LIST, sort_by="tree")
     assert error.value.status == 400
     assert len(server.calls) == 1
+
+
+@pytest.mark.parametrize(
+    "answer", [b"<h1>Not Found</h1>", b'{"detail": "Not Found"}', b'{"message": "Not Found", "code": 5}']
+)
+def test_server_that_is_not_kfp_is_named(answer: bytes) -> None:
+    """Also a wrong path of the KFP API, whose gateway then names no resource."""
+
+    class Other(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(404)
+            self.send_header("Content-Type", "application/json")
+            self.end_headers()
+            self.wfile.write(answer)
+
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Other) as other:
+        threading.Thread(target=other.serve_forever, daemon=True).start()
+        runs = KfpRuns(PipelineSettings(endpoint=f"http://127.0.0.1:{other.server_port}"))
+        for call in (lambda: runs.parameters("continuous-training"), runs.list, lambda: runs.show("run")):
+            with pytest.raises(PipelineServerError, match=r"is not Kubeflow Pipelines: .*check pipeline\.endpoint"):
+                call()
+        other.shutdown()
 
 
 def test_unreachable_server_error_names_url_and_remedy() -> None:

@@ -13,6 +13,7 @@ from urllib.parse import parse_qs, urlsplit
 import pytest
 import yaml
 
+from evernear.kubeflow import NAMES
 from tests import ROOT
 from tests.loopback.kfp import KfpServer
 
@@ -104,6 +105,11 @@ def test_push_uploads_and_starts_one_run_with_github_token(kfp: KfpServer, issue
         "s3://images",
         "local",
     ]
+
+
+def test_every_pipeline_can_be_started_by_hand() -> None:
+    inputs = WORKFLOW[True]["workflow_dispatch"]["inputs"]  # YAML reads the key "on" as true
+    assert sorted(inputs["pipeline"]["options"]) == sorted(NAMES)
 
 
 def test_job_without_a_github_token_fails(kfp: KfpServer, issuer: str, tmp_path: Path) -> None:

@@ -54,6 +54,7 @@ class KubernetesTarget:
         """Check all permissions (a dry run names only one), then validate with a dry run."""
         preflight = ServedRelease("preflight", archive_sha256=64 * "0", manifest_sha256=64 * "0")
         own = serving_objects(self._settings, preflight)  # refuses settings before it asks the cluster
+        service_client(self.cluster, self._settings)  # refuses a token that cannot reach the Service
         check_permissions(self.cluster, own, self._settings)
         apply_revision(self.cluster, self._objects(preflight), dry_run=True)
 

@@ -503,6 +503,8 @@ def test_rejected_deployment_changes_nothing(
         sandbox.deploy(sandbox.releases[0], image="")
     with pytest.raises(SettingsError, match="The API server does not forward a token"):
         sandbox.deploy(sandbox.releases[0], token_secret="token")
+    with pytest.raises(SettingsError, match="The API server does not forward a token"):
+        deployment.open_target(sandbox.with_settings(token_secret="token")).require_deployable()
     with pytest.raises(StoreError, match="No release has been promoted"):
         deployment.apply(sandbox.settings)
     assert {
