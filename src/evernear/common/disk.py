@@ -83,6 +83,14 @@ def staged_file(directory: Path, name: str) -> Generator[tuple[BinaryIO, Path]]:
         staged.unlink(missing_ok=True)
 
 
+def link_or_copy(file: Path, to: Path) -> None:
+    """Make ``to`` a hard link of ``file``, or a copy on another disk or one without links."""
+    try:
+        to.hardlink_to(file.resolve())
+    except OSError:  # the error for a disk without links depends on the system
+        shutil.copyfile(file, to)
+
+
 def sync(file: BinaryIO) -> None:
     """Flush to disk before a rename, so that a power failure cannot leave an empty file."""
     file.flush()

@@ -15,6 +15,7 @@ from evernear.errors import DataError
 
 _SPACES = "".join(char for char in map(chr, range(0x3001)) if char.isspace())
 _INVISIBLE = "\u061c\u200b\u200e\u200f\u2060\ufeff"  # direction marks, zero-width space, word joiner, byte order mark
+_CONTROL = re.compile(r"[\x00-\x1f\x7f\x85\u2028\u2029]")
 _IGNORED = frozenset({"\u034f", *map(chr, range(0xFE00, 0xFE10))})  # grapheme joiner, variation selectors
 
 
@@ -22,6 +23,16 @@ def class_name(text: str) -> str:
     """``text`` in composed form (Unicode NFC), without spaces and invisible characters at its ends.
     Case is preserved, because handwriting datasets have the classes ``a`` and ``A``."""
     return trimmed(unicodedata.normalize("NFC", text))
+
+
+def require_one_line(name: str, where: str) -> str:
+    """The class name ``name``, if it has no line break or other control character. ``where`` names
+    its place. Two lines are two labels, and an image has one."""
+    if _CONTROL.search(name):
+        raise DataError(
+            f"{where} is {name!a}, which has a line break or another control character; write one name on one line."
+        )
+    return name
 
 
 def trimmed(text: str) -> str:

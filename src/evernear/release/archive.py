@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from evernear.common.disk import disk_errors, sha256_bytes, sha256_file, write_atomically
+from evernear.common.disk import disk_errors, link_or_copy, sha256_bytes, sha256_file, write_atomically
 from evernear.common.store import Store
 from evernear.data.manifest import Split
 from evernear.data.shards import Block, Dataset
@@ -160,9 +160,9 @@ def _link_parts(parts: Path, candidate: Candidate, index_names: Iterable[str], h
     network_files = [candidate.network_dir / name for name in (NETWORK_FILE, NETWORK_DESCRIPTION)]
     index_files = [candidate.index_dir / name for name in index_names]
     for file in (*network_files, *index_files):
-        (parts / file.name).symlink_to(file.resolve())
-    (parts / VERDICT_FILE).symlink_to(candidate.verdict_file.resolve())
-    (parts / HANDLER_FILE).symlink_to(handler.resolve())
+        link_or_copy(file, parts / file.name)
+    link_or_copy(candidate.verdict_file, parts / VERDICT_FILE)
+    link_or_copy(handler, parts / HANDLER_FILE)
 
 
 def _model_config(settings: ServingSettings) -> str:

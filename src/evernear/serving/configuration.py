@@ -1,12 +1,15 @@
 """TorchServe's configuration files, the command that starts it, and its Java runtime."""
 
+import errno
 import importlib.util
 import json
 import math
 import os
 import re
+import socket
 import sys
 from collections.abc import Mapping
+from functools import cache
 from importlib import resources
 from pathlib import Path
 
@@ -24,6 +27,8 @@ LOOPBACK = "127.0.0.1"
 GRPC_CONNECTION_AGE_MS = 60_000  # clients then reconnect, and so discover new servers
 KEYS_EXPIRE_AFTER_MIN = 10 * 365 * 24 * 60  # instead of an hour, because new keys are created at each start
 UNIX_SOCKET_PATH_BYTES = 107  # sun_path of unix(7), less its terminating zero
+
+_WITHOUT_SOCKETS = (errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EINVAL)
 
 QUERY_LOG_VARIABLE = "_EVERNEAR_QUERY_LOG"
 QUERY_LOG_FILE = "query-log.json"
@@ -75,15 +80,29 @@ def model_store(home: Path) -> Path:
 
 
 def temporary_directory(home: Path) -> Path:
-    """Unpacked archives and the workers' sockets, whose paths must be short. Create it with
-    `make_private`.
+    """Unpacked archives and the workers' sockets, whose paths must be short and on a disk that has
+    sockets. Create it with `make_private`.
 
     The path does not depend on ``TMPDIR``, so every process derives the same one.
     """
     inside = home / "tmp"
-    if len(os.fsencode(inside / ".ts.sock.99999")) <= UNIX_SOCKET_PATH_BYTES:
+    if len(os.fsencode(inside / ".ts.sock.99999")) <= UNIX_SOCKET_PATH_BYTES and has_sockets(home):
         return inside
     return Path("/tmp") / scratch_name(home)  # noqa: S108 - created by make_private
+
+
+@cache
+def has_sockets(directory: Path) -> bool:
+    """Whether the disk of ``directory`` has Unix sockets, unlike exFAT and most SMB servers."""
+    existing = next(each for each in (directory, *directory.parents) if each.is_dir())
+    path = existing / f".sock.{os.getpid()}"
+    with socket.socket(socket.AF_UNIX) as probe:
+        try:
+            probe.bind(os.fsencode(path))
+        except OSError as error:  # such as a full disk, which says nothing about sockets
+            return error.errno not in _WITHOUT_SOCKETS
+    path.unlink(missing_ok=True)
+    return True
 
 
 def _properties(settings: ServingSettings, home: Path, tokens: bool, model_api: bool) -> dict[str, object]:

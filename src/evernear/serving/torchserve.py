@@ -20,7 +20,7 @@ import psutil
 from filelock import FileLock
 from filelock import Timeout as LockTimeout
 
-from evernear.common.disk import disk_errors, make_private, remove_own, write_atomically
+from evernear.common.disk import disk_errors, make_private, remove_own, scratch, write_atomically
 from evernear.common.progress import typed_arguments
 from evernear.errors import BusyError, IntegrityError, ServingError
 from evernear.serving.configuration import (
@@ -99,13 +99,18 @@ def exec_torchserve(settings: ServingSettings, home: Path, frontend: Mapping[str
 
 
 def require_startable(settings: ServingSettings, home: Path) -> None:
-    """Check that `start_server` can succeed, before hours of training."""
+    """Check that `start_server` can succeed, before hours of training: Java, the ports, and a disk
+    with file locks and a directory for sockets."""
     requested = Endpoints.of(settings)
-    if is_running(home):
-        _require_same_endpoints(home, requested)
-        return
-    require_java()
-    _require_free_ports(requested)
+    _make_home(home)
+    with _locked(home):
+        if is_running(home):
+            _require_same_endpoints(home, requested)
+            return
+        require_java()
+        _require_free_ports(requested)
+        with scratch(temporary_directory(home)):
+            pass
 
 
 def stop_server(home: Path) -> bool:

@@ -1,5 +1,6 @@
 """Names that look the same are one class; names that look alike are reported."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,9 @@ from evernear.data.validate import NO_CHANGES, Report, require_valid, validate_d
 from evernear.errors import DataError
 from evernear.settings import ClassSettings, ValidationSettings
 from tests.dataset_images import write_files
+from tests.real.data.test_packed import FORMATS, tar
+from tests.real.data.test_table import rows_of, write_csv
+from tests.real.data.test_table import write_parquet as write_table
 from tests.small_ingest import opened
 
 COMPOSED, DECOMPOSED = "caf\xe9", "cafe\u0301"
@@ -69,6 +73,48 @@ def test_case_and_width_are_different_classes_with_a_warning(make_tree, run_inge
 def test_blank_name_is_refused(make_tree, run_ingest) -> None:
     with pytest.raises(DataError, match=r"The name of the class folder '\\u200b ' of given is blank; rename it\."):
         run_ingest(make_tree("\u200b ", "a", "b"))
+
+
+TWO_LINES, SHOWN = "cat\ndog", r"'cat\ndog', which has a line break"
+
+
+def write_json(path: Path, images: list[bytes], labels: list[str]) -> None:
+    rows = [json.dumps({"label": label}).encode() for label in labels]
+    pairs = enumerate(zip(images, rows, strict=True))
+    tar(path.with_suffix(".tar"), [m for n, (i, row) in pairs for m in ((f"{n:04}.png", i), (f"{n:04}.json", row))])
+
+
+@pytest.mark.parametrize(("kind", "write"), [*FORMATS, ("webdataset", write_json)])
+def test_label_of_two_lines_in_a_packed_dataset_is_refused(run_ingest, make_image, tmp_path: Path, kind, write) -> None:
+    """The trailing line break of a .cls is no second line."""
+    images = [make_image(number) for number in range(24)]
+    labels = ["cat\n", "dog\r\n"] * 12
+    write(tmp_path / "good" / "train", images, labels)
+    assert run_ingest(f"{kind}:{tmp_path / 'good'}").labels == ("cat", "dog")
+    write(tmp_path / "bad" / "train", images, [*labels[:-1], TWO_LINES])
+    with pytest.raises(DataError) as refused:
+        run_ingest(f"{kind}:{tmp_path / 'bad'}", dataset="bad")
+    assert SHOWN in str(refused.value)
+    assert "train." in str(refused.value), "the file is named"
+
+
+@pytest.mark.parametrize("write", [write_csv, write_table])
+def test_label_of_two_lines_in_a_table_is_refused(make_tree, run_ingest, write) -> None:
+    tree = make_tree("cat", "dog")
+    rows = rows_of(tree)
+    rows[3]["label"] = TWO_LINES
+    path = write(tree / ("labels.csv" if write is write_csv else "labels.parquet"), rows)
+    with pytest.raises(DataError) as refused:
+        run_ingest(f"table:{path}")
+    assert SHOWN in str(refused.value)
+    assert path.name in str(refused.value)
+
+
+@pytest.mark.parametrize("name", ["cat\ndog", "cat\rdog", "a\x1b[31m", "a\x7fb", "a\x85b", "a\u2028b", "a\tb"])
+def test_class_folder_with_a_control_character_is_refused(make_tree, run_ingest, name: str) -> None:
+    with pytest.raises(DataError) as refused:
+        run_ingest(make_tree(name, "plum"))
+    assert f"The name of a class folder of given is {name!a}, which has a line break or another" in str(refused.value)
 
 
 def test_classes_are_retired_and_renamed_in_any_spelling(make_tree, run_ingest) -> None:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from evernear.common.disk import disk_errors
 from evernear.common.outputs import MARKER, MarkedFolders, is_output
 from evernear.common.store import open_store
-from evernear.common.text import class_name, spelled
+from evernear.common.text import class_name, require_one_line, spelled
 from evernear.data.image_file import SIGNATURE_SIZE_BYTES
 from evernear.data.manifest import Split
 from evernear.data.sources.base import FileEntry, FileSource, NameSample, file_etag
@@ -112,6 +112,7 @@ class _ClassFolders(FileSource):
             self._labels[folder] = class_name(folder)
             if not self._labels[folder]:
                 raise DataError(f"The name of the class folder {folder!a} of {self.name} is blank; rename it.")
+            require_one_line(self._labels[folder], f"The name of a class folder of {self.name}")
         return self._labels[folder]
 
     def _note_merged_folders(self) -> None:

@@ -23,7 +23,7 @@ from evernear.common.disk import disk_errors
 from evernear.common.output import named, quantity
 from evernear.common.outputs import MARKER, MarkedFolders, is_output
 from evernear.common.store import open_store
-from evernear.common.text import class_name
+from evernear.common.text import class_name, require_one_line
 from evernear.data.manifest import Split
 from evernear.data.sources.base import FileEntry, FileSource, NameSample, file_etag
 from evernear.data.sources.folder import dataset_name
@@ -151,7 +151,7 @@ class PackedFiles(FileSource):
                 name = f"{file.name}/{member.name}"
                 if name in entries:
                     raise DataError(f"{file.name} contains two images called {member.name}; rename one of them.")
-                label = class_name(member.label)
+                label = require_one_line(class_name(member.label), f"The label of {member.name} in {file.name}")
                 entries[name] = FileEntry(name, file.etag, label, explicit, member.size_bytes, member.group)
         no_label = {""}
         if file.split not in ("", "train") and {entry.label for entry in entries.values()} <= {"", "-1"}:

@@ -21,7 +21,7 @@ from evernear.common.disk import disk_errors
 from evernear.common.output import NAMED, named
 from evernear.common.outputs import MarkedFolders, is_output
 from evernear.common.store import open_store
-from evernear.common.text import class_name, column_positions, csv_rows, lookalike_key, spelled
+from evernear.common.text import class_name, column_positions, csv_rows, lookalike_key, require_one_line, spelled
 from evernear.data.sources.base import FileEntry, FileSource, NameSample, file_etag
 from evernear.data.sources.folder import dataset_name
 from evernear.data.sources.layout import NamedSplits
@@ -123,6 +123,7 @@ class Table(FileSource):
                     label = class_name(row.label)
                     if not self._is_used(name, label):
                         continue
+                    require_one_line(label, f"The label in {row.where} of {self._file_name}")
                     labels[label].add(row.label)
                     split = splits.add(row.split, row.where)
                     if split == "none":
