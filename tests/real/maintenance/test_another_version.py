@@ -188,6 +188,13 @@ def test_store_with_one_newer_document_is_not_run_on(
     assert not [*store.list("runs/")]
 
 
+def test_store_whose_first_run_failed_is_not_run_on(workdir: Path) -> None:
+    """It would have documents of both versions, and could then be neither checked nor pruned."""
+    shutil.rmtree(workdir / "store/datasets")
+    shutil.rmtree(workdir / "store/releases")
+    require_refusal(workdir, *("run", *REFUSES["run"]), sentence="is of another version of evernear")
+
+
 # Kinds of documents
 
 

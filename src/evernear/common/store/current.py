@@ -3,6 +3,7 @@
 import re
 from collections.abc import Mapping
 from contextlib import suppress
+from itertools import islice
 
 from evernear.common.frozen import require_format
 from evernear.common.store import Store, open_store
@@ -14,23 +15,26 @@ def current_store(uri: str) -> Store:
     """Open the store of a working directory or of a pipeline, like `open_store`.
 
     This compares only the documents that lead to all others: the store's identity, the champion
-    with its record, and each dataset's newest snapshot. Whoever reads another document compares it
-    as well.
+    with its record, and each dataset's newest snapshot, or before the first of them, a record of a
+    run. Whoever reads another document compares it as well.
 
     Raises:
         FormatError: another version of evernear wrote the store.
     """
     store = open_store(uri)
     _compare(store, IDENTITY)
-    _compare(store, "releases/champion.json", "version", "releases/manifests/{}.json")
+    is_used = _compare(store, "releases/champion.json", "version", "releases/manifests/{}.json")
     for name in store.children("datasets"):
         if name.endswith("/"):
-            _compare(store, f"datasets/{name}head.json", "digest", f"datasets/{name}manifests/{{}}.json")
+            is_used |= _compare(store, f"datasets/{name}head.json", "digest", f"datasets/{name}manifests/{{}}.json")
+    for info in islice(store.list("runs/"), 0 if is_used else 1):
+        _compare(store, info.key)
     return store
 
 
-def _compare(store: Store, key: str, field: str = "", named: str = "") -> None:
-    """Compare a document and the one that its ``field`` names. Damage is not this module's task."""
+def _compare(store: Store, key: str, field: str = "", named: str = "") -> bool:
+    """Compare a document and the one that its ``field`` names. Return whether it is readable,
+    because damage is not this module's task."""
     fields: Mapping[str, object] = {}
     with suppress(IntegrityError):
         stored = store.find(key)
@@ -38,3 +42,4 @@ def _compare(store: Store, key: str, field: str = "", named: str = "") -> None:
     name = str(fields.get(field, ""))
     if re.fullmatch(r"[\w.]+", name):
         _compare(store, named.format(name))
+    return bool(fields)
