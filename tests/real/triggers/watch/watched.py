@@ -166,4 +166,4 @@ class WatchedSystem:
     def save_outcome(self, run: str, state: str) -> None:
         """Save the outcome of a run like its last step."""
         outcome = {"run": run, "state": state, "reasons": ["The gate says so."]}
-        self.store.put(f"runs/{run}/outcome.json", json.dumps(outcome).encode())
+        RunRecord(self.store, run).save(outcome=outcome)
