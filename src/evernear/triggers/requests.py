@@ -23,7 +23,7 @@ from pydantic import AwareDatetime, Field
 
 from evernear.common.frozen import Document, Frozen
 from evernear.common.store import Store
-from evernear.errors import ConflictError, IntegrityError
+from evernear.errors import ConflictError, FormatError, IntegrityError
 
 REQUESTS = "triggers/requests/"
 RETENTION = timedelta(days=7)
@@ -161,7 +161,7 @@ class RequestStore:
             if etag != info.etag:
                 try:
                     _, request = self._read(info.key)
-                except IntegrityError as error:
+                except (IntegrityError, FormatError) as error:
                     _log.warning("%s", error)
                     request = None
                     self._cache[info.key] = (info.etag, request)

@@ -1,6 +1,7 @@
 """An acknowledged request is carried out once: copies, double clicks, restarts, outages."""
 
 import itertools
+import json
 from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 from slack_bolt import BoltRequest
 from slack_sdk.http_retry import builtin_handlers
 
+from evernear.common.frozen import FORMAT, stamp
 from evernear.errors import SlackError
 from evernear.kubeflow.runs import Parameter, Run, State
 from evernear.triggers.slack import prompts
@@ -19,6 +21,8 @@ from evernear.triggers.slack.client import SlackClient
 from tests.loopback.slack import SlackServer, signed
 from tests.loopback.slack.server import SIGNING_SECRET, Fault
 from tests.real.triggers.slack.bot import ADA, BOB, Bot, MemoryRuns
+
+REQUEST = stamp() | {"id": "1", "kind": "run", "created": "2026-11-22T09:00:00Z", "asked_by": {"id": "U0ADA"}}
 
 
 def test_acknowledged_request_is_stored(bot: Bot, runs: MemoryRuns) -> None:
@@ -296,22 +300,23 @@ def test_only_calls_after_the_acknowledgement_are_retried(slack: SlackServer, ru
 
 
 @pytest.mark.parametrize(
-    "data",
+    ("data", "sentence"),
     [
-        b'{"id": "damaged"',
-        b'{"id": "1", "kind": "dance", "created": "2026-11-22T09:00:00Z", "asked_by": {"id": "U0ADA"}}',
-        b'{"id": "1", "kind": "run", "created": "2026-11-22T09:00:00Z", "asked_by": {"id": "U0ADA"}, "new_field": 1}',
+        (b'{"id": "damaged"', "is not a valid request"),
+        (json.dumps(REQUEST | {"kind": "dance"}).encode(), "is not a valid request"),
+        (json.dumps(REQUEST | {"new_field": 1}).encode(), "is not a valid request"),
+        (json.dumps(REQUEST | {"format": FORMAT + 1}).encode(), "is of another version of evernear"),
     ],
-    ids=["damaged", "unknown kind", "unknown field"],
+    ids=["damaged", "unknown kind", "unknown field", "another version"],
 )
 def test_unreadable_request_is_logged_once_and_does_not_affect_others(
-    bot: Bot, runs: MemoryRuns, caplog: pytest.LogCaptureFixture, data: bytes
+    bot: Bot, runs: MemoryRuns, caplog: pytest.LogCaptureFixture, data: bytes, sentence: str
 ) -> None:
     bot.store.put("triggers/requests/1.json", data)
     bot.click(ADA, bot.prompt(), "Start training")
     bot.poll(5)
     assert len(runs.started) == 1
-    assert caplog.text.count("triggers/requests/1.json is not a valid request") == 1
+    assert caplog.text.count(f"triggers/requests/1.json {sentence}") == 1
     assert "Open prompts" in bot.query(ADA, "/evernear status").text
 
 

@@ -1,7 +1,6 @@
 """Shared by the tests of the watcher: a store with a champion, images for its source, and runs in
 memory."""
 
-import json
 import random
 import shutil
 from collections.abc import Sequence
@@ -14,6 +13,7 @@ import pytest
 from PIL import Image
 from sklearn.datasets import load_digits
 
+from evernear.common.run_record import RunRecord
 from evernear.common.store import Store, open_store
 from evernear.data.shards import Dataset
 from evernear.kubeflow.runs import Parameter, State
