@@ -122,9 +122,16 @@ def import_(
     from evernear.common.store.current import current_store
     from evernear.console.live_labels import import_labels, labeled_queries, read_labels
     from evernear.evaluation.live_accuracy import LIVE_QUERIES, accuracy_by_week
+    from evernear.serving.configuration import logged_queries
+    from evernear.serving.endpoints import home_of
+    from evernear.serving.query_log import ship_query_log
+    from evernear.serving.torchserve import is_running
 
-    opened = current_store(settings.store_uri)
+    opened, home = current_store(settings.store_uri), home_of(settings.workdir)
     read = read_labels(file)
+    is_of_server = not settings.store and home.is_dir()
+    if is_of_server:
+        ship_query_log(logged_queries(home), opened)
     result = import_labels(opened, read.labels, datetime.now(UTC))
     print_line(f"{result.stored:,} of {quantity(len(read.labels), 'label')} stored.")
     if read.corrected:
@@ -133,10 +140,8 @@ def import_(
         if count:
             print_line(f"{quantity(count, 'row')} left out: no {column}.")
     if result.missing:
-        print_line(
-            f"{quantity(len(result.missing), 'id')} not in the query log, which has a sample of the queries: "
-            f"{_some(result.missing)}"
-        )
+        why = _why_missing(is_sample=result.is_sample, is_written=is_of_server and not is_running(home))
+        print_line(f"{quantity(len(result.missing), 'id')} not in the query log{why}: {_some(result.missing)}")
     if result.unknown_classes:
         print_line(f"No class of the release, so its answer counts as wrong: {_some(result.unknown_classes)}")
     in_store = labeled_queries(opened)
@@ -146,6 +151,16 @@ def import_(
     rows = [[each.week, each.version, each.answers.sentence(*LIVE_QUERIES), str(each.label_right)] for each in weeks]
     if rows:
         print_table(["week", "release", "answers", "label right (95% interval)"], rows)
+
+
+def _why_missing(*, is_sample: bool, is_written: bool) -> str:
+    """``is_written``: no server may have queries that are not in the log yet."""
+    from evernear.serving.configuration import QUERY_LOG_PERIOD_S
+
+    if is_written:
+        return ", which has a sample of the queries" if is_sample else ""
+    pending = f"not written yet (every {QUERY_LOG_PERIOD_S:g} s, and when a server stops; import the file again)"
+    return f": not in its sample of the queries, or {pending}" if is_sample else f": {pending}"
 
 
 def _some(names: Sequence[str]) -> str:

@@ -55,6 +55,8 @@ class ImportedLabels(Frozen):
     missing: tuple[str, ...]
     """IDs that are neither in the query log nor labeled before, because the query was not sampled,
     was deleted, or has not been shipped yet."""
+    is_sample: bool
+    """Whether servers answered more queries than the log has, so that its sample may lack some."""
     unknown_classes: tuple[str, ...] = ()
     """Labels that are not a class of the release that answered. Its answer then counts as wrong."""
 
@@ -94,7 +96,7 @@ def import_labels(store: Store, labels: Mapping[str, str], now: datetime) -> Imp
     one replaces it, even if the query is no longer in the log. An equal one counts as stored and
     changes nothing, so a growing file can be imported repeatedly."""
     labels = {query: class_name(label) for query, label in labels.items()}
-    logged = _logged(store, labels, now)
+    logged, is_sample = _logged(store, labels, now)
     # a label is imported after its query was answered
     since = min((query.at for query in logged), default=now) - _CLOCK_TOLERANCE
     earlier = labeled_queries(store, since if len(logged) == len(labels) else None).queries
@@ -108,12 +110,14 @@ def import_labels(store: Store, labels: Mapping[str, str], now: datetime) -> Imp
     return ImportedLabels(
         stored=len(answered),
         missing=tuple(query for query in labels if query not in answered),
+        is_sample=is_sample,
         unknown_classes=tuple(_unknown_classes(store, list(answered.values()))),
     )
 
 
-def _logged(store: Store, labels: Mapping[str, str], now: datetime) -> list[LabeledQuery]:
-    missing = dict(labels)
+def _logged(store: Store, labels: Mapping[str, str], now: datetime) -> tuple[list[LabeledQuery], bool]:
+    """The queries in the log, and whether the files that were read for them are only a sample."""
+    missing, dropped = dict(labels), 0
     found: list[LabeledQuery] = []
     keys = [info.key for info in store.list(QUERIES) if closed_at(info.key) and info.size_bytes <= MAX_FILE_BYTES]
     for key in sorted(keys, reverse=True):
@@ -124,6 +128,7 @@ def _logged(store: Store, labels: Mapping[str, str], now: datetime) -> list[Labe
             period, queries = parse_file(stored[0] if stored else b"", key)
         except IntegrityError:  # the watcher reports the damage
             continue
+        dropped += period.queries - len(queries)
         found += [
             LabeledQuery(
                 id=query.id,
@@ -137,7 +142,7 @@ def _logged(store: Store, labels: Mapping[str, str], now: datetime) -> list[Labe
             for query in queries
             if query.id in missing
         ]
-    return found
+    return found, dropped > 0
 
 
 def _unknown_classes(store: Store, queries: Sequence[LabeledQuery]) -> list[str]:

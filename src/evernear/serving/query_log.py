@@ -7,7 +7,8 @@ Its files are written on the server's machine and then shipped to the store.
     TORCHSERVE_HOME/queries/<time>-<version>-<host>-<process>-<random>.jsonl    finished files on this machine
     queries/<day>/<same name>                                                   in the store
 
-Each worker samples the queries of a period uniformly in memory, and writes a log file at its end.
+Each worker samples the queries of a period uniformly in memory, and writes a log file at the end of
+the period, and when the worker itself ends.
 The first line contains the total number of queries, and each other line a sampled query. If
 ``serving.query_log`` is ``images``, uncertain queries also contain the preprocessed image and its
 embedding, and those in a smaller uniform sample (`SampledFiles`) the file that the client sent. Log
@@ -16,6 +17,7 @@ so any number of workers and pods may write them. Logging never makes a predicti
 a disk. A separate thread writes the files, and queries that cannot be written are dropped.
 """  # noqa: W505
 
+import atexit
 import base64
 import heapq
 import logging
@@ -119,7 +121,7 @@ class QueryLog:
         self._threshold = release.manifest.threshold
         self._projection = _projection(release)
         self._random = random.Random()  # noqa: S311 - sampling, not cryptography
-        self._lock = threading.Lock()
+        self._lock, self._writing = threading.Lock(), threading.Lock()
         self._clear()
 
     @staticmethod
@@ -135,8 +137,10 @@ class QueryLog:
             return None
 
     def start(self) -> None:
-        """Start a daemon thread that writes a file at the end of each period."""
+        """Start a daemon thread that writes a file at the end of each period. The last file is
+        written when the process exits."""
         threading.Thread(target=self._write_forever, name="query-log", daemon=True).start()
+        atexit.register(self._try_to_write)
 
     def record(
         self,
@@ -172,6 +176,10 @@ class QueryLog:
         Raises:
             StoreError: the directory is not writable. The queries are lost.
         """
+        with self._writing:  # the exit of the process waits for a file that is being written
+            return self._write_file()
+
+    def _write_file(self) -> Path | None:
         with self._lock:
             since, queries, unknown = self._since, self._queries, self._unknown
             samples, files = self._samples, self._files.by_priority()
@@ -208,12 +216,15 @@ class QueryLog:
     def _write_forever(self) -> None:
         while True:
             time.sleep(self._configuration.period_s)
-            try:
-                self.write_file()
-            except EvernearError as error:
-                _log.warning("Some queries were not logged: %s", error)
-            except Exception:  # neither predictions nor this thread must stop
-                _log.exception("Some queries were not logged")
+            self._try_to_write()
+
+    def _try_to_write(self) -> None:
+        try:
+            self.write_file()
+        except EvernearError as error:
+            _log.warning("Some queries were not logged: %s", error)
+        except Exception:  # neither predictions nor the thread must stop
+            _log.exception("Some queries were not logged")
 
 
 def is_uncertain(prediction: Prediction, threshold: float) -> bool:

@@ -2,6 +2,8 @@
 
 import base64
 import random
+import subprocess
+import sys
 import threading
 import time
 from collections import Counter
@@ -13,6 +15,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
+import psutil
 import pytest
 from PIL import Image
 from scipy import stats
@@ -33,6 +36,7 @@ from evernear.serving.configuration import (
     write_configuration,
 )
 from evernear.serving.core import Predictor
+from evernear.serving.endpoints import read_state
 from evernear.serving.query_log import SENT_MAX_BYTES, SENT_MAX_FILES, QueryLog, Request, ship_query_log, ship_until
 from evernear.serving.query_log_files import (
     MAX_FILE_BYTES,
@@ -45,7 +49,8 @@ from evernear.serving.query_log_files import (
 )
 from evernear.serving.responses import Neighbor, Prediction
 from evernear.settings import ServingSettings
-from tests.served import Served
+from tests.releases import MakeRelease
+from tests.served import Served, serving
 from tests.waiting import until
 
 
@@ -349,6 +354,51 @@ def test_server_writes_the_query_log(served: Served) -> None:
     assert all(len(row.coordinates) == 16 for row in rows)
     assert {period.version for period in periods()} == {served.manifest.version}
     assert directory.stat().st_mode & 0o077 == 0
+
+
+def test_server_that_stops_writes_the_queries_since_the_last_file(make_release: MakeRelease, tmp_path: Path) -> None:
+    with serving(make_release(), tmp_path) as server:
+        image, _ = server.parts.smoke_queries()[0]
+        with server.client() as client:
+            ids = {client.predict(image).id for _ in range(20)}
+        directory, state = logged_queries(server.home), read_state(server.home)
+        assert not [*directory.glob("*")]
+        assert state is not None
+        java = psutil.Process(state.pid)
+        java.terminate()
+        java.wait()
+        # In a pod, the end of this process kills the workers, so they have written before.
+        assert {row.id for path in directory.glob("*.jsonl") for row in _read(path)[1]} == ids
+
+
+def test_process_that_exits_waits_for_the_file_that_is_being_written(parts: ReleaseParts, tmp_path: Path) -> None:
+    """The thread of the log is a daemon, which the end of the process would stop."""
+    script = """
+import sys, threading, time
+from pathlib import Path
+from evernear.release.archive_reader import open_parts
+from evernear.serving import query_log
+from evernear.serving.configuration import QueryLogConfiguration
+from evernear.serving.responses import Prediction
+
+begun, write = threading.Event(), query_log.write_atomically
+def write_slowly(path, data):
+    begun.set()
+    time.sleep(0.5)
+    write(path, data)
+
+query_log.write_atomically = write_slowly
+directory = Path(sys.argv[2])
+settings = QueryLogConfiguration(directory=directory, images=False, sample=9, period_s=0.01, size_bytes=2**20)
+log = query_log.QueryLog(settings, open_parts(Path(sys.argv[1])))
+log.record([Prediction(pred="7", dist=0.1, unknown=False, neighbors=(), version="v")], None, None)
+log.start()
+begun.wait()
+log.record([Prediction(pred="8", dist=0.1, unknown=False, neighbors=(), version="v")], None, None)
+"""
+    subprocess.run([sys.executable, "-c", script, parts.directory, tmp_path / "queries"], check=True)
+    rows = [row for path in (tmp_path / "queries").glob("*") for row in _read(path)[1]]
+    assert sorted(row.pred for row in rows) == ["7", "8"]
 
 
 def _read(path: Path) -> tuple[Period, list[LoggedQuery]]:

@@ -7,6 +7,9 @@ import pytest
 import requests
 
 from evernear.serving.client import Client
+from evernear.serving.configuration import logged_queries
+from evernear.serving.endpoints import home_of
+from evernear.serving.query_log_files import parse_file
 from tests.real.serving.pod.kubelet import FORMATS, TOKEN, Pod, Shipped, StartPod
 from tests.slow.serving.balancer import Balancer
 from tests.slow.serving.callers import Calls, calling, calling_grpc
@@ -88,7 +91,7 @@ def test_replacements_under_load_fail_no_request_of_5000_unless_prestop_is_too_s
     assert calls.failures
 
 
-def test_without_token_serves_everyone(shipped: Shipped, tmp_path: Path) -> None:
+def test_without_token_serves_everyone_and_writes_the_query_log_at_its_end(shipped: Shipped, tmp_path: Path) -> None:
     pod = Pod(tmp_path / "pod")
     try:
         assert pod.fetch(shipped.store, shipped.version, shipped.sha256).returncode == 0
@@ -96,7 +99,11 @@ def test_without_token_serves_everyone(shipped: Shipped, tmp_path: Path) -> None
         assert "8 stored queries" in pod.await_started()
         assert pod.probe() == 200
         with Client(pod.target(None)) as client:
-            assert client.predict(shipped.image).version == shipped.version
+            answer = client.predict(shipped.image)
+        assert answer.version == shipped.version
+        pod.delete()
+        (logged,) = logged_queries(home_of(pod.workdir)).glob("*.jsonl")
+        assert answer.id in {query.id for query in parse_file(logged.read_bytes(), logged.name)[1]}
     finally:
         pod.kill()
 

@@ -14,8 +14,13 @@ import java.net.InetSocketAddress;
 import java.net.SocketAddress;
 import java.nio.file.Files;
 import java.nio.file.Path;
+import java.util.ArrayList;
 import java.util.List;
+import java.util.concurrent.CompletableFuture;
+import java.util.concurrent.ExecutionException;
 import java.util.concurrent.TimeUnit;
+import java.util.concurrent.TimeoutException;
+import java.util.concurrent.atomic.AtomicReference;
 import org.apache.commons.cli.DefaultParser;
 import org.apache.logging.log4j.LogManager;
 import org.pytorch.serve.ModelServer;
@@ -25,6 +30,8 @@ import org.pytorch.serve.util.ConfigManager;
 import org.pytorch.serve.util.Connector;
 import org.pytorch.serve.util.ConnectorType;
 import org.pytorch.serve.util.TokenAuthorization;
+import org.pytorch.serve.wlm.ModelManager;
+import org.pytorch.serve.wlm.WorkerThread;
 
 /**
  * TorchServe's frontend, with behavior that cannot be configured in TorchServe 0.12.
@@ -42,6 +49,7 @@ import org.pytorch.serve.util.TokenAuthorization;
 public final class Frontend extends ModelServer {
     private static final Path OWNER_FILE = Path.of("owner.pid");
     private static final int OWNER_POLL_MS = 500;
+    private static final int WORKER_EXIT_S = 4; // less than JAVA_EXIT_S in pod.py
 
     private final Traffic traffic = new Traffic();
     private final byte[] query;
@@ -133,12 +141,36 @@ public final class Frontend extends ModelServer {
             if (rpc != null) {
                 rpc.awaitTermination(deadline - System.nanoTime(), TimeUnit.NANOSECONDS);
             }
+            endWorkers();
             LogManager.shutdown();
         } catch (InterruptedException fault) {
             fault.printStackTrace();
         } finally {
-            // TorchServe's stop method would take seconds. Workers exit when their connection closes.
+            // TorchServe's stop method would take seconds.
             Runtime.getRuntime().halt(0);
+        }
+    }
+
+    /**
+     * Closes the workers' connections, and waits until the workers have written the query log and exited. In a pod, this
+     * process has the ID 1, so its end would kill them.
+     */
+    private static void endWorkers() throws InterruptedException {
+        List<CompletableFuture<Process>> exits = new ArrayList<>();
+        for (WorkerThread worker : ModelManager.getInstance().getWorkers().values()) {
+            List<Channel> connections = Private.get(worker, "backendChannel");
+            Process process = worker.getLifeCycle().getProcess();
+            if (process != null && !connections.isEmpty()) {
+                // TorchServe interrupts this thread when the connection closes, and the thread kills the worker.
+                Private.<AtomicReference<Thread>>get(worker, "currentThread").set(null);
+                exits.add(process.onExit());
+                List.copyOf(connections).forEach(Channel::close);
+            }
+        }
+        try {
+            CompletableFuture.allOf(exits.toArray(CompletableFuture[]::new)).get(WORKER_EXIT_S, TimeUnit.SECONDS);
+        } catch (ExecutionException | TimeoutException fault) {
+            System.err.println("Workers do not exit, and lose queries that are not logged yet: " + fault);
         }
     }
 
