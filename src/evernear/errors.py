@@ -44,13 +44,7 @@ class DataError(EvernearError):
 
 
 class StoreError(EvernearError):
-    """``is_archived``: the object exists, but cannot be read before it is restored (S3 Glacier)."""
-
     exit_code = 4
-
-    def __init__(self, message: str, *, is_archived: bool = False) -> None:
-        super().__init__(message)
-        self.is_archived = is_archived
 
 
 class ConflictError(StoreError):

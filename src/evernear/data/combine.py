@@ -23,7 +23,7 @@ from evernear.data.sources import ArrayBlock, ArraySource
 from evernear.data.splits import Placer
 from evernear.data.sqlite import batched
 from evernear.data.writer import ShardWriter
-from evernear.errors import ConflictError
+from evernear.errors import MissingObjectError
 from evernear.settings import DataSettings
 
 
@@ -116,7 +116,11 @@ def combine(
     on_images: Callable[[int], None],
 ) -> None:
     """Add the images in ``batches``, and update the shards with earlier images whose files have
-    changed. ``candidates`` contains the splits that ingest may choose."""
+    changed. ``candidates`` contains the splits that ingest may choose.
+
+    Raises:
+        MissingObjectError: a pending file has no result, because it has changed or vanished.
+    """
     _rewrite_changed(ledger, writer)  # excludes the images that were decoded again
     _refresh_groups(settings, group, ledger)
     placer = Placer(settings, candidates, ledger, group)
@@ -127,7 +131,7 @@ def combine(
     ledger.apply_results()
     writer.close()
     if changed := ledger.count_pending():
-        raise ConflictError(f"{quantity(changed, 'file')} of the source changed during the ingest; run again.")
+        raise MissingObjectError(f"{quantity(changed, 'file')} of the source changed or vanished during the ingest.")
     ledger.reconcile()
     _rewrite_changed(ledger, writer)
     ledger.reviewed.refresh()

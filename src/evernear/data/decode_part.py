@@ -22,7 +22,6 @@ from heapq import merge
 from itertools import groupby
 from pathlib import Path
 from typing import NamedTuple
-from uuid import uuid4
 
 import numpy as np
 
@@ -115,7 +114,7 @@ class DecodedPart(Frozen):
 
     @classmethod
     def of(cls, files: Iterable[DecodedFile], pixels: str = "", sha256: str = "") -> "DecodedPart":
-        columns = [*zip(*files, strict=True)]
+        columns = [*zip(*files, strict=True)] or [()] * len(DecodedFile._fields)
         return cls.model_validate({"columns": columns, "pixels": pixels, "sha256": sha256})
 
     @property
@@ -159,7 +158,8 @@ def _decode_part(
         decoded = decoder.decode_all(iter(part.entries), REQUESTS_IN_FLIGHT, threads, lookahead)
         with closing(decoded) as results:
             for batch in batched(results, at_once):
-                files += map(_decoded_file, batch)
+                # Without a result for a file that is gone, the ingest lists the source again.
+                files += [_decoded_file(each) for each in batch if not _is_gone(each)]
                 _append(path, (result.pixels for result in batch if isinstance(result, DecodedImage)))
                 on_files(len(batch))
         if not any(file.digest for file in files):
@@ -168,6 +168,10 @@ def _decode_part(
         key = f"{parts.folder}/{sha256}.raw"
         parts.store.put(key, path)
     return DecodedPart.of(files, key, sha256).to_json()
+
+
+def _is_gone(result: DecodedImage | DecodeFailure) -> bool:
+    return isinstance(result, DecodeFailure) and result.is_gone
 
 
 def _decoded_file(result: DecodedImage | DecodeFailure) -> DecodedFile:
@@ -235,16 +239,16 @@ def parts_folder(
     parent: Manifest | None,
     decoder: str,
     sizes_px: tuple[int, int],
-    adopt: bool,
+    attempt: str,
 ) -> str:
-    """Where plans are stored. With ``adopt``, plans of an equal earlier ingest are reused."""
+    """Where plans are stored. Those of an equal earlier ingest with the same ``attempt`` are
+    reused."""
     ledger = (parent.ledger_sha256, *parent.ledger_changes) if parent else ()
     # The key includes the names of all settings, because a version with different settings could
     # not read the plans.
     chosen = f"{[*DataSettings.model_fields]} {settings.model_dump_json(exclude=_OF_SPEED)} {sizes_px}"
-    begun = f"{chosen} {ledger} {decoder}"
-    key = sha256_bytes(begun.encode()) if adopt else uuid4().hex
-    return f"{snapshots.parts_folder(parent)}{key[:16]}"
+    begun = f"{chosen} {ledger} {decoder} {attempt}"
+    return f"{snapshots.parts_folder(parent)}{sha256_bytes(begun.encode())[:16]}"
 
 
 def planned_form(store: Store, folder: str) -> ImageForm | None:

@@ -15,7 +15,7 @@ from evernear.data.reduction import BitDepth
 from evernear.data.sources import FileEntry, FileSource
 from evernear.data.sources.names import has_image_suffix
 from evernear.data.sources.packed import PackedFiles
-from evernear.errors import DataError, StoreError
+from evernear.errors import DataError, MissingObjectError, StoreError, TransientStoreError
 
 # Maximum number of images of the largest allowed size that are decoded at the same time, regardless
 # of the number of threads.
@@ -51,6 +51,8 @@ class DecodeFailure:
 
     entry: FileEntry
     reason: str | None
+    is_gone: bool = False
+    """Whether the file no longer exists."""
 
 
 class NotAnImageError(DataError):
@@ -106,6 +108,8 @@ class Decoder:
                 encoded = read_image(self._source, entry, self._max_pixels, data)
             except NotAnImageError:
                 return _done(DecodeFailure(entry, None))
+            except MissingObjectError:
+                return _done(DecodeFailure(entry, None, is_gone=True))
             except DataError as error:
                 return _done(DecodeFailure(entry, str(error)))
             return decoders.submit(self._decode, entry, encoded, stack.pop_all())
@@ -142,7 +146,8 @@ def read_image(source: FileSource, entry: FileEntry, max_pixels: int, data: byte
 
     Raises:
         NotAnImageError: neither the name nor the content of the file indicates an image.
-        DataError: the image is too large, broken or archived.
+        MissingObjectError: the file no longer exists.
+        DataError: the image is too large or broken, or its file cannot be read.
     """
     is_too_large = entry.size_bytes > max_file_size_bytes(max_pixels)
     if data is None:
@@ -158,12 +163,13 @@ def read_image(source: FileSource, entry: FileEntry, max_pixels: int, data: byte
 
 
 def _read(source: FileSource, name: str) -> bytes:
+    """A file that cannot be read, such as an archived object, is left out like a broken image."""
     try:
         return source.read(name)
-    except StoreError as error:
-        if error.is_archived:
-            raise DataError(str(error)) from None
+    except (MissingObjectError, TransientStoreError):
         raise
+    except StoreError as error:
+        raise DataError(str(error)) from None
 
 
 def max_file_size_bytes(max_pixels: int) -> int:

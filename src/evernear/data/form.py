@@ -14,7 +14,7 @@ from evernear.data.preprocess import Resize, bit_depth_of, decode_inspected, is_
 from evernear.data.reduction import BIT_DEPTHS, BitDepth
 from evernear.data.sources import ArraySource, FileEntry, FileSource
 from evernear.data.sources.packed import PackedFiles
-from evernear.errors import DataError
+from evernear.errors import DataError, MissingObjectError
 from evernear.settings import DataSettings
 from evernear.settings.data import MAX_SIZE_PX
 
@@ -22,6 +22,8 @@ Shape = tuple[int, int, int]
 
 _SAMPLED_FILES = 101
 _SAMPLED_AT_ONCE = 4
+_TRIED_FILES = 1000
+"""Files to try if none can be decoded, perhaps because none may be read."""
 _FIRST_TRANSPOSED = 5  # EXIF orientations 5 to 8 exchange width and height
 
 
@@ -128,7 +130,7 @@ class _Sample:
             return []
 
         def describe(image: tuple[FileEntry, bytes | None]) -> tuple[Shape, BitDepth | None] | None:
-            with suppress(DataError):
+            with suppress(DataError, MissingObjectError):
                 file = read_image(source, image[0], self._settings.max_pixels, image[1])
                 turned = file.orientation >= _FIRST_TRANSPOSED
                 height, width = (file.width_px, file.height_px) if turned else (file.height_px, file.width_px)
@@ -151,11 +153,12 @@ def _limited(height: int, width: int, channels: int, max_size_px: int) -> Shape:
 
 def _first_file_shape(source: FileSource, ledger: Ledger, settings: DataSettings) -> Shape:
     reason = ""
-    for entry in ledger.in_order():
+    for entry in islice(ledger.in_order(), _TRIED_FILES):
         try:
             image = decode_inspected(read_image(source, entry, settings.max_pixels), 16).image
-        except DataError as error:
+        except (DataError, MissingObjectError) as error:
             reason = reason or str(error)
         else:
             return image.height, image.width, 1 if image.mode == "L" else 3
-    raise DataError(f"No image in {settings.source} can be decoded; the first: {reason}")
+    none = f"None of the first {_TRIED_FILES:,} images" if ledger.count_listed() > _TRIED_FILES else "No image"
+    raise DataError(f"{none} in {settings.source} can be decoded; the first: {reason}")

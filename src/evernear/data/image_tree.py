@@ -11,7 +11,7 @@ from evernear.common.store import open_store
 from evernear.data.image_file import SIGNATURE_SIZE_BYTES
 from evernear.data.sources import FileSource, NameSample, open_source
 from evernear.data.sources.names import has_image_suffix, is_image_file, is_skipped, names_other_kind, skipped_path
-from evernear.errors import DataError, MissingObjectError, SettingsError, StoreError
+from evernear.errors import DataError, MissingObjectError, SettingsError, StoreError, TransientStoreError
 
 
 class ImageFile(NamedTuple):
@@ -162,7 +162,7 @@ def _read_object(read: Callable[[str], bytes], name: str) -> bytes:
         return read(name)
     except MissingObjectError:
         raise DataError(f"{name} was deleted after it was listed.") from None
-    except StoreError as error:
-        if error.is_archived:
-            raise DataError(str(error)) from None
+    except TransientStoreError:
         raise
+    except StoreError as error:
+        raise DataError(str(error)) from None

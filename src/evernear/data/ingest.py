@@ -22,6 +22,7 @@ from contextlib import closing, suppress
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
+from uuid import uuid4
 
 from evernear.common.disk import disk_errors
 from evernear.common.output import quantity
@@ -115,13 +116,14 @@ def ingest_source(
         reread=reread,
         moved_from=moved_from,
     )
-    try:
-        return ingest(adopt=not reread)
-    except (
-        MissingObjectError
-    ) as lost:  # a different ingest deleted the parts when it published, or the store is damaged
-        report(f"{lost} Starting over.")
-        return ingest(adopt=False)
+    afresh = uuid4().hex
+    # Finished parts are used again, unless one may be damaged.
+    for attempt in (afresh if reread else "", afresh if reread else "", afresh):
+        try:
+            return ingest(attempt=attempt)
+        except MissingObjectError as lost:  # a file vanished, or a different ingest deleted the parts when it published
+            report(f"{lost} Listing the source again.")
+    return ingest(attempt=afresh)
 
 
 def _ingest(
@@ -135,9 +137,9 @@ def _ingest(
     *,
     reread: bool,
     moved_from: str,
-    adopt: bool,
+    attempt: str,
 ) -> Manifest:
-    """Run `ingest_source`. If ``adopt`` is set, the parts of an earlier attempt are reused."""
+    """Run `ingest_source`. The parts of earlier calls with the same ``attempt`` are reused."""
     source = open_source(settings.source, settings)
     store = open_store(store_uri)
     mark(store, "a store of datasets and releases")
@@ -160,7 +162,7 @@ def _ingest(
                 )
 
             decoder = code_digest(DECODING_CODE, DECODING_LIBRARIES)
-            folder = parts_folder(snapshots, settings, parent, f"{decoder} {moved_from}", sizes_px, adopt)
+            folder = parts_folder(snapshots, settings, parent, f"{decoder} {moved_from}", sizes_px, attempt)
             form = planned_form(snapshots.store, folder)
             form = form or choose_form(settings, source, ledger, parent, *sizes_px)
             writer = ShardWriter(snapshots.store, snapshots.name, form.shape, SHARD_SIZE_BYTES, ledger, scratch)

@@ -42,7 +42,7 @@ from evernear.data.sources.base import Source, without_change_time
 from evernear.data.sources.packed import PackedFiles
 from evernear.data.splits import split_fractions
 from evernear.data.stored_ledger import PublishedLedger, ReadFile
-from evernear.errors import DataError
+from evernear.errors import DataError, MissingObjectError
 from evernear.settings import DataSettings
 
 _PAGE = 500
@@ -168,7 +168,7 @@ def _add(
         labels = ledger.image_labels([digest for digest in digests if digest is not None])
         unchanged = [entry for entry in new if entry.name in read and _is_known(entry, read[entry.name], labels)]
         for entry in unchanged:
-            if not _has_etag(entry, read[entry.name].etag):
+            if not _has_etag(entry, read[entry.name].etag) or _may_be_mended(entry, read[entry.name]):
                 diff.touched[entry.explicit_split] += 1
                 touched.add(entry, read[entry.name].digest)
         names = {entry.name for entry in unchanged}
@@ -185,6 +185,11 @@ def _is_same(entry: FileEntry, etag: str, label: str) -> bool:
 
 def _has_etag(entry: FileEntry, etag: str) -> bool:
     return without_change_time(etag) == without_change_time(entry.etag)
+
+
+def _may_be_mended(entry: FileEntry, read: ReadFile) -> bool:
+    """Whether a file that was left out has another owner or mode since, and may now be readable."""
+    return read.digest is None and read.etag != entry.etag
 
 
 def _is_known(entry: FileEntry, read: ReadFile, labels: Mapping[bytes, str]) -> bool:
@@ -220,7 +225,7 @@ class _Touched:
 def _read_digest(source: FileSource, entry: FileEntry, max_pixels: int, bit_depth: BitDepth) -> bytes | None:
     try:
         return decode_inspected(read_image(source, entry, max_pixels), bit_depth).digest()
-    except DataError:
+    except (DataError, MissingObjectError):
         return None
 
 

@@ -202,6 +202,29 @@ def test_archived_object_is_left_out_and_read_once_it_is_restored(
     assert noted(restored, "undecodable") == []
 
 
+def test_object_that_vanishes_or_may_not_be_read_is_treated_like_a_file(
+    tree, run_ingest, make_image, bucket: str, contents, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_files(tree, {"1/closed.png": make_image(700), "1/leaves.png": make_image(701)})
+    source = upload(bucket, tree, "images")
+    client = boto3.client("s3", endpoint_url=os.environ["AWS_ENDPOINT_URL"])
+    reads, read = list[str](), Bucket.read
+
+    def read_once(self: Bucket, name: str) -> bytes:
+        reads.append(name)
+        if name == "1/leaves.png":
+            client.delete_object(Bucket=bucket, Key=f"images/{name}")
+        if name == "1/closed.png":
+            raise StoreError("The server refused s3:GetObject.")
+        return read(self, name)
+
+    monkeypatch.setattr(Bucket, "read", read_once)
+    manifest = run_ingest(source, part_names=5)
+    assert len(contents(manifest)) == 36
+    assert noted(manifest, "undecodable") == ["1/closed.png"]
+    assert max(map(reads.count, {*reads} - {"1/closed.png"})) <= 3, "finished parts are not read again"
+
+
 def test_bucket_whose_class_has_no_image_names_it(tree, run_ingest, bucket: str) -> None:
     write_files(tree, {"logs/part-0000": b"some words, no pixels"})
     manifest = run_ingest(upload(bucket, tree, "images"))

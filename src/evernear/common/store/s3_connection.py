@@ -194,7 +194,7 @@ class S3Connection:
             transient = error.response.status in _OVERLOADED or error.code in _DAMAGED
             kind = TransientStoreError if transient else StoreError
             sentence = self._explain(error, permission, bucket, location)
-            raise kind(sentence, is_archived=error.code == "InvalidObjectState") from error
+            raise kind(sentence) from error
         except InvalidResponseError as error:
             # Transient, because an ingress sends such responses while its backend is down.
             text = " ".join(_MARKUP.sub(" ", str(error)).split())[:160]

@@ -1,6 +1,7 @@
 """The interface of image sources. A source provides either encoded image files or decoded
 arrays."""
 
+import errno
 import json
 import math
 import os
@@ -8,15 +9,22 @@ from bisect import insort
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from decimal import Decimal
+from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple, Protocol, runtime_checkable
 
+from evernear.common.disk import disk_errors
+from evernear.common.retry import retry
 from evernear.data.manifest import SPLITS, Split
 from evernear.data.preprocess import Pixels
-from evernear.errors import DataError
+from evernear.errors import DataError, MissingObjectError
 
 _MAX_NAMES = 20
 _MAX_SHOWN = 60
+_GONE = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
+_TRANSIENT = {errno.EAGAIN, errno.EIO, errno.ESTALE, errno.ETIMEDOUT}
+"""Errors of disks and file servers that another attempt may not have."""
+_RETRY_AFTER_S = (0.1, 1.0)
 _JSON_KINDS: dict[type, str] = {dict: "object", float: "number"}
 
 
@@ -99,8 +107,30 @@ class FileSource(Source, Protocol):
     """Whether every listed file is meant to be an image, regardless of its name and content."""
 
     def read(self, name: str) -> bytes:
-        """This method is called from many threads at the same time."""
+        """This method is called from many threads at the same time.
+
+        Raises:
+            MissingObjectError: the file no longer exists.
+            StoreError: it cannot be read.
+        """
         ...
+
+
+def read_file(path: Path) -> bytes:
+    """As `FileSource.read` does."""
+
+    def may_succeed(error: Exception) -> bool:
+        return isinstance(error, OSError) and error.errno in _TRANSIENT
+
+    with disk_errors(path):
+        try:
+            return retry(path.read_bytes, on=OSError, pauses_s=_RETRY_AFTER_S, when=may_succeed)
+        except _GONE:
+            raise missing_file(path) from None
+
+
+def missing_file(path: Path) -> MissingObjectError:
+    return MissingObjectError(f"{path} was deleted or moved after it was listed.")
 
 
 def field_text(value: object, what: str, kind: str = "") -> str:

@@ -17,7 +17,7 @@ from evernear.common.store import open_store
 from evernear.common.text import class_name, require_one_line, spelled
 from evernear.data.image_file import SIGNATURE_SIZE_BYTES
 from evernear.data.manifest import Split
-from evernear.data.sources.base import FileEntry, FileSource, NameSample, file_etag
+from evernear.data.sources.base import FileEntry, FileSource, NameSample, file_etag, read_file
 from evernear.data.sources.layout import Contents, Layout, NestedFolders, Place, choose_layout, named_like_splits
 from evernear.data.sources.names import (
     IMAGE_SUFFIXES,
@@ -37,6 +37,7 @@ DEFAULTS = DataSettings()
 # one page is read.
 _MAX_FOLDERS_READ = 20
 _PAGE_NAMES = 1000
+_UNKNOWN_ETAG = "unknown"
 
 
 def dataset_name(location: str) -> str:
@@ -161,9 +162,7 @@ class Folder(_ClassFolders):
         self._check_and_note_folders()
 
     def read(self, name: str) -> bytes:
-        path = self._directory / name
-        with disk_errors(path):
-            return path.read_bytes()
+        return read_file(self._directory / name)
 
     def _name(self, path: str) -> str:
         return path.removeprefix(self._root)
@@ -183,10 +182,16 @@ class Folder(_ClassFolders):
                 self._note("not_an_image", name)
             elif entry := self._entry(name):
                 _check_utf8(name)
-                with disk_errors(file.path):
+                try:
                     stat = file.stat()
+                except FileNotFoundError:  # deleted since the folder was read
+                    continue
+                except OSError:  # the file is left out and named when it is read
+                    entry = entry._replace(etag=_UNKNOWN_ETAG)
+                else:
+                    entry = entry._replace(etag=file_etag(stat), size_bytes=stat.st_size)
                 empty = False
-                yield entry._replace(etag=file_etag(stat), size_bytes=stat.st_size)
+                yield entry
         if empty:
             self._note("empty_folder", self._name(folder))
 
@@ -286,10 +291,8 @@ def _check_utf8(name: str) -> None:
 def _is_image(path: str) -> bool:
     try:
         return is_image_file(path)
-    except StoreError:
-        if names_other_kind(path):
-            return False
-        raise
+    except StoreError:  # the file is left out and named when it is read
+        return not names_other_kind(path)
 
 
 def _may_be_image(key: str, size_bytes: int) -> bool:

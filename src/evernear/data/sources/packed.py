@@ -25,7 +25,7 @@ from evernear.common.outputs import MARKER, MarkedFolders, is_output
 from evernear.common.store import open_store
 from evernear.common.text import class_name, require_one_line
 from evernear.data.manifest import Split
-from evernear.data.sources.base import FileEntry, FileSource, NameSample, file_etag
+from evernear.data.sources.base import FileEntry, FileSource, NameSample, file_etag, missing_file
 from evernear.data.sources.folder import dataset_name
 from evernear.data.sources.layout import SPLIT_WORDS, NamedSplit, NamedSplits, split_option
 from evernear.data.sources.names import skipped_path
@@ -224,13 +224,19 @@ class PackedFiles(FileSource):
                         relative.encode()
                     except UnicodeEncodeError:
                         raise DataError(f"The name of {os.fsencode(relative)!r} is not UTF-8; rename it.") from None
-                    yield relative, file_etag(path.stat())
+                    try:
+                        yield relative, file_etag(path.stat())
+                    except FileNotFoundError:  # deleted since the folder was read
+                        if path.is_symlink():
+                            raise
 
     @contextmanager
     def _opened(self, file: str) -> Generator[Path]:
         """Provide a local copy of a file in a bucket, or the file itself if it is on disk."""
         if self._store is None:
             path = Path(self._location, file)
+            if not path.exists():
+                raise missing_file(path)
             with disk_errors(path):
                 path.stat()
             yield path

@@ -22,7 +22,7 @@ from evernear.common.output import NAMED, named
 from evernear.common.outputs import MarkedFolders, is_output
 from evernear.common.store import open_store
 from evernear.common.text import class_name, column_positions, csv_rows, lookalike_key, require_one_line, spelled
-from evernear.data.sources.base import FileEntry, FileSource, NameSample, file_etag
+from evernear.data.sources.base import FileEntry, FileSource, NameSample, file_etag, read_file
 from evernear.data.sources.folder import dataset_name
 from evernear.data.sources.layout import NamedSplits
 from evernear.data.sources.names import names_other_kind, skipped_path
@@ -107,9 +107,7 @@ class Table(FileSource):
         if uri.startswith(_S3):
             bucket, _, key = uri.removeprefix(_S3).partition("/")
             return self._reader(bucket)(key)
-        path = Path(self._root, name)
-        with disk_errors(path):
-            return path.read_bytes()
+        return read_file(Path(self._root, name))
 
     def _load(self, db: sqlite3.Connection) -> NamedSplits:
         splits = NamedSplits(self._file_name, self._settings)

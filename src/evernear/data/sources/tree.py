@@ -48,8 +48,16 @@ class Tree:
         yield from self._files(folder, self._containing(folder), group)
 
     def scan(self, folder: str) -> Iterator[tuple[os.DirEntry[str], Literal["folder", "file", "skipped"]]]:
-        """Yield folders, files and skipped entries. Broken links and outputs are recorded."""
-        with disk_errors(folder), os.scandir(folder) as entries:
+        """Yield folders, files and skipped entries. Broken links and outputs are recorded. A folder
+        that was deleted after it was listed is empty."""
+        with disk_errors(folder):
+            try:
+                entries = os.scandir(folder)
+            except FileNotFoundError:
+                if folder == self._root:
+                    raise
+                return
+        with disk_errors(folder), entries:
             for entry in entries:
                 if is_skipped(entry.name):
                     yield entry, "skipped"
@@ -96,14 +104,18 @@ class Tree:
                 yield entry
         for entry in sorted(folders, key=lambda entry: (entry.is_symlink(), entry.name)):
             inode, key = _inode(entry.path), group(entry.path)
-            if key is None or not self._enters(entry, above) or (entry.is_symlink() and (inode, key) in self._listed):
+            if inode is None or key is None or not self._enters(entry, above):
+                continue
+            if entry.is_symlink() and (inode, key) in self._listed:
                 continue
             self._listed.add((inode, key))
             yield from self._files(entry.path, above | {inode}, group)
 
     def _enters(self, entry: os.DirEntry[str], above: frozenset[_Inode]) -> bool:
-        """False for one of the folders ``above``. A link out of the tree is recorded."""
-        if _inode(entry.path) in above:
+        """False for one of the folders ``above``, and for one that was deleted. A link out of the
+        tree is recorded."""
+        inode = _inode(entry.path)
+        if inode is None or inode in above:
             return False
         if entry.is_symlink():
             target = os.path.realpath(entry.path)
@@ -120,13 +132,18 @@ class Tree:
         inodes: set[_Inode] = set()
         for path in paths:
             with suppress(StoreError):
-                inodes.add(_inode(path))
+                if inode := _inode(path):
+                    inodes.add(inode)
         return frozenset(inodes)
 
 
-def _inode(folder: str) -> _Inode:
+def _inode(folder: str) -> _Inode | None:
+    """None if the folder no longer exists."""
     with disk_errors(folder):
-        status = os.stat(folder)
+        try:
+            status = os.stat(folder)
+        except FileNotFoundError:
+            return None
     return status.st_dev, status.st_ino
 
 

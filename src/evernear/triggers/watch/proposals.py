@@ -15,8 +15,9 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
+from evernear.common.run_record import RunRecord
 from evernear.common.store import Store
-from evernear.errors import ConflictError
+from evernear.errors import ConflictError, StoreError
 from evernear.kubeflow.runs import from_settings, outcome_of, to_start
 from evernear.reporting.notify import load_outcome
 from evernear.settings import Settings
@@ -155,7 +156,7 @@ class Proposer:
         """The reason not to repeat a run that did not lead to a release, or an empty string.
 
         A run that failed, was stopped or was killed would end in the same way until something
-        changes.
+        changes, unless its ingest only could not read a file or the store.
         """
         if not request.run or self._has_new_champion(request):
             return ""
@@ -165,6 +166,9 @@ class Proposer:
         if outcome is not None and outcome.state == "held":
             return f"The gate held the run of proposal {request.id}, and too few new images have been added since."
         if (changes := self.observation.changes) and changes.gallery.listing != request.listing:
+            return ""
+        steps = RunRecord(self.store, request.run).steps()
+        if any((step.step, step.exit_code) == ("ingest", StoreError.exit_code) for step in steps):
             return ""
         ended = _ENDINGS.get(outcome.state if outcome else "", "led to no release")
         return (

@@ -4,13 +4,14 @@ in memory."""
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from evernear.common.disk import sha256_bytes
+from evernear.common.run_record import RunRecord, StepRecord
 from evernear.common.store import open_store
 from evernear.console.answers import Answer, Answers
 from evernear.console.label_target import open_label_target
@@ -503,6 +504,21 @@ def test_run_without_a_release_is_repeated_only_after_a_change(
     watched.add("3", [noise(1000)])
     watched.watcher(policy="start").check()
     assert len(watched.runs.runs) == 2
+
+
+@pytest.mark.parametrize(("step", "exit_code", "runs"), [("ingest", 4, 2), ("ingest", 3, 1), ("deploy", 4, 1)])
+def test_run_whose_ingest_could_not_read_the_source_is_repeated(
+    watched: WatchedSystem, step: str, exit_code: int, runs: int
+) -> None:
+    watched.add("3", MANY)
+    watched.watcher(policy="start").check()
+    watched.runs.end(FIRST_RUN, State.FAILED)
+    watched.save_outcome(FIRST_RUN, "failed")
+    record = StepRecord(step=step, state="failed", exit_code=exit_code, started=datetime.now(UTC))
+    RunRecord(watched.store, FIRST_RUN).save_step(record)
+    watched.wait(days=1)
+    watched.watcher(policy="start").check()
+    assert len(watched.runs.runs) == runs
 
 
 def test_run_is_repeated_after_another_one_led_to_a_release(
