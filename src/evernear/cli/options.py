@@ -26,7 +26,7 @@ import typer
 from evernear.common.outputs import is_output
 from evernear.errors import SettingsError, UserInterruptError
 from evernear.settings import OneRun, Settings, load_layers, parse
-from evernear.settings.layers import Layers
+from evernear.settings.layers import EMPTY_WORKDIR, Layers
 from evernear.settings.sources import Tree
 
 Built = TypeVar("Built")
@@ -37,10 +37,22 @@ PresetOption = Annotated[
 SetOption = Annotated[
     list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="A setting, such as train.epochs=3.")
 ]
+
+
+def _directory(text: str) -> Path:
+    """`Path` would make an empty name, of an unset variable, the current directory."""
+    if not text:
+        raise SettingsError(EMPTY_WORKDIR)
+    return Path(text)
+
+
 WorkdirOption = Annotated[
     Path | None,
     typer.Option(
-        "--workdir", help="Directory of runs, releases and logs, and of their settings, evernear.toml. [evernear-work]"
+        "--workdir",
+        metavar="PATH",
+        parser=_directory,
+        help="Directory of runs, releases and logs, and of their settings, evernear.toml. [evernear-work]",
     ),
 ]
 SourceOption = Annotated[

@@ -27,6 +27,7 @@ FILE = "evernear.toml"
 DEFAULT_WORKDIR = Path("evernear-work")
 OF_ONE_RUN = frozenset({"validation.max_left_out_fraction"})
 """Settings that are never kept, because they accept what the files of one run are."""
+EMPTY_WORKDIR = "The working directory (--workdir or EVERNEAR_WORKDIR) is empty; name a directory."
 PRESET = "preset"
 """The key of the preset, whose settings every other source may override."""
 HEADER = """\
@@ -221,7 +222,10 @@ def _merged(*trees: Tree) -> Tree:
 
 
 def _workdir_of(*trees: Tree) -> Path:
-    return _expanded(str(_merged(*trees).get("workdir", DEFAULT_WORKDIR)))
+    named = str(_merged(*trees).get("workdir", DEFAULT_WORKDIR))
+    if not named:  # an unset variable, which would be the current directory
+        raise SettingsError(EMPTY_WORKDIR)
+    return _expanded(named)
 
 
 def _expanded(path: str) -> Path:

@@ -108,6 +108,17 @@ def test_settings_of_the_directory_are_read(
     assert refused(*command) == sentence
 
 
+@pytest.mark.parametrize("name", WITH_WORKDIR, ids=" ".join)
+def test_empty_workdir_is_not_the_current_directory(
+    name: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = words(name, tmp_path)
+    sentence = "The working directory (--workdir or EVERNEAR_WORKDIR) is empty; name a directory."
+    assert refused(*command, "--workdir", "") == sentence
+    monkeypatch.setenv("EVERNEAR_WORKDIR", "")
+    assert refused(*command) == sentence
+
+
 def test_name_of_a_similar_directory_is_proposed(tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     assert f"did you mean {tmp_path / 'mine'}?" in refused("reindex", "--workdir", str(tmp_path / "mien"))
