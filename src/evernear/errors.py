@@ -44,7 +44,13 @@ class DataError(EvernearError):
 
 
 class StoreError(EvernearError):
+    """``is_denied``: these keys may not do this."""
+
     exit_code = 4
+
+    def __init__(self, message: str, *, is_denied: bool = False) -> None:
+        super().__init__(message)
+        self.is_denied = is_denied
 
 
 class ConflictError(StoreError):

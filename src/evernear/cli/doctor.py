@@ -1,14 +1,14 @@
 """``evernear doctor``: check the services that evernear depends on.
 
-The checks send real requests with this process's settings and identity, and change only one small
-object in the store, ``doctor.json``.
+The checks send real requests with this process's settings and identity, and change only small
+objects in the store, ``doctor.json``.
 """
 
 import json
 import os
 from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
-from typing import Annotated, Literal, cast, get_args
+from typing import TYPE_CHECKING, Annotated, Literal, cast, get_args
 
 import typer
 
@@ -16,8 +16,12 @@ from evernear.cli.options import JsonOption, options_of, settings_anywhere
 from evernear.common.extras import missing_library
 from evernear.common.frozen import Frozen, require_format, stamp
 from evernear.common.output import print_json, print_line, quantity
-from evernear.errors import EvernearError, FormatError, SettingsError, SlackError
+from evernear.errors import EvernearError, FormatError, SettingsError, SlackError, StoreError
 from evernear.settings import Settings
+
+if TYPE_CHECKING:
+    from evernear.common.store import Store
+    from evernear.common.store.roles import Role
 
 Part = Literal["store", "cluster", "pipelines", "slack"]
 PARTS: tuple[Part, ...] = get_args(Part)
@@ -94,20 +98,53 @@ def check(settings: Settings, parts: Sequence[Part]) -> Iterator[CheckResult]:
 
 
 def _store(settings: Settings) -> str:
-    """Write, read and list. The first conditional write tests the store's support for them."""
+    """Do what the steps of a pipeline do, or else what the watcher or a server does. The first
+    conditional write tests the store's support for them."""
     from evernear.common.store.current import current_store
+    from evernear.common.store.roles import PIPELINE, READER, WATCH
     from evernear.release.registry import Registry
 
     store = current_store(settings.store_uri)
-    if before := store.find(PROBE):
-        require_format(before[0], f"{store.uri}/{PROBE}")
-    data = json.dumps(stamp() | {"checked": datetime.now(UTC).isoformat()}).encode()
-    store.put_if(PROBE, data, before[1] if before else None)
+    refusal: StoreError | None = None
+    for role in (PIPELINE, WATCH, READER):
+        try:
+            _act_as(role, store)
+            break
+        except StoreError as error:
+            if not error.is_denied:
+                raise
+            refusal = refusal or error
+    else:
+        raise refusal or StoreError(f"{store.uri} allows nothing.")
     registry = Registry(store)
     champion, releases = registry.champion(), sum(1 for _ in registry.list())
     current = f"champion {champion.version}" if champion else "no champion yet"
-    keys = f" with the keys of {store.identity}" if store.identity else ""
-    return f"{store.uri} allows reads, writes and conditional writes{keys}; {quantity(releases, 'release')}, {current}."
+    allowed = "reads, writes and conditional writes"
+    if refusal is not None:
+        commands = " and ".join(f"`{command}`" for command in role.commands)
+        allowed = f"{commands}, but no pipeline steps ({str(refusal).rstrip('.')})"
+    keys = f" It uses the keys of {store.identity}." if store.identity else ""
+    return f"{store.uri} allows {allowed}; {quantity(releases, 'release')}, {current}.{keys}"
+
+
+def _act_as(role: "Role", store: "Store") -> None:
+    """Raises `StoreError` if these keys may not do what ``role`` does."""
+    for prefix in role.reads:
+        store.find(f"{prefix}{PROBE}")
+        next(iter(store.list(prefix or "releases/")), None)
+    for prefix in filter(_is_own, role.writes):
+        key = f"{prefix}{PROBE}"
+        if before := store.find(key):
+            require_format(before[0], f"{store.uri}/{key}")
+        data = json.dumps(stamp() | {"checked": datetime.now(UTC).isoformat()}).encode()
+        store.put_if(key, data, before[1] if before else None)
+    for prefix in filter(_is_own, role.deletes):
+        store.delete(f"{prefix}{PROBE}")
+
+
+def _is_own(prefix: str) -> bool:
+    """Whether keys may have this prefix, unlike that of the store's own test objects."""
+    return not prefix.startswith(".")
 
 
 def _cluster(settings: Settings) -> str:

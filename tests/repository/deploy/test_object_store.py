@@ -16,6 +16,7 @@ import yaml
 from minio import Minio
 from minio.error import S3Error
 
+from evernear.common.store.roles import POLICIES
 from evernear.common.store.s3 import S3Store
 from tests import ROOT
 from tests.repository.deploy.rendered import DEPLOY, named, objects
@@ -42,22 +43,24 @@ PATHS = (
     "evernear/queries/old",
     "evernear/triggers/watch.json",
     "evernear/.swap/probe",
+    "evernear/runs/starting/lock",
+    "evernear/review/pending/image",
     "evernear-images/1/a.png",
 )
 ALLOWED: dict[str, dict[str, set[str]]] = {
     "pipeline": {
         "read": {*PATHS},
         "list": {"evernear", "evernear-images"},
-        "write": {*PATHS[:5]},
-        "delete": {"evernear/.swap/probe"},
+        "write": {*PATHS[:7]},
+        "delete": {*PATHS[4:7]},
     },
     "reader": {"read": {PATHS[0]}, "list": {"evernear"}, "write": set(), "delete": set()},
     "queries": {"read": set(), "list": set(), "write": {"evernear/queries/old"}, "delete": set()},
     "watch": {
         "read": {*PATHS},
         "list": {"evernear", "evernear-images"},
-        "write": {"evernear/triggers/watch.json", "evernear/.swap/probe"},
-        "delete": {"evernear/queries/old", "evernear/.swap/probe"},
+        "write": {"evernear/triggers/watch.json", "evernear/.swap/probe", "evernear/runs/starting/lock"},
+        "delete": {"evernear/queries/old", "evernear/.swap/probe", "evernear/runs/starting/lock"},
     },
 }
 
@@ -81,13 +84,13 @@ def test_users_have_the_documented_rights(tmp_path: Path) -> None:
         name = item["name"]
         assert item["credentials"] == [{"accessKey": f"{name}-key", "secretKey": f"{name}-secret/+="}]
     blocks = (ROOT / "docs/object-store.md").read_text().split("```json\n")[1:]
-    documented = [
-        block.partition("```")[0].replace("evernear-store/prod", "evernear").replace("evernear-store", "evernear")
-        for block in blocks
-    ]
     policies = {item["name"]: json.loads(item["content"]) for item in written["policies"]}
-    for name, block in zip(("images", "pipeline", "reader", "queries", "watch"), documented, strict=True):
-        assert policies[name]["Statement"] == json.loads(block)["Statement"], name
+    assert policies.keys() == POLICIES.keys()
+    for (name, role), block in zip(POLICIES.items(), blocks, strict=True):
+        of_images = name == "images"
+        assert policies[name]["Statement"] == role.statements("evernear-images" if of_images else "evernear"), name
+        documented = ("evernear-images",) if of_images else ("evernear-store", "prod")
+        assert json.loads(block.partition("```")[0])["Statement"] == role.statements(*documented), name
 
 
 @pytest.mark.parametrize(

@@ -52,6 +52,8 @@ _BAD_KEYS = frozenset(
         "TokenRefreshRequired",
     }
 )
+_ARCHIVED = "InvalidObjectState"  # also a 403
+_CLOCK = "RequestTimeTooSkewed"
 _DAMAGED = frozenset({"BadDigest", "IncompleteBody", "InvalidDigest", "XAmzContentSHA256Mismatch"})
 _OTHER_REGION = frozenset({"AuthorizationHeaderMalformed", "PermanentRedirect", "IllegalLocationConstraintException"})
 
@@ -194,7 +196,7 @@ class S3Connection:
             transient = error.response.status in _OVERLOADED or error.code in _DAMAGED
             kind = TransientStoreError if transient else StoreError
             sentence = self._explain(error, permission, bucket, location)
-            raise kind(sentence) from error
+            raise kind(sentence, is_denied=_is_denied(error)) from error
         except InvalidResponseError as error:
             # Transient, because an ingress sends such responses while its backend is down.
             text = " ".join(_MARKUP.sub(" ", str(error)).split())[:160]
@@ -236,7 +238,7 @@ class S3Connection:
         if code in _BAD_KEYS:
             remedy = self.credentials.remedy if self.credentials else "set AWS_ACCESS_KEY_ID"
             return f"{self.endpoint} does not accept the keys ({code}); {remedy}."
-        if code == "RequestTimeTooSkewed":
+        if code == _CLOCK:
             return f"{_clock_skew(error, self.endpoint)}; set this machine's clock (NTP)."
         if code in _OTHER_REGION:
             return f"The bucket {bucket!r} is not in the region {self.region} ({error.message}); set AWS_REGION."
@@ -246,9 +248,9 @@ class S3Connection:
             fault = f"is overloaded or broken ({status} {code}) after {MAX_ATTEMPTS} attempts"
             return f"{self.endpoint} {fault}; run again later."
         refused = f"{self.endpoint} refused {permission} on {location}: {(error.message or code).rstrip('.')}."
-        if code == "InvalidObjectState":  # also a 403
+        if code == _ARCHIVED:
             return f"{refused} The object is archived (S3 Glacier); restore it and run again."
-        if code == "AccessDenied" or status == 403:
+        if _is_denied(error):
             credentials = self._credentials_hint(permission)
             return f"{permission} on {location} is not permitted {credentials}; see docs/object-store.md."
         return refused
@@ -260,6 +262,11 @@ class S3Connection:
         hint = " (or it is absent and s3:ListBucket not permitted)" if permission == "s3:GetObject" else ""
         source = self.credentials.source
         return "with these keys" + ("" if source in KEY_NAMES else f" of {source}") + hint
+
+
+def _is_denied(error: S3Error) -> bool:
+    code = error.code or ""
+    return code == "AccessDenied" or (error.response.status == 403 and code not in {*_BAD_KEYS, _ARCHIVED, _CLOCK})
 
 
 def endpoint_of(profile: Profile) -> tuple[str, str]:

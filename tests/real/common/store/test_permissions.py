@@ -17,21 +17,30 @@ import pytest
 import requests
 from minio import Minio
 
+from evernear.cli.doctor import check
 from evernear.common.disk import sha256_bytes
 from evernear.common.store import Store, open_store
+from evernear.common.store.current import current_store
 from evernear.common.store.s3 import S3Store
 from evernear.errors import ConflictError, StoreError
+from evernear.kubeflow import GOLDEN
+from evernear.kubeflow.client import KfpRuns
 from evernear.serving.query_log import ship_query_log
+from evernear.settings import PipelineSettings, Settings
 from evernear.triggers.requests import RequestStore
 from evernear.triggers.watch.schedule_state import ScheduleStore
 from tests import ROOT
+from tests.loopback.kfp import KfpServer
 from tests.seaweedfs import seaweedfs
 
 USERS = ("reader", "writer", "server", "shipper", "watcher")
 IMAGES, STORE = "s3://evernear-images", "s3://evernear-store/prod"
+EMPTY = "s3://evernear-empty/prod"
+"""A store that nobody has written."""
 OBJECTS = {
     "evernear-images": ["1/a.png"],
     "evernear-store": ["prod/releases/champion.json", "prod/datasets/digits/head", "elsewhere/secret"],
+    "evernear-empty": [],
 }
 
 UseKeys = Callable[[str], None]
@@ -110,9 +119,16 @@ def seaweedfs_with_users(directory: Path) -> Iterator[SecuredServer]:
 
 
 def published_policies() -> dict[str, str]:
-    """Return the policies of docs/object-store.md by user."""
+    """Return the policies of docs/object-store.md by user, also for the empty store."""
     text = (ROOT / "docs/object-store.md").read_text()
-    return dict(zip(USERS, re.findall(r"```json\n(.*?)```", text, flags=re.DOTALL), strict=True))
+    policies = dict(zip(USERS, re.findall(r"```json\n(.*?)```", text, flags=re.DOTALL), strict=True))
+    return {user: _also_for(policy, "evernear-empty") for user, policy in policies.items()}
+
+
+def _also_for(policy: str, bucket: str) -> str:
+    tree = json.loads(policy)
+    others = json.loads(policy.replace("evernear-store", bucket).replace("evernear-images", bucket + "-images"))
+    return json.dumps(tree | {"Statement": tree["Statement"] + others["Statement"]})
 
 
 @pytest.fixture
@@ -209,6 +225,53 @@ def test_watcher_policy_allows_only_proposals_and_query_cleanup(use_keys: UseKey
     _refused(lambda: store.put("releases/champion.json", b"1"), "s3:PutObject", f"{STORE}/releases/champion.json")
     _refused(lambda: store.delete("releases/champion.json"), "s3:DeleteObject", f"{STORE}/releases/champion.json")
     _refused(lambda: store.put("queries/20270301/x", b"1"), "s3:PutObject", f"{STORE}/queries/20270301/x")
+
+
+DOCTOR = {
+    "writer": "allows reads, writes and conditional writes; 0 releases, no champion yet.",
+    "watcher": "allows `evernear watch`, but no pipeline steps (s3:PutObject on ",
+    "server": "allows `evernear serve --follow` and `evernear pod fetch` and `evernear prep`, but no pipeline steps (",
+}
+
+
+@pytest.mark.parametrize("user", [*DOCTOR, "shipper", "reader"])
+def test_doctor_tests_what_the_role_needs(use_keys: UseKeys, user: str) -> None:
+    use_keys(user)
+    (found,) = check(Settings(store=EMPTY), ["store"])
+    if user in DOCTOR:
+        assert found.ok, found.message
+        assert DOCTOR[user] in found.message
+    else:
+        assert not found.ok
+        assert "is not permitted with these keys" in found.message
+
+
+@pytest.mark.parametrize("user", ["writer", "watcher"])
+def test_keys_that_start_runs_may_lock_their_start(use_keys: UseKeys, user: str) -> None:
+    """The watcher starts trainings, and rolls back; steps' keys are those of the bot and the
+    console. The lock is gone when the run stands."""
+    use_keys(user)
+    store = open_store(EMPTY)
+    with KfpServer() as server:
+        server.publish(GOLDEN / "rollback.yaml", version="1")
+        runs = KfpRuns(PipelineSettings(endpoint=server.url))
+        first = runs.start("rollback", {"store": EMPTY}, f"key-{user}", store)
+        assert runs.start("rollback", {"store": EMPTY}, f"key-{user}", store).id == first.id
+    assert list(store.list("runs/starting/")) == []
+
+
+def test_writer_removes_pending_answers(use_keys: UseKeys) -> None:
+    use_keys("writer")
+    store = open_store(EMPTY)
+    store.put("review/pending/image", b"")
+    store.delete("review/pending/image")
+
+
+def test_server_checks_the_version_of_the_store_with_its_keys(use_keys: UseKeys) -> None:
+    use_keys("server")
+    assert current_store(EMPTY).uri == EMPTY
+    use_keys("shipper")
+    assert current_store(EMPTY).uri == EMPTY
 
 
 def test_wrong_and_unknown_keys_differ(
