@@ -1,6 +1,7 @@
 """Clients that send requests continuously and count the outcomes."""
 
 import http.client
+import re
 import threading
 import time
 from collections import Counter
@@ -27,25 +28,34 @@ class Calls:
 
 
 @contextmanager
-def calling(port: int, image: bytes, token: str, clients: int, pause_s: float = 0.0) -> Iterator[Calls]:
+def calling(
+    port: int,
+    body: bytes,
+    token: str,
+    clients: int,
+    pause_s: float = 0.0,
+    *,
+    host: str = "127.0.0.1",
+    path: str = "/predictions/embedding",
+) -> Iterator[Calls]:
     """Send REST requests continuously; every third client opens a new connection for each
     request."""
     calls, stop = Calls(), threading.Event()
     headers = {"Authorization": f"Bearer {token}"}
 
     def call_once(connection: http.client.HTTPConnection) -> bool:
-        connection.request("POST", "/predictions/embedding", image, headers)
+        connection.request("POST", path, body, headers)
         response = connection.getresponse()
-        body = response.read().decode()
+        answer = response.read().decode()
         if response.status == 200:
-            calls.predictions[body.partition('"version":"')[2].partition('"')[0]] += 1
+            calls.predictions[re.findall(r'"version": ?"([^"]*)"', answer)[0]] += 1
         else:
-            calls.failures.append(f"{time.monotonic():.2f}: {response.status} {body}")
+            calls.failures.append(f"{time.monotonic():.2f}: {response.status} {answer}")
         return not response.will_close
 
     def call(keep_alive: bool) -> None:
         while not stop.wait(pause_s):
-            connection = http.client.HTTPConnection("127.0.0.1", port, timeout=TIMEOUT_S)
+            connection = http.client.HTTPConnection(host, port, timeout=TIMEOUT_S)
             try:
                 while call_once(connection) and keep_alive and not stop.wait(pause_s):
                     pass
