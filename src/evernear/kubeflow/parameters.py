@@ -59,7 +59,7 @@ def resolve(parameters: Mapping[str, Any]) -> OneRun:
     chosen, given = settings_of(parameters), flat(parameters.get("settings") or {})
     for name, form in _FORMS.items():
         if name in parameters and not parameters[name] and not given.get(PARAMETERS.get(name, "")):
-            raise SettingsError(f"The parameter {name} is empty, and the upload set no default; set it to {form}.")
+            raise SettingsError(f"The parameter {name} is empty; set it to {form}.")
     if chosen.train.frozen and not chosen.train.weights:
         raise SettingsError(
             "A frozen network (train.frozen, as in --preset frozen) requires train.weights; set it to a file, or to "

@@ -154,7 +154,7 @@ FROZEN = ("train.frozen=true", "data.source=s3://images")
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (("--source", ""), r"^The parameter source is empty, and the upload set no default; set it to s3://"),
+        (("--source", ""), r"^The parameter source is empty; set it to s3://"),
         (("reindex",), "The parameter source is empty"),
         (("--source=s3://a", "--target", "nowhere"), "Invalid setting target = nowhere"),
         (("rollback", "--set=target=nowhere"), "Invalid setting target = nowhere"),

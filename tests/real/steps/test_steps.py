@@ -205,7 +205,7 @@ def test_empty_parameter_is_the_uploaded_default_or_an_error(
     with pytest.raises(SystemExit) as stopped:
         steps.ingest("run", store, cleared | {"target": "registry"}, {}, str(tmp_path / "dataset"))
     assert stopped.value.code == 2
-    assert "The parameter source is empty, and the upload set no default; set it to s3://" in capsys.readouterr().err
+    assert "The parameter source is empty; set it to s3://" in capsys.readouterr().err
     assert not (tmp_path / "store" / "datasets").exists()
 
     image, defaults = "train@sha256:" + 64 * "a", [f"source={source}", f"store={store}", "preset=quick", "train.seed=7"]
