@@ -20,7 +20,7 @@ LIMITS = {
     "requests_in_flight": "evernear.data.decode_part.REQUESTS_IN_FLIGHT",
     "decode_threads": "evernear.data.decode_part.available_cpus",
 }
-OPTIONS = ("max_size_px", "photo_size_px", "warn", "run", "reread", "moved_from")
+OPTIONS = ("max_size_px", "photo_size_px", "warn", "run", "reread", "moved_from", "left_out")
 """Arguments of `ingest_source`."""
 SMALL = 2**16
 

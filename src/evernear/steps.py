@@ -17,7 +17,7 @@ from evernear.common.disk import sha256_file, write_atomically
 from evernear.common.output import printable, warned
 from evernear.common.plugins import FAISS, run_ended
 from evernear.common.progress import Step, step
-from evernear.common.run_record import RunRecord
+from evernear.common.run_record import LEFT_OUT_FILE, RunRecord
 from evernear.common.step_results import Computed, compute_once, result_key
 from evernear.common.store import Store, open_store
 from evernear.common.store.current import current_store
@@ -61,6 +61,8 @@ def ingest(run: str, store: str, parameters: dict[str, str], settings: Tree, dat
         train = chosen.train
         is_default = train == TrainSettings(minutes=train.minutes, seed=train.seed)
         starts_pretrained = is_default and is_installed(WEIGHTS_OF_PHOTOGRAPHS)
+        left_out = Path(dataset).with_name(LEFT_OUT_FILE)
+        left_out.parent.mkdir(parents=True, exist_ok=True)
         manifest = ingest_source(
             chosen.data,
             chosen.store_uri,
@@ -72,6 +74,7 @@ def ingest(run: str, store: str, parameters: dict[str, str], settings: Tree, dat
             PRETRAINED_SIZE_PX if starts_pretrained else chosen.max_size_px,
             reread=chosen.reread,
             moved_from=chosen.moved_from,
+            left_out=left_out,
         )
         if starts_pretrained and manifest.has_photographs:
             train = train.model_copy(update={"weights": WEIGHTS_OF_PHOTOGRAPHS})
@@ -83,6 +86,8 @@ def ingest(run: str, store: str, parameters: dict[str, str], settings: Tree, dat
         save_manifest(manifest, Path(dataset))
         record = RunRecord(stored, run)
         record.save(settings=chosen.model_dump(mode="json"), parts_ingest=nodes.ran)
+        if left_out.stat().st_size:
+            record.put(LEFT_OUT_FILE, left_out)
         running.summary = manifest.summary() + nodes.summary() + warned(swaps)
     # Argo copies the settings several times per step. With defaults, it would compress the workflow
     # status, which KFP's API server cannot read, so the last steps would not be reported.

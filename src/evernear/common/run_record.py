@@ -7,6 +7,7 @@ artifacts to the exit step. Each step therefore records its own state::
     runs/<run>/stop.json            who stopped the run, and when
     runs/<run>/<name>.json          data of a step for the exit step, such as the verdict
     runs/<run>/run.html             the run page (`evernear.reporting.page`)
+    runs/<run>/left_out.csv         all files that ingest left out, each with the reason
 """
 
 import json
@@ -26,6 +27,7 @@ from evernear.common.store import Store
 from evernear.errors import IntegrityError
 
 RUNS = "runs/"
+LEFT_OUT_FILE = "left_out.csv"
 STARTING = "starting"
 """The folder under `RUNS` with the locks of starting runs. It is not a run."""
 EXIT_STEP = "notify"
@@ -167,8 +169,12 @@ class RunRecord:
         entry = self.store.find(key)
         return model.from_json(entry[0], f"{self.store.uri}/{key}") if entry else None
 
-    def put(self, name: str, data: bytes) -> None:
+    def put(self, name: str, data: bytes | Path) -> None:
         self.store.put(f"{RUNS}{self.run}/{name}", data)
+
+    def has(self, name: str) -> bool:
+        key = f"{RUNS}{self.run}/{name}"
+        return any(info.key == key for info in self.store.list(key))
 
     def get(self, name: str) -> bytes | None:
         entry = self.store.find(f"{RUNS}{self.run}/{name}")

