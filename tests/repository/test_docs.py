@@ -17,7 +17,8 @@ from typer.main import get_command
 from docs import build
 from docs.settings_reference import settings, settings_page
 from docs.wrapping import damage
-from evernear.cli.app import EXTRAS, app
+from evernear.cli.app import app
+from evernear.common.extras import NEEDED_BY
 from evernear.errors import DataError
 
 
@@ -213,7 +214,8 @@ def test_demo_installs_what_the_commands_of_the_readme_need_and_not_the_rest() -
     command = ["make", "--no-print-directory", "-n", "-B", ".venv/.demo"]
     planned = subprocess.run(command, cwd=build.ROOT, capture_output=True, text=True, check=True)
     extras = frozenset(re.findall(r"--extra (\S+)", planned.stdout))
-    assert {*EXTRAS.split(","), "pretrained"} <= extras, "evernear console, --preset photos and doctor slack included"
+    needed = {extra for package, names in NEEDED_BY.items() if package != "evernear.serving.kserve" for extra in names}
+    assert needed | {"pretrained"} <= extras, "evernear console, --preset photos and doctor slack included"
     packages = installed_with("evernear", extras)
     assert not {"pytest", "pymilvus", "mlflow-skinny", "optuna"} & packages
     assert len(packages) <= 160
