@@ -26,7 +26,7 @@ from evernear.cli.options import (
     stop_on_signals,
 )
 from evernear.common.output import log_to_stderr, print_json, print_line, print_secret, quantity
-from evernear.errors import FormatError, SettingsError, StoreError
+from evernear.errors import SettingsError
 from evernear.settings import Settings
 from evernear.settings.layers import Layers, command_for
 
@@ -167,12 +167,13 @@ def _show_status(settings: Settings, as_json: bool) -> None:
 
 
 def _ship(settings: Settings, now: bool) -> None:
+    from evernear.common.store.current import writable_store
     from evernear.serving import query_log
     from evernear.serving.configuration import QUERY_LOG_PERIOD_S, logged_queries
     from evernear.serving.endpoints import home_of
 
     log_to_stderr(logging.WARNING, settings.log_format)
-    directory, store = logged_queries(home_of(settings.workdir)), _writable_store(settings.store_uri)
+    directory, store = logged_queries(home_of(settings.workdir)), writable_store(settings.store_uri)
     if now:
         shipped = query_log.ship_query_log(directory, store)
         print_line(f"Shipped {quantity(shipped, 'file')} from {directory} to {store.uri}.")
@@ -186,20 +187,6 @@ def _ship(settings: Settings, now: bool) -> None:
     with stop_on_signals(stop, remains):
         print_line(f"Shipping the query log in {directory} to {store.uri} once a minute; Ctrl-C ends it.")
         query_log.ship_until(stop, directory, store)
-
-
-def _writable_store(uri: str) -> "Store":
-    """Like `current_store`, for a pod whose key may only write. An unreachable store is no error,
-    because files are shipped later."""
-    from evernear.common.store import open_store
-    from evernear.common.store.current import current_store
-
-    try:
-        return current_store(uri)
-    except FormatError:
-        raise
-    except StoreError:
-        return open_store(uri)
 
 
 def _runs(settings: Settings) -> "KfpRuns | None":

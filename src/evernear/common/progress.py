@@ -29,7 +29,7 @@ from evernear.common.masking import mask, mask_streams
 from evernear.common.output import print_line, printable
 from evernear.common.processes import cpu_limit, memory_limit_bytes, shadowed_modules
 from evernear.common.run_record import RunRecord, StepProgress, StepRecord
-from evernear.common.store.current import current_store
+from evernear.common.store.current import writable_store
 from evernear.common.store.lease import wait_for_release
 from evernear.common.store.patience import patient
 from evernear.errors import EvernearError, StoreError, disk_full_message
@@ -125,7 +125,7 @@ class Step:
         with suppress(EvernearError):
             if not self._opened:  # once, because each attempt to reach a store takes a while
                 self._opened = True
-                self._record = RunRecord(current_store(self._store_uri), self._run)
+                self._record = RunRecord(writable_store(self._store_uri), self._run)
             if self._record is not None:
                 self._record.save_step(step)
                 if event.kind == "started":  # the event is recorded first, so that the step or the prune sees the other

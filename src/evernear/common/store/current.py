@@ -8,7 +8,7 @@ from itertools import islice
 from evernear.common.frozen import require_format
 from evernear.common.store import Store, open_store
 from evernear.common.store.base import IDENTITY
-from evernear.errors import IntegrityError, StoreError
+from evernear.errors import IntegrityError, StoreError, TransientStoreError
 
 
 def current_store(uri: str) -> Store:
@@ -32,6 +32,14 @@ def current_store(uri: str) -> Store:
         for info in islice(store.list("runs/"), 0 if is_used else 1):
             _compare(store, info.key)
     return store
+
+
+def writable_store(uri: str) -> Store:
+    """Like `current_store`, for a writer that tries again if the store is unreachable."""
+    try:
+        return current_store(uri)
+    except TransientStoreError:
+        return open_store(uri)
 
 
 @contextmanager
