@@ -56,7 +56,7 @@ def test_twelve_random_queries_are_labeled_without_their_answers(store: Store, s
     assert "1 of 12 labeled this week" in answered
     assert "no class of this name" in client.post("/review/live", data={"query": shown[0], "label": "seven"}).text
     (query,) = labeled_queries(store).queries
-    assert (query.id, query.label, query.correct) == (shown[0], "seven", False)
+    assert (query.id, query.label, query.label_right) == (shown[0], "seven", False)
     assert [path for path in source.rglob("*") if "review" in path.name] == [], "it never enters the dataset"
     for form in ({"query": shown[1], "label": " "}, {"query": "other", "label": "7"}):
         assert client.post("/review/live", data=form).status_code == 400

@@ -3,11 +3,12 @@ where."""
 
 import json
 import os
+import subprocess
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
+from unittest.mock import patch
 
-import psutil
 import pytest
 from starlette.testclient import TestClient
 
@@ -190,9 +191,10 @@ def test_person_behind_a_proxy_is_recorded_as_the_one_who_started_a_local_run(
 ) -> None:
     settings = settings_of(store, source, workdir=str(source.parent))
     runner = LocalRuns(settings, ["--set", "no.such=setting"])
-    runner.reindex("ann@x")
+    with patch.object(subprocess, "Popen", wraps=subprocess.Popen) as started:
+        runner.reindex("ann@x")
+    passed = started.call_args.kwargs["env"][STARTED_BY_VARIABLE]
     assert runner._process is not None
-    passed = psutil.Process(runner._process.pid).environ()[STARTED_BY_VARIABLE]
     runner._process.wait()
     state = runner.state()
     assert (state.is_failed, "no.such" in state.sentence) == (True, True)

@@ -263,7 +263,7 @@ def test_ingest_reports_a_missing_directory_before_a_busy_port(
         parameters = {"source": f"folder:{tmp_path}/absent", "target": "local"}
         for source, exit_code, message in (
             (f"folder:{tmp_path}/absent", 3, "The image directory"),
-            ("digits", 4, f"Port {port} on 127.0.0.1 is in use by another program; stop that, or choose a free port"),
+            ("digits", 4, f"In use on 127.0.0.1: port {port} by another program"),
         ):
             with pytest.raises(SystemExit) as stopped:
                 steps.ingest("run", (tmp_path / "store").as_uri(), parameters | {"source": source}, settings, "unused")
