@@ -85,14 +85,13 @@ def run(
     }
     export_network(trained, dataset, network)
     embed_dataset(network, dataset, embeddings)
-    threshold, reject_rate = (open_set.threshold, open_set.reject_rate) if open_set else (None, None)
     build_index(
         Embeddings.open(embeddings),
         dataset.labels,
         settings.index,
         index,
-        threshold=threshold,
-        reject_rate=reject_rate,
+        threshold=open_set.threshold if open_set else None,
+        relative_threshold=open_set.relative_threshold if open_set else None,
     )
     measurement, _ = measure(Recognizer.open(network, index), dataset, split)
     return {**timing, "epochs": len(history.epochs), **metrics(measurement)}

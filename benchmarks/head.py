@@ -4,10 +4,10 @@ logistic regression on the same features.
 ``python benchmarks/head.py --source signs=DIRECTORY --source clothing=DIRECTORY`` with class
 folders of photographs in ``DIRECTORY/train`` and ``DIRECTORY/test``. The settings are those of the
 preset photos. Each method knows the same training and gallery images: all of them, or a random
-sample of 5 or 20 images of each class. The features, the whitening, the head and the center are
-those of the train and export steps. A test image is recognized by the nearest of the known images,
-which are the gallery of a release with a frozen backbone. A release is served with the head, unless
-the train step prefers whitened features, and with the centroids of the classes, if they recognize
+sample of 5 or 20 images of each class. The features, the whitening and the head are those of the
+train step. A test image is recognized by the nearest of the known images, which are the gallery of
+a release with a frozen backbone, moved toward the means of their classes. A release is served with
+the head if the train step prefers it, and with the centroids of the classes, if they recognize
 clearly more queries. The logistic regression of scikit-learn (C = 1) trains on the features, each
 divided by its standard deviation.
 
@@ -39,13 +39,14 @@ from evernear.common.store import open_store
 from evernear.data.manifest import Split
 from evernear.data.shards import Block, Dataset
 from evernear.embedding.data_loader import TrainingImages
-from evernear.embedding.export import class_center
 from evernear.embedding.features import FrozenHead
 from evernear.embedding.freeze import Pretrained, open_pretrained
 from evernear.embedding.head import train_head, whitening_for
 from evernear.embedding.recipe import with_defaults
-from evernear.embedding.timm_member import Whitening
+from evernear.embedding.whitening import Whitening
+from evernear.index.description import TOWARD_MEAN
 from evernear.index.search import vote
+from evernear.index.vectors import move_toward
 from evernear.settings import TrainSettings
 
 HEADING = (
@@ -157,7 +158,7 @@ def measure(dataset: Dataset, settings: TrainSettings, directory: Path, count: i
     known = Labeled(*(torch.cat(parts) for parts in zip(gallery, train, strict=True)))
 
     def recognize(last_layer: Whitening) -> dict[str, Any]:
-        embed = embedder(pretrained, last_layer, gallery, images.classes)
+        embed = embedder(pretrained, last_layer)
         return accuracies(correct_answers(embed, known, queries), correct_answers(embed, known, test))
 
     whitened = recognize(whitening_for(pretrained.features, dataset, images))
@@ -186,14 +187,10 @@ def read(pretrained: Pretrained, dataset: Dataset, split: Split, images: Trainin
     return Labeled(*(torch.cat(parts) for parts in zip(*batches, strict=True)))
 
 
-def embedder(
-    pretrained: Pretrained, last_layer: Whitening, gallery: Labeled, classes: int
-) -> Callable[[Tensor], Tensor]:
-    """Maps features (N, F) to vectors (N, D), centered as in the export step."""
+def embedder(pretrained: Pretrained, last_layer: Whitening) -> Callable[[Tensor], Tensor]:
+    """Maps features (N, F) to vectors (N, D)."""
     pretrained.member.standardize = last_layer
-    head = FrozenHead(pretrained.network).eval()
-    head.center = class_center([(head(gallery.features), gallery.classes)], classes)
-    return head
+    return FrozenHead(pretrained.network).eval()
 
 
 @torch.inference_mode()
@@ -203,7 +200,10 @@ def correct_answers(
     """Whether each of the ``queries`` is recognized, as arrays (N,) of 0 and 1: by the vote of the
     nearest known images, and by the centroids of the classes."""
     vectors, references = embed(queries.features), embed(known.features)
-    nearest = (vectors @ references.T).topk(max(NEIGHBORS)).indices
+    classes = range(int(known.classes.max()) + 1)
+    means = np.stack([references[known.classes == label].mean(dim=0).numpy() for label in classes])
+    moved = torch.from_numpy(move_toward(references.numpy(), means[known.classes.numpy()], TOWARD_MEAN))
+    nearest = (vectors @ moved.T).topk(max(NEIGHBORS)).indices
     labels = known.classes[nearest].numpy().astype(np.int32)
     sums = torch.zeros(int(known.classes.max()) + 1, references.shape[1]).index_add_(0, known.classes, references)
     answers = {f"neighbors_{count}": vote(labels[:, :count]) for count in NEIGHBORS}

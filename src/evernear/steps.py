@@ -30,6 +30,7 @@ from evernear.settings.train import WEIGHTS_OF_PHOTOGRAPHS, TrainingChoices
 
 if TYPE_CHECKING:
     from evernear.data.shards import Dataset
+    from evernear.embedding.features import FrozenFeatures
     from evernear.evaluation.evaluate import Evaluation
 
 Tree = dict[str, Any]
@@ -169,8 +170,8 @@ def _train(
     result = train_network(
         data, recipe, trained, record.store, on_epoch=on_epoch, on_step=on_step, on_images=on_images, clock=clock
     )
-    views = {"views": result.head.views} if result.head else {}
-    output = {"epochs": result.history(), "best_epoch": result.best_epoch, **views}
+    head = {"views": result.head.views, "uses_head": result.head.used} if result.head else {}
+    output = {"epochs": result.history(), "best_epoch": result.best_epoch, **head}
     return Computed(result.summary(), output, reusable=not result.warnings)
 
 
@@ -215,6 +216,8 @@ def reuse(run: str, settings: Tree, dataset: str, network: str, open_set: str) -
 
         release, threshold = reuse_network(record.store, Dataset.open(Path(dataset)), Path(network))
         threshold.save(Path(open_set))
+        if added := threshold.describe_added():
+            running.note(added)
         running.summary = f"network {release.network_sha256[:12]} of release {release.version}"
     return {"sha256": release.network_sha256, "release": release.version}
 
@@ -265,7 +268,7 @@ def index(run: str, settings: Tree, dataset: str, embeddings: str, open_set: str
                 chosen.index,
                 Path(index),
                 threshold=probed.threshold,
-                reject_rate=probed.reject_rate,
+                relative_threshold=probed.relative_threshold,
                 owner=owner_of(record.store) if chosen.index.backend != FAISS else "",
                 groups=groups,
             )
@@ -281,7 +284,10 @@ def probe(run: str, settings: Tree, dataset: str, open_set: str) -> None:
 
         data = Dataset.open(Path(dataset))
         here = chosen.train.model_copy(update={"nodes": 1})  # the probe trains for fewer epochs
-        views = record.load("training").get("views")
+        training = record.load("training")
+        views = training.get("views")
+        if training.get("uses_head") is False:  # the release has whitened features alone
+            here = here.model_copy(update={"frozen": True})
 
         def probe_here() -> Computed:
             from evernear.evaluation.probe import probe_open_set
@@ -290,7 +296,8 @@ def probe(run: str, settings: Tree, dataset: str, open_set: str) -> None:
             result = probe_open_set(
                 data, here, chosen.evaluation, chosen.index, on_step, record.store, on_draw, clock, views
             )
-            summary = result.summary().removesuffix(".") or "too few classes to hold one out"
+            sentences = " ".join(filter(None, [result.summary(), result.describe_added()]))
+            summary = sentences.removesuffix(".") or "too few classes to hold one out"
             return Computed(summary, result.model_dump(mode="json"))
 
         inputs = chosen.model_dump(mode="json", include={"evaluation", "index"})
@@ -333,6 +340,7 @@ def evaluate(
             observers=(progress, collector.add),
             champion_observers=(progress,),
             anchor=anchor,
+            pretrained=_pretrained_features(running, record, data, chosen.train),
         )
         replayed, changed = replay(candidate, champion, store, chosen.serving.max_pixels) if champion else (None, None)
         near = near_duplicates_found(record.find("validation", Report), data, chosen.data.group)
@@ -347,6 +355,21 @@ def evaluate(
         record.save(evaluation=result, examples=examples, replay=changed)
         running.summary = result.summary()
     return result
+
+
+def _pretrained_features(
+    running: Step, record: RunRecord, data: "Dataset", train: TrainSettings
+) -> "FrozenFeatures | None":
+    """The features of the weights from which this run trained, or None if it did not."""
+    if not train.weights or not record.load("training"):
+        return None
+    from evernear.data.manifest import SPLITS
+    from evernear.embedding.freeze import open_pretrained
+    from evernear.embedding.recipe import with_defaults
+
+    frozen = with_defaults(train.model_copy(update={"frozen": True, "members": 1}), data)
+    on_images = countdowns.images(running, sum(data.count(split) for split in SPLITS))
+    return open_pretrained(data, frozen, record.store, on_images).features
 
 
 def gate(run: str, settings: Tree, evaluation: str, verdict: str) -> bool:

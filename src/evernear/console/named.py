@@ -15,7 +15,6 @@ from evernear.data.image_file import inspect
 from evernear.data.preprocess import decode_inspected
 from evernear.errors import IntegrityError
 from evernear.evaluation.verdict import Rule
-from evernear.index.description import DISTANCE_TOLERANCE
 from evernear.release.manifest import ReleaseManifest
 from evernear.reporting.notify import RunOutcome, load_rules
 from evernear.serving.gallery_images import GalleryImages
@@ -129,13 +128,8 @@ def answer_of_others(
     images. None if the prediction lists no other neighbor (``index.k=1``). The other neighbors
     vote. If the release labels by centroids, which the neighbors of the prediction contradict, the
     label of the prediction is kept."""
-    nearest = prediction.neighbors[0].dist if prediction.neighbors else 0.0
     itself = decode_inspected(inspect(image, MAX_PIXELS), release.preprocessing.bit_depth).digest().hex()
-    others = [
-        near
-        for near in prediction.neighbors
-        if near.dist > nearest + DISTANCE_TOLERANCE or not _shows(near, itself, release.version, gallery)
-    ]
+    others = [near for near in prediction.neighbors if not _shows(near, itself, release.version, gallery)]
     if not others:
         return None
     label = _vote(others) if _vote(prediction.neighbors) == prediction.pred else prediction.pred

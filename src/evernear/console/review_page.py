@@ -24,6 +24,7 @@ from evernear.console.queue import thumbnail
 from evernear.console.suspects import Suspect, picture
 from evernear.console.web import Form, Predictor, action, field, page, png
 from evernear.errors import DataError, EvernearError
+from evernear.evaluation.open_set import OpenSet, stated_added_recognized
 from evernear.serving.responses import Prediction
 
 RECENT_ANSWERS = 12
@@ -177,6 +178,7 @@ class ReviewPage:
         predictor: Predictor = request.app.state.predictor
         named, waiting = await run_in_threadpool(_named, self._backend)
         recognized: list[tuple[Answer, bool]] = []
+        expected = ""
         for each, original in named:
             try:
                 prediction = await predictor.predict(original)
@@ -184,15 +186,22 @@ class ReviewPage:
             except DataError:
                 continue
             if answer:
+                expected = self._expected_of_added(prediction.version)
                 recognized.append((each, not answer.unknown and answer.label == class_name(each.label)))
         return page(
             request,
             "again.html.j2",
             asked=recognized,
             unasked=len(named) - len(recognized),
+            expected=expected,
             waiting=waiting,
             minimum=self._backend.settings.validation.min_class_images,
         )
+
+    def _expected_of_added(self, version: str) -> str:
+        """What the release measured for images of a class that was added without training."""
+        metrics = self._backend.releases.record(version).manifest.metrics
+        return OpenSet(held_out=(), added_recognized=stated_added_recognized(metrics)).describe_added()
 
     def _answer_of_others(self, prediction: Prediction, image: bytes) -> AnswerOfOthers | None:
         release = self._backend.releases.record(prediction.version).manifest

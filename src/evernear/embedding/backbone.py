@@ -5,16 +5,12 @@ Only training imports timm, because a release contains the network as TorchScrip
 
 import re
 import tempfile
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-import numpy as np
 import timm
-import torch
 from huggingface_hub import hf_hub_download
-from numpy.typing import NDArray
 from timm.data.config import resolve_data_config
 from timm.models import load_state_dict
 from torch import Tensor, nn
@@ -26,7 +22,7 @@ from evernear.common.store import Store, open_store
 from evernear.data.preprocess import NetworkInput
 from evernear.embedding.network import MEMBERS, Architecture, EmbeddingNetwork
 from evernear.embedding.packaged_weights import fetch_package
-from evernear.embedding.timm_member import TimmMember, Whitening, config_of, create_backbone, feature_dim
+from evernear.embedding.timm_member import TimmMember, config_of, create_backbone, feature_dim
 from evernear.errors import StoreError, TrainingError
 from evernear.settings.train import TrainingChoices, weight_package
 
@@ -113,17 +109,8 @@ def _download_from_hub(name: str) -> tuple[str, Path]:
 
 DEFAULT_PRETRAINED = "resnet18"
 """Chosen if only ``train.weights`` is set: small, widely available, and fast on a CPU."""
-PRIOR_IMAGES = 0.1
-"""Shrinkage of the frozen features' covariance toward equal variances, in images per dimension."""
-MIN_GAIN = 0.4
-"""Weight of directions in which the classes do not differ. Classes added later may differ there."""
-VARIANCE_RTOL = 1e-9
-"""Relative size below which a variance is a rounding error."""
 _EVERNEAR_PREFIX = "members.0.backbone."
 REASON_MAX_CHARACTERS = 200
-
-
-Floats = NDArray[np.float64]
 
 
 def choose_backbone(settings: TrainingChoices) -> str:
@@ -195,55 +182,6 @@ def load_weights(network: EmbeddingNetwork, architecture: Architecture, weights:
     pretrained = _load_pretrained(architecture, weights).state_dict()
     for member in network.members:
         cast(TimmMember, member).backbone.load_state_dict(pretrained)
-
-
-@torch.inference_mode()
-def whiten(module: Whitening, batches: Iterable[tuple[Tensor, Tensor]], classes: int) -> None:
-    """Fit ``module``, whose matrix is square, to batches of features (N, F) and classes (N,)."""
-    dim = len(module.mean)
-    counts, sums = np.zeros(classes), np.zeros((classes, dim))
-    products = np.zeros((dim, dim))
-    for features, numbers in batches:
-        batch = features.double().numpy()
-        np.add.at(sums, numbers.numpy(), batch)
-        counts += np.bincount(numbers.numpy(), minlength=classes)
-        products += batch.T @ batch
-    present = counts > 0
-    mean, matrix = discriminant(counts[present], sums[present], products)
-    module.mean.copy_(torch.from_numpy(mean))
-    module.matrix.copy_(torch.from_numpy(matrix))
-
-
-def discriminant(counts: Floats, sums: Floats, products: Floats) -> tuple[Floats, Floats]:
-    """The mean (D,) and the matrix (D, D) that whiten features and emphasize class differences.
-
-    Features of a pretrained network vary most where its original classes differ. As in linear
-    discriminant analysis (Fukunaga 1990, "Introduction to Statistical Pattern Recognition", section
-    10.2), they are divided by the within-class standard deviation. Let v be the variance of the
-    class means in one direction afterwards, and u the part of v that is due to sampling error. The
-    direction is multiplied by the larger of 1 - u / v and `MIN_GAIN`. Because there are often fewer
-    images than features, the covariance is shrunk as if `PRIOR_IMAGES` images per dimension varied
-    equally in all directions.
-
-    ``counts`` (C,) has the number of images of each class, ``sums`` (C, D) the sums of their
-    features, and ``products`` (D, D) the sum of all features' outer products. The matrix is the
-    identity if the features do not vary within classes, or each class has only one image.
-    """
-    means, dim = sums / counts[:, None], len(products)
-    mean, within = means.mean(axis=0), products - sums.T @ means
-    degrees, total = counts.sum() - len(counts), np.trace(within)
-    if degrees < 1 or total <= VARIANCE_RTOL * np.trace(products):
-        return mean, np.eye(dim)
-    prior = PRIOR_IMAGES * dim
-    covariance = (within + prior * total / degrees / dim * np.eye(dim)) / (degrees + prior)
-    variances, axes = np.linalg.eigh(covariance)
-    whitening = axes / np.sqrt(variances)
-    whitened_means = (means - mean) @ whitening
-    # The class means span few directions. In all others, the gain is `MIN_GAIN`.
-    _, scales, directions = np.linalg.svd(whitened_means / np.sqrt(max(1, len(counts) - 1)), full_matrices=False)
-    gains = np.maximum(1 - (1 / counts).mean() / np.maximum(scales**2, VARIANCE_RTOL), MIN_GAIN)
-    emphasized = (whitening @ directions.T) * (gains - MIN_GAIN) @ directions
-    return mean, MIN_GAIN * whitening + emphasized
 
 
 def _load_pretrained(architecture: Architecture, weights: Weights) -> nn.Module:

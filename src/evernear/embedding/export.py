@@ -1,6 +1,6 @@
 """Export the network as TorchScript, verified against the eager network on real images."""
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple, TypeVar
 
@@ -28,16 +28,19 @@ from evernear.embedding.network import (
     read_torchscript,
     to_torchscript,
 )
+from evernear.embedding.whitening import Whitening, whiten
 from evernear.errors import IntegrityError, TrainingError
 from evernear.settings import ClassSettings
 
 if TYPE_CHECKING:
-    from evernear.embedding.features import FrozenFeatures, FrozenHead
+    pass
 
 NETWORK_FILE = "network.pt"
 PARITY_TOLERANCE = 1e-4
 """Largest difference of a coordinate. Rounding differs by about 1e-7."""
 PARITY_IMAGES = 256
+WHITENED_IMAGES = 8192
+"""Images of the train split to which the last layer of a trained network is fitted."""
 PARITY_SPLITS: tuple[Split, ...] = ("query", "gallery")
 T = TypeVar("T")
 
@@ -74,48 +77,41 @@ class ExportedNetwork(Frozen):
         return f"TorchScript within {self.parity_max_abs_difference:.1e} of eager on {images}"
 
 
-class CenteredNetwork(nn.Module):
-    """A network whose unit vectors are centered and normalized again (Wang et al. 2019,
-    arXiv:1911.04623).
+class WhitenedNetwork(nn.Module):
+    """A trained network whose unit vectors are whitened and normalized again
+    (`evernear.embedding.whitening`)."""
 
-    ArcFace separates classes by angle, but lets them share a direction, in which images of unseen
-    classes lie as well. Without it, they are farther from the known classes
-    (docs/decisions/0008-unknown-images.md).
-    """
-
-    def __init__(self, network: EmbeddingNetwork, center: Tensor) -> None:
+    def __init__(self, network: EmbeddingNetwork, dim: int) -> None:
         super().__init__()
         self.network = network
-        self.register_buffer("center", center)
-        self.center: Tensor
+        self.standardize = Whitening(dim, dim)
 
     def forward(self, images: Tensor) -> Tensor:
         """Embed ``images`` (N, C, H, W), uint8 or float in 0..255, as unit vectors (N, D)."""
-        return F.normalize(self.network(images) - self.center)
+        return F.normalize(self.standardize(self.network(images)))
 
 
 @torch.inference_mode()
-def center(network: EmbeddingNetwork, dataset: Dataset, exclude_labels: Collection[str]) -> CenteredNetwork:
-    """Center ``network`` on the mean of the gallery's class means."""
-    images = TrainingImages(dataset, frozenset(exclude_labels))
-    vectors = ((network.eval()(pixels), classes) for pixels, classes in images.gallery())
-    return CenteredNetwork(network, class_center(vectors, images.classes)).eval()
+def whiten_network(
+    network: EmbeddingNetwork, dim: int, dataset: Dataset, exclude_labels: Collection[str]
+) -> WhitenedNetwork:
+    """Whiten the ``dim`` dimensions of ``network`` on a sample of the train split."""
+    images, whitened = TrainingImages(dataset, frozenset(exclude_labels)), WhitenedNetwork(network.eval(), dim).eval()
+    vectors = ((network(pixels), classes) for pixels, classes in _sample(images))
+    whiten(whitened.standardize, vectors, images.classes)
+    return whitened
 
 
-def class_center(batches: Iterable[tuple[Tensor, Tensor]], classes: int) -> Tensor:
-    """The mean (D,) of the class means of ``batches`` of vectors (N, D) and class numbers (N,). A
-    mean over images would follow the largest class."""
-    counts, sums = torch.zeros(classes), torch.zeros(0)
-    for vectors, numbers in batches:
-        sums = sums if len(sums) else torch.zeros(classes, vectors.shape[1])
-        sums.index_add_(0, numbers, vectors)
-        counts += torch.bincount(numbers, minlength=classes)
-    present = counts > 0
-    return (sums[present] / counts[present, None]).mean(dim=0)
+def _sample(images: TrainingImages) -> Iterator[tuple[Tensor, Tensor]]:
+    seen = 0
+    for pixels, classes in images.in_order("train"):
+        yield pixels, classes
+        if (seen := seen + len(classes)) >= WHITENED_IMAGES:
+            return
 
 
 class _Exportable(NamedTuple):
-    """A centered network, its vectors' cache key, and images (N, C, H, W) with their vectors."""
+    """A whitened network, its vectors' cache key, and images (N, C, H, W) with their vectors."""
 
     network: nn.Module
     identity: str
@@ -126,10 +122,10 @@ class _Exportable(NamedTuple):
 
 @torch.inference_mode()
 def _trained(network: EmbeddingNetwork, trained: TrainedNetwork, dataset: Dataset) -> _Exportable:
-    centered = center(network, dataset, trained.exclude_labels)
+    whitened = whiten_network(network, trained.architecture.embedding_dim, dataset, trained.exclude_labels)
     images = to_tensor(_first(dataset, lambda split: dataset.blocks(split, PARITY_IMAGES)).images)
     architecture = trained.architecture.model_dump_json()
-    return _Exportable(centered, network_identity(centered, architecture), images, centered(images))
+    return _Exportable(whitened, network_identity(whitened, architecture), images, whitened(images))
 
 
 @torch.inference_mode()
@@ -143,11 +139,12 @@ def _frozen(
     from evernear.embedding.features import (
         FrozenBackbone,
         FrozenFeatures,  # timm is not installed where releases are served
+        FrozenHead,
         FrozenNetwork,
     )
 
     features = FrozenFeatures(network, trained.architecture, store, on_images)
-    head = centered_head(network, features, dataset, frozenset(trained.exclude_labels))
+    head = FrozenHead(network).eval()
     block, cached = _first(dataset, lambda split: features.blocks(dataset, split))
     return _Exportable(
         FrozenNetwork(FrozenBackbone(network), head).eval(),
@@ -158,19 +155,6 @@ def _frozen(
     )
 
 
-@torch.inference_mode()
-def centered_head(
-    network: EmbeddingNetwork, features: "FrozenFeatures", dataset: Dataset, exclude_labels: frozenset[str]
-) -> "FrozenHead":
-    """The head of a frozen ``network``, centered like `center` with cached ``features``."""
-    from evernear.embedding.features import FrozenHead
-
-    head, images = FrozenHead(network).eval(), TrainingImages(dataset, exclude_labels)
-    vectors = ((head(batch), classes) for batch, classes in features.batches(dataset, "gallery", images))
-    head.center = class_center(vectors, images.classes)
-    return head
-
-
 def export_network(
     trained_dir: Path,
     dataset: Dataset,
@@ -179,7 +163,7 @@ def export_network(
     on_images: OnImages | None = None,
     tolerance: float = PARITY_TOLERANCE,
 ) -> ExportedNetwork:
-    """Center the network of ``trained_dir``, and write it and its description to ``out_dir``.
+    """Whiten the network of ``trained_dir``, and write it and its description to ``out_dir``.
 
     Parity is the largest absolute difference of any coordinate between the eager network and the
     file as it is served (read back and frozen), on images of the query split, or of the gallery if
@@ -187,16 +171,16 @@ def export_network(
     them. Nothing is written if the difference exceeds ``tolerance`` or is NaN. ``on_images`` is
     called as features are computed.
     """
-    trained, uncentered = load_trained(trained_dir)
+    trained, loaded = load_trained(trained_dir)
     if trained.architecture.shape != dataset.shape:
         raise IntegrityError(
             f"The network in {trained_dir} takes images of {trained.architecture.shape}, but the images of "
             f"{dataset.manifest.name} are {dataset.shape}; train again."
         )
     if trained.architecture.frozen:
-        exportable = _frozen(uncentered, trained, dataset, store, on_images)
+        exportable = _frozen(loaded, trained, dataset, store, on_images)
     else:
-        exportable = _trained(uncentered, trained, dataset)
+        exportable = _trained(loaded, trained, dataset)
     data = to_torchscript(exportable.network)
     candidate = out_dir / f"{NETWORK_FILE}.unverified"
     write_atomically(candidate, data)

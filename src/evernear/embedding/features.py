@@ -49,17 +49,14 @@ class FrozenBackbone(nn.Module):
 
 
 class FrozenHead(nn.Module):
-    """Maps features (N, F) to unit vectors (N, D), centered like
-    `evernear.embedding.export.CenteredNetwork`."""
+    """Maps features (N, F) to unit vectors (N, D)."""
 
     def __init__(self, network: EmbeddingNetwork) -> None:
         super().__init__()
         self.standardize = whitening_of(network)
-        self.register_buffer("center", torch.zeros(()))
-        self.center: Tensor
 
     def forward(self, features: Tensor) -> Tensor:
-        return F.normalize(F.normalize(self.standardize(features)) - self.center)
+        return F.normalize(self.standardize(features))
 
 
 class FrozenNetwork(nn.Module):

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from evernear.data.preprocess import NetworkInput
 from evernear.embedding.network import Architecture
+from evernear.embedding.whitening import Whitening
 from evernear.errors import TrainingError
 
 
@@ -44,21 +45,6 @@ class TimmMember(nn.Module):
     def forward(self, pixels: Tensor) -> Tensor:
         features = self.backbone(self.resize(pixels))
         return F.normalize(self.standardize(self.project(features).to(torch.float32)))
-
-
-class Whitening(nn.Module):
-    """An affine map of features (N, F), fitted by `evernear.embedding.backbone.whiten`. The map of
-    a trained head includes its projection."""
-
-    def __init__(self, features: int, dim: int) -> None:
-        super().__init__()
-        self.register_buffer("mean", torch.zeros(features))
-        self.register_buffer("matrix", torch.eye(features, dim))
-        self.mean: Tensor
-        self.matrix: Tensor
-
-    def forward(self, features: Tensor) -> Tensor:
-        return (features - self.mean) @ self.matrix
 
 
 class Resize(nn.Module):

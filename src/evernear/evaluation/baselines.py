@@ -6,6 +6,7 @@ import random
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,10 +23,15 @@ from evernear.evaluation.measure import BATCH_SIZE, Outcomes
 from evernear.evaluation.statistics import CONFIDENCE, Proportion, p_by_chance, proportion
 from evernear.settings import DataSettings, RunSettings
 
+if TYPE_CHECKING:  # reading an evaluation must not import torch
+    from evernear.embedding.features import FrozenFeatures
+
 SIDE_PX = 16
 """Images are reduced to this height and width, so that a shift by a few pixels has less effect."""
 GALLERY_MAX = 10_000
 QUERIES_MAX = 2_000
+PRETRAINED_MAX = 50_000
+"""Most images whose pretrained features are compared, which take 256 MB."""
 FLAT = 1e-6
 """Standard deviation of the pixels below which an image counts as constant."""
 
@@ -44,12 +50,19 @@ class Baseline(Frozen):
     p_by_chance: float
     ignores_images: bool = False
     """A recognizer must be better than a baseline that predicts without looking at the image."""
+    is_part: bool = False
+    """The candidate starts from the baseline's network, and must only not be worse."""
+
+    def must_be_beaten(self, level: float) -> bool:
+        """Whether a recognizer must be significantly better, because one without errors would be.
+        Otherwise, it must not be significantly worse."""
+        return self.p_perfect <= level and not self.is_part
 
     def is_undecided(self, level: float) -> bool:
         """Whether the queries are too few to compare any recognizer with the baseline. One with too
         few errors to be beaten is decisive only if it could beat a recognizer, and reads the
         image."""
-        return self.p_perfect > level and (self.p_worst > level or self.ignores_images)
+        return not self.must_be_beaten(level) and (self.p_worst > level or self.ignores_images)
 
     @property
     def is_sure_per_group(self) -> bool:
@@ -84,8 +97,31 @@ def measure_baselines(outcomes: Outcomes, dataset: Dataset, batch_size: int = BA
     return tuple(baselines)
 
 
+def measure_pretrained(outcomes: Outcomes, dataset: Dataset, features: "FrozenFeatures") -> Baseline:
+    """The nearest image by the pretrained network's ``features``, untrained, among all images but
+    the test split's. Without training, it is what the weights alone give."""
+    known: list[NDArray[np.float32]] = []
+    labels: list[NDArray[np.int64]] = []
+    splits: tuple[Split, ...] = ("train", "gallery", "query")
+    every = max(1, -(-sum(map(dataset.count, splits)) // PRETRAINED_MAX))
+    for block, vectors in chain.from_iterable(features.blocks(dataset, split) for split in splits):
+        known.append(_unit(vectors[::every]))
+        labels.append(block.labels[::every])
+    queries = _unit(features.array(dataset, "test"))
+    nearest = np.concatenate(labels)[_nearest(np.concatenate(known), queries)]
+    return _baseline("the nearest image by the pretrained network's features", nearest, outcomes, is_part=True)
+
+
+def _unit(vectors: NDArray[np.float32]) -> NDArray[np.float32]:
+    return vectors / np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-12)
+
+
 def _baseline(
-    name: str, predictions: NDArray[np.integer], candidate: Outcomes, ignores_images: bool = False
+    name: str,
+    predictions: NDArray[np.integer],
+    candidate: Outcomes,
+    ignores_images: bool = False,
+    is_part: bool = False,
 ) -> Baseline:
     correct = predictions == candidate.labels
     extremes = (Outcomes(np.full_like(correct, right), candidate.labels, candidate.groups) for right in (True, False))
@@ -98,6 +134,7 @@ def _baseline(
         p_worst=worst.p_worse,
         p_by_chance=p_by_chance(zip(candidate.labels.tolist(), predictions.tolist(), [1] * len(correct), strict=True)),
         ignores_images=ignores_images,
+        is_part=is_part,
     )
 
 

@@ -17,16 +17,17 @@ from evernear.data.near_duplicates import NearDuplicates
 from evernear.data.shards import Dataset
 from evernear.data.snapshots import split_digests
 from evernear.errors import IntegrityError
-from evernear.evaluation.baselines import Baseline, FewGroups, measure_baselines
+from evernear.evaluation.baselines import Baseline, FewGroups, measure_baselines, measure_pretrained
 from evernear.evaluation.compare import Comparison, compare, compare_refusals
 from evernear.evaluation.examples import Replay
 from evernear.evaluation.headline import headline
 from evernear.evaluation.measure import BATCH_SIZE, NO_CHANGES, Measurement, Observer, Outcomes, measure
-from evernear.evaluation.open_set import FALSE_ACCEPT_RATE, OpenSet
+from evernear.evaluation.open_set import ADDED_RECOGNIZED, FALSE_ACCEPT_RATE, OpenSet
 from evernear.evaluation.statistics import Interval, Proportion
 from evernear.settings import ClassSettings
 
 if TYPE_CHECKING:  # reading an evaluation must not import torch or FAISS
+    from evernear.embedding.features import FrozenFeatures
     from evernear.evaluation.recognizer import Recognizer
 
 
@@ -146,10 +147,10 @@ class Evaluation(Document):
             metrics["reviewed_left_out"] = sum(self.reviewed_left_out.values())
         if self.baselines:
             metrics["baseline_label_right"] = max(baseline.label_right.value for baseline in self.baselines)
-        if accepted := self.false_accepts:
-            metrics[FALSE_ACCEPT_RATE] = accepted.value
-            metrics[f"{FALSE_ACCEPT_RATE}_low"] = accepted.low
-            metrics[f"{FALSE_ACCEPT_RATE}_high"] = accepted.high
+        stated = {FALSE_ACCEPT_RATE: self.false_accepts, ADDED_RECOGNIZED: self.open_set.added_recognized}
+        for name, share in stated.items():
+            if share:
+                metrics |= {name: share.value, f"{name}_low": share.low, f"{name}_high": share.high}
         if self.open_set.auroc and self.open_set.false_accepts_at_95:
             metrics["open_set_auroc"] = self.open_set.auroc.value
             metrics["open_set_auroc_low"] = self.open_set.auroc.low
@@ -183,12 +184,14 @@ def evaluate_systems(
     champion_observers: Sequence[Observer] = (),
     anchor: ReleasedSystem | UnavailableSystem | None = None,
     batch_size: int = BATCH_SIZE,
+    pretrained: "FrozenFeatures | None" = None,
 ) -> Evaluation:
     """Measure the systems on the test split of ``dataset``, and count leaked test images.
 
     ``anchor`` is None if the champion is the anchor. An anchor or an earlier snapshot that cannot
     be read is not an error. The gate then holds the candidate. ``trained_on`` is the snapshot on
-    which the candidate's network was trained, by default ``dataset``.
+    which the candidate's network was trained, by default ``dataset``. ``pretrained`` are the
+    features of the weights from which it was trained.
 
     Raises:
         DataError: the test split is empty, or its images do not have the input shape of a
@@ -204,6 +207,9 @@ def evaluate_systems(
             )
         if champion and anchor:
             measured_anchor = _measure_anchor(anchor, dataset, measured, outcomes)
+    baselines = measure_baselines(outcomes, dataset)
+    if pretrained:
+        baselines += (measure_pretrained(outcomes, dataset, pretrained),)
     return Evaluation(
         candidate=measurement,
         champion=before,
@@ -212,7 +218,7 @@ def evaluate_systems(
         champion_false_accepts=champion.false_accepts if champion else None,
         anchor=measured_anchor,
         open_set=open_set,
-        baselines=measure_baselines(outcomes, dataset),
+        baselines=baselines,
         classes=champion.classes if champion else NO_CHANGES,
         reviewed_left_out={split: sum(labels.values()) for split, labels in dataset.manifest.reviewed_left_out.items()},
         **_measure_leakage(dataset, trained_on or dataset, champion),

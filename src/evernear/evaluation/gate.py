@@ -277,22 +277,24 @@ def _is_missed(baseline: Baseline, level: float) -> bool:
     """Whether the candidate is not better than a baseline that it could have beaten, or is worse
     than any other baseline."""
     pairs = baseline.comparison
-    return pairs.p_better > level if baseline.p_perfect <= level else pairs.p_worse <= level
+    return pairs.p_better > level if baseline.must_be_beaten(level) else pairs.p_worse <= level
 
 
 def _passed(evaluation: Evaluation, level: float) -> str:
-    beaten = [baseline for baseline in evaluation.baselines if baseline.p_perfect <= level]
+    beaten = [baseline for baseline in evaluation.baselines if baseline.must_be_beaten(level)]
     others = [baseline for baseline in evaluation.baselines if baseline not in beaten]
     findings = [f"significantly better than {_figures(beaten)}, at level {level:g}"] if beaten else []
-    if others:
+    parts = [baseline for baseline in others if baseline.is_part]
+    if few := [baseline for baseline in others if baseline not in parts]:
         findings.append(
-            f"not significantly worse than {_names(others)}, which has too few errors to be beaten significantly"
+            f"not significantly worse than {_names(few)}, which has too few errors to be beaten significantly"
         )
+    findings += [f"not significantly worse than {_names(parts)}"] * bool(parts)
     return f"Label right {evaluation.candidate.label_right.value:.2%} is {', and '.join(findings)}."
 
 
 def _missed(evaluation: Evaluation, missed: Sequence[Baseline], level: float) -> str:
-    unbeaten = [baseline for baseline in missed if baseline.p_perfect <= level]
+    unbeaten = [baseline for baseline in missed if baseline.must_be_beaten(level)]
     better = [baseline for baseline in missed if baseline not in unbeaten]
     findings = [f"not significantly better than {_figures(unbeaten)}"] if unbeaten else []
     findings += [f"significantly worse than {_names(better)}"] if better else []

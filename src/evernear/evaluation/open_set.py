@@ -6,19 +6,32 @@ from evernear.common.frozen import Frozen
 from evernear.common.output import named, quantity
 from evernear.evaluation.statistics import Auroc, Interval, Proportion, Roc
 
-FALSE_ACCEPT_RATE = "open_set_false_accept_rate"
-"""The metric of a release."""
+ADDED_IMAGES = 20
+"""Images of a class that the probe adds to the gallery, as a reindex would."""
+
+FALSE_ACCEPT_RATE, ADDED_RECOGNIZED = "open_set_false_accept_rate", "added_recognized"
+"""Metrics of a release, each with an interval."""
 
 
 def stated_false_accepts(metrics: Mapping[str, float]) -> Interval | None:
     """Share of images of unseen classes that a release accepts. None if it was not measured."""
-    value, low, high = (metrics.get(f"{FALSE_ACCEPT_RATE}{suffix}") for suffix in ("", "_low", "_high"))
+    return _stated(metrics, FALSE_ACCEPT_RATE)
+
+
+def stated_added_recognized(metrics: Mapping[str, float]) -> Interval | None:
+    """`OpenSet.added_recognized` of a release, which holds for its reindexes."""
+    return _stated(metrics, ADDED_RECOGNIZED)
+
+
+def _stated(metrics: Mapping[str, float], name: str) -> Interval | None:
+    value, low, high = (metrics.get(f"{name}{suffix}") for suffix in ("", "_low", "_high"))
     return None if value is None or low is None or high is None else Interval(value=value, low=low, high=high)
 
 
 class OpenSet(Frozen):
     """If there are too few classes to hold any out, ``held_out`` is empty and all figures are None.
-    At most one of ``threshold`` and ``reject_rate`` is set, and determines the release's threshold.
+    At most one of ``threshold`` and ``relative_threshold`` is set, and determines the release's
+    threshold.
     """
 
     held_out: tuple[str, ...]
@@ -33,45 +46,71 @@ class OpenSet(Frozen):
     threshold: float | None = None
     """Threshold of the release whose network is reused, which is
     `evernear.index.description.MAX_DISTANCE` if the distances do not separate unseen classes."""
+    relative_threshold: float | None = None
+    """The threshold as a multiple of the median distance of known query images, so that it holds
+    for another network (`evernear.index.calibrate.calibrate`)."""
     reject_rate: float | None = None
-    """Share of known images that the release calls unknown: ``required_reject_rate``, but at most
-    ``stated_false_reject_rate``."""
+    """Share of known query images that this threshold rejects."""
     required_reject_rate: float | None = None
     """Share of known query images that are rejected at the threshold for
     ``stated_false_accept_rate``."""
     stated_false_accept_rate: float | None = None
     stated_false_reject_rate: float | None = None
     false_accepts: Proportion | None = None
-    """Proportion of test images of held-out classes that are accepted at the threshold for
-    ``reject_rate``, or all if no image is called unknown. The intervals of all figures include the
-    spread between classes."""
+    """Proportion of test images of held-out classes that are accepted at the threshold, or all if
+    no image is called unknown. The intervals of all figures include the spread between classes."""
     false_rejects: Proportion | None = None
     """Proportion of test images of the other classes that are rejected at this threshold, or 0 if
     no image is called unknown."""
+    added_recognized: Interval | None = None
+    """Proportion of test and query images of held-out classes that are named right and accepted
+    after `ADDED_IMAGES` images of each class joined the gallery."""
 
     @property
     def separates(self) -> bool:
         """Whether images of the held-out classes are significantly farther from the gallery than
         known images are. Other classes may be different, as the interval of ``auroc`` shows."""
-        return self.reject_rate is not None
+        return self.relative_threshold is not None
 
     def summary(self) -> str:
         """Empty if there was no probe."""
         if self.auroc is None or self.false_accepts is None:
             return ""
         if not self.separates:
-            return (
-                f"Unknown is switched off, and every image counts as known: with an AUROC of {self.auroc}, images of "
-                f"{self._classes()} are not significantly farther away than those of known classes."
-            )
+            return self._switched_off()
         text = f"AUROC {self.auroc} for {self._classes()}; {self.false_accepts} of their images are accepted as known."
-        if self.required_reject_rate and self.reject_rate and self.required_reject_rate > self.reject_rate:
+        if self.required_reject_rate and self.required_reject_rate > (self.stated_false_reject_rate or 1):
             text += (
-                f" A false-accept rate of {self.stated_false_accept_rate:g} would reject "
+                f" index.false_accept_rate = {self.stated_false_accept_rate:g} would reject "
                 f"{self.required_reject_rate:.0%} of known images, more than index.false_reject_rate = "
-                f"{self.stated_false_reject_rate:g}: known images take precedence."
+                f"{self.stated_false_reject_rate:g}: known images take precedence. A higher index.false_reject_rate "
+                "accepts fewer unseen images."
             )
         return text
+
+    def _switched_off(self) -> str:
+        if self.auroc and self.auroc.low > 0.5:
+            return (
+                "Unknown is switched off, and every image counts as known: a threshold that rejects at most "
+                f"{self.stated_false_reject_rate:.0%} of known images (index.false_reject_rate) would accept most "
+                f"images of {self._classes()}. To reject them, raise index.false_reject_rate: for a share of "
+                f"{self.stated_false_accept_rate:.0%} accepted, {self.required_reject_rate:.0%} of known images are "
+                "called unknown."
+            )
+        return (
+            f"Unknown is switched off, and every image counts as known: with an AUROC of {self.auroc}, images of "
+            f"{self._classes()} are not significantly farther away than those of known classes."
+        )
+
+    def describe_added(self) -> str:
+        """What to expect of a class that is added without training, or empty without a probe."""
+        if self.added_recognized is None:
+            return ""
+        return (
+            f"Of later images of a class that is added with {ADDED_IMAGES} images and without training, about "
+            f"{self.added_recognized.value:.0%} are recognized ({self.added_recognized.low:.0%} to "
+            f"{self.added_recognized.high:.0%}). Training on the class helps: evernear run."
+        )
 
     def _classes(self) -> str:
         """The number of classes and draws on which the figures are based."""

@@ -19,13 +19,13 @@ from evernear.embedding.clock import Clock, OnStep
 from evernear.embedding.data_loader import ImageVectors, TrainingImages
 from evernear.embedding.embed import Embed, write_embeddings
 from evernear.embedding.embeddings import EmbeddingCache, Embeddings
-from evernear.embedding.export import center, centered_head
+from evernear.embedding.export import whiten_network
 from evernear.embedding.freeze import Pretrained, fit_last_layer, open_pretrained
 from evernear.embedding.network import freeze_parameters
 from evernear.embedding.recipe import PROBE_DRAWS, Recipe, recipe_of_probe
 from evernear.embedding.train import train_network
 from evernear.evaluation.measure import BATCH_SIZE
-from evernear.evaluation.open_set import OpenSet
+from evernear.evaluation.open_set import ADDED_IMAGES, OpenSet
 from evernear.evaluation.statistics import (
     CONFIDENCE,
     Auroc,
@@ -44,18 +44,22 @@ from evernear.evaluation.statistics import (
     sum_of_spreads,
 )
 from evernear.index.build import build_index
-from evernear.index.calibrate import threshold_at, threshold_rejecting
+from evernear.index.calibrate import threshold_at, typical_distance
 from evernear.index.description import MAX_DISTANCE
-from evernear.index.search import Gallery
-from evernear.index.vectors import digests_outside
+from evernear.index.search import Gallery, vote
+from evernear.index.vectors import digests_outside, move_toward
 from evernear.settings import EvaluationSettings, IndexSettings, TrainSettings
 
 Distances = NDArray[np.float32]
+SPLITS_ASKED: tuple[Split, ...] = ("test", "query", "gallery")
+ADDED_FROM: tuple[Split, ...] = ("gallery", "train")
 FEWEST_KNOWN = 2
 """Minimum number of classes that remain for training. Calibration requires two classes in the
 gallery."""
 TIME_OF_FLIP = 2.0
 """Time to embed an image together with its mirror image, relative to that of the image alone."""
+MOST_ACCEPTED = 0.9
+"""Share of images of unseen classes above which a threshold is no use."""
 FEWEST_HELD_OUT = 2
 """Number of classes to hold out by default with fewer than ten classes. With more, a fifth of
 them."""
@@ -82,6 +86,14 @@ class Sample(NamedTuple):
         )
 
 
+class Added(NamedTuple):
+    """Images of the held-out classes that ask after the classes joined the gallery."""
+
+    sample: Sample
+    right: NDArray[np.bool_]
+    """Whether the label is right (N,)."""
+
+
 class Draw(NamedTuple):
     """Distances that are measured with one network, which was not trained on the held-out
     classes."""
@@ -91,6 +103,13 @@ class Draw(NamedTuple):
     known_for_calibration: Distances
     unknown_for_calibration: Distances
     """Query and gallery images of the held-out classes."""
+    added: Added | None = None
+    """None if no image of the held-out classes is left to ask with."""
+
+    @property
+    def unit(self) -> float:
+        """The distance that is 1 in a relative threshold."""
+        return typical_distance(self.known_for_calibration)
 
 
 class ProbedRecognizer(NamedTuple):
@@ -116,10 +135,11 @@ def probe_open_set(
     The candidate was trained on all classes. The probe uses its recipe with fewer epochs, and
     excludes the held-out classes, which ``train_settings.seed`` determines, from training and from
     the gallery. A frozen backbone, whose features are cached in ``store``, is probed in several
-    draws with different held-out classes. The share of known images to reject is determined from
-    the query and gallery images of the held-out classes and the query images of the others, the
-    figures from the test split. If images of unseen classes are not significantly farther from the
-    gallery than known images, the release calls no image unknown.
+    draws with different held-out classes. The threshold is determined from the query and gallery
+    images of the held-out classes and the query images of the others, the figures from the test
+    split. If images of unseen classes are not significantly farther from the gallery than known
+    images, the release calls no image unknown. Each draw then adds the held-out classes to the
+    gallery, as a reindex would, and asks with their test and query images.
 
     ``on_draw`` is called after each draw with the numbers of completed and of all draws. Features
     of a frozen backbone are read from ``store``. If ``train.minutes`` is set, ``clock`` measures
@@ -151,22 +171,31 @@ def probe_open_set(
 
 
 def assess(draws: Sequence[Draw], settings: IndexSettings) -> OpenSet:
-    """Choose the share of known images to reject, and measure its effect on the test images of
-    ``draws``. Each draw has a separate threshold, because the distances of two networks differ. In
-    the result, ``held_out`` is empty."""
+    """Choose the threshold, and measure its effect on the test images of ``draws``.
+
+    Distances are relative to the median distance of a draw's known query images, because the
+    distances of two networks differ. The threshold is the largest that accepts at most
+    ``settings.false_accept_rate`` of the images of unseen classes. If it would reject more than
+    ``settings.false_reject_rate`` of the known images, it is raised, because known images take
+    precedence. If it then accepts more than `MOST_ACCEPTED` of the others, no image is called
+    unknown. In the result, ``held_out`` is empty.
+    """
     known, unknown = (_concatenate(samples) for samples in zip(*(draw[:2] for draw in draws), strict=True))
     by_draw = [place(draw.known.distances, draw.unknown.distances) for draw in draws]
     placements = Placements(*(np.concatenate(column) for column in zip(*by_draw, strict=True)))
     known_of_draw = float(np.mean([draw.known.independent for draw in draws]))  # the draws use the same test images
     value, *of_images = auroc_interval(placements, known_of_draw, unknown.independent, CONFIDENCE)
     of_classes = _interval_of_classes(value, placements, known, unknown)
-    required = float(np.mean([_required_reject_rate(draw, settings.false_accept_rate) for draw in draws]))
-    separates = of_images[0] > 0.5
-    reject_rate = min(required, settings.false_reject_rate) if separates else None
-    thresholds = [
-        MAX_DISTANCE if reject_rate is None else threshold_rejecting(draw.known_for_calibration, reject_rate)
-        for draw in draws
-    ]
+    known_queries, unknown_queries = (
+        np.concatenate([distances / draw.unit for distances, draw in zip(column, draws, strict=True)])
+        for column in zip(*((draw.known_for_calibration, draw.unknown_for_calibration) for draw in draws), strict=True)
+    )
+    accepting = threshold_at(unknown_queries, settings.false_accept_rate)
+    # `threshold_rejecting` would take the largest distance of few images, which is often an outlier
+    sparing_known = float(np.quantile(known_queries, 1 - settings.false_reject_rate, method="lower"))
+    limit = max(accepting, sparing_known)
+    separates = of_images[0] > 0.5 and (unknown_queries <= limit).mean() <= MOST_ACCEPTED
+    thresholds = [limit * draw.unit if separates else MAX_DISTANCE for draw in draws]
     limits = list(zip(draws, thresholds, strict=True))
     accepted = np.concatenate([draw.unknown.distances <= threshold for draw, threshold in limits])
     rejected = np.concatenate([draw.known.distances > threshold for draw, threshold in limits])
@@ -183,18 +212,26 @@ def assess(draws: Sequence[Draw], settings: IndexSettings) -> OpenSet:
         false_accepts_at_95=_false_accepts_at_95(known, unknown),
         roc=roc(known.distances, unknown.distances),
         threshold=None if separates else MAX_DISTANCE,
-        reject_rate=reject_rate,
-        required_reject_rate=required,
+        relative_threshold=limit if separates else None,
+        reject_rate=float((known_queries > limit).mean()) if separates else None,
+        required_reject_rate=float((known_queries > accepting).mean()),
         stated_false_accept_rate=settings.false_accept_rate,
         stated_false_reject_rate=settings.false_reject_rate,
         false_accepts=_share(accepted, unknown.clusterings),
         false_rejects=_share(rejected, known.clusterings),
+        added_recognized=_added_recognized(limits),
     )
 
 
-def _required_reject_rate(draw: Draw, false_accept_rate: float) -> float:
-    """Share of known images that are rejected by the threshold for ``false_accept_rate``."""
-    return float((draw.known_for_calibration > threshold_at(draw.unknown_for_calibration, false_accept_rate)).mean())
+def _added_recognized(limits: Sequence[tuple[Draw, float]]) -> Interval | None:
+    """The share of images of added classes that are named right within the threshold of their
+    draw."""
+    asked = [(draw.added, limit) for draw, limit in limits if draw.added]
+    if not asked:
+        return None
+    recognized = np.concatenate([added.right & (added.sample.distances <= limit) for added, limit in asked])
+    share = _share(recognized, _concatenate([added.sample for added, _ in asked]).clusterings)
+    return Interval(value=share.value, low=share.low, high=share.high)
 
 
 def _interval_of_classes(value: float, placements: Placements, known: Sample, unknown: Sample) -> tuple[float, float]:
@@ -254,36 +291,100 @@ def _measure_draw(
 ) -> Draw:
     """The gallery of ``recognizer`` does not contain ``held_out``."""
     seen = groups.seen_queries() if groups else frozenset[bytes]()
-    known, unknown = _distances(recognizer, dataset, "test", held_out, groups)
-    queries, others = _distances(recognizer, dataset, "query", held_out, None, seen)
-    _, gallery = _distances(recognizer, dataset, "gallery", held_out, None)
-    return Draw(known, unknown, queries.distances, np.concatenate([others.distances, gallery.distances]))
+    of_test, of_query, of_gallery = (
+        _measure_split(recognizer, dataset, split, held_out, groups) for split in SPLITS_ASKED
+    )
+    queries, outside = of_query.known, digests_outside(of_query.digests, seen)
+    if outside.any():
+        queries = queries.select(outside)
+    return Draw(
+        of_test.known,
+        of_test.unknown,
+        queries.distances,
+        np.concatenate([of_query.unknown.distances, of_gallery.unknown.distances]),
+        _ask_added(recognizer.gallery, _added_vectors(recognizer, dataset, held_out), [of_test, of_query]),
+    )
 
 
-def _distances(
+class Asked(NamedTuple):
+    """A split's images, and those of held-out classes with their embeddings (N, D)."""
+
+    known: Sample
+    digests: NDArray[np.uint8]
+    """Of the known images."""
+    unknown: Sample
+    embeddings: NDArray[np.float32]
+
+
+def _measure_split(
     recognizer: ProbedRecognizer,
     dataset: Dataset,
     split: Split,
     held_out: Iterable[str],
     groups: GroupNumbers | None,
-    exclude: frozenset[bytes] = frozenset(),
-) -> tuple[Sample, Sample]:
-    """Nearest-neighbor distances of a split's images: the known classes, then the held-out classes.
-    Known images whose digest is in ``exclude`` are left out, unless none would be left."""
+) -> Asked:
+    """Nearest-neighbor distances of a split's images."""
     held_out_indices = [dataset.labels.index(label) for label in held_out]
     gallery = recognizer.gallery
-    parts: list[Sample] = []
-    included: list[NDArray[np.bool_]] = []
+    parts: list[Asked] = []
     shards = ((dataset.shard_blocks(shard, BATCH_SIZE), shard.count) for shard in dataset.shards(split))
     for block, embeddings in recognizer.embed(shards):
         distances = gallery.classify(embeddings, gallery.search(embeddings, gallery.description.k)).distances
         of_groups = (groups.of(block.digests),) if groups else ()
-        parts.append(Sample(distances, (block.labels.astype(np.int32), *of_groups)))
-        included.append(digests_outside(block.digests, exclude))
-    images = _concatenate(parts)
-    is_unknown = np.isin(images.clusterings[0], held_out_indices)
-    is_known = ~is_unknown & np.concatenate(included)
-    return images.select(is_known if is_known.any() else ~is_unknown), images.select(is_unknown)
+        images = Sample(distances, (block.labels.astype(np.int32), *of_groups))
+        unknown = np.isin(block.labels, held_out_indices)
+        parts.append(
+            Asked(images.select(~unknown), block.digests[~unknown], images.select(unknown), embeddings[unknown])
+        )
+    known, digests, unseen, embedded = zip(*parts, strict=True)
+    return Asked(_concatenate(known), np.concatenate(digests), _concatenate(unseen), np.concatenate(embedded))
+
+
+class AddedVectors(NamedTuple):
+    """Vectors (N, D) and labels (N,) that join a gallery."""
+
+    vectors: NDArray[np.float32]
+    labels: NDArray[np.int32]
+
+
+def _added_vectors(recognizer: ProbedRecognizer, dataset: Dataset, held_out: Iterable[str]) -> AddedVectors:
+    """`ADDED_IMAGES` of each held-out class, from the gallery split and, if these are too few, from
+    the train split, which is read only as far as necessary."""
+    counts = [dataset.manifest.label_counts(split) for split in ADDED_FROM]
+    wanted = {
+        dataset.labels.index(label): min(ADDED_IMAGES, sum(count[label] for count in counts)) for label in held_out
+    }
+    vectors: dict[int, list[NDArray[np.float32]]] = {label: [] for label in wanted}
+    shards = (
+        (dataset.shard_blocks(shard, BATCH_SIZE), shard.count)
+        for split in ADDED_FROM
+        for shard in dataset.shards(split)
+    )
+    for block, embeddings in recognizer.embed(shards):
+        for label, rows in vectors.items():
+            rows.extend(embeddings[block.labels == label][: wanted[label] - len(rows)])
+        if all(len(rows) == wanted[label] for label, rows in vectors.items()):
+            break
+    toward_mean = recognizer.gallery.description.toward_mean
+    moved = [move_toward(np.stack(rows), np.mean(rows, axis=0), toward_mean) for rows in vectors.values()]
+    labels = [np.full(len(rows), label, np.int32) for label, rows in vectors.items()]
+    return AddedVectors(np.concatenate(moved), np.concatenate(labels))
+
+
+def _ask_added(gallery: Gallery, added: AddedVectors, asked: Sequence[Asked]) -> Added | None:
+    """Ask the gallery with the vectors ``added`` to it."""
+    sample = _concatenate([each.unknown for each in asked])
+    if not len(sample.distances):
+        return None
+    embeddings = np.concatenate([each.embeddings for each in asked])
+    found = gallery.search(embeddings, gallery.description.k)
+    to_added = np.sqrt(np.maximum(2 - 2 * embeddings @ added.vectors.T, 0))
+    distances = np.concatenate([found.distances, to_added], axis=1)
+    labels = np.concatenate([found.labels, np.broadcast_to(added.labels, to_added.shape)], axis=1)
+    order = np.argsort(distances, axis=1, kind="stable")[:, : gallery.description.k]
+    answers = vote(np.take_along_axis(labels, order, axis=1))
+    nearest = np.take_along_axis(distances, order[:, :1], axis=1)[:, 0].astype(np.float32)
+    return Added(sample._replace(distances=nearest), answers == sample.clusterings[0])
 
 
 def choose_opener(
@@ -314,7 +415,8 @@ def _open_trained(
     with TemporaryDirectory(prefix="evernear-probe-") as scratch:
         train_network(dataset, recipe, Path(scratch), store, held_out, on_step=on_step, clock=clock)
         described, network = load_trained(Path(scratch))
-    scripted, dim = freeze_parameters(center(network, dataset, held_out)), described.architecture.embedding_dim
+    dim = described.architecture.embedding_dim
+    scripted = freeze_parameters(whiten_network(network, dim, dataset, held_out))
     embed = ImageVectors(EmbeddingCache(None, "", dim), lambda: scripted).of
     return _with_gallery(embed, dim, described.weights_sha256, frozenset(), dataset, settings, held_out)
 
@@ -329,11 +431,11 @@ def _open_head(
     held_out: frozenset[str],
 ) -> ProbedRecognizer:
     """Fit the last layer of a pretrained network."""
-    from evernear.embedding.features import HeadEmbedder  # timm takes seconds to import
+    from evernear.embedding.features import FrozenHead, HeadEmbedder  # timm takes seconds to import
 
     images = TrainingImages(dataset, held_out)
     fit_last_layer(pretrained, dataset, images, recipe, on_step, clock)
-    head = centered_head(pretrained.network, pretrained.features, dataset, held_out)
+    head = FrozenHead(pretrained.network).eval()
     embed, dim = HeadEmbedder(pretrained.features, head).embed, head.standardize.matrix.shape[1]
     identity, untrained = pretrained.features.identity, frozenset(dataset.labels)
     return _with_gallery(embed, dim, identity, untrained, dataset, settings, held_out)

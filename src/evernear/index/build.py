@@ -26,6 +26,7 @@ from evernear.index.description import (
     DESCRIPTION_FILE,
     LABELS_FILE,
     RECALL,
+    TOWARD_MEAN,
     IndexDescription,
     Rule,
     index_parts,
@@ -182,18 +183,20 @@ def build_index(
     out_dir: Path,
     exclude_labels: frozenset[str] = frozenset(),
     threshold: float | None = None,
-    reject_rate: float | None = None,
+    relative_threshold: float | None = None,
     owner: str = "",
     groups: GroupNumbers | None = None,
+    toward_mean: float = TOWARD_MEAN,
 ) -> IndexDescription:
     """Index the gallery split, calibrate the threshold on the query split, and write to
     ``out_dir``.
 
     ``labels`` lists the dataset's labels by number. With ``groups``, the calibration excludes
     queries whose group has images in the train split or the gallery, unless no others exist.
-    ``threshold`` and ``reject_rate`` come from an `evernear.evaluation.open_set.OpenSet` (see
-    `calibrate`). If the vectors are in a collection, ``owner`` is the store that owns it. The
-    description is written last, so a directory without ``index.json`` has an incomplete index.
+    ``threshold`` and ``relative_threshold`` come from an `evernear.evaluation.open_set.OpenSet`
+    (see `calibrate`). If the vectors are in a collection, ``owner`` is the
+    store that owns it. The description is written last, so a directory without ``index.json`` has
+    an incomplete index.
     """
     if settings.type is None and settings.search:
         needs = "needs an index.type; an automatic index sets its own parameters"
@@ -203,11 +206,12 @@ def build_index(
         raise DataError("The gallery is empty; raise data.gallery_fraction.")
     numbers, sums = _labels(embeddings, known)
     queries = sample_queries(embeddings, known, exclude=groups.seen_queries() if groups else frozenset())
-    gallery = GalleryVectors(embeddings, tuple(labels), known, len(numbers), owner)
+    means = sums / np.maximum(np.bincount(numbers, minlength=len(labels)), 1)[:, None]
+    gallery = GalleryVectors(embeddings, tuple(labels), known, len(numbers), means, toward_mean, owner)
     exact = exact_neighbors(queries, gallery.blocks())
     with _parameter_errors(settings, embeddings):
         chosen = _create(gallery, settings, queries, exact)
-        calibration = calibrate(queries, exact, chosen.index, settings, threshold, reject_rate)
+        calibration = calibrate(queries, exact, chosen.index, settings, threshold, relative_threshold)
     if groups is not None:
         calibration = calibration.model_copy(update={"independent": groups.independent(queries.digests)})
 
@@ -228,6 +232,7 @@ def build_index(
         labels=tuple(labels),
         counts=tuple(np.bincount(numbers, minlength=len(labels)).tolist()),
         label_by="vote",
+        toward_mean=toward_mean,
         k=settings.k,
         calibration=calibration,
         parts={name: sha256_file(out_dir / name) for name in index_parts(collection)},

@@ -29,14 +29,14 @@ def calibrate(
     index: VectorIndex,
     settings: IndexSettings,
     threshold: float | None = None,
-    reject_rate: float | None = None,
+    relative_threshold: float | None = None,
 ) -> Calibration:
     """Set the threshold, and measure its effect on ``queries``, neither trained nor tested on.
 
-    ``reject_rate`` is the share of known images to reject according to `evernear.evaluation.probe`.
-    The threshold is then the distance that this share of the queries exceeds, and so depends on
-    this network, which was trained longer than the probe's. ``threshold`` is that of a release
-    whose network is reused, and does not change.
+    ``relative_threshold`` is that of `evernear.evaluation.probe`, as a multiple of the median
+    distance of known images. With the median of ``queries``, it becomes a distance of this network,
+    which was trained longer than the probe's. ``threshold`` is that of a release whose network is
+    reused, and does not change.
 
     If there are too few classes for a probe, both are None, and impostors replace it: each query
     counts as unknown once, at the distance to the nearest vector of a *different* class. The
@@ -54,9 +54,9 @@ def calibrate(
         raise DataError("The gallery has only one class, so no query has an impostor; raise data.gallery_fraction.")
     nearest, rows = index.search(queries.embeddings, 1)
     distances = nearest[:, 0]
-    found_by = "impostors" if threshold is None and reject_rate is None else "unseen classes"
-    if reject_rate is not None:
-        threshold = threshold_rejecting(distances, reject_rate)
+    found_by = "impostors" if threshold is None and relative_threshold is None else "unseen classes"
+    if relative_threshold is not None:
+        threshold = between(distances, relative_threshold * typical_distance(distances))
     elif threshold is None:
         threshold = max(
             threshold_at(impostor_distances, settings.false_accept_rate),
@@ -67,11 +67,29 @@ def calibrate(
         queries=len(distances),
         stated_false_accept_rate=settings.false_accept_rate,
         stated_false_reject_rate=settings.false_reject_rate,
-        threshold=threshold,
+        threshold=float(np.clip(threshold, 0, MAX_DISTANCE)),
         false_accepts=int((impostor_distances <= threshold).sum()),
         false_rejects=int((distances > threshold).sum()),
         nearest_found=int(is_nearest(rows[:, 0], distances, exact).sum()),
     )
+
+
+def typical_distance(distances: Floats) -> float:
+    """The median of the distances (N,) of known images, the unit of a relative threshold. It is at
+    least a rounding error, so that it can divide."""
+    return max(float(np.median(distances)), DISTANCE_TOLERANCE)
+
+
+def between(distances: Floats, threshold: float) -> float:
+    """``threshold``, moved away from the nearest of ``distances`` (N,), N >= 1, if rounding would
+    otherwise decide whether that image is unknown."""
+    ascending = np.sort(distances)
+    nearest = int(np.abs(ascending - threshold).argmin())
+    if abs(ascending[nearest] - threshold) >= MARGIN:
+        return threshold
+    if ascending[nearest] <= threshold:
+        return _beyond_first(ascending[nearest:])
+    return -_beyond_first(-ascending[nearest::-1])
 
 
 def is_nearest(rows: NDArray[np.int64], distances: Floats, exact: ExactNeighbors) -> NDArray[np.bool_]:
@@ -89,7 +107,7 @@ def threshold_at(unknown_distances: Floats, false_accept_rate: float) -> float:
     """
     allowed = int(np.floor(false_accept_rate * len(unknown_distances)))
     descending = np.sort(unknown_distances)[allowed::-1]
-    return float(np.clip(-_beyond_first(-descending), 0, MAX_DISTANCE))
+    return -_beyond_first(-descending)
 
 
 def threshold_rejecting(known_distances: Floats, false_reject_rate: float) -> float:
@@ -106,7 +124,7 @@ def threshold_rejecting(known_distances: Floats, false_reject_rate: float) -> fl
     count = len(known_distances)
     # Rounded because (1 - 0.05) * 20 is slightly more than 19.
     rank = min(count, math.ceil(round((count + 1) * (1 - false_reject_rate), 9)))
-    return float(np.clip(_beyond_first(np.sort(known_distances)[rank - 1 :]), 0, MAX_DISTANCE))
+    return _beyond_first(np.sort(known_distances)[rank - 1 :])
 
 
 def _beyond_first(ascending: Floats) -> float:

@@ -24,6 +24,10 @@ DISTANCE_TOLERANCE = 2e-3
 """Maximum difference between two computed distances of the same image. Rounding differs between
 machines and batch sizes, and the square root is steep near zero: squared distances of equal vectors
 that differ by 4e-6 (observed: 1e-6) give this difference."""
+TOWARD_MEAN = 0.5
+"""`IndexDescription.toward_mean` of a new network's gallery. On photographs and on digits, half
+recognizes more images of classes that were added without training than nothing or everything
+(docs/decisions/0008-unknown-images.md)."""
 WIDE = 3
 """The interval of false rejects is wide above this multiple of ``index.false_reject_rate``."""
 Rule = Literal["vote", "centroid"]
@@ -140,6 +144,10 @@ class IndexDescription(Document):
     counts: tuple[int, ...]
     """Vectors per label in ``labels``. A label without vectors is never predicted."""
     label_by: Rule
+    toward_mean: float = Field(ge=0.0, le=1.0)
+    """How far each vector of the gallery was moved toward the mean of its class, before it got unit
+    length again. A single photograph is a noisy sample of its class, whose noise the mean does not
+    have. Classes of several clusters keep their clusters."""
     k: int = Field(ge=1)
     calibration: Calibration
     parts: dict[str, str]

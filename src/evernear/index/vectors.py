@@ -4,7 +4,7 @@ from collections.abc import Generator, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -146,13 +146,28 @@ class GalleryVectors:
     """The dataset's labels, by number."""
     known: NDArray[np.bool_]
     size: int
+    means: NDArray[np.float64]
+    """The mean vector of each label (labels, D)."""
+    toward_mean: float
+    """See `evernear.index.description.IndexDescription.toward_mean`."""
     owner: str = ""
     """The store that owns a collection with these vectors
     (`evernear.common.store.base.owner_of`)."""
 
     def blocks(self) -> Iterator[EmbeddingBlock]:
         """The vectors, in the order of their rows."""
-        return select_labels(self.embeddings.blocks("gallery"), self.known)
+        for block in select_labels(self.embeddings.blocks("gallery"), self.known):
+            yield EmbeddingBlock(self._moved(block), block.labels, block.digests) if self.toward_mean else block
+
+    def _moved(self, block: EmbeddingBlock) -> Floats:
+        return move_toward(block.embeddings, self.means[block.labels], self.toward_mean)
+
+
+def move_toward(vectors: Floats, means: NDArray[np.floating[Any]], share: float) -> Floats:
+    """Unit ``vectors`` (N, D), moved by a ``share`` of the way toward ``means`` (N, D) or (D,)."""
+    moved = (1 - share) * vectors + share * means
+    lengths = np.linalg.norm(moved, axis=1, keepdims=True)
+    return (moved / np.where(lengths > 0, lengths, 1)).astype(np.float32)
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from evernear.data.shards import Dataset
 from evernear.errors import DataError, IntegrityError, StoreError, TransientStoreError
 from evernear.evaluation.evaluate import ReleasedSystem, UnavailableSystem
 from evernear.evaluation.measure import NO_CHANGES
-from evernear.evaluation.open_set import OpenSet, stated_false_accepts
+from evernear.evaluation.open_set import OpenSet, stated_added_recognized, stated_false_accepts
 from evernear.index.description import describe_index
 from evernear.release.archive_reader import open_release
 from evernear.release.manifest import NETWORK_DESCRIPTION_FILE, NETWORK_FILE, ReleaseManifest
@@ -131,6 +131,10 @@ def reuse_network(store: Store, dataset: Dataset, network_dir: Path) -> tuple[Re
             network_dir.mkdir(parents=True, exist_ok=True)
             for name in (NETWORK_FILE, NETWORK_DESCRIPTION_FILE):
                 shutil.copyfile(parts.directory / name, network_dir / name)
-        calibration = describe_index(parts.directory).calibration
-    threshold = calibration.threshold if calibration.found_by == "unseen classes" else None
-    return manifest, OpenSet(held_out=(), threshold=threshold)
+        index = describe_index(parts.directory)
+    threshold = index.threshold if index.calibration.found_by == "unseen classes" else None
+    return manifest, OpenSet(
+        held_out=(),
+        threshold=threshold,
+        added_recognized=stated_added_recognized(manifest.metrics),
+    )

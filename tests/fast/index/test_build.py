@@ -39,7 +39,7 @@ def test_index_description_records_its_inputs(make_embeddings, index_settings, t
 @pytest.mark.parametrize(("spread", "rule"), [(0.1, "vote"), (0.6, "centroid")])
 def test_auto_labels_by_centroid_only_where_that_is_clearly_better(make_embeddings, tmp_path, spread, rule):
     splits = {"gallery": blobs(1, 300, spread=spread), "query": blobs(2, 300, spread=spread)}
-    described = build_index(make_embeddings(splits), LABELS, IndexSettings(), tmp_path)
+    described = build_index(make_embeddings(splits), LABELS, IndexSettings(), tmp_path, toward_mean=0)
     assert described.label_by == rule
     assert describe_index(tmp_path).label_by == rule
 
@@ -156,7 +156,7 @@ def test_small_gallery_is_searched_exactly_with_the_results_of_flat(embeddings, 
 
 
 def test_large_gallery_gets_the_smallest_index_that_reaches_the_recall(embeddings, tmp_path, large):
-    described = build_index(embeddings, LETTERS, IndexSettings(), tmp_path)
+    described = build_index(embeddings, LETTERS, IndexSettings(), tmp_path, toward_mean=0)
     assert described.factory == "IVF153,RaBitQ8"
     assert 0.9 < recall(described) < 0.97
     assert "RaBitQ8 takes" in described.reason

@@ -12,7 +12,7 @@ from evernear.data.shards import Dataset
 from evernear.embedding.embeddings import Embeddings
 from evernear.errors import DataError
 from evernear.index.build import build_index
-from evernear.index.calibrate import EQUAL, MARGIN, calibration_gaps, threshold_at, threshold_rejecting
+from evernear.index.calibrate import EQUAL, MARGIN, between, calibration_gaps, threshold_at, threshold_rejecting
 from evernear.index.description import MAX_DISTANCE, Calibration, describe_threshold
 from evernear.settings import IndexSettings
 from tests.gallery_vectors import MakeEmbeddings, blobs, unit
@@ -40,7 +40,11 @@ def test_threshold_uses_exact_impostor_distances_for_every_index(make_embeddings
     gallery, queries = blobs(1, 300), blobs(2, 130)
     embeddings = make_embeddings({"gallery": gallery, "query": queries})
     described = build_index(
-        embeddings, LABELS, IndexSettings(type=factory, false_accept_rate=0.1, false_reject_rate=0.95), tmp_path
+        embeddings,
+        LABELS,
+        IndexSettings(type=factory, false_accept_rate=0.1, false_reject_rate=0.95),
+        tmp_path,
+        toward_mean=0,
     )
 
     impostors = [
@@ -55,7 +59,7 @@ def test_threshold_uses_exact_impostor_distances_for_every_index(make_embeddings
 def test_false_rejects_and_recall_are_measured_on_the_index(make_embeddings: MakeEmbeddings, tmp_path):
     gallery, queries = blobs(1, 300), blobs(2, 130)
     embeddings = make_embeddings({"gallery": gallery, "query": queries})
-    exact = build_index(embeddings, LABELS, IndexSettings(), tmp_path / "flat").calibration
+    exact = build_index(embeddings, LABELS, IndexSettings(), tmp_path / "flat", toward_mean=0).calibration
     assert exact.nearest_found == exact.queries == 130
 
     distances = np.linalg.norm(queries[0][:, None] - gallery[0][None], axis=2).min(axis=1)
@@ -71,13 +75,13 @@ def test_compressed_index_recall_counts_returned_ids(make_embeddings: MakeEmbedd
     """Its distances are underestimated, which must not count as a recalled neighbor."""
     gallery, queries = blobs(1, 400), blobs(2, 100)
     embeddings = make_embeddings({"gallery": gallery, "query": queries})
-    recall = build_index(embeddings, LABELS, IndexSettings(type="PQ2x4"), tmp_path).calibration.nearest_found
+    built = build_index(embeddings, LABELS, IndexSettings(type="PQ2x4"), tmp_path, toward_mean=0)
 
     from evernear.index.faiss_compat import faiss
 
     index = faiss.read_index(str(tmp_path / "index.faiss"))
     true_nearest = np.linalg.norm(queries[0][:, None] - gallery[0][None], axis=2).argmin(axis=1)
-    assert recall == (index.search(queries[0], 1)[1][:, 0] == true_nearest).sum() < 50
+    assert built.calibration.nearest_found == (index.search(queries[0], 1)[1][:, 0] == true_nearest).sum() < 50
 
 
 def test_excluded_classes_are_neither_indexed_nor_used_for_calibration(make_embeddings, index_settings, tmp_path):
@@ -107,7 +111,7 @@ def test_missing_queries_or_impostors_are_reported(make_embeddings, index_settin
 def test_probe_threshold_is_used_and_its_error_rates_are_measured(make_embeddings, index_settings, tmp_path):
     gallery, queries = blobs(1, 300), blobs(2, 130)
     embeddings = make_embeddings({"gallery": gallery, "query": queries})
-    calibration = build_index(embeddings, LABELS, index_settings(), tmp_path, threshold=0.9).calibration
+    calibration = build_index(embeddings, LABELS, index_settings(), tmp_path, threshold=0.9, toward_mean=0).calibration
     distances = np.linalg.norm(queries[0][:, None] - gallery[0][None], axis=2)
     to_others = np.where(queries[1][:, None] == gallery[1][None], np.inf, distances)
     assert (calibration.threshold, calibration.found_by) == (0.9, "unseen classes")
@@ -146,11 +150,14 @@ def test_known_images_take_precedence_over_impostors(make_embeddings, index_sett
     assert (result.stated_false_accept_rate, result.stated_false_reject_rate) == (0.001, 0.05)
 
 
-def test_the_share_that_a_probe_rejects_applies_to_the_releases_own_queries(make_embeddings: MakeEmbeddings, tmp_path):
-    embeddings = make_embeddings({"gallery": blobs(1, 300), "query": blobs(2, 130)})
-    result = build_index(embeddings, LABELS, IndexSettings(), tmp_path, reject_rate=0.1).calibration
-    assert result.found_by == "unseen classes"
-    assert result.false_rejects == 12
+def test_the_threshold_of_a_probe_is_relative_to_the_releases_own_queries(make_embeddings: MakeEmbeddings, tmp_path):
+    gallery, queries = blobs(1, 300), blobs(2, 130)
+    embeddings = make_embeddings({"gallery": gallery, "query": queries})
+    built = build_index(embeddings, LABELS, IndexSettings(), tmp_path, relative_threshold=1.2, toward_mean=0)
+    distances = np.linalg.norm(queries[0][:, None] - gallery[0][None], axis=2).min(axis=1)
+    assert built.calibration.found_by == "unseen classes"
+    assert built.threshold == pytest.approx(1.2 * np.median(distances), abs=MARGIN)
+    assert built.calibration.false_rejects == (distances > built.threshold).sum() > 0
     off = build_index(embeddings, LABELS, IndexSettings(), tmp_path, threshold=MAX_DISTANCE)
     assert off.calibration.false_rejects == 0
     assert describe_threshold(off.threshold) == "unknown switched off"
@@ -172,18 +179,27 @@ def test_threshold_lies_between_two_distances_and_near_one_of_them(choose, dista
         assert ((values > threshold) == (values.astype(np.float64) > threshold)).all(), "exact in float32"
 
 
-def test_threshold_stays_between_0_and_the_largest_distance() -> None:
-    assert threshold_at(np.zeros(3, np.float32), 0.05) == 0
-    assert threshold_rejecting(np.full(3, MAX_DISTANCE, np.float32), 0.05) == MAX_DISTANCE
+def test_threshold_stays_between_0_and_the_largest_distance(make_embeddings: MakeEmbeddings, tmp_path) -> None:
+    embeddings = make_embeddings({"gallery": blobs(1, 60), "query": blobs(2, 30)})
+    assert build_index(embeddings, LABELS, IndexSettings(), tmp_path, relative_threshold=9).threshold == MAX_DISTANCE
+    assert build_index(embeddings, LABELS, IndexSettings(), tmp_path, relative_threshold=-1).threshold == 0
 
 
-@pytest.mark.parametrize(("queries", "reject_rate"), [(5, None), (8, 0.0), (12, 0.05), (30, None)])
-def test_no_query_of_a_small_dataset_is_at_the_threshold(make_embeddings, tmp_path, queries, reject_rate):
+@given(distances=CLOSE | DISTANCES, threshold=st.floats(0.0, 2.0))
+def test_a_given_threshold_keeps_its_distance_from_all_distances(distances, threshold):
+    values = np.array(distances, np.float32)
+    moved = between(values, threshold)
+    assert np.abs(values.astype(np.float64) - moved).min() > EQUAL / 3
+    assert abs(moved - threshold) <= 3 * MARGIN or np.ptp(values) < 40 * EQUAL * len(values)
+
+
+@pytest.mark.parametrize(("queries", "relative"), [(5, None), (8, 1.0), (12, 1.2), (30, None)])
+def test_no_query_of_a_small_dataset_is_at_the_threshold(make_embeddings, tmp_path, queries, relative):
     for seed in range(20):
         gallery, query = blobs(2 * seed, 40, spread=0.2), blobs(2 * seed + 1, queries, spread=0.2)
         embeddings = make_embeddings({"gallery": gallery, "query": query})
         threshold = build_index(
-            embeddings, LABELS, IndexSettings(), tmp_path / str(seed), reject_rate=reject_rate
+            embeddings, LABELS, IndexSettings(), tmp_path / str(seed), relative_threshold=relative, toward_mean=0
         ).threshold
         distances = np.linalg.norm(query[0][:, None] - gallery[0][None], axis=2).min(axis=1)
         assert np.abs(distances - threshold).min() > EQUAL / 3
@@ -294,9 +310,17 @@ def test_only_queries_of_scenes_that_the_gallery_lacks_set_the_threshold(folder,
             digest.tobytes() for digest, number in zip(digests, numbers, strict=True) if number in elsewhere
         }
         with_groups = build_index(
-            made, dataset.labels, IndexSettings(), tmp_path / "groups", reject_rate=0.1, groups=groups
+            made,
+            dataset.labels,
+            IndexSettings(),
+            tmp_path / "groups",
+            relative_threshold=1.2,
+            groups=groups,
+            toward_mean=0,
         )
-    images_alone = build_index(made, dataset.labels, IndexSettings(), tmp_path / "images", reject_rate=0.1)
+    images_alone = build_index(
+        made, dataset.labels, IndexSettings(), tmp_path / "images", relative_threshold=1.2, toward_mean=0
+    )
     gaps = calibration_gaps(dataset, ["a", "b", "c"], len(seen))
     assert f"; calibrated without query images of 1 class; calibrated without {len(seen)} query images" in gaps
     assert "every query image is of a group" in calibration_gaps(dataset, ["a", "b"], len(digests))
@@ -312,10 +336,18 @@ def test_expected_false_rejects_count_scenes(folder: Path, tmp_path: Path, make_
     with group_numbers(dataset) as groups:
         assert groups.seen_queries() == frozenset()
         grouped = build_index(
-            made, dataset.labels, IndexSettings(), tmp_path / "groups", reject_rate=0.1, groups=groups
+            made,
+            dataset.labels,
+            IndexSettings(),
+            tmp_path / "groups",
+            relative_threshold=1.05,
+            groups=groups,
+            toward_mean=0,
         )
         sizes = np.bincount(groups.of(next(iter(dataset.blocks("query", 10_000))).digests))
-    images_alone = build_index(made, dataset.labels, IndexSettings(), tmp_path / "images", reject_rate=0.1)
+    images_alone = build_index(
+        made, dataset.labels, IndexSettings(), tmp_path / "images", relative_threshold=1.05, toward_mean=0
+    )
     independent = grouped.calibration.independent
     assert independent == pytest.approx(sizes.sum() ** 2 / (sizes**2).sum())
     assert independent < 0.4 * grouped.calibration.queries

@@ -138,8 +138,8 @@ def test_a_frozen_network_is_the_backbone_with_whitened_features(
 
 
 def test_features_of_one_image_per_class_are_only_centered(digits: Dataset, weights: Path) -> None:
-    from evernear.embedding.backbone import whiten
     from evernear.embedding.timm_member import whitening_of
+    from evernear.embedding.whitening import whiten
 
     network = build_network(
         choose_architecture(

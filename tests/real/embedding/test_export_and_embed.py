@@ -13,7 +13,7 @@ from evernear.embedding.artifact import TrainedNetwork, load_trained, save_train
 from evernear.embedding.data_loader import embed_images, to_tensor
 from evernear.embedding.embed import embed_dataset
 from evernear.embedding.embeddings import Embeddings
-from evernear.embedding.export import center, describe_network, export_network, load_network
+from evernear.embedding.export import describe_network, export_network, load_network, whiten_network
 from evernear.embedding.network import Architecture, build_network, load_torchscript, to_torchscript
 from evernear.embedding.recipe import with_defaults
 from evernear.errors import IntegrityError, TrainingError
@@ -22,7 +22,8 @@ from evernear.settings import TrainSettings
 
 def test_the_exported_network_matches_the_trained_one(digits: Dataset, trained_dir: Path, network_dir: Path) -> None:
     images = to_tensor(next(digits.blocks("test")).images)
-    eager = center(load_trained(trained_dir)[1], digits, ())
+    trained, loaded = load_trained(trained_dir)
+    eager = whiten_network(loaded, trained.architecture.embedding_dim, digits, ())
     network = load_network(network_dir)
     with torch.inference_mode():
         for count in (1, 7, 64):
@@ -34,16 +35,29 @@ def test_the_exported_network_matches_the_trained_one(digits: Dataset, trained_d
     assert described.preprocessing.bit_depth == digits.manifest.bit_depth == 16
 
 
-def test_classes_of_any_size_have_the_same_weight_in_the_center(digits: Dataset, trained_dir: Path) -> None:
-    _, network = load_trained(trained_dir)
+def test_vectors_are_white_within_the_included_classes_of_the_train_split(digits: Dataset, trained_dir: Path) -> None:
+    trained, network = load_trained(trained_dir)
     with torch.inference_mode():
-        gallery = [(network.eval()(to_tensor(b.images)).numpy(), b.labels) for b in digits.blocks("gallery")]
-    vectors, labels = (np.concatenate(column) for column in zip(*gallery, strict=True))
+        train = [(network.eval()(to_tensor(b.images)).numpy(), b.labels) for b in digits.blocks("train")]
+    vectors, labels = (np.concatenate(column) for column in zip(*train, strict=True))
     for excluded in ([], [0, 3]):
         included = [label for label in range(len(digits.labels)) if label not in excluded]
-        expected = np.mean([vectors[labels == label].mean(axis=0) for label in included], axis=0)
-        centered = center(network, digits, [digits.labels[label] for label in excluded]).center
-        np.testing.assert_allclose(centered.numpy(), expected, atol=1e-5)
+        names = [digits.labels[label] for label in excluded]
+        last = whiten_network(network, trained.architecture.embedding_dim, digits, names).standardize
+        np.testing.assert_allclose(last.mean.numpy(), class_means(vectors, labels, included).mean(axis=0), atol=1e-5)
+        whitened = (vectors - last.mean.numpy()) @ last.matrix.numpy()
+        assert spread_within(whitened, labels, included) < 0.5 * spread_within(vectors, labels, included)
+
+
+def class_means(vectors: np.ndarray, labels: np.ndarray, included: list[int]) -> np.ndarray:
+    return np.stack([vectors[labels == label].mean(axis=0) for label in included])
+
+
+def spread_within(vectors: np.ndarray, labels: np.ndarray, included: list[int]) -> float:
+    """The largest variance within classes relative to the median over directions; 1 if white."""
+    pairs = zip(included, class_means(vectors, labels, included), strict=True)
+    variances = np.linalg.eigvalsh(np.cov(np.concatenate([vectors[labels == label] - mean for label, mean in pairs]).T))
+    return float(variances.max() / np.median(variances))
 
 
 def test_export_rejects_a_difference_above_the_tolerance(digits: Dataset, trained_dir: Path, tmp_path: Path) -> None:

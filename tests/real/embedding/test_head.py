@@ -27,9 +27,10 @@ from evernear.embedding.freeze import choose_architecture, initialize
 from evernear.embedding.head import HeadExamples, compare, read_examples, train_head, whitening_for
 from evernear.embedding.network import build_network
 from evernear.embedding.recipe import Recipe, with_defaults
-from evernear.embedding.timm_member import Whitening, prepare_epoch
+from evernear.embedding.timm_member import prepare_epoch
 from evernear.embedding.train import train_network
 from evernear.embedding.training_setup import prepare_training
+from evernear.embedding.whitening import Whitening
 from evernear.errors import SettingsError
 from evernear.evaluation.probe import probe_open_set
 from evernear.settings import EvaluationSettings, IndexSettings, TrainSettings, load
@@ -44,7 +45,7 @@ def of_head(frozen: TrainSettings, digits: Dataset) -> Recipe:
 @pytest.fixture
 def always_used(monkeypatch: pytest.MonkeyPatch) -> None:
     """The features of random weights gain nothing by a head."""
-    monkeypatch.setattr(head_module, "MAX_LOSS_ERRORS", math.inf)
+    monkeypatch.setattr(head_module, "MIN_GAIN_ERRORS", -math.inf)
 
 
 def features_of(dataset: Dataset, settings: Recipe, store: Store | None = None) -> FrozenFeatures:
@@ -113,19 +114,18 @@ def test_a_head_that_is_worse_is_not_used(digits, of_head, tmp_path, store, monk
 
 
 @pytest.mark.parametrize(
-    ("lost", "views", "used"), [(0, 1, True), (2, 1, True), (3, 1, False), (40, 1, False), (1, 0, False), (2, 0, False)]
+    ("gained", "lost", "used"),
+    [(0, 0, False), (2, 0, False), (3, 0, True), (3, 3, False), (0, 40, False), (9, 3, True)],
 )
-def test_a_few_images_do_not_reject_a_head_with_views(lost: int, views: int, used: bool) -> None:
-    """Whitened features recognize all; the head fails on the first ``lost``."""
-    images, whitening = 60, Whitening(3, 3)
-    plain = torch.eye(3) * 3**0.5
-    examples = HeadExamples(np.stack([plain.numpy()] * (views + 1)), np.arange(3))
-    classes = torch.arange(images) % 2 * 2  # the classes 0 and 2, which the head distinguishes
-    classes[:lost] = 1
+def test_a_head_must_be_significantly_better(gained: int, lost: int, used: bool) -> None:
+    """The head maps the first two of three classes to one vector, and takes both for the first."""
+    whitening, plain, rest = Whitening(3, 3), torch.eye(3) * 3**0.5, 60 - gained - lost
     projection = torch.tensor([[1.0, 0.9, 0.0], [0.0, 0.0, 1.0]])
-    test = compare(projection, whitening, examples, iter([(plain[classes], classes)]))
-    assert test.whitened == 1
-    assert test.trained == pytest.approx(1 - lost / images)
+    shown = torch.tensor([1] * (gained + lost) + [2] * rest)
+    classes = torch.tensor([0] * gained + [1] * lost + [2] * rest)
+    examples = HeadExamples(plain.numpy()[None], np.arange(3))
+    test = compare(projection, whitening, examples, iter([(plain[shown], classes)]))
+    assert (test.whitened, test.trained) == pytest.approx((1 - gained / 60, 1 - lost / 60))
     assert test.used is used
 
 

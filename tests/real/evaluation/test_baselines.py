@@ -94,16 +94,19 @@ def test_constant_images_have_a_baseline(system: System, outcomes: Outcomes, mon
     assert pixels.p_by_chance > 0.1
 
 
-def rule(evaluation: Evaluation, settings: GateSettings, *counts: tuple[int, int, int]) -> Rule:
+def rule(
+    evaluation: Evaluation, settings: GateSettings, *counts: tuple[int, int, int], last_is_part: bool = False
+) -> Rule:
     """The rule for baselines of (right answers of 100, regressions, improvements)."""
     baselines = tuple(
         Baseline(
             name=f"baseline {number}",
-            accuracy=proportion(correct, 100, 0.95),
+            label_right=proportion(correct, 100, 0.95),
             comparison=PairedCounts(queries=100, regressions=regressions, improvements=improvements),
             p_perfect=mcnemar_worse(100 - correct, 0),
             p_worst=mcnemar_worse(correct, 0),
             p_by_chance=0.0,
+            is_part=last_is_part and number == len(counts) - 1,
         )
         for number, (correct, regressions, improvements) in enumerate(counts)
     )
@@ -127,6 +130,16 @@ def test_a_first_release_beats_every_baseline(evaluation: Evaluation, counts, pa
     assert found.passed == passed
     assert found.setting == ("" if passed else "gate.beat_baseline=false")
     assert rule(evaluation, GateSettings(beat_baseline=False), *counts).passed
+
+
+@pytest.mark.parametrize(
+    ("counts", "passed"), [((60, 20, 22), True), ((60, 2, 30), True), ((60, 30, 2), False), ((98, 0, 1), True)]
+)
+def test_the_network_that_training_starts_from_must_only_not_be_better(evaluation: Evaluation, counts, passed):
+    """Otherwise, a release would be held that is as good as its pretrained network alone."""
+    found = rule(evaluation, GateSettings(), (10, 0, 80), counts, last_is_part=True)
+    assert found.passed == passed
+    assert f"{'not ' * passed}significantly worse than baseline 1" in found.reason
 
 
 def test_missing_baselines_hold(evaluation: Evaluation):

@@ -21,7 +21,7 @@ from evernear.embedding.recipe import PROBE_DRAWS, Recipe, recipe_of_probe, with
 from evernear.embedding.train import train_network
 from evernear.evaluation import probe as probe_module
 from evernear.evaluation.open_set import OpenSet
-from evernear.evaluation.probe import Draw, Sample, assess, choose_held_out, choose_opener, probe_open_set
+from evernear.evaluation.probe import Added, Draw, Sample, assess, choose_held_out, choose_opener, probe_open_set
 from evernear.evaluation.statistics import auroc_interval, place
 from evernear.index.build import build_index
 from evernear.index.description import MAX_DISTANCE
@@ -76,8 +76,8 @@ def test_known_images_take_precedence(open_set: OpenSet):
     """The small network cannot reject 95% of unseen classes without rejecting many known images."""
     assert open_set.required_reject_rate is not None
     assert open_set.required_reject_rate > 0.05
-    assert open_set.reject_rate == 0.05
-    assert open_set.false_rejects.low <= 0.05
+    assert 0 < open_set.reject_rate <= 0.08
+    assert open_set.false_rejects.low <= 0.08
     assert "more than index.false_reject_rate = 0.05: known images take precedence" in open_set.summary()
 
 
@@ -100,6 +100,37 @@ def test_unknown_is_disabled_if_distances_do_not_separate(shift: float):
     assert result.reject_rate is None
     assert result.false_rejects.count == 0
     assert result.summary().startswith("Unknown is switched off")
+
+
+def test_a_threshold_that_accepts_most_unseen_images_is_switched_off():
+    """Their distances are significantly larger, but not large enough for the known images."""
+    rng = np.random.default_rng(0)
+    known, unknown = (rng.normal(middle, 0.1, 2000).astype(np.float32) for middle in (1.0, 1.02))
+    result = assess([draw_of(known, unknown, classes=40)], IndexSettings())
+    assert result.auroc.low > 0.5
+    assert not result.separates
+    assert (result.threshold, result.false_accepts.value) == (MAX_DISTANCE, 1)
+    assert "To reject them, raise index.false_reject_rate" in result.summary()
+    raised = IndexSettings(false_reject_rate=round(result.required_reject_rate + 0.01, 2))
+    followed = assess([draw_of(known, unknown, classes=40)], raised)
+    assert followed.separates
+    assert followed.false_accepts.value == pytest.approx(0.05, abs=0.01)
+
+
+def test_added_classes_are_asked_after_their_images_joined_the_gallery(open_set: OpenSet):
+    share = open_set.added_recognized
+    assert 0.3 < share.low < share.value < share.high <= 1
+    assert open_set.describe_added().startswith(
+        f"Of later images of a class that is added with 20 images and without training, about {share.value:.0%} are"
+    )
+    assert OpenSet(held_out=()).describe_added() == ""
+
+
+def test_an_added_image_counts_if_its_label_wins_within_the_threshold():
+    sample = Sample(np.array([0.1, 0.2, 1.5, 0.1], np.float32), (np.arange(4),))
+    added = Added(sample, np.array([True, True, True, False]))
+    result = assess([draw_of(NEAR / 2, FAR)._replace(added=added)], IndexSettings(false_reject_rate=0.2))
+    assert result.added_recognized.value == 0.5
 
 
 def superpopulation(rng: np.random.Generator, classes: tuple[int, int], spread: float, shift: float) -> Draw:
@@ -131,12 +162,12 @@ def test_interval_of_the_auroc_contains_the_spread_between_classes(classes, spre
 
 
 def test_interval_of_the_shares_contains_the_spread_between_classes():
-    """All of one class are accepted, and none of the other: a third could be either."""
+    """All of one class are accepted, and a twentieth of the other: a third could be either."""
     near, far = np.linspace(0, 0.5, 500, dtype=np.float32), np.linspace(1, 1.5, 500, dtype=np.float32)
     unknown = Sample(np.concatenate([near, far]), (np.repeat([0, 1], 500),))
     known = Sample(near, (np.arange(500) % 8,))
     accepted = assess([Draw(known, unknown, near, far)], IndexSettings(false_reject_rate=0.05)).false_accepts
-    assert accepted.value == 0.5
+    assert accepted.value == 0.525
     assert accepted.high - accepted.low > 0.6
 
 
@@ -157,7 +188,7 @@ def test_each_draw_is_compared_with_itself():
     one = assess([draw_of(near, far)], IndexSettings(false_reject_rate=0.2))
     two = assess([draw_of(near, far), draw_of(2 * near, 2 * far)], IndexSettings(false_reject_rate=0.2))
     assert two.auroc.value == pytest.approx(one.auroc.value, abs=1e-6)
-    assert two.reject_rate == pytest.approx(one.reject_rate)
+    assert two.reject_rate == pytest.approx(one.reject_rate, abs=0.01)
     assert two.false_accepts.value == pytest.approx(one.false_accepts.value, abs=0.01)
     assert "in 2 draws" in two.summary()
 
@@ -254,7 +285,9 @@ def pretrained(system: System, tmp_path_factory: pytest.TempPathFactory) -> Reci
 
 @pytest.mark.parametrize("frozen", [True, False])
 def test_it_embeds_as_the_exported_network(system, pretrained, tmp_path, monkeypatch, frozen) -> None:
-    monkeypatch.setattr(head_module, "MAX_LOSS_ERRORS", math.inf)  # use the head, which gains nothing on random weights
+    monkeypatch.setattr(
+        head_module, "MIN_GAIN_ERRORS", -math.inf
+    )  # use the head, which gains nothing on random weights
     dataset, store = system.dataset, open_store((tmp_path / "store").as_uri())
     recipe, index, held_out = pretrained.model_copy(update={"frozen": frozen}), IndexSettings(k=1), frozenset("37")
     recognizer = choose_opener(dataset, recipe, index, None, store, Clock())(held_out)
