@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from evernear.common.frozen import FORMAT
 from evernear.common.store import Store, open_store
 from evernear.data.ingest import ingest_source
 from evernear.data.manifest import Manifest, find_manifest, manifest_key
@@ -70,7 +71,7 @@ def ingested(tmp_path: Path) -> tuple[DataSettings, Store, Manifest]:
     return settings, store, ingest_source(settings, store.uri)
 
 
-@pytest.mark.parametrize("damage", [b"", b"{}", b'{"digest": 1}'])
+@pytest.mark.parametrize("damage", [b"", b"{}", b'{"format": %d, "digest": 1}' % FORMAT])
 def test_damaged_head_and_manifest_name_the_command_that_repairs_them(damage: bytes, tmp_path: Path) -> None:
     settings, store, manifest = ingested(tmp_path)
     head = f"datasets/{manifest.name}/head.json"
