@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, NamedTuple, TypeVar
+from typing import Literal, NamedTuple, TypeVar
 
 import torch
 from pydantic import JsonValue
@@ -31,9 +31,6 @@ from evernear.embedding.network import (
 from evernear.embedding.whitening import Whitening, whiten
 from evernear.errors import IntegrityError, TrainingError
 from evernear.settings import ClassSettings
-
-if TYPE_CHECKING:
-    pass
 
 NETWORK_FILE = "network.pt"
 PARITY_TOLERANCE = 1e-4

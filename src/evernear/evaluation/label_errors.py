@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import nn
 
 from evernear.common.disk import sha256_bytes
 from evernear.common.store import open_store
@@ -23,7 +24,7 @@ from evernear.data.shards import Block, Dataset
 from evernear.data.writer import row_dtype, shard_key
 from evernear.embedding.artifact import load_trained
 from evernear.embedding.data_loader import embed_images
-from evernear.embedding.export import center
+from evernear.embedding.export import whiten_network
 from evernear.embedding.recipe import Recipe
 from evernear.embedding.train import train_network
 from evernear.index.faiss_compat import faiss
@@ -66,7 +67,7 @@ def embed_folds(dataset: Dataset, recipe: Recipe) -> Iterator[Embedded]:
         with TemporaryDirectory(prefix="evernear-labels-") as scratch:
             others = _without_fold(dataset, fold, Path(scratch))
             train_network(others, recipe, Path(scratch) / "trained")
-            network = center(load_trained(Path(scratch) / "trained")[1], others, frozenset())
+            network = _as_exported(Path(scratch) / "trained", others)
         blocks = [_selected(block, _fold_of(block) == fold) for split in SPLITS for block in _blocks(dataset, split)]
         yield Embedded(
             np.concatenate([embed_images(network, block.images) for block in blocks if len(block)]),
@@ -74,6 +75,13 @@ def embed_folds(dataset: Dataset, recipe: Recipe) -> Iterator[Embedded]:
             np.concatenate([block.digests for block in blocks]),
             np.concatenate([block.images for block in blocks]),
         )
+
+
+def _as_exported(trained_dir: Path, dataset: Dataset) -> nn.Module:
+    trained, network = load_trained(trained_dir)
+    if trained.architecture.frozen:  # the last layer of a frozen backbone whitens its features
+        return network.eval()
+    return whiten_network(network, trained.architecture.embedding_dim, dataset, frozenset())
 
 
 def find_label_errors(embedded: Embedded) -> list[LabelError]:
