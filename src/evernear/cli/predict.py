@@ -37,7 +37,7 @@ from evernear.settings.serving import MODEL_NAME
 
 if TYPE_CHECKING:
     from evernear.serving.client import Client, Target
-    from evernear.serving.responses import Metadata
+    from evernear.serving.responses import Metadata, Prediction
 
 STDIN = Path("-")
 SHOWN_NEIGHBORS = 3
@@ -179,14 +179,21 @@ Answer = tuple[Path, dict[str, Any] | EvernearError]
 def _predict_all(client: "Client", files: list[Path], version: str | None, store_uri: str) -> Iterator[Answer]:
     """Yield each file's answer or error. Raise an error that concerns them all."""
     from evernear.serving.client import read_file
-    from evernear.serving.shrink import predict_shrunk
 
     for file in files:
         try:
             image = sys.stdin.buffer.read() if file == STDIN else read_file(file)
-            yield file, predict_shrunk(client, image, version, store_uri).model_dump(mode="json")
+            yield file, _predict(client, image, version, store_uri).model_dump(mode="json")
         except (PredictionRejectedError, DataError) as error:
             yield file, error
+
+
+def _predict(client: "Client", image: bytes, version: str | None, store_uri: str) -> "Prediction":
+    if len(image) <= client.max_size_bytes:
+        return client.predict(image, version)
+    from evernear.serving.shrink import predict_shrunk  # imports numpy and Pillow
+
+    return predict_shrunk(client, image, version, store_uri)
 
 
 def _with_progress(answers: Iterator[Answer], total: int, terminal: TextIO) -> Iterator[Answer]:

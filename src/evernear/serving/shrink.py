@@ -13,19 +13,18 @@ _ATTEMPTS = 3
 
 
 def predict_shrunk(client: Client, image: bytes, version: str | None, store_uri: str) -> Prediction:
-    """Recognize ``image`` with the release in ``store_uri`` that the server has loaded.
+    """Recognize ``image``, which is beyond the server's limit of bytes, with the release in
+    ``store_uri`` that the server has loaded.
 
-    A file beyond the server's limit is decoded and resized here, as the release does, and sent as
-    PNG. The server does not change it, so the answer is that for the whole file. The limits of
-    bytes and pixels are then those of ingest.
+    It is decoded and resized here, as the release does, and sent as PNG. The server does not change
+    it, so the answer is that for the whole file. The limits of bytes and pixels are then those of
+    ingest.
 
     Raises:
         DataError: the image is broken or beyond the limits.
         PredictionRejectedError: the image must be shrunk, and its release cannot be read.
         ServingError, StoreError: as `Client.predict`.
     """
-    if len(image) <= client.max_size_bytes:
-        return client.predict(image, version)
     registry = Registry(open_store(store_uri))
     expected = _release(registry, version, image, client)
     for _ in range(_ATTEMPTS):

@@ -99,7 +99,7 @@ class Terminal(io.StringIO):
 def answered(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
     """Files that an in-memory server answers."""
 
-    def predict_all(client: object, files: list[Path], version: str | None) -> Iterator[predict_command.Answer]:
+    def predict_all(client: object, files: list[Path], *_: object) -> Iterator[predict_command.Answer]:
         yield from ((file, {"pred": "7"}) for file in files)
 
     monkeypatch.setattr(predict_command, "_predict_all", predict_all)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from evernear.common.frozen import FORMAT
 from evernear.common.store import open_store
 from evernear.data import shards
 from evernear.data.manifest import Manifest, save_manifest
@@ -160,7 +161,7 @@ def test_manifest_of_other_shards_is_rejected(dataset: Dataset) -> None:
         list(lying.blocks("train"))
 
 
-@pytest.mark.parametrize("content", [None, "", "{}", '{"format": 3}'])
+@pytest.mark.parametrize("content", [None, "", "{}", f'{{"format": {FORMAT}}}'])
 def test_directory_without_a_manifest_is_rejected(tmp_path: Path, content: str | None) -> None:
     if content is not None:
         (tmp_path / "manifest.json").write_text(content)

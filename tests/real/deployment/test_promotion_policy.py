@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from evernear.common.frozen import stamp
 from evernear.common.store import Store, open_store
 from evernear.deployment import Deployment, deploy_release, promote_release, roll_back
 from evernear.deployment.target import smoke
@@ -103,7 +104,10 @@ def test_inverted_verdict_is_rejected(store: Store, system: System, make_release
     assert_refused(store, release, "was changed after the gate")
 
 
-@pytest.mark.parametrize("verdict", ['{"promote": "true"}', '{"promote": 1}', "{}", '{"promote": null}', "[]"])
+NOT_TRUE = [json.dumps(stamp() | {"promote": value}) for value in ("true", 1, None)]
+
+
+@pytest.mark.parametrize("verdict", [*NOT_TRUE, "{}", "[]"])
 def test_only_the_json_value_true_promotes(
     store: Store, make_release: MakeRelease, tmp_path: Path, verdict: str
 ) -> None:

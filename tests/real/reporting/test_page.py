@@ -236,8 +236,8 @@ def test_held_page_begins_with_the_failed_rules(run: Run) -> None:
         "Training collapsed after epoch",
     ):
         assert text in top
-    assert "--set gate.accuracy_floor=" in words_of(top)
-    assert f"evernear inspect run {CANDIDATE} --image IMAGE --workdir &#39;my work&#39;" in words_of(top)
+    assert "evernear labels check --workdir &#39;my work&#39;" in words_of(top)
+    assert "--force" not in top, "the first steps are those to a better model"
 
 
 def test_page_says_what_a_promotion_leaves_unknown_and_what_is_not_measured(

@@ -1,6 +1,7 @@
 """The log of live queries: its content, its limits, and the log of a real server."""
 
 import base64
+import json
 import random
 import subprocess
 import sys
@@ -20,6 +21,7 @@ import pytest
 from PIL import Image
 from scipy import stats
 
+from evernear.common.frozen import stamp
 from evernear.common.store import open_store
 from evernear.errors import IntegrityError
 from evernear.release.archive_reader import ReleaseParts
@@ -272,14 +274,19 @@ def test_worker_reads_the_servers_configuration(
     assert QueryLog.from_environment(parts) is None, "a damaged configuration does not stop the worker"
 
 
+def period_line(queries: int) -> bytes:
+    times = {"since": "2026-01-01T00:00:00Z", "until": "2026-01-01T00:00:01Z"}
+    return json.dumps(stamp() | times | {"version": "v", "queries": queries, "unknown": 0}).encode()
+
+
 @pytest.mark.parametrize(
     "data",
     [
         b"",
         b"text",
         b"{}",
-        b'{"version":"v","since":"2026-01-01T00:00:00Z","until":"2026-01-01T00:00:01Z","queries":1,"unknown":0}\n{}',
-        b'{"version":"v","since":"2026-01-01T00:00:00Z","until":"2026-01-01T00:00:01Z","queries":0,"unknown":0}',
+        period_line(queries=1) + b"\n{}",
+        period_line(queries=0),
         b"\xff\xfe",
         b"[" * 10_000,
     ],
