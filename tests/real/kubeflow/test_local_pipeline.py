@@ -8,6 +8,8 @@ from pathlib import Path
 
 from kfp import compiler, dsl
 
+from tests import ROOT
+
 AWKWARD = 'my drive (Büro) & co; it\'s $HOME `id` "a" * \\ #%\t'
 
 
@@ -42,9 +44,11 @@ def test_no_shell_reads_the_paths_and_values_of_a_step(tmp_path: Path) -> None:
     compiler.Compiler().compile(echo_twice, str(tmp_path / "echo.yaml"))
     text = f"{root}/python3: python3 -m pip install $(id)"
     order = {"pipeline": str(tmp_path / "echo.yaml"), "pipeline_root": str(root), "arguments": {"text": text}}
+    # The environment of a checkout finds it beside itself, and so not through these links.
+    checkout = os.pathsep.join(map(str, (ROOT / "src", ROOT)))
     with subprocess.Popen(
         [python, "-m", "evernear.kubeflow.local_pipeline"],
-        env=os.environ | {"TMPDIR": str(temporary)},
+        env=os.environ | {"TMPDIR": str(temporary), "PYTHONPATH": checkout},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
