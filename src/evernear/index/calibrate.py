@@ -35,8 +35,9 @@ def calibrate(
 
     ``relative_threshold`` is that of `evernear.evaluation.probe`, as a multiple of the median
     distance of known images. With the median of ``queries``, it becomes a distance of this network,
-    which was trained longer than the probe's. ``threshold`` is that of a release whose network is
-    reused, and does not change.
+    which was trained longer than the probe's. It is raised if it would reject more than
+    ``settings.false_reject_rate`` of the queries, and these are enough to tell. ``threshold`` is
+    that of a release whose network is reused, and does not change.
 
     If there are too few classes for a probe, both are None, and impostors replace it: each query
     counts as unknown once, at the distance to the nearest vector of a *different* class. The
@@ -57,6 +58,8 @@ def calibrate(
     found_by = "impostors" if threshold is None and relative_threshold is None else "unseen classes"
     if relative_threshold is not None:
         threshold = between(distances, relative_threshold * typical_distance(distances))
+        if (len(distances) + 1) * settings.false_reject_rate >= 1:  # see `threshold_rejecting`
+            threshold = max(threshold, threshold_rejecting(distances, settings.false_reject_rate))
     elif threshold is None:
         threshold = max(
             threshold_at(impostor_distances, settings.false_accept_rate),

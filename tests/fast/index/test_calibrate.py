@@ -180,9 +180,16 @@ def test_threshold_lies_between_two_distances_and_near_one_of_them(choose, dista
 
 
 def test_threshold_stays_between_0_and_the_largest_distance(make_embeddings: MakeEmbeddings, tmp_path) -> None:
-    embeddings = make_embeddings({"gallery": blobs(1, 60), "query": blobs(2, 30)})
+    embeddings = make_embeddings({"gallery": blobs(1, 60), "query": blobs(2, 18)})
     assert build_index(embeddings, LABELS, IndexSettings(), tmp_path, relative_threshold=9).threshold == MAX_DISTANCE
     assert build_index(embeddings, LABELS, IndexSettings(), tmp_path, relative_threshold=-1).threshold == 0
+
+
+@pytest.mark.parametrize(("queries", "rejected"), [(18, 18), (19, 0), (199, 9)])
+def test_enough_queries_raise_a_threshold_that_would_reject_too_many(make_embeddings, tmp_path, queries, rejected):
+    embeddings = make_embeddings({"gallery": blobs(1, 60), "query": blobs(2, queries)})
+    described = build_index(embeddings, LABELS, IndexSettings(), tmp_path, relative_threshold=0)
+    assert described.calibration.false_rejects == rejected
 
 
 @given(distances=CLOSE | DISTANCES, threshold=st.floats(0.0, 2.0))
@@ -326,8 +333,9 @@ def test_only_queries_of_scenes_that_the_gallery_lacks_set_the_threshold(folder,
     assert "every query image is of a group" in calibration_gaps(dataset, ["a", "b"], len(digests))
     assert calibration_gaps(dataset, ["a", "b"], 0) == ""
     assert with_groups.calibration.queries == len(digests) - len(seen)
-    assert rejected_of_new_scenes(images_alone.threshold, dataset) > 0.2
-    assert rejected_of_new_scenes(with_groups.threshold, dataset) < 0.15
+    alone, grouped = (rejected_of_new_scenes(each.threshold, dataset) for each in (images_alone, with_groups))
+    assert grouped < 0.15
+    assert grouped < alone
 
 
 def test_expected_false_rejects_count_scenes(folder: Path, tmp_path: Path, make_embeddings: MakeEmbeddings):

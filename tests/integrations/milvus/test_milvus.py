@@ -42,7 +42,7 @@ def collection_of(described: IndexDescription) -> Collection:
 
 
 def test_collection_has_vectors_labels_and_hashes_for_other_readers(embeddings, settings, tmp_path):
-    described = build_index(embeddings, LABELS, settings, tmp_path)
+    described = build_index(embeddings, LABELS, settings, tmp_path, toward_mean=0)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["centroids.npy", "index.json", "labels.npy"]
     collection = collection_of(described)
     assert (collection.uri, collection.alias) == (settings.uri, settings.collection)
@@ -78,7 +78,7 @@ def test_build_continues_after_a_kill(embeddings, settings, tmp_path, monkeypatc
 
 def test_large_gallery_gets_a_graph_that_reaches_the_recall(embeddings, settings, tmp_path, monkeypatch):
     monkeypatch.setattr(build, "FLAT_BYTES", 1)
-    described = build_index(embeddings, LABELS, settings, tmp_path)
+    described = build_index(embeddings, LABELS, settings, tmp_path, toward_mean=0)
     assert described.factory == milvus.GRAPH
     assert described.search in milvus.BEAMS
     assert described.calibration.nearest_found >= 0.99 * 600
