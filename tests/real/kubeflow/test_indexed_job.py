@@ -224,12 +224,13 @@ def test_steps_of_one_run_have_different_jobs(manifests: Objects, store: Store) 
 
 
 def test_stopped_step_and_deleted_job(loopback: LoopbackCluster, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = signal.getsignal(signal.SIGTERM)
     run_command(monkeypatch, "import time; time.sleep(60)")
     with pytest.raises(SystemExit) as stopped:
         run(plan(store), report=lambda _: os.kill(os.getpid(), signal.SIGTERM))
     assert stopped.value.code == 128 + signal.SIGTERM
     assert jobs(loopback) == []
-    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    assert signal.getsignal(signal.SIGTERM) == before
 
     def delete(_: str) -> None:
         for job in jobs(loopback):
