@@ -25,9 +25,9 @@ DISTANCE_TOLERANCE = 2e-3
 machines and batch sizes, and the square root is steep near zero: squared distances of equal vectors
 that differ by 4e-6 (observed: 1e-6) give this difference."""
 TOWARD_MEAN = 0.5
-"""`IndexDescription.toward_mean` of a new network's gallery. On photographs and on digits, half
-recognizes more images of classes that were added without training than nothing or everything
-(docs/decisions/0008-unknown-images.md)."""
+"""`IndexDescription.toward_mean` of a new network's gallery. Half recognizes more images of classes
+that were added without training than nothing does. Class means recognize yet more of them on
+photographs, but fewer of the trained classes (docs/decisions/0008-unknown-images.md)."""
 WIDE = 3
 """The interval of false rejects is wide above this multiple of ``index.false_reject_rate``."""
 Rule = Literal["vote", "centroid"]
