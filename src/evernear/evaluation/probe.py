@@ -44,7 +44,7 @@ from evernear.evaluation.statistics import (
     sum_of_spreads,
 )
 from evernear.index.build import build_index
-from evernear.index.calibrate import threshold_at, typical_distance
+from evernear.index.calibrate import threshold_at, threshold_of, typical_distance
 from evernear.index.description import MAX_DISTANCE
 from evernear.index.search import Gallery, vote
 from evernear.index.vectors import digests_outside, move_toward
@@ -195,7 +195,10 @@ def assess(draws: Sequence[Draw], settings: IndexSettings) -> OpenSet:
     sparing_known = float(np.quantile(known_queries, 1 - settings.false_reject_rate, method="lower"))
     limit = max(accepting, sparing_known)
     separates = of_images[0] > 0.5 and (unknown_queries <= limit).mean() <= MOST_ACCEPTED
-    thresholds = [limit * draw.unit if separates else MAX_DISTANCE for draw in draws]
+    thresholds = [
+        threshold_of(draw.known_for_calibration, limit, settings.false_reject_rate) if separates else MAX_DISTANCE
+        for draw in draws
+    ]
     limits = list(zip(draws, thresholds, strict=True))
     accepted = np.concatenate([draw.unknown.distances <= threshold for draw, threshold in limits])
     rejected = np.concatenate([draw.known.distances > threshold for draw, threshold in limits])

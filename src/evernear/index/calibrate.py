@@ -35,9 +35,8 @@ def calibrate(
 
     ``relative_threshold`` is that of `evernear.evaluation.probe`, as a multiple of the median
     distance of known images. With the median of ``queries``, it becomes a distance of this network,
-    which was trained longer than the probe's. It is raised if it would reject more than
-    ``settings.false_reject_rate`` of the queries, and these are enough to tell. ``threshold`` is
-    that of a release whose network is reused, and does not change.
+    which was trained longer than the probe's (`threshold_of`). ``threshold`` is that of a release
+    whose network is reused, and does not change.
 
     If there are too few classes for a probe, both are None, and impostors replace it: each query
     counts as unknown once, at the distance to the nearest vector of a *different* class. The
@@ -57,9 +56,7 @@ def calibrate(
     distances = nearest[:, 0]
     found_by = "impostors" if threshold is None and relative_threshold is None else "unseen classes"
     if relative_threshold is not None:
-        threshold = between(distances, relative_threshold * typical_distance(distances))
-        if (len(distances) + 1) * settings.false_reject_rate >= 1:  # see `threshold_rejecting`
-            threshold = max(threshold, threshold_rejecting(distances, settings.false_reject_rate))
+        threshold = threshold_of(distances, relative_threshold, settings.false_reject_rate)
     elif threshold is None:
         threshold = max(
             threshold_at(impostor_distances, settings.false_accept_rate),
@@ -75,6 +72,18 @@ def calibrate(
         false_rejects=int((distances > threshold).sum()),
         nearest_found=int(is_nearest(rows[:, 0], distances, exact).sum()),
     )
+
+
+def threshold_of(known_distances: Floats, relative_threshold: float, false_reject_rate: float) -> float:
+    """The threshold of a network with ``known_distances`` (N,) of query images, N >= 1.
+
+    It is raised if it would reject more than ``false_reject_rate`` of new known images, according
+    to `threshold_rejecting`, unless there are too few query images for its rank.
+    """
+    threshold = between(known_distances, relative_threshold * typical_distance(known_distances))
+    if (len(known_distances) + 1) * false_reject_rate < 1:
+        return threshold
+    return max(threshold, threshold_rejecting(known_distances, false_reject_rate))
 
 
 def typical_distance(distances: Floats) -> float:
