@@ -57,7 +57,8 @@ def test_content_names_the_collection_and_the_same_content_is_written_once(embed
     first = collection_of(build_index(embeddings, LABELS, settings, tmp_path / "a"))
     other = collection_of(build_index(embeddings, ("A", *LABELS[1:]), settings, tmp_path / "b"))
     graph = collection_of(build_index(embeddings, LABELS, settings.model_copy(update={"type": "HNSW"}), tmp_path / "c"))
-    assert len({first.name, other.name, graph.name}) == 3
+    unmoved = collection_of(build_index(embeddings, LABELS, settings, tmp_path / "d", toward_mean=0))
+    assert len({first.name, other.name, graph.name, unmoved.name}) == 4
     monkeypatch.setattr(milvus, "_rows", lambda gallery: pytest.fail("written again"))
     assert collection_of(build_index(embeddings, LABELS, settings, tmp_path / "a")) == first
 

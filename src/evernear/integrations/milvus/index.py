@@ -235,6 +235,7 @@ def _digest(gallery: GalleryVectors, factory: str) -> str:
         "shards": [shard.sha256 for shard in description.shards if shard.split == "gallery"],
         "labels": gallery.labels,
         "known": gallery.known.tolist(),
+        "toward_mean": gallery.toward_mean,
         "factory": factory,
     }
     return sha256_bytes(json.dumps(content).encode())[:32]
