@@ -499,7 +499,7 @@ def of(values: Sequence[float]) -> str:
 
 
 def decided(runs: list[dict[str, Any]]) -> str:
-    """The shares with the release's own threshold, or a dash if there is none."""
+    """The shares at the release's threshold, or a dash for a rule that has no threshold."""
     if runs[0]["unseen_accepted"] is None:
         return "-"
     unseen = statistics.mean(run["unseen_accepted"] for run in runs)

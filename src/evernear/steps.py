@@ -425,13 +425,7 @@ def deploy(run: str, settings: Tree, started_by: str, release: str, verdict: str
 def rollback(run: str, store: str, target: str, settings: Tree, release: str, reason: str, started_by: str) -> None:
     """Roll back to the previous champion. If ``release`` is set, it must be the current one."""
     given = with_uploaded(
-        {
-            "store": store,
-            "target": target,
-            "settings": settings,
-            "release": release,
-            "reason": reason,
-        }
+        {"store": store, "target": target, "settings": settings, "release": release, "reason": reason}
     )
     with step("rollback", run, given["store"]) as running:
         from evernear.deployment import roll_back
@@ -447,13 +441,7 @@ def rollback(run: str, store: str, target: str, settings: Tree, release: str, re
 def promote(run: str, store: str, target: str, settings: Tree, release: str, reason: str, started_by: str) -> None:
     """Deploy a release, even a held one. If it is empty, apply the settings to the champion."""
     given = with_uploaded(
-        {
-            "store": store,
-            "target": target,
-            "settings": settings,
-            "release": release,
-            "reason": reason,
-        }
+        {"store": store, "target": target, "settings": settings, "release": release, "reason": reason}
     )
     with step("promote", run, given["store"]) as running:
         from evernear.deployment import apply as apply_settings

@@ -222,7 +222,7 @@ def _small_photographs(shape: tuple[int, int, int], ledger: Ledger, photo_size_p
 
 
 def _write_left_out(ledger: Ledger, path: Path) -> None:
-    """Write the columns path and reason, without secrets, unless there are no rows."""
+    """Write the columns path and reason, with secrets masked. Without rows, write no file."""
     with path.open("w", encoding="utf-8", errors="backslashreplace", newline="") as file:
         rows = csv.writer(file)
         header = ("path", "reason")

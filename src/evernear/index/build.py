@@ -194,9 +194,8 @@ def build_index(
     ``labels`` lists the dataset's labels by number. With ``groups``, the calibration excludes
     queries whose group has images in the train split or the gallery, unless no others exist.
     ``threshold`` and ``relative_threshold`` come from an `evernear.evaluation.open_set.OpenSet`
-    (see `calibrate`). If the vectors are in a collection, ``owner`` is the
-    store that owns it. The description is written last, so a directory without ``index.json`` has
-    an incomplete index.
+    (see `calibrate`). If the vectors are in a collection, ``owner`` is the store that owns it. The
+    description is written last, so a directory without ``index.json`` has an incomplete index.
     """
     if settings.type is None and settings.search:
         needs = "needs an index.type; an automatic index sets its own parameters"
