@@ -4,6 +4,7 @@
 """
 
 import asyncio
+import socket
 from contextlib import suppress
 from typing import Any
 
@@ -21,6 +22,23 @@ MAX_DISCARDED_BYTES = 64 * 2**20
 """Most bytes of a rejected body to discard, which lets the client receive the response."""
 DISCARD_PAUSE_S = 2.0
 """A longer pause while a rejected body arrives closes the connection. Apache uses the same time."""
+DRAIN_S = 2.0
+"""Maximum time for clients to leave their persistent connections when a pod stops."""
+
+
+class DrainingServer(uvicorn.Server):
+    """At shutdown, ask clients to leave their persistent connections (``Connection: close``) before
+    these are closed. uvicorn closes idle ones at once, and so resets a request on its way."""
+
+    drain_s = DRAIN_S
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        state, loop = self.server_state, asyncio.get_running_loop()
+        state.default_headers = [*state.default_headers, (b"connection", b"close")]
+        deadline_s = loop.time() + self.drain_s
+        while state.connections and loop.time() < deadline_s and not self.force_exit:
+            await asyncio.sleep(0.05)
+        await super().shutdown(sockets)
 
 
 def limited_server(
@@ -30,6 +48,7 @@ def limited_server(
     upload_timeout_s: float,
     shutdown_timeout_s: int,
     max_total_size_bytes: int = MAX_BODIES_SIZE_BYTES,
+    server: type[uvicorn.Server] = uvicorn.Server,
     **options: Any,
 ) -> uvicorn.Server:
     """A server for ``app`` with limits for heads and bodies. The caller runs it with listening
@@ -45,7 +64,7 @@ def limited_server(
         timeout_graceful_shutdown=shutdown_timeout_s,
         **options,
     )
-    return uvicorn.Server(config)
+    return server(config)
 
 
 class BodyLimits:

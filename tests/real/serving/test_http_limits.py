@@ -22,7 +22,7 @@ from evernear.common.store import open_store
 from evernear.console.server import create_server as create_console_server
 from evernear.release.archive_reader import ReleaseParts
 from evernear.serving import http_limits
-from evernear.serving.http_limits import H11WithHeadTimeout, limited_server
+from evernear.serving.http_limits import DrainingServer, H11WithHeadTimeout, limited_server
 from evernear.serving.kserve.http_protocol import LimitedHttpProtocol
 from evernear.serving.prep.app import create_server as create_prep_server
 from evernear.settings import Settings
@@ -32,6 +32,7 @@ from evernear.triggers.slack.server import create_server as create_slack_server
 from tests.consoles import TOKEN, console_client
 from tests.prep_server import ReleaseStore, running
 from tests.real.serving.raw import Raw, request
+from tests.waiting import until
 
 LIMIT_BYTES = 2**20
 TOO_LARGE = f"The request is larger than the limit of {LIMIT_BYTES} bytes."
@@ -199,3 +200,32 @@ def test_each_server_limits_heads_and_bodies(
         answer = httpx.post(f"http://127.0.0.1:{port}{path}", content=bytes(11 * 2**20), headers=headers, timeout=30)
     assert answer.status_code == 413
     assert "The request is larger than the limit of 1" in answer.text
+
+
+def test_client_is_asked_to_leave_its_connection_before_the_server_stops(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(DrainingServer, "drain_s", 30.0)
+    servers: list[DrainingServer] = []
+
+    class Draining(DrainingServer):
+        def __init__(self, config: uvicorn.Config) -> None:
+            super().__init__(config)
+            servers.append(self)
+
+    with (
+        serve(server=Draining) as port,
+        closing(http.client.HTTPConnection("127.0.0.1", port, timeout=30)) as connection,
+    ):
+        assert not ask_again(connection).will_close
+        (server,) = servers
+        server.should_exit = True
+        until(lambda: (b"connection", b"close") in server.server_state.default_headers)
+        assert ask_again(connection).will_close
+
+
+def ask_again(connection: http.client.HTTPConnection) -> http.client.HTTPResponse:
+    connection.request("POST", "/", b"1234")
+    response = connection.getresponse()
+    assert (response.status, response.read()) == (200, b"4")
+    return response

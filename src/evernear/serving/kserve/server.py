@@ -32,7 +32,7 @@ from kserve.protocol.grpc.interceptors import ExceptionToStatusInterceptor
 from kserve.protocol.grpc.server import GRPCServer
 from kserve.protocol.grpc.servicer import InferenceServicer
 from kserve.protocol.model_repository_extension import ModelRepositoryExtension
-from kserve.protocol.rest.server import RESTServer
+from kserve.protocol.rest.server import RESTServer, _RefreshingServer  # pyright: ignore[reportPrivateUsage]
 from kserve.protocol.rest.v1_endpoints import V1Endpoints
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -44,7 +44,7 @@ from evernear.common.masking import mask_streams
 from evernear.common.output import print_line
 from evernear.errors import EvernearError, ServingError, SettingsError
 from evernear.serving.endpoints import create_listener, host_and_port
-from evernear.serving.http_limits import BodyLimits
+from evernear.serving.http_limits import BodyLimits, DrainingServer
 from evernear.serving.kserve.http_protocol import ON_DISCONNECT, LimitedHttpProtocol
 from evernear.serving.kserve.model import ReleaseModel
 from evernear.serving.kserve.protocols import parse_infer_request, require_few_tensors, require_uncompressed
@@ -209,7 +209,12 @@ class _RestServer(RESTServer):
 
     async def start(self) -> None:
         self.create_application()
+        self._server = _DrainingServer(self.config)
         await self._server.serve(sockets=[self.listener])
+
+
+class _DrainingServer(DrainingServer, _RefreshingServer):
+    pass
 
 
 class _GrpcServer(GRPCServer):

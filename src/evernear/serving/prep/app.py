@@ -24,7 +24,7 @@ from evernear.common.output import log_fields
 from evernear.errors import DataError, EvernearError, ServerTimeoutError, ServerUnreachableError
 from evernear.serving.decoding import OverloadedError, pool_size_bytes
 from evernear.serving.endpoints import listening_socket
-from evernear.serving.http_limits import limited_server
+from evernear.serving.http_limits import DrainingServer, limited_server
 from evernear.serving.prep.service import PrepService, targets_of
 from evernear.serving.request_parsing import RequestError, image_request_schema
 from evernear.serving.responses import Metadata, Prediction, Rejection
@@ -271,6 +271,7 @@ def create_server(settings: Settings) -> uvicorn.Server:
         max_size_bytes=settings.prep.max_request_size_bytes,
         upload_timeout_s=UPLOAD_TIMEOUT_S,
         shutdown_timeout_s=SHUTDOWN_TIMEOUT_S,
+        server=DrainingServer,
     )
 
 
