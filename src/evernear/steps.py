@@ -312,7 +312,6 @@ def evaluate(
 ) -> "Evaluation":
     """Evaluate candidate, champion and anchor, as deployed, on the same test split."""
     with _step("evaluate", run, settings) as (running, chosen, record), ExitStack() as stack:
-        from evernear.console.live_labels import with_live_figures
         from evernear.data.shards import Dataset
         from evernear.data.validate import Report, near_duplicates_found
         from evernear.embedding.export import describe_network, training_dataset
@@ -322,6 +321,7 @@ def evaluate(
         from evernear.evaluation.open_set import OpenSet
         from evernear.evaluation.recognizer import Recognizer
         from evernear.release.champion import open_anchor, open_champion
+        from evernear.review.live_labels import with_live_figures
         from evernear.serving.replay import replay
 
         data, store, network_dir = Dataset.open(Path(dataset)), record.store, Path(network)

@@ -86,7 +86,7 @@ def check_labels(
     labels of those images.
     """
     from evernear.common.store.current import current_store
-    from evernear.console import suspects
+    from evernear.review import suspects
 
     result = suspects.check_labels(current_store(settings.store_uri), settings, datetime.now(UTC))
     if as_json:
@@ -120,8 +120,8 @@ def import_(
     the release and do not enter the dataset.
     """
     from evernear.common.store.current import current_store
-    from evernear.console.live_labels import import_labels, labeled_queries, read_labels
     from evernear.evaluation.live_accuracy import LIVE_QUERIES, accuracy_by_week
+    from evernear.review.live_labels import import_labels, labeled_queries, read_labels
     from evernear.serving.configuration import logged_queries
     from evernear.serving.endpoints import home_of
     from evernear.serving.query_log import ship_query_log

@@ -48,7 +48,7 @@ def status(
 def _live_accuracy(settings: Settings, champion: str) -> "list[LiveAccuracy] | None":
     """The champion's weekly accuracy on labeled live queries, newest first. None without SciPy."""
     from evernear.common.store import open_store
-    from evernear.console.live_labels import live_accuracy
+    from evernear.review.live_labels import live_accuracy
 
     try:
         weeks, faults = live_accuracy(open_store(settings.store_uri), champion)

@@ -13,6 +13,7 @@ NEEDED_BY: Mapping[str, tuple[str, ...]] = {
     "evernear.kubeflow": ("pipeline",),
     "evernear.deployment.kubernetes": ("pipeline",),
     "evernear.console": ("console",),
+    "evernear.review": ("console",),
     "evernear.triggers": ("triggers", "pipeline"),
     "evernear.serving.prep": ("prep",),
     "evernear.serving.kserve": ("model", "kserve"),

@@ -16,17 +16,17 @@ from evernear.common.audit import AuditEvent
 from evernear.common.store import Store
 from evernear.common.text import class_name
 from evernear.console.access import User, require
-from evernear.console.answers import Answer, Answers, ReleasedAnswers, images_by_class, waiting_classes
-from evernear.console.label_target import open_label_target
-from evernear.console.live_labels import RandomQueries
-from evernear.console.queue import Item, Queue, Submissions, read_all
 from evernear.console.runs import Done, Runner
-from evernear.console.suspects import Suspect, load_suspects
 from evernear.errors import EvernearError, IntegrityError, MissingObjectError, ServingError, SettingsError, StoreError
 from evernear.release.manifest import ReleaseManifest
 from evernear.release.promotions import Champion, Promotion
 from evernear.release.records import Record
 from evernear.release.registry import Registry
+from evernear.review.answers import Answer, Answers, ReleasedAnswers, images_by_class, waiting_classes
+from evernear.review.label_target import open_label_target
+from evernear.review.live_labels import RandomQueries
+from evernear.review.queue import Item, Queue, Submissions, read_all
+from evernear.review.suspects import Suspect, load_suspects
 from evernear.serving.gallery_images import GalleryImages
 from evernear.settings import Settings
 from evernear.settings.triggers import Right

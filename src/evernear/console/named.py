@@ -10,13 +10,13 @@ from typing import NamedTuple
 
 from evernear.common.run_record import OUTCOME, RUNS, RunRecord
 from evernear.common.store import Store
-from evernear.console.answers import Answer
 from evernear.data.image_file import inspect
 from evernear.data.preprocess import decode_inspected
 from evernear.errors import IntegrityError
 from evernear.evaluation.verdict import Rule
 from evernear.release.manifest import ReleaseManifest
 from evernear.reporting.notify import RunOutcome, load_rules
+from evernear.review.answers import Answer
 from evernear.serving.gallery_images import GalleryImages
 from evernear.serving.responses import Neighbor, Prediction
 from evernear.settings.section import MAX_PIXELS

@@ -15,16 +15,16 @@ from starlette.routing import Route
 from evernear.common.output import quantity
 from evernear.common.text import class_name
 from evernear.console.access import require
-from evernear.console.answers import Answer, Answers, meant_classes
 from evernear.console.backend import QUEUE_ITEMS, Backend
-from evernear.console.groups import group_items
-from evernear.console.live_labels import WEEKLY, Labels, Week, import_labels
 from evernear.console.named import AnswerOfOthers, answer_of_others, last_hold, named_since, remedy
-from evernear.console.queue import thumbnail
-from evernear.console.suspects import Suspect, picture
 from evernear.console.web import Form, Predictor, action, field, page, png
 from evernear.errors import DataError, EvernearError
 from evernear.evaluation.open_set import OpenSet, stated_added_recognized
+from evernear.review.answers import Answer, Answers, meant_classes
+from evernear.review.groups import group_items
+from evernear.review.live_labels import WEEKLY, Labels, Week, import_labels
+from evernear.review.queue import thumbnail
+from evernear.review.suspects import Suspect, picture
 from evernear.serving.responses import Prediction
 
 RECENT_ANSWERS = 12

@@ -21,7 +21,6 @@ from evernear.common.frozen import Frozen
 from evernear.common.output import named, quantity
 from evernear.common.store import FileStore, Store
 from evernear.common.store.lease import Lease
-from evernear.console.live_labels import LIVE_LABELS, labeled_queries
 from evernear.data.snapshots import DATASETS, Snapshots, drop_shards, gone_names, lost_names, rebuild_ledger
 from evernear.errors import DataError, IntegrityError, MissingObjectError, StoreError
 from evernear.maintenance.kinds import require_all_current
@@ -29,6 +28,7 @@ from evernear.maintenance.references import NEWEST, Unreadable, references
 from evernear.release.promotions import CHAMPION, HISTORY
 from evernear.release.records import ARCHIVES, MANIFESTS
 from evernear.release.registry import Registry
+from evernear.review.live_labels import LIVE_LABELS, labeled_queries
 from evernear.settings import DataSettings
 
 Report = Callable[[str], None]

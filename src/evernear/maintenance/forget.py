@@ -36,9 +36,6 @@ from evernear.common.run_record import RUNS, RunRecord
 from evernear.common.step_results import CHECKPOINTS
 from evernear.common.store import Store
 from evernear.common.store.lease import Lease
-from evernear.console.answers import ANSWERS, labels_given
-from evernear.console.queue import ORIGINALS, SUBMITTED, Submission
-from evernear.console.suspects import SUSPECTS, Suspects
 from evernear.data.manifest import Manifest, Shard, manifest_key
 from evernear.data.shards import Dataset, remove_cached
 from evernear.data.snapshots import DATASETS, Snapshots, parts_prefix
@@ -50,6 +47,9 @@ from evernear.maintenance.kinds import require_all_current
 from evernear.release.manifest import NETWORK_DESCRIPTION_FILE
 from evernear.release.pruning import remove_releases
 from evernear.release.registry import Registry
+from evernear.review.answers import ANSWERS, labels_given
+from evernear.review.queue import ORIGINALS, SUBMITTED, Submission
+from evernear.review.suspects import SUSPECTS, Suspects
 from evernear.serving.query_log_files import QUERIES, LoggedQuery, closed_at, parse_file
 
 PAGES = ("examples.json", "replay.json", "run.html")

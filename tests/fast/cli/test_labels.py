@@ -4,7 +4,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from evernear.common.store import Store, open_store
-from evernear.console.live_labels import labeled_queries
+from evernear.review.live_labels import labeled_queries
 from evernear.serving.configuration import logged_queries
 from evernear.serving.endpoints import home_of
 from evernear.serving.query_log_files import LoggedQuery, Period

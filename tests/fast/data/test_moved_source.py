@@ -6,13 +6,13 @@ from pathlib import Path
 import pytest
 
 from evernear.common.store import Store
-from evernear.console.suspects import newest_dataset
 from evernear.data.ingest import ingest_source
 from evernear.data.manifest import Manifest
 from evernear.data.snapshots import Snapshots
 from evernear.data.source_diff import diff_source, fetch_ledger
 from evernear.errors import DataError
 from evernear.maintenance.forget import find
+from evernear.review.suspects import newest_dataset
 from evernear.settings import DataSettings, Settings
 from tests.dataset_images import write_files
 from tests.small_ingest import dataset_of

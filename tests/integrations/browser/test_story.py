@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from evernear.common.store import open_store
-from evernear.console.queue import Submissions
+from evernear.review.queue import Submissions
 from tests.integrations.browser.served import IN_A_BROWSER, evernear, picture, serve_digits, unknown_images
 
 pytest.importorskip("playwright", reason="playwright is not installed")

@@ -18,16 +18,16 @@ from starlette.testclient import TestClient
 
 from evernear.common.store import Store
 from evernear.console.access import SignIn
-from evernear.console.answers import ANSWERS, PENDING, Answer
 from evernear.console.pages import DataPage
-from evernear.console.queue import Submissions
 from evernear.console.runs import LocalRuns
 from evernear.console.server import require_private
-from evernear.console.suspects import SUSPECTS, Suspect, Suspects
 from evernear.data.sources import open_source
 from evernear.errors import SettingsError
 from evernear.release.records import MANIFESTS, record_key
 from evernear.release.registry import Registry
+from evernear.review.answers import ANSWERS, PENDING, Answer
+from evernear.review.queue import Submissions
+from evernear.review.suspects import SUSPECTS, Suspect, Suspects
 from evernear.serving.query_log_files import encode_embedding
 from evernear.serving.responses import Prediction
 from evernear.settings import load

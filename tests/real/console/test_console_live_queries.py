@@ -10,8 +10,8 @@ from urllib.parse import unquote, urlsplit
 import pytest
 
 from evernear.common.store import Store, open_store
-from evernear.console.live_labels import LIVE_LABELS, labeled_queries
 from evernear.release.registry import Registry
+from evernear.review.live_labels import LIVE_LABELS, labeled_queries
 from evernear.serving.query_log_files import LoggedQuery, Period
 from tests.real.console.test_console import PROXY, open_console, signed_in, with_csrf
 from tests.releases import MakeRelease, System

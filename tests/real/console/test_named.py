@@ -7,13 +7,13 @@ import pytest
 
 from evernear.common.run_record import RunRecord
 from evernear.common.store import Store
-from evernear.console.answers import ANSWERS, Answer
 from evernear.console.named import Hold, named_since, remedy
 from evernear.console.runs import LocalRuns
 from evernear.data.ingest import ingest_source
 from evernear.evaluation.verdict import Rule
 from evernear.release.registry import Registry
 from evernear.reporting.notify import RunOutcome
+from evernear.review.answers import ANSWERS, Answer
 from evernear.settings import DataSettings, load
 from tests.consoles import TOKEN, console_client
 from tests.releases import MakeRelease

@@ -11,12 +11,12 @@ import pytest
 
 from evernear.common.store import open_store
 from evernear.common.store.base import put_folder
-from evernear.console.answers import Answer, Answers
-from evernear.console.label_target import open_label_target
 from evernear.data.manifest import Manifest
 from evernear.data.source_diff import diff_source
 from evernear.data.sources import open_source
 from evernear.errors import DataError, SettingsError
+from evernear.review.answers import Answer, Answers
+from evernear.review.label_target import open_label_target
 from evernear.settings import DataSettings, ValidationSettings, load
 from tests.dataset_images import write_files
 from tests.small_ingest import findings

@@ -11,11 +11,11 @@ import pytest
 
 from evernear.common.store import open_store
 from evernear.common.store.base import put_folder
-from evernear.console.label_target import open_label_target
 from evernear.data.ingest import ingest_source
 from evernear.data.source_diff import Newest, diff_source, fetch_ledger
 from evernear.data.sources.packed import PackedFiles
 from evernear.errors import DataError, SettingsError
+from evernear.review.label_target import open_label_target
 from evernear.settings import DataSettings
 from tests.small_ingest import noted
 

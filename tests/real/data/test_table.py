@@ -10,10 +10,10 @@ import pytest
 
 from evernear.common.store import open_store
 from evernear.common.store.base import put_folder
-from evernear.console.label_target import open_label_target
 from evernear.data.source_diff import diff_source, fetch_ledger
 from evernear.data.sources.table import Table
 from evernear.errors import DataError, SettingsError
+from evernear.review.label_target import open_label_target
 from evernear.settings import DataSettings
 from tests.small_ingest import noted
 

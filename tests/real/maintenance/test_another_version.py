@@ -27,14 +27,14 @@ from evernear.common.run_record import RunRecord
 from evernear.common.step_results import Computed, compute_once
 from evernear.common.store import FileStore, Store, open_store
 from evernear.common.store.current import current_store
-from evernear.console.answers import ANSWERS, labels_given
-from evernear.console.live_labels import LIVE_LABELS, labeled_queries
 from evernear.data.ingest import ingest_source
 from evernear.data.snapshots import Snapshots
 from evernear.embedding.training_setup import TrainingState, load_checkpoint
 from evernear.errors import FormatError, StoreError
 from evernear.maintenance.kinds import KINDS, require_all_current
 from evernear.release.registry import Registry
+from evernear.review.answers import ANSWERS, labels_given
+from evernear.review.live_labels import LIVE_LABELS, labeled_queries
 from evernear.serving.query_log_files import QUERIES, parse_file
 from evernear.settings import DataSettings
 from tests.command_line import evernear

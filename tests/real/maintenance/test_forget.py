@@ -17,9 +17,6 @@ from evernear.common.disk import sha256_bytes
 from evernear.common.run_record import RunRecord
 from evernear.common.store import FileStore, open_store
 from evernear.common.store.base import owner_of, put_folder
-from evernear.console.answers import ANSWERS, Answer
-from evernear.console.queue import ORIGINALS, SUBMITTED, Submission
-from evernear.console.suspects import SUSPECTS, Suspect, Suspects
 from evernear.data.ingest import ingest_source
 from evernear.data.ledger import Ledger
 from evernear.data.manifest import Manifest, save_manifest
@@ -34,6 +31,9 @@ from evernear.index.build import build_index
 from evernear.maintenance.forget import find, forget_images
 from evernear.release.archive import Candidate, make_archive
 from evernear.release.registry import Registry
+from evernear.review.answers import ANSWERS, Answer
+from evernear.review.queue import ORIGINALS, SUBMITTED, Submission
+from evernear.review.suspects import SUSPECTS, Suspect, Suspects
 from evernear.serving import HANDLER
 from evernear.serving.gallery_images import GalleryImages
 from evernear.serving.query_log_files import LoggedQuery, Period, parse_file

@@ -21,7 +21,6 @@ from typing import NamedTuple, TypeVar
 
 from evernear.common.store import Store
 from evernear.common.text import class_name
-from evernear.console.live_labels import labels_of_release
 from evernear.data.listing import ClassMinimum
 from evernear.data.manifest import Manifest, find_manifest, manifest_key
 from evernear.data.snapshots import Snapshots
@@ -32,6 +31,7 @@ from evernear.release.archive_reader import ARCHIVE_FILE, read_part
 from evernear.release.drift_baseline import DriftBaseline
 from evernear.release.manifest import DRIFT_BASELINE_FILE, ReleaseManifest
 from evernear.release.registry import Registry
+from evernear.review.live_labels import labels_of_release
 from evernear.serving.live_queries import Queries, live_queries, reference_queries
 from evernear.settings import DataSettings, Settings
 from evernear.triggers.watch.drift import Measure, Shift, independent_queries, measure_drift

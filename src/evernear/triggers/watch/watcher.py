@@ -23,9 +23,9 @@ from prometheus_client.registry import Collector
 from evernear.common.output import print_line, quantity
 from evernear.common.retry import backoff_s
 from evernear.common.store import Store, open_store
-from evernear.console.queue import remove_submissions
 from evernear.errors import EvernearError, SettingsError
 from evernear.maintenance.prune import prune_store
+from evernear.review.queue import remove_submissions
 from evernear.serving.configuration import logged_queries
 from evernear.serving.endpoints import bind_error, home_of
 from evernear.serving.live_queries import remove_before

@@ -13,10 +13,6 @@ import pytest
 from evernear.common.disk import sha256_bytes
 from evernear.common.run_record import RunRecord, StepRecord
 from evernear.common.store import open_store
-from evernear.console.answers import Answer, Answers
-from evernear.console.label_target import open_label_target
-from evernear.console.live_labels import import_labels
-from evernear.console.queue import SUBMITTED
 from evernear.data.ingest import ingest_source
 from evernear.data.manifest import Split, save_manifest
 from evernear.data.shards import Dataset
@@ -26,6 +22,10 @@ from evernear.errors import SettingsError
 from evernear.index.build import build_index
 from evernear.kubeflow.runs import Run, State
 from evernear.release.registry import Registry
+from evernear.review.answers import Answer, Answers
+from evernear.review.label_target import open_label_target
+from evernear.review.live_labels import import_labels
+from evernear.review.queue import SUBMITTED
 from evernear.serving.configuration import logged_queries
 from evernear.serving.endpoints import home_of
 from evernear.serving.query_log_files import LoggedQuery, Period

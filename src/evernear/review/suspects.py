@@ -7,12 +7,12 @@ from pydantic import AwareDatetime, Field
 
 from evernear.common.frozen import Document, Frozen
 from evernear.common.store import Store
-from evernear.console.queue import thumbnail
 from evernear.data.listing import dataset_name
 from evernear.data.shards import Dataset
 from evernear.data.snapshots import Snapshots, opened_ledger
 from evernear.data.sources import open_source
 from evernear.errors import DataError, StoreError
+from evernear.review.queue import thumbnail
 from evernear.settings import Settings
 
 SUSPECTS = "review/suspects.json"

@@ -12,9 +12,9 @@ from PIL import Image
 from evernear.common.disk import sha256_bytes
 from evernear.common.frozen import stamp
 from evernear.common.store import FileStore, Store
-from evernear.console import queue
-from evernear.console.queue import ORIGINALS, SUBMITTED, Submissions, original_key, remove_submissions
 from evernear.errors import DataError
+from evernear.review import queue
+from evernear.review.queue import ORIGINALS, SUBMITTED, Submissions, original_key, remove_submissions
 from evernear.serving.query_log_files import encode_embedding
 from evernear.serving.responses import Neighbor, Prediction
 from tests.dataset_images import saved

@@ -8,9 +8,9 @@ import pytest
 from PIL import Image
 
 from evernear.common.store import Store
-from evernear.console.groups import group_items
-from evernear.console.queue import Item, Queue
 from evernear.release.registry import Registry
+from evernear.review.groups import group_items
+from evernear.review.queue import Item, Queue
 from evernear.serving.query_log_files import LoggedQuery, Period, encode_embedding
 from tests.dataset_images import saved
 from tests.gallery_vectors import blobs

@@ -340,5 +340,5 @@ def read_all(read: Callable[[_Key], _Value], keys: Sequence[_Key]) -> Iterator[_
     if len(keys) < 2:
         yield from map(read, keys)
         return
-    with ThreadPoolExecutor(min(READERS, len(keys)), "console-reader") as pool:
+    with ThreadPoolExecutor(min(READERS, len(keys)), "review-reader") as pool:
         yield from pool.map(read, keys)

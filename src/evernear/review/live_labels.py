@@ -21,13 +21,13 @@ from evernear.common.disk import sha256_bytes
 from evernear.common.frozen import Frozen
 from evernear.common.store import ObjectInfo, Store
 from evernear.common.text import class_name, column_positions, csv_rows
-from evernear.console.suspects import picture
 from evernear.errors import IntegrityError, StoreError
 from evernear.evaluation.examples import Examples
 from evernear.evaluation.live_accuracy import LabeledQuery, LiveAccuracy, accuracy_by_week
 from evernear.evaluation.measure import Measurement
 from evernear.release.manifest import version_time
 from evernear.release.registry import Registry
+from evernear.review.suspects import picture
 from evernear.serving.live_queries import live_distances
 from evernear.serving.query_log_files import MAX_FILE_BYTES, QUERIES, closed_at, parse_file, sampled_queries
 

@@ -29,7 +29,6 @@ from pydantic import AwareDatetime, Field
 from evernear.common.frozen import Document
 from evernear.common.store import Store
 from evernear.common.text import class_name, lookalike_key
-from evernear.console.label_target import LabelTarget
 from evernear.data.image_file import suffix_of
 from evernear.data.manifest import Manifest, find_manifest
 from evernear.data.snapshots import Snapshots
@@ -37,6 +36,7 @@ from evernear.data.sources.layout import SPLIT_WORDS, Layout
 from evernear.data.sources.names import reviewed_stem
 from evernear.errors import ConflictError, DataError, EvernearError, IntegrityError, SettingsError, StoreError
 from evernear.release.manifest import ReleaseManifest
+from evernear.review.label_target import LabelTarget
 
 ANSWERS = "review/answers.jsonl"
 PENDING = "review/pending/"

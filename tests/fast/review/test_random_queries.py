@@ -7,7 +7,7 @@ from datetime import UTC, datetime, timedelta
 import pytest
 
 from evernear.common.store import Store
-from evernear.console.live_labels import WEEKLY, RandomQueries, import_labels
+from evernear.review.live_labels import WEEKLY, RandomQueries, import_labels
 from evernear.serving.query_log_files import QUERIES, LoggedQuery, Period
 from tests.review_queue import png
 

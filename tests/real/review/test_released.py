@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 
 from evernear.common.store import Store
-from evernear.console.answers import Answer, Answers, ReleasedAnswers
-from evernear.console.label_target import open_label_target
 from evernear.data.ingest import ingest_source
 from evernear.data.listing import ClassMinimum
 from evernear.data.manifest import Manifest, manifest_key
 from evernear.release.manifest import ReleaseManifest
+from evernear.review.answers import Answer, Answers, ReleasedAnswers
+from evernear.review.label_target import open_label_target
 from evernear.settings import DataSettings
 from tests.releases import MakeRelease
 from tests.review_queue import NOW, png

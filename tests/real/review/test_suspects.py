@@ -13,13 +13,13 @@ from typer.testing import CliRunner
 
 from evernear.cli.app import app
 from evernear.common.store import Store, open_store
-from evernear.console.answers import Answer, Answers
-from evernear.console.label_target import open_label_target
-from evernear.console.suspects import Suspect, load_suspects, picture
 from evernear.data.ingest import ingest_source
 from evernear.data.sources import open_source
 from evernear.errors import DataError
 from evernear.evaluation.label_errors import Embedded, find_label_errors, nearest_others
+from evernear.review.answers import Answer, Answers
+from evernear.review.label_target import open_label_target
+from evernear.review.suspects import Suspect, load_suspects, picture
 from evernear.settings import DataSettings
 from tests.deep_png import deep_png
 

@@ -19,12 +19,12 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from evernear.console.queue import Item
 from evernear.data.image_file import inspect
 from evernear.data.preprocess import decode_inspected
 from evernear.errors import IntegrityError
 from evernear.release.manifest import is_version
 from evernear.release.records import Record
+from evernear.review.queue import Item
 from evernear.settings.section import MAX_PIXELS
 
 DEFAULT_DISTANCE = 1.0

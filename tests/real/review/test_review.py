@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 
 from evernear.common.store import Store, open_store
-from evernear.console import queue as queue_module
-from evernear.console.answers import ANSWERS, PENDING, Answer, Answers
-from evernear.console.label_target import LabelTarget, open_label_target
-from evernear.console.queue import Item, Queue
 from evernear.data.sources import open_source
 from evernear.errors import ConflictError, DataError, SettingsError, StoreError
+from evernear.review import queue as queue_module
+from evernear.review.answers import ANSWERS, PENDING, Answer, Answers
+from evernear.review.label_target import LabelTarget, open_label_target
+from evernear.review.queue import Item, Queue
 from tests.review_queue import NOW, log_queries, png
 
 

@@ -6,15 +6,15 @@ from pathlib import Path
 import pytest
 
 from evernear.common.store import Store, open_store
-from evernear.console.live_labels import (
+from evernear.errors import DataError
+from evernear.maintenance.check import check_store
+from evernear.review.live_labels import (
     LIVE_LABELS,
     import_labels,
     labeled_queries,
     labels_of_release,
     read_labels,
 )
-from evernear.errors import DataError
-from evernear.maintenance.check import check_store
 from evernear.serving.query_log_files import LoggedQuery, Period
 
 NOW = datetime(2026, 2, 3, tzinfo=UTC)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from evernear.console.answers import Answer, meant_classes, waiting_classes
+from evernear.review.answers import Answer, meant_classes, waiting_classes
 from tests.review_queue import NOW
 
 KNOWN = ["seven", "eight", "cat", "dog", "Coffee Cup", "person 12", "7", "café"]
