@@ -3,6 +3,7 @@
 import base64
 import http.client
 import json
+import subprocess
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -25,6 +26,8 @@ from tests.collector import CLIENT_SPAN, Collector, attributes, parent
 from tests.dataset_images import saved
 from tests.hostile_requests import fuzz, kserve
 from tests.integrations.kserve.inference_service import (
+    PYTHON,
+    READY_TIMEOUT_S,
     TRACED,
     Server,
     files,
@@ -33,7 +36,9 @@ from tests.integrations.kserve.inference_service import (
     predictions_of,
     run_in_environment,
 )
+from tests.ports import free_ports
 from tests.releases import MakeRelease, PackedRelease
+from tests.waiting import until
 
 # The first test waits for four processes to import the SDK, which on a busy machine takes minutes.
 pytestmark = pytest.mark.timeout(600)
@@ -459,6 +464,53 @@ class TestOperation:
             await_connection(server, images)
             assert server.get("/v2/models/embedding/ready").status_code == 200
             assert_same(server.predict(images).json()["predictions"], stored)
+
+
+SIGNALLED_AT_START = """
+import os, signal, sys
+from evernear.serving.kserve import predictor, server
+
+class SignalledServer(server._RestServer):
+    def create_application(self):
+        os.kill(os.getpid(), signal.SIGTERM)
+        super().create_application()
+
+server._RestServer = SignalledServer
+server.run_command(predictor.main, server.arguments(""))
+"""
+
+
+class TestShutdown:
+    def test_signal_before_the_first_request_ends_the_server(self, release: PackedRelease) -> None:
+        """KServe's own handler stops nothing at that time, and the server would run forever."""
+        ports = [f"--{name}_port={port}" for name, port in zip(("http", "grpc"), free_ports(2), strict=True)]
+        command = [PYTHON, "-c", SIGNALLED_AT_START, f"--model_dir={release.archive.parent}", *ports]
+        assert subprocess.run(command, timeout=READY_TIMEOUT_S).returncode == 0
+
+    def test_grpc_stops_together_with_rest(self, release: PackedRelease, tmp_path: Path, images: list[bytes]) -> None:
+        """Otherwise a server that waits for both takes longer than its pod's grace period."""
+        server = Server("predictor", tmp_path / "log", "--model_dir", str(release.archive.parent))
+        server.start()
+        server.await_answer("/")
+        with closing(http.client.HTTPConnection("127.0.0.1", server.http_port, timeout=60)) as connection:
+            connection.putrequest("POST", "/v1/models/embedding:predict")
+            connection.putheader("Content-Length", "1000")
+            connection.endheaders()  # a request in flight, for which REST waits
+            assert not refuses_grpc(server, images)
+            with ThreadPoolExecutor() as pool:
+                ended = pool.submit(server.stop)
+                until(lambda: refuses_grpc(server, images))
+                assert not ended.done()
+                connection.close()
+                assert ended.result() == 0
+
+
+def refuses_grpc(server: Server, images: list[bytes]) -> bool:
+    try:
+        server.infer_grpc("images", "BYTES", [1], bytes_contents=images[:1])
+    except grpc.RpcError as error:
+        return error.code() == grpc.StatusCode.UNAVAILABLE
+    return False
 
 
 def await_connection(server: Server, images: list[bytes]) -> None:

@@ -8,6 +8,7 @@ import argparse
 import asyncio
 import logging
 import re
+import signal
 import socket
 import sys
 from collections.abc import Callable
@@ -95,7 +96,12 @@ def arguments(description: str) -> argparse.ArgumentParser:
 
 
 def run_command(main: Callable[[argparse.Namespace], None], parser: argparse.ArgumentParser) -> None:
-    """Run a program. An `EvernearError` is printed to stderr, and sets the exit code."""
+    """Run a program. An `EvernearError` is printed to stderr, and sets the exit code.
+
+    SIGTERM ends it at any time: uvicorn handles the signal while it serves, and raises it again
+    afterwards. The kernel ignores it in process 1, which has no handler of its own before.
+    """
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     mask_streams()
     try:
         main(parser.parse_args())
@@ -193,8 +199,8 @@ class _Server(ModelServer):
             self._grpc_server = _GrpcServer(
                 self.grpc_port, self.dataplane, self.model_repository_extension, vars(self._args), self.grace_period
             )
+            rest.grpc = self._grpc_server
             self.servers.append(self._grpc_server.start(self.max_threads))
-        self.register_signal_handler()
         with asyncio.Runner(loop_factory=rest.config.get_loop_factory()) as runner:
             runner.run(self._serve())
 
@@ -202,6 +208,7 @@ class _Server(ModelServer):
 class _RestServer(RESTServer):
     listener: socket.socket
     timed = False
+    grpc: GRPCServer | None = None
 
     def _add_middlewares(self, app: FastAPI) -> None:
         if self.timed:  # timing logs at level INFO and costs as much as a small prediction
@@ -210,11 +217,17 @@ class _RestServer(RESTServer):
     async def start(self) -> None:
         self.create_application()
         self._server = _DrainingServer(self.config)
+        self._server.grpc = self.grpc
         await self._server.serve(sockets=[self.listener])
 
 
 class _DrainingServer(DrainingServer, _RefreshingServer):
-    pass
+    grpc: GRPCServer | None = None
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """REST and gRPC finish their requests at the same time, within one grace period."""
+        others = [self.grpc.stop()] if self.grpc else []
+        await asyncio.gather(super().shutdown(sockets), *others)
 
 
 class _GrpcServer(GRPCServer):
