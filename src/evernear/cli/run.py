@@ -130,7 +130,7 @@ def _with_free_ports(layers: Layers[Settings], console: Console) -> Layers[Setti
         ports = free_ports(Endpoints.of(settings.serving))
         for name in (name for name in ports if name not in chosen):
             taken = getattr(settings.serving, name)
-            line = f"Port {taken} is in use by another program; serving.{name} is {ports[name]} in this run."
+            line = f"Port {taken} is in use; serving.{name} is {ports[name]} in this run."
             console.print(line, soft_wrap=True)
     return layers.with_defaults(f"serving.{name}={port}" for name, port in ports.items() if name not in chosen)
 

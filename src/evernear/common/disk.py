@@ -6,13 +6,18 @@ import os
 import secrets
 import shutil
 import stat
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from io import BufferedReader
 from pathlib import Path
 from typing import BinaryIO
 
-from evernear.errors import StoreError, disk_full_message
+from filelock import FileLock, Timeout
+
+from evernear.errors import BusyError, StoreError, disk_full_message
+
+_NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
+"""What Lustre, NFS and file systems of user processes answer that have no locks."""
 
 
 def open_regular(path: Path) -> BufferedReader:
@@ -81,6 +86,33 @@ def staged_file(directory: Path, name: str) -> Generator[tuple[BinaryIO, Path]]:
             yield file, staged
     finally:
         staged.unlink(missing_ok=True)
+
+
+@contextmanager
+def file_lock(path: Path, timeout_s: float = -1, busy: Callable[[], str] = str) -> Generator[None]:
+    """Lock a file. The operating system releases the lock when this process exits.
+
+    Raises:
+        BusyError: with the message ``busy()``, the lock is not released within ``timeout_s``.
+        StoreError: the disk has no file locks.
+    """
+    lock = FileLock(path, timeout=timeout_s, fallback_to_soft=False)  # a soft one outlives a killed process
+    with disk_errors(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            lock.acquire()
+        except Timeout:  # a subclass of OSError
+            raise BusyError(busy()) from None
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                raise
+            raise StoreError(
+                f"{path.parent} is on a disk without file locks ({error.strerror}); choose a directory on another disk."
+            ) from None
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def link_or_copy(file: Path, to: Path) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
-from evernear.common.disk import atomic_file, disk_errors, sha256_file
+from evernear.common.disk import atomic_file, disk_errors, file_lock, sha256_file
 from evernear.common.store import open_store
 from evernear.common.store.current import current_store
 from evernear.deployment.target import VerifiedRollout, smoke, unrecorded_error
@@ -59,7 +59,7 @@ class LocalTarget:
             BusyError: a different deployment does not finish in time.
         """
         busy = f"Another deployment to {self._settings.workdir} is in progress; wait for it and try again."
-        with torchserve.exclusive_lock(self._home / "deploy.lock", busy):
+        with file_lock(self._home / "deploy.lock", torchserve.LOCK_TIMEOUT_S, lambda: busy):
             with disk_errors(self._home):
                 for staged in model_store(self._home).glob(".*"):
                     staged.unlink()

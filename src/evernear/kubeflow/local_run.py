@@ -10,15 +10,14 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Literal
 
 import psutil
-from filelock import FileLock, Timeout
 
-from evernear.common.disk import disk_errors, scratch, scratch_name, write_atomically
+from evernear.common.disk import disk_errors, file_lock, scratch, scratch_name, write_atomically
 from evernear.common.environment import with_absolute_locations
 from evernear.common.extras import require_libraries
 from evernear.common.frozen import Frozen
@@ -36,9 +35,11 @@ from evernear.common.progress import (
     run_directories,
 )
 from evernear.common.store.current import current_store
-from evernear.errors import BusyError, EvernearError, SettingsError, StoreError, UserInterruptError, disk_full_message
+from evernear.errors import EvernearError, SettingsError, StoreError, UserInterruptError, disk_full_message
 from evernear.release.promotions import whoami
 from evernear.reporting.notify import NextStep, RunOutcome
+from evernear.serving.endpoints import home_of
+from evernear.serving.torchserve import reserved_ports
 from evernear.settings import RunSettings, Settings
 from evernear.settings.sources import Tree, flat
 
@@ -92,7 +93,11 @@ def run_pipeline(
     arguments = pipeline_arguments(settings, once or {})
     require_utf8(settings.workdir, arguments)
     current_store(settings.store_uri)
-    with _lock(settings.workdir), scratch(_temporary_directory(settings.workdir)) as temporary:
+    with (
+        _lock(settings.workdir),
+        _reserved(settings),
+        scratch(_temporary_directory(settings.workdir)) as temporary,
+    ):
         started_s = time.monotonic()
         directory = settings.workdir.resolve() / "runs" / datetime.now(UTC).strftime(DIRECTORY_FORMAT)
         with disk_errors(directory):
@@ -128,6 +133,12 @@ def _temporary_directory(workdir: Path) -> Path:
     return Path(tempfile.gettempdir()) / scratch_name(workdir.resolve())
 
 
+def _reserved(settings: Settings) -> AbstractContextManager[None]:
+    if settings.target != "local":
+        return nullcontext()
+    return reserved_ports(settings.serving, home_of(settings.workdir))
+
+
 @contextmanager
 def _lock(workdir: Path) -> Generator[None]:
     try:
@@ -137,18 +148,18 @@ def _lock(workdir: Path) -> Generator[None]:
             raise StoreError(full) from None
         raise SettingsError(f"Cannot create the working directory {workdir}: {error.strerror}.") from None
     pid_file = workdir / "run.pid"
-    try:
-        with FileLock(workdir / "run.lock", timeout=0):
-            write_atomically(workdir / MARKER, marker("a working directory"))
-            write_atomically(pid_file, str(os.getpid()))
-            try:
-                yield
-            finally:
-                pid_file.unlink(missing_ok=True)
-    except Timeout:
+
+    def busy() -> str:
         pid = pid_file.read_text() if pid_file.exists() else "unknown"
-        message = f"Another run (process {pid}) uses {workdir}; wait for it to end or choose another --workdir."
-        raise BusyError(message) from None
+        return f"Another run (process {pid}) uses {workdir}; wait for it to end or choose another --workdir."
+
+    with file_lock(workdir / "run.lock", 0, busy):
+        write_atomically(workdir / MARKER, marker("a working directory"))
+        write_atomically(pid_file, str(os.getpid()))
+        try:
+            yield
+        finally:
+            pid_file.unlink(missing_ok=True)
 
 
 def _follow(

@@ -18,6 +18,13 @@ from evernear.release.promotions import CHAMPION_ALONE
 SUCCEEDED = ("SUCCEEDED", "COMPLETE")
 """The state of a task group in which all tasks succeeded, from kfp's local runner and from the KFP
 server."""
+STOPPED = ("CANCELED", "CANCELING")
+NO_ERROR = (
+    "The run ended early, and no step recorded an error: "
+    "it was stopped in Kubeflow Pipelines, or one of its pods could not start. "
+    "The run's page there shows which."
+)
+"""The last step cannot ask Kubeflow Pipelines, which tells it that a stopped run is RUNNING."""
 EXIT_STEP = "notify"
 """When this step derives the outcome, its own record still has the state "running"."""
 
@@ -170,8 +177,8 @@ def finalize(
 
     ``state`` is the run's state according to KFP (COMPLETE, FAILED, RUNNING ...).
     ``error_message``, also KFP's, is usually empty. The KFP server does not count the skipped
-    deployment of a held run: it reports RUNNING, or FAILED if a step was retried. Therefore the
-    records of the steps determine whether a run was held.
+    deployment of a held run: it reports RUNNING, or FAILED if a step was retried. It also reports a
+    stopped run as RUNNING. Therefore the records of the steps determine what happened.
     """
     verdict = record.load("verdict")
     rollback, promotion, deployment = (record.load(name) for name in ("rollback", "promotion", "deployment"))
@@ -241,7 +248,9 @@ def _failure(record: RunRecord, state: str, error_message: str) -> dict[str, obj
         unfinished.sort(key=lambda step: step.state != "failed")  # recorded errors first
         (step, message), *others = map(_error_of, unfinished)
         return {"step": step, "reasons": (message, *(f"{name}: {error}" for name, error in others))}
-    return {"reasons": (error_message or f"Kubeflow Pipelines reports {state}, and no step recorded an error.",)}
+    if state in STOPPED:
+        return {"state": "stopped", "reasons": ("in Kubeflow Pipelines.",)}
+    return {"reasons": (error_message or NO_ERROR,)}
 
 
 def _error_of(step: StepRecord) -> tuple[str, str]:

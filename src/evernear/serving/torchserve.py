@@ -17,12 +17,10 @@ from pathlib import Path
 from typing import NoReturn
 
 import psutil
-from filelock import FileLock
-from filelock import Timeout as LockTimeout
 
-from evernear.common.disk import disk_errors, make_private, remove_own, scratch, write_atomically
+from evernear.common.disk import disk_errors, file_lock, make_private, remove_own, scratch, write_atomically
 from evernear.common.progress import typed_arguments
-from evernear.errors import BusyError, IntegrityError, ServingError
+from evernear.errors import IntegrityError, ServingError
 from evernear.serving.configuration import (
     DRAIN_TIMEOUT_S,
     LOOPBACK,
@@ -181,26 +179,6 @@ def processes(home: Path) -> list[psutil.Process]:
     return matching
 
 
-@contextlib.contextmanager
-def exclusive_lock(path: Path, busy: str) -> Generator[None]:
-    """Lock a file. The operating system releases the lock when this process exits.
-
-    Raises:
-        BusyError: with the message ``busy``, the lock is not released within `LOCK_TIMEOUT_S`.
-    """
-    lock = FileLock(path, timeout=LOCK_TIMEOUT_S)
-    with disk_errors(path):
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        try:
-            lock.acquire()
-        except LockTimeout:  # a subclass of OSError
-            raise BusyError(busy) from None
-    try:
-        yield
-    finally:
-        lock.release()
-
-
 def _accepts_connections(endpoints: Endpoints) -> bool:
     try:
         socket.create_connection((endpoints.inference_host, endpoints.inference_port), CONNECT_TIMEOUT_S).close()
@@ -219,7 +197,7 @@ def _make_home(home: Path) -> None:
 
 def _locked(home: Path) -> contextlib.AbstractContextManager[None]:
     busy = f"Another process is starting or stopping the TorchServe in {home}; wait for it and try again."
-    return exclusive_lock(home / "server.lock", busy)
+    return file_lock(home / "server.lock", LOCK_TIMEOUT_S, lambda: busy)
 
 
 def _require_same_endpoints(home: Path, requested: Endpoints) -> Endpoints:
@@ -237,17 +215,57 @@ def _require_free_ports(requested: Endpoints) -> None:
     names = sorted(f"serving.{name}" for name, port in ports.items() if list(ports.values()).count(port) > 1)
     if names:
         raise ServingError(f"The ports of the server must differ from each other: {' and '.join(names)} do not.")
-    if taken := ports_in_use(requested):
-        users = ", ".join(f"port {port} by {_user_of(port)}" for port in taken.values())
-        others = [word for name, port in free_ports(requested).items() for word in ("--set", f"serving.{name}={port}")]
-        raise ServingError(
-            f"In use on {requested.host}: {users}. `{shlex.join(['evernear', *typed_arguments(), *others])}` uses free "
-            "ports."
-        )
+    _refuse(requested, _unbindable(requested, _bind), _user_of)
 
 
-def ports_in_use(requested: Endpoints) -> dict[str, int]:
-    """The requested ports on which another program listens, by the name of the setting.
+def _refuse(requested: Endpoints, taken: Mapping[str, int], user_of: Callable[[int], str]) -> None:
+    if taken:
+        users = ", ".join(f"port {port} by {user_of(port)}" for port in taken.values())
+        words = ["evernear", *typed_arguments()]
+        for name, port in free_ports(requested).items():
+            words += ["--set", f"serving.{name}={port}"]
+        raise ServingError(f"In use on {requested.host}: {users}. `{shlex.join(words)}` uses free ports.")
+
+
+@contextlib.contextmanager
+def reserved_ports(settings: ServingSettings, home: Path) -> Generator[None]:
+    """Keep other runs away from the ports of the server that this run starts at its end. The sign
+    is a UDP socket of the same number, which TorchServe does not use, and which closes with this
+    process.
+
+    Raises:
+        ServingError: another run has reserved a port.
+    """
+    requested = Endpoints.of(settings)
+    with contextlib.ExitStack() as stack:
+
+        def hold(requested: Endpoints, name: str, port: int) -> None:
+            stack.enter_context(_reservation(requested, name, port))
+
+        if not is_running(home):
+            taken = _unbindable(requested, hold)
+            _refuse(requested, taken, lambda _: "another run, for its server")
+        yield
+
+
+def free_ports(requested: Endpoints) -> dict[str, int]:
+    """The next free port for each one that another program uses, or that another run has
+    reserved."""
+    free: dict[str, int] = {}
+    for name, taken in (_unbindable(requested, _bind) | _unbindable(requested, _reserve)).items():
+        known = {*requested.model_dump(exclude={"host"}).values(), *free.values()}
+        for port in (*range(taken + 1, 2**16), *range(FIRST_PORT, taken)):
+            with contextlib.suppress(OSError):
+                if port not in known:
+                    _bind(requested, name, port)
+                    _reserve(requested, name, port)
+                    free[name] = port
+                    break
+    return free
+
+
+def _unbindable(requested: Endpoints, bind: Callable[[Endpoints, str, int], None]) -> dict[str, int]:
+    """The requested ports that are in use, by the name of the setting.
 
     Raises:
         ServingError: a port cannot be bound for another reason.
@@ -255,7 +273,7 @@ def ports_in_use(requested: Endpoints) -> dict[str, int]:
     taken: dict[str, int] = {}
     for name, port in requested.model_dump(exclude={"host"}).items():
         try:
-            _bind(requested, name, port)
+            bind(requested, name, port)
         except OSError as error:
             if error.errno != errno.EADDRINUSE:
                 raise bind_error(error, _host(requested, name), port, f"serving.{name}") from None
@@ -263,25 +281,30 @@ def ports_in_use(requested: Endpoints) -> dict[str, int]:
     return taken
 
 
-def free_ports(requested: Endpoints) -> dict[str, int]:
-    """The next free port for each one in `ports_in_use`."""
-    free: dict[str, int] = {}
-    for name, taken in ports_in_use(requested).items():
-        known = {*requested.model_dump(exclude={"host"}).values(), *free.values()}
-        for port in (*range(taken + 1, 2**16), *range(FIRST_PORT, taken)):
-            with contextlib.suppress(OSError):
-                if port not in known:
-                    _bind(requested, name, port)
-                    free[name] = port
-                    break
-    return free
-
-
 def _bind(requested: Endpoints, name: str, port: int) -> None:
     host = _host(requested, name)
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+    with socket.socket(_family(host)) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # Java does the same: TIME_WAIT does not matter
         probe.bind((host, port))
+
+
+def _reserve(requested: Endpoints, name: str, port: int) -> None:
+    _reservation(requested, name, port).close()
+
+
+def _reservation(requested: Endpoints, name: str, port: int) -> socket.socket:
+    host = _host(requested, name)
+    held = socket.socket(_family(host), socket.SOCK_DGRAM)
+    try:
+        held.bind((host, port))
+    except OSError:
+        held.close()
+        raise
+    return held
+
+
+def _family(host: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
 
 
 def _host(requested: Endpoints, name: str) -> str:

@@ -10,6 +10,7 @@ from evernear.common.run_record import RunRecord, StepRecord
 from evernear.common.store import Store, open_store
 from evernear.reporting.notify import (
     CONFUSION_MATRIX,
+    NO_ERROR,
     NextStep,
     RunOutcome,
     finalize,
@@ -46,14 +47,13 @@ def record(store: Store) -> RunRecord:
         ({"verdict": PROMOTE, "deployment": DEPLOYED}, "COMPLETE", f"promoted: release {VERSION} is live"),
         ({"verdict": HOLD, "archived": DEPLOYED}, "RUNNING", "held: Accuracy is 80%."),
         ({"verdict": HOLD, "archived": DEPLOYED}, "FAILED", "held: Accuracy is 80%."),
-        ({"verdict": HOLD}, "FAILED", "failed: Kubeflow Pipelines reports FAILED, and no step recorded an error."),
-        ({}, "RUNNING", "failed: Kubeflow Pipelines reports RUNNING, and no step recorded an error."),
+        ({"verdict": HOLD}, "FAILED", f"failed: {NO_ERROR}"),
+        ({}, "RUNNING", f"failed: {NO_ERROR}"),
         ({"verdict": PROMOTE}, "SUCCEEDED", "failed: The gate promoted the candidate, but it was not deployed."),
         (
             {"verdict": PROMOTE, "deployment": DEPLOYED},
             "CANCELED",
-            "failed: Kubeflow Pipelines reports CANCELED, and no step recorded an error. "
-            f"Nevertheless, release {VERSION} is live.",
+            f"stopped in Kubeflow Pipelines. Nevertheless, release {VERSION} is live.",
         ),
         (
             {"verdict": PROMOTE, "deployment": RECORDED},

@@ -18,11 +18,14 @@ from evernear.common.store import open_store
 from evernear.errors import SettingsError, TrainingError
 from evernear.kubeflow import local_run
 from evernear.release.registry import Registry
+from evernear.serving.endpoints import home_of
+from evernear.serving.torchserve import reserved_ports
 from evernear.settings import Settings, load, of_run
 from evernear.settings.layers import FILE
 from tests.command_line import evernear
 from tests.ports import free_ports
-from tests.releases import MakeRelease
+from tests.real.scenarios.workspace import PORTS
+from tests.releases import MakeRelease, settings_on_free_ports
 
 HIDDEN, SHOWN, ERASED = "\x1b[?25l", "\x1b[?25h", "\x1b[2K"
 
@@ -126,6 +129,21 @@ def test_demo_takes_free_ports_unless_the_user_chose_one(monkeypatch: pytest.Mon
         settings, _ = demo_settings(monkeypatch, "--workdir", tmp_path, "--set", f"serving.metrics_port={second}")
     assert settings.serving.inference_port not in (first, second)
     assert settings.serving.metrics_port == second, "the check of the run names it"
+    assert demo_settings(monkeypatch, "--workdir", tmp_path)[0].serving.inference_port == first
+
+
+def test_runs_at_the_same_time_have_different_ports(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Each starts its server at its end, a minute after it has looked for ports."""
+    serving = settings_on_free_ports()
+    first, ports = serving.inference_port, [getattr(serving, name) for name in PORTS]
+    options = [word for name in PORTS for word in ("--set", f"serving.{name}={getattr(serving, name)}")]
+    (tmp_path / FILE).write_text(f"[serving]\ninference_port = {first}\n")
+    with reserved_ports(serving, home_of(tmp_path / "first")):
+        refused = evernear("run", "--workdir", tmp_path / "second", *options)
+        settings, _ = demo_settings(monkeypatch, "--workdir", tmp_path)
+    assert refused.returncode != 0
+    assert f"In use on 127.0.0.1: port {first} by another run" in refused.stderr
+    assert settings.serving.inference_port not in ports
     assert demo_settings(monkeypatch, "--workdir", tmp_path)[0].serving.inference_port == first
 
 

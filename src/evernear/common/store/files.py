@@ -1,15 +1,13 @@
 import hashlib
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
-from filelock import FileLock
-
-from evernear.common.disk import disk_errors, open_regular, sha256_bytes, sha256_file, staged_file, sync
+from evernear.common.disk import disk_errors, file_lock, open_regular, sha256_bytes, sha256_file, staged_file, sync
 from evernear.common.store.base import CHUNK_BYTES, ObjectInfo, Store, check_key, conflict, missing_object, write_chunks
 
 _STALE_AFTER_S = 24 * 3600
@@ -117,9 +115,8 @@ class FileStore(Store):
                     staged.replace(path)
         return etag
 
-    def _lock(self) -> FileLock:
-        self._staging.mkdir(parents=True, exist_ok=True)
-        return FileLock(self._staging / "lock")
+    def _lock(self) -> AbstractContextManager[None]:
+        return file_lock(self._staging / "lock")
 
     def _delete_stale_files(self) -> None:
         """Delete temporary files of writers that were killed at least a day ago."""
