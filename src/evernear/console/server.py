@@ -23,11 +23,12 @@ from evernear.console.web import Predictor, error_response
 from evernear.errors import EvernearError, SettingsError
 from evernear.serving.endpoints import host_and_port, listening_socket
 from evernear.serving.http_limits import limited_server
+from evernear.settings.serving import MAX_BODIES_SIZE_BYTES
 from evernear.settings.triggers import ConsoleSettings
 
 SHUTDOWN_TIMEOUT_S = 5
-MAX_REQUEST_SIZE_BYTES = 10 * 2**20  # the largest image file; larger ones get 413
-UPLOAD_TIMEOUT_S = 30.0  # for an image: 10 MiB at 3 Mbit/s
+UPLOAD_TIMEOUT_S = 60.0
+"""Time limit for receiving an image: the largest one at 9 Mbit/s."""
 PAGES = (TryPage, ReviewPage, DataPage, ReleasesPage)
 
 
@@ -74,7 +75,7 @@ def create_server(app: Starlette, settings: ConsoleSettings) -> uvicorn.Server:
     """The caller runs the server with listening sockets."""
     server = limited_server(
         app,
-        max_size_bytes=MAX_REQUEST_SIZE_BYTES,
+        max_size_bytes=MAX_BODIES_SIZE_BYTES,
         upload_timeout_s=UPLOAD_TIMEOUT_S,
         shutdown_timeout_s=SHUTDOWN_TIMEOUT_S,
         ssl_certfile=settings.certificate,

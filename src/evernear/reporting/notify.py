@@ -99,11 +99,12 @@ class RunOutcome(Document):
         text = headline(self.metrics)
         return f". {text.capitalize()}" if text else ""
 
-    def next_steps(self) -> tuple[NextStep, ...]:
+    def next_steps(self, *, on_page: bool = False) -> tuple[NextStep, ...]:
         """Suggested actions after the run, most likely first. Empty if there is nothing to suggest,
-        for example if the run only moved the champion."""
+        for example if the run only moved the champion. The run page does not suggest itself
+        (``on_page``)."""
         if self.state == "held" and self.candidate:
-            return tuple(self._next_steps_after_hold(self.candidate))
+            return tuple(self._next_steps_after_hold(self.candidate, on_page))
         if self.state == "promoted" and self.candidate:
             inspect = self._command("inspect", "run", self.candidate, "--image", "IMAGE")
             predict = f"{self._command('predict')} IMAGE"
@@ -115,13 +116,14 @@ class RunOutcome(Document):
             return (NextStep("run again", self._same_command()),)
         return ()
 
-    def _next_steps_after_hold(self, candidate: str) -> Iterator[NextStep]:
+    def _next_steps_after_hold(self, candidate: str, on_page: bool) -> Iterator[NextStep]:
         """What makes a better model, then what looks at this one, last what ignores the gate."""
         if self.command and self.few_epochs:
             longer = self._same_command("--preset", "default", "--set", "train.epochs=null")
             yield NextStep(f"train longer than {quantity(self.few_epochs, 'epoch')}, with the default preset", longer)
-        if self.command:
+        if self.command and not on_page:
             yield NextStep("look at its worst mistakes", self._command("report", "--open"))
+        if self.command:
             yield NextStep("look for wrong labels", self._command("labels", "check"))
         if self.command or self.pipeline:
             yield NextStep("add images, most of all of what it confuses, and run again", self._same_command())

@@ -54,7 +54,6 @@ LOGGED_MAX_PIXELS = 2**20
 SUBMITTED = "review/submitted/"
 ORIGINALS = "review/originals/"
 MAX_SUBMISSIONS = 1000
-SUBMITTED_MAX_BYTES = 16 * 2**20
 RECENT_S = 2.0
 """Maximum age, in seconds, of a listing that is used to check whether an object still exists."""
 SIDE_PX = 192
@@ -233,10 +232,6 @@ class Submissions:
     def add(self, image: bytes, prediction: Prediction, who: str, now: datetime) -> str:
         """Store an image for review, and return its ID. If it is already stored, only the answer is
         replaced."""
-        if len(image) > SUBMITTED_MAX_BYTES:
-            raise DataError(
-                f"The image has {len(image):,} bytes; at most {SUBMITTED_MAX_BYTES:,} can be sent to review."
-            )
         inspect_image(image, MAX_PIXELS)
         labels = dict.fromkeys([prediction.pred, *(neighbor.label for neighbor in prediction.neighbors)])
         submission = Submission(

@@ -97,6 +97,15 @@ def pixel_count(file: EncodedImage | Rejection) -> int:
     return 0 if isinstance(file, Rejection) else file.pixels
 
 
+def prepare(file: EncodedImage, shape: Preprocessing) -> bytes:
+    """Prepare an inspected file as a release specifies, and encode it as PNG.
+
+    Servers accept PNG files from any client. PNG is lossless, and a server does not change an image
+    that already has the release's size and channels.
+    """
+    return encode_png(decode_image(file, shape))
+
+
 def encode_png(pixels: Pixels) -> bytes:
     """Encode a uint8 array of shape (H, W, C) as PNG (lossless), fast rather than small."""
     buffer = BytesIO()

@@ -6,7 +6,7 @@ from evernear.errors import EvernearError, PredictionRejectedError, ServingError
 from evernear.release.manifest import ReleaseManifest
 from evernear.release.registry import Registry
 from evernear.serving.client import Client
-from evernear.serving.decoding import decode_image, encode_png, inspect_image
+from evernear.serving.decoding import inspect_image, prepare
 from evernear.serving.responses import Prediction
 
 _ATTEMPTS = 3
@@ -29,7 +29,7 @@ def predict_shrunk(client: Client, image: bytes, version: str | None, store_uri:
     expected = _release(registry, version, image, client)
     for _ in range(_ATTEMPTS):
         _require_bounded(image, expected)
-        shrunk = encode_png(decode_image(inspect_image(image, expected.max_pixels), expected.preprocessing))
+        shrunk = prepare(inspect_image(image, expected.max_pixels), expected.preprocessing)
         prediction = client.predict(shrunk, version)
         actual = _release(registry, prediction.version, image, client)
         if actual.preprocessing == expected.preprocessing:

@@ -203,6 +203,7 @@ def test_next_steps_of_a_local_run_repeat_only_where_it_is() -> None:
         f"evernear registry promote {VERSION} --force --why REASON {shared}",
     ]
     assert [step.command for step in held.next_steps()] == better
+    assert [step.command for step in held.next_steps(on_page=True)] == better[1:], "the page does not name itself"
     promoted = held.model_copy(update={"state": "promoted", "release": VERSION})
     assert [step.command for step in promoted.next_steps()] == [
         inspect,

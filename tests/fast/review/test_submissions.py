@@ -96,12 +96,6 @@ def test_file_that_is_no_image_is_refused(store: Store, file: bytes, named: str)
     assert list(store.list("")) == []
 
 
-def test_large_file_is_refused(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(queue, "SUBMITTED_MAX_BYTES", len(png(1)) - 1)
-    with pytest.raises(DataError, match="at most"):
-        Submissions(store).add(png(1), ANSWER, "ann", NOW)
-
-
 @pytest.mark.parametrize("damage", [b"", b"{}", json.dumps(stamp() | {"file": 3}).encode()])
 def test_damaged_one_is_skipped(store: Store, damage: bytes) -> None:
     image = Submissions(store).add(png(7), ANSWER, "ann", NOW)

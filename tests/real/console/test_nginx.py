@@ -90,5 +90,5 @@ def test_action_through_nginx(
         if status == 403:
             assert f"The browser shows {url}, but" in response.text
             assert "proxy_set_header Host $http_host;" in response.text
-        photograph = client.post("/try", content=bytes(3 * 2**20), headers={"Origin": url, "X-Evernear-CSRF": csrf})
+        photograph = client.post("/try", content=bytes(20 * 2**20), headers={"Origin": url, "X-Evernear-CSRF": csrf})
         assert (photograph.status_code == 413) is (lines != DOCUMENTED), "nginx alone accepts 1 MiB"

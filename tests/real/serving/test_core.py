@@ -21,9 +21,8 @@ from evernear.index.search import Gallery
 from evernear.release.archive_reader import ReleaseParts
 from evernear.serving import core as core_module
 from evernear.serving.core import Predictor
-from evernear.serving.decoding import decode_image, inspect_image
+from evernear.serving.decoding import decode_image, inspect_image, prepare
 from evernear.serving.handler import EmbeddingHandler
-from evernear.serving.prep.service import prepare
 from evernear.serving.responses import Prediction, Rejection
 from tests import hostile
 from tests.deep_png import deep_png
@@ -117,7 +116,7 @@ def test_deep_images_are_read_with_the_bit_depth_of_the_release(
     predictor = Predictor(network, Gallery.open(parts.directory, manifest.network_sha256), manifest)
     deep = np.random.default_rng(0).integers(0, 2**bit_depth, (8, 8), dtype=np.uint16)
     image = deep_png(deep)
-    seen = predictor.predict_batch([image, prepare(inspect_image(image, 64), manifest)]).images
+    seen = predictor.predict_batch([image, prepare(inspect_image(image, 64), shape)]).images
     assert seen is not None
     assert np.array_equal(seen[..., 0], np.stack([deep >> bit_depth - 8] * 2))
     assert caplog.messages == []

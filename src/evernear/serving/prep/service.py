@@ -25,7 +25,7 @@ from evernear.release.archive_reader import SmokeQuery
 from evernear.release.manifest import ReleaseManifest
 from evernear.release.registry import Registry
 from evernear.serving.client import AsyncClient, Target
-from evernear.serving.decoding import DecodePool, decode_image, encode_png, inspect_image
+from evernear.serving.decoding import DecodePool, encode_png, inspect_image, prepare
 from evernear.serving.release_source import ReleaseSource
 from evernear.serving.request_parsing import image_from_json
 from evernear.serving.responses import Metadata, Prediction
@@ -143,7 +143,7 @@ class PrepService:
         file = await self._decoding.run(len(data), 0, inspect, data, limit)
         for _ in range(MATCHING_ATTEMPTS):
             with self.metrics.prepare_s.time(), span(self.tracer, "prepare"):
-                prepared = await self._decoding.run(len(file.data), file.pixels, prepare, file, expected)
+                prepared = await self._decoding.run(len(file.data), file.pixels, prepare, file, expected.preprocessing)
             prediction = await self._call_predictor(prepared)
             actual = await self._actual_release(prediction.version)
             if actual.preprocessing == expected.preprocessing:
@@ -190,15 +190,6 @@ class PrepService:
             with suppress(ServerUnreachableError):
                 return await predictor.predict(prepared, embedding=self._embeddings)
         return await last.predict(prepared, embedding=self._embeddings)
-
-
-def prepare(file: EncodedImage, manifest: ReleaseManifest) -> bytes:
-    """Prepare an inspected file as the release specifies, and encode it as PNG.
-
-    The predictor accepts PNG files from any client. PNG is lossless, and the predictor does not
-    change an image that already has the release's size and channels.
-    """
-    return encode_png(decode_image(file, manifest.preprocessing))
 
 
 def blank(manifest: ReleaseManifest) -> bytes:

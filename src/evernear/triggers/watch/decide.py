@@ -12,7 +12,7 @@ from evernear.triggers.watch.observe import Drift, Observation, SourceChanges
 from evernear.triggers.watch.schedule_state import Action
 
 DRIFT = "drift"
-ACCURACY = "accuracy"
+LABEL_RIGHT = "label right"
 _SHIFTED: dict[Measure, str] = {
     "unknown_rise": "{live.unknown_rate:.1%} of the live queries are unknown, compared with"
     " {reference.unknown_rate:.1%} of the champion's reference",
@@ -35,7 +35,7 @@ share changes the network less than another seed does."""
 NEW_GALLERY_IMAGES = 20
 """New gallery images that are worth a reindex, which takes minutes and no training."""
 _LOSS_STEP = 0.05
-"""Increase in a loss of accuracy that counts as worse: 5 percentage points."""
+"""Increase in a loss of right labels that counts as worse: 5 percentage points."""
 
 
 @dataclass(frozen=True)
@@ -78,8 +78,8 @@ class WatchDecision:
 
 
 def decide_action(observation: Observation, settings: Settings) -> WatchDecision:
-    """Choose ``retrain`` if there are many new training images, drift, or a loss of live
-    accuracy.
+    """Choose ``retrain`` if there are many new training images, drift, or fewer live
+    queries with the right label.
 
     Choose ``reindex`` if there are new classes or gallery images. ``retrain`` takes precedence
     because a training run also builds an index.
@@ -126,7 +126,7 @@ def _causes_to_train(observation: Observation, settings: Settings) -> tuple[Caus
         causes.append(Cause(DRIFT, (*reasons, *remedy), bounds, _DRIFT_RATIO))
         remedy = []
     if observation.live and observation.live.lost_at:
-        causes.append(Cause(ACCURACY, (str(observation.live), *remedy), {"live_loss": _LOSS_STEP}))
+        causes.append(Cause(LABEL_RIGHT, (str(observation.live), *remedy), {"live_loss": _LOSS_STEP}))
     return tuple(causes)
 
 

@@ -14,11 +14,10 @@ import pytest
 from PIL import Image
 
 from evernear.data.encoded_image import EncodedImage
-from evernear.release.manifest import ReleaseManifest
+from evernear.data.preprocess import Preprocessing
 from evernear.serving.client.inference_pb2 import PredictionsRequest
-from evernear.serving.decoding import MAX_WAITING_LARGE, SMALL_PIXELS
+from evernear.serving.decoding import MAX_WAITING_LARGE, SMALL_PIXELS, prepare
 from evernear.serving.prep import service
-from evernear.serving.prep.service import prepare
 from tests import hostile
 from tests.hostile_requests import picture
 from tests.prep_server import ReleaseStore, encoded, make_champion, prep_client, refusal
@@ -228,11 +227,11 @@ class Gate:
     def __init__(self) -> None:
         self.opened, self.reached = threading.Event(), threading.Semaphore(0)
 
-    def prepare(self, file: EncodedImage, manifest: ReleaseManifest) -> bytes:
+    def prepare(self, file: EncodedImage, shape: Preprocessing) -> bytes:
         if file.pixels > SMALL_PIXELS:
             self.reached.release()
             self.opened.wait()
-        return prepare(file, manifest)
+        return prepare(file, shape)
 
 
 @pytest.fixture

@@ -296,7 +296,7 @@ def test_loss_of_accuracy_in_life_is_proposed_once_and_again_when_it_is_worse(wa
     assert report.reasons[1].startswith("But the source has nothing new to train on")
     assert watched.watcher(min_queries=1000).check().proposal is None
     (proposal,) = watched.proposals
-    assert proposal.causes == ("accuracy",)
+    assert proposal.causes == ("label right",)
     RequestStore(watched.store).change(proposal, state="declined", answered=watched.now)
     watched.wait(days=1)
     assert watched.watcher(min_queries=1000).check().reasons[-1].startswith(f"Declined in proposal {proposal.id}")
