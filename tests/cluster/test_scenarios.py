@@ -7,10 +7,11 @@ import pytest
 from kubernetes.client import ApiException, AppsV1Api, CoreV1Api
 
 from evernear import deployment
+from evernear.common.lease import Lease
 from evernear.common.store import open_store
 from evernear.deployment.kubernetes import KubernetesTarget
 from evernear.deployment.kubernetes.cluster import Cluster
-from evernear.deployment.kubernetes.lease import LEASE_S, LeaseLock
+from evernear.deployment.kubernetes.lease import LEASE_S, KubernetesRecord
 from evernear.errors import BusyError, ClusterError
 from evernear.release.registry import Registry
 from evernear.settings import Settings
@@ -91,7 +92,7 @@ def test_field_conflict_names_the_field_and_its_manager(sandbox: Sandbox, make_r
 def test_second_concurrent_deployment_fails(sandbox: Sandbox, make_release: MakeRelease) -> None:
     settings = sandbox.settings()
     with (
-        LeaseLock(Cluster.of(settings.kubernetes.namespace), NAME, LEASE_S),
+        Lease(KubernetesRecord(Cluster.of(settings.kubernetes.namespace), NAME, LEASE_S)),
         pytest.raises(BusyError, match="Another deployment to namespace"),
     ):
         deploy(make_release(), settings)

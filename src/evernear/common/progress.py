@@ -25,12 +25,12 @@ from pydantic import AwareDatetime
 from evernear.common.disk import write_atomically
 from evernear.common.extras import missing_library
 from evernear.common.frozen import Frozen
+from evernear.common.lease import wait_for_release
 from evernear.common.masking import mask, mask_streams
 from evernear.common.output import print_line, printable
 from evernear.common.processes import cpu_limit, memory_limit_bytes, shadowed_modules
 from evernear.common.run_record import RunRecord, StepProgress, StepRecord
 from evernear.common.store.current import writable_store
-from evernear.common.store.lease import wait_for_release
 from evernear.common.store.patience import patient
 from evernear.errors import EvernearError, StoreError, disk_full_message
 

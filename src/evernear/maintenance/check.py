@@ -18,9 +18,9 @@ from pathlib import Path, PurePosixPath
 
 from evernear.common.disk import disk_errors, sha256_file
 from evernear.common.frozen import Frozen
+from evernear.common.lease import Lease, StoreRecord
 from evernear.common.output import named, quantity
 from evernear.common.store import FileStore, Store
-from evernear.common.store.lease import Lease
 from evernear.data.snapshots import DATASETS, Snapshots, drop_shards, gone_names, lost_names, rebuild_ledger
 from evernear.errors import DataError, IntegrityError, MissingObjectError, StoreError
 from evernear.maintenance.kinds import require_all_current
@@ -76,7 +76,7 @@ def repair(store: Store, settings: DataSettings, *, moved: bool, report: Report 
         StoreError: the store is unreachable.
     """
     require_all_current(store)
-    with Lease(store, "`evernear store check --repair`"):
+    with Lease(StoreRecord(store, "`evernear store check --repair`")):
         return _repair(store, settings, moved, report)
 
 

@@ -31,11 +31,11 @@ from numpy.typing import NDArray
 
 from evernear.common.disk import sha256_bytes
 from evernear.common.frozen import Frozen
+from evernear.common.lease import Lease, StoreRecord
 from evernear.common.parts import PARTS
 from evernear.common.run_record import RUNS, RunRecord
 from evernear.common.step_results import CHECKPOINTS
 from evernear.common.store import Store
-from evernear.common.store.lease import Lease
 from evernear.data.manifest import Manifest, Shard, manifest_key
 from evernear.data.shards import Dataset, remove_cached
 from evernear.data.snapshots import DATASETS, Snapshots, parts_prefix
@@ -115,7 +115,7 @@ def forget_images(store: Store) -> Forgotten:
         IntegrityError: an object in the store is damaged.
     """
     require_all_current(store)
-    with Lease(store, "`evernear forget`"):
+    with Lease(StoreRecord(store, "`evernear forget`")):
         forgetting = _Forgetting(store)
         if forgetting.forgotten.champion is not None:
             raise ConflictError(

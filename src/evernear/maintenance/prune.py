@@ -16,7 +16,7 @@ deletes, in this order:
 
 A document is deleted before the objects that it references, so that a kill never leaves a document
 that references a missing object. The next prune deletes the leftover objects. A prune and a
-pipeline never run at the same time (see `evernear.common.store.lease`).
+pipeline never run at the same time (see `evernear.common.lease`).
 
 All other objects remain: the champion's history, the records of pruned releases, the audit log,
 answers, requests, and the labels of live queries. `watch.query_retention_s` is the retention time
@@ -32,11 +32,11 @@ from datetime import UTC, datetime, timedelta
 from pathlib import PurePosixPath
 
 from evernear.common.frozen import Frozen
+from evernear.common.lease import Lease, StoreRecord
 from evernear.common.parts import PARTS
 from evernear.common.run_record import ABANDONED_AFTER, EXIT_STEP, RUNS, STARTING, RunRecord, may_be_active, this_host
 from evernear.common.step_results import CHECKPOINTS
 from evernear.common.store import ObjectInfo, Store
-from evernear.common.store.lease import Lease
 from evernear.data.snapshots import DATASETS, Snapshots
 from evernear.embedding.embeddings import EMBEDDINGS_PREFIX
 from evernear.errors import BusyError, IntegrityError
@@ -113,7 +113,9 @@ def prune_store(store: Store, keep: int, ended: Collection[str] = ()) -> Pruning
         StoreError: the store or Milvus fails. Repeat the call.
     """
     require_all_current(store)
-    with Lease(store, f"`evernear store prune` (process {os.getpid()} on {this_host().partition('/')[0]})") as lease:
+    with Lease(
+        StoreRecord(store, f"`evernear store prune` (process {os.getpid()} on {this_host().partition('/')[0]})")
+    ) as lease:
         if active := active_runs(store, ended):
             raise BusyError(_explain(active))
         missing, pruning = _missing(store), _plan(store, keep, surplus_releases(Registry(store), keep))

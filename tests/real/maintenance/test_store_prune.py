@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from evernear.common.lease import KEY, Lease, StoreRecord
 from evernear.common.outputs import MARKER
 from evernear.common.progress import step
 from evernear.common.run_record import RunRecord, StepRecord, this_host
-from evernear.common.store import FileStore, Store, lease
-from evernear.common.store.lease import KEY, Lease
+from evernear.common.store import FileStore, Store
 from evernear.data.ingest import ingest_source
 from evernear.data.manifest import Manifest, ledger_key, manifest_key
 from evernear.data.shards import Dataset
@@ -287,7 +287,7 @@ def test_step_waits_for_a_prune(store: Store, capsys: pytest.CaptureFixture[str]
             entered.set()
 
     thread = threading.Thread(target=run_step)
-    with Lease(store, "the prune") as held:
+    with Lease(StoreRecord(store, "the prune")) as held:
         thread.start()
         assert not entered.wait(2)
         assert RunRecord(store, "run-1").steps()[0].state == "running"
@@ -298,21 +298,20 @@ def test_step_waits_for_a_prune(store: Store, capsys: pytest.CaptureFixture[str]
 
 
 def test_killed_prune_delays_a_step_for_a_while(folder: FileStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    killed = Lease(folder, "the prune")
+    killed = Lease(StoreRecord(folder, "the prune"))
     killed.__enter__()
     killed._released.set()  # pyright: ignore[reportPrivateUsage] - no longer renewed
-    monkeypatch.setattr(lease, "EXPIRES_S", 0.2)
+    monkeypatch.setattr(StoreRecord.__init__, "__defaults__", ("", 0.2))
     with step("train", "run-1", folder.uri):
         pass
-    killed._renewed_s -= 3 * lease.RENEW_S  # pyright: ignore[reportPrivateUsage]
+    killed._renewed_s -= 100  # pyright: ignore[reportPrivateUsage]
     with pytest.raises(ConflictError, match="run again"):
         killed.require()
     prune_store(folder, 1)
 
 
-def test_one_prune_at_a_time(folder: FileStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lease, "RENEW_S", 0.1)
-    with Lease(folder, "the first"), pytest.raises(BusyError, match="the first"):
+def test_one_prune_at_a_time(folder: FileStore) -> None:
+    with Lease(StoreRecord(folder, "the first", duration_s=0.6)), pytest.raises(BusyError, match="the first"):
         prune_store(folder, 1)
     prune_store(folder, 1)
 

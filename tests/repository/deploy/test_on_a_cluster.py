@@ -8,9 +8,10 @@ import pytest
 import yaml
 from kubernetes import client, config
 
+from evernear.common.lease import Lease
 from evernear.deployment.kubernetes import rollout
 from evernear.deployment.kubernetes.cluster import VERSION, Cluster
-from evernear.deployment.kubernetes.lease import LeaseLock
+from evernear.deployment.kubernetes.lease import KubernetesRecord
 from evernear.deployment.kubernetes.objects import serving_objects
 from evernear.deployment.kubernetes.pod_template import ServedRelease
 from evernear.deployment.kubernetes.revision import (
@@ -76,7 +77,7 @@ def test_deployer_has_exactly_the_rights_that_it_uses(
     api = Cluster.of(settings.kubernetes.namespace)
     before = len(cluster.calls)
 
-    with LeaseLock(api, settings.kubernetes.name, 2):
+    with Lease(KubernetesRecord(api, settings.kubernetes.name, 2)):
         owners = api.get("PodTemplate", settings.kubernetes.name)
         old = serving_objects(settings, ServedRelease(OLD, "b" * 64, "c" * 64), owners)
         apply_revision(api, old, dry_run=True)
@@ -84,7 +85,7 @@ def test_deployer_has_exactly_the_rights_that_it_uses(
         await_rollout(api, settings.kubernetes)
         save_last_known_good(api, settings.kubernetes, Revision(OLD, old))
         assert load_last_known_good(api, settings.kubernetes) is not None
-    with LeaseLock(api, settings.kubernetes.name, 2):
+    with Lease(KubernetesRecord(api, settings.kubernetes.name, 2)):
         cluster.set_pod_behavior(NotReady("not yet"), labeled(VERSION, SLOW))  # so that the deployer reads its events
         apply_revision(api, serving_objects(settings, ServedRelease(SLOW, "b" * 64, "c" * 64)))
         with pytest.raises(ClusterError, match="probe"):

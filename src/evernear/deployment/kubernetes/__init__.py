@@ -11,9 +11,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from evernear.common.lease import Lease
 from evernear.common.store import open_store
 from evernear.deployment.kubernetes.cluster import RELEASE, Cluster, Tree
-from evernear.deployment.kubernetes.lease import LEASE_S, LeaseLock
+from evernear.deployment.kubernetes.lease import LEASE_S, KubernetesRecord
 from evernear.deployment.kubernetes.objects import serving_objects
 from evernear.deployment.kubernetes.pod_template import ServedRelease
 from evernear.deployment.kubernetes.revision import (
@@ -47,8 +48,8 @@ class KubernetesTarget:
         return Cluster.of(self._kubernetes.namespace)
 
     @cached_property
-    def _lease(self) -> LeaseLock:
-        return LeaseLock(self.cluster, self._kubernetes.name, LEASE_S)
+    def _lease(self) -> Lease:
+        return Lease(KubernetesRecord(self.cluster, self._kubernetes.name, LEASE_S))
 
     def require_deployable(self) -> None:
         """Check all permissions (a dry run names only one), then validate with a dry run."""
@@ -58,7 +59,7 @@ class KubernetesTarget:
         check_permissions(self.cluster, own, self._settings)
         apply_revision(self.cluster, self._objects(preflight), dry_run=True)
 
-    def exclusive(self) -> LeaseLock:
+    def exclusive(self) -> Lease:
         """The Lease of the Deployment. A `BusyError` names its holder."""
         return self._lease
 

@@ -15,12 +15,13 @@ from typer.testing import CliRunner
 
 from evernear import deployment, steps
 from evernear.cli.app import app
+from evernear.common.lease import Lease
 from evernear.common.retry import retry
 from evernear.common.store import FileStore, open_store
 from evernear.deployment import kubernetes
 from evernear.deployment.kubernetes import KubernetesTarget
 from evernear.deployment.kubernetes.cluster import Cluster
-from evernear.deployment.kubernetes.lease import LeaseLock
+from evernear.deployment.kubernetes.lease import KubernetesRecord
 from evernear.deployment.target import Deployment
 from evernear.errors import (
     BusyError,
@@ -308,7 +309,7 @@ def test_killed_deployment_can_be_repeated(sandbox: Sandbox, step: str, monkeypa
         }[step]
         patched.setattr(*target, kill)
         patched.setattr(kubernetes.KubernetesTarget, "_restore_previous", kill)
-        patched.setattr(kubernetes.LeaseLock, "release", lambda lease: lease._released.set())
+        patched.setattr(Lease, "__exit__", lambda lease, *_: lease._released.set())
         with pytest.raises(Killed):
             sandbox.deploy(second)
     assert sandbox.deploy(second).version == second.version  # waits until the Lease of the killed process expires
@@ -539,7 +540,7 @@ def test_status_and_render_show_the_live_release_and_the_manifests_even_without_
     assert rendered.output.count("\nkind: ") == 7, rendered.output
     assert f"evernear.dev/release: {sandbox.releases[0].version}" in rendered.output
     assert "&id" not in rendered.output
-    with LeaseLock(sandbox.cluster, NAME, 5):
+    with Lease(KubernetesRecord(sandbox.cluster, NAME, 5)):
         busy = CliRunner().invoke(app, ["registry", "rollback", *flags])
     assert "nothing to roll back to" in str(busy.exception)
     target, warned = KubernetesTarget(sandbox.settings), list[str]()
