@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from scipy.stats import binomtest
 
 from benchmarks import machine
-from evernear.evaluation.bake import LEVEL, Comparison, Figures
+from evernear.release.bake import LEVEL, Comparison, Figures
 from evernear.serving.metrics import SECONDS_BOUNDS
 from evernear.settings import WatchSettings
 from evernear.triggers.watch.baker import BAKE_INTERVAL_S

@@ -23,9 +23,19 @@ from evernear.common.output import quantity
 from evernear.common.retry import backoff_s
 from evernear.common.store import Store
 from evernear.errors import ConflictError
-from evernear.evaluation.bake import Comparison, Figures, Share, total
 from evernear.kubeflow.runs import State, from_settings, to_start
-from evernear.release.bake import Bake, BakeState, BakeStore, Breach, Breaches, PodCounters
+from evernear.release.bake import (
+    Bake,
+    BakeState,
+    BakeStore,
+    Breach,
+    Breaches,
+    Comparison,
+    Figures,
+    PodCounters,
+    Share,
+    total,
+)
 from evernear.release.promotions import Cause, Champion, Promotion
 from evernear.release.registry import Registry
 from evernear.serving.endpoints import host_and_port

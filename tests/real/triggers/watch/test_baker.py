@@ -10,9 +10,8 @@ import pytest
 
 from evernear.common.store import Store, open_store
 from evernear.errors import ConflictError, PipelineServerError, StoreError
-from evernear.evaluation.bake import Figures, total
 from evernear.kubeflow.runs import Run, State
-from evernear.release.bake import BakeState, BakeStore, Breaches, PodCounters
+from evernear.release.bake import BakeState, BakeStore, Breaches, Figures, PodCounters, total
 from evernear.release.promotions import Cause
 from evernear.release.registry import Registry
 from evernear.settings import Settings

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import binom
 
-from evernear.evaluation.bake import Comparison, Figures, Share, dispersion, log_evidence, slow_limit_s, total
 from evernear.index.description import clopper_pearson
+from evernear.release.bake import Comparison, Figures, Share, dispersion, log_evidence, slow_limit_s, total
 from evernear.serving.metrics import SECONDS_BOUNDS
 
 
