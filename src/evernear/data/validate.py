@@ -20,7 +20,7 @@ from evernear.data.near_duplicates import NearDuplicates, find_near_duplicates
 from evernear.data.shards import Dataset
 from evernear.errors import DataError
 from evernear.settings import ClassSettings, ValidationSettings
-from evernear.settings.validation import MAX_IMBALANCE, Severity
+from evernear.settings.validation import MAX_IMBALANCE, RULE_OF, Severity
 
 Counts = dict[Split, dict[str, int]]
 NO_CHANGES = ClassSettings()
@@ -34,6 +34,8 @@ _ORDER = ("error", "warn", "info")
 
 _LEFT_OUT = ("undecodable", "conflicting_labels")
 """Rules about images that were left out, which occur in any large dataset."""
+_EXPECTED = frozenset({"litter", "not_an_image"})
+"""Problems of the rule `left_out` that occur in any folder."""
 
 
 class Finding(Frozen):
@@ -112,6 +114,7 @@ def validate_dataset(
     counts: Counts = {split: manifest.label_counts(split) for split in SPLITS}
     totals = {label: sum(counts[split][label] for split in SPLITS) for label in manifest.labels}
     severities = _severities(settings, manifest.problem_counts, sum(totals.values()))
+    problems = [*_problems(manifest, settings)]
     # A finding that follows from another one is not another reason.
     stops = any(manifest.problem_counts.get(rule) and severities[rule] == "error" for rule in _LEFT_OUT)
     unreadable = _names(manifest, "unreadable_class")
@@ -120,7 +123,6 @@ def validate_dataset(
     are_warnings = severities["few_groups"] == severities["missing_in_split"]
     of_few_groups = {*_names(manifest, "few_groups")} if are_warnings else set[str]()
     present = [label for label, count in totals.items() if count and label not in explained]
-    problems = [*_problems(manifest, settings)]
     all_findings = [
         *problems,
         *_large_groups(manifest),
@@ -166,8 +168,12 @@ def _remedy(report: Report, errors: Iterable[Finding]) -> str:
 
 
 def _severities(settings: ValidationSettings, problem_counts: Mapping[str, int], used: int) -> dict[str, Severity]:
-    """If only a small share of the ``used`` images is left out, errors become warnings."""
+    """If only a small share of the ``used`` images is left out, errors become warnings. By default,
+    only litter and files that are no images are no warning."""
     severities = settings.severities()
+    left_out_kinds = {kind for kind in problem_counts if RULE_OF.get(kind) == "left_out"}
+    if left_out_kinds <= _EXPECTED and not settings.names("left_out"):
+        severities["left_out"] = "info"
     rules = [rule for rule in _LEFT_OUT if severities[rule] == "error"]
     left_out = sum(problem_counts.get(rule, 0) for rule in rules)
     if left_out <= settings.max_left_out_fraction * (used + left_out):
@@ -176,21 +182,29 @@ def _severities(settings: ValidationSettings, problem_counts: Mapping[str, int],
 
 
 def _problems(manifest: Manifest, settings: ValidationSettings) -> Iterator[Finding]:
-    for rule, (singular, plural, remedy) in PROBLEMS.items():
-        count = manifest.problem_counts.get(rule, 0)
-        if count:
-            problems = [problem for problem in manifest.problems if problem.kind == rule]
-            names = [name for problem in problems for name in problem.names]
-            if remedy:
-                files = f"{remedy} {_listed(names)}"
-            else:
-                files = f"{':' if count == 1 else ', such as'} {_listed(problems[0].names)}"
-            advice = ADVICE.get(rule, "").format(off=settings.option_for("off", rule))
-            message = f"{quantity(count, singular, plural)}{files}.{advice}"
-            details = tuple(problem.detail for problem in problems)
-            if rule == "undecodable":
-                message += _reasons(problems)
-            yield _finding(rule, message, names, count, details)
+    kinds_of: defaultdict[str, list[str]] = defaultdict(list)
+    for kind in PROBLEMS:
+        if manifest.problem_counts.get(kind, 0):
+            kinds_of[RULE_OF.get(kind, kind)].append(kind)
+    for rule, kinds in kinds_of.items():
+        problems = [problem for kind in kinds for problem in manifest.problems if problem.kind == kind]
+        message = " ".join(_problem(manifest, kind, settings) for kind in kinds)
+        names = [name for problem in problems for name in problem.names]
+        details = tuple(problem.detail for problem in problems)
+        yield _finding(rule, message, names, sum(manifest.problem_counts[kind] for kind in kinds), details)
+
+
+def _problem(manifest: Manifest, kind: str, settings: ValidationSettings) -> str:
+    singular, plural, remedy = PROBLEMS[kind]
+    count = manifest.problem_counts[kind]
+    problems = [problem for problem in manifest.problems if problem.kind == kind]
+    if remedy:
+        files = f"{remedy} {_listed([name for problem in problems for name in problem.names])}"
+    else:
+        files = f"{':' if count == 1 else ', such as'} {_listed(problems[0].names)}"
+    advice = ADVICE.get(kind, "").format(off=settings.option_for("off", kind))
+    reasons = _reasons(problems) if kind == "undecodable" else ""
+    return f"{quantity(count, singular, plural)}{files}.{advice}{reasons}"
 
 
 def _reasons(problems: Sequence[Problem]) -> str:

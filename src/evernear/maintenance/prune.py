@@ -292,7 +292,7 @@ def _datasets(listed: Sequence[ObjectInfo], needs: _Needs) -> Iterator[Surplus]:
         if info.key not in needs:
             unneeded[info.key.removeprefix(DATASETS).split("/")[1]].append(info)
     why = f"another ingest has finished since, or nobody has continued them for {RESUMABLE.days} days"
-    yield _group("unfinished ingests", why, [*unneeded["parts"], *unneeded["checkpoint.json"]])
+    yield _group("unfinished ingests", why, unneeded["parts"])
     yield _group("snapshots", "neither the newest nor of a remaining release", unneeded["manifests"])
     for folder in ("ledgers", "shards"):
         yield _group(folder, "of no remaining snapshot", unneeded[folder])

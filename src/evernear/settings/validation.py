@@ -26,10 +26,11 @@ RULES = {
         "A file is not an image, is damaged or exceeds a limit. It is left out. Only a warning up to "
         "max_left_out_fraction.",
     ),
-    "cropped": Rule("warn", "Images of another aspect ratio were cropped to their centers."),
-    "letterboxed": Rule("warn", "Images of another aspect ratio were padded with gray bars."),
-    "stretched": Rule("warn", "Images of another aspect ratio were stretched."),
-    "upscaled": Rule("warn", "Images are smaller than the dataset's size and were enlarged."),
+    "resized": Rule(
+        "warn",
+        "Images have another aspect ratio, and were cropped, padded or stretched, or are smaller than the dataset's "
+        "size and were enlarged.",
+    ),
     "duplicate": Rule("warn", "An image occurs more than once. It is used once."),
     "duplicate_across_splits": Rule("warn", "An image is in several splits. It is added to one of them."),
     "near_duplicate": Rule(
@@ -60,35 +61,37 @@ RULES = {
     ),
     "vanished_class": Rule("error", "A class of the champion has no image, unless ``classes`` retires or renames it."),
     "unknown_class": Rule("warn", "``classes`` retires or renames a class that the champion does not have."),
-    "hidden_folder": Rule("warn", "The name of a class folder begins with a dot. It is left out."),
-    "no_class": Rule("warn", "An image is in no class folder. It is left out."),
-    "not_an_image": Rule(
-        "info",
-        "A file has neither the suffix nor the content of an image, or a sample of a WebDataset has another image. "
-        "It is left out.",
-    ),
-    "litter": Rule(
-        "info",
-        "A file or folder is hidden, left behind by a program, such as @eaDir, or written by evernear, such as "
-        "an export. It is left out.",
+    "left_out": Rule(
+        "warn",
+        "A file or folder was left out: an image without a class or a label, a class folder whose name begins with a "
+        "dot, a file that is no image, or what a program left behind. Only information if it is only the last two.",
     ),
     "merged_folders": Rule("info", "Folders or labels are one class, because their names look the same."),
-    "no_label": Rule("warn", "A row of a table or an image in a packed file has no label. It is left out."),
     "duplicate_row": Rule("info", "A row of a table repeats another."),
     "similar_classes": Rule("warn", "Names of classes differ only in case, width or characters that nobody sees."),
     "nested_folder": Rule("warn", "A class folder contains folders, which may be classes. See data.layout."),
     "outside_link": Rule("info", "A link leads to a folder outside of the source. Its images are used."),
-    "constant_image": Rule("warn", "All pixels of an image have the same value."),
-    "low_contrast": Rule("warn", "8 bits keep fewer than 16 gray values of a 16-bit or transparent image."),
-    "clipped": Rule("warn", "A 16-bit image has values beyond the dataset's bit depth."),
+    "pixels": Rule(
+        "warn",
+        "All pixels of an image have the same value, or a 16-bit or transparent image lost its contrast or its largest "
+        "values.",
+    ),
     "imbalance": Rule("warn", f"The largest class has more than {MAX_IMBALANCE} times the images of the smallest."),
     "from_scratch": Rule(
         "info", "Photographs are trained from random weights, although pretrained ones recognize more."
     ),
 }
+RULE_OF = {
+    **dict.fromkeys(("cropped", "letterboxed", "stretched", "upscaled"), "resized"),
+    **dict.fromkeys(("hidden_folder", "litter", "no_class", "no_label", "not_an_image"), "left_out"),
+    **dict.fromkeys(("clipped", "constant_image", "low_contrast"), "pixels"),
+}
+"""The rule of each kind of problem that has another name."""
 
 
 def _known_rule(name: str) -> str:
+    if name in RULE_OF:
+        raise ValueError(f"{name} is part of the rule {RULE_OF[name]}; name that one")
     if name not in RULES:
         (nearest,) = difflib.get_close_matches(name, RULES, n=1, cutoff=0.0)
         raise ValueError(f"no rule has this name; the nearest is {nearest!r}")
@@ -140,6 +143,10 @@ class ValidationSettings(Section):
             if changed != [*rules]:
                 options.append(f"--set {shlex.quote(f'validation.{name}={json.dumps(changed)}')}")
         return " ".join(options)
+
+    def names(self, rule: str) -> bool:
+        """Whether a list has ``rule``."""
+        return any(rule in rules for rules in self._lists().values())
 
     def _lists(self) -> dict[Severity, tuple[str, ...]]:
         return {"error": self.error, "warn": self.warn, "off": self.off}

@@ -276,7 +276,7 @@ def test_later_images_beyond_the_range_are_reported(tmp_path: Path, run_ingest) 
     second = run_ingest(root)
     assert (first.bit_depth, second.bit_depth) == (10, 10)
     assert second.problem_counts == {"clipped": 1}
-    (message,) = [finding.message for finding in findings(second) if finding.rule == "clipped"]
+    (message,) = [finding.message for finding in findings(second) if finding.rule == "pixels"]
     assert message == (
         "1 image has 16-bit values beyond the dataset's range (data.bit_depth) and was clipped; look at a/new.png."
     )

@@ -77,7 +77,7 @@ def test_warnings_do_not_stop(tree, run_ingest, make_image) -> None:
     report = check(run_ingest(tree))
     assert [(finding.rule, finding.severity, finding.message) for finding in report.findings] == [
         (
-            "cropped",
+            "resized",
             "warn",
             "2 images have another aspect ratio and were cropped to their centers, such as 1/large.png.",
         ),
@@ -91,7 +91,7 @@ def test_hidden_class_folder_is_a_warning(tree, run_ingest, make_image) -> None:
     (tree / ".net").mkdir()
     (tree / ".net" / "1.png").write_bytes(make_image(500))
     (finding,) = check(run_ingest(tree)).findings
-    assert (finding.rule, finding.severity, finding.names) == ("hidden_folder", "warn", (".net",))
+    assert (finding.rule, finding.severity, finding.names) == ("left_out", "warn", (".net",))
     assert finding.message == (
         "1 class folder has a name that begins with a dot, and was left out; rename or remove .net."
     )

@@ -42,9 +42,12 @@ def test_typo_is_reported_with_a_suggestion(override: str, sentence: str) -> Non
     [
         (['validation.off=["imbalanc"]'], r"validation\.off\.0 = imbalanc: .* the nearest is 'imbalance'"),
         (
-            ['validation.off=["imbalance"]', 'validation.warn=["clipped", "imbalance"]'],
+            ['validation.off=["imbalance"]', 'validation.warn=["pixels", "imbalance"]'],
             "the rule imbalance is in the lists warn and off; keep it in one of them",
         ),
+        (['validation.off=["clipped"]'], "clipped is part of the rule pixels; name that one"),
+        (['validation.warn=["letterboxed"]'], "letterboxed is part of the rule resized; name that one"),
+        (['validation.error=["hidden_folder"]'], "hidden_folder is part of the rule left_out; name that one"),
         (["validation.off=imbalance"], r'validation\.off = imbalance: it is a list, as in \["a", "b"\]'),
     ],
 )
@@ -52,7 +55,7 @@ def test_lists_of_validation_rules_name_each_known_rule_once(overrides: list[str
     with pytest.raises(SettingsError, match=sentence):
         load(overrides=overrides)
     chosen = load(overrides=['validation.off=["imbalance"]']).validation.severities()
-    assert (chosen["imbalance"], chosen["clipped"], chosen["litter"]) == ("off", "warn", "info")
+    assert (chosen["imbalance"], chosen["pixels"], chosen["left_out"]) == ("off", "warn", "warn")
 
 
 def test_unknown_environment_variable_is_an_error() -> None:

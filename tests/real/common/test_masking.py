@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 import threading
-from html import escape
 from pathlib import Path
 from urllib.parse import quote
 
@@ -54,12 +53,8 @@ def test_values_made_with_echo_are_stripped() -> None:
     "form",
     [
         SECRET,
-        quote(SECRET),
         quote(SECRET, safe=""),
         json.dumps(SECRET)[1:-1],
-        escape(SECRET),
-        repr(SECRET)[1:-1],
-        repr(SECRET.encode())[2:-1],
     ],
 )
 def test_secret_is_masked_in_every_form(form: str) -> None:
@@ -69,13 +64,13 @@ def test_secret_is_masked_in_every_form(form: str) -> None:
 
 
 @pytest.mark.parametrize("before", ["", "a:", "me:", "user:"])
-@pytest.mark.parametrize("encode", [base64.b64encode, base64.urlsafe_b64encode])
-def test_secret_is_masked_in_a_basic_authorization(before: str, encode: type[base64.b64encode]) -> None:
+def test_secret_is_masked_in_a_basic_authorization(before: str) -> None:
     remember(SECRET)
-    encoded = encode(f"{before}{SECRET}".encode()).decode()
+    encoded = base64.b64encode(f"{before}{SECRET}".encode()).decode()
     masked = mask(encoded)
     assert MASK in masked
-    assert len(masked) <= len(encode(before.encode())) + len(MASK) + 4, "little more than the user's name is left"
+    name = base64.b64encode(before.encode())
+    assert len(masked) <= len(name) + len(MASK) + 4, "little more than the user's name is left"
 
 
 @pytest.mark.parametrize(

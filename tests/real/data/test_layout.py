@@ -225,11 +225,11 @@ def test_nested_folders_are_reported_with_settings_that_answer(make_tree, run_in
 
 def test_option_that_disables_a_rule_keeps_the_lists_of_other_rules(make_tree, run_ingest) -> None:
     manifest = run_ingest(make_tree(["fruit/apple", "fruit/pear", "veg/leek", "veg/carrot"], count=12))
-    (finding,) = findings(manifest, off=("imbalance",), error=("nested_folder", "clipped"))
+    (finding,) = findings(manifest, off=("imbalance",), error=("nested_folder", "pixels"))
     words = shlex.split(finding.message.partition("if the labels are right, add ")[2].removesuffix("."))
     assert words[::2] == ["--set", "--set"]
     settings = load(overrides=words[1::2])
-    assert settings.validation == ValidationSettings(off=("imbalance", "nested_folder"), error=("clipped",))
+    assert settings.validation == ValidationSettings(off=("imbalance", "nested_folder"), error=("pixels",))
     assert not findings(manifest, **settings.validation.model_dump())
 
 

@@ -120,17 +120,22 @@ def test_findings_about_files_that_are_left_out_do_not_stop_a_run(tree, run_inge
     manifest = run_ingest(write_files(tree, others))
     report = validate_dataset(opened(manifest), ValidationSettings())
     assert [(finding.rule, finding.severity, finding.message) for finding in report.findings] == [
-        ("no_class", "warn", "1 image is in no class folder and was left out; move loose.png."),
-        ("not_an_image", "info", "1 file is not an image of a class and was left out: 1/0.json."),
         (
-            "litter",
-            "info",
-            "1 file or folder is hidden, left behind by a program or written by evernear, and was left out:"
+            "left_out",
+            "warn",
+            "1 image is in no class folder and was left out; move loose.png."
+            " 1 file is not an image of a class and was left out: 1/0.json."
+            " 1 file or folder is hidden, left behind by a program or written by evernear, and was left out:"
             " 1/.DS_Store.",
         ),
     ]
     require_valid(report)
     assert "- 1/0.json is not an image of a class." in report.markdown()
+    (tree / "loose.png").unlink()
+    manifest = run_ingest(tree)
+    for settings, severity in ((ValidationSettings(), "info"), (ValidationSettings(warn=("left_out",)), "warn")):
+        (finding,) = validate_dataset(opened(manifest), settings).findings
+        assert (finding.rule, finding.severity, finding.count) == ("left_out", severity, 2)
 
 
 def test_huge_file_of_another_kind_is_not_read(tree, run_ingest) -> None:

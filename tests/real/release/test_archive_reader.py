@@ -2,7 +2,6 @@
 
 import io
 import json
-import stat
 import struct
 import zipfile
 from collections.abc import Callable
@@ -123,15 +122,6 @@ def test_duplicate_member_is_rejected(packed: PackedRelease, tmp_path: Path, nam
     with zipfile.ZipFile(archive, "a") as members, pytest.warns(UserWarning, match="Duplicate name"):
         members.writestr(name, members.read(name))
     assert_rejected(archive, "a duplicate name")
-
-
-def test_symbolic_link_is_rejected(packed: PackedRelease, tmp_path: Path) -> None:
-    archive = rewrite(packed, tmp_path / "link.mar", lambda content: content.pop("handler.py"))
-    with zipfile.ZipFile(archive, "a") as members:
-        link = zipfile.ZipInfo("handler.py")
-        link.external_attr = (stat.S_IFLNK | 0o777) << 16
-        members.writestr(link, "/etc/passwd")
-    assert_rejected(archive, "not a plain file")
 
 
 SIZES, COMPRESSION = slice(20, 28), slice(10, 12)
