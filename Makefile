@@ -16,7 +16,7 @@ UV := .venv/tools/bin/uv
 TORCH := $(if $(TORCH_BACKEND),--torch-backend=$(TORCH_BACKEND) --requirements requirements/torch-backend.lock,--requirements requirements/torch.lock)
 # What the commands of the README need after `make demo`. EXTRAS adds the integrations, but not kserve, which requires
 # old versions of psutil and pandas.
-CORE_EXTRAS := $(addprefix --extra ,train pretrained heic serve prep pipeline triggers console)
+CORE_EXTRAS := $(addprefix --extra ,train pretrained heic serve prep pipeline)
 EXTRAS := $(CORE_EXTRAS) $(addprefix --extra ,tune milvus mlflow tracing)
 # The linter for workflows is an npm package. Without npm, only CI runs it.
 NPM := $(shell command -v npm)

@@ -61,8 +61,8 @@ def test_missing_module_of_evernear_is_a_bug() -> None:
 COMMANDS = {
     "kfp": (["run", "--source", "digits"], "pipeline"),
     "torch": (["run", "--source", "digits"], "train"),
-    "starlette": (["console", "--workdir", "."], "console"),
-    "slack_bolt": (["slack"], "triggers"),
+    "starlette": (["console", "--workdir", "."], "pipeline"),
+    "slack_bolt": (["slack"], "pipeline"),
     "fastapi": (["prep"], "prep"),
     "kfp_server_api": (["pipeline", "status"], "pipeline"),
     "kubernetes": (["deployment", "render", "--set", "target=kubernetes"], "pipeline"),

@@ -20,7 +20,7 @@ VARIANTS = [
     ("Dockerfile.serve", {"EXTRA": "prep"}),
     ("Dockerfile.serve", {"EXTRA": "kserve"}),
     ("Dockerfile.train", {}),
-    ("Dockerfile.train", {"EXTRAS": "triggers,pipeline,console,heic"}),
+    ("Dockerfile.train", {"EXTRAS": "pipeline,heic"}),
 ]
 IDS = ["serve", "prep", "kserve", "train", "triggers"]
 

