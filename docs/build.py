@@ -75,7 +75,9 @@ def main(arguments: list[str] | None = None) -> int:
         if not options.check:
             shutil.rmtree(ROOT / "site", ignore_errors=True)
             shutil.move(work / "site", ROOT / "site")
-            print_line(f"Open {ROOT / 'site' / 'index.html'}")
+            serve = f"{Path(sys.executable).name} -m http.server --bind 127.0.0.1 --directory {ROOT / 'site'}"
+            print_line(f"Open {ROOT / 'site' / 'index.html'}.")
+            print_line(f"Search needs a server: run `{serve}`, and open http://127.0.0.1:8000.")
     return 0
 
 

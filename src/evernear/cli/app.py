@@ -3,11 +3,12 @@
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
 from rich.text import Text
+from typer.core import TyperGroup
 
 from evernear import __version__
 from evernear.cli import cluster, data, doctor, inspect, pipeline, predict, releases, run, server, triggers
@@ -17,7 +18,37 @@ from evernear.common.masking import mask_streams
 from evernear.common.output import print_line, printable
 from evernear.errors import EvernearError, StoreError, UserInterruptError, disk_full_message
 
+_MEANT = {
+    "help": "--help",
+    "version": "--version",
+    "train": "run",
+    "rollback": "registry rollback",
+    "promote": "registry promote",
+    "releases": "registry list",
+    "ls": "registry list",
+    "review": "console",
+    "label": "console",
+    "ui": "console",
+    "start": "serve",
+    "upload": "pipeline upload",
+    "export": "dataset export",
+    "check": "store check",
+    "prune": "store prune",
+}
+"""Words that users type, and the commands that they mean."""
+
+
+class _Commands(TyperGroup):
+    """Names the command that a user means by another word."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        if args and args[0] not in self.commands and (meant := _MEANT.get(args[0])):
+            ctx.fail(f"No such command {args[0]!r}. Did you mean `evernear {meant}`?")
+        return super().resolve_command(ctx, args)
+
+
 app = typer.Typer(
+    cls=_Commands,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",  # rich's own markup would drop text in [brackets]

@@ -19,6 +19,7 @@ from evernear.data.shards import Dataset
 from evernear.kubeflow.local_run import RunResult, run_pipeline
 from evernear.serving.client import Client
 from evernear.serving.endpoints import home_of
+from evernear.serving.responses import answer as in_words
 from evernear.serving.torchserve import stop_server
 from evernear.settings import Settings
 from evernear.settings.layers import command_for
@@ -69,7 +70,7 @@ def _recognize(settings: Settings, result: RunResult, console: Console, unseen: 
     for label, path in images:
         answer = client.predict_file(path)
         neighbors = " ".join(f"{n['label']}:{n['dist']:.2f}" for n in answer["neighbors"][:SHOWN_NEIGHBORS])
-        text = f"{answer['pred']} (unknown)" if answer["unknown"] else answer["pred"]
+        text = in_words(answer["pred"], answer["unknown"])
         right = answer["unknown"] if label == NEW_CLASS else answer["pred"] == label
         color = "green" if right else "red"
         cells = (path.name, ""), (label, ""), (text, color), (f"{answer['dist']:.3f}", ""), (neighbors, "")

@@ -13,6 +13,7 @@ from evernear.cli.releases import registry_of, safe
 from evernear.common.disk import open_regular
 from evernear.common.output import print_json, print_line
 from evernear.errors import DataError, IntegrityError, PredictionRejectedError
+from evernear.serving.responses import answer as in_words
 
 if TYPE_CHECKING:
     from evernear.release.registry import Registry
@@ -97,7 +98,7 @@ def _print_answer(file: Path, answer: "Prediction | Rejection", as_json: bool) -
         print_line(f"{file}: {fields['message']}")
     else:
         neighbors = ", ".join(f"{safe(n['label'])} at {n['dist']:.3f}" for n in fields["neighbors"])
-        label = f"unknown (nearest {safe(fields['pred'])})" if fields["unknown"] else safe(fields["pred"])
+        label = in_words(safe(fields["pred"]), fields["unknown"])
         details = f"distance {fields['dist']:.3f}, neighbors {neighbors}, release {fields['version']}"
         print_line(f"{file}: {label}, {details}")
     return rejected

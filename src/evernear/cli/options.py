@@ -14,7 +14,7 @@ import shlex
 import signal
 import threading
 from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import wraps
 from inspect import Signature, signature
 from pathlib import Path
@@ -27,15 +27,45 @@ from evernear.common.outputs import is_output
 from evernear.errors import SettingsError, UserInterruptError
 from evernear.settings import OneRun, Settings, load_layers, parse
 from evernear.settings.layers import EMPTY_WORKDIR, Layers
-from evernear.settings.sources import Tree
+from evernear.settings.sources import Tree, known_keys, presets
 
 Built = TypeVar("Built")
 ConfigOption = Annotated[Path | None, typer.Option("--config", help="Settings file (TOML).")]
+
+
+def _presets(incomplete: str) -> list[str]:
+    return [name for name in presets() if name.startswith(incomplete)]
+
+
+def _settings(incomplete: str) -> list[str]:
+    return [f"{name}=" for name in known_keys(Settings) if name.startswith(incomplete)]
+
+
+def releases(context: typer.Context, incomplete: str) -> list[str]:
+    """The versions in the registry of the command line in progress that begin with
+    ``incomplete``, newest first."""
+    from evernear.common.store import open_store
+    from evernear.release.registry import Registry
+
+    words = {name: context.params.get(name) for name in ("config", "overrides", "workdir")}
+    uri = context.params.get("store")
+    with suppress(Exception):  # a shell would print an error into the line that is being typed
+        registry = Registry(open_store(uri or local_settings(**words).store_uri))
+        return [version for version in reversed([*registry.list()]) if version.startswith(incomplete)]
+    return []
+
+
 PresetOption = Annotated[
-    str | None, typer.Option("--preset", help="Built-in settings: best, default, fast, frozen, photos or quick.")
+    str | None,
+    typer.Option(
+        "--preset",
+        help="Built-in settings: best, default, fast, frozen, photos or quick.",
+        autocompletion=_presets,
+    ),
 ]
 SetOption = Annotated[
-    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="A setting, such as train.epochs=3.")
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="A setting, such as train.epochs=3.", autocompletion=_settings),
 ]
 
 
@@ -72,7 +102,10 @@ StoreOption = Annotated[
     ),
 ]
 ReleaseOption = Annotated[
-    str | None, typer.Option("--release", metavar="VERSION", help="A release of the registry. [the champion]")
+    str | None,
+    typer.Option(
+        "--release", metavar="VERSION", help="A release of the registry. [the champion]", autocompletion=releases
+    ),
 ]
 OutOption = Annotated[str, typer.Option("--out", metavar="DIR|s3://...", help="Where the files go.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]

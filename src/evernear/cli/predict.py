@@ -32,6 +32,7 @@ from evernear.errors import (
     ServingError,
     SettingsError,
 )
+from evernear.serving.responses import answer as in_words
 from evernear.settings import DataSettings, Settings, parse
 from evernear.settings.serving import MODEL_NAME
 
@@ -238,8 +239,14 @@ def _print_table(answers: Iterator[Answer], *, alone: bool) -> int:
                 table.add_row(Text(printable(str(file))), Text(printable(str(answer)), "red"))
                 continue
             neighbors = " ".join(f"{n['label']}:{n['dist']:.2f}" for n in answer["neighbors"][:SHOWN_NEIGHBORS])
-            label = f"unknown (nearest {answer['pred']})" if answer["unknown"] else answer["pred"]
-            cells = (str(file), label, f"{answer['dist']:.3f}", neighbors, answer["version"])
+            label = in_words(answer["pred"], answer["unknown"])
+            cells = (
+                str(file),
+                label,
+                f"{answer['dist']:.3f}",
+                neighbors,
+                answer["version"],
+            )
             table.add_row(*(Text(printable(text)) for text in cells))
     finally:
         if table.row_count:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from evernear.cli.options import JsonOption, group, options_of, registry_settings
+from evernear.cli.options import JsonOption, group, options_of, registry_settings, releases
 from evernear.common.output import print_json, print_line, print_table, printable, quantity
 from evernear.errors import IntegrityError, SettingsError
 from evernear.evaluation.headline import headline
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from evernear.release.registry import Registry
 
 app = group("registry", "List, show, promote, roll back and restore releases, and move the anchor.")
-VersionArgument = Annotated[str, typer.Argument(metavar="VERSION")]
+VersionArgument = Annotated[str, typer.Argument(metavar="VERSION", autocompletion=releases)]
 SHOWN_LABELS = 50
 WhyOption = Annotated[str, typer.Option("--why", metavar="TEXT", help="Reason for the history.")]
 
@@ -85,7 +85,10 @@ def list_(
 @options_of(registry_of)
 def show(
     registry: "Registry",
-    release: Annotated[str, typer.Argument(metavar="RELEASE", help="A version in the registry, or a .mar file.")],
+    release: Annotated[
+        str,
+        typer.Argument(metavar="RELEASE", help="A version in the registry, or a .mar file.", autocompletion=releases),
+    ],
     as_json: JsonOption = False,
 ) -> None:
     """Show the data, network, code, verdict, metrics and parts of a release, even if it was pruned.

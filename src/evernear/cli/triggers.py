@@ -32,6 +32,7 @@ from evernear.settings.layers import Layers, command_for
 
 if TYPE_CHECKING:
     from evernear.common.store import Store
+    from evernear.console.link import LinkFile
     from evernear.kubeflow.client import KfpRuns
     from evernear.triggers.watch.baker import Baker
     from evernear.triggers.watch.schedule_state import CheckReport, ScheduleStore
@@ -266,17 +267,34 @@ def ready(settings: Settings) -> None:
 def console(layers: Layers[Settings], port: PortOption = None, host: HostOption = None) -> None:
     """Serve web pages on which users try images, name unknown images, correct suspect labels,
     reindex, promote and roll back."""
-    from evernear.common.store.current import current_store
-    from evernear.console.access import SignIn
-    from evernear.console.backend import Backend
-    from evernear.console.runs import LocalRuns, PipelineRuns
-    from evernear.console.server import create_console_app, require_private, serve_console
-    from evernear.release.promotions import whoami
+    from evernear.console.link import LinkFile
+    from evernear.console.server import require_private
 
     chosen = {"console.port": port, "console.host": host}
     layers = layers.with_defaults(f"{name}={value}" for name, value in chosen.items() if value is not None)
     settings = layers.settings()
     require_private(settings.console)
+    again = command_for(settings.workdir, "console")
+    with (
+        LinkFile(settings.workdir) as link_file,
+        message_on_interrupt(f"Interrupted. Every answer is stored; `{again}` continues. Runs in progress go on."),
+    ):
+        running = link_file.of_another()
+        if running and running.port == settings.console.port:
+            print_line(f"The console of {settings.workdir} is running already.")
+            print_secret("\n".join(running.lines))
+            return
+        _serve_console(layers, settings, link_file)
+
+
+def _serve_console(layers: Layers[Settings], settings: Settings, link_file: "LinkFile") -> None:
+    from evernear.common.store.current import current_store
+    from evernear.console.access import SignIn
+    from evernear.console.backend import Backend
+    from evernear.console.runs import LocalRuns, PipelineRuns
+    from evernear.console.server import create_console_app, serve_console
+    from evernear.release.promotions import whoami
+
     store = current_store(settings.store_uri)
     in_cluster = bool(settings.pipeline.endpoint) or "KUBERNETES_SERVICE_HOST" in os.environ
     runner = PipelineRuns(settings, store) if in_cluster else LocalRuns(settings, layers.later_words(keep=False))
@@ -288,9 +306,9 @@ def console(layers: Layers[Settings], port: PortOption = None, host: HostOption 
 
     def announce(url: str) -> None:
         query = f"?token={token}" if sign_in.by_token else ""
-        print_secret(f"Open {url}/{query}")
-        print_secret(f"Name unknown images and correct labels on {url}/review{query}")
+        lines = (f"Open {url}/{query}", f"Name unknown images and correct labels on {url}/review{query}")
+        if sign_in.by_token:
+            link_file.write(settings.console.port, lines)
+        print_secret("\n".join(lines))
 
-    again = command_for(settings.workdir, "console")
-    with message_on_interrupt(f"Interrupted. Every answer is stored; `{again}` continues. Runs in progress go on."):
-        serve_console(create_console_app(backend, sign_in), settings.console, announce)
+    serve_console(create_console_app(backend, sign_in), settings.console, announce)

@@ -14,7 +14,7 @@ from typing import BinaryIO
 
 from filelock import FileLock, Timeout
 
-from evernear.errors import BusyError, StoreError, disk_full_message
+from evernear.errors import BusyError, DataError, StoreError, disk_full_message
 
 _NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
 """What Lustre, NFS and file systems of user processes answer that have no locks."""
@@ -45,6 +45,11 @@ def sha256_file(path: Path) -> str:
     """In constant memory."""
     with disk_errors(path), open_regular(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def missing_directory(what: str, path: Path) -> DataError:
+    """The error for a ``path`` at which no directory is."""
+    return DataError(f"The {what} {path} {'is a file, not a directory' if path.exists() else 'does not exist'}.")
 
 
 def write_atomically(path: Path, data: bytes | str) -> None:

@@ -7,6 +7,7 @@ forge lines. Every line for a console, a log or a report therefore passes throug
 
 import json
 import logging
+import re
 import sys
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
@@ -22,12 +23,21 @@ from evernear.common.masking import mask
 _ExcInfo: TypeAlias = tuple[type[BaseException], BaseException, TracebackType | None] | tuple[None, None, None]
 
 
+_EMOJI = r"\u2600-\u27bf\U0001f300-\U0001faff"
+_EMOJI_JOINER = re.compile(rf"(?<=[\ufe0f{_EMOJI}])\u200d(?=[{_EMOJI}])")
+"""The joiner within an emoji, such as that of a farmer, hides and reorders nothing there."""
+
+
 def printable(text: str, limit: int | None = None) -> str:
     """``text`` on one line, with secrets masked and unprintable characters escaped as in ``\\x1b``.
     Text longer than ``limit`` characters is truncated and ends in "...". Idempotent."""
     text = mask(text)  # the beginning of a secret would not be recognized in a shortened text
     shortened = text if limit is None else text[:limit]
-    escaped = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in shortened)
+    joiners = {match.start() for match in _EMOJI_JOINER.finditer(shortened)}
+    escaped = "".join(
+        c if c.isprintable() or place in joiners else c.encode("unicode_escape").decode()
+        for place, c in enumerate(shortened)
+    )
     return f"{escaped}..." if len(shortened) < len(text) else escaped
 
 

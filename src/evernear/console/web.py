@@ -94,8 +94,14 @@ def _environment() -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters.update(headline=headline, time=lambda at: f"{at:%Y-%m-%d %H:%M} UTC")
+    environment.filters.update(name=_isolated, headline=headline, time=lambda at: f"{at:%Y-%m-%d %H:%M} UTC")
     return environment
+
+
+def _isolated(name: str) -> Markup:
+    """A class or file name, which does not reverse the text around it if it is written from right
+    to left."""
+    return Markup("<bdi>{}</bdi>").format(_printable(name))
 
 
 class Predictor:
@@ -109,7 +115,17 @@ class Predictor:
         self._lock = asyncio.Lock()
 
     async def predict(self, image: bytes) -> Prediction:
-        """Recognize an image file. Raises the same errors as `PrepService.predict_image`."""
+        """Recognize an image file. Raises the same errors as `PrepService.predict_image`.
+
+        A request whose server is unreachable closes the connections of the others, so each is sent
+        once more.
+        """
+        try:
+            return await self._predict(image)
+        except ServerUnreachableError:
+            return await self._predict(image)
+
+    async def _predict(self, image: bytes) -> Prediction:
         async with self._lock:
             if self._service is None:
                 self._service = PrepService(self._settings, embeddings=True)  # bound to this event loop

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
+from evernear.common.disk import missing_directory
 from evernear.common.outputs import MarkedFolders, is_output
 from evernear.common.store import open_store
 from evernear.data.image_file import SIGNATURE_SIZE_BYTES
@@ -95,7 +96,7 @@ class FolderTree(ImageTree):
         self.skipped = NameSample()
         self._directory = directory
         if not directory.is_dir():
-            raise DataError(f"The image directory {directory} does not exist.")
+            raise missing_directory("image directory", directory)
 
     def files(self) -> Iterator[ImageFile]:
         for path, is_image in walk_images(self._directory):

@@ -34,9 +34,11 @@ from evernear.common.progress import (
     read_events,
     run_directories,
 )
+from evernear.common.store import Store
 from evernear.common.store.current import current_store
 from evernear.errors import EvernearError, SettingsError, StoreError, UserInterruptError, disk_full_message
 from evernear.release.promotions import whoami
+from evernear.release.registry import Registry
 from evernear.reporting.notify import NextStep, RunOutcome
 from evernear.serving.endpoints import home_of
 from evernear.serving.torchserve import reserved_ports
@@ -45,6 +47,7 @@ from evernear.settings.sources import Tree, flat
 
 POLL_S = 0.1
 PAGE_FILE = "run.html"
+_EVENTS = "events.jsonl"
 LAST_OUTPUT_BYTES = 8192
 LOG_TIMEOUT_S = 10.0
 """Seconds to wait for the complete log after all steps. A leftover process may keep it open."""
@@ -92,7 +95,7 @@ def run_pipeline(
     require_libraries("kfp", "torch", "faiss")
     arguments = pipeline_arguments(settings, once or {})
     require_utf8(settings.workdir, arguments)
-    current_store(settings.store_uri)
+    store = current_store(settings.store_uri)
     with (
         _lock(settings.workdir),
         _reserved(settings),
@@ -103,7 +106,10 @@ def run_pipeline(
         with disk_errors(directory):
             directory.mkdir(parents=True)
         prune_runs(settings.workdir, directory, settings.keep_runs)
-        failures, steps_s = _follow(arguments, pipeline, directory, temporary, show, command or RunCommand())
+        try:
+            failures, steps_s = _follow(arguments, pipeline, directory, temporary, show, command or RunCommand())
+        except KeyboardInterrupt:
+            raise UserInterruptError(_interrupted(read_events(directory / _EVENTS)[0], store)) from None
         wall_s = time.monotonic() - started_s
         for page in directory.glob("*/notify/page.html"):
             shutil.copyfile(page, directory / PAGE_FILE)
@@ -171,38 +177,38 @@ def _follow(
     command: RunCommand,
 ) -> tuple[list[Event], dict[str, float]]:
     """Run the pipeline process. Return the events of failed steps, and each step's duration. On
-    Ctrl-C, all processes of the run end before the error is raised."""
-    events_path = directory / "events.jsonl"
+    Ctrl-C, all processes of the run end before `KeyboardInterrupt` is raised."""
+    events_path = directory / _EVENTS
     failures: list[Event] = []
     steps_s: dict[str, float] = {}
     offset = 0
-    try:
-        with _pipeline_process(arguments, pipeline, directory, temporary, events_path, show, command) as process:
-            while True:
-                ended = process.poll() is not None  # checked before the read, so that the last events are read as well
-                events, offset = read_events(events_path, offset)
-                for event in events:
-                    show(event)
-                    if event.kind in ("finished", "failed"):
-                        steps_s[event.step] = event.duration_s
-                    if event.kind == "failed":
-                        failures.append(event)
-                if ended:
-                    break
-                time.sleep(POLL_S)
-    except KeyboardInterrupt:
-        raise UserInterruptError(_interrupted(read_events(events_path)[0])) from None
+    with _pipeline_process(arguments, pipeline, directory, temporary, events_path, show, command) as process:
+        while True:
+            ended = process.poll() is not None  # checked before the read, so that the last events are read as well
+            events, offset = read_events(events_path, offset)
+            for event in events:
+                show(event)
+                if event.kind in ("finished", "failed"):
+                    steps_s[event.step] = event.duration_s
+                if event.kind == "failed":
+                    failures.append(event)
+            if ended:
+                break
+            time.sleep(POLL_S)
     if process.returncode != 0 and not failures:
         failures.append(_silent_failure(directory, process.returncode))
     return failures, steps_s
 
 
-def _interrupted(events: Sequence[Event]) -> str:
+def _interrupted(events: Sequence[Event], store: Store) -> str:
     started = [event.step for event in events if event.kind == "started"]
     finished = [event.step for event in events if event.kind == "finished"]
     running = " and ".join(step for step in started if step not in finished)
     where = f"during {running}" if running else "between two steps" if started else "before the first step"
-    live = "`evernear status` shows which release is live" if "deploy" in started else "the live release is unchanged"
+    live = "`evernear status` shows which release is live"
+    if "deploy" not in started:
+        with suppress(EvernearError):
+            live = "the live release is unchanged" if Registry(store).champion() else "no release is live"
     return (
         f"Interrupted {where}: all processes of the run have ended, and {live}. Ingested images and finished epochs "
         "are saved; the same command resumes from there."

@@ -3,7 +3,7 @@
 import errno
 from pathlib import Path
 
-from evernear.common.disk import disk_errors, write_atomically
+from evernear.common.disk import disk_errors, missing_directory, write_atomically
 from evernear.common.store import open_store
 from evernear.data.sources import open_source
 from evernear.data.sources.folder import DEFAULTS, Bucket, Folder
@@ -32,7 +32,7 @@ class FolderTarget:
     def add(self, name: str, image: bytes) -> None:
         """Write the file atomically."""
         if not self._directory.is_dir():  # creating the directory could hide an empty mount point
-            raise DataError(f"The image directory {self._directory} does not exist.")
+            raise missing_directory("image directory", self._directory)
         path = self._directory / name
         try:
             write_atomically(path, image)

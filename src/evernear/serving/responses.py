@@ -46,6 +46,14 @@ class Prediction(Frozen, extra="ignore"):
     embedding: str = Field(default="", exclude_if=not_)
     """The embedding of the image (`evernear.serving.query_log_files`) if requested."""
 
+    def answer(self) -> str:
+        return answer(self.pred, self.unknown)
+
+
+def answer(pred: str, unknown: bool) -> str:
+    """A prediction in words, the same in all commands and pages."""
+    return f"unknown, nearest {pred}" if unknown else pred
+
 
 class Rejection(Frozen, extra="ignore"):
     """The reason why a request was rejected, in TorchServe's error format."""

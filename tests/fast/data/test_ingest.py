@@ -414,12 +414,12 @@ def test_image_of_conflicting_labels_waits_until_they_agree(tree, run_ingest, co
     assert len(images) == 37
 
 
-@pytest.mark.parametrize("source", ["nowhere", "empty", "flat"])
+@pytest.mark.parametrize("source", ["nowhere", "empty", "flat", "flat/0.png"])
 def test_empty_source_is_reported(tmp_path: Path, run_ingest, make_image, source: str) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "flat").mkdir()
     (tmp_path / "flat" / "0.png").write_bytes(make_image(0))
-    with pytest.raises(DataError, match=r"no image in a class folder|does not exist"):
+    with pytest.raises(DataError, match=r"no image in a class folder|does not exist|0.png is a file, not a dir"):
         run_ingest(tmp_path / source)
     assert not list((tmp_path).glob("store/datasets/**/*.json"))
 

@@ -3,10 +3,14 @@
 import subprocess
 import sys
 
+import pytest
 from typer.testing import CliRunner
 
 import evernear
 from evernear.cli.app import app
+from evernear.common.store import Store
+from evernear.release.registry import Registry
+from tests.releases import MakeRelease
 
 
 def test_version_is_printed() -> None:
@@ -21,6 +25,27 @@ def test_shells_complete_commands_and_options() -> None:
 
     assert {"registry", "reindex", "report"} <= completed("evernear re")
     assert "--why" in completed("evernear registry promote --")
+    assert completed("evernear run --preset p") == {"photos"}
+    assert {"gate.beat_baseline=", "gate.significance="} <= completed("evernear run --set gate.")
+
+
+def test_releases_are_completed(store: Store, make_release: MakeRelease) -> None:
+    release = make_release()
+    Registry(store).publish(release.archive)
+    version = release.version
+    words = f"evernear registry show --store {store.uri} {version[:4]}"
+    environment = {"_EVERNEAR_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(words.count(" "))}
+    assert version in CliRunner().invoke(app, [], prog_name="evernear", env=environment).output.split()
+
+
+@pytest.mark.parametrize(
+    ("word", "meant"),
+    [("rollback", "registry rollback"), ("train", "run"), ("help", "--help"), ("version", "--version")],
+)
+def test_other_words_name_the_command_that_is_meant(word: str, meant: str) -> None:
+    completed = CliRunner().invoke(app, [word])
+    assert completed.exit_code == 2
+    assert f"Did you mean `evernear {meant}`?" in " ".join(completed.output.split())
 
 
 def test_no_arguments_show_the_help() -> None:

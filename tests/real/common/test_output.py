@@ -238,3 +238,9 @@ def test_tables_are_escaped(capsys: pytest.CaptureFixture[str]) -> None:
     head, first, second = capsys.readouterr().out.splitlines()
     assert first.startswith(SAFE)
     assert head.index("size") == first.index("1", len(SAFE)) == second.index("2")
+
+
+def test_joiner_is_kept_only_within_an_emoji() -> None:
+    farmer = "\U0001f469\u200d\U0001f33e"
+    assert printable(f"{farmer} \u2764\ufe0f\u200d\U0001f525") == f"{farmer} \u2764\ufe0f\u200d\U0001f525"
+    assert printable("ki\u200dwi \U0001f469\u200d") == "ki\\u200dwi \U0001f469\\u200d"

@@ -33,6 +33,7 @@ from evernear.serving.responses import Prediction
 from evernear.settings import load
 from tests.consoles import TOKEN, console_client, with_csrf
 from tests.dataset_images import saved
+from tests.ports import free_ports
 from tests.releases import MakeRelease, System, copy_store
 from tests.review_queue import NOW, log_queries, png
 
@@ -194,7 +195,7 @@ def test_mistyped_name_is_asked_about_before_anything_is_recorded(store: Store, 
     form = {"image": images[:1], "action": "label", "label": "Catt\u200b"}
     asked = client.post("/review", data=form)
     assert asked.headers["HX-Retarget"] == "#question"
-    assert "<b>Catt</b> is a new class" in asked.text
+    assert "<b><bdi>Catt</bdi></b> is a new class" in asked.text
     assert '<button name="class" value="cat"' in asked.text
     assert store.find(ANSWERS) is None
     meant = client.post("/review", data={"image": images[:1], "label": "Catt", "class": "cat"})
@@ -239,7 +240,7 @@ def test_several_groups_get_one_name_and_one_undo(store: Store, source: Path) ->
     page = client.post("/review", data={"image": [*images[0], *images[1]], "action": "label", "label": "bird"}).text
     assert "3 images named bird." in page
     (form,) = page.split('<form class="answered"')[1:]
-    assert "3 images named <b>bird</b>" in " ".join(form.split())
+    assert "3 images named <b><bdi>bird</bdi></b>" in " ".join(form.split())
     assert set(re.findall(r'name="image" value="(\w+)"', form)) == {*images[0], *images[1]}
     undone = client.post("/review", data={"image": images[0], "action": "undo"}).text
     assert "2 images back in review." in undone
@@ -280,7 +281,7 @@ def test_suspect_labels_are_corrected_and_kept(store: Store, source: Path) -> No
     client = signed_in(store, source)
     page = client.get("/review").text
     assert page.count('class="pair"') == 1, "a file that is gone is not shown"
-    assert "nearly the same image is labeled <b>dog</b>" in page
+    assert "nearly the same image is labeled <b><bdi>dog</bdi></b>" in page
     assert client.get(f"/review/suspect/{suspect.image}").headers["content-type"] == "image/png"
 
     def post(action: str, label: str = "") -> str:
@@ -289,7 +290,7 @@ def test_suspect_labels_are_corrected_and_kept(store: Store, source: Path) -> No
     assert "already has the label cat" in post("label", "cat")
     assert "kept its label" in post("keep")
     assert 'class="pair"' in post("undo")
-    assert "relabeled <b>dog</b>" in post("label", "dog")
+    assert "relabeled <b><bdi>dog</bdi></b>" in post("label", "dog")
     assert [entry.label for entry in open_source(f"folder:{source}").entries()] == ["dog", "dog"]
     assert 'class="pair"' in post("undo")
     assert (source / "cat" / "a.png").exists()
@@ -425,5 +426,20 @@ def test_printed_urls_open_their_pages(store: Store, source: Path, tmp_path: Pat
                 assert httpx.URL(url).path == path
                 with httpx.Client(trust_env=False, timeout=30, follow_redirects=True) as client:
                     assert client.get(url).status_code == 200
+        finally:
+            process.terminate()
+
+
+def test_second_start_shows_the_link_of_the_running_console(store: Store, source: Path, tmp_path: Path) -> None:
+    (port,) = free_ports(1)
+    options = ["--port", str(port), "--source", f"folder:{source}", "--set", f"store={store.uri}"]
+    words = [sys.executable, "-m", "evernear", "console", *options]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True, cwd=tmp_path) as process:
+        try:
+            assert process.stdout is not None
+            opened = process.stdout.readline()
+            again = subprocess.run(words, capture_output=True, text=True, cwd=tmp_path, check=True)
+            assert again.stdout.startswith("The console of evernear-work is running already.\n" + opened)
+            assert (tmp_path / "evernear-work/console.json").stat().st_mode & 0o777 == 0o600
         finally:
             process.terminate()

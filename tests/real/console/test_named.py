@@ -89,12 +89,12 @@ def test_review_shows_what_the_live_release_lacks(store: Store, source: Path, ma
     settings = load(overrides=overrides, environment={})
     client = console_client(settings, store, LocalRuns(settings, ()))
     page = " ".join(client.get(f"/review?token={TOKEN}").text.split())
-    assert '<b>7</b>: 1 image <span class="dim">for the next reindex</span>' in page, (
+    assert '<b><bdi>7</bdi></b>: 1 image <span class="dim">for the next reindex</span>' in page, (
         "the other is older than the release"
     )
 
 
-@pytest.mark.parametrize(("minimum", "shown"), [(10, "<b>7</b> (1 of 10)"), (1, "")])
+@pytest.mark.parametrize(("minimum", "shown"), [(10, "<b><bdi>7</bdi></b> (1 of 10)"), (1, "")])
 def test_class_that_waits_is_shown_on_review_and_data(store: Store, source: Path, minimum: int, shown: str) -> None:
     ingest_source(DataSettings(source=f"folder:{source}"), store.uri)
     store.put(ANSWERS, named("7", 1).model_dump_json().encode() + b"\n")

@@ -55,7 +55,7 @@ def test_interrupted_run_reports_what_remains(workspace: Workspace) -> None:
     assert message.startswith("evernear: Interrupted during ")
     assert "train" in message
     assert message.endswith(
-        ": all processes of the run have ended, and the live release is unchanged. Ingested images and finished epochs "
+        ": all processes of the run have ended, and no release is live. Ingested images and finished epochs "
         "are saved; the same command resumes from there."
     )
     assert not list(temporary.glob("evernear-*")), "the steps clean up"

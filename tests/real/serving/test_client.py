@@ -121,6 +121,22 @@ def test_silent_server_raises_a_timeout(format: Format) -> None:
     assert exc_info.value.exit_code == 4
 
 
+def test_call_that_another_task_closes_is_an_error_and_a_canceled_task_is_canceled() -> None:
+    async def ask(target: Target) -> None:
+        client = AsyncClient(target)
+        closed, canceled = (asyncio.ensure_future(client.predict(b"x")) for _ in range(2))
+        await asyncio.sleep(0.1)
+        canceled.cancel()
+        await asyncio.wait([canceled])
+        assert canceled.cancelled()
+        await client.close()
+        with pytest.raises(ServerUnreachableError, match=r"was closed during the prediction"):
+            await closed
+
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        asyncio.run(ask(plain(silent.getsockname()[1], "grpc", timeout_s=30)))
+
+
 def test_http_statuses_map_to_errors() -> None:
     sentence = json.dumps({"code": 0, "type": "x", "message": "So it is."}).encode()
     for status, error in [

@@ -11,7 +11,7 @@ from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
-from evernear.common.disk import disk_errors
+from evernear.common.disk import disk_errors, missing_directory
 from evernear.common.outputs import MARKER, MarkedFolders, is_output
 from evernear.common.store import open_store
 from evernear.common.text import class_name, require_one_line, spelled
@@ -132,7 +132,7 @@ class Folder(_ClassFolders):
         with disk_errors(directory):
             super().__init__(directory.resolve().name, settings)
             if not directory.is_dir():
-                raise DataError(f"The image directory {directory} does not exist.")
+                raise missing_directory("image directory", directory)
         self._directory = directory
         # Paths are strings, because pathlib would use most of the time that it takes to list a
         # million files.

@@ -19,7 +19,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import NamedTuple
 
-from evernear.common.disk import disk_errors
+from evernear.common.disk import disk_errors, missing_directory
 from evernear.common.output import named, quantity
 from evernear.common.outputs import MARKER, MarkedFolders, is_output
 from evernear.common.store import open_store
@@ -69,7 +69,7 @@ class PackedFiles(FileSource):
         self._location, self._settings = location, settings
         self._store = open_store(location) if location.startswith("s3://") else None
         if self._store is None and not Path(location).is_dir():
-            raise DataError(f"The directory {location} does not exist.")
+            raise missing_directory("directory", Path(location))
         self.name = dataset_name(location.removeprefix("s3://") if self._store else Path(location).resolve().name)
         self._notes: defaultdict[str, NameSample] = defaultdict(NameSample)
         self.notes = self._notes

@@ -6,6 +6,7 @@ returns INTERNAL with a Java exception in the second line of the details. If a m
 than ``max_request_size``, it ends the stream with CANCELLED.
 """
 
+import asyncio
 import json
 import socket
 import threading
@@ -218,6 +219,13 @@ def _errors(target: Target) -> Generator[None]:
         yield
     except grpc.RpcError as error:
         raise _error(target, error) from None
+    except asyncio.CancelledError:
+        task = asyncio.current_task()
+        if task is None or task.cancelling():
+            raise
+        # Not the caller was canceled, but the call: another task closed the client.
+        reason = f"The connection to {target.address} was closed during the prediction; {target.hint}."
+        raise ServerUnreachableError(reason) from None
 
 
 def _error(target: Target, error: Any) -> EvernearError:
