@@ -14,27 +14,13 @@ test can detect a loss of several points. Their shares of the level, the budget 
 
 from dataclasses import dataclass
 
-from evernear.common.output import quantity
+from evernear.evaluation import gate_sentences as sentences
 from evernear.evaluation.compare import PairedCounts, detectable_loss, loss_beyond_budget, net_loss_budget
 from evernear.evaluation.evaluate import Evaluation
+from evernear.evaluation.gate_limits import ANCHOR_SHARE, CLASSES_SHARE, POWER, TEST_OVERLAP_FLOOR
 from evernear.evaluation.measure import Measurement
 from evernear.evaluation.verdict import AnchorChoice, Rule
 from evernear.settings import GateSettings
-
-CLASSES_SHARE = 0.2
-"""Share of ``gate.significance`` that `class_recall` uses."""
-ANCHOR_SHARE = 0.4
-"""Share of ``gate.significance`` that `no_worse_than_anchor` uses. `no_worse` spends the rest."""
-POWER = 0.9
-"""Probability with which the loss that a verdict states is detected."""
-MAX_UNDETECTED_LOSS = 0.10
-"""Largest loss that the gate may fail to detect, with a probability of more than 1 -
-`POWER`, without a warning."""
-TEST_OVERLAP_FLOOR = 0.9
-"""Smallest share of a release's test images that the test split must still contain for a
-comparison."""
-_MOVE = "`evernear registry anchor VERSION --why REASON`"
-_REMEDY = f" If this loss is intended, promote the release and make it the anchor with {_MOVE}."
 
 
 @dataclass(frozen=True)
@@ -84,27 +70,30 @@ def no_worse_than_anchor_rule(anchor: Anchor, candidate: Measurement, settings: 
     if anchor.pairs is None or anchor.measurement is None:
         if anchor.is_champion:
             return None
-        reason = (
-            f"The anchor {anchor.choice.version} cannot be measured: {anchor.fault} {_MOVE} makes another release the "
-            "anchor."
-        )
+        reason = sentences.anchor_not_measured(anchor.choice.version, anchor.fault)
         return Rule(name=name, passed=False, bound=level, reason=reason)
     pairs, budget = anchor.pairs, _budget(anchor, anchor.pairs, settings)
     used, right = pairs.independent.net_losses, pairs.queries - anchor.errors
     is_tested = not anchor.is_champion and pairs.least_p(right) <= level
     could_fail = is_tested or round(right * pairs.independent.queries / pairs.queries) > budget
     passed = used <= budget and (anchor.is_champion or pairs.p_worse > level)
-    reasons = [_replaced(anchor)] if anchor.choice.former else []
-    reasons += [] if could_fail else ["Too few images to tell whether the candidate is worse than the anchor."]
-    reasons += [_tested(anchor.choice.version, anchor.measurement, pairs, level)] if is_tested else []
-    reasons += [_spent(anchor, pairs, budget)]
     return Rule(
         name=name,
         passed=passed,
         could_fail=could_fail,
         candidate=float(used),
         bound=float(budget),
-        reason=" ".join(reasons) + ("" if passed else _REMEDY),
+        reason=sentences.anchor(
+            anchor.choice,
+            anchor.measurement,
+            pairs,
+            is_champion=anchor.is_champion,
+            budget=budget,
+            level=level,
+            is_tested=is_tested,
+            could_fail=could_fail,
+            passed=passed,
+        ),
     )
 
 
@@ -120,16 +109,6 @@ def smallest_detectable_loss(anchor: Anchor, pairs: PairedCounts, settings: Gate
     return min(losses)
 
 
-def sensitivity(loss: float) -> str:
-    stated = f"A loss of {100 * loss:.1f} points is detected" if loss < 1 else "No loss is detected"
-    if loss <= MAX_UNDETECTED_LOSS:
-        return f"{stated} with {POWER:.0%} probability."
-    return (
-        f"{stated} with {POWER:.0%} probability, and {100 * MAX_UNDETECTED_LOSS:g} points should be: the test split is "
-        "too small to notice a smaller loss. Add labeled images, or compare the releases on images of your own."
-    )
-
-
 def _of_champion(evaluation: Evaluation, champion: Measurement, choice: AnchorChoice) -> Anchor:
     labels = _shared_labels(evaluation.candidate, champion)
     pairs = evaluation.comparison.within(labels) if evaluation.comparison else None
@@ -141,37 +120,8 @@ def _why_incomparable(difference: str, overlap: float | None, pairs: PairedCount
     if difference:
         return difference
     if overlap is None or not overlap >= TEST_OVERLAP_FLOOR:
-        share = "none" if overlap is None else f"{overlap:.1%}"
-        return f"The test split contains {share} of the images that it was tested on, below {TEST_OVERLAP_FLOOR:.0%}."
-    if pairs is None or not pairs.queries:
-        return "The test split contains no image of a class that it and the candidate know."
-    return ""
-
-
-def _replaced(anchor: Anchor) -> str:
-    return (
-        f"The champion takes the place of the anchor {anchor.choice.former}, which cannot be compared: "
-        f"{anchor.choice.why}"
-    )
-
-
-def _tested(version: str, measurement: Measurement, pairs: PairedCounts, level: float) -> str:
-    verb = "is not" if pairs.p_worse > level else "is"
-    return (
-        f"The candidate {verb} significantly worse than the anchor {version}, whose label right is "
-        f"{measurement.label_right.value:.2%}: {pairs.changes()}, {pairs.p_in_words()}, level {level:g}."
-    )
-
-
-def _spent(anchor: Anchor, pairs: PairedCounts, budget: int) -> str:
-    unit = "test image" if pairs.groups is None else "group of test images"
-    units = "test images" if pairs.groups is None else "groups of test images"
-    return (
-        f"Against the anchor {anchor.choice.version}{', which is the champion,' if anchor.is_champion else ','} the "
-        f"candidate uses {max(0, pairs.independent.net_losses):,} of a budget of "
-        f"{quantity(budget, 'net loss', 'net losses')} on {quantity(pairs.independent.queries, unit, units)} "
-        f"({pairs.changes()})."
-    )
+        return sentences.anchor_overlap(overlap)
+    return "" if pairs and pairs.queries else sentences.NO_SHARED_IMAGES
 
 
 def _budget(anchor: Anchor, pairs: PairedCounts, settings: GateSettings) -> int:

@@ -9,18 +9,14 @@ counts if it is significant and larger than `LARGEST_INCREASE`.
 
 from typing import NamedTuple
 
-from evernear.common.output import quantity
+from evernear.evaluation import gate_sentences as sentences
 from evernear.evaluation.evaluate import Evaluation
+from evernear.evaluation.gate_limits import LARGEST_INCREASE, REFUSALS_LEVEL
 from evernear.evaluation.measure import Measurement
 from evernear.evaluation.statistics import CONFIDENCE, Proportion, is_higher, proportion
 from evernear.evaluation.verdict import Rule, ceiling_setting
 from evernear.index.description import MAX_DISTANCE
 from evernear.settings import GateSettings
-
-LARGEST_INCREASE = 0.05
-LEVEL = (1 - CONFIDENCE) / 2
-"""Of the one-sided test whether more known images are called unknown."""
-_REMEDY = " If this is intended, promote the release."
 
 
 class _Increase(NamedTuple):
@@ -31,25 +27,22 @@ class _Increase(NamedTuple):
 def false_reject_rule(evaluation: Evaluation, settings: GateSettings) -> Rule:
     name, ceiling, rejected = "false_rejects", settings.false_reject_ceiling, evaluation.candidate.false_rejects
     if rejected is None:
-        reason = "No test image is of a class that the candidate knows, so false rejects were not measured."
-        return Rule(name=name, passed=False, bound=ceiling, reason=reason)
+        return Rule(name=name, passed=False, bound=ceiling, reason=sentences.NO_KNOWN_TEST_IMAGES)
     is_below = rejected.low <= ceiling
     could_fail = (
         ceiling == 1 or proportion(rejected.total, rejected.total, CONFIDENCE, rejected.effective).low > ceiling
     )
-    if not could_fail:
-        reason = (
-            f"Too few images to tell whether more than {ceiling:.0%} of known images are called unknown: "
-            f"{rejected} of the known test images are."
-        )
-    elif evaluation.candidate.threshold >= MAX_DISTANCE:
-        reason = evaluation.open_set.summary() or "Unknown is switched off: every image counts as known."
+    if could_fail and evaluation.candidate.threshold >= MAX_DISTANCE:
+        reason = evaluation.open_set.summary() or sentences.UNKNOWN_OFF
     else:
-        reason = (
-            f"{rejected} of the known test images are called unknown, "
-            f"{'not ' if is_below else ''}significantly more than {ceiling:.0%}."
+        reason = sentences.false_rejects(
+            evaluation.candidate,
+            rejected,
+            ceiling,
+            could_fail=could_fail,
+            is_below=is_below,
+            differ=_differ(evaluation.candidate, rejected),
         )
-        reason += _different_test_images(evaluation.candidate, rejected)
     champion = evaluation.champion
     increase = _increase(evaluation, champion) if champion else _Increase(True, "")
     before = champion.false_rejects if champion else None
@@ -71,27 +64,17 @@ def false_accept_rule(evaluation: Evaluation) -> Rule | None:
     if evaluation.champion is None or evaluation.open_set.threshold is not None:
         return None
     if now is None or before is None:
-        reason = (
-            "Too few classes to hold one out, so it is not known how many images of unseen classes are accepted."
-            if now is None
-            else "The champion does not state how many images of unseen classes it accepts, so nothing can be compared."
-        )
+        reason = sentences.TOO_FEW_CLASSES if now is None else sentences.CHAMPION_STATES_NONE
         return Rule(name=name, passed=True, could_fail=False, bound=LARGEST_INCREASE, reason=reason)
     is_significant, increase = is_higher(now, before), now.value - before.value
     passed = not (is_significant and increase > LARGEST_INCREASE)
-    reason = (
-        f"Of images of unseen classes, {now} are accepted as known, {'' if is_significant else 'not '}significantly "
-        f"more than the champion's {before}."
-    )
-    if is_significant and passed:
-        reason += f" The increase is at most {LARGEST_INCREASE:.0%}."
     return Rule(
         name=name,
         passed=passed,
         candidate=now.value,
         champion=before.value,
         bound=before.value + LARGEST_INCREASE,
-        reason=reason if passed else reason + _REMEDY,
+        reason=sentences.false_accepts(now, before, is_significant, passed),
     )
 
 
@@ -100,41 +83,19 @@ def _increase(evaluation: Evaluation, champion: Measurement) -> _Increase:
     known = [label for label in champion.known_labels if label in evaluation.candidate.known_labels]
     pairs = evaluation.refusals.within(known) if evaluation.refusals else None
     if pairs is None:
-        return _Increase(False, "The images that are called unknown were not compared with the champion's.")
+        return _Increase(False, sentences.REFUSALS_NOT_COMPARED)
     if not pairs.queries:
         return _Increase(True, "")
-    increase, is_significant = pairs.net_losses / pairs.queries, pairs.p_worse <= LEVEL
+    increase, is_significant = pairs.net_losses / pairs.queries, pairs.p_worse <= REFUSALS_LEVEL
     passed = not (is_significant and increase > LARGEST_INCREASE)
-    reason = (
-        f"Of those that the champion names, the candidate calls {pairs.regressions:,} unknown, and it names "
-        f"{pairs.improvements:,} of those that the champion calls unknown"
-    )
-    if increase > LARGEST_INCREASE:
-        reason += (
-            f", {increase:.1%} {'' if is_significant else 'but not significantly '}more"
-            f" ({pairs.p_in_words()}, level {LEVEL:g})"
-        )
-    return _Increase(passed, f"{reason}.{'' if passed else _REMEDY}")
+    return _Increase(passed, sentences.refusals(pairs, is_significant, passed))
 
 
-def _different_test_images(candidate: Measurement, rejected: Proportion) -> str:
-    """A sentence if test images are called unknown significantly more often than query images, or
-    an empty string otherwise.
+def _differ(candidate: Measurement, rejected: Proportion) -> bool:
+    """Whether test images are called unknown significantly more often than query images.
 
     The threshold is calibrated on the query images, which come from the same files as the gallery
     images. If they are near-duplicates of these, images from a different place or time exceed it.
     """
     calibrated = candidate.calibration_rejects
-    if calibrated is None or rejected.low <= calibrated.high:
-        return ""
-    advice = "Add images like the test images to the training images"
-    if not candidate.groups:
-        advice += (
-            ", or, if the images show scenes, shops or persons several times, ingest them into a new store with "
-            "data.group, so that whole groups that the gallery lacks set the threshold"
-        )
-    return (
-        f" Your test images look different from your gallery: of the {quantity(calibrated.total, 'query image')}, "
-        f"which come from the same files as the gallery and set the threshold, {calibrated.value:.2%} are called "
-        f"unknown. {advice}."
-    )
+    return calibrated is not None and not rejected.low <= calibrated.high

@@ -12,7 +12,7 @@ from benchmarks import gate as simulation
 from evernear.evaluation.compare import PairedCounts, loss_beyond_budget, net_loss_budget
 from evernear.evaluation.evaluate import AnchorEvaluation, Evaluation
 from evernear.evaluation.gate import decide
-from evernear.evaluation.gate_anchor import MAX_UNDETECTED_LOSS
+from evernear.evaluation.gate_limits import MAX_UNDETECTED_LOSS
 from evernear.evaluation.measure import Outcomes
 from evernear.evaluation.verdict import AnchorChoice, Rule, Verdict
 from evernear.settings import GateSettings
