@@ -136,7 +136,8 @@ def train(run: str, settings: Tree, dataset: str, trained: str, curves: str) -> 
         data = Dataset.open(Path(dataset))
         train_here = partial(_train, running, record, data, chosen, Path(trained), clock)
         if chosen.train.keeps_backbone:
-            key = _training_key("training", CODE, data, chosen.train, record.store)
+            index = chosen.model_dump(mode="json", include={"index"})
+            key = _training_key("training", PROBE_CODE, data, chosen.train, record.store, **index)
             computed = compute_once(record.store, key, Path(trained), train_here)
         else:  # the checkpoints contain the finished epochs
             computed = train_here()
@@ -155,7 +156,7 @@ def _train(
     running: Step, record: RunRecord, data: "Dataset", chosen: RunSettings, trained: Path, clock: Clock
 ) -> Computed:
     from evernear.embedding.recipe import expected_probe_s, recipe_of_training, shown_images
-    from evernear.embedding.train import train_network
+    from evernear.evaluation.choice import train_and_choose
 
     recipe = recipe_of_training(chosen.train, data)
     started = min(step.started for step in record.steps())
@@ -167,11 +168,13 @@ def _train(
         from evernear.kubeflow.train_job import run_train_job
 
         run_train_job(record.run, data, recipe, chosen, on_epoch, running.report)
-    result = train_network(
-        data, recipe, trained, record.store, on_epoch=on_epoch, on_step=on_step, on_images=on_images, clock=clock
+    result = train_and_choose(
+        data, recipe, chosen.index, trained, record.store, on_epoch, on_step, on_images=on_images, clock=clock
     )
-    head = {"views": result.head.views, "uses_head": result.head.used} if result.head else {}
-    output = {"epochs": result.history(), "best_epoch": result.best_epoch, **head}
+    output = {
+        "epochs": result.history(),
+        **result.model_dump(mode="json", include={"best_epoch", "views", "candidates"}),
+    }
     return Computed(result.summary(), output, reusable=not result.warnings)
 
 
@@ -285,9 +288,11 @@ def probe(run: str, settings: Tree, dataset: str, open_set: str) -> None:
         data = Dataset.open(Path(dataset))
         here = chosen.train.model_copy(update={"nodes": 1})  # the probe trains for fewer epochs
         training = record.load("training")
-        views = training.get("views")
-        if training.get("uses_head") is False:  # the release has whitened features alone
-            here = here.model_copy(update={"frozen": True})
+        views, candidates = training["views"], training["candidates"]
+        chosen_network = next((each["name"] for each in candidates if each["chosen"]), "fine-tuned")
+        if chosen_network != "fine-tuned":
+            frozen = {"frozen": chosen_network == "pretrained", "layers": "head", "processes": 1, "members": 1}
+            here = here.model_copy(update=frozen)
 
         def probe_here() -> Computed:
             from evernear.evaluation.probe import probe_open_set

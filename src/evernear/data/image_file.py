@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Literal
 
-from evernear.data.encoded_image import EncodedImage, broken, max_segments, too_many_segments
+from evernear.data.encoded_image import HALVED_PIXEL_COST, EncodedImage, broken, max_segments, too_many_segments
 from evernear.data.heic import SIGNATURE as HEIC_SIGNATURE
 from evernear.data.heic import inspect_heic
 from evernear.errors import DataError
@@ -116,6 +116,8 @@ def inspect(data: bytes, max_pixels: int, name: str = "The image", setting: str 
         elif image.area <= limit:
             kind = "lossless WebP" if image.code_groups else {"WEBP": "WebP"}.get(image.format, image.format)
             size += f" of {kind} count as {image.pixels}; save it as PNG or JPEG"
+        elif image.format == "HEIC" and image.area * HALVED_PIXEL_COST <= limit:
+            size += " of HEIC; save it as JPEG, which is read at half its size"
         by = f" by {setting}" if setting and limit < MAX_PIXELS else ""  # no setting allows more than MAX_PIXELS
         raise DataError(f"{name} is too large: {size}, {limit} are allowed{by}.")
     if max(image.width_px, image.height_px) > MAX_SIDE_PX:

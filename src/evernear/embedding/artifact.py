@@ -1,7 +1,7 @@
 """A trained network on disk: weights, architecture and training history."""
 
 import io
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +10,10 @@ from torch import Tensor
 
 from evernear.common.disk import sha256_bytes, write_atomically
 from evernear.common.frozen import Frozen
-from evernear.common.output import warned
+from evernear.common.output import quantity, warned
 from evernear.embedding import DESCRIPTION_FILE
 from evernear.embedding.augmentation import Flip
+from evernear.embedding.candidate import Candidate
 from evernear.embedding.network import Architecture, EmbeddingNetwork, build_network
 from evernear.embedding.recipe import Recipe
 from evernear.errors import IntegrityError
@@ -51,25 +52,6 @@ class Epoch(Frozen):
     """Time at the end of the epoch since the training began, including earlier attempts."""
 
 
-class HeadTest(Frozen):
-    """Share of gallery images whose nearest training image is of the same class, see
-    `evernear.embedding.head.compare`."""
-
-    whitened: float
-    """The share with whitened features."""
-    trained: float
-    """The share with the trained head."""
-    used: bool
-    views: int = 0
-    """Augmented views of each image on which the head was trained."""
-
-    def __str__(self) -> str:
-        return (
-            f"the head is {'used' if self.used else 'not used'}: nearest neighbors recognize {self.trained:.1%} of the "
-            f"gallery with it, {self.whitened:.1%} without"
-        )
-
-
 class TrainingResult(Frozen):
     remedy = "run the train step again"
 
@@ -83,8 +65,10 @@ class TrainingResult(Frozen):
     """Gallery accuracy of always predicting the most frequent class."""
     planned_steps: int = 0
     warnings: tuple[str, ...] = ()
-    head: HeadTest | None = None
-    """Set if only a head was trained."""
+    views: int = 0
+    """Augmented views of each image on which a head was trained."""
+    candidates: tuple[Candidate, ...] = ()
+    """The networks of which one was chosen. The others of these fields describe that one."""
 
     @property
     def best(self) -> Epoch:
@@ -107,15 +91,27 @@ class TrainingResult(Frozen):
         return f", resumed after epoch {self.resumed_after_epoch}"
 
     def summary(self) -> str:
-        """The best epoch or head test, with warnings. Skipped steps are counted."""
-        warnings = warned(self.warnings)
+        """The chosen network and its best epoch, with warnings. Skipped steps are counted."""
+        return "; ".join([*self._chosen(), *self._trained()]) + warned(self.warnings)
+
+    def _chosen(self) -> Iterator[str]:
+        for each in self.candidates:
+            if each.chosen:
+                first, *others = self.candidates
+                compared = "".join(f", {other.title} {other.share}" for other in others)
+                asked = quantity(each.asked, "query image")
+                yield f"chosen is {each.title}: of {asked}, {first.title} names {first.share} right{compared}"
+
+    def _trained(self) -> Iterator[str]:
         if not self.epochs:
-            return f"{self.head or 'no training: the backbone is frozen'}{warnings}"
+            if not self.candidates:
+                yield "no training: the backbone is frozen"
+            return
         steps = sum(epoch.steps for epoch in self.epochs)
         of_steps = f", {steps:,} of {self.planned_steps:,} steps" if steps < self.planned_steps else ""
         accuracy = f"gallery accuracy {self.best.gallery_accuracy:.2%}"
         flips = f"; {self.flips}" if self.flips else ""
-        return f"best epoch {self.best_epoch}{of_steps}, {accuracy}{self.resumption}{flips}{warnings}"
+        yield f"best epoch {self.best_epoch}{of_steps}, {accuracy}{self.resumption}{flips}"
 
     @property
     def flips(self) -> str:

@@ -111,17 +111,15 @@ def fit_last_layer(
     on_step: OnStep | None = None,
     clock: Clock | None = None,
 ) -> "Head | None":
-    """Fit the last layer to the train split.
-
-    It is a trained head if `evernear.embedding.head.compare` accepts one. Otherwise, or with
-    ``recipe.frozen``, it is a whitening map. Returns the trained head even if it is not used.
-    """
+    """Fit the last layer to the train split: a head or, with ``recipe.frozen``, a whitening map."""
     from evernear.embedding.head import train_head, whitening_for
 
-    features, head = pretrained.features, None
-    if not recipe.frozen:
-        head = train_head(features, pretrained.architecture, dataset, images, recipe, on_step, clock)
-    pretrained.member.standardize = head.map if head and head.test.used else whitening_for(features, dataset, images)
+    features = pretrained.features
+    if recipe.frozen:
+        pretrained.member.standardize = whitening_for(features, dataset, images)
+        return None
+    head = train_head(features, pretrained.architecture, dataset, images, recipe, on_step, clock)
+    pretrained.member.standardize = head.map
     return head
 
 
@@ -162,7 +160,7 @@ def freeze(
         resumed_after_epoch=0,
         epochs=(),
         chance_accuracy=images.chance_accuracy,
-        head=head.test if head else None,
+        views=head.views if head else 0,
         warnings=head.warnings if head else (),
     )
     result.save(out_dir / HISTORY_FILE)

@@ -19,7 +19,6 @@ from torch.nn import functional as F
 from evernear.common.output import quantity
 from evernear.data.shards import Dataset
 from evernear.embedding.arcface import ArcFace, TrainingModule
-from evernear.embedding.artifact import HeadTest
 from evernear.embedding.augmentation import augment_block, view_name
 from evernear.embedding.clock import Clock, OnStep, Steps
 from evernear.embedding.data_loader import TrainingImages, one_torch_thread
@@ -34,13 +33,8 @@ DROPOUT = 0.5
 """Share of the features that a training step ignores."""
 MAX_BYTES = 2**30
 """Maximum size of the training features in memory. Beyond it, only every nth image is used."""
-COMPARED_IMAGES = 16_384
-"""Maximum number of images of each split in the comparison with whitened features."""
 VIEWS_SHARE = 0.8
 """Share of the time (``train.minutes``) after which no more views are computed."""
-MIN_GAIN_ERRORS = 1.645
-"""Standard errors by which a head must be better than whitened features: a one-sided test at the 5%
-level."""
 START_IMAGES = 1000
 """Images on which the head is trained from which fine-tuning starts: ten seconds on two cores."""
 HEAD_SHARE = 0.5
@@ -85,7 +79,8 @@ class HeadExamples(NamedTuple):
 class Head(NamedTuple):
     map: Whitening
     """The whitening and the head's map in one, which a network applies to features."""
-    test: HeadTest
+    views: int
+    """Augmented views of each image on which it was trained."""
     warnings: tuple[str, ...]
 
 
@@ -105,7 +100,7 @@ def train_head(
     on_step: OnStep | None = None,
     clock: Clock | None = None,
 ) -> Head:
-    """Train a head on the train split, and compare it with whitened features on the gallery split.
+    """Train a head on the train split.
 
     Its map is the projection beside the whitened features or, with ``recipe.embedding_dim``, the
     projection alone, which has that dimension. Views that take more than `VIEWS_SHARE` of the time
@@ -118,14 +113,14 @@ def train_head(
     examples = read_examples(features, whitening, dataset, images, recipe, clock)
     projection, _ = _fit(examples, architecture, images.classes, recipe, on_step, clock)
     weight = projection if recipe.embedding_dim else beside_whitened(projection, examples)
-    test = compare(weight, whitening, examples, features.batches(dataset, "gallery", images))
+    views = len(examples.features) - 1
     # Without the normalization between whitening and projection: the length of the whitened
     # features does not matter, because the network normalizes its output.
     folded = Whitening(features.dim, len(weight))
     folded.mean.copy_(whitening.mean)
     folded.matrix.copy_(whitening.matrix @ weight.T)
-    warning = f"The time was enough for {test.views} of {quantity(recipe.views, 'augmented view')}."
-    return Head(folded, test, (warning,) if test.views < recipe.views else ())
+    warning = f"The time was enough for {views} of {quantity(recipe.views, 'augmented view')}."
+    return Head(folded, views, (warning,) if views < recipe.views else ())
 
 
 def _fit(
@@ -189,41 +184,6 @@ def read_examples(
             numbers[part] = classes[chosen].numpy()
             seen, filled = seen + len(classes), part.stop
     return HeadExamples(rows, numbers)
-
-
-@torch.no_grad()
-def compare(
-    weight: Tensor, whitening: Whitening, examples: HeadExamples, gallery: Iterator[tuple[Tensor, Tensor]]
-) -> HeadTest:
-    """Compare whitened features mapped by ``weight`` (D, F) with whitened features.
-
-    Both classify each gallery image by the nearest plain training image. The head is used if it is
-    significantly better (McNemar 1947, "Note on the sampling error of the difference between
-    correlated proportions or percentages"): on a small gallery, a difference of a few images is
-    luck, and a head that was learned on a few classes recognizes fewer images of a class that is
-    added later (docs/decisions/0030-pretrained-weights.md).
-    """
-    plain, known = torch.from_numpy(examples.features[0][:COMPARED_IMAGES]), examples.classes[:COMPARED_IMAGES]
-    maps = [nn.Identity(), lambda rows: rows @ weight.T]
-    references = [F.normalize(embed(plain)) for embed in maps]
-    correct: list[Tensor] = []
-    count = 0
-    for batch, classes in gallery:
-        queries = _whitened(whitening, batch)
-        nearest = [
-            (F.normalize(embed(queries)) @ rows.T).argmax(dim=1) for embed, rows in zip(maps, references, strict=True)
-        ]
-        correct.append(torch.from_numpy(known)[torch.stack(nearest)] == classes)
-        if (count := count + len(classes)) >= COMPARED_IMAGES:
-            break
-    whitened, trained = torch.cat(correct, dim=1)
-    lost, gained = int((whitened & ~trained).sum()), int((trained & ~whitened).sum())
-    return HeadTest(
-        whitened=float(whitened.float().mean()),
-        trained=float(trained.float().mean()),
-        used=gained - lost > MIN_GAIN_ERRORS * math.sqrt(lost + gained),
-        views=len(examples.features) - 1,
-    )
 
 
 def start_at_head(module: TrainingModule, architecture: Architecture, images: TrainingImages, recipe: Recipe) -> None:

@@ -10,18 +10,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evernear.common.store import Store
-from evernear.data.gallery import joining_gallery
 from evernear.data.groups import GroupNumbers, group_numbers
 from evernear.data.manifest import SPLITS, Split
 from evernear.data.shards import Dataset
 from evernear.embedding.artifact import load_trained
 from evernear.embedding.clock import Clock, OnStep
-from evernear.embedding.data_loader import ImageVectors, TrainingImages
-from evernear.embedding.embed import Embed, write_embeddings
-from evernear.embedding.embeddings import EmbeddingCache, Embeddings
-from evernear.embedding.export import whiten_network
+from evernear.embedding.data_loader import TrainingImages
 from evernear.embedding.freeze import Pretrained, fit_last_layer, open_pretrained
-from evernear.embedding.network import freeze_parameters
 from evernear.embedding.recipe import PROBE_DRAWS, Recipe, recipe_of_probe
 from evernear.embedding.train import train_network
 from evernear.evaluation.measure import BATCH_SIZE
@@ -43,7 +38,7 @@ from evernear.evaluation.statistics import (
     spread_of_mean,
     sum_of_spreads,
 )
-from evernear.index.build import build_index
+from evernear.evaluation.trained import TrainedRecognizer, open_recognizer, with_gallery
 from evernear.index.calibrate import threshold_at, threshold_of, typical_distance
 from evernear.index.description import MAX_DISTANCE
 from evernear.index.search import Gallery, vote
@@ -110,13 +105,6 @@ class Draw(NamedTuple):
     def unit(self) -> float:
         """The distance that is 1 in a relative threshold."""
         return typical_distance(self.known_for_calibration)
-
-
-class ProbedRecognizer(NamedTuple):
-    """A network's gallery, and a function that embeds queries with the network."""
-
-    gallery: Gallery
-    embed: Embed
 
 
 def probe_open_set(
@@ -287,7 +275,7 @@ def choose_held_out(labels: Sequence[str], wanted: int, draws: int, seed: int) -
 
 
 def _measure_draw(
-    recognizer: ProbedRecognizer,
+    recognizer: TrainedRecognizer,
     dataset: Dataset,
     held_out: frozenset[str],
     groups: GroupNumbers | None,
@@ -320,7 +308,7 @@ class Asked(NamedTuple):
 
 
 def _measure_split(
-    recognizer: ProbedRecognizer,
+    recognizer: TrainedRecognizer,
     dataset: Dataset,
     split: Split,
     held_out: Iterable[str],
@@ -350,7 +338,7 @@ class AddedVectors(NamedTuple):
     labels: NDArray[np.int32]
 
 
-def _added_vectors(recognizer: ProbedRecognizer, dataset: Dataset, held_out: Iterable[str]) -> AddedVectors:
+def _added_vectors(recognizer: TrainedRecognizer, dataset: Dataset, held_out: Iterable[str]) -> AddedVectors:
     """`ADDED_IMAGES` of each held-out class, from the gallery split and, if these are too few, from
     the train split, which is read only as far as necessary."""
     counts = [dataset.manifest.label_counts(split) for split in ADDED_FROM]
@@ -397,7 +385,7 @@ def choose_opener(
     on_step: OnStep | None,
     store: Store | None,
     clock: Clock,
-) -> Callable[[frozenset[str]], ProbedRecognizer]:
+) -> Callable[[frozenset[str]], TrainedRecognizer]:
     """Return a function that takes a set of labels and makes a recognizer without them."""
     if not recipe.keeps_backbone:
         return partial(_open_trained, dataset, recipe, settings, on_step, store, clock)
@@ -414,14 +402,11 @@ def _open_trained(
     store: Store | None,
     clock: Clock,
     held_out: frozenset[str],
-) -> ProbedRecognizer:
+) -> TrainedRecognizer:
     with TemporaryDirectory(prefix="evernear-probe-") as scratch:
         train_network(dataset, recipe, Path(scratch), store, held_out, on_step=on_step, clock=clock)
         described, network = load_trained(Path(scratch))
-    dim = described.architecture.embedding_dim
-    scripted = freeze_parameters(whiten_network(network, dim, dataset, held_out))
-    embed = ImageVectors(EmbeddingCache(None, "", dim), lambda: scripted).of
-    return _with_gallery(embed, dim, described.weights_sha256, frozenset(), dataset, settings, held_out)
+    return open_recognizer(described, network, dataset, settings)
 
 
 def _open_head(
@@ -432,7 +417,7 @@ def _open_head(
     pretrained: Pretrained,
     clock: Clock,
     held_out: frozenset[str],
-) -> ProbedRecognizer:
+) -> TrainedRecognizer:
     """Fit the last layer of a pretrained network."""
     from evernear.embedding.features import FrozenHead, HeadEmbedder  # timm takes seconds to import
 
@@ -440,23 +425,4 @@ def _open_head(
     fit_last_layer(pretrained, dataset, images, recipe, on_step, clock)
     head = FrozenHead(pretrained.network).eval()
     embed, dim = HeadEmbedder(pretrained.features, head).embed, head.standardize.matrix.shape[1]
-    identity, untrained = pretrained.features.identity, frozenset(dataset.labels)
-    return _with_gallery(embed, dim, identity, untrained, dataset, settings, held_out)
-
-
-def _with_gallery(
-    embed: Embed,
-    dim: int,
-    network_sha256: str,
-    untrained: frozenset[str],
-    dataset: Dataset,
-    settings: IndexSettings,
-    held_out: frozenset[str],
-) -> ProbedRecognizer:
-    """Exporting the network would take longer than embedding the gallery."""
-    joining = joining_gallery(dataset.manifest, untrained)
-    with TemporaryDirectory(prefix="evernear-probe-") as scratch:
-        embeddings, index = Path(scratch) / "embed", Path(scratch) / "index"
-        write_embeddings(embed, dim, dataset, embeddings, joining, network_sha256)
-        build_index(Embeddings.open(embeddings), dataset.labels, settings.temporary, index, held_out)
-        return ProbedRecognizer(Gallery.open(index, network_sha256), embed)
+    return with_gallery(embed, dim, pretrained.features.identity, True, dataset, settings, held_out)

@@ -12,6 +12,7 @@ from evernear.common.progress import duration
 from evernear.common.run_record import LEFT_OUT_FILE, RunRecord, StepRecord
 from evernear.common.store import Store
 from evernear.data.validate import Report
+from evernear.embedding.candidate import Candidate
 from evernear.errors import StoreError
 from evernear.evaluation.evaluate import Evaluation
 from evernear.evaluation.examples import Examples, ReplayExamples
@@ -105,6 +106,10 @@ class RunReport:
             lineage=_lineage(record.store, outcome, evaluation),
             nodes={name: ran for name in STEPS_IN_PARTS if (ran := record.find(f"parts_{name}", PartsRecord))},
         )
+
+    @property
+    def candidates(self) -> tuple[Candidate, ...]:
+        return tuple(map(Candidate.model_validate, self.training.get("candidates", ())))
 
     def facts(self) -> dict[str, str]:
         """The outcome and the lineage, keyed by names without spaces."""

@@ -150,6 +150,13 @@ def test_without_the_extra_the_sentence_names_it(monkeypatch: pytest.MonkeyPatch
     )
 
 
+def test_picture_that_is_read_only_as_a_jpeg_says_so() -> None:
+    with pytest.raises(DataError, match=r"128 x 128 pixels of HEIC; save it as JPEG, .* 10000 are allowed"):
+        inspect(heic.tiled(2, 2, (128, 128)), 10_000)
+    with pytest.raises(DataError, match="is too large: 128 x 128 pixels, 5000 are allowed"):
+        inspect(heic.tiled(2, 2, (128, 128)), 5_000)
+
+
 def test_file_is_recognized_by_its_content() -> None:
     assert suffix_of(heic.single()) == ".heic"
     assert suffix_of(struct.pack(">I8s", 24, b"ftypmif1")) == ".heic"

@@ -17,6 +17,7 @@ from matplotlib.figure import Figure
 from evernear.common.run_record import RunRecord, StepRecord
 from evernear.common.store import open_store
 from evernear.data.validate import validate_dataset
+from evernear.embedding.candidate import Candidate, CandidateName
 from evernear.evaluation.evaluate import Evaluation, ReleasedSystem, evaluate_systems
 from evernear.evaluation.example_collector import ExampleCollector
 from evernear.evaluation.examples import BINS, TILE_PX, Examples, LiveDistances, Sample, Tiles
@@ -226,6 +227,21 @@ def test_page_has_every_section_and_begins_with_verdict_and_next_command(run: Ru
         assert text not in html.replace(">None<", "")
     for text in ("1 min 30 s", "512 MB", "0.0405", "target", "The champion was trained on the same images.", REASON):
         assert text in html
+
+
+def test_page_shows_the_networks_of_which_one_was_chosen(run: Run) -> None:
+    assert "query images named right" not in run.page()
+    names: tuple[CandidateName, ...] = ("pretrained", "head", "fine-tuned")
+    tried = [Candidate(name=name, right=9, asked=12, chosen=name == "head").model_dump(mode="json") for name in names]
+    run.record.save(training=run.record.load("training") | {"candidates": tried})
+    html = run_page(run.record)
+    check(html)
+    rows = [words_of(row) for row in re.findall(r"<tr><td>(?:the pre|a head|the fine).*?</tr>", html, re.DOTALL)]
+    assert [" ".join(row.split()) for row in rows] == [
+        "the pretrained network as it is9 (75.0%) 12",
+        "a head on it9 (75.0%) 12chosen",
+        "the fine-tuned network9 (75.0%) 12",
+    ]
 
 
 def test_held_page_begins_with_the_failed_rules(run: Run) -> None:
