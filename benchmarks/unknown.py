@@ -334,7 +334,7 @@ def ask_evernear(folder: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
             np.array([answer.dist for answer in answers]),
         )
 
-    accepts, added = open_set.false_accepts, open_set.added_recognized
+    accepts, added = open_set.expected_false_accepts, open_set.added_recognized
     return {
         **shares(*map(ask, ("fresh", "later", "nowhere"))),
         "stated_unseen_accepted": [accepts.value, accepts.low, accepts.high] if accepts else None,

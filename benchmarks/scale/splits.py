@@ -115,14 +115,14 @@ def recognize(rows: Rows, splits: NDArray[np.str_], classes: int) -> dict[str, o
         for start in range(0, len(test), BLOCK):
             part = test[start : start + BLOCK]
             embeddings = np.ascontiguousarray(part["embedding"])
-            predictions = gallery.classify(embeddings, gallery.search(embeddings, built.k))
+            predictions = gallery.classify(gallery.search(embeddings, built.k))
             correct += int((predictions.labels == part["label"]).sum())
     return {
         "vectors": built.size,
         "missing_classes": sum(count == 0 for count in built.counts),
         "queries": len(test),
         "accuracy": correct / len(test),
-        "index": f"{built.factory}, labels by {built.label_by}",
+        "index": built.factory,
     }
 
 

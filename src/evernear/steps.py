@@ -301,7 +301,7 @@ def probe(run: str, settings: Tree, dataset: str, open_set: str) -> None:
             result = probe_open_set(
                 data, here, chosen.evaluation, chosen.index, on_step, record.store, on_draw, clock, views
             )
-            sentences = " ".join(filter(None, [result.summary(), result.describe_added()]))
+            sentences = " ".join(filter(None, [result.summary(), result.rests_on(), result.describe_added()]))
             summary = sentences.removesuffix(".") or "too few classes to hold one out"
             return Computed(summary, result.model_dump(mode="json"))
 

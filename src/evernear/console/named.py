@@ -125,15 +125,12 @@ def answer_of_others(
     prediction: Prediction, image: bytes, gallery: GalleryImages, release: ReleaseManifest
 ) -> AnswerOfOthers | None:
     """Leave ``image`` out of its own neighbors, because a gallery recognizes each of its own
-    images. None if the prediction lists no other neighbor (``index.k=1``). The other neighbors
-    vote. If the release labels by centroids, which the neighbors of the prediction contradict, the
-    label of the prediction is kept."""
+    images. The other neighbors vote. None if the prediction lists no other (``index.k=1``)."""
     itself = decode_inspected(inspect(image, MAX_PIXELS), release.preprocessing.bit_depth).digest().hex()
     others = [near for near in prediction.neighbors if not _shows(near, itself, release.version, gallery)]
     if not others:
         return None
-    label = _vote(others) if _vote(prediction.neighbors) == prediction.pred else prediction.pred
-    return AnswerOfOthers(label, others[0].dist > release.threshold)
+    return AnswerOfOthers(_vote(others), others[0].dist > release.threshold)
 
 
 def _shows(near: Neighbor, digest: str, version: str, gallery: GalleryImages) -> bool:

@@ -103,5 +103,5 @@ def named_right(
     parts = [np.empty(0, np.bool_)]
     for block, embeddings in recognizer.embed(shards):
         neighbors = recognizer.gallery.search(embeddings, recognizer.gallery.description.k)
-        parts.append(recognizer.gallery.classify(embeddings, neighbors).labels == block.labels)
+        parts.append(recognizer.gallery.classify(neighbors).labels == block.labels)
     return np.concatenate(parts)

@@ -117,7 +117,6 @@ class IndexFigures(Frozen):
     size: int
     dim: int
     k: int
-    label_by: str
     embed_ms: float
     search_ms: float
 

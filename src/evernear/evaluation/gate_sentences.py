@@ -276,7 +276,7 @@ def refusals(pairs: PairedCounts, is_significant: bool, passed: bool) -> str:
 
 def false_accepts(now: Proportion, before: Interval, is_significant: bool, passed: bool) -> str:
     reason = (
-        f"Of images of unseen classes, {now} are accepted as known, {'' if is_significant else 'not '}significantly "
+        f"Of images of held-out classes, {now} are accepted as known, {'' if is_significant else 'not '}significantly "
         f"more than the champion's {before}."
     )
     if is_significant and passed:

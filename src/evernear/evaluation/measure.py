@@ -46,7 +46,7 @@ def _answer_queries(
     gallery = recognizer.gallery
     for block, embeddings in recognizer.embed_split(dataset, split, batch_size):
         neighbors = gallery.search(embeddings, max(RECALL_AT, gallery.description.k))
-        yield AnsweredBlock(block, embeddings, neighbors, gallery.classify(embeddings, neighbors))
+        yield AnsweredBlock(block, embeddings, neighbors, gallery.classify(neighbors))
 
 
 class Measurement(Frozen):

@@ -47,8 +47,8 @@ class OpenSet(Frozen):
     """Threshold of the release whose network is reused, which is
     `evernear.index.description.MAX_DISTANCE` if the distances do not separate unseen classes."""
     relative_threshold: float | None = None
-    """The threshold as a multiple of the median distance of known query images, so that it holds
-    for another network (`evernear.index.calibrate.calibrate`)."""
+    """The threshold as a multiple of `evernear.index.calibrate.unit_of` known query images, so that
+    it holds for another network."""
     reject_rate: float | None = None
     """Share of known query images that this threshold rejects."""
     required_reject_rate: float | None = None
@@ -56,15 +56,25 @@ class OpenSet(Frozen):
     ``stated_false_accept_rate``."""
     stated_false_accept_rate: float | None = None
     stated_false_reject_rate: float | None = None
+    calibrated_known: int = 0
+    """Number of images of known classes that determined the threshold, in all draws."""
+    calibrated_unknown: int = 0
+    """Number of images of held-out classes that determined the threshold."""
     false_accepts: Proportion | None = None
     """Proportion of test images of held-out classes that are accepted at the threshold, or all if
     no image is called unknown. The intervals of all figures include the spread between classes."""
+    expected_false_accepts: Interval | None = None
+    """The proportion to expect of a release that knows all classes
+    (`evernear.evaluation.statistics.expected_share`)."""
     false_rejects: Proportion | None = None
     """Proportion of test images of the other classes that are rejected at this threshold, or 0 if
     no image is called unknown."""
     added_recognized: Interval | None = None
-    """Proportion of test and query images of held-out classes that are named right and accepted
-    after `ADDED_IMAGES` images of each class joined the gallery."""
+    """Proportion of images of held-out classes to expect to be named right and accepted after
+    `ADDED_IMAGES` other images of each class joined the gallery."""
+    added_in_halves: bool = False
+    """Whether `added_recognized` was measured with the half of a class's images that differs most
+    from the half in the gallery, instead of test and query images."""
 
     @property
     def separates(self) -> bool:
@@ -74,19 +84,36 @@ class OpenSet(Frozen):
 
     def summary(self) -> str:
         """Empty if there was no probe."""
-        if self.auroc is None or self.false_accepts is None:
+        if self.auroc is None or self.false_accepts is None or self.expected_false_accepts is None:
             return ""
         if not self.separates:
             return self._switched_off()
-        text = f"AUROC {self.auroc} for {self._classes()}; {self.false_accepts} of their images are accepted as known."
+        expected = self.expected_false_accepts
+        text = (
+            f"AUROC {self.auroc} for {self._classes()}. Of images of unseen classes, expect {expected} to be accepted "
+            f"as known; of those held out, {self.false_accepts.count} of {self.false_accepts.total} were."
+        )
         if self.required_reject_rate and self.required_reject_rate > (self.stated_false_reject_rate or 1):
             text += (
-                f" index.false_accept_rate = {self.stated_false_accept_rate:g} would reject "
-                f"{self.required_reject_rate:.0%} of known images, more than index.false_reject_rate = "
-                f"{self.stated_false_reject_rate:g}: known images take precedence. A higher index.false_reject_rate "
-                "accepts fewer unseen images."
+                f" Both rates cannot be held: to accept {self.stated_false_accept_rate:.0%} of unseen images "
+                f"(index.false_accept_rate), {self.required_reject_rate:.0%} of known images would be called unknown. "
+                f"index.false_reject_rate = {self.stated_false_reject_rate:g} takes precedence; raise it to accept "
+                "fewer unseen images."
             )
         return text
+
+    def rests_on(self) -> str:
+        """On how many images and classes the threshold and the figures rest, or empty without a
+        probe."""
+        if self.false_accepts is None or self.false_rejects is None:
+            return ""
+        networks = "one network that does" if self.draws == 1 else f"{self.draws} networks, each of which does"
+        return (
+            f"The threshold rests on {quantity(self.calibrated_known, 'image')} of known and "
+            f"{self.calibrated_unknown:,} of held-out classes, and the figures on {self.false_rejects.total:,} and "
+            f"{self.false_accepts.total:,} others, with {networks} not know some of "
+            f"{quantity(len(self.held_out), 'class', 'classes')}."
+        )
 
     def _switched_off(self) -> str:
         if self.auroc and self.auroc.low > 0.5:
@@ -117,15 +144,15 @@ class OpenSet(Frozen):
         draws = f" in {self.draws} draws" if self.draws > 1 else ""
         return f"the {quantity(len(self.held_out), 'class', 'classes')} held out{draws} ({named(self.held_out)})"
 
-    def basis(self) -> str:
-        """The basis and the scope of the figures, in one or two sentences."""
-        classes = quantity(len(self.held_out), "class", "classes")
-        training = (
-            "one network, trained without them"
-            if self.draws == 1
-            else f"{self.draws} draws, each with a network that does not know some of them"
-        )
-        return (
-            f"The figures rest on {classes} and {training}. The intervals contain the differences between classes, so "
+    def scope(self) -> str:
+        """For which images the figures hold, in one or two sentences."""
+        text = (
+            "The intervals include how much the shares differed between classes, networks and days in our tests, so "
             "they also hold for a class that you have not photographed yet, if it resembles these."
         )
+        if self.added_in_halves:
+            text += (
+                " An added class was asked with the half of its images that differs most from the half in the gallery, "
+                "as photographs of another day do. With data.group, whole days or places are held out instead."
+            )
+        return text

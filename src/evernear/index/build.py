@@ -22,17 +22,14 @@ from evernear.embedding.embeddings import EmbeddingBlock, Embeddings
 from evernear.errors import DataError, IntegrityError, SettingsError
 from evernear.index.calibrate import calibrate, is_nearest
 from evernear.index.description import (
-    CENTROIDS_FILE,
     DESCRIPTION_FILE,
     LABELS_FILE,
     RECALL,
     TOWARD_MEAN,
     IndexDescription,
-    Rule,
     index_parts,
 )
 from evernear.index.faiss_compat import FaissIndex, faiss
-from evernear.index.search import Gallery
 from evernear.index.vectors import (
     Choice,
     ExactNeighbors,
@@ -218,8 +215,6 @@ def build_index(
         (out_dir / DESCRIPTION_FILE).unlink(missing_ok=True)
     collection = chosen.index.save(out_dir)
     write_atomically(out_dir / LABELS_FILE, _npy(numbers))
-    centroids = _unit_rows(sums)
-    write_atomically(out_dir / CENTROIDS_FILE, _npy(centroids))
     description = IndexDescription(
         network_sha256=embeddings.network_sha256,
         dataset_digest=embeddings.description.dataset_digest,
@@ -230,31 +225,14 @@ def build_index(
         size=len(numbers),
         labels=tuple(labels),
         counts=tuple(np.bincount(numbers, minlength=len(labels)).tolist()),
-        label_by="vote",
         toward_mean=toward_mean,
         k=settings.k,
         calibration=calibration,
         parts={name: sha256_file(out_dir / name) for name in index_parts(collection)},
         collection=collection,
     )
-    label_by = choose_rule(Gallery(description, chosen.index, numbers, centroids), queries)
-    description = description.model_copy(update={"label_by": label_by})
     description.save(out_dir / DESCRIPTION_FILE)
     return description
-
-
-def choose_rule(gallery: Gallery, queries: EmbeddingBlock) -> Rule:
-    """``centroid`` if its accuracy on ``queries`` exceeds the vote's by over one standard error.
-
-    The vote is better for classes of several clusters. If classes overlap, the nearest vectors are
-    a small and noisy sample, whose noise the centroid averages out: on CIFAR-10, it is 1.1 points
-    more accurate than the vote of five neighbors.
-    """
-    neighbors = gallery.search(queries.embeddings, gallery.description.k)
-    by_vote = gallery.label(queries.embeddings, neighbors, "vote") == queries.labels
-    by_centroid = gallery.label(queries.embeddings, neighbors, "centroid") == queries.labels
-    gained = by_centroid.astype(np.float64) - by_vote
-    return "centroid" if gained.mean() > gained.std() / math.sqrt(len(gained)) else "vote"
 
 
 def _create(gallery: GalleryVectors, settings: IndexSettings, queries: EmbeddingBlock, exact: ExactNeighbors) -> Choice:
@@ -330,9 +308,3 @@ def _npy(array: NDArray[Any]) -> bytes:
     buffer = BytesIO()
     np.save(buffer, array, allow_pickle=False)
     return buffer.getvalue()
-
-
-def _unit_rows(sums: NDArray[np.float64]) -> NDArray[np.float32]:
-    """Rows of zeros, which belong to labels without vectors, do not change."""
-    lengths = np.linalg.norm(sums, axis=1, keepdims=True)
-    return (sums / np.where(lengths > 0, lengths, 1)).astype(np.float32)

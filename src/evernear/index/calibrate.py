@@ -33,9 +33,9 @@ def calibrate(
 ) -> Calibration:
     """Set the threshold, and measure its effect on ``queries``, neither trained nor tested on.
 
-    ``relative_threshold`` is that of `evernear.evaluation.probe`, as a multiple of the median
-    distance of known images. With the median of ``queries``, it becomes a distance of this network,
-    which was trained longer than the probe's (`threshold_of`). ``threshold`` is that of a release
+    ``relative_threshold`` is that of `evernear.evaluation.probe`, as a multiple of `unit_of` its
+    known images. With the unit of ``queries``, it becomes a distance of this network, which was
+    trained longer than the probe's (`threshold_of`). ``threshold`` is that of a release
     whose network is reused, and does not change.
 
     If there are too few classes for a probe, both are None, and impostors replace it: each query
@@ -80,16 +80,23 @@ def threshold_of(known_distances: Floats, relative_threshold: float, false_rejec
     It is raised if it would reject more than ``false_reject_rate`` of new known images, according
     to `threshold_rejecting`, unless there are too few query images for its rank.
     """
-    threshold = between(known_distances, relative_threshold * typical_distance(known_distances))
+    threshold = between(known_distances, relative_threshold * unit_of(known_distances))
     if (len(known_distances) + 1) * false_reject_rate < 1:
         return threshold
     return max(threshold, threshold_rejecting(known_distances, false_reject_rate))
 
 
-def typical_distance(distances: Floats) -> float:
-    """The median of the distances (N,) of known images, the unit of a relative threshold. It is at
-    least a rounding error, so that it can divide."""
-    return max(float(np.median(distances)), DISTANCE_TOLERANCE)
+def unit_of(distances: Floats) -> float:
+    """The unit of a relative threshold: the square root of the median distance (N,) of known
+    images.
+
+    The threshold of a release is then the geometric mean of the probe's threshold and of the same
+    multiple of the median. Distances of known images differ more between two networks than those of
+    unseen ones, so a multiple of the median alone accepted 40% of unseen digits where the probe had
+    measured 0% (docs/decisions/0008-unknown-images.md). The median is at least a rounding error, so
+    that its root can divide.
+    """
+    return math.sqrt(max(float(np.median(distances)), DISTANCE_TOLERANCE))
 
 
 def between(distances: Floats, threshold: float) -> float:

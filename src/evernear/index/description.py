@@ -14,7 +14,6 @@ from evernear.errors import IntegrityError
 DESCRIPTION_FILE = "index.json"
 VECTORS_FILE = "index.faiss"
 LABELS_FILE = "labels.npy"
-CENTROIDS_FILE = "centroids.npy"
 RECALL = 0.99
 """Recall@1 against exact search, with 95% confidence, that an index must reach to be chosen: its
 errors then hardly count among those of the network."""
@@ -30,9 +29,7 @@ that were added without training than nothing does. Class means recognize yet mo
 photographs, but fewer of the trained classes (docs/decisions/0008-unknown-images.md)."""
 WIDE = 3
 """The interval of false rejects is wide above this multiple of ``index.false_reject_rate``."""
-Rule = Literal["vote", "centroid"]
-"""Whether the nearest neighbors or the nearest class centroid determine the label."""
-PARTS = (VECTORS_FILE, LABELS_FILE, CENTROIDS_FILE)
+PARTS = (VECTORS_FILE, LABELS_FILE)
 
 
 def index_parts(collection: "Collection | None") -> tuple[str, ...]:
@@ -143,7 +140,6 @@ class IndexDescription(Document):
     labels: tuple[str, ...]
     counts: tuple[int, ...]
     """Vectors per label in ``labels``. A label without vectors is never predicted."""
-    label_by: Rule
     toward_mean: float = Field(ge=0.0, le=1.0)
     """How far each vector of the gallery was moved toward the mean of its class, before it got unit
     length again. A single photograph is a noisy sample of its class, whose noise the mean does not

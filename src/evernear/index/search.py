@@ -1,4 +1,4 @@
-"""Find an embedding's neighbors, label it by vote or centroid, and call it unknown by distance."""
+"""Find an embedding's neighbors, label it by vote, and call it unknown by distance."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,12 +9,10 @@ from numpy.typing import NDArray
 
 from evernear.errors import IntegrityError
 from evernear.index.description import (
-    CENTROIDS_FILE,
     LABELS_FILE,
     MAX_DISTANCE,
     VECTORS_FILE,
     IndexDescription,
-    Rule,
     check_parts,
     describe_index,
 )
@@ -22,7 +20,6 @@ from evernear.index.vectors import VectorIndex, index_backend
 
 NO_LABEL = -1
 """Replaces the label number of a neighbor that an approximate index did not find."""
-CENTROID_BLOCK = 4096
 SETTLED_BY = 100
 """Number of neighbors that `Gallery.is_settled` checks. If all could vote, nothing is settled."""
 Embedded = NDArray[np.float32]
@@ -65,14 +62,10 @@ class Classifications:
 
 
 class Gallery:
-    def __init__(
-        self, description: IndexDescription, index: VectorIndex, label_indices: NDArray[np.int32], centroids: Embedded
-    ) -> None:
+    def __init__(self, description: IndexDescription, index: VectorIndex, label_indices: NDArray[np.int32]) -> None:
         self.description = description
         self._index = index
         self._label_indices = label_indices
-        self._known = np.flatnonzero(description.counts).astype(np.int32)
-        self._centroids = centroids[self._known]
 
     @staticmethod
     def open(directory: Path, network_sha256: str) -> "Gallery":
@@ -93,15 +86,14 @@ class Gallery:
         check_parts(directory, described)
         try:
             index = _open_vectors(directory, described)
-            label_indices, centroids = (_read_array(directory / name) for name in (LABELS_FILE, CENTROIDS_FILE))
+            label_indices = _read_array(directory / LABELS_FILE)
             counts = np.bincount(label_indices, minlength=len(described.labels)).tolist()
         except (RuntimeError, ValueError, TypeError) as error:
             raise IntegrityError(f"The index in {directory} cannot be read; {described.remedy}.") from error
-        size, dim = described.size, described.dim
-        shapes = index.shape, label_indices.shape, centroids.shape
-        if shapes != ((size, dim), (size,), (len(counts), dim)) or counts != list(described.counts):
+        shapes = index.shape, label_indices.shape
+        if shapes != ((described.size, described.dim), (described.size,)) or counts != list(described.counts):
             raise IntegrityError(f"The files of the index in {directory} do not match each other; {described.remedy}.")
-        return Gallery(described, index, label_indices, centroids)
+        return Gallery(described, index, label_indices)
 
     @property
     def label_indices(self) -> NDArray[np.int32]:
@@ -112,7 +104,7 @@ class Gallery:
         """Recognize unit vectors (N, D). By default, each lists the ``k`` neighbors that vote."""
         listed = self.description.k if k is None else k
         neighbors = self.search(embeddings, max(listed, self.description.k))
-        answers = self.classify(embeddings, neighbors)
+        answers = self.classify(neighbors)
         names = (*self.description.labels, "")  # the last name is for NO_LABEL, which is removed below
         return [
             Recognition(
@@ -143,14 +135,13 @@ class Gallery:
         labels = np.where(rows >= 0, self._label_indices[rows], np.int32(NO_LABEL))
         return Neighbors(labels=labels, distances=distances, rows=rows)
 
-    def classify(self, embeddings: Embedded, neighbors: Neighbors) -> Classifications:
-        """Classify unit vectors (N, D) by the neighbors that `search` found.
-
-        The distance is always to the nearest neighbor, which rejects unknown images better than the
-        distance to a centroid. A query without neighbors is unknown, at `MAX_DISTANCE`.
-        """
-        labels = self.label(embeddings, neighbors, self.description.label_by)
-        no_neighbors = neighbors.labels[:, 0] == NO_LABEL
+    def classify(self, neighbors: Neighbors) -> Classifications:
+        """Classify queries by the neighbors that `search` found, of which the first
+        ``description.k`` vote. A query without neighbors is unknown, at `MAX_DISTANCE`, and gets
+        the label of the largest class."""
+        labels = vote(neighbors.labels[:, : self.description.k])
+        no_neighbors = labels == NO_LABEL
+        labels[no_neighbors] = np.argmax(self.description.counts)
         distances = np.where(
             no_neighbors, np.float32(MAX_DISTANCE), np.minimum(neighbors.distances[:, 0], MAX_DISTANCE)
         )
@@ -160,15 +151,11 @@ class Gallery:
         """For each unit vector (N, D), whether no change of distances by up to ``tolerance``
         changes the prediction."""
         neighbors = self.search(embeddings, max(SETTLED_BY, 2 * self.description.k))
-        predicted = self.classify(embeddings, neighbors)
+        predicted = self.classify(neighbors)
         is_clear = np.abs(predicted.distances - self.description.threshold) > tolerance
         if self.description.threshold >= MAX_DISTANCE:  # unknown is switched off
             is_clear[:] = True
-        if self.description.label_by == "vote":
-            return is_clear & self._vote_is_settled(neighbors, predicted.labels, tolerance)
-        distances = np.sqrt(np.maximum(2 - 2 * embeddings @ self._centroids.T, 0))
-        nearest, second = np.partition(distances, 1, axis=1)[:, :2].T
-        return is_clear & (second - nearest > 2 * tolerance)
+        return is_clear & self._vote_is_settled(neighbors, predicted.labels, tolerance)
 
     def _vote_is_settled(
         self, neighbors: Neighbors, predicted: NDArray[np.int32], tolerance: float
@@ -184,26 +171,6 @@ class Gallery:
         others = np.where(is_predicted, 0, votes).max(axis=1)
         is_complete = size == self.description.size or ~is_possible[:, -1]
         return is_complete & ((others == 0) | ((is_certain & is_predicted).sum(axis=1) > others))
-
-    def label(self, embeddings: Embedded, neighbors: Neighbors, rule: Rule) -> NDArray[np.int32]:
-        """Label indices of unit vectors (N, D) by the neighbors that `search` found.
-
-        The vote counts the first ``description.k``. Without neighbors, the nearest centroid labels
-        a query.
-        """
-        if rule == "centroid":
-            return self._nearest_centroid(embeddings)
-        labels = vote(neighbors.labels[:, : self.description.k])
-        no_neighbors = labels == NO_LABEL
-        labels[no_neighbors] = self._nearest_centroid(embeddings[no_neighbors])
-        return labels
-
-    def _nearest_centroid(self, embeddings: Embedded) -> NDArray[np.int32]:
-        nearest = [
-            (embeddings[start : start + CENTROID_BLOCK] @ self._centroids.T).argmax(axis=1)
-            for start in range(0, len(embeddings), CENTROID_BLOCK)
-        ]
-        return self._known[np.concatenate([np.empty(0, np.intp), *nearest])]
 
 
 def _open_vectors(directory: Path, described: IndexDescription) -> VectorIndex:

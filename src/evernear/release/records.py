@@ -81,8 +81,8 @@ class Signature(Frozen):
 
 
 class Index(Frozen):
-    """The FAISS index and its classification rule. ``threshold`` is the L2 distance beyond which an
-    image is unknown."""
+    """The FAISS index. ``k`` neighbors vote. ``threshold`` is the L2 distance beyond which an image
+    is unknown."""
 
     factory: str
     search: str
@@ -90,7 +90,6 @@ class Index(Frozen):
     metric: str
     size: int
     dim: int
-    label_by: str
     k: int
     threshold: float
 

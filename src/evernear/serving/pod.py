@@ -65,7 +65,7 @@ def memory_size_bytes(settings: ServingSettings, index_size_bytes: int, worker_p
     """The memory that a pod needs if every worker processes a full batch of the largest requests.
 
     All workers share one memory-mapped copy of the index (``index_size_bytes``). Each loads its own
-    copy of the network, labels and centroids (``worker_parts_size_bytes``). Each request body is in
+    copy of the network and labels (``worker_parts_size_bytes``). Each request body is in
     memory twice: as received, and after it is rewritten without metadata.
     """
     batch = 2 * settings.batch_size * settings.max_request_size_bytes

@@ -37,8 +37,7 @@ class IndexSettings(Section):
         default=5,
         ge=1,
         le=1000,
-        description="Number of neighbors that vote on the label, unless the nearest class centroids label clearly more "
-        "images of the query split correctly.",
+        description="Number of neighbors that vote on the label.",
     )
     false_accept_rate: float = Field(
         default=0.05,

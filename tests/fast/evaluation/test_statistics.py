@@ -4,13 +4,16 @@ import numpy as np
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
+from scipy.special import expit
 from scipy.stats import binom, binomtest
 
 from evernear.evaluation.statistics import (
     ROC_POINTS,
+    TRANSFER_DEVIATION,
     Auroc,
     auroc_interval,
     effective_totals,
+    expected_share,
     false_accepts_at,
     place,
     proportion,
@@ -156,3 +159,33 @@ def test_interval_of_groups_contains_the_accuracy_and_that_of_frames_does_not(ev
         by_frames += frames.low <= accuracy <= frames.high
     assert contained >= binom.ppf(0.01, 1000, 0.94)
     assert by_frames < 700
+
+
+@pytest.mark.parametrize(("count", "total"), [(0, 16), (1, 16), (8, 16), (16, 16), (90, 900)])
+def test_the_share_to_expect_is_less_certain_than_the_measured_one(count: int, total: int):
+    measured = proportion(count, total, 0.95)
+    expected = expected_share(measured)
+    assert expected.value == pytest.approx(measured.value)
+    assert expected.low <= measured.low
+    assert expected.high >= measured.high
+    assert expected.high - expected.low > measured.high - measured.low
+
+
+@pytest.mark.parametrize("share", [0.05, 0.3, 0.6])
+def test_more_classes_accept_more_images(share: float):
+    """Of independent classes, none accepts with the product of the probabilities."""
+    measured = proportion(round(1000 * share), 1000, 0.95)
+    twice = expected_share(measured, 2)
+    assert twice.value == pytest.approx(1 - (1 - share) ** 2)
+    assert twice.low < twice.value < twice.high < 1
+
+
+def test_shares_of_another_log_odds_lie_in_the_interval_as_often_as_stated():
+    rng = np.random.default_rng(0)
+    held = 0
+    for _ in range(500):
+        odds = rng.normal(-1.5, 1)
+        measured = proportion(int(rng.binomial(60, expit(odds))), 60, 0.95)
+        expected = expected_share(measured)
+        held += expected.low <= expit(odds + rng.normal(0, TRANSFER_DEVIATION)) <= expected.high
+    assert 0.93 < held / 500 <= 1

@@ -20,8 +20,7 @@ from tests.limits import largest_file
 LABELS = ("zero", "one", "two", "three", "four", "never seen")
 
 
-def test_index_description_records_its_inputs(make_embeddings, index_settings, tmp_path, monkeypatch):
-    monkeypatch.setattr(build, "choose_rule", lambda *_: "centroid")
+def test_index_description_records_its_inputs(make_embeddings, index_settings, tmp_path):
     gallery = blobs(1, 130)
     embeddings = make_embeddings({"gallery": gallery, "query": blobs(2, 50)})
     described = build_index(embeddings, LABELS, index_settings(k=3), tmp_path)
@@ -29,19 +28,11 @@ def test_index_description_records_its_inputs(make_embeddings, index_settings, t
     assert describe_index(tmp_path) == described
     assert described.network_sha256 == NETWORK
     assert described.dataset_digest == "d" * 64
-    assert (described.dim, described.size, described.k, described.label_by) == (16, 130, 3, "centroid")
+    assert (described.dim, described.size, described.k) == (16, 130, 3)
     assert described.counts == (*np.bincount(gallery[1]).tolist(), 0)
     assert described.known_labels == LABELS[:5]
     for name, sha256 in described.parts.items():
         assert sha256_file(tmp_path / name) == sha256
-
-
-@pytest.mark.parametrize(("spread", "rule"), [(0.1, "vote"), (0.6, "centroid")])
-def test_auto_labels_by_centroid_only_where_that_is_clearly_better(make_embeddings, tmp_path, spread, rule):
-    splits = {"gallery": blobs(1, 300, spread=spread), "query": blobs(2, 300, spread=spread)}
-    described = build_index(make_embeddings(splits), LABELS, IndexSettings(), tmp_path, toward_mean=0)
-    assert described.label_by == rule
-    assert describe_index(tmp_path).label_by == rule
 
 
 def test_index_build_is_deterministic(make_embeddings: MakeEmbeddings, index_settings: MakeSettings, tmp_path):

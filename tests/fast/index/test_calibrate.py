@@ -153,8 +153,9 @@ def test_known_images_take_precedence_over_impostors(make_embeddings, index_sett
 def test_the_threshold_of_a_probe_is_relative_to_the_releases_own_queries(make_embeddings: MakeEmbeddings, tmp_path):
     gallery, queries = blobs(1, 300), blobs(2, 130)
     embeddings = make_embeddings({"gallery": gallery, "query": queries})
-    built = build_index(embeddings, LABELS, IndexSettings(), tmp_path, relative_threshold=1.2, toward_mean=0)
     distances = np.linalg.norm(queries[0][:, None] - gallery[0][None], axis=2).min(axis=1)
+    relative = 1.2 * float(np.median(distances)) ** 0.5
+    built = build_index(embeddings, LABELS, IndexSettings(), tmp_path, relative_threshold=relative, toward_mean=0)
     assert built.calibration.found_by == "unseen classes"
     assert built.threshold == pytest.approx(1.2 * np.median(distances), abs=MARGIN)
     assert built.calibration.false_rejects == (distances > built.threshold).sum() > 0
@@ -321,12 +322,12 @@ def test_only_queries_of_scenes_that_the_gallery_lacks_set_the_threshold(folder,
             dataset.labels,
             IndexSettings(),
             tmp_path / "groups",
-            relative_threshold=1.2,
+            relative_threshold=0.5,
             groups=groups,
             toward_mean=0,
         )
     images_alone = build_index(
-        made, dataset.labels, IndexSettings(), tmp_path / "images", relative_threshold=1.2, toward_mean=0
+        made, dataset.labels, IndexSettings(), tmp_path / "images", relative_threshold=0.5, toward_mean=0
     )
     gaps = calibration_gaps(dataset, ["a", "b", "c"], len(seen))
     assert f"; calibrated without query images of 1 class; calibrated without {len(seen)} query images" in gaps
@@ -348,13 +349,13 @@ def test_expected_false_rejects_count_scenes(folder: Path, tmp_path: Path, make_
             dataset.labels,
             IndexSettings(),
             tmp_path / "groups",
-            relative_threshold=1.05,
+            relative_threshold=0.5,
             groups=groups,
             toward_mean=0,
         )
         sizes = np.bincount(groups.of(next(iter(dataset.blocks("query", 10_000))).digests))
     images_alone = build_index(
-        made, dataset.labels, IndexSettings(), tmp_path / "images", relative_threshold=1.05, toward_mean=0
+        made, dataset.labels, IndexSettings(), tmp_path / "images", relative_threshold=0.5, toward_mean=0
     )
     independent = grouped.calibration.independent
     assert independent == pytest.approx(sizes.sum() ** 2 / (sizes**2).sum())

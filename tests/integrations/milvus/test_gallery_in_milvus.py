@@ -77,7 +77,7 @@ def test_release_has_no_vectors_but_names_their_collection(make: Make, settings,
     release = make()
     parts = open_release(release.archive, tmp_path / "parts")
     assert "index.faiss" not in parts.manifest.parts
-    assert {"labels.npy", "centroids.npy", "network.pt"} < set(parts.manifest.parts)
+    assert {"labels.npy", "network.pt"} < set(parts.manifest.parts)
     predictor, in_archive = Predictor.open(parts), make_release()
     reference = Predictor.open(open_release(in_archive.archive, tmp_path / "reference"))
     for image, query in parts.smoke_queries():

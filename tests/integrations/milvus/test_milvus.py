@@ -43,7 +43,7 @@ def collection_of(described: IndexDescription) -> Collection:
 
 def test_collection_has_vectors_labels_and_hashes_for_other_readers(embeddings, settings, tmp_path):
     described = build_index(embeddings, LABELS, settings, tmp_path, toward_mean=0)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["centroids.npy", "index.json", "labels.npy"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["index.json", "labels.npy"]
     collection = collection_of(described)
     assert (collection.uri, collection.alias) == (settings.uri, settings.collection)
     row, last = client(settings).query(

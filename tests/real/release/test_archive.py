@@ -42,7 +42,7 @@ def test_archive_round_trip(system: System, make_release: MakeRelease, tmp_path:
 
     assert parts.manifest == packed.manifest == read_release_manifest(packed.archive)
     assert sha256_file(parts.directory / "network.pt") == packed.manifest.network_sha256
-    for name in ("index.faiss", "labels.npy", "centroids.npy", "index.json"):
+    for name in ("index.faiss", "labels.npy", "index.json"):
         assert parts.read(name) == (system.index_dir / name).read_bytes()
     assert parts.read("verdict.json") == packed.verdict.read_bytes()
     assert packed.manifest.dataset_digest == system.dataset.digest

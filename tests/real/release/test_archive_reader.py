@@ -160,14 +160,14 @@ def test_overlapping_members_are_rejected(packed: PackedRelease, tmp_path: Path)
     bomb")."""
     with zipfile.ZipFile(packed.archive) as members:
         network = members.read("network.pt")
-    bomb = forge(packed, tmp_path / "overlap.mar", index_faiss=network, labels_npy=network, centroids_npy=network)
+    bomb = forge(packed, tmp_path / "overlap.mar", index_faiss=network, labels_npy=network)
     with zipfile.ZipFile(bomb.archive) as members:
         others = {name: members.read(name) for name in members.namelist() if not name.endswith((".faiss", ".npy"))}
     with zipfile.ZipFile(tmp_path / "overlap.mar", "w") as new:
         for name, data in others.items():
             new.writestr(name, data)
         original = new.getinfo("network.pt")
-        for name in ("index.faiss", "labels.npy", "centroids.npy"):
+        for name in ("index.faiss", "labels.npy"):
             info = zipfile.ZipInfo(name)
             info.header_offset, info.CRC = original.header_offset, original.CRC
             info.file_size = info.compress_size = original.file_size

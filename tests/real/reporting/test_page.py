@@ -284,7 +284,7 @@ def test_many_failed_rules_do_not_push_the_next_command_down(run: Run) -> None:
     [
         (OpenSet(held_out=()), "was calibrated on gallery impostors"),
         (OpenSet(held_out=(), threshold=0.4), "was reused together with the network"),
-        (assess([draw_of(*NEAR_AND_FAR)], IndexSettings()), "known images take precedence"),
+        (assess([draw_of(*NEAR_AND_FAR)], IndexSettings()), "Both rates cannot be held"),
         (assess([draw_of(*ALIKE)], IndexSettings()), "Unknown is switched off"),
     ],
 )
