@@ -24,11 +24,6 @@ class Counting:
         return Computed("made", {"images": 3}, self._reusable)
 
 
-@pytest.fixture
-def store(tmp_path: Path) -> FileStore:
-    return FileStore(tmp_path / "store")
-
-
 def compute(store: Store, counting: Counting, directory: Path, key: str = "k") -> Computed:
     return compute_once(store, key, directory, counting)
 

@@ -21,7 +21,7 @@ NOW = datetime(2026, 2, 3, tzinfo=UTC)
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> Store:
+def logged_store(tmp_path: Path) -> Store:
     store = open_store((tmp_path / "store").as_uri())
     period = Period(version="v1", since=NOW, until=NOW, queries=9, unknown=0)
     rows = [LoggedQuery(at=NOW, pred="a", dist=0.1, unknown=False, id=f"id-{number}") for number in range(3)]
@@ -32,64 +32,66 @@ def store(tmp_path: Path) -> Store:
     return store
 
 
-def test_labels_are_stored_with_the_logged_answer(store: Store) -> None:
-    result = import_labels(store, {"id-0": "a", "id-2": "b", "other": "a"}, NOW)
+def test_labels_are_stored_with_the_logged_answer(logged_store: Store) -> None:
+    result = import_labels(logged_store, {"id-0": "a", "id-2": "b", "other": "a"}, NOW)
     assert (result.stored, result.missing) == (2, ("other",))
-    stored = {query.id: query for query in labeled_queries(store).queries}
+    stored = {query.id: query for query in labeled_queries(logged_store).queries}
     assert {name: (query.label_right, query.version) for name, query in stored.items()} == {
         "id-0": (True, "v1"),
         "id-2": (False, "v1"),
     }
 
 
-def test_label_is_compared_as_a_class_name(store: Store) -> None:
+def test_label_is_compared_as_a_class_name(logged_store: Store) -> None:
     """macOS writes folder names decomposed, and a table may contain them."""
     key = "queries/20260203/20260203T000002Z-v1-host-1-00000000.jsonl"
     period = Period(version="v1", since=NOW, until=NOW, queries=1, unknown=0)
     row = LoggedQuery(at=NOW, pred="caf\xe9", dist=0.1, unknown=False, id="coffee")
-    store.put(key, f"{period.model_dump_json()}\n{row.model_dump_json()}\n".encode())
-    import_labels(store, {"coffee": "cafe\u0301\u200b"}, NOW)
-    (query,) = labeled_queries(store).queries
+    logged_store.put(key, f"{period.model_dump_json()}\n{row.model_dump_json()}\n".encode())
+    import_labels(logged_store, {"coffee": "cafe\u0301\u200b"}, NOW)
+    (query,) = labeled_queries(logged_store).queries
     assert (query.label, query.label_right) == ("caf\xe9", True)
 
 
-def test_a_growing_file_is_imported_again_and_again(store: Store) -> None:
+def test_a_growing_file_is_imported_again_and_again(logged_store: Store) -> None:
     """Only what is new is stored, so that old labels do not count as labels of this month, and a
     correction reaches queries that the log no longer has."""
-    import_labels(store, {"id-0": "b", "id-2": "a"}, NOW)
-    before = labeled_queries(store).queries
-    assert import_labels(store, {"id-0": "b", "id-2": "a"}, NOW + timedelta(days=40)).stored == 2
-    assert labeled_queries(store).queries == before
-    assert len(list(store.list(LIVE_LABELS))) == 1
-    for info in list(store.list("queries/")):
-        store.delete(info.key)
+    import_labels(logged_store, {"id-0": "b", "id-2": "a"}, NOW)
+    before = labeled_queries(logged_store).queries
+    assert import_labels(logged_store, {"id-0": "b", "id-2": "a"}, NOW + timedelta(days=40)).stored == 2
+    assert labeled_queries(logged_store).queries == before
+    assert len(list(logged_store.list(LIVE_LABELS))) == 1
+    for info in list(logged_store.list("queries/")):
+        logged_store.delete(info.key)
     later = NOW + timedelta(days=50)
-    result = import_labels(store, {"id-0": "a", "id-1": "a", "id-2": "a"}, later)
+    result = import_labels(logged_store, {"id-0": "a", "id-1": "a", "id-2": "a"}, later)
     assert (result.stored, result.missing) == (2, ("id-1",))
-    labeled = {query.id: (query.label, query.label_right, query.labeled_at) for query in labeled_queries(store).queries}
+    labeled = {
+        query.id: (query.label, query.label_right, query.labeled_at) for query in labeled_queries(logged_store).queries
+    }
     assert labeled == {"id-0": ("a", True, later), "id-2": ("a", True, NOW)}
 
 
-def test_damaged_labels_are_named_and_hide_no_others(store: Store) -> None:
-    import_labels(store, {"id-0": "a"}, NOW)
+def test_damaged_labels_are_named_and_hide_no_others(logged_store: Store) -> None:
+    import_labels(logged_store, {"id-0": "a"}, NOW)
     key = f"{LIVE_LABELS}20260203T000000000000Z-1.jsonl"
-    store.put(key, b"{}\n")
-    labels = labeled_queries(store)
+    logged_store.put(key, b"{}\n")
+    labels = labeled_queries(logged_store)
     assert [query.id for query in labels.queries] == ["id-0"]
     assert labels.damaged.keys() == {key}
     assert key in labels.damaged[key]
-    (damage,) = [damage for damage in check_store(store) if damage.key == key]
+    (damage,) = [damage for damage in check_store(logged_store) if damage.key == key]
     assert damage.needed_by == ("live accuracy",)
     assert "import the labels again" in damage.consequence
 
 
-def test_only_labels_since_the_release_was_made_are_read(store: Store) -> None:
-    import_labels(store, {"id-0": "a"}, NOW)
-    import_labels(store, {"id-1": "a"}, NOW + timedelta(days=9))
-    assert [query.id for query in labeled_queries(store, NOW + timedelta(days=8)).queries] == ["id-1"]
+def test_only_labels_since_the_release_was_made_are_read(logged_store: Store) -> None:
+    import_labels(logged_store, {"id-0": "a"}, NOW)
+    import_labels(logged_store, {"id-1": "a"}, NOW + timedelta(days=9))
+    assert [query.id for query in labeled_queries(logged_store, NOW + timedelta(days=8)).queries] == ["id-1"]
     elsewhere = timezone(timedelta(hours=9))
-    assert len(labeled_queries(store, NOW.astimezone(elsewhere)).queries) == 2
-    assert labels_of_release(store, "20260210.000000.0a1b2c3d").queries == []
+    assert len(labeled_queries(logged_store, NOW.astimezone(elsewhere)).queries) == 2
+    assert labels_of_release(logged_store, "20260210.000000.0a1b2c3d").queries == []
 
 
 @pytest.mark.parametrize(

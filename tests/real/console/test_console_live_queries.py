@@ -19,7 +19,7 @@ from tests.review_queue import png
 
 
 @pytest.fixture
-def store(system: System, make_release: MakeRelease, tmp_path: Path) -> Store:
+def live_store(system: System, make_release: MakeRelease, tmp_path: Path) -> Store:
     """A store with a champion, which answered 20 queries of the uniform sample this week."""
     shutil.copytree(Path(unquote(urlsplit(system.dataset.store.uri).path)), tmp_path / "copy")
     store = open_store((tmp_path / "copy").as_uri())
@@ -39,8 +39,8 @@ def store(system: System, make_release: MakeRelease, tmp_path: Path) -> Store:
     return store
 
 
-def test_twelve_random_queries_are_labeled_without_their_answers(store: Store, source: Path) -> None:
-    client = signed_in(store, source)
+def test_twelve_random_queries_are_labeled_without_their_answers(live_store: Store, source: Path) -> None:
+    client = signed_in(live_store, source)
     assert 'hx-get="/review/live"' in client.get("/review").text
     page = client.get("/review/live").text
     assert "0 of 12 labeled this week" in page
@@ -55,7 +55,7 @@ def test_twelve_random_queries_are_labeled_without_their_answers(store: Store, s
     assert "no class of this name" not in answered
     assert "1 of 12 labeled this week" in answered
     assert "no class of this name" in client.post("/review/live", data={"query": shown[0], "label": "seven"}).text
-    (query,) = labeled_queries(store).queries
+    (query,) = labeled_queries(live_store).queries
     assert (query.id, query.label, query.label_right) == (shown[0], "seven", False)
     assert [path for path in source.rglob("*") if "review" in path.name] == [], "it never enters the dataset"
     for form in ({"query": shown[1], "label": " "}, {"query": "other", "label": "7"}):
@@ -63,8 +63,10 @@ def test_twelve_random_queries_are_labeled_without_their_answers(store: Store, s
     assert client.get("/review/live/image?id=other", headers={"HX-Request": "true"}).status_code == 400
 
 
-def test_labels_need_the_right_and_this_site(store: Store, source: Path) -> None:
-    stranger = open_console(store, f"folder:{source}", *PROXY, address="10.1.2.3", **{"X-Forwarded-Email": "bob@x"})
+def test_labels_need_the_right_and_this_site(live_store: Store, source: Path) -> None:
+    stranger = open_console(
+        live_store, f"folder:{source}", *PROXY, address="10.1.2.3", **{"X-Forwarded-Email": "bob@x"}
+    )
     page = stranger.get("/review/live").text
     assert "live query 12" in page
     assert ">Label<" not in page
@@ -72,9 +74,9 @@ def test_labels_need_the_right_and_this_site(store: Store, source: Path) -> None
     form = {"query": "q/1", "label": "7"}
     refused = stranger.post("/review/live", data=form)
     assert (refused.status_code, "permissions.label" in refused.text) == (403, True)
-    client = signed_in(store, source)
+    client = signed_in(live_store, source)
     assert client.post("/review/live", data=form, headers={"Origin": "http://evil"}).status_code == 403
-    assert list(store.list(LIVE_LABELS)) == []
+    assert list(live_store.list(LIVE_LABELS)) == []
 
 
 def test_without_a_release_nothing_is_asked(tmp_path: Path, source: Path) -> None:

@@ -39,7 +39,7 @@ def finish():
 
 
 @pytest.fixture
-def store(bucket: str) -> Store:
+def shared_store(bucket: str) -> Store:
     return open_store(f"s3://{bucket}/store")
 
 
@@ -73,10 +73,10 @@ def jobs(cluster: LoopbackCluster) -> list[dict[str, Any]]:
 
 
 def test_job_runs_every_part_with_the_rights_of_the_role(
-    loopback: LoopbackCluster, store: Store, monkeypatch: pytest.MonkeyPatch
+    loopback: LoopbackCluster, shared_store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run_command(monkeypatch, "finish()")
-    parts, states = plan(store), list[str]()
+    parts, states = plan(shared_store), list[str]()
     parts.save_result(1, b"earlier")
     seen = run(parts, report=states.append)
     assert (seen[0], seen[-1]) == (1, 4)
@@ -90,7 +90,7 @@ def test_job_runs_every_part_with_the_rights_of_the_role(
 
 
 def test_part_that_failed_for_good_ends_the_step_with_its_sentence(
-    loopback: LoopbackCluster, store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    loopback: LoopbackCluster, shared_store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     code = f"""
 open({str(tmp_path)!r} + f"/started-{{number}}", "a").write("x")
@@ -101,13 +101,13 @@ finish()
 """
     run_command(monkeypatch, code)
     with pytest.raises(ClusterError, match=r"^The shard 7 is damaged\.$"):
-        run(plan(store), nodes=4)
+        run(plan(shared_store), nodes=4)
     assert (tmp_path / "started-2").read_text() == "x", "it is not retried"
     assert jobs(loopback) == []
 
 
 def test_part_that_fails_is_retried_and_a_drained_node_costs_its_part(
-    loopback: LoopbackCluster, store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    loopback: LoopbackCluster, shared_store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     code = f"""
 import time
@@ -121,7 +121,7 @@ if first and number == 1:
 finish()
 """
     run_command(monkeypatch, code)
-    parts = plan(store)
+    parts = plan(shared_store)
 
     def drain() -> None:
         while not (tmp_path / "started-1").exists():
@@ -137,20 +137,20 @@ finish()
 
 
 def test_pods_that_keep_failing_name_the_reason_and_the_template(
-    loopback: LoopbackCluster, store: Store, monkeypatch: pytest.MonkeyPatch
+    loopback: LoopbackCluster, shared_store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run_command(monkeypatch, "os._exit(137)")
     monkeypatch.setattr(indexed_job, "RETRIES", 1)
     with pytest.raises(
         ClusterError, match=r"MaxFailedIndexesExceeded: .* raise its limit in the PodTemplate evernear-parts"
     ):
-        run(plan(store))
+        run(plan(shared_store))
 
 
 def test_running_job_is_adopted_and_an_ended_one_is_replaced(
-    loopback: LoopbackCluster, manifests: Objects, store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    loopback: LoopbackCluster, manifests: Objects, shared_store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    parts = plan(store, parts=2)
+    parts = plan(shared_store, parts=2)
     run_command(monkeypatch, f"if os.path.exists({str(tmp_path / 'works')!r}): finish()")
 
     ended, seen = left_behind(loopback, parts, manifests), set[str]()
@@ -162,14 +162,14 @@ def test_running_job_is_adopted_and_an_ended_one_is_replaced(
     assert seen
     assert ended not in seen
 
-    parts, seen = plan(store, "runs/run-2/embed", parts=2), set[str]()
+    parts, seen = plan(shared_store, "runs/run-2/embed", parts=2), set[str]()
     running = left_behind(loopback, parts, manifests)
     run(parts, report=lambda _: seen.update(job["metadata"]["uid"] for job in jobs(loopback)))
     assert seen == {running}
 
 
 def test_failed_job_whose_pods_still_terminate_is_replaced(
-    loopback: LoopbackCluster, manifests: Objects, store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    loopback: LoopbackCluster, manifests: Objects, shared_store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     code = f"""
 import signal, time
@@ -185,7 +185,7 @@ if not os.path.exists(works):
 finish()
 """
     run_command(monkeypatch, code)
-    parts, seen = plan(store, parts=2), set[str]()
+    parts, seen = plan(shared_store, parts=2), set[str]()
     failed = left_behind(loopback, parts, manifests)
     while not jobs(loopback)[0].get("status", {}).get("conditions"):
         time.sleep(0.05)
@@ -198,7 +198,7 @@ finish()
 
 
 def test_pods_that_cannot_start_name_the_reason_and_the_deadline_the_setting(
-    loopback: LoopbackCluster, manifests: Objects, store: Store, monkeypatch: pytest.MonkeyPatch
+    loopback: LoopbackCluster, manifests: Objects, shared_store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     patch = {"template": {"spec": {"nodeSelector": {"example.org/gpu": "yes"}}}}
     loopback.api.patch(POD_TEMPLATE, patch, "kubeflow", "evernear-parts")
@@ -210,24 +210,26 @@ def test_pods_that_cannot_start_name_the_reason_and_the_deadline_the_setting(
         match=r"DeadlineExceeded: .*event FailedScheduling: .*affinity/selector.* Correct the PodTemplate "
         r"evernear-parts if needed, and run again",
     ):
-        run(plan(store), report=states.append)
+        run(plan(shared_store), report=states.append)
     assert any(state.startswith("0 nodes run; event FailedScheduling: 0/1 nodes are available") for state in states)
     assert jobs(loopback) == []
 
 
-def test_steps_of_one_run_have_different_jobs(manifests: Objects, store: Store) -> None:
+def test_steps_of_one_run_have_different_jobs(manifests: Objects, shared_store: Store) -> None:
     names = {
-        indexed_job.indexed_job(plan(store, folder), 2, manifests["PodTemplate"])["metadata"]["name"]
+        indexed_job.indexed_job(plan(shared_store, folder), 2, manifests["PodTemplate"])["metadata"]["name"]
         for folder in ("runs/run-1/embed", "runs/run-1/evaluate", "runs/run-2/embed")
     }
     assert len(names) == 3
 
 
-def test_stopped_step_and_deleted_job(loopback: LoopbackCluster, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stopped_step_and_deleted_job(
+    loopback: LoopbackCluster, shared_store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
     before = signal.getsignal(signal.SIGTERM)
     run_command(monkeypatch, "import time; time.sleep(60)")
     with pytest.raises(SystemExit) as stopped:
-        run(plan(store), report=lambda _: os.kill(os.getpid(), signal.SIGTERM))
+        run(plan(shared_store), report=lambda _: os.kill(os.getpid(), signal.SIGTERM))
     assert stopped.value.code == 128 + signal.SIGTERM
     assert jobs(loopback) == []
     assert signal.getsignal(signal.SIGTERM) == before
@@ -237,15 +239,15 @@ def test_stopped_step_and_deleted_job(loopback: LoopbackCluster, store: Store, m
             loopback.api.delete(JOB, "kubeflow", job["metadata"]["name"])
 
     with pytest.raises(ClusterError, match="was deleted by someone else; run again to continue"):
-        run(plan(store, "other"), report=delete)
+        run(plan(shared_store, "other"), report=delete)
 
 
-def test_queue_of_kueue_and_image_are_in_the_job(manifests: Objects, store: Store) -> None:
+def test_queue_of_kueue_and_image_are_in_the_job(manifests: Objects, shared_store: Store) -> None:
     template = manifests["PodTemplate"]
-    labels = indexed_job.indexed_job(plan(store), 8, template)["metadata"]["labels"]
+    labels = indexed_job.indexed_job(plan(shared_store), 8, template)["metadata"]["labels"]
     assert "kueue.x-k8s.io/queue-name" not in labels
     template["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] = "team-a"
-    manifest = indexed_job.indexed_job(plan(store), 8, template)
+    manifest = indexed_job.indexed_job(plan(shared_store), 8, template)
     assert manifest["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "team-a"
     assert manifest["spec"]["parallelism"] == manifest["spec"]["completions"] == 4, "no more workers than parts"
     assert manifest["spec"]["template"]["spec"]["containers"][0]["image"] == IMAGE
@@ -253,7 +255,7 @@ def test_queue_of_kueue_and_image_are_in_the_job(manifests: Objects, store: Stor
 
 @pytest.mark.parametrize("owners", [None, "Always", "IfNotPresent", "Never"])
 def test_images_on_the_node_need_no_registry(
-    loopback: LoopbackCluster, manifests: Objects, store: Store, owners: str | None
+    loopback: LoopbackCluster, manifests: Objects, shared_store: Store, owners: str | None
 ) -> None:
     """Templates of earlier deployments have no policy of their own."""
     template = manifests["PodTemplate"]
@@ -264,22 +266,22 @@ def test_images_on_the_node_need_no_registry(
     loopback.api.delete(POD_TEMPLATE, "kubeflow", "evernear-parts")
     stored = loopback.api.create(POD_TEMPLATE, template, "kubeflow")
     assert stored["template"]["spec"]["containers"][0]["imagePullPolicy"] == (owners or "Always")
-    job = loopback.api.create(JOB, indexed_job.indexed_job(plan(store), 2, stored), "kubeflow")
+    job = loopback.api.create(JOB, indexed_job.indexed_job(plan(shared_store), 2, stored), "kubeflow")
     (container,) = job["spec"]["template"]["spec"]["containers"]
     assert container["imagePullPolicy"] == (owners if owners == "Never" else "IfNotPresent")
 
 
 def test_missing_template_directory_and_image_have_a_remedy(
-    loopback: LoopbackCluster, store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    loopback: LoopbackCluster, shared_store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(indexed_job, "TEMPLATE", "mine")
     with pytest.raises(
         SettingsError, match=r"PodTemplate mine does not exist in the namespace kubeflow; apply deploy/"
     ):
-        run(plan(store))
+        run(plan(shared_store))
     with pytest.raises(SettingsError, match=r"Other nodes cannot reach the parts, file:///.*; use s3://bucket/prefix"):
         run(plan(open_store(tmp_path.as_uri())))
     monkeypatch.delenv("EVERNEAR_IMAGE")
     monkeypatch.setattr(indexed_job, "TEMPLATE", "evernear-parts")
     with pytest.raises(SettingsError, match=r"image of the nodes is unknown .* set the environment variable EVERNEAR_"):
-        run(plan(store, "other"))
+        run(plan(shared_store, "other"))

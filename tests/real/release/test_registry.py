@@ -18,7 +18,7 @@ from tests.releases import MakeRelease, PackedRelease, forge
 
 
 @pytest.fixture
-def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
+def registry_store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
     """A store in a directory, or in a bucket for tests with `ON_BOTH`; both keep one contract."""
     if getattr(request, "param", "file") == "s3":
         return open_store(f"s3://{request.getfixturevalue('bucket')}/team")
@@ -26,11 +26,11 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
 
 
 @pytest.fixture
-def registry(store: Store) -> Registry:
-    return Registry(store)
+def registry(registry_store: Store) -> Registry:
+    return Registry(registry_store)
 
 
-ON_BOTH = pytest.mark.parametrize("store", ["file", "s3"], indirect=True)
+ON_BOTH = pytest.mark.parametrize("registry_store", ["file", "s3"], indirect=True)
 
 
 @pytest.fixture(scope="module")
@@ -59,10 +59,10 @@ def test_version_is_never_overwritten(registry: Registry, releases: list[PackedR
     assert (tmp_path / "fetched.mar").read_bytes() == releases[0].archive.read_bytes()
 
 
-def test_unknown_version_is_named(store: Store) -> None:
+def test_unknown_version_is_named(registry_store: Store) -> None:
     for version in ("20260101.000000.00000000", "../champion"):
         with pytest.raises(StoreError, match=f"Release {version} does not exist"):
-            Registry(store).get(version)
+            Registry(registry_store).get(version)
 
 
 def test_missing_champion_is_reported_and_can_be_replaced(registry: Registry, releases: list[PackedRelease]) -> None:
@@ -215,22 +215,22 @@ def test_promotion_waits_for_the_store_and_counts_once(
 
 
 def test_promotion_with_a_lost_response_is_reported_as_done(
-    store: Store, releases: list[PackedRelease], monkeypatch: pytest.MonkeyPatch
+    registry_store: Store, releases: list[PackedRelease], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    registry, other = Registry(store), Registry(store)
+    registry, other = Registry(registry_store), Registry(registry_store)
     champion = champions(registry, releases[:2])
     publish(registry, releases[2])
-    put_if = store.put_if
+    put_if = registry_store.put_if
 
     def promote_first(key: str, data: bytes, etag: str | None) -> str:
         if key != CHAMPION:
             return put_if(key, data, etag)
-        monkeypatch.setattr(store, "put_if", put_if)
+        monkeypatch.setattr(registry_store, "put_if", put_if)
         put_if(key, data, etag)
         other.set_champion(releases[0].version, other.champion())
         raise ConflictError("Another writer has changed the object.")
 
-    monkeypatch.setattr(store, "put_if", promote_first)
+    monkeypatch.setattr(registry_store, "put_if", promote_first)
     champion = registry.set_champion(releases[2].version, champion)
     assert (champion.version, champion.previous) == (releases[2].version, releases[1].version)
     assert [promotion.version for promotion in registry.history()] == [releases[n].version for n in (0, 1, 2, 0)]
@@ -450,14 +450,14 @@ def test_concurrent_promotion_aborts_a_prune(
     assert champion_of(registry).version == six_releases[0].version
 
 
-def test_release_dated_in_the_future_is_older_than_the_others(store: Store) -> None:
+def test_release_dated_in_the_future_is_older_than_the_others(registry_store: Store) -> None:
     """The clock of the machine that packed it was wrong."""
     future, recent, tomorrow = (
         f"{datetime.now(UTC) + timedelta(hours=hours):%Y%m%d.%H%M%S}.0123abcd" for hours in (10_000, -1, 12)
     )
     for version in (future, recent, tomorrow):
-        store.put(f"{MANIFESTS}{version}.json", b"{}")
-    assert list(Registry(store).list()) == [future, recent, tomorrow]
+        registry_store.put(f"{MANIFESTS}{version}.json", b"{}")
+    assert list(Registry(registry_store).list()) == [future, recent, tomorrow]
 
 
 def test_lost_pointer_is_not_taken_for_a_new_registry(registry: Registry, releases: list[PackedRelease]) -> None:

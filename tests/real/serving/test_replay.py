@@ -59,7 +59,7 @@ def champion(system: System, release: PackedRelease, tmp_path_factory: pytest.Te
 
 
 @pytest.fixture
-def store(tmp_path: Path, release: PackedRelease) -> Store:
+def serving_store(tmp_path: Path, release: PackedRelease) -> Store:
     store = open_store((tmp_path / "store").as_uri())
     Registry(store).publish(release.archive)
     Registry(store).set_champion(release.version, None)
@@ -84,10 +84,10 @@ def large_queries(system: System) -> list[bytes]:
 
 
 def test_the_same_release_changes_no_answer(
-    store: Store, champion: ReleasedSystem, candidate: Recognizer, large_queries: list[bytes]
+    serving_store: Store, champion: ReleasedSystem, candidate: Recognizer, large_queries: list[bytes]
 ):
-    log_queries(store, large_queries, "other")
-    counts, examples = replay(candidate, champion, store, MAX_PIXELS)
+    log_queries(serving_store, large_queries, "other")
+    counts, examples = replay(candidate, champion, serving_store, MAX_PIXELS)
     assert counts.changed == 0
     assert counts.queries + counts.left_out.get(NEAR_DUPLICATE, 0) == len(large_queries)
     assert counts.queries > 100
@@ -95,10 +95,10 @@ def test_the_same_release_changes_no_answer(
 
 
 def test_another_preprocessing_changes_answers(
-    store: Store, system: System, champion: ReleasedSystem, candidate: Recognizer, large_queries: list[bytes]
+    serving_store: Store, system: System, champion: ReleasedSystem, candidate: Recognizer, large_queries: list[bytes]
 ):
-    log_queries(store, large_queries, "other")
-    counts, examples = replay(cropping(candidate, "stretch"), champion, store, MAX_PIXELS)
+    log_queries(serving_store, large_queries, "other")
+    counts, examples = replay(cropping(candidate, "stretch"), champion, serving_store, MAX_PIXELS)
     assert counts.changed > 20
     assert len(examples.answers) == min(24, counts.changed)
     shown = examples.answers[0]
@@ -108,29 +108,29 @@ def test_another_preprocessing_changes_answers(
 
 
 def test_the_logged_answer_of_the_champion_counts(
-    store: Store, champion: ReleasedSystem, candidate: Recognizer, large_queries: list[bytes]
+    serving_store: Store, champion: ReleasedSystem, candidate: Recognizer, large_queries: list[bytes]
 ):
-    log_queries(store, large_queries, champion.recognizer.name, pred="0")
-    counts, examples = replay(candidate, champion, store, MAX_PIXELS)
+    log_queries(serving_store, large_queries, champion.recognizer.name, pred="0")
+    counts, examples = replay(candidate, champion, serving_store, MAX_PIXELS)
     assert counts.changed > 100
     assert {answer.before for answer in examples.answers} == {"0"}
 
 
 def test_damaged_files_and_near_duplicates_are_left_out_and_counted(
-    store: Store, champion: ReleasedSystem, candidate: Recognizer, large_queries: list[bytes]
+    serving_store: Store, champion: ReleasedSystem, candidate: Recognizer, large_queries: list[bytes]
 ):
     blank = np.full((16, 16, 1), 7, np.uint8)
-    log_queries(store, [b"no image", large_queries[0], large_queries[0], png(blank), png(blank + 1)], "other")
-    store.put("queries/20260101/20260101T000000Z-v-host-1-0.jsonl", b"damaged")
-    counts, _ = replay(candidate, champion, store, MAX_PIXELS)
+    log_queries(serving_store, [b"no image", large_queries[0], large_queries[0], png(blank), png(blank + 1)], "other")
+    serving_store.put("queries/20260101/20260101T000000Z-v-host-1-0.jsonl", b"damaged")
+    counts, _ = replay(candidate, champion, serving_store, MAX_PIXELS)
     assert counts.left_out == {UNREADABLE: 1, NEAR_DUPLICATE: 1}
     assert counts.queries == 3
 
 
-def test_the_newest_queries_are_replayed(store: Store, large_queries: list[bytes]):
+def test_the_newest_queries_are_replayed(serving_store: Store, large_queries: list[bytes]):
     for day in range(3):
-        log_queries(store, large_queries[10 * day : 10 * day + 10], f"v{day}", age=timedelta(days=day))
-    queries = stored_queries(store, 15)
+        log_queries(serving_store, large_queries[10 * day : 10 * day + 10], f"v{day}", age=timedelta(days=day))
+    queries = stored_queries(serving_store, 15)
     assert [query.file for query in queries] == large_queries[:15]
     assert [query.version for query in queries] == ["v0"] * 10 + ["v1"] * 5
 

@@ -36,7 +36,7 @@ UPLOAD_FAULTS = [reset_upload, lose_response, refuse(503, "SlowDown"), page(504)
 
 
 @pytest.fixture
-def store(faulty_proxy: FaultyProxy, bucket: str) -> S3Store:
+def faulty_store(faulty_proxy: FaultyProxy, bucket: str) -> S3Store:
     store = S3Store(bucket, "prefix")
     store.put("x", DATA)
     faulty_proxy.forget()
@@ -56,16 +56,18 @@ def by_reader(faulty_proxy: FaultyProxy) -> list[bool]:
 
 
 @pytest.mark.parametrize("fault", DOWNLOAD_FAULTS)
-def test_interrupted_read_is_retried(faulty_proxy: FaultyProxy, store: S3Store, tmp_path: Path, fault: Fault) -> None:
+def test_interrupted_read_is_retried(
+    faulty_proxy: FaultyProxy, faulty_store: S3Store, tmp_path: Path, fault: Fault
+) -> None:
     faulty_proxy.inject("GET", fault)
-    assert store.get("x") == DATA
+    assert faulty_store.get("x") == DATA
     faulty_proxy.inject("GET", fault)
-    assert store.fetch("x", tmp_path / "x", sha256_bytes(DATA)).read_bytes() == DATA
-    assert [info.key for info in store.list("")] == ["x"]
+    assert faulty_store.fetch("x", tmp_path / "x", sha256_bytes(DATA)).read_bytes() == DATA
+    assert [info.key for info in faulty_store.list("")] == ["x"]
     assert [path.name for path in tmp_path.iterdir()] == ["x"]
     faulty_proxy.forget()
     faulty_proxy.inject("GET", fault)
-    assert store.reader()("x") == DATA
+    assert faulty_store.reader()("x") == DATA
     assert by_reader(faulty_proxy) == [True, False]
 
 
@@ -83,12 +85,12 @@ def test_interrupted_read_is_retried(faulty_proxy: FaultyProxy, store: S3Store, 
     ],
 )
 def test_failed_read_leaves_the_existing_file(
-    faulty_proxy: FaultyProxy, store: S3Store, tmp_path: Path, fault: Fault, sentence: str
+    faulty_proxy: FaultyProxy, faulty_store: S3Store, tmp_path: Path, fault: Fault, sentence: str
 ) -> None:
     (tmp_path / "x").write_bytes(b"old")
     faulty_proxy.inject("GET", *[fault] * 8)
     with pytest.raises((StoreError, IntegrityError), match=sentence) as raised:
-        store.fetch("x", tmp_path / "x")
+        faulty_store.fetch("x", tmp_path / "x")
     assert raised.value.exit_code == (3 if fault is flip else 4)
     assert faulty_proxy.count("GET") <= s3_connection.MAX_ATTEMPTS
     assert (tmp_path / "x").read_bytes() == b"old"
@@ -96,44 +98,48 @@ def test_failed_read_leaves_the_existing_file(
 
 
 @pytest.mark.parametrize("fault", UPLOAD_FAULTS)
-def test_failed_write_is_retried(faulty_proxy: FaultyProxy, store: S3Store, fault: Fault) -> None:
+def test_failed_write_is_retried(faulty_proxy: FaultyProxy, faulty_store: S3Store, fault: Fault) -> None:
     faulty_proxy.inject("PUT", fault)
-    store.put("x", DATA[::-1])
+    faulty_store.put("x", DATA[::-1])
     assert faulty_proxy.count("PUT") == 2
-    assert store.get("x") == DATA[::-1]
+    assert faulty_store.get("x") == DATA[::-1]
 
 
 @pytest.mark.parametrize("fault", [reset_upload, refuse(503, "SlowDown"), page(504)])
-def test_failed_write_leaves_the_old_object(faulty_proxy: FaultyProxy, store: S3Store, fault: Fault) -> None:
+def test_failed_write_leaves_the_old_object(faulty_proxy: FaultyProxy, faulty_store: S3Store, fault: Fault) -> None:
     faulty_proxy.inject("PUT", *[fault] * 8)
     with pytest.raises(StoreError) as raised:
-        store.put("x", b"new")
+        faulty_store.put("x", b"new")
     _sentence(raised.value)
     assert faulty_proxy.count("PUT") == s3_connection.MAX_ATTEMPTS
     faulty_proxy.forget()
-    assert store.get("x") == DATA
+    assert faulty_store.get("x") == DATA
 
 
-def test_large_file_upload_is_atomic(faulty_proxy: FaultyProxy, store: S3Store, tmp_path: Path) -> None:
+def test_large_file_upload_is_atomic(faulty_proxy: FaultyProxy, faulty_store: S3Store, tmp_path: Path) -> None:
     large = tmp_path / "large"
     large.write_bytes(os.urandom(11 * 2**20))
     faulty_proxy.inject("PUT", reset_upload, refuse(503, "SlowDown"))
-    store.put("large", large)
-    assert store.get("large") == large.read_bytes()
+    faulty_store.put("large", large)
+    assert faulty_store.get("large") == large.read_bytes()
 
     faulty_proxy.inject("PUT", *[reset_upload] * 40)
     with pytest.raises(StoreError):
-        store.put("other", large)
-    assert store.find("other") is None
+        faulty_store.put("other", large)
+    assert faulty_store.find("other") is None
     # The uploaded parts were removed.
     assert faulty_proxy.count("DELETE") == 1
 
 
-def test_object_damaged_at_rest_is_rejected(faulty_proxy: FaultyProxy, store: S3Store, tmp_path: Path) -> None:
+def test_object_damaged_at_rest_is_rejected(faulty_proxy: FaultyProxy, faulty_store: S3Store, tmp_path: Path) -> None:
     # The content changes, but the recorded hash does not.
     metadata = {"sha256": sha256_bytes(DATA)}
-    store._client.put_object(store.bucket, "prefix/y", BytesIO(b"other"), 5, metadata=metadata)
-    for read in (lambda: store.get("y"), lambda: store.find("y"), lambda: store.fetch("y", tmp_path / "y")):
+    faulty_store._client.put_object(faulty_store.bucket, "prefix/y", BytesIO(b"other"), 5, metadata=metadata)
+    for read in (
+        lambda: faulty_store.get("y"),
+        lambda: faulty_store.find("y"),
+        lambda: faulty_store.fetch("y", tmp_path / "y"),
+    ):
         with pytest.raises(IntegrityError, match="prefix/y is damaged"):
             read()
     assert list(tmp_path.iterdir()) == []
@@ -148,13 +154,13 @@ def test_unresponsive_server_times_out(faulty_proxy: FaultyProxy, bucket: str, m
     assert faulty_proxy.count("GET") == s3_connection.MAX_ATTEMPTS
 
 
-def test_clock_skew_is_named(faulty_proxy: FaultyProxy, store: S3Store) -> None:
+def test_clock_skew_is_named(faulty_proxy: FaultyProxy, faulty_store: S3Store) -> None:
     late = (datetime.now(UTC) + timedelta(hours=2)).strftime("%a, %d %b %Y %H:%M:%S GMT")
     faulty_proxy.inject("GET", refuse(403, "RequestTimeTooSkewed", Date=late))
     with pytest.raises(
         StoreError, match=r"clocks of this machine and http://.* differ by (7199|7200) s.*set this machine's clock"
     ):
-        store.get("x")
+        faulty_store.get("x")
 
 
 @pytest.mark.parametrize(
@@ -172,11 +178,13 @@ def test_clock_skew_is_named(faulty_proxy: FaultyProxy, store: S3Store) -> None:
         ("GET", flip, "sent an invalid response about s3://"),
     ],
 )
-def test_refusal_is_named(faulty_proxy: FaultyProxy, store: S3Store, method: str, fault: Fault, sentence: str) -> None:
-    acts = {"GET": lambda: store.get("x"), "PUT": lambda: store.put("x", DATA)}
+def test_refusal_is_named(
+    faulty_proxy: FaultyProxy, faulty_store: S3Store, method: str, fault: Fault, sentence: str
+) -> None:
+    acts = {"GET": lambda: faulty_store.get("x"), "PUT": lambda: faulty_store.put("x", DATA)}
     faulty_proxy.inject(method, *[fault] * 4)
     with pytest.raises(StoreError, match=sentence):
-        list(store.list("")) if fault is flip else acts[method]()
+        list(faulty_store.list("")) if fault is flip else acts[method]()
 
 
 @pytest.fixture

@@ -36,7 +36,7 @@ def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def store(faulty_proxy: FaultyProxy, bucket: str) -> S3Store:
+def patient_store(faulty_proxy: FaultyProxy, bucket: str) -> S3Store:
     store = S3Store(bucket, "prefix")
     store.put("a/x", b"content")
     store.put_if("a/z", b"", None)  # the probe is not repeated
@@ -46,55 +46,55 @@ def store(faulty_proxy: FaultyProxy, bucket: str) -> S3Store:
 
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_every_operation_waits_in_a_step_alone(
-    faulty_proxy: FaultyProxy, store: S3Store, operation: str, tmp_path: Path
+    faulty_proxy: FaultyProxy, patient_store: S3Store, operation: str, tmp_path: Path
 ) -> None:
     method, act = OPERATIONS[operation]
     (tmp_path / "given").write_bytes(b"content")
-    expected = act(store, tmp_path)
+    expected = act(patient_store, tmp_path)
     if operation == "put_if":
-        store.delete("a/y")
+        patient_store.delete("a/y")
     reports = list[str]()
     faulty_proxy.inject(method, *[BUSY] * MANY)
     with patient(reports.append):
-        assert act(store, tmp_path) == expected
+        assert act(patient_store, tmp_path) == expected
     (report,) = reports  # at most one in ten seconds
     assert report.startswith("waiting for the store, 60 s left: http://")
     assert "503 SlowDown" in report
     if operation == "put_if":
-        store.delete("a/y")
+        patient_store.delete("a/y")
     faulty_proxy.inject(method, *[BUSY] * MANY)
     with pytest.raises(TransientStoreError):
-        act(store, tmp_path)
+        act(patient_store, tmp_path)
 
 
 @pytest.mark.parametrize("fault", [lose_response, reset_upload, page(504)])
 def test_conditional_write_is_executed_once_however_long_it_takes(
-    faulty_proxy: FaultyProxy, store: S3Store, fault: Callable[..., None]
+    faulty_proxy: FaultyProxy, patient_store: S3Store, fault: Callable[..., None]
 ) -> None:
-    etag = store.put_if("pointer", b"1", None)
+    etag = patient_store.put_if("pointer", b"1", None)
     faulty_proxy.inject("PUT", *[fault] * MANY)
     faulty_proxy.inject("HEAD", *[BUSY] * MANY)
     with patient(lambda _: None):
-        second = store.put_if("pointer", b"2", etag)
-    assert store.find("pointer") == (b"2", second)
+        second = patient_store.put_if("pointer", b"2", etag)
+    assert patient_store.find("pointer") == (b"2", second)
     with patient(lambda _: None), pytest.raises(ConflictError):
-        store.put_if("pointer", b"3", etag)
+        patient_store.put_if("pointer", b"3", etag)
 
 
-def test_refusals_are_not_waited_for(faulty_proxy: FaultyProxy, store: S3Store) -> None:
+def test_refusals_are_not_waited_for(faulty_proxy: FaultyProxy, patient_store: S3Store) -> None:
     faulty_proxy.inject("GET", refuse(403, "AccessDenied"))
     with patient(pytest.fail), pytest.raises(StoreError, match="is not permitted"):
-        store.get("a/x")
+        patient_store.get("a/x")
 
 
 def test_pod_waits_longer_and_an_exhausted_outage_is_not_waited_for_again(
-    faulty_proxy: FaultyProxy, store: S3Store, monkeypatch: pytest.MonkeyPatch
+    faulty_proxy: FaultyProxy, patient_store: S3Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.0.0.1")
     reports = list[str]()
     faulty_proxy.inject("GET", *[BUSY] * 4)
     with patient(reports.append):
-        store.get("a/x")
+        patient_store.get("a/x")
     assert reports[0].startswith("waiting for the store, 600 s left: ")
     monkeypatch.setattr(patience, "IN_A_POD_S", 0.0)
     with patient(pytest.fail):
@@ -102,28 +102,28 @@ def test_pod_waits_longer_and_an_exhausted_outage_is_not_waited_for_again(
             faulty_proxy.forget()
             faulty_proxy.inject("GET", *[BUSY] * 4)
             with pytest.raises(TransientStoreError):
-                store.get("a/x")
+                patient_store.get("a/x")
             assert faulty_proxy.count("GET") == 4
-        assert store.get("a/x") == b"content"
+        assert patient_store.get("a/x") == b"content"
 
 
-def test_threads_of_a_step_wait_too(faulty_proxy: FaultyProxy, store: S3Store) -> None:
+def test_threads_of_a_step_wait_too(faulty_proxy: FaultyProxy, patient_store: S3Store) -> None:
     read = list[bytes]()
     faulty_proxy.inject("GET", *[BUSY] * MANY)
     with patient(lambda _: None):
-        thread = threading.Thread(target=lambda: read.append(store.get("a/x")))
+        thread = threading.Thread(target=lambda: read.append(patient_store.get("a/x")))
         thread.start()
         thread.join()
     assert read == [b"content"]
 
 
 def test_step_says_that_it_waits(
-    faulty_proxy: FaultyProxy, store: S3Store, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    faulty_proxy: FaultyProxy, patient_store: S3Store, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv(EVENTS_VARIABLE, str(tmp_path / "events.jsonl"))
-    with step("index", "run", store.uri) as running:
+    with step("index", "run", patient_store.uri) as running:
         faulty_proxy.inject("GET", *[BUSY] * MANY)
-        store.get("a/x")
+        patient_store.get("a/x")
         running.summary = "done"
     events, _ = read_events(tmp_path / "events.jsonl")
     assert [event.kind for event in events] == ["started", "progress", "finished"]

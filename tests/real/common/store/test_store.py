@@ -17,61 +17,61 @@ from tests.no_files import NO_FILES
 
 
 @pytest.fixture(params=["file", "s3"])
-def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
+def either_store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
     if request.param == "file":
         return open_store((tmp_path / "store").as_uri())
     return open_store(f"s3://{request.getfixturevalue('bucket')}/some/prefix")
 
 
-def test_object_round_trip(store: Store, tmp_path: Path) -> None:
-    assert store.find("a/b.txt") is None
-    etag = store.put("a/b.txt", b"one")
-    assert store.find("a/b.txt") == (b"one", etag)
-    assert store.get("a/b.txt") == b"one"
+def test_object_round_trip(either_store: Store, tmp_path: Path) -> None:
+    assert either_store.find("a/b.txt") is None
+    etag = either_store.put("a/b.txt", b"one")
+    assert either_store.find("a/b.txt") == (b"one", etag)
+    assert either_store.get("a/b.txt") == b"one"
 
     (tmp_path / "large").write_bytes(os.urandom(11 * 2**20))
-    store.put("a/large", tmp_path / "large")
-    assert store.get("a/large") == (tmp_path / "large").read_bytes()
+    either_store.put("a/large", tmp_path / "large")
+    assert either_store.get("a/large") == (tmp_path / "large").read_bytes()
 
-    store.delete("a/b.txt")
-    store.delete("a/b.txt")
-    assert store.find("a/b.txt") is None
+    either_store.delete("a/b.txt")
+    either_store.delete("a/b.txt")
+    assert either_store.find("a/b.txt") is None
 
 
-def test_missing_object_is_named(store: Store, tmp_path: Path) -> None:
+def test_missing_object_is_named(either_store: Store, tmp_path: Path) -> None:
     with pytest.raises(StoreError, match=r"a/b does not exist in .*(store|prefix)"):
-        store.get("a/b")
+        either_store.get("a/b")
     with pytest.raises(StoreError, match="a/b does not exist in"):
-        store.fetch("a/b", tmp_path / "b")
+        either_store.fetch("a/b", tmp_path / "b")
     assert not (tmp_path / "b").exists()
 
 
-def test_conditional_put_rejects_a_stale_object(store: Store) -> None:
-    first = store.put_if("head", b"1", None)
+def test_conditional_put_rejects_a_stale_object(either_store: Store) -> None:
+    first = either_store.put_if("head", b"1", None)
     with pytest.raises(ConflictError, match="head"):
-        store.put_if("head", b"2", None)
-    second = store.put_if("head", b"2", first)
+        either_store.put_if("head", b"2", None)
+    second = either_store.put_if("head", b"2", first)
     with pytest.raises(ConflictError):
-        store.put_if("head", b"3", first)
-    assert store.find("head") == (b"2", second)
+        either_store.put_if("head", b"3", first)
+    assert either_store.find("head") == (b"2", second)
     with pytest.raises(ConflictError):
-        store.put_if("never-written", b"1", first)
-    assert store.find("never-written") is None
+        either_store.put_if("never-written", b"1", first)
+    assert either_store.find("never-written") is None
 
 
-def test_listing_returns_full_keys_with_each_folder_sorted(store: Store) -> None:
+def test_listing_returns_full_keys_with_each_folder_sorted(either_store: Store) -> None:
     keys = ["a.b/x", "a/b/c", "a/b.c", "a/z", "ab/x", "b"]
     for key in keys:
-        store.put(key, key.encode())
-    listed = list(store.list(""))
+        either_store.put(key, key.encode())
+    listed = list(either_store.list(""))
     # S3 sorts full keys; SeaweedFS lists folder by folder, a/b/c before a/b.c.
     assert sorted(info.key for info in listed) == sorted(keys)
     assert [info.key for info in listed if info.key in ("a/b.c", "a/z")] == ["a/b.c", "a/z"]
     assert all(info.size_bytes == len(info.key) for info in listed)
-    assert all(store.find(info.key) == (info.key.encode(), info.etag) for info in listed)
-    assert sorted(info.key for info in store.list("a/b")) == ["a/b.c", "a/b/c"]
-    assert list(store.list("nothing/")) == []
-    assert sorted(store.folders()) == ["a", "a.b", "ab"]
+    assert all(either_store.find(info.key) == (info.key.encode(), info.etag) for info in listed)
+    assert sorted(info.key for info in either_store.list("a/b")) == ["a/b.c", "a/b/c"]
+    assert list(either_store.list("nothing/")) == []
+    assert sorted(either_store.folders()) == ["a", "a.b", "ab"]
 
 
 @pytest.mark.parametrize("folders", [3, 30])
@@ -90,11 +90,11 @@ def test_large_buckets_are_listed_completely(bucket: str, monkeypatch: pytest.Mo
     assert next(iter(store.list("1"))).key.startswith("1")
 
 
-def test_fetch_verifies_the_hash_and_is_atomic(store: Store, tmp_path: Path) -> None:
-    store.put("x", b"content")
-    assert store.fetch("x", tmp_path / "d" / "x", sha256_bytes(b"content")).read_bytes() == b"content"
+def test_fetch_verifies_the_hash_and_is_atomic(either_store: Store, tmp_path: Path) -> None:
+    either_store.put("x", b"content")
+    assert either_store.fetch("x", tmp_path / "d" / "x", sha256_bytes(b"content")).read_bytes() == b"content"
     with pytest.raises(IntegrityError, match="x is damaged"):
-        store.fetch("x", tmp_path / "d" / "y", sha256_bytes(b"other"))
+        either_store.fetch("x", tmp_path / "d" / "y", sha256_bytes(b"other"))
     assert [path.name for path in (tmp_path / "d").iterdir()] == ["x"]
 
 
@@ -111,13 +111,13 @@ def _increment(store: Store, turns: int) -> None:
                 continue
 
 
-def test_concurrent_increments_are_not_lost(store: Store) -> None:
-    writers = [threading.Thread(target=_increment, args=(open_store(store.uri), 5)) for _ in range(4)]
+def test_concurrent_increments_are_not_lost(either_store: Store) -> None:
+    writers = [threading.Thread(target=_increment, args=(open_store(either_store.uri), 5)) for _ in range(4)]
     for writer in writers:
         writer.start()
     for writer in writers:
         writer.join()
-    assert store.get("counter") == b"20"
+    assert either_store.get("counter") == b"20"
 
 
 @pytest.mark.parametrize("key", ["", "/a", "a//b", "../a", "a/../b", ".hidden", "a/.b"])
