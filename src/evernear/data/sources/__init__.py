@@ -1,4 +1,5 @@
-"""Sources of labeled images. `open_source` is the only place that knows every kind of source."""
+"""Sources of labeled images. `open_source` knows every kind of source. Those that are a path are
+also in `PATH_KINDS` of the settings."""
 
 from pathlib import Path, PurePosixPath
 
@@ -11,6 +12,7 @@ from evernear.data.sources.table import Table
 from evernear.data.sources.webdataset import WebDataset
 from evernear.errors import SettingsError
 from evernear.settings import DataSettings
+from evernear.settings.data import PATH_KINDS
 
 __all__ = [
     "ArrayBlock",
@@ -27,14 +29,13 @@ __all__ = [
 def name_of(source: str) -> str:
     """The dataset name for a source, even if the source no longer exists."""
     kind, _, location = source.partition(":")
+    if kind == "mnist" or not location:
+        return kind
     if kind == "table":
         return dataset_name(PurePosixPath(location).stem)
-    if kind in ("webdataset", "huggingface"):
-        is_bucket = location.startswith("s3://")
-        return dataset_name(location.removeprefix("s3://") if is_bucket else Path(location).name)
-    if kind == "folder":
-        return dataset_name(Path(location).name)
-    return dataset_name(location) if kind == "s3" else kind
+    if kind == "s3" or location.startswith("s3://"):
+        return dataset_name(location.removeprefix("s3://"))
+    return dataset_name(Path(location).name)
 
 
 def require_outside(out: Store, *sources: str) -> None:
@@ -50,7 +51,7 @@ def _root_uri(source: str) -> str:
     kind, _, location = source.partition(":")
     if kind == "s3":
         return source.rstrip("/")
-    if kind not in ("folder", "mnist", "webdataset", "huggingface") or not location:
+    if kind not in PATH_KINDS or kind == "table" or not location:
         return ""
     return location.rstrip("/") if location.startswith("s3://") else Path(location).resolve().as_uri()
 
