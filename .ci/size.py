@@ -27,7 +27,7 @@ from evernear.maintenance.kinds import KINDS
 from evernear.settings import Settings
 
 LIMITS = {
-    "settings": 128,
+    "settings": 129,
     "commands": 36,
     "options": 164,
     "error classes": 23,

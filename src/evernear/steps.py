@@ -26,7 +26,7 @@ from evernear.embedding.clock import Clock
 from evernear.kubeflow.parameters import resolve, with_uploaded
 from evernear.reporting import countdowns
 from evernear.settings import PRETRAINED_SIZE_PX, OneRun, RunSettings, TrainSettings, parse
-from evernear.settings.train import WEIGHTS_OF_PHOTOGRAPHS, TrainingChoices
+from evernear.settings.train import ARCFACE, WEIGHTS_OF_PHOTOGRAPHS, TrainingChoices
 
 if TYPE_CHECKING:
     from evernear.data.shards import Dataset
@@ -181,11 +181,14 @@ def _train(
 def _training_key(
     result: str, code: tuple[str, ...], data: "Dataset", settings: TrainingChoices, store: Store, **inputs: JsonValue
 ) -> str:
-    """A key for what depends on images, training settings, pretrained weights and code."""
+    """A key for what depends on images, training settings, pretrained weights and code, also of the
+    loss."""
+    from evernear.embedding.loss import loss_sha256
     from evernear.embedding.packaged_weights import weights_sha256
 
-    weights, train = weights_sha256(settings, store), settings.model_dump(mode="json")
-    return result_key(result, code, LIBRARIES, dataset=data.digest, train=train, weights=weights, **inputs)
+    initial = {"weights": weights_sha256(settings, store), "loss": loss_sha256(settings.loss)}
+    train = settings.model_dump(mode="json")
+    return result_key(result, code, LIBRARIES, dataset=data.digest, train=train, **initial, **inputs)
 
 
 def export(run: str, settings: Tree, dataset: str, trained: str, network: str) -> Tree:
@@ -291,8 +294,8 @@ def probe(run: str, settings: Tree, dataset: str, open_set: str) -> None:
         views, candidates = training["views"], training["candidates"]
         chosen_network = next((each["name"] for each in candidates if each["chosen"]), "fine-tuned")
         if chosen_network != "fine-tuned":
-            frozen = {"frozen": chosen_network == "pretrained", "layers": "head", "processes": 1, "members": 1}
-            here = here.model_copy(update=frozen)
+            of_head = {"layers": "head", "loss": ARCFACE, "processes": 1, "members": 1}
+            here = here.model_copy(update=of_head | {"frozen": chosen_network == "pretrained"})
 
         def probe_here() -> Computed:
             from evernear.evaluation.probe import probe_open_set

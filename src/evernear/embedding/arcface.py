@@ -1,13 +1,16 @@
-"""The training module and its ArcFace head, a softmax over angles with an additive margin."""
+"""The training module, and ArcFace, a softmax over angles with an additive margin."""
 
 import math
 from collections.abc import Iterable
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from evernear.embedding.loss import build_loss
 from evernear.embedding.network import Architecture, build_network
+from evernear.settings.train import ARCFACE
 
 HIGHEST_PROBABILITY = 1 - 1e-7
 """True-class probability that the softmax must be able to reach without label smoothing."""
@@ -90,7 +93,7 @@ def sample_classes(labels: Tensor, classes: int, batch_labels: Tensor) -> tuple[
 
 
 class TrainingModule(nn.Module):
-    """The network and one ArcFace head per member. Only the network runs in mixed precision."""
+    """The network and one loss per member. Only the network runs in mixed precision."""
 
     def __init__(
         self,
@@ -100,6 +103,7 @@ class TrainingModule(nn.Module):
         label_smoothing: float,
         precision: torch.dtype,
         network: nn.Module | None = None,
+        loss: str = ARCFACE,
     ) -> None:
         """By default, ``network`` has random weights, and `choose_scale` sets ``scale``."""
         super().__init__()
@@ -107,24 +111,43 @@ class TrainingModule(nn.Module):
         self.classes, self.label_smoothing = classes, label_smoothing
         dim = architecture.embedding_dim // architecture.members
         scale = scale or choose_scale(classes, label_smoothing)
-        self.heads = nn.ModuleList(ArcFace(classes, dim, scale) for _ in range(architecture.members))
+        self.heads = nn.ModuleList(
+            ArcFace(classes, dim, scale) if loss == ARCFACE else build_loss(loss, classes, dim)
+            for _ in range(architecture.members)
+        )
+        self.has_class_weights = loss == ARCFACE or hasattr(self.heads[0], "logits")
+        """Whether `logits` can be computed. Otherwise, the loss compares the images of a batch."""
         self.precision = precision
 
     def forward(self, images: Tensor, labels: Tensor, margin: float, batch_labels: Tensor) -> Tensor:
-        """The cross-entropy loss for ``images`` (N, C, H, W) and ``labels`` (N,), averaged over the
-        members. ``batch_labels`` are the whole batch's (`sample_classes`)."""
+        """The loss for ``images`` (N, C, H, W) and ``labels`` (N,), averaged over the members: with
+        ArcFace, the cross-entropy. ``batch_labels`` are the whole batch's (`sample_classes`)."""
+        return self.loss(self.embed(images), labels, margin, batch_labels)
+
+    def loss(self, embeddings: Tensor, labels: Tensor, margin: float, batch_labels: Tensor) -> Tensor:
+        """`forward` for the network's ``embeddings`` (N, D)."""
         sampled, positions = sample_classes(labels, self.classes, batch_labels)
         losses = [
             F.cross_entropy(head(chunk, positions, margin, sampled), positions, label_smoothing=self.label_smoothing)
-            for head, chunk in self._head_inputs(images)
+            if isinstance(head, ArcFace)
+            else head(F.normalize(chunk), labels)
+            for head, chunk in self._of_members(embeddings)
         ]
         return torch.stack(losses).mean()
 
     def logits(self, images: Tensor) -> Tensor:
         """The members' mean logits (N, classes) for ``images`` (N, C, H, W), without the margin."""
-        return torch.stack([head(chunk) for head, chunk in self._head_inputs(images)]).mean(dim=0)
+        members = self._of_members(self.embed(images))
+        logits = [
+            head(chunk) if isinstance(head, ArcFace) else cast(Any, head).logits(F.normalize(chunk))
+            for head, chunk in members
+        ]
+        return torch.stack(logits).mean(dim=0)
 
-    def _head_inputs(self, images: Tensor) -> Iterable[tuple[nn.Module, Tensor]]:
+    def embed(self, images: Tensor) -> Tensor:
+        """The network's output (N, D) for ``images`` (N, C, H, W)."""
         with torch.autocast(images.device.type, self.precision, enabled=self.precision != torch.float32):
-            embeddings = self.network(images)
+            return self.network(images)
+
+    def _of_members(self, embeddings: Tensor) -> Iterable[tuple[nn.Module, Tensor]]:
         return zip(self.heads, embeddings.chunk(len(self.heads), dim=1), strict=True)

@@ -1,7 +1,7 @@
 """Batches of tensors for training and validation, read from a dataset."""
 
 import math
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -20,6 +20,8 @@ from evernear.data.shards import Block, Dataset
 from evernear.embedding.embeddings import CachedShard, EmbeddingCache, Vectors
 from evernear.errors import TrainingError
 
+PAIRED_IMAGES = 4
+"""Images of a class that follow each other in `TrainingImages.paired_batches`."""
 BLOCK_SIZE_BYTES = 4 * 2**20
 """Maximum size of a validation batch's pixels."""
 
@@ -76,6 +78,21 @@ class TrainingImages:
                 images, classes = (np.concatenate(parts) for parts in zip(*pending, strict=True))
                 yield to_tensor(images[:batch_size]), torch.from_numpy(classes[:batch_size])
                 pending = [(images[batch_size:], classes[batch_size:])]
+
+    def paired_batches(self, batch_size: int, seed: int, epoch: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """The images of `batches`, in groups of `PAIRED_IMAGES` of one class, for losses that
+        compare the images of a batch. A batch has at least two groups."""
+        waiting: dict[int, list[Tensor]] = defaultdict(list)
+        groups: list[tuple[Tensor, int]] = []
+        for pixels, classes in self.batches(batch_size, seed, epoch, rank=0, world_size=1):
+            for image, number in zip(pixels, classes.tolist(), strict=True):
+                waiting[number].append(image)
+                if len(waiting[number]) == PAIRED_IMAGES:
+                    groups.append((torch.stack(waiting.pop(number)), number))
+                if len(groups) >= max(2, batch_size // PAIRED_IMAGES):
+                    images, numbers = zip(*groups, strict=True)
+                    yield torch.cat(images), torch.tensor(numbers).repeat_interleave(PAIRED_IMAGES)
+                    groups = []
 
     def gallery(self, rank: int = 0, world_size: int = 1) -> Iterator[tuple[Tensor, Tensor]]:
         return self.in_order("gallery", rank, world_size)

@@ -187,8 +187,8 @@ def read_examples(
 
 
 def start_at_head(module: TrainingModule, architecture: Architecture, images: TrainingImages, recipe: Recipe) -> None:
-    """Initialize the last layer and the centers of a pretrained ``module`` from a head that is
-    trained on the features of a sample, at the size of the first training images.
+    """Initialize the last layer and ArcFace's centers of a pretrained ``module`` from a head that
+    is trained with ArcFace on the features of a sample, at the size of the first training images.
 
     A random head would distort the features at first (Kumar et al. 2022, "Fine-tuning can distort
     pretrained features and underperform out-of-distribution", arXiv:2202.10054).
@@ -210,7 +210,8 @@ def start_at_head(module: TrainingModule, architecture: Architecture, images: Tr
     with torch.no_grad():
         project.weight.copy_(projection @ whitening.matrix.T)
         project.bias.copy_(-project.weight @ whitening.mean)
-        cast(ArcFace, module.heads[0]).centers.copy_(centers)
+        if isinstance(head := module.heads[0], ArcFace):
+            head.centers.copy_(centers)
 
 
 def _train(

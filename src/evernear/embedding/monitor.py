@@ -23,6 +23,8 @@ FEWEST_STEPS = 200
 """Fewest steps of fine-tuning after which a network has learned more than it has forgotten."""
 MAX_SATURATED_ERROR = 0.02
 """Largest standard error of a gallery accuracy that ends training: that of 35 correct images."""
+NEIGHBOR_ROWS = 1024
+"""Images whose similarities to all others are in memory at once."""
 FLIP_TEST_MIN_ERRORS = 8
 """Number of standard errors above chance at which the accuracy is high enough to compare flips."""
 
@@ -37,13 +39,16 @@ class GalleryMetrics(TypedDict):
 def measure_gallery(
     module: TrainingModule, batches: Iterable[tuple[Tensor, Tensor]], device: torch.device
 ) -> GalleryMetrics:
-    """Cross-entropy and accuracy of the heads' mean logits, without the margin.
+    """Cross-entropy and accuracy of the heads' mean logits, without the margin. For a loss without
+    class weights, see `_measure_neighbors`.
 
     The ``batches`` of all processes together make up the gallery split. The standard error adds
     half a correct and half a wrong prediction (the Jeffreys prior), so it is not zero if all are
     correct.
     """
     module.eval()
+    if not module.has_class_weights:
+        return _measure_neighbors(module, batches, device)
     count, correct, total_loss = 0, 0, 0.0
     for pixels, classes in batches:
         classes = classes.to(device)
@@ -53,9 +58,43 @@ def measure_gallery(
         count += len(classes)
     sums = distributed.all_reduce_sum(torch.tensor([total_loss, correct, count], dtype=torch.float64, device=device))
     total_loss, correct, count = sums.tolist()
+    return _metrics(total_loss / count, correct, count)
+
+
+def _measure_neighbors(
+    module: TrainingModule, batches: Iterable[tuple[Tensor, Tensor]], device: torch.device
+) -> GalleryMetrics:
+    """The mean loss of the batches, and the share of images whose nearest other image of the
+    gallery is of their class. Images that are alone in their class are not counted.
+
+    Raises:
+        TrainingError: every image is alone in its class.
+    """
+    embedded, total_loss = list[tuple[Tensor, Tensor]](), 0.0
+    for pixels, classes in batches:
+        classes = classes.to(device)
+        embeddings = module.embed(pixels.to(device))
+        total_loss += float(module.loss(embeddings, classes, 0.0, classes)) * len(classes)
+        embedded.append((F.normalize(embeddings.float()), classes))
+    vectors, classes = (torch.cat(parts) for parts in zip(*embedded, strict=True))
+    has_other = classes.bincount()[classes] > 1
+    count, correct = int(has_other.sum()), 0
+    if not count:
+        raise TrainingError(
+            "Each gallery image is alone in its class, so nearest neighbors cannot measure the training; raise "
+            "data.gallery_fraction, add images, or use a loss with class weights."
+        )
+    for rows in torch.arange(len(classes), device=device).split(NEIGHBOR_ROWS):
+        similarity = vectors[rows] @ vectors.T
+        similarity[torch.arange(len(rows), device=device), rows] = -math.inf
+        correct += int(((classes[similarity.argmax(dim=1)] == classes[rows]) & has_other[rows]).sum())
+    return _metrics(total_loss / len(classes), correct, count)
+
+
+def _metrics(loss: float, correct: float, count: float) -> GalleryMetrics:
     proportion = (correct + 0.5) / (count + 1)
     return {
-        "gallery_loss": total_loss / count,
+        "gallery_loss": loss,
         "gallery_accuracy": correct / count,
         "gallery_accuracy_error": math.sqrt(proportion * (1 - proportion) / (count + 1)),
     }

@@ -196,7 +196,11 @@ def train_epoch(training: Training, on_step: OnStep | None, clock: Clock) -> Epo
         prepare_epoch(training.module, size_factor(recipe, begin), training.architecture.pretrained)
     done = 0
     losses, rate = torch.zeros((), device=training.device), 0.0
-    batches = images.batches(training.batch_size, recipe.seed, epoch, rank, world_size)
+    batches = (
+        images.batches(training.batch_size, recipe.seed, epoch, rank, world_size)
+        if training.module.has_class_weights
+        else images.paired_batches(training.batch_size, recipe.seed, epoch)
+    )
     for step, (pixels, classes) in enumerate(itertools.islice(batches, steps)):
         progress = max(begin + (end - begin) * step / steps, clock.share)
         if step and progress >= end:

@@ -19,6 +19,7 @@ from evernear.embedding.arcface import TrainingModule
 from evernear.embedding.artifact import Epoch, from_bytes, to_bytes
 from evernear.embedding.data_loader import TrainingImages
 from evernear.embedding.freeze import choose_architecture, initialize
+from evernear.embedding.loss import loss_sha256
 from evernear.embedding.network import Architecture, build_network
 from evernear.embedding.optimizer import choose_average, choose_micro_batches, choose_optimizer, choose_precision
 from evernear.embedding.recipe import Recipe, ema_decay, steps_per_epoch
@@ -110,7 +111,7 @@ def checkpoint_key(
     pretrained_sha256: str | None = None,
 ) -> str:
     """A hash of everything that determines the weights: data, settings, initial weights, excluded
-    labels and code."""
+    labels, and code, also of the loss."""
     inputs = {
         "format": FORMAT,
         "dataset": dataset_digest,
@@ -118,6 +119,7 @@ def checkpoint_key(
         "exclude_labels": sorted(exclude_labels),
         "pretrained": pretrained_sha256,
         "code": code_digest(CODE, LIBRARIES),
+        "loss": loss_sha256(settings.loss),
     }
     return hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()
 
@@ -193,7 +195,9 @@ def prepare_training(
     architecture = choose_architecture(dataset, recipe)
     network = build_network(architecture)
     precision = choose_precision(device, network, recipe.precision)
-    module = TrainingModule(architecture, images.classes, recipe.scale, recipe.label_smoothing, precision, network)
+    module = TrainingModule(
+        architecture, images.classes, recipe.scale, recipe.label_smoothing, precision, network, recipe.loss
+    )
     pretrained_sha256 = initialize(network, architecture, recipe, dataset)
     if architecture.pretrained and start:
         from evernear.embedding.head import start_at_head  # timm takes seconds to import

@@ -22,6 +22,7 @@ from evernear.embedding.train import OnEpoch, train_network
 from evernear.evaluation.measure import BATCH_SIZE
 from evernear.evaluation.trained import open_recognizer
 from evernear.settings import IndexSettings
+from evernear.settings.train import ARCFACE
 
 MIN_GAIN_ERRORS = 1.645
 """Standard errors by which a network must be better: a one-sided test at the 5% level."""
@@ -77,7 +78,8 @@ def candidates(recipe: Recipe) -> Mapping[CandidateName, Recipe]:
     views, which would take as long."""
     if recipe.keeps_backbone:
         return {"pretrained": recipe.model_copy(update={"frozen": True}), "head": recipe}
-    head = recipe.model_copy(update=HEAD | {"layers": "head", "views": 0, "minutes": None, "members": 1})
+    of_head = {"layers": "head", "loss": ARCFACE, "views": 0, "minutes": None, "members": 1}
+    head = recipe.model_copy(update=HEAD | of_head)
     return {"pretrained": head.model_copy(update={"frozen": True}), "head": head, "fine-tuned": recipe}
 
 

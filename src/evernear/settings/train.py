@@ -50,6 +50,8 @@ def weight_package(weights: str) -> WeightPackage | None:
     return WEIGHT_PACKAGES[name]
 
 
+ARCFACE = "arcface"
+"""The default of ``train.loss``."""
 Layers = Literal["head", "last", "all"]
 """The layers that training changes (`TrainSettings.layers`)."""
 Augment = Literal["none", "shift", "affine", "elastic", "photograph"]
@@ -111,6 +113,12 @@ class TrainingChoices(Section):
         description="Dimensions of the embedding, a multiple of train.members. Default: 128, or 256 with "
         "train.weights. By default, a head also keeps the whitened features.",
     )
+    loss: str = Field(
+        default=ARCFACE,
+        pattern=rf"^({ARCFACE}|[A-Za-z_][\w.]*:[A-Za-z_]\w*)$",
+        description="arcface, or module:function of your own code, which every process that trains imports "
+        "(docs/extending.md).",
+    )
     margin: float = Field(
         default=0.3, ge=0.0, lt=1.6, description="ArcFace margin m, in radians, reached halfway through training."
     )
@@ -164,6 +172,21 @@ class TrainingChoices(Section):
         return self
 
     @model_validator(mode="after")
+    def _of_arcface(self) -> Self:
+        if self.loss == ARCFACE:
+            return self
+        if self.scale is not None or self.margin != type(self).model_fields["margin"].default:
+            raise ValueError(f"margin and scale are ArcFace's, but loss is {self.loss}; set them in its function")
+        if self.keeps_backbone:
+            raise ValueError(
+                f"loss is {self.loss}, but only a head is trained on pretrained weights, with ArcFace; set layers=all "
+                "to train the whole network, or leave loss out"
+            )
+        if several := next((name for name in ("processes", "nodes") if getattr(self, name) > 1), None):
+            raise ValueError(f"loss is {self.loss}, which one process trains; set {several}=1, or leave loss out")
+        return self
+
+    @model_validator(mode="after")
     def _reachable(self) -> Self:
         if (
             self.nodes > 1
@@ -178,7 +201,7 @@ class TrainingChoices(Section):
 
 
 class TrainSettings(TrainingChoices):
-    """The embedding network, its ArcFace head and the training loop."""
+    """The embedding network, its loss and the training loop."""
 
     epochs: int | None = Field(
         default=None,

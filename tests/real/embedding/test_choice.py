@@ -9,11 +9,12 @@ from evernear.common.store import Store
 from evernear.data.shards import Dataset
 from evernear.embedding import head as head_module
 from evernear.embedding.artifact import load_trained
-from evernear.embedding.recipe import with_defaults
+from evernear.embedding.recipe import Recipe, with_defaults
 from evernear.embedding.train import train_network
 from evernear.evaluation import choice
 from evernear.evaluation.choice import candidates, prefer, train_and_choose
 from evernear.settings import IndexSettings, TrainSettings
+from evernear.settings.train import ARCFACE
 
 
 @pytest.mark.parametrize(
@@ -76,3 +77,10 @@ def test_nothing_is_chosen_without_pretrained_weights_or_training(
     result = train_and_choose(digits, with_defaults(frozen, digits), IndexSettings(), tmp_path / "trained", store)
     assert result.candidates == ()
     assert result.summary() == "no training: the backbone is frozen"
+
+
+def test_a_head_beside_a_loss_of_ones_own_is_trained_with_arcface(digits: Dataset, frozen: TrainSettings) -> None:
+    given = frozen.model_dump(include={"backbone", "weights", "backbone_size_px"})
+    recipe = with_defaults(TrainSettings(**given, layers="all", loss="losses:mine"), digits)
+    losses = {name: Recipe.model_validate(each.model_dump()).loss for name, each in candidates(recipe).items()}
+    assert losses == {"pretrained": ARCFACE, "head": ARCFACE, "fine-tuned": "losses:mine"}
