@@ -291,7 +291,7 @@ def probe(run: str, settings: Tree, dataset: str, open_set: str) -> None:
         data = Dataset.open(Path(dataset))
         here = chosen.train.model_copy(update={"nodes": 1})  # the probe trains for fewer epochs
         training = record.load("training")
-        views, candidates = training["views"], training["candidates"]
+        views, candidates = training.get("views"), training.get("candidates", ())
         chosen_network = next((each["name"] for each in candidates if each["chosen"]), "fine-tuned")
         if chosen_network != "fine-tuned":
             of_head = {"layers": "head", "loss": ARCFACE, "processes": 1, "members": 1}

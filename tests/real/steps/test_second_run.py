@@ -16,9 +16,9 @@ from evernear.common.step_results import REUSED
 from evernear.common.store import open_store
 from evernear.data.ingest import ingest_source
 from evernear.data.manifest import save_manifest
-from evernear.embedding import export, train
+from evernear.embedding import export
 from evernear.embedding.clock import Clock
-from evernear.evaluation import probe
+from evernear.evaluation import choice, probe
 from evernear.evaluation.open_set import OpenSet
 from evernear.settings import DataSettings, RunSettings
 
@@ -81,7 +81,7 @@ def forbid(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object, **__: object) -> None:
         raise ComputedAgainError
 
-    monkeypatch.setattr(train, "train_network", fail)
+    monkeypatch.setattr(choice, "train_and_choose", fail)
     monkeypatch.setattr(export, "export_network", fail)
     monkeypatch.setattr(probe, "probe_open_set", fail)
 
@@ -135,6 +135,7 @@ def test_the_probe_trains_a_head_on_as_many_views_as_the_training_had_time_for(
         return OpenSet(held_out=())
 
     monkeypatch.setattr(probe, "probe_open_set", probe_with)
+    monkeypatch.setattr(choice, "prefer", lambda _: "head")
     monkeypatch.setattr(steps, "Clock", lambda: Clock(lambda: 0.0))
     for run, end_of_views in (("all", 2.0), ("none", 0.0)):
         monkeypatch.setattr("evernear.embedding.head.VIEWS_SHARE", end_of_views)
