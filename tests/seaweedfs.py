@@ -79,6 +79,8 @@ def seaweedfs(directory: Path, config: Path) -> Iterator[SeaweedFS]:
     words = [*container["command"], *container["args"]]
     assert substitutions.keys() <= {*words}, "the manifest has changed"
     command = [*(substitutions.get(word, word) for word in words), *(f"-{name}={port}" for name, port in ports.items())]
+    if "-s3.port.lance" in subprocess.run([binary, "help", "server"], capture_output=True, text=True).stderr:
+        command.append("-s3.port.lance=0")  # as deploy/README.md says for versions after 4.34
     environment = os.environ | {sock["name"]: sock["value"] for sock in container["env"]}
     directory.mkdir(exist_ok=True)
     log = directory.with_suffix(".log")

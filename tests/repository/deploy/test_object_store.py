@@ -15,12 +15,14 @@ import pytest
 import yaml
 from minio import Minio
 from minio.error import S3Error
+from urllib3.exceptions import HTTPError
 
 from evernear.common.store.roles import POLICIES
 from evernear.common.store.s3 import S3Store
 from tests import ROOT
 from tests.repository.deploy.rendered import DEPLOY, named, objects
 from tests.seaweedfs import SERVER, SeaweedFS, seaweedfs
+from tests.waiting import until
 
 SETUP = DEPLOY / "overlays/local/seaweedfs"
 USERS = {
@@ -164,6 +166,14 @@ def fill(server: SeaweedFS) -> None:
         admin.put_object(bucket, key, BytesIO(b"content"), 7)
 
 
+def content(server: SeaweedFS, bucket: str, key: str) -> bytes | None:
+    """None while the volume server of a server that has just started is not connected yet."""
+    try:
+        return client(server, "pipeline").get_object(bucket, key).read()
+    except (S3Error, HTTPError):
+        return None
+
+
 def permitted(act: Callable[[], object]) -> bool:
     try:
         act()
@@ -232,6 +242,6 @@ def test_restart_keeps_objects_and_applies_new_keys(tmp_path: Path) -> None:
     with trial(tmp_path, READER_SECRET_KEY="another") as second:
         with pytest.raises(S3Error, match="SignatureDoesNotMatch"):
             client(second, "reader").get_object("evernear", "releases/champion.json")
-        assert client(second, "pipeline").get_object("evernear", "releases/champion.json").read() == b"content"
+        assert until(lambda: content(second, "evernear", "releases/champion.json")) == b"content"
         second.make_buckets("evernear", "evernear-images")  # idempotent
         assert client(second, "pipeline").get_object("evernear-images", "1/a.png").read() == b"content"
