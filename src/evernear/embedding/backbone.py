@@ -1,6 +1,7 @@
 """timm backbones and their pretrained weights.
 
-Only training imports timm, because a release contains the network as TorchScript.
+Only training imports timm, because a release contains the network as TorchScript, and only where a
+timm model is used, because the import takes seconds.
 """
 
 import re
@@ -9,10 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-import timm
 from huggingface_hub import hf_hub_download
-from timm.data.config import resolve_data_config
-from timm.models import load_state_dict
 from torch import Tensor, nn
 
 from evernear.common.disk import sha256_file
@@ -69,6 +67,8 @@ def read_weights(weights: str, backbone: str, store: Store | None) -> Weights:
             path = Path(weights)
         if not path.is_file():
             raise TrainingError(f"The file {printable(source)} (train.weights) does not exist.")
+        from timm.models import load_state_dict
+
         try:
             state = load_state_dict(str(path), device="cpu", weights_only=True)
             tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
@@ -130,11 +130,18 @@ def choose_backbone(settings: TrainingChoices) -> str:
             f"{settings.weights} (train.weights) has weights of {package.backbone}, not of {printable(name)}; leave "
             "train.backbone out."
         )
-    elif not timm.is_model(name.partition(".")[0]):
+    else:
+        _require_timm_model(name)
+    return name
+
+
+def _require_timm_model(name: str) -> None:
+    import timm
+
+    if not timm.is_model(name.partition(".")[0]):
         similar = ", ".join(timm.list_models(f"*{name.partition('_')[0]}*")[:3])
         hint = f"; similar names: {similar}" if similar else ""
         raise TrainingError(f"timm has no model {printable(name)!r} (train.backbone){hint}.")
-    return name
 
 
 def choose_input(name: str, shape: tuple[int, int, int], settings: TrainingChoices) -> NetworkInput | None:
@@ -170,10 +177,14 @@ def pretrained_mean_std(name: str, channels: int) -> tuple[tuple[float, ...], tu
 
 
 def features_of(name: str) -> int:
+    import timm
+
     return feature_dim(timm.create_model(name, num_classes=0))
 
 
 def _data_config(name: str) -> dict[str, Any]:
+    from timm.data.config import resolve_data_config
+
     return resolve_data_config(pretrained_cfg=config_of(name).to_dict())
 
 

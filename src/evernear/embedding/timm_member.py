@@ -1,11 +1,9 @@
 """A timm model as a member of the embedding network."""
 
 import math
-from typing import Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
-import timm
 import torch
-from timm.models import PretrainedCfg, get_pretrained_cfg, group_parameters
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -13,6 +11,9 @@ from evernear.data.preprocess import NetworkInput
 from evernear.embedding.network import Architecture
 from evernear.embedding.whitening import Whitening
 from evernear.errors import TrainingError
+
+if TYPE_CHECKING:
+    from timm.models import PretrainedCfg  # functions import timm, which takes seconds
 
 
 class Backbone(Protocol):
@@ -83,7 +84,9 @@ def feature_dim(backbone: nn.Module) -> int:
     return cast(Backbone, backbone).head_hidden_size
 
 
-def config_of(name: str) -> PretrainedCfg:
+def config_of(name: str) -> "PretrainedCfg":
+    from timm.models import get_pretrained_cfg
+
     config = get_pretrained_cfg(name)
     if config is None:
         raise TrainingError(f"timm defines no input size for {name} (train.backbone); choose another backbone.")
@@ -92,6 +95,8 @@ def config_of(name: str) -> PretrainedCfg:
 
 def create_backbone(architecture: Architecture, **options: Any) -> nn.Module:
     """The timm model, without a classifier."""
+    import timm
+
     height, width, channels = architecture.shape
     if architecture.input is not None:
         height, width = architecture.input.height_px, architecture.input.width_px
@@ -155,5 +160,7 @@ def fix_frozen_statistics(network: nn.Module) -> None:
 
 def _stages(backbone: nn.Module) -> dict[str, int]:
     """The stage number of each parameter. The stem is stage 0."""
+    from timm.models import group_parameters
+
     matcher = cast(Any, backbone).group_matcher(coarse=True)
     return cast(dict[str, int], group_parameters(backbone, matcher, reverse=True))

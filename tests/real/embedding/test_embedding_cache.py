@@ -9,7 +9,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 from PIL import Image
-from sklearn.datasets import load_digits
 
 from evernear.common.parts import Parts, run_parts
 from evernear.common.store import Store, open_store
@@ -26,6 +25,7 @@ from evernear.embedding.train import train_network
 from evernear.errors import IntegrityError
 from evernear.kubeflow.part import main as run_pod
 from evernear.settings import DataSettings, TrainSettings
+from tests.digits import load_digits
 from tests.small_ingest import ingest_small, ingest_with, opened
 
 SHARD_BYTES = 2**14
@@ -39,8 +39,8 @@ class GrowingDataset:
         self.images = directory / "images"
         self.store_uri = (directory / "store").as_uri()
         self._manifests = directory / "manifests"
-        pixels, self.targets = load_digits(return_X_y=True)
-        self._pixels = (pixels.reshape(-1, 8, 8) * 255 / 16).astype(np.uint8)
+        pixels, self.targets = load_digits()
+        self._pixels = (pixels * 255 / 16).astype(np.uint8)
 
     def write(self, indices: range, split: str = "gallery", label: str | None = None) -> None:
         for index in indices:

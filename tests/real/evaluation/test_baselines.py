@@ -7,7 +7,6 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from PIL import Image
-from sklearn.datasets import load_digits
 
 from evernear.evaluation.baselines import Baseline, measure_baselines
 from evernear.evaluation.compare import PairedCounts, mcnemar_worse
@@ -19,6 +18,7 @@ from evernear.evaluation.recognizer import Recognizer
 from evernear.evaluation.statistics import p_by_chance, proportion
 from evernear.evaluation.verdict import Rule
 from evernear.settings import GateSettings
+from tests.digits import load_digits
 from tests.releases import System
 from tests.small_ingest import dataset_of
 
@@ -72,8 +72,8 @@ def test_a_sample_of_queries_is_compared_with_the_candidate_on_the_same_queries(
 
 def test_the_pixel_baseline_knows_the_classes_that_train_images_fill(tmp_path: Path):
     """Otherwise a candidate would pass the gate more easily because val/ lacks classes."""
-    digits = load_digits()
-    for number, (pixels, label) in enumerate(zip(digits.images[:400], digits.target[:400], strict=True)):
+    images, digits = load_digits()
+    for number, (pixels, label) in enumerate(zip(images[:400], digits[:400], strict=True)):
         split = ("train", "test", "val")[number % 3]
         if split != "val" or label < 3:
             folder = tmp_path / "images" / split / str(label)

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from PIL import Image
 from safetensors.torch import save_file
-from sklearn.datasets import load_digits
 
 from evernear.common.store import open_store
 from evernear.embedding.clock import Clock
@@ -40,6 +39,7 @@ from evernear.index.build import build_index
 from evernear.index.description import MAX_DISTANCE
 from evernear.index.search import Gallery
 from evernear.settings import EvaluationSettings, IndexSettings, TrainSettings
+from tests.digits import load_digits
 from tests.gallery_vectors import NETWORK, MakeEmbeddings, blobs
 from tests.open_sets import draw_of
 from tests.releases import System
@@ -281,9 +281,9 @@ def test_probe_is_deterministic_and_survives_json(system: System, open_set: Open
 
 def test_classes_without_gallery_images_do_not_affect_other_classes(tmp_path: Path):
     """By chance, two of four classes have no gallery images."""
-    pixels, digits = load_digits(return_X_y=True)
+    pixels, digits = load_digits()
     for digit in range(4):
-        images = iter((pixels[digits == digit] * 15).astype(np.uint8).reshape(-1, 8, 8))
+        images = iter((pixels[digits == digit] * 15).astype(np.uint8))
         for split, count in {"train": 10, "test": 3, "query": 2, "gallery": 3 if digit < 2 else 0}.items():
             folder = tmp_path / "images" / split / str(digit)
             folder.mkdir(parents=True)

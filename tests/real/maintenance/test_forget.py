@@ -11,7 +11,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 from PIL import Image
-from sklearn.datasets import load_digits
 
 from evernear.common.disk import sha256_bytes
 from evernear.common.run_record import RunRecord
@@ -39,6 +38,7 @@ from evernear.serving.gallery_images import GalleryImages
 from evernear.serving.query_log_files import LoggedQuery, Period, parse_file
 from evernear.settings import DataSettings, IndexSettings, ServingSettings, TrainSettings
 from tests.command_line import evernear
+from tests.digits import load_digits
 from tests.releases import System, decided
 
 TINY = TrainSettings(epochs=1, min_steps=0, width=4, embedding_dim=16, batch_size=32)
@@ -81,10 +81,10 @@ class Prepared:
 def original(tmp_path_factory: pytest.TempPathFactory, milvus_uri: str) -> Prepared:
     """Train on three classes; remove class c and some of b; reindex; train again."""
     root = tmp_path_factory.mktemp("forget")
-    digits = load_digits()
+    images, digits = load_digits()
     for label, name in enumerate("abc"):
         (root / "images" / name).mkdir(parents=True)
-        for number, image in enumerate(digits.images[digits.target == label][:60]):
+        for number, image in enumerate(images[digits == label][:60]):
             Image.fromarray((image * 15.9).astype(np.uint8)).save(root / f"images/{name}/{number}.png")
     store = (root / "store").as_uri()
     settings = DataSettings(source=f"folder:{root / 'images'}", gallery_fraction=0.2, query_fraction=0.1)
@@ -284,7 +284,7 @@ def test_no_row_leads_to_a_forgotten_image(prepared: Prepared) -> None:
 def returned(prepared: Prepared):
     """Put a removed image back into the source."""
     path = prepared.images / "b/0.png"
-    Image.fromarray((load_digits().images[1] * 15.9).astype(np.uint8)).save(path)
+    Image.fromarray((load_digits()[0][1] * 15.9).astype(np.uint8)).save(path)
     yield path
     path.unlink()
 

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 from markupsafe import Markup
-from matplotlib.figure import Figure
 
 from evernear.common.run_record import RunRecord, StepRecord
 from evernear.common.store import open_store
@@ -452,6 +451,8 @@ def test_long_class_names_are_shortened(
     measured: tuple[Evaluation, Examples], monkeypatch: pytest.MonkeyPatch, names: list[str]
 ) -> None:
     """Names cut off at the edge of the figure would not identify their classes."""
+    from matplotlib.figure import Figure
+
     evaluation, _ = measured
     rows = [[int(i == j) for j in range(len(names) + 1)] for i in range(len(names))]
     columns = [*names, CALLED_UNKNOWN]

@@ -8,7 +8,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 from PIL import Image
-from sklearn.datasets import load_digits
 from typer.testing import CliRunner
 
 from evernear.cli.app import app
@@ -22,6 +21,7 @@ from evernear.review.label_target import open_label_target
 from evernear.review.suspects import Suspect, load_suspects, picture
 from evernear.settings import DataSettings
 from tests.deep_png import deep_png
+from tests.digits import load_digits
 
 NOW = datetime.now(UTC)
 
@@ -72,8 +72,8 @@ def test_near_duplicates_with_different_labels_come_first() -> None:
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
     """Digits 0 to 3 as files, of which every thirtieth has the next label."""
-    pixels, labels = load_digits(n_class=4, return_X_y=True)
-    for number, (image, label) in enumerate(zip(np.reshape(pixels, (-1, 8, 8)), labels, strict=True)):
+    images, labels = load_digits()
+    for number, (image, label) in enumerate(zip(images[labels < 4], labels[labels < 4], strict=True)):
         folder = tmp_path / "digits" / str((label + (number % 30 == 0)) % 4)
         folder.mkdir(parents=True, exist_ok=True)
         pixels = np.rint(image * (255 / 16)).astype(np.uint8)

@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 from PIL import Image
-from sklearn.datasets import load_digits
 
 from evernear.common.progress import EVENTS_VARIABLE
 from tests.command_line import evernear
+from tests.digits import load_digits
 from tests.ports import free_ports
 
 EVERNEAR = str(Path(sys.executable).parent / "evernear")
@@ -130,21 +130,21 @@ class Workspace:
 
 def write_negatives(directory: Path, label: str, numbers: range) -> None:
     """Images of an additional class: scikit-learn's zeros, inverted to black on white."""
-    images, targets = load_digits(return_X_y=True)
+    images, targets = load_digits()
     directory.joinpath(label).mkdir(parents=True, exist_ok=True)
     for number in np.flatnonzero(targets == 0)[numbers]:
-        pixels = 255 - (images[number].reshape(8, 8) * 255 / 16).astype(np.uint8)
+        pixels = 255 - (images[number] * 255 / 16).astype(np.uint8)
         Image.fromarray(pixels).save(directory / label / f"{number}.png")
 
 
 def write_digits(directory: Path, labels: str = "0123", per_class: int = 120, shuffle_labels: bool = False) -> None:
     """scikit-learn's digits as PNG files, one folder per class; ``shuffle_labels`` assigns random
     classes."""
-    images, targets = load_digits(return_X_y=True)
+    images, targets = load_digits()
     rng = np.random.default_rng(0)
     for label in labels:
         for number in np.flatnonzero(targets == int(label))[:per_class]:
             folder = directory / (rng.choice(list(labels)) if shuffle_labels else label)
             folder.mkdir(parents=True, exist_ok=True)
-            pixels = (images[number].reshape(8, 8) * 255 / 16).astype(np.uint8)
+            pixels = (images[number] * 255 / 16).astype(np.uint8)
             Image.fromarray(pixels).save(folder / f"{number}.png")

@@ -7,7 +7,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 from PIL import Image
-from sklearn.datasets import load_digits
 
 from evernear.common.store import Store, open_store
 from evernear.data.manifest import Manifest, save_manifest
@@ -23,6 +22,7 @@ from evernear.release.registry import Registry
 from evernear.serving import HANDLER
 from evernear.serving.gallery_images import GalleryImages
 from evernear.settings import DataSettings, IndexSettings, ServingSettings
+from tests.digits import load_digits
 from tests.releases import System, decided
 from tests.small_ingest import ingest_small
 
@@ -69,9 +69,9 @@ def ingest_into_small_shards(settings: DataSettings, store_uri: str) -> Manifest
 
 
 def write_images(folder: Path, digit: int, count: int) -> None:
-    digits = load_digits()
+    images, digits = load_digits()
     folder.mkdir(parents=True)
-    for number, image in enumerate(digits.images[digits.target == digit][:count]):
+    for number, image in enumerate(images[digits == digit][:count]):
         Image.fromarray((image * 15.9).astype(np.uint8)).save(folder / f"{number}.png")
 
 

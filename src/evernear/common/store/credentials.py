@@ -152,6 +152,11 @@ class Profile:
                 raise self._needs("a process", "credential_process")
             return None
         path, section = self.keys_in
+        if not self.values.get("aws_secret_access_key"):
+            raise SettingsError(
+                f"The profile {self.name!r} in {path} has no aws_secret_access_key, which belongs to its "
+                "aws_access_key_id; add it."
+            )
         make = partial(AWSConfigProvider, str(path), section)
         return Keys(f"the profile {self.name!r} in {path}", make, f"correct {path}")
 
@@ -177,6 +182,8 @@ def find_keys(certificates: Path) -> Keys | None:
                 "AWS_ACCESS_KEY_ID is set, so the secret key must not be empty; set AWS_SECRET_ACCESS_KEY."
             )
         return found
+    if keys[1]:
+        raise SettingsError("AWS_SECRET_ACCESS_KEY is set without AWS_ACCESS_KEY_ID; set both or neither.")
     # A process opens the store often, and must ask a metadata server once.
     relevant = {name: value for name, value in os.environ.items() if name.startswith("AWS_") or name == "HOME"}
     return _find_without_variables(tuple(sorted(relevant.items())), certificates)

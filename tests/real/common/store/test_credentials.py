@@ -207,6 +207,16 @@ def test_profile_that_needs_another_way_is_named(
     assert str(raised.value).startswith(f"The profile 'team' needs {way}, which evernear does not support; run")
 
 
+def test_profile_without_a_secret_key_is_named(
+    aws: LoopbackAWS, bucket: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / ".aws").mkdir()
+    (tmp_path / ".aws/credentials").write_text("[team]\naws_access_key_id = AKIA\n")
+    monkeypatch.setenv("AWS_PROFILE", "team")
+    with pytest.raises(SettingsError, match=r"The profile 'team' in .*/credentials has no aws_secret_access_key"):
+        S3Store(bucket, "prefix")
+
+
 def test_shared_files_name_the_server(
     aws: LoopbackAWS, bucket: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -255,6 +255,7 @@ def test_https_requires_a_trusted_certificate(
     ("variable", "value", "sentence"),
     [
         ("AWS_SECRET_ACCESS_KEY", "", "secret key must not be empty"),
+        ("AWS_ACCESS_KEY_ID", "", "AWS_SECRET_ACCESS_KEY is set without AWS_ACCESS_KEY_ID"),
         ("AWS_REGION", "nowhere land", "invalid region"),
         ("HTTP_PROXY", "socks5://127.0.0.1:1", "HTTP_PROXY or HTTPS_PROXY is not of the form"),
     ],

@@ -11,7 +11,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 from PIL import Image
-from sklearn.datasets import load_digits
 
 from evernear.common.run_record import RunRecord
 from evernear.common.store import Store, open_store
@@ -28,6 +27,7 @@ from evernear.triggers.requests import Request, RequestStore
 from evernear.triggers.watch import decide, observe
 from evernear.triggers.watch.watcher import Watcher
 from tests.dataset_images import saved
+from tests.digits import load_digits
 from tests.real.triggers.memory_runs import RunsInMemory
 
 NOON = datetime(2027, 3, 1, 12, tzinfo=UTC)
@@ -40,16 +40,16 @@ def png(image: np.ndarray) -> bytes:
 
 def digits(label: int | None = None) -> list[bytes]:
     """scikit-learn's digits as PNG files, all or those of one label."""
-    pixels, labels = load_digits(return_X_y=True)
-    images = np.rint(np.reshape(pixels, (-1, 8, 8)) * (255 / 16)).astype(np.uint8)
+    pixels, labels = load_digits()
+    images = np.rint(pixels * (255 / 16)).astype(np.uint8)
     return [png(image) for image, its in zip(images, labels, strict=True) if label is None or its == label]
 
 
 def negatives(count: int) -> list[bytes]:
     """Digits in black on white: any network trained on white on black places them far away, however
     initialized."""
-    pixels, _ = load_digits(return_X_y=True)
-    images = np.rint(np.reshape(pixels[:count], (-1, 8, 8)) * (255 / 16)).astype(np.uint8)
+    pixels, _ = load_digits()
+    images = np.rint(pixels[:count] * (255 / 16)).astype(np.uint8)
     return [png(255 - image) for image in images]
 
 
