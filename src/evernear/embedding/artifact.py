@@ -63,6 +63,8 @@ class TrainingResult(Frozen):
     epochs: tuple[Epoch, ...]
     chance_accuracy: float
     """Gallery accuracy of always predicting the most frequent class."""
+    by_neighbors: bool = False
+    """Whether the nearest neighbor measured the gallery, because the loss has no class weights."""
     planned_steps: int = 0
     warnings: tuple[str, ...] = ()
     views: int = 0
@@ -109,7 +111,8 @@ class TrainingResult(Frozen):
             return
         steps = sum(epoch.steps for epoch in self.epochs)
         of_steps = f", {steps:,} of {self.planned_steps:,} steps" if steps < self.planned_steps else ""
-        accuracy = f"gallery accuracy {self.best.gallery_accuracy:.2%}"
+        measured = "gallery accuracy of nearest neighbors" if self.by_neighbors else "gallery accuracy"
+        accuracy = f"{measured} {self.best.gallery_accuracy:.2%}"
         flips = f"; {self.flips}" if self.flips else ""
         yield f"best epoch {self.best_epoch}{of_steps}, {accuracy}{self.resumption}{flips}"
 

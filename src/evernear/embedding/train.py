@@ -279,6 +279,7 @@ def write_result(training: Training, out_dir: Path, store: Store | None, resumed
         resumed_after_epoch=resumed_after_epoch,
         epochs=tuple(state.history),
         chance_accuracy=training.images.chance_accuracy,
+        by_neighbors=not training.module.has_class_weights,
         planned_steps=recipe.epochs * training.steps_per_epoch,
         warnings=(*collapse_warnings(state.history, state.best_epoch, recipe), *time_warnings(state.history, recipe)),
     )

@@ -70,6 +70,7 @@ def test_loss_of_ones_own_trains_the_network(digits: Dataset, tmp_path: Path, fu
     settings = TINY.model_copy(update={"loss": f"{HERE}:{function}", "members": members, "min_steps": 100})
     result = train_network(digits, settings, tmp_path)
     assert result.best.gallery_accuracy > 0.8
+    assert ("gallery accuracy of nearest neighbors" in result.summary()) == (function == "pairs")
     trained = load_trained(tmp_path)[0]
     assert trained.recipe.loss == settings.loss
 
