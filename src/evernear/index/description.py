@@ -103,7 +103,7 @@ class Calibration(Frozen):
         if self.threshold >= MAX_DISTANCE:
             return ""
         low, high = self.expected_false_rejects()
-        text = f"{low:.1%} to {high:.1%} of new images of known classes are called unknown"
+        text = f"{low:.1%} to {high:.1%} of new images like the query images are called unknown"
         if high <= WIDE * self.stated_false_reject_rate:
             return text
         return (

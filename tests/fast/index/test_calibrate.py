@@ -227,11 +227,11 @@ def test_expected_false_rejects_contain_the_share_of_new_images(queries: int) ->
 
 def test_few_queries_are_said_to_determine_the_false_rejects_badly() -> None:
     assert calibrated(10, 0, 0.5).describe_false_rejects() == (
-        "0.0% to 30.8% of new images of known classes are called unknown, a wide range from only 10 query images: "
+        "0.0% to 30.8% of new images like the query images are called unknown, a wide range from only 10 query images: "
         "to narrow it, add images, or raise data.query_fraction for a new dataset"
     )
     assert calibrated(1000, 49, 0.5).describe_false_rejects() == (
-        "3.6% to 6.4% of new images of known classes are called unknown"
+        "3.6% to 6.4% of new images like the query images are called unknown"
     )
     assert calibrated(10, 0, MAX_DISTANCE).describe_false_rejects() == ""
 
