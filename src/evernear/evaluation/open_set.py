@@ -90,8 +90,9 @@ class OpenSet(Frozen):
             return self._switched_off()
         expected = self.expected_false_accepts
         text = (
-            f"AUROC {self.auroc} for {self._classes()}. Of images of unseen classes, expect {expected} to be accepted "
-            f"as known; of those held out, {self.false_accepts.count} of {self.false_accepts.total} were."
+            f"AUROC {self.auroc} for {self._classes()}. Of images of unseen classes, expect {expected.value:.0%} "
+            f"({expected.low:.0%} to {expected.high:.0%}) to be accepted as known; of those held out, "
+            f"{self.false_accepts.count:,} of {self.false_accepts.total:,} were."
         )
         if self.required_reject_rate and self.required_reject_rate > (self.stated_false_reject_rate or 1):
             text += (
@@ -107,12 +108,16 @@ class OpenSet(Frozen):
         probe."""
         if self.false_accepts is None or self.false_rejects is None:
             return ""
-        networks = "one network that does" if self.draws == 1 else f"{self.draws} networks, each of which does"
+        classes = quantity(len(self.held_out), "class", "classes")
+        networks = (
+            f"one network that does not know {classes}"
+            if self.draws == 1
+            else f"{self.draws} networks, each of which does not know some of {classes}"
+        )
         return (
             f"The threshold rests on {quantity(self.calibrated_known, 'image')} of known and "
             f"{self.calibrated_unknown:,} of held-out classes, and the figures on {self.false_rejects.total:,} and "
-            f"{self.false_accepts.total:,} others, with {networks} not know some of "
-            f"{quantity(len(self.held_out), 'class', 'classes')}."
+            f"{self.false_accepts.total:,} others, with {networks}."
         )
 
     def _switched_off(self) -> str:

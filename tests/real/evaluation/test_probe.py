@@ -262,7 +262,7 @@ def test_basis_says_how_many_classes_and_draws_the_figures_rest_on():
     )
     assert one.rests_on() == (
         "The threshold rests on 200 images of known and 200 of held-out classes, and the figures on 200 and 200 "
-        "others, with one network that does not know some of 80 classes."
+        "others, with one network that does not know 80 classes."
     )
     assert "The threshold rests on 1,000 images of known" in five.rests_on()
     assert "with 5 networks, each of which does not know some of 80 classes." in five.rests_on()
