@@ -4,30 +4,30 @@
 (``{"pipeline": ..., "pipeline_root": ..., "arguments": {...}}``), and keeps the pipe open. When the
 parent ends, the pipe closes, and the run ends too. ``pipeline`` is a golden file's name without
 suffix, or the path of another one.
+
+On Linux, the processes of the steps are forks of a server that has imported what most steps need,
+because these imports take longer than the rest of most steps.
 """
 
+import atexit
 import json
+import multiprocessing
 import os
 import signal
-import subprocess
 import sys
 import tempfile
 import threading
 import warnings
 from collections.abc import Generator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from importlib.util import find_spec
+from multiprocessing import forkserver
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
-
-os.environ["_KFP_RUNTIME"] = "true"  # as in a step, without kfp's client, which takes a second to import
-import kfp  # noqa: F401 # pyright: ignore[reportUnusedImport]
-
-del os.environ["_KFP_RUNTIME"]
-from kfp import components, local
-from kfp.local.status import Status
-from kfp.local.subprocess_task_handler import SubprocessTaskHandler
 
 from evernear.common.masking import mask_streams
 from evernear.common.output import print_line
@@ -39,12 +39,47 @@ from evernear.kubeflow import GOLDEN
 from evernear.settings import OneRun
 from evernear.settings.sources import parse
 
+if TYPE_CHECKING:
+    from kfp.local.status import Status
+    from kfp.local.subprocess_task_handler import SubprocessTaskHandler
+
 LAST_OUTPUT_BYTES = 8192
+KFP_RUNTIME = "_KFP_RUNTIME"
+"""If "true", as in a step, kfp does not import its client, which takes a second."""
+FRESH = multiprocessing.get_context("spawn")
+CONTEXT = multiprocessing.get_context("forkserver") if sys.platform == "linux" else FRESH
+PRELOADED = (
+    "evernear.kubeflow.local_pipeline",
+    "kfp.dsl.executor_main",
+    "evernear.steps",
+    "evernear.embedding.train",
+    "evernear.embedding.export",
+    "evernear.embedding.embed",
+    "scipy.stats",
+    "evernear.evaluation.probe",
+    "evernear.evaluation.evaluate",
+    "evernear.release.archive",
+    "evernear.reporting.page",
+    *([] if find_spec("pandas") else ["sklearn.manifold"]),  # it would import pandas, and so pyarrow
+)
+"""None of them may import a library whose threads do not end before a fork, such as pyarrow,
+obstore and grpc. A step whose server has such threads starts afresh."""
+CONTEXT.set_forkserver_preload(list(PRELOADED))
 
 
 def main() -> int:
     """The exit code is 0 if every step succeeded."""
     mask_streams()
+    os.environ[KFP_RUNTIME] = "true"
+    if CONTEXT.get_start_method() == "forkserver":
+        with suppress(OSError):  # the path of its socket is too long
+            forkserver.ensure_running()  # it imports while this process does
+    import kfp  # noqa: F401 # pyright: ignore[reportUnusedImport]
+
+    del os.environ[KFP_RUNTIME]
+    from kfp import components, local
+    from kfp.local.subprocess_task_handler import SubprocessTaskHandler
+
     order = json.loads(sys.stdin.readline())
     os.environ[RUNNER_VARIABLE] = str(os.getpid())
     threading.Thread(target=_end_with_parent, daemon=True).start()
@@ -66,8 +101,10 @@ def main() -> int:
     return 0
 
 
-def _run_task(task: SubprocessTaskHandler) -> Status:
+def _run_task(task: "SubprocessTaskHandler") -> "Status":
     """Run the component of a compiled task, whose command is ``sh -ec SCRIPT SOURCE ARGUMENTS``."""
+    from kfp.local.status import Status
+
     _, _, _, source, *arguments = task.full_command
     return Status.FAILURE if run_step(source, arguments, task.env_vars) else Status.SUCCESS
 
@@ -77,31 +114,74 @@ def run_step(source: str, arguments: Sequence[str], variables: Mapping[str, str]
     their own errors. If one ended without, for example killed, this records how."""
     oom_kills_before = oom_kills()
     last_output = b""
-    with start_step(source, arguments, {**os.environ, **variables, "_KFP_RUNTIME": "true"}) as process:
-        assert process.stdout is not None  # noqa: S101 - because of stdout=PIPE
-        while part := os.read(process.stdout.fileno(), LAST_OUTPUT_BYTES):
+    with start_step(source, arguments, {**os.environ, **variables, KFP_RUNTIME: "true"}) as (process, output):
+        while part := os.read(output.fileno(), LAST_OUTPUT_BYTES):
             last_output = (last_output + part)[-LAST_OUTPUT_BYTES:]
             _print(part)
-    if process.returncode:
+    status = process.exitcode
+    assert status is not None  # noqa: S101 - because it has ended
+    if status:
         name = _value(arguments, "--function_to_execute")
         if not _recorded_failure(name):
             ran_out_of_memory = oom_kills() > oom_kills_before
-            ending = describe_ending(process.returncode, last_output.decode(errors="replace"), ran_out_of_memory)
+            ending = describe_ending(status, last_output.decode(errors="replace"), ran_out_of_memory)
             _record(name, arguments, f"The step {ending} {shadowed_modules()}".rstrip())
-    return process.returncode
+    return status
 
 
 @contextmanager
 def start_step(
     source: str, arguments: Sequence[str], environment: Mapping[str, str]
-) -> Generator[subprocess.Popen[bytes]]:
-    """Start kfp's executor with ``source``, the code of a component. No shell interprets a path."""
+) -> Generator[tuple[BaseProcess, Connection]]:
+    """Run kfp's executor with ``source``, the code of a component, in a process. Yields the process
+    and its output, and waits for its end."""
     with tempfile.TemporaryDirectory(prefix="step-") as directory:
         module = Path(directory, "component.py")
         module.write_text(source, encoding="utf-8")
-        command = [sys.executable, "-m", "kfp.dsl.executor_main", "--component_module_path", str(module), *arguments]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environment) as process:
-            yield process
+        output, written = CONTEXT.Pipe(duplex=False)
+        with output:
+            with written:
+                words = ["--component_module_path", str(module), *arguments]
+                process = _start(words, dict(environment), written)
+            yield process, output
+        process.join()
+
+
+def _start(words: list[str], environment: dict[str, str], written: Connection) -> BaseProcess:
+    process = CONTEXT.Process(target=_execute, args=(words, environment, written))
+    try:
+        process.start()
+    except (EOFError, OSError):  # no server: its socket's path is too long, or it died of an import
+        process = FRESH.Process(target=_execute, args=(words, environment, written))
+        process.start()
+    return process
+
+
+def _execute(words: list[str], environment: dict[str, str], written: Connection) -> None:
+    """``python -m kfp.dsl.executor_main WORDS`` in this process, which has started for it."""
+    for stream in (sys.stdout, sys.stderr):
+        os.dup2(written.fileno(), stream.fileno())
+    written.close()
+    os.environ.clear()  # of the server
+    os.environ.update(environment)
+    if server_threads() > 1:
+        os.execve(sys.executable, [sys.executable, "-m", "kfp.dsl.executor_main", *words], environment)  # noqa: S606
+    from kfp.dsl import executor_main
+
+    sys.argv[1:] = words
+    try:
+        executor_main.executor_main()
+    except KeyboardInterrupt:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        signal.raise_signal(signal.SIGINT)  # the status says so, as that of any Python
+    finally:
+        atexit._run_exitfuncs()  # pyright: ignore[reportPrivateUsage] - a process of multiprocessing ends without them
+
+
+def server_threads() -> int:
+    """Threads of the server of which this process is a fork, or 1. Those that end themselves before
+    a fork, as OpenBLAS's do, do not count."""
+    return 1 if forkserver.get_inherited_fds() is None else sum(1 for _ in Path(f"/proc/{os.getppid()}/task").iterdir())
 
 
 def _print(part: bytes) -> None:

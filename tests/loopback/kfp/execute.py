@@ -62,7 +62,7 @@ class LocalExecutor:
         }
         with log.open("w") as output:
             process = subprocess.Popen(
-                [sys.executable, "-m", "tests.loopback.kfp.forked_steps"],
+                [sys.executable, "-m", "evernear.kubeflow.local_pipeline"],
                 env={**os.environ, EVENTS_VARIABLE: str(events)},
                 stdin=subprocess.PIPE,
                 stdout=output,

@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+from multiprocessing.context import BaseContext
 from pathlib import Path
 
 import pytest
@@ -48,6 +49,7 @@ def test_out_of_memory_kills_are_counted_by_cgroups(tmp_path: Path) -> None:
     assert oom_kills(tmp_path) == 2
 
 
+@pytest.mark.parametrize("context", [local_pipeline.CONTEXT, local_pipeline.FRESH])
 @pytest.mark.parametrize(
     ("source", "expected"),
     [
@@ -59,12 +61,15 @@ def test_out_of_memory_kills_are_counted_by_cgroups(tmp_path: Path) -> None:
             r"import os; os.write(1, b'started\n\xe9t\xe9: broken\n'); os._exit(1)",
             "The step ended with exit status 1: \ufffdt\ufffd: broken",
         ),
+        ("raise KeyboardInterrupt", "The step was killed by SIGINT, which another process or the kernel sent"),
+        ("raise ValueError('no images')", "The step ended with exit status 1: ValueError: no images"),
     ],
 )
 def test_step_that_could_not_record_its_end_is_recorded(
-    source: str, expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    source: str, expected: str, context: BaseContext, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The second one prints text that is not UTF-8."""
+    monkeypatch.setattr(local_pipeline, "CONTEXT", context)
     monkeypatch.setenv(EVENTS_VARIABLE, str(tmp_path / "events.jsonl"))
     monkeypatch.setattr(sys, "stdout", sys.__stdout__)  # pytest's has no buffer
     store = (tmp_path / "store").as_uri()

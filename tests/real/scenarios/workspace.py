@@ -5,10 +5,12 @@ import os
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 from PIL import Image
 
 from evernear.common.progress import EVENTS_VARIABLE
@@ -20,6 +22,11 @@ EVERNEAR = str(Path(sys.executable).parent / "evernear")
 COMMAND_TIMEOUT_S = 1200.0
 """On a busy processor, a run of digits takes minutes."""
 PORTS = ("inference_port", "management_port", "metrics_port", "grpc_inference_port", "grpc_management_port")
+
+NO_FORKSERVER = """
+from multiprocessing import context
+context._concrete_contexts["forkserver"] = context._concrete_contexts["spawn"]
+"""
 
 
 class Workspace:
@@ -88,6 +95,14 @@ class Workspace:
         assert len(errors) == 1, completed.stderr
         return completed.returncode, errors[0]
 
+    def start_steps_afresh(self) -> None:
+        """Run each step in a new Python, as where processes cannot be forked safely."""
+        site = self.directory / "site"
+        site.mkdir()
+        site.joinpath("sitecustomize.py").write_text(NO_FORKSERVER)
+        path = filter(None, [str(site), self.environment.get("PYTHONPATH")])
+        self.environment["PYTHONPATH"] = os.pathsep.join(path)
+
     def pipeline(self, name: str, **arguments: object) -> dict[str, Any]:
         """Run a compiled pipeline on this machine and return its outcome."""
         root = self.directory / f"{name}-{time.monotonic_ns()}"
@@ -126,6 +141,16 @@ class Workspace:
         """The newest run's event file."""
         files = sorted(self.workdir.glob("runs/*/events.jsonl"))
         return files[-1].read_text() if files else ""
+
+
+def step_processes(process: subprocess.Popen[str]) -> list[psutil.Process]:
+    """The processes of the running steps of ``evernear run``."""
+    with suppress(psutil.NoSuchProcess):
+        for pipeline in psutil.Process(process.pid).children():
+            children = {child: " ".join(child.cmdline()) for child in pipeline.children()}
+            forks = [fork for child, words in children.items() if "forkserver" in words for fork in child.children()]
+            return forks or [child for child, words in children.items() if "--multiprocessing-fork" in words]
+    return []
 
 
 def write_negatives(directory: Path, label: str, numbers: range) -> None:

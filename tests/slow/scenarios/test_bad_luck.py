@@ -8,7 +8,7 @@ import psutil
 import pytest
 
 from evernear.serving.configuration import MAIN_CLASS
-from tests.real.scenarios.workspace import COMMAND_TIMEOUT_S, Workspace, write_digits
+from tests.real.scenarios.workspace import COMMAND_TIMEOUT_S, Workspace, step_processes, write_digits
 
 STEPS = (
     "ingest",
@@ -28,10 +28,14 @@ STEPS = (
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture
-def workspace(tmp_path: Path) -> Workspace:
+@pytest.fixture(params=["forks", "fresh"])
+def workspace(tmp_path: Path, request: pytest.FixtureRequest) -> Workspace:
+    """With both ways to start a step."""
     write_digits(tmp_path / "images")
-    return Workspace(tmp_path, EVERNEAR_TARGET="registry")
+    workspace = Workspace(tmp_path, EVERNEAR_TARGET="registry")
+    if request.param == "fresh":
+        workspace.start_steps_afresh()
+    return workspace
 
 
 def facts(workspace: Workspace, result: dict) -> tuple[str, str]:
@@ -51,7 +55,7 @@ def kill_at(workspace: Workspace, step: str, victim: str) -> bool:
     with workspace.start("run", "--preset", "quick") as process:
         workspace.await_step(step, process)
         children = psutil.Process(process.pid).children(recursive=True)
-        running = [child for child in children if "executor_main" in " ".join(child.cmdline())]
+        running = step_processes(process)
         (running[-1] if running and victim == "step" else process).kill()
         process.wait(COMMAND_TIMEOUT_S)
     _, alive = psutil.wait_procs(children, timeout=60)
@@ -79,9 +83,8 @@ def test_rerun_after_a_kill_equals_an_uninterrupted_run(
 def test_killed_step_fails_the_run_with_an_error_message(workspace: Workspace) -> None:
     with workspace.start("run", "--preset", "quick") as process:
         workspace.await_step("train", process)
-        for child in psutil.Process(process.pid).children(recursive=True):
-            if "executor_main" in " ".join(child.cmdline()):
-                child.kill()
+        for running in step_processes(process):
+            running.kill()
         output, _ = process.communicate(timeout=COMMAND_TIMEOUT_S)
     assert process.returncode == 1
     assert "Traceback" not in output
@@ -90,12 +93,11 @@ def test_killed_step_fails_the_run_with_an_error_message(workspace: Workspace) -
 
 
 def test_temporary_files_are_removed_even_after_a_kill(workspace: Workspace) -> None:
-    """kfp unpacks the program of each step there and never removes it."""
     temporary = workspace.directory / "tmp"
     temporary.mkdir()
     workspace.environment["TMPDIR"] = str(temporary)
     kill_at(workspace, "ingest", "command")
-    assert list(temporary.rglob("tmp.*"))
+    assert list(temporary.rglob("step-*"))
     # The next run also ends early: cleanup does not depend on the outcome.
     shutil.rmtree(workspace.directory / "images")
     assert workspace.process("run", "--preset", "quick").returncode != 0

@@ -2,12 +2,14 @@
 
 import signal
 import subprocess
+from contextlib import suppress
 
 import psutil
 import pytest
 
-from tests.real.scenarios.test_interrupted import interrupted, workspace
-from tests.real.scenarios.workspace import COMMAND_TIMEOUT_S, Workspace
+from tests.real.scenarios.test_interrupted import interrupted
+from tests.real.scenarios.workspace import COMMAND_TIMEOUT_S, Workspace, step_processes
+from tests.slow.scenarios.test_bad_luck import workspace
 
 __all__ = ["workspace"]
 pytestmark = pytest.mark.slow
@@ -31,15 +33,11 @@ def test_run_resumes_after_an_interrupt(workspace: Workspace, step: str) -> None
 
 def training_processes(pipeline: subprocess.Popen[str]) -> list[psutil.Process]:
     """The processes that the train step has started."""
-    descendants = psutil.Process(pipeline.pid).children(recursive=True)
-    return [process for process in descendants if "--multiprocessing-fork" in _command(process)]
-
-
-def _command(process: psutil.Process) -> list[str]:
-    try:
-        return process.cmdline()
-    except psutil.NoSuchProcess:
-        return []
+    started: list[psutil.Process] = []
+    with suppress(psutil.NoSuchProcess):
+        for step in step_processes(pipeline):
+            started += [child for child in step.children() if "--multiprocessing-fork" in child.cmdline()]
+    return started
 
 
 def test_training_processes_end_with_the_run(workspace: Workspace) -> None:
