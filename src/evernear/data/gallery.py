@@ -13,14 +13,20 @@ from evernear.errors import IntegrityError
 
 MIN_GALLERY_IMAGES = 10
 """Fewest images per class in the gallery. Train images fill it up."""
+FINE_TUNED_GALLERY_IMAGES = 100
+"""The same for a fine-tuned network. It knows its train images better than others, but with as few
+steps as fine-tuning takes, not much better (docs/decisions/0002-splits-and-gallery.md)."""
 
 
-def joining_gallery(manifest: Manifest, untrained: Collection[str] = ()) -> dict[str, int]:
-    """For each label, the number of train images that join the gallery. ``untrained`` contains
-    classes that the network was not trained on. All their train images join."""
+def joining_gallery(
+    manifest: Manifest, untrained: Collection[str] = (), fewest: int = MIN_GALLERY_IMAGES
+) -> dict[str, int]:
+    """For each label, the number of train images that join the gallery, so that it has ``fewest``.
+    ``untrained`` contains classes that the network was not trained on. All their train images
+    join."""
     gallery = manifest.label_counts("gallery")
     return {
-        label: count if label in untrained else min(count, max(0, MIN_GALLERY_IMAGES - gallery[label]))
+        label: count if label in untrained else min(count, max(0, fewest - gallery[label]))
         for label, count in manifest.label_counts("train").items()
     }
 

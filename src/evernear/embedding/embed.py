@@ -28,8 +28,14 @@ from evernear.common.frozen import Frozen
 from evernear.common.parts import Part, Parts, Worker, run_parts
 from evernear.common.store import FileStore, Store
 from evernear.common.store.base import fetch_folder
-from evernear.data.gallery import ShardImages, images_to_embed, joining_gallery
-from evernear.data.manifest import Split
+from evernear.data.gallery import (
+    FINE_TUNED_GALLERY_IMAGES,
+    MIN_GALLERY_IMAGES,
+    ShardImages,
+    images_to_embed,
+    joining_gallery,
+)
+from evernear.data.manifest import Manifest, Split
 from evernear.data.shards import Block, Dataset
 from evernear.embedding.data_loader import ImageVectors, OnImages, ShardBlocks
 from evernear.embedding.embeddings import (
@@ -143,9 +149,7 @@ def plan_embedding(
 ) -> Parts:
     """Plan the parts in ``folder`` of ``results``, or return those of an equal earlier plan.
 
-    ``untrained`` are the classes that the network was not trained on. They are ignored for a frozen
-    network, which was trained on none. `joining_gallery` describes which train images join the
-    gallery.
+    `gallery_of` determines which train images join the gallery.
     """
     described = describe_network(network_dir)
     expected = described.preprocessing.shape
@@ -155,7 +159,7 @@ def plan_embedding(
             f"The network in {network_dir} takes images of {expected[0]}x{expected[1]}x{expected[2]}, "
             f"but the images of {dataset.manifest.name} are {height}x{width}x{channels}."
         )
-    joining = joining_gallery(dataset.manifest, frozenset(dataset.labels) if described.frozen else untrained)
+    joining = gallery_of(dataset.manifest, described.frozen, described.pretrained_sha256, untrained)
     shared = Shared(
         dataset=dataset.manifest.name,
         digest=dataset.digest,
@@ -171,6 +175,16 @@ def plan_embedding(
         for images in images_to_embed(dataset, split, joining)
     )
     return Parts.find(results, folder) or Parts.make(results, folder, KIND, shared.model_dump(mode="json"), planned)
+
+
+def gallery_of(
+    manifest: Manifest, frozen: bool, pretrained_sha256: str | None, untrained: frozenset[str] = frozenset()
+) -> dict[str, int]:
+    """For each label, the number of train images that join the gallery of a network. ``untrained``
+    are the classes that it was not trained on: all if it is frozen."""
+    if frozen:
+        return joining_gallery(manifest, manifest.labels)
+    return joining_gallery(manifest, untrained, FINE_TUNED_GALLERY_IMAGES if pretrained_sha256 else MIN_GALLERY_IMAGES)
 
 
 def open_here(

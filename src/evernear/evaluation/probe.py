@@ -16,6 +16,7 @@ from evernear.data.shards import Dataset
 from evernear.embedding.artifact import load_trained
 from evernear.embedding.clock import Clock, OnStep
 from evernear.embedding.data_loader import TrainingImages
+from evernear.embedding.embed import gallery_of
 from evernear.embedding.freeze import Pretrained, fit_last_layer, open_pretrained
 from evernear.embedding.recipe import PROBE_DRAWS, Recipe, recipe_of_probe
 from evernear.embedding.train import train_network
@@ -490,4 +491,5 @@ def _open_head(
     fit_last_layer(pretrained, dataset, images, recipe, on_step, clock)
     head = FrozenHead(pretrained.network).eval()
     embed, dim = HeadEmbedder(pretrained.features, head).embed, head.standardize.matrix.shape[1]
-    return with_gallery(embed, dim, pretrained.features.identity, True, dataset, settings, held_out)
+    joining = gallery_of(dataset.manifest, frozen=True, pretrained_sha256=None)
+    return with_gallery(embed, dim, pretrained.features.identity, joining, dataset, settings, held_out)

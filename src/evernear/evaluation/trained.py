@@ -5,11 +5,10 @@ from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
 from evernear.common.store import Store
-from evernear.data.gallery import joining_gallery
 from evernear.data.shards import Dataset
 from evernear.embedding.artifact import TrainedNetwork
 from evernear.embedding.data_loader import ImageVectors
-from evernear.embedding.embed import Embed, write_embeddings
+from evernear.embedding.embed import Embed, gallery_of, write_embeddings
 from evernear.embedding.embeddings import EmbeddingCache, Embeddings
 from evernear.embedding.export import whiten_network
 from evernear.embedding.network import EmbeddingNetwork, freeze_parameters
@@ -48,7 +47,7 @@ def open_recognizer(
         embed,
         described.architecture.embedding_dim,
         described.weights_sha256,
-        described.architecture.frozen,
+        gallery_of(dataset.manifest, described.architecture.frozen, described.pretrained_sha256),
         dataset,
         settings,
         held_out,
@@ -59,13 +58,13 @@ def with_gallery(
     embed: Embed,
     dim: int,
     network_sha256: str,
-    frozen: bool,
+    joining: dict[str, int],
     dataset: Dataset,
     settings: IndexSettings,
     held_out: frozenset[str],
 ) -> TrainedRecognizer:
-    """Exporting the network would take longer than embedding the gallery."""
-    joining = joining_gallery(dataset.manifest, frozenset(dataset.labels) if frozen else frozenset())
+    """``joining`` counts the train images of each label in the gallery. Exporting the network would
+    take longer than embedding the gallery."""
     with TemporaryDirectory(prefix="evernear-gallery-") as scratch:
         embeddings, index = Path(scratch) / "embed", Path(scratch) / "index"
         write_embeddings(embed, dim, dataset, embeddings, joining, network_sha256)

@@ -18,7 +18,14 @@ from evernear.data.manifest import save_manifest
 from evernear.data.shards import Dataset
 from evernear.embedding import data_loader
 from evernear.embedding.data_loader import embed_images
-from evernear.embedding.embed import combine_embeddings, embed_dataset, network_folder, open_here, plan_embedding
+from evernear.embedding.embed import (
+    combine_embeddings,
+    embed_dataset,
+    gallery_of,
+    network_folder,
+    open_here,
+    plan_embedding,
+)
 from evernear.embedding.embeddings import Embeddings
 from evernear.embedding.export import describe_network, export_network, load_network
 from evernear.embedding.train import train_network
@@ -292,3 +299,12 @@ def test_pod_without_its_snapshot_ends_for_good(sharded: Dataset, network_dir: P
     parts = plan(network_dir, sharded, store)  # a store that does not have the dataset
     assert run_pod(store.uri, parts.folder, 1, 0) == 42
     assert "no longer has the snapshot" in parts.failure()
+
+
+def test_gallery_of_a_fine_tuned_network_is_filled_up_further_and_that_of_a_frozen_one_has_all(digits: Dataset) -> None:
+    train, gallery = (digits.manifest.label_counts(split) for split in ("train", "gallery"))
+    assert gallery_of(digits.manifest, frozen=True, pretrained_sha256="a") == train
+    fine_tuned = gallery_of(digits.manifest, frozen=False, pretrained_sha256="a", untrained=frozenset("3"))
+    assert fine_tuned == {label: min(train[label], 100 - gallery[label]) for label in train} | {"3": train["3"]}
+    scratch = gallery_of(digits.manifest, frozen=False, pretrained_sha256=None)
+    assert scratch == {label: max(0, 10 - gallery[label]) for label in train}
