@@ -73,9 +73,7 @@ class Lease:
 
     def __init__(self, record: LeaseRecord) -> None:
         self._record = record
-        self._lost: str | None = None
-        self._lock, self._released = threading.Lock(), threading.Event()
-        self._thread = threading.Thread(target=self._renew_until_released, name="lease", daemon=True)
+        self._lock = threading.Lock()
 
     def __enter__(self) -> Self:
         """Acquire the lease. If its holder was killed, wait until it expires.
@@ -84,6 +82,9 @@ class Lease:
             BusyError: another process holds and renews the lease.
         """
         self._held, self._renewed_s = _write_when_free(self._record, self._record.identity, self._refuse)
+        self._lost: str | None = None
+        self._released = threading.Event()
+        self._thread = threading.Thread(target=self._renew_until_released, name="lease", daemon=True)
         self._thread.start()
         return self
 

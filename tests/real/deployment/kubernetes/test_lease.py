@@ -156,6 +156,8 @@ def test_second_process_fails_while_the_lease_is_renewed(make_record: MakeRecord
     started_s = time.monotonic()
     with Lease(make_record(60)):
         assert time.monotonic() - started_s < 60, "the lease was not released"
+    with first:  # again
+        first.require()
 
 
 def test_replaced_holder_changes_nothing_more(make_record: MakeRecord) -> None:
