@@ -7,9 +7,8 @@ preset photos. Each method knows the same training and gallery images: all of th
 sample of 5 or 20 images of each class. The features, the whitening and the head are those of the
 train step. A test image is recognized by the nearest of the known images, which are the gallery of
 a release with a frozen backbone, moved toward the means of their classes. A release is served with
-the head if the queries prefer it, and with the centroids of the classes, if they recognize
-clearly more queries. The logistic regression of scikit-learn (C = 1) trains on the features, each
-divided by its standard deviation.
+the head if the queries prefer it, by the vote of five neighbors. The logistic regression of
+scikit-learn (C = 1) trains on the features, each divided by its standard deviation.
 
 The results are written after each sample. ``--add`` keeps them, so that only missing samples are
 measured. ``--directory`` keeps the features too.
@@ -31,7 +30,6 @@ from sklearn.linear_model import LogisticRegression
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 from torch import Tensor
-from torch.nn import functional as F
 
 from benchmarks import machine
 from benchmarks.accuracy import ingest_dataset, settings_of
@@ -63,6 +61,7 @@ HEADING = (
     "errors as served, relative to logistic regression",
 )
 NEIGHBORS = (1, 5, 10)
+SERVED = "neighbors_5"
 SAMPLED: tuple[Split, ...] = ("gallery", "train", "query")
 METHODS = ("regression", "whitened", "head_without_views", "head", "served")
 
@@ -163,11 +162,10 @@ def measure(dataset: Dataset, settings: TrainSettings, directory: Path, count: i
 
     def recognize(last_layer: Whitening, name: CandidateName | None = None) -> dict[str, Any]:
         embed = embedder(pretrained, last_layer)
-        answers = correct_answers(embed, known, queries)
-        found = accuracies(answers, correct_answers(embed, known, test))
         if name:
-            asked[name] = answers[found["rule"]] > 0
-        return found
+            asked[name] = correct_answers(embed, known, queries)[SERVED] > 0
+        answers = correct_answers(embed, known, test)
+        return {rule: float(correct.mean()) for rule, correct in answers.items()}
 
     whitened = recognize(whitening_for(pretrained.features, dataset, images), "pretrained")
     trained = {
@@ -187,7 +185,7 @@ def measure(dataset: Dataset, settings: TrainSettings, directory: Path, count: i
         "test_images": len(test.classes),
         "regression": regression_accuracy(known, test),
         **{name: values["neighbors_1"] for name, values in recognized.items()},
-        "served": recognized["head" if prefer(asked) == "head" else "whitened"]["chosen"],
+        "served": recognized["head" if prefer(asked) == "head" else "whitened"][SERVED],
         "recognized": recognized,
     }
 
@@ -209,26 +207,15 @@ def correct_answers(
     embed: Callable[[Tensor], Tensor], known: Labeled, queries: Labeled
 ) -> dict[str, NDArray[np.float64]]:
     """Whether each of the ``queries`` is recognized, as arrays (N,) of 0 and 1: by the vote of the
-    nearest known images, and by the centroids of the classes."""
+    nearest known images."""
     vectors, references = embed(queries.features), embed(known.features)
     classes = range(int(known.classes.max()) + 1)
     means = np.stack([references[known.classes == label].mean(dim=0).numpy() for label in classes])
     moved = torch.from_numpy(move_toward(references.numpy(), means[known.classes.numpy()], TOWARD_MEAN))
     nearest = (vectors @ moved.T).topk(max(NEIGHBORS)).indices
     labels = known.classes[nearest].numpy().astype(np.int32)
-    sums = torch.zeros(int(known.classes.max()) + 1, references.shape[1]).index_add_(0, known.classes, references)
     answers = {f"neighbors_{count}": vote(labels[:, :count]) for count in NEIGHBORS}
-    answers["centroids"] = (vectors @ F.normalize(sums).T).argmax(dim=1).numpy()
     return {rule: (answer == queries.classes.numpy()).astype(np.float64) for rule, answer in answers.items()}
-
-
-def accuracies(queries: dict[str, NDArray[np.float64]], test: dict[str, NDArray[np.float64]]) -> dict[str, Any]:
-    """Test accuracy of each rule, and of the rule that the index step chooses with the queries
-    (`evernear.index.build.choose_rule`)."""
-    gained = queries["centroids"] - queries["neighbors_5"]
-    rule = "centroids" if gained.mean() > gained.std() / len(gained) ** 0.5 else "neighbors_5"
-    values = {name: float(correct.mean()) for name, correct in test.items()}
-    return {**values, "rule": rule, "chosen": values[rule]}
 
 
 def regression_accuracy(known: Labeled, test: Labeled) -> float:
