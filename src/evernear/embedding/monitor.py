@@ -21,6 +21,8 @@ FLIP_TOLERANCE = 0.1
 """Maximum accuracy loss under a harmless flip, as a fraction of the accuracy above chance."""
 FEWEST_STEPS = 200
 """Fewest steps of fine-tuning after which a network has learned more than it has forgotten."""
+FIRST_EPOCHS = 2
+"""Epochs after which fine-tuning may end for lack of time. A retry continues after the first."""
 MAX_SATURATED_ERROR = 0.02
 """Largest standard error of a gallery accuracy that ends training: that of 35 correct images."""
 NEIGHBOR_ROWS = 1024
@@ -151,13 +153,14 @@ def collapse_warnings(history: Sequence[Epoch], best_epoch: int, recipe: Recipe)
     )
 
 
-def time_warnings(history: Sequence[Epoch], recipe: Recipe) -> tuple[str, ...]:
-    steps = sum(epoch.steps for epoch in history)
-    if not (recipe.minutes and recipe.weights and steps < FEWEST_STEPS):
-        return ()
+def too_few_steps(epoch: Epoch, recipe: Recipe) -> str:
+    """Why fine-tuning is not worth its time, as one of its first epochs shows, or empty."""
+    expected = epoch.steps * recipe.epochs
+    if not (recipe.minutes and recipe.weights and epoch.epoch <= FIRST_EPOCHS and expected < FEWEST_STEPS):
+        return ""
     return (
-        f"The time was enough for {quantity(steps, 'step')} of fine-tuning, and after fewer than {FEWEST_STEPS} the "
-        "pretrained network is often worse; raise train.minutes, or set train.layers=head.",
+        f"Fine-tuning ended early, because the time is enough for about {quantity(expected, 'step')}, and after fewer "
+        f"than {FEWEST_STEPS} the pretrained network is better; raise train.minutes."
     )
 
 

@@ -41,7 +41,6 @@ from evernear.embedding.monitor import (
     measure_flips,
     measure_gallery,
     recognizes_all,
-    time_warnings,
 )
 from evernear.embedding.optimizer import choose_device
 from evernear.embedding.recipe import Recipe, learning_rate, margin, size_factor, with_defaults
@@ -281,7 +280,7 @@ def write_result(training: Training, out_dir: Path, store: Store | None, resumed
         chance_accuracy=training.images.chance_accuracy,
         by_neighbors=not training.module.has_class_weights,
         planned_steps=recipe.epochs * training.steps_per_epoch,
-        warnings=(*collapse_warnings(state.history, state.best_epoch, recipe), *time_warnings(state.history, recipe)),
+        warnings=collapse_warnings(state.history, state.best_epoch, recipe),
     )
     rank, _ = distributed.rank_and_world_size()
     if rank != 0:

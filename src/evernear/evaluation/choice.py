@@ -13,10 +13,11 @@ from numpy.typing import NDArray
 
 from evernear.common.store import Store
 from evernear.data.shards import Dataset
-from evernear.embedding.artifact import HISTORY_FILE, TrainingResult, load_trained
+from evernear.embedding.artifact import HISTORY_FILE, Epoch, TrainingResult, load_trained
 from evernear.embedding.candidate import Candidate, CandidateName
 from evernear.embedding.clock import Clock, OnStep
 from evernear.embedding.data_loader import OnImages
+from evernear.embedding.monitor import too_few_steps
 from evernear.embedding.recipe import HEAD, Recipe
 from evernear.embedding.train import OnEpoch, train_network
 from evernear.evaluation.measure import BATCH_SIZE
@@ -46,28 +47,42 @@ def train_and_choose(
     "Note on the sampling error of the difference between correlated proportions or percentages"):
     with few images, a difference of a few is luck, and a network that was trained on some classes
     recognizes fewer images of a class that is added later
-    (docs/decisions/0030-pretrained-weights.md).
+    (docs/decisions/0030-pretrained-weights.md). A fine-tuning for which the time is too short ends
+    early, and is no candidate.
     """
-    train = partial(train_network, dataset, store=store, on_epoch=on_epoch, on_step=on_step)
+
+    def record(epoch: Epoch) -> None:
+        if on_epoch is not None:
+            on_epoch(epoch)
+        if sentence := too_few_steps(epoch, recipe):
+            raise TimeoutError(sentence)
+
+    train = partial(train_network, dataset, store=store, on_epoch=record, on_step=on_step)
     if not recipe.weights or recipe.frozen:
         return train(recipe, out_dir, on_images=on_images, clock=clock)
     recipes = candidates(recipe)
     results = dict[CandidateName, TrainingResult]()
     right = dict[CandidateName, NDArray[np.bool_]]()
+    warnings = dict[str, None]()
     with TemporaryDirectory(prefix="evernear-train-") as scratch:
         # The first takes as long as the time allows, and the others one pass over the images.
         for name, each in reversed(list(recipes.items())):
             directory, is_longest = Path(scratch) / name, each is recipe
             count = None if name == "pretrained" else on_images  # it reads the features of the head
-            results[name] = train(each, directory, on_images=count, clock=clock if is_longest else None)
+            try:
+                results[name] = train(each, directory, on_images=count, clock=clock if is_longest else None)
+            except TimeoutError as error:
+                warnings[str(error)] = None
+                continue
             right[name] = named_right(directory, dataset, settings, store)
-        preferred = prefer({name: right[name] for name in recipes})
+        answers = dict(reversed(right.items()))  # in the order of the recipes
+        preferred = prefer(answers)
         shutil.copytree(Path(scratch) / preferred, out_dir, dirs_exist_ok=True)
     compared = tuple(
-        Candidate(name=name, right=int(right[name].sum()), asked=len(right[name]), chosen=name == preferred)
-        for name in recipes
+        Candidate(name=name, right=int(each.sum()), asked=len(each), chosen=name == preferred)
+        for name, each in answers.items()
     )
-    warnings = dict.fromkeys(warning for name in recipes for warning in results[name].warnings)
+    warnings |= dict.fromkeys(warning for each in results.values() for warning in each.warnings)
     result = results[preferred].model_copy(update={"candidates": compared, "warnings": tuple(warnings)})
     result.save(out_dir / HISTORY_FILE)
     return result

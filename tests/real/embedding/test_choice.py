@@ -65,10 +65,29 @@ def test_the_chosen_network_is_written_and_all_are_counted(
     assert {each.asked for each in result.candidates} == {digits.count("query")}
     assert result.candidates[0].right > digits.count("query") / 2
     assert f"as it is names {result.candidates[0].share} right, a head" in result.summary()
-    train_network(digits, candidates(recipe)[preferred], tmp_path / "alone", store)
+    train_network(digits, {**candidates(recipe)}[preferred], tmp_path / "alone", store)
     chosen, alone = (load_trained(tmp_path / name)[0] for name in ("trained", "alone"))
     assert chosen.weights_sha256 == alone.weights_sha256
     assert chosen.architecture.frozen is (preferred != "fine-tuned")
+
+
+@pytest.mark.usefixtures("short_head")
+def test_fine_tuning_that_cannot_learn_enough_ends_early_and_is_no_candidate(
+    digits: Dataset, frozen: TrainSettings, tmp_path: Path, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(head_module, "START_IMAGES", 200)
+    given = frozen.model_dump(include={"backbone", "weights", "backbone_size_px"})
+    recipe = with_defaults(TrainSettings(**given, layers="all", minutes=1e-6), digits)
+    epochs: list[int] = []
+    result = train_and_choose(
+        digits, recipe, IndexSettings(), tmp_path / "trained", store, lambda epoch: epochs.append(epoch.epoch)
+    )
+    assert epochs == [1]
+    assert [each.name for each in result.candidates] == ["pretrained", "head"]
+    assert result.warnings == (
+        "Fine-tuning ended early, because the time is enough for about 5 steps, and after fewer than 200 the "
+        "pretrained network is better; raise train.minutes.",
+    )
 
 
 def test_nothing_is_chosen_without_pretrained_weights_or_training(
