@@ -321,6 +321,33 @@ def test_no_draw_begins_that_would_end_after_the_time(system: System, monkeypatc
     assert len(measured.held_out) == 2 * draws
 
 
+@pytest.mark.parametrize(
+    ("weights", "group", "in_halves"), [("", "", False), ("w.pth", "", True), ("w.pth", "stem", False)]
+)
+def test_only_photographs_without_groups_are_asked_in_halves(tmp_path: Path, monkeypatch, weights, group, in_halves):
+    """Groups hold out whole days, and images that are no photographs are not taken in sessions."""
+    rng = np.random.default_rng(0)
+    for number in range(160):
+        path = tmp_path / "images" / "abcd"[number % 4] / f"day{number}_1.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(rng.integers(0, 256, (8, 8), np.uint8)).save(path)
+    fractions = {"test_fraction": 0.2, "query_fraction": 0.2, "gallery_fraction": 0.2}
+    dataset = dataset_of(tmp_path / "images", tmp_path / "store", group=group, **fractions)
+    asked: list[bool] = []
+
+    def measure(*given: object) -> Draw:
+        asked.append(bool(given[-1]))
+        return draw_of(NEAR, FAR)
+
+    monkeypatch.setattr(probe_module, "choose_opener", lambda *_: lambda _: None)
+    monkeypatch.setattr(probe_module, "_measure_draw", measure)
+    settings = TrainSettings(weights=weights, layers="head" if weights else None)
+    measured = probe_open_set(dataset, settings, EvaluationSettings(), IndexSettings())
+    assert set(asked) == {in_halves}
+    assert measured.added_in_halves == in_halves
+    assert ("With data.group" in measured.scope()) == in_halves
+
+
 @pytest.fixture(scope="module")
 def pretrained(system: System, tmp_path_factory: pytest.TempPathFactory) -> Recipe:
     import timm
