@@ -31,13 +31,13 @@ from tests.releases import MakeRelease, System, release_maker
 
 
 @pytest.fixture(scope="module")
-def make_release(system: System, tmp_path_factory: pytest.TempPathFactory) -> MakeRelease:
+def pack_release(system: System, tmp_path_factory: pytest.TempPathFactory) -> MakeRelease:
     """Packs every release."""
     return release_maker(system, lambda: tmp_path_factory.mktemp("release"))
 
 
-def test_archive_round_trip(system: System, make_release: MakeRelease, tmp_path: Path) -> None:
-    packed = make_release()
+def test_archive_round_trip(system: System, pack_release: MakeRelease, tmp_path: Path) -> None:
+    packed = pack_release()
     parts = open_release(packed.archive, tmp_path / "opened")
 
     assert parts.manifest == packed.manifest == read_release_manifest(packed.archive)
@@ -50,18 +50,18 @@ def test_archive_round_trip(system: System, make_release: MakeRelease, tmp_path:
     assert json.loads(parts.read("preprocessing.json")) == packed.manifest.preprocessing.model_dump(mode="json")
 
 
-def test_full_disk_during_archiving_is_reported(make_release: MakeRelease) -> None:
-    size_bytes = make_release().archive.stat().st_size
+def test_full_disk_during_archiving_is_reported(pack_release: MakeRelease) -> None:
+    size_bytes = pack_release().archive.stat().st_size
     with largest_file(size_bytes - 1), pytest.raises(StoreError, match="would exceed the file size limit"):
-        make_release()
+        pack_release()
 
 
 def test_smoke_queries_are_query_images_with_the_predictions_of_the_release(
-    system: System, make_release: MakeRelease, tmp_path: Path
+    system: System, pack_release: MakeRelease, tmp_path: Path
 ) -> None:
     from evernear.data.preprocess import decode, image_digest, to_array
 
-    queries = open_release(make_release().archive, tmp_path / "opened").smoke_queries()
+    queries = open_release(pack_release().archive, tmp_path / "opened").smoke_queries()
     known = {
         bytes(d): system.dataset.labels[n]
         for b in system.dataset.blocks("query")
@@ -81,7 +81,7 @@ def test_smoke_queries_are_query_images_with_the_predictions_of_the_release(
 
 
 def test_archiving_leaves_the_temporary_directory_unchanged(
-    make_release: MakeRelease, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    pack_release: MakeRelease, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # By default, torch-model-archiver stages in TMPDIR/<model name> and first deletes that
     # directory, which may contain the files of a user or of another run.
@@ -89,7 +89,7 @@ def test_archiving_leaves_the_temporary_directory_unchanged(
     existing = tmp_path / "embedding" / "precious"
     existing.parent.mkdir()
     existing.write_text("mine")
-    make_release()
+    pack_release()
     assert existing.read_text() == "mine"
 
 
@@ -146,12 +146,12 @@ def test_missing_commit_has_gits_own_reason(monkeypatch: pytest.MonkeyPatch, tmp
     assert reasons[1] == "git cannot be started (No such file or directory)."
 
 
-def test_champion_opens_for_evaluation(make_release: MakeRelease, tmp_path: Path, system: System) -> None:
+def test_champion_opens_for_evaluation(pack_release: MakeRelease, tmp_path: Path, system: System) -> None:
     store = open_store((tmp_path / "store").as_uri())
     with open_champion(store) as champion:
         assert champion is None
 
-    packed = make_release()
+    packed = pack_release()
     registry = Registry(store)
     registry.publish(packed.archive)
     registry.set_champion(packed.version, None)
@@ -164,9 +164,9 @@ def test_champion_opens_for_evaluation(make_release: MakeRelease, tmp_path: Path
         assert recognizer.embed(block.images).shape == (8, packed.manifest.embedding_dim)
 
 
-def test_unreadable_champion_is_reported_with_a_remedy(make_release: MakeRelease, tmp_path: Path) -> None:
+def test_unreadable_champion_is_reported_with_a_remedy(pack_release: MakeRelease, tmp_path: Path) -> None:
     store = open_store((tmp_path / "store").as_uri())
-    packed = make_release()
+    packed = pack_release()
     registry = Registry(store)
     record = registry.publish(packed.archive)
     registry.set_champion(packed.version, None)
@@ -176,9 +176,9 @@ def test_unreadable_champion_is_reported_with_a_remedy(make_release: MakeRelease
         pass
 
 
-def test_anchor_opens_for_evaluation_unless_it_is_the_champion(make_release: MakeRelease, tmp_path: Path) -> None:
+def test_anchor_opens_for_evaluation_unless_it_is_the_champion(pack_release: MakeRelease, tmp_path: Path) -> None:
     store = open_store((tmp_path / "store").as_uri())
-    registry, releases = Registry(store), [make_release(), make_release()]
+    registry, releases = Registry(store), [pack_release(), pack_release()]
     with open_anchor(store) as anchor:
         assert anchor is None
     champion = None
@@ -190,10 +190,10 @@ def test_anchor_opens_for_evaluation_unless_it_is_the_champion(make_release: Mak
 
 
 @pytest.mark.parametrize("damage", ["archive", "record"])
-def test_damaged_anchor_does_not_stop_the_evaluation(make_release: MakeRelease, tmp_path: Path, damage: str) -> None:
+def test_damaged_anchor_does_not_stop_the_evaluation(pack_release: MakeRelease, tmp_path: Path, damage: str) -> None:
     store = open_store((tmp_path / "store").as_uri())
     registry, champion = Registry(store), None
-    for packed in (make_release(), make_release()):
+    for packed in (pack_release(), pack_release()):
         record = registry.publish(packed.archive)
         champion = registry.set_champion(packed.version, champion)
         if champion.pointer.number == 1:
@@ -205,8 +205,8 @@ def test_damaged_anchor_does_not_stop_the_evaluation(make_release: MakeRelease, 
         assert anchor.fault.endswith(".")
 
 
-def test_archived_handler_contains_no_version_dependent_code(make_release: MakeRelease) -> None:
-    with zipfile.ZipFile(make_release().archive) as members:
+def test_archived_handler_contains_no_version_dependent_code(pack_release: MakeRelease) -> None:
+    with zipfile.ZipFile(pack_release().archive) as members:
         tree = ast.parse(members.read("handler.py"))
     imports = [node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
     assert imports == ["evernear.serving.handler"]
@@ -214,8 +214,8 @@ def test_archived_handler_contains_no_version_dependent_code(make_release: MakeR
 
 
 @pytest.fixture(scope="module")
-def reference(make_release: MakeRelease) -> DriftBaseline:
-    data = read_part(make_release().archive, DRIFT_BASELINE_FILE)
+def reference(pack_release: MakeRelease) -> DriftBaseline:
+    data = read_part(pack_release().archive, DRIFT_BASELINE_FILE)
     assert data is not None
     return DriftBaseline.parse(data, "here")
 

@@ -43,7 +43,7 @@ def ingest(store: Store, source: Path) -> Callable[..., Manifest]:
 
 
 @pytest.fixture
-def release(make_release: MakeRelease) -> Callable[[Manifest], ReleaseManifest]:
+def built(make_release: MakeRelease) -> Callable[[Manifest], ReleaseManifest]:
     """A release that was built from a snapshot."""
     packed = make_release().manifest
     return lambda snapshot: packed.model_copy(
@@ -51,12 +51,12 @@ def release(make_release: MakeRelease) -> Callable[[Manifest], ReleaseManifest]:
     )
 
 
-def test_release_that_is_live_again_lacks_the_images_of_later_ones(store, answers, name, ingest, release) -> None:
+def test_release_that_is_live_again_lacks_the_images_of_later_ones(store, answers, name, ingest, built) -> None:
     layout = open_label_target(ingest().source).layout
     name(1, "cat")
-    older = release(ingest())
+    older = built(ingest())
     second = name(2, "bird")
-    newer = release(ingest())
+    newer = built(ingest())
     released = ReleasedAnswers(store)
     given = list(answers.latest().values())
     assert released.missing(given, layout, newer) == []
@@ -67,16 +67,16 @@ def test_release_that_is_live_again_lacks_the_images_of_later_ones(store, answer
     assert released.missing(answers.latest().values(), layout, newer) == [renamed]
 
 
-def test_images_that_wait_are_in_no_release(store, answers, name, ingest, release) -> None:
+def test_images_that_wait_are_in_no_release(store, answers, name, ingest, built) -> None:
     layout = open_label_target(ingest().source).layout
     waiting = name(1, "brid")
-    assert ReleasedAnswers(store).missing([waiting], layout, release(ingest(10))) == [waiting]
+    assert ReleasedAnswers(store).missing([waiting], layout, built(ingest(10))) == [waiting]
 
 
-def test_without_the_snapshot_the_time_of_the_release_decides(store, name, ingest, release) -> None:
+def test_without_the_snapshot_the_time_of_the_release_decides(store, name, ingest, built) -> None:
     snapshot = ingest()
     layout = open_label_target(snapshot.source).layout
     store.delete(manifest_key(snapshot.name, snapshot.digest))
     answer = name(1, "cat")
     given = [answer.model_copy(update={"at": NOW + timedelta(hours=hours)}) for hours in (-1, 1)]
-    assert ReleasedAnswers(store).missing(given, layout, release(snapshot)) == given[1:]
+    assert ReleasedAnswers(store).missing(given, layout, built(snapshot)) == given[1:]

@@ -34,14 +34,14 @@ def kfp(tmp_path: Path) -> Iterator[KfpServer]:
 
 
 @pytest.fixture
-def bot(slack: SlackServer, kfp: KfpServer, tmp_path: Path) -> Bot:
+def kfp_bot(slack: SlackServer, kfp: KfpServer, tmp_path: Path) -> Bot:
     return Bot(slack, KfpRuns(PipelineSettings(endpoint=kfp.url)), tmp_path, start=(ADA.id,), promote=(ADA.id,))
 
 
-def test_only_parameters_that_are_set_are_sent(bot: Bot, kfp: KfpServer) -> None:
-    prompt = bot.prompt("/retrain train.epochs=3 index.k=9")
-    bot.click(ADA, prompt, "Start training")
-    bot.poll()
+def test_only_parameters_that_are_set_are_sent(kfp_bot: Bot, kfp: KfpServer) -> None:
+    prompt = kfp_bot.prompt("/retrain train.epochs=3 index.k=9")
+    kfp_bot.click(ADA, prompt, "Start training")
+    kfp_bot.poll()
     run = kfp.wait_for_run()
     started = run.resource["runtime_config"]["parameters"]
     assert set(started) == {"store", "started_by", "settings", "target"}
@@ -49,18 +49,18 @@ def test_only_parameters_that_are_set_are_sent(bot: Bot, kfp: KfpServer) -> None
     run.begin()
     run.task("ingest", "SUCCEEDED")
     run.task("train", "RUNNING")
-    bot.poll(20)
+    kfp_bot.poll(20)
     assert "*Running*: train" in prompt.text
 
 
-def test_concurrent_clicks_and_a_lost_response_start_one_run(bot: Bot, slack: SlackServer, kfp: KfpServer) -> None:
-    prompt = bot.prompt()
+def test_concurrent_clicks_and_a_lost_response_start_one_run(kfp_bot: Bot, slack: SlackServer, kfp: KfpServer) -> None:
+    prompt = kfp_bot.prompt()
     kfp.fail(operation="run_service_create_run", status=503, after=True)
     clicks = [slack.button(prompt, "Start training").by(ADA) for _ in range(4)]
 
     def deliver(click: dict[str, Any]) -> None:
-        bot.deliver(click)
-        bot.worker.poll()
+        kfp_bot.deliver(click)
+        kfp_bot.worker.poll()
 
     threads = [threading.Thread(target=deliver, args=(click,)) for click in clicks]
     for thread in threads:
@@ -68,73 +68,77 @@ def test_concurrent_clicks_and_a_lost_response_start_one_run(bot: Bot, slack: Sl
     for thread in threads:
         thread.join()
     for _ in range(3):
-        bot.poll(600)
+        kfp_bot.poll(600)
     assert len(kfp.runs) == 1
     assert kfp.runs[0].id in prompt.text
 
 
-def test_rollback_in_a_cluster_is_a_pipeline_run(bot: Bot, kfp: KfpServer, make_release: MakeRelease) -> None:
+def test_rollback_in_a_cluster_is_a_pipeline_run(kfp_bot: Bot, kfp: KfpServer, make_release: MakeRelease) -> None:
     """The bot has no rights in the cluster; the steps of the pipeline have."""
     kfp.publish(GOLDEN.with_name("rollback.yaml"), version="c0ffee1")
-    bot.settings = bot.settings.model_copy(update={"target": "kubernetes", "kubernetes": KubernetesSettings(**SERVED)})
-    bot.restart()
-    registry = Registry(bot.store)
+    kfp_bot.settings = kfp_bot.settings.model_copy(
+        update={"target": "kubernetes", "kubernetes": KubernetesSettings(**SERVED)}
+    )
+    kfp_bot.restart()
+    registry = Registry(kfp_bot.store)
     champion = None
     for release in (make_release(), make_release()):
         registry.publish(release.archive)
         champion = registry.set_champion(release.version, champion)
     assert champion is not None
 
-    question = bot.query(ADA, "/evernear rollback")
-    click = bot.slack.button(question, "Roll back").by(ADA)
-    bot.deliver(click)
-    bot.poll()
+    question = kfp_bot.query(ADA, "/evernear rollback")
+    click = kfp_bot.slack.button(question, "Roll back").by(ADA)
+    kfp_bot.deliver(click)
+    kfp_bot.poll()
     run = kfp.wait_for_run()
     sent = run.resource["runtime_config"]["parameters"]
     assert (sent["release"], sent["started_by"]) == (champion.version, "ada (U0ADA in Slack)")
-    assert (sent["target"], sent["store"]) == ("kubernetes", bot.settings.store_uri)
+    assert (sent["target"], sent["store"]) == ("kubernetes", kfp_bot.settings.store_uri)
     run.begin()
     run.task("rollback", "FAILED", error="The rollout did not complete.")
     run.end("FAILED")
-    bot.poll(20)
-    assert "The rollout did not complete." in bot.slack.messages[-1].text
+    kfp_bot.poll(20)
+    assert "The rollout did not complete." in kfp_bot.slack.messages[-1].text
 
-    bot.deliver(click)  # a copy of the click
-    bot.poll()
+    kfp_bot.deliver(click)  # a copy of the click
+    kfp_bot.poll()
     assert len(kfp.runs) == 1
-    bot.click(ADA, question, "Roll back")
-    bot.poll()
+    kfp_bot.click(ADA, question, "Roll back")
+    kfp_bot.poll()
     assert len(kfp.runs) == 2
     restored = registry.roll_back(champion)
-    record = RunRecord(bot.store, kfp.runs[1].id)
+    record = RunRecord(kfp_bot.store, kfp.runs[1].id)
     record.save(rollback={"version": restored.version, "why": ""})
     finalize(record, "rollback", "SUCCEEDED", "")
     kfp.runs[1].begin()
     kfp.runs[1].end("SUCCEEDED")
-    bot.poll(20)
-    assert f"Rolled back: {restored.version}" in bot.slack.messages[-1].text
-    assert {line["what"] for line in bot.audit()} == {"roll_back"}
+    kfp_bot.poll(20)
+    assert f"Rolled back: {restored.version}" in kfp_bot.slack.messages[-1].text
+    assert {line["what"] for line in kfp_bot.audit()} == {"roll_back"}
 
-    stale = bot.slack.button(question, "Roll back").by(ADA)
-    bot.deliver(stale)
-    bot.poll()
+    stale = kfp_bot.slack.button(question, "Roll back").by(ADA)
+    kfp_bot.deliver(stale)
+    kfp_bot.poll()
     assert len(kfp.runs) == 2
 
 
-def test_promotion_in_a_cluster_is_a_pipeline_run(bot: Bot, slack: SlackServer, kfp: KfpServer) -> None:
+def test_promotion_in_a_cluster_is_a_pipeline_run(kfp_bot: Bot, slack: SlackServer, kfp: KfpServer) -> None:
     kfp.publish(GOLDEN.with_name("promote.yaml"), version="c0ffee1")
-    bot.settings = bot.settings.model_copy(update={"target": "kubernetes", "kubernetes": KubernetesSettings(**SERVED)})
-    bot.restart()
-    bot.start()
+    kfp_bot.settings = kfp_bot.settings.model_copy(
+        update={"target": "kubernetes", "kubernetes": KubernetesSettings(**SERVED)}
+    )
+    kfp_bot.restart()
+    kfp_bot.start()
     run = kfp.wait_for_run()
-    record = RunRecord(bot.store, run.id)
+    record = RunRecord(kfp_bot.store, run.id)
     record.save(archived={"version": "20261122.090000.0a0b0c0d"})
     finalize(record, "continuous-training", "SUCCEEDED", "")
     run.begin()
     run.end("SUCCEEDED")
-    bot.poll(20)
-    bot.click(ADA, slack.messages[-1], "Promote anyway")
-    bot.poll()
+    kfp_bot.poll(20)
+    kfp_bot.click(ADA, slack.messages[-1], "Promote anyway")
+    kfp_bot.poll()
     sent = kfp.wait_for_run(2).resource["runtime_config"]["parameters"]
     assert sent["release"] == "20261122.090000.0a0b0c0d"
     assert sent["reason"].startswith("requested in Slack")
