@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from benchmarks import gate as simulation
 from evernear.data.groups import group_numbers
 from evernear.data.shards import Dataset
 from evernear.evaluation.baselines import FewGroups, few_groups, find_few_groups, measure_baselines
@@ -43,6 +42,8 @@ def ingest(chosen: RunSettings, folder: Path) -> Dataset:
 
 def first_release(dataset: Dataset, chosen: RunSettings, accuracy: float, grouped: bool = True) -> Evaluation:
     """The evaluation of a candidate that is right on a random share of the test images."""
+    from benchmarks import gate as simulation  # imports scipy.stats, which takes seconds
+
     labels = np.concatenate([block.labels for block in dataset.blocks("test")]).astype(np.int32)
     numbers = None
     if grouped:

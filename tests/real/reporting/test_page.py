@@ -29,10 +29,8 @@ from evernear.evaluation.probe import assess
 from evernear.evaluation.recognizer import Recognizer
 from evernear.evaluation.statistics import proportion
 from evernear.evaluation.verdict import Verdict
-from evernear.reporting import plots
 from evernear.reporting.notify import finalize
 from evernear.reporting.page import compare_page, page, run_page
-from evernear.reporting.plots import confusion_png, training_curves
 from evernear.reporting.run_report import find_run
 from evernear.settings import GateSettings, IndexSettings, RunSettings, ValidationSettings
 from tests.open_sets import draw_of
@@ -110,6 +108,8 @@ def charts_of_equal_figures_are_drawn_once() -> Iterator[None]:
             return drawn[key]
 
         return cached
+
+    from evernear.reporting import plots  # matplotlib takes a second to import
 
     with pytest.MonkeyPatch.context() as patch:
         for draw in (plots.training_curves, plots.distances, plots.probe_distances, plots.trade_off):
@@ -438,6 +438,8 @@ def test_two_runs_are_compared(run: Run) -> None:
 
 
 def test_curves_are_a_page_in_the_colors_of_the_theme() -> None:
+    from evernear.reporting.plots import training_curves
+
     html = page("Training <curves>", training_curves(EPOCHS))
     check(html)
     assert html.count("<svg") == 3
@@ -452,6 +454,8 @@ def test_long_class_names_are_shortened(
 ) -> None:
     """Names cut off at the edge of the figure would not identify their classes."""
     from matplotlib.figure import Figure
+
+    from evernear.reporting.plots import confusion_png
 
     evaluation, _ = measured
     rows = [[int(i == j) for j in range(len(names) + 1)] for i in range(len(names))]
@@ -477,6 +481,8 @@ def test_confusion_png_accepts_any_class_name(
 ) -> None:
     """matplotlib would parse text between two dollar signs as a formula, and raise if it is
     invalid."""
+    from evernear.reporting.plots import confusion_png
+
     names = ["$1_$2", "a<b&c", "\x1b[31m\x00", "\u202egod\nline"]
     matrix = [*names, CALLED_UNKNOWN], [[3, 1, 0, 0, 0], [0, 4, 0, 0, 2], [0, 0, 1, 0, 0], [0, 0, 0, 1, 0]]
     monkeypatch.setattr(type(measured[0].candidate), "confusion_matrix", lambda _: matrix)

@@ -19,7 +19,6 @@ import numpy as np
 import psutil
 import pytest
 from PIL import Image
-from scipy import stats
 
 from evernear.common.frozen import stamp
 from evernear.common.store import open_store
@@ -146,6 +145,8 @@ def test_only_uncertain_queries_are_logged_with_images(parts: ReleaseParts, tmp_
 
 
 def test_sample_is_bounded_and_uniform(parts: ReleaseParts, tmp_path: Path) -> None:
+    from scipy.stats import chisquare  # takes seconds to import
+
     log = QueryLog(configuration(tmp_path, sample=20), parts)
     log._random = random.Random(1)
     sampled: Counter[int] = Counter()
@@ -156,10 +157,12 @@ def test_sample_is_bounded_and_uniform(parts: ReleaseParts, tmp_path: Path) -> N
         assert (period.queries, len(rows)) == (100, 20)
         sampled.update(round(row.dist * 100) for row in rows)
     assert set(sampled) == set(range(100))
-    assert stats.chisquare([sampled[number] for number in range(100)]).pvalue > 1e-4
+    assert chisquare([sampled[number] for number in range(100)]).pvalue > 1e-4
 
 
 def test_files_of_clients_are_a_uniform_sample_with_ids(parts: ReleaseParts, tmp_path: Path) -> None:
+    from scipy.stats import chisquare  # takes seconds to import
+
     log = QueryLog(configuration(tmp_path, images=True, sample=100), parts)
     log._random = random.Random(1)
     sampled: Counter[int] = Counter()
@@ -171,7 +174,7 @@ def test_files_of_clients_are_a_uniform_sample_with_ids(parts: ReleaseParts, tmp
         assert all(query.file == requests[int(query.id[3:])].file for query in queries)
         assert all((query.pred, query.version) == ("7", parts.manifest.version) for query in queries)
         sampled.update(int(query.id[3:]) for query in queries)
-    assert stats.chisquare([sampled[number] for number in range(200)]).pvalue > 1e-4
+    assert chisquare([sampled[number] for number in range(200)]).pvalue > 1e-4
 
 
 def test_large_files_neither_fill_the_sample_nor_leave_it(parts: ReleaseParts, tmp_path: Path) -> None:
