@@ -28,8 +28,8 @@ from evernear.settings import Settings
 
 LIMITS = {
     "settings": 129,
-    "commands": 36,
-    "options": 164,
+    "commands": 37,
+    "options": 165,
     "error classes": 23,
     "exit codes": 6,
     "parameters of continuous-training": 8,
@@ -50,8 +50,8 @@ LEARNED = {
     "environments": "actionlint axe core kserve kustomize main mlflow",
     "formats of documents": """Answer AuditEvent BakeState Breach DatasetHead Evaluation Examples IndexDescription
         LabeledQuery Manifest NodeLog NodeTask PartsRecord Period Plan Pointer Promotion Record ReleaseManifest
-        ReplayExamples Report Request RunOutcome ScheduleState StepRecord StepResult StopRecord StoreIdentity Submission
-        Suspects Verdict _Holder""",
+        Renames ReplayExamples Report Request RunOutcome ScheduleState StepRecord StepResult StopRecord StoreIdentity
+        Submission Suspects Verdict _Holder""",
     "kinds of records in a store": """_evernear.txt checkpoints datasets doctor.json embeddings live-labels maintenance
         parts queries releases review runs store.json triggers weights""",
 }

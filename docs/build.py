@@ -28,6 +28,7 @@ from docs.settings_reference import settings_page
 from docs.wrapping import damage
 from evernear.common.output import print_line
 from evernear.errors import DataError
+from evernear.reporting.glossary import glossary_page
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -112,6 +113,7 @@ def stage(directory: Path) -> None:
             path.with_name(name).write_bytes(picture)
     check_decisions(DOCS / "decisions")
     (directory / "settings.md").write_text(settings_page())
+    (directory / "glossary.md").write_text(glossary_page())
 
 
 def all_pages() -> dict[Path, str]:

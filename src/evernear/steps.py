@@ -52,10 +52,13 @@ def ingest(run: str, store: str, parameters: dict[str, str], settings: Tree, dat
         from evernear.embedding.packaged_weights import is_installed
         from evernear.kubeflow.nodes import StepNodes, require_runnable
         from evernear.release.champion import live_classes
+        from evernear.review.renames import with_renames
 
         chosen, swaps = resolve({"source": ""} | given), list[str]()
         require_runnable(chosen)
         stored = current_store(chosen.store_uri)
+        classes = chosen.classes
+        chosen = chosen.model_copy(update={"classes": with_renames(classes, stored)})
         nodes = StepNodes(chosen.data.nodes, running.report)
         live = live_classes(stored, chosen.classes)
         minimum = ClassMinimum(chosen.validation.min_class_images, live)
@@ -77,6 +80,8 @@ def ingest(run: str, store: str, parameters: dict[str, str], settings: Tree, dat
             moved_from=chosen.moved_from,
             left_out=left_out,
         )
+        present = [label for label, count in manifest.images_by_class().items() if count]
+        chosen = chosen.model_copy(update={"classes": with_renames(classes, stored, present)})
         if starts_pretrained and manifest.has_photographs:
             train = train.model_copy(update={"weights": WEIGHTS_OF_PHOTOGRAPHS})
             chosen = chosen.model_copy(update={"train": train})
@@ -323,12 +328,15 @@ def evaluate(
         from evernear.data.shards import Dataset
         from evernear.data.validate import Report, near_duplicates_found
         from evernear.embedding.export import describe_network, training_dataset
+        from evernear.evaluation.answer_table import ANSWERS_FILE, AnswerWriter
         from evernear.evaluation.baselines import few_groups
+        from evernear.evaluation.corrected import CorrectedCounter
         from evernear.evaluation.evaluate import evaluate_systems
         from evernear.evaluation.example_collector import ExampleCollector
         from evernear.evaluation.open_set import OpenSet
         from evernear.evaluation.recognizer import Recognizer
         from evernear.release.champion import open_anchor, open_champion
+        from evernear.review.answers import corrected_images
         from evernear.review.live_labels import with_live_figures
         from evernear.serving.replay import replay
 
@@ -338,6 +346,9 @@ def evaluate(
         champion = stack.enter_context(open_champion(store, chosen.classes))
         anchor = stack.enter_context(open_anchor(store, chosen.classes))
         collector = ExampleCollector(candidate, data)
+        answers = Path(evaluation).with_name(ANSWERS_FILE)
+        writer = stack.enter_context(AnswerWriter(answers, data.labels))
+        corrected = CorrectedCounter(corrected_images(store))
         progress = countdowns.tests(running, data.count("test") * (2 if champion else 1))
         result = evaluate_systems(
             candidate,
@@ -345,7 +356,7 @@ def evaluate(
             data,
             probed,
             trained_on=trained_on,
-            observers=(progress, collector.add),
+            observers=(progress, collector.add, writer.add, corrected.add),
             champion_observers=(progress,),
             anchor=anchor,
             pretrained=_pretrained_features(running, record, data, chosen.train),
@@ -353,7 +364,7 @@ def evaluate(
         replayed, changed = replay(candidate, champion, store, chosen.serving.max_pixels) if champion else (None, None)
         near = near_duplicates_found(record.find("validation", Report), data, chosen.data.group)
         few = None if champion else few_groups(result.baselines, data, chosen.data, chosen.gate.significance)
-        changes = {"replay": replayed, "near_duplicates": near, "few_groups": few}
+        changes = {"corrected": corrected.counts(), "replay": replayed, "near_duplicates": near, "few_groups": few}
         changes |= {"training_warnings": described.training_warnings}
         result = result.model_copy(update=changes)
         result.write(Path(evaluation))
@@ -362,6 +373,8 @@ def evaluate(
         examples = with_live_figures(examples, store, result.champion)
         record.save(evaluation=result, examples=examples, replay=changed)
         running.summary = result.summary()
+        stack.close()  # the table of answers is complete
+        record.put(ANSWERS_FILE, answers)
     return result
 
 

@@ -55,7 +55,7 @@ app = typer.Typer(
     help="Continuously train and deploy an image recognizer: labeled images in, a gated release on TorchServe out.",
 )
 PANELS: dict[str, tuple[Callable[..., None] | typer.Typer, ...]] = {
-    "Every day": (run.run, run.reindex, run.demo, run.report, triggers.console, server.status, doctor.doctor),
+    "Every day": (run.run, run.reindex, run.demo, run.report, run.runs, triggers.console, server.status, doctor.doctor),
     "Serving": (
         predict.predict,
         predict.batch_predict,

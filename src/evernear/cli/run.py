@@ -20,7 +20,7 @@ from evernear.cli.options import (
     run_layers,
 )
 from evernear.common.masking import mask
-from evernear.common.output import print_json, print_line, printable
+from evernear.common.output import print_json, print_line, print_table, printable
 from evernear.errors import SettingsError
 from evernear.settings import Settings
 from evernear.settings.layers import Layers
@@ -29,6 +29,7 @@ from evernear.settings.sources import Tree
 if TYPE_CHECKING:
     from evernear.common.progress import Event, RunCommand
     from evernear.common.store import Store
+    from evernear.evaluation.headline import AnswerCounts
     from evernear.kubeflow.local_run import RunResult
 
 
@@ -40,6 +41,7 @@ MinutesOption = Annotated[
     float | None,
     typer.Option("--minutes", help="Time for training and the open-set probe."),
 ]
+SHOWN_RUNS = 20
 RunsArgument = Annotated[
     list[str] | None, typer.Argument(metavar="[RUN [RUN]]", help="Run IDs or releases. [the last run in --workdir]")
 ]
@@ -307,3 +309,33 @@ def _write_page(store: "Store", workdir: Path, names: list[str]) -> Path:
     path = workdir.resolve() / "reports" / f"{'-and-'.join(record.run for record in records)}.html"
     write_atomically(path, html)
     return path
+
+
+@options_of(local_settings)
+def runs(settings: Settings, as_json: JsonOption = False) -> None:
+    """List the newest runs: when and how each ended, and how many test images it named right."""
+    from evernear.common.store.current import current_store
+    from evernear.reporting.runs import list_runs
+
+    listed = list_runs(current_store(settings.store_uri), 0, SHOWN_RUNS)
+    for fault in listed.faults:
+        print_line(fault, sys.stderr)
+    if as_json:
+        print_json(listed.runs)
+        return
+    rows = [
+        (f"{each.begun:%Y-%m-%d %H:%M}", each.run, each.kind, each.state, *_counts(each.answers), each.duration)
+        for each in listed.runs
+    ]
+    print_table(("begun", "run", "kind", "state", "right", "wrong", "unknown", "images", "duration"), rows)
+    for each in [each for each in listed.runs[:1] if each.state != "promoted"]:
+        print_line(f"The last run: {each.sentence}")
+    if listed.total > len(listed.runs):
+        print_line(f"{listed.total - len(listed.runs):,} earlier runs are on the page Runs of `evernear console`.")
+
+
+def _counts(answers: "AnswerCounts | None") -> tuple[str, ...]:
+    if answers is None:
+        return ("-",) * 4
+    counts = answers.named_right, answers.named_wrong, answers.called_unknown, answers.images
+    return tuple(f"{count:,}" for count in counts)

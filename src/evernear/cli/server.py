@@ -28,10 +28,13 @@ def status(
     from evernear.common.store.current import current_store
     from evernear.deployment import open_target
     from evernear.deployment.follow import follow_state
+    from evernear.kubeflow.local_run import last_outcome
     from evernear.serving.endpoints import home_of
 
     current_store(settings.store_uri)
-    state: dict[str, Any] = {"run": progress(settings.workdir)} | open_target(settings).status()
+    last = last_outcome(settings.workdir)
+    state: dict[str, Any] = {"run": progress(settings.workdir), "last_run": last.summary() if last else None}
+    state |= open_target(settings).status()
     if following := follow_state(home_of(settings.workdir)):
         state["follows"] = following.fault or f"the champion, release {following.version} since {following.since:%F %T}"
     state["live_accuracy"] = _live_accuracy(settings, state["champion"]) if state["champion"] else None

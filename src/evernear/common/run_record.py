@@ -6,6 +6,7 @@ artifacts to the exit step. Each step therefore records its own state::
     runs/<run>/steps/<step>.json    a step's last state, with its progress or its error
     runs/<run>/stop.json            who stopped the run, and when
     runs/<run>/<name>.json          data of a step for the exit step, such as the verdict
+    runs/<run>/answers.parquet      the answer to each test image (`evaluation.answer_table`)
     runs/<run>/run.html             the run page (`evernear.reporting.page`)
     runs/<run>/left_out.csv         all files that ingest left out, each with the reason
 """

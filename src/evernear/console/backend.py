@@ -1,11 +1,13 @@
 """The backend of the pages: what they read and change."""
 
+import re
 import threading
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
 from datetime import UTC, datetime
 from functools import lru_cache
 from itertools import islice
+from typing import NamedTuple
 from uuid import uuid4
 
 from starlette.exceptions import HTTPException
@@ -17,15 +19,31 @@ from evernear.common.store import Store
 from evernear.common.text import class_name
 from evernear.console.access import User, require
 from evernear.console.runs import Done, Runner
-from evernear.errors import EvernearError, IntegrityError, MissingObjectError, ServingError, SettingsError, StoreError
+from evernear.data.listing import dataset_name
+from evernear.data.manifest import Manifest
+from evernear.data.shards import Dataset
+from evernear.data.snapshots import Snapshots
+from evernear.data.sources import open_source
+from evernear.errors import (
+    DataError,
+    EvernearError,
+    IntegrityError,
+    MissingObjectError,
+    ServingError,
+    SettingsError,
+    StoreError,
+)
+from evernear.evaluation.answer_table import ANSWERS_FILE, AnswerTable, Kind
 from evernear.release.manifest import ReleaseManifest
 from evernear.release.promotions import Champion, Promotion
 from evernear.release.records import Record
 from evernear.release.registry import Registry
+from evernear.reporting.run_report import find_run
 from evernear.review.answers import Answer, Answers, ReleasedAnswers, images_by_class, waiting_classes
 from evernear.review.label_target import open_label_target
 from evernear.review.live_labels import RandomQueries
 from evernear.review.queue import Item, Queue, Submissions, read_all
+from evernear.review.renames import finish_renames, load_renames, new_names
 from evernear.review.suspects import Suspect, load_suspects
 from evernear.serving.gallery_images import GalleryImages
 from evernear.settings import Settings
@@ -35,6 +53,7 @@ QUEUE_ITEMS = 240
 PAGE_RELEASES = 25
 """Maximum number of releases on a page, and maximum number of promotions on a page."""
 _RECORDS = 64
+_SNAPSHOTS = 4
 _PROMOTIONS = 10_000
 
 
@@ -52,6 +71,8 @@ class Backend:
         self.submissions = Submissions(store)
         self.gallery = GalleryImages(store)
         self.released = ReleasedAnswers(store)
+        self.dataset = lru_cache(_SNAPSHOTS)(self._open_dataset)
+        self.answers_of = lru_cache(_SNAPSHOTS)(self._read_answers)
         self.lock = threading.Lock()  # serializes changes to the source
         self.answers: Answers | None = None
         self.fault = ""
@@ -62,6 +83,7 @@ class Backend:
         else:
             self.answers = Answers(store, target)
             self.answers.recover()
+            finish_renames(store, target)
 
     def require_answers(self) -> Answers:
         if self.answers is None:
@@ -137,12 +159,81 @@ class Backend:
         record("done", run=done.run)
         return done
 
+    def snapshot(self) -> Manifest | None:
+        """The newest snapshot of the source. A console in a cluster may have no access to the
+        source, and shows the newest snapshot of the live release's dataset."""
+        try:
+            name = dataset_name(self.settings.data, open_source(self.settings.data.source))
+        except EvernearError:
+            name = ""
+        manifest = Snapshots(self.store, name).head() if name else None
+        if manifest is not None:
+            return manifest
+        trained = self.live()
+        return Snapshots(self.store, trained.dataset_name).head() if trained else None
+
+    def renamed(self) -> dict[str, str]:
+        """The new names of the classes that were renamed since the newest snapshot."""
+        manifest = self.snapshot()
+        if manifest is None:
+            return {}
+        ingested = datetime.fromisoformat(manifest.created)
+        return new_names(each for each in load_renames(self.store)[0] if each.at > ingested)
+
+    def live_answers(self) -> "ReleaseAnswers | None":
+        """The live release's answers to its test images, or None if no run recorded them."""
+        live = self.live()
+        return self.answers_of(live.version) if live else None
+
+    def _read_answers(self, version: str) -> "ReleaseAnswers | None":
+        manifest = self.releases.record(version).manifest
+        try:
+            run = find_run(self.store, version)
+        except StoreError:
+            return None
+        data = run.get(ANSWERS_FILE)
+        return ReleaseAnswers(manifest, AnswerTable(data, f"{self.store.uri}/{run.run}")) if data else None
+
+    def _open_dataset(self, name: str, digest: str) -> Dataset:
+        dataset = Dataset.find(self.store, name, digest)
+        if dataset is None:
+            raise DataError("The store no longer has this snapshot; reload the page.")
+        return dataset
+
     def suspects(self) -> tuple[Suspect, ...]:
         return load_suspects(self.store, self.settings.data.source)
 
     @staticmethod
     def now() -> datetime:
         return datetime.now(UTC)
+
+
+def is_digest(text: str) -> bool:
+    return re.fullmatch(r"[0-9a-f]{64}", text) is not None
+
+
+class ReleaseAnswers(NamedTuple):
+    """A release, and its answers to the test images of its snapshot."""
+
+    release: ReleaseManifest
+    table: AnswerTable
+
+    def numbers(self, kind: Kind) -> list[int]:
+        return self.table.of(kind, self.release.threshold)
+
+    def digest(self, number: int) -> str:
+        return self.table.rows["digest"][number].as_py().hex()
+
+    def labels(self, digests: Iterable[str]) -> dict[str, str]:
+        """The label of each of ``digests`` that is a test image."""
+        wanted = {bytes.fromhex(digest) for digest in digests if is_digest(digest)}
+        rows = self.table.rows
+        labels = zip(rows["digest"].to_pylist(), rows["label"].to_pylist(), strict=True)
+        return {digest.hex(): label for digest, label in labels if digest in wanted}
+
+    def digests(self, kind: Kind) -> set[str]:
+        column = self.table.rows["digest"].take(self.numbers(kind))
+        return {digest.hex() for digest in column.to_pylist()}
 
 
 class Releases:

@@ -16,14 +16,11 @@ from starlette.routing import Route
 from evernear.console.access import User, require
 from evernear.console.backend import PAGE_RELEASES, Backend
 from evernear.console.runs import Done
-from evernear.console.web import Form, Predictor, action, field, page, png
-from evernear.data.listing import dataset_name
+from evernear.console.web import Form, Predictor, action, field, page, page_number, png
 from evernear.data.manifest import SPLITS, Manifest, find_manifest
 from evernear.data.preprocess import Pixels
 from evernear.data.shards import Dataset
-from evernear.data.snapshots import Snapshots
-from evernear.data.sources import open_source
-from evernear.errors import DataError, EvernearError, SettingsError
+from evernear.errors import DataError, SettingsError
 from evernear.release.manifest import ReleaseManifest
 from evernear.serving.responses import Prediction
 
@@ -51,19 +48,8 @@ class DataPage:
             Route("/data/sample/{number:int}", self._sample),
         ]
 
-    def _snapshot(self) -> Manifest | None:
-        try:
-            name = dataset_name(self._backend.settings.data, open_source(self._backend.settings.data.source))
-        except EvernearError:
-            name = ""
-        manifest = Snapshots(self._backend.store, name).head() if name else None
-        if manifest is not None:
-            return manifest
-        trained = self._backend.live()  # a console in a cluster may have no access to the source
-        return Snapshots(self._backend.store, trained.dataset_name).head() if trained else None
-
     def _content(self, request: Request, template: str) -> Response:
-        manifest = self._snapshot()
+        manifest = self._backend.snapshot()
         trained = self._backend.live()
         released = self._released(trained.dataset_name, trained.dataset_digest) if trained else {}
         counts = _counts(manifest) if manifest else {}
@@ -71,8 +57,7 @@ class DataPage:
         listed = dict(sorted({**counts, **removed}.items()))
         query = request.query_params.get("class", "").strip()
         wanted = [label for label in listed if query.casefold() in label.casefold()]
-        number = request.query_params.get("page", "1")
-        first = PAGE_CLASSES * (max(1, int(number)) - 1) if number.isdecimal() and len(number) < 6 else 0
+        first = PAGE_CLASSES * (page_number(request) - 1)
         return page(
             request,
             template,
@@ -88,6 +73,7 @@ class DataPage:
             query=query,
             samples=range(SAMPLES),
             source=self._backend.settings.data.source,
+            renamed=self._backend.renamed(),
             fault=self._backend.fault,
             **self._waiting(manifest, trained),
         )
@@ -115,7 +101,7 @@ class DataPage:
         return _samples(dataset, label) if dataset else ()
 
     def _sample(self, request: Request) -> Response:
-        manifest = self._snapshot()
+        manifest = self._backend.snapshot()
         label, number = request.query_params.get("class", ""), request.path_params["number"]
         found = list(self._samples(manifest.name, manifest.digest, label)) if manifest else []
         if number >= len(found):

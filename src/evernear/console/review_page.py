@@ -1,10 +1,9 @@
 """The Review page: name groups of images, correct suspect labels, undo answers, start a reindex,
 recognize named images again, and label random live queries."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from datetime import datetime
-from itertools import groupby, islice
+from itertools import islice
 
 from pydantic import TypeAdapter, ValidationError
 from starlette.concurrency import run_in_threadpool
@@ -12,19 +11,21 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from evernear.common.output import quantity
 from evernear.common.text import class_name
 from evernear.console.access import require
 from evernear.console.backend import QUEUE_ITEMS, Backend
 from evernear.console.named import AnswerOfOthers, answer_of_others, last_hold, named_since, remedy
+from evernear.console.naming import Naming, SourceImage, at_once
+from evernear.console.runs import Kind
+from evernear.console.starts import nothing_to_reindex
 from evernear.console.web import Form, Predictor, action, field, page, png
 from evernear.errors import DataError, EvernearError
 from evernear.evaluation.open_set import OpenSet, stated_added_recognized
-from evernear.review.answers import Answer, Answers, meant_classes
+from evernear.review.answers import Answer
 from evernear.review.groups import group_items
 from evernear.review.live_labels import WEEKLY, Labels, Week, import_labels
 from evernear.review.queue import thumbnail
-from evernear.review.suspects import Suspect, picture
+from evernear.review.suspects import picture
 from evernear.serving.responses import Prediction
 
 RECENT_ANSWERS = 12
@@ -42,6 +43,7 @@ class ReviewPage:
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
+        self._naming = Naming(backend)
 
     def routes(self) -> list[Route]:
         return [
@@ -53,6 +55,8 @@ class ReviewPage:
             Route("/review/suspect/{image}", self._suspect_image),
             Route("/review/reindex", self._show_state),
             Route("/review/reindex", action(self._reindex), methods=["POST"]),
+            Route("/review/train", action(self._train), methods=["POST"]),
+            Route("/review/starts", self._starts),
             Route("/review/live", self._show_week),
             Route("/review/live", action(self._label_query), methods=["POST"]),
             Route("/review/live/image", self._query_image),
@@ -75,7 +79,7 @@ class ReviewPage:
             limit=QUEUE_ITEMS if len(pending) == QUEUE_ITEMS else 0,
             labels=list(dict.fromkeys([*suggested, *self._backend.classes(latest)])) if answers else [],
             suspects=list(islice(suspects, SHOWN_SUSPECTS)),
-            recent=list(islice(_at_once(latest.values()), RECENT_ANSWERS)),
+            recent=list(islice(at_once(latest.values()), RECENT_ANSWERS)),
             **self._named_values(latest),
             fault=self._backend.fault,
             faults=[*failures, *(answers.set_aside.values() if answers else ())],
@@ -103,61 +107,13 @@ class ReviewPage:
         return self._content(request, "review.html.j2")
 
     def _answer(self, request: Request, form: Form) -> Response:
-        user = require(request, "label")
-        answers = self._backend.require_answers()
-        chosen = field(form, "class")  # the answer to `_question`
-        kind, label = "label" if chosen else field(form, "action"), class_name(chosen or field(form, "label"))
-        images = form.get("image") or []
-        if not images:
-            raise DataError("No image is selected.")
-        if kind == "label" and not label:
-            raise DataError("Type the name of the class first.")
-        suspects = {suspect.image: suspect for suspect in self._backend.suspects()}
-        known = self._backend.classes(answers.latest())
-        if kind == "label" and not chosen and label not in known and (meant := meant_classes(label, known)):
-            return _question(request, label, meant, images[0] if images[0] in suspects else "")
-        now = self._backend.now()
-        given = [_answer(image, kind, label, user.name, now, suspects.get(image)) for image in dict.fromkeys(images)]
-        done, failures = self._record(answers, given)
-        return self._content(request, "review_content.html.j2", self._notice(kind, label, done, known), failures)
-
-    def _record(self, answers: Answers, given: Sequence[Answer]) -> tuple[int, list[str]]:
-        """Record the answers that can be carried out. Return their number, and the reasons why the
-        others cannot."""
-        done, failures = 0, dict[str, EvernearError]()
-        with self._backend.lock:
-            for each in given:
-                try:
-                    if each.action == "undo":
-                        answers.undo(each)
-                    else:
-                        is_query = each.action == "label" and not each.files
-                        answers.label(self._backend.original(each.image) if is_query else b"", each)
-                    done += 1
-                except EvernearError as error:
-                    failures[str(error)] = error
-        if failures and not done:
-            raise next(iter(failures.values()))
-        return done, list(failures)
-
-    def _notice(self, kind: str, label: str, done: int, known: Sequence[str]) -> str:
-        count = quantity(done, "image")
-        match kind:
-            case "label":
-                return f"{count} named {label}.{self._note(label, known)}"
-            case "skip":
-                return f"{count} skipped."
-            case "keep":
-                return f"{count} kept."
-            case _:
-                return f"{count} back in review."
-
-    def _note(self, label: str, known: Sequence[str]) -> str:
-        """Sentences about a named class that is new, or that waits for more images."""
-        new = "" if label in known else f" {label} is a new class."
-        count = self._backend.waiting(self._backend.latest(), self._backend.live()).get(label)
-        minimum = self._backend.settings.validation.min_class_images
-        return f"{new} It waits until it has {minimum:,} images: {count:,} of {minimum:,}." if count else new
+        suspects = {each.image: SourceImage(each.files, each.label) for each in self._backend.suspects()}
+        return self._naming.answer(
+            request,
+            form,
+            suspects,
+            lambda notice, failures: _answered(self._content(request, "review_content.html.j2", notice, failures)),
+        )
 
     def _image(self, request: Request) -> Response:
         item = self._backend.find(request.path_params["image"])
@@ -207,9 +163,19 @@ class ReviewPage:
         release = self._backend.releases.record(prediction.version).manifest
         return answer_of_others(prediction, image, self._backend.gallery, release)
 
+    def _starts(self, request: Request) -> Response:
+        """The buttons that start a run, and why one of them would change nothing."""
+        return page(request, "starts.html.j2", nothing=nothing_to_reindex(self._backend))
+
     def _reindex(self, request: Request, _: Form) -> Response:
+        return self._start(request, "reindex")
+
+    def _train(self, request: Request, _: Form) -> Response:
+        return self._start(request, "train")
+
+    def _start(self, request: Request, kind: Kind) -> Response:
         runner = self._backend.runner
-        self._backend.perform(request, "start", "start", lambda user: runner.reindex(user.name))
+        self._backend.perform(request, "start", "start", lambda user: runner.start(kind, user.name))
         return page(request, "reindex.html.j2", state=runner.state())
 
     def _show_state(self, request: Request) -> Response:
@@ -257,39 +223,10 @@ class ReviewPage:
         return self._show_week(request, note)
 
 
-def _question(request: Request, label: str, meant: Sequence[str], suspect: str) -> Response:
-    """Ask, below the name field of a form, whether the user means one of the classes in ``meant``.
-    ``suspect`` is the image of a suspect's form."""
-    response = page(request, "question.html.j2", label=label, meant=meant)
-    response.headers["HX-Retarget"] = f"#question-{suspect[:16]}" if suspect else "#question"
+def _answered(response: Response) -> Response:
+    """``response``, with the event on which the buttons that start a run load again."""
+    response.headers["HX-Trigger"] = "answered"
     return response
-
-
-def _answer(image: str, kind: str, label: str, who: str, at: datetime, suspect: Suspect | None) -> Answer:
-    try:
-        answer = Answer.model_validate(
-            {
-                "image": image,
-                "action": kind,
-                "label": label if kind == "label" else "",
-                "who": who,
-                "at": at,
-                "files": suspect.files if suspect else (),
-            }
-        )
-    except ValueError:
-        raise DataError("The form is invalid; reload the page.") from None
-    if suspect and kind == "label" and label == suspect.label:
-        raise DataError(f"The image already has the label {label}; choose another, or keep it.")
-    return answer
-
-
-def _at_once(answers: Iterable[Answer]) -> Iterator[list[Answer]]:
-    """Yield each group of answers that a user gave with one click, newest group first."""
-    for _, each in groupby(
-        reversed(list(answers)), lambda answer: (answer.at, answer.who, answer.action, answer.label)
-    ):
-        yield list(each)[::-1]
 
 
 def _named(backend: Backend) -> tuple[Sequence[tuple[Answer, bytes]], dict[str, int]]:

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from evernear.common.audit import request_id
 from evernear.common.disk import disk_errors
@@ -20,10 +20,12 @@ from evernear.kubeflow.local_run import STARTED_BY_VARIABLE, last_outcome
 from evernear.kubeflow.runs import from_settings, outcome_of, to_start
 from evernear.release.promotions import Cause
 from evernear.release.registry import Registry
-from evernear.reporting.notify import RunOutcome
+from evernear.reporting.notify import NextStep, RunOutcome
 from evernear.settings import Settings
 
-_REINDEX = "reindex"
+Kind = Literal["train", "reindex"]
+_COMMANDS: dict[Kind, str] = {"train": "run", "reindex": "reindex"}
+_PIPELINES: dict[Kind, str] = {"train": "continuous-training", "reindex": "reindex"}
 _LOG = "console-run.log"
 _LAST_BYTES = 4096
 
@@ -42,35 +44,40 @@ class RunState(NamedTuple):
     sentence: str
     is_running: bool = False
     is_failed: bool = False
+    next_steps: tuple[NextStep, ...] = ()
 
     @staticmethod
     def of_outcome(outcome: RunOutcome | None) -> "RunState":
         """The state after a run with this outcome, or before the first run."""
         if outcome is None:
             return RunState("No run has ended yet.")
+        steps = outcome.next_steps("console")
         if outcome.state == "promoted":  # the release may have been rolled back since
-            return RunState(f"The last run promoted release {outcome.release}.")
-        return RunState(f"The last run: {outcome.summary()}", is_failed=outcome.state == "failed")
+            return RunState(f"The last run promoted release {outcome.release}.", next_steps=steps)
+        return RunState(f"The last run: {outcome.summary()}", is_failed=outcome.state == "failed", next_steps=steps)
 
 
 class LocalRuns:
-    """Runs ``evernear reindex`` on this machine, with the options in ``words``."""
+    """Runs ``evernear reindex`` and ``evernear run`` on this machine, with the options in
+    ``words``."""
 
     def __init__(self, settings: Settings, words: Sequence[str]) -> None:
         self._settings = settings
         self._words = words
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
+        self._kind: Kind = "reindex"
 
-    def reindex(self, by: str) -> Done:
-        """The reindex continues after the console exits."""
+    def start(self, kind: Kind, by: str) -> Done:
+        """The run continues after the console exits."""
         with self._lock:
             if self.state().is_running:
                 raise BusyError("A run is already in progress; wait for it to end.")
+            self._kind = kind
             log = self._settings.workdir / _LOG
             with disk_errors(log), log.open("wb") as output:
                 self._process = subprocess.Popen(
-                    [sys.executable, "-m", "evernear", "reindex", *self._words],
+                    [sys.executable, "-m", "evernear", _COMMANDS[kind], *self._words],
                     stdin=subprocess.DEVNULL,
                     stdout=output,
                     stderr=subprocess.STDOUT,
@@ -97,7 +104,8 @@ class LocalRuns:
         if status is None:
             return RunState("A run is in progress: starting", is_running=True)
         if status:
-            return RunState(f"The reindex failed: {self._failure(status)}", is_failed=True)
+            what = "training" if self._kind == "train" else "reindex"
+            return RunState(f"The {what} failed: {self._failure(status)}", is_failed=True)
         return RunState.of_outcome(last_outcome(self._settings.workdir))
 
     def _failure(self, status: int) -> str:
@@ -116,14 +124,15 @@ class PipelineRuns:
         self._store = store
         self._runs = KfpRuns(settings.pipeline)
 
-    def reindex(self, by: str) -> Done:
+    def start(self, kind: Kind, by: str) -> Done:
         """Two simultaneous clicks start only one run, because both requests
         derive the same key from the newest run."""
-        runs = self._runs.list(_REINDEX, limit=10)
+        runs = [run for pipeline in _PIPELINES.values() for run in self._runs.list(pipeline, limit=10)]
         if any(not run.state.is_final for run in runs):
-            raise BusyError("A reindex is already in progress; wait for it to end.")
-        newest = runs[0].id if runs else ""
-        return Done("The run has started.", self._start(_REINDEX, by, request_id("run", _REINDEX, newest), {}))
+            raise BusyError("A run is already in progress; wait for it to end.")
+        newest = max(runs, key=lambda run: run.created).id if runs else ""
+        pipeline = _PIPELINES[kind]
+        return Done("The run has started.", self._start(pipeline, by, request_id("run", pipeline, newest), {}))
 
     def promote(self, version: str, why: str, by: str, *, force: bool) -> Done:
         """The pipeline does not reject a release with the verdict hold, so
@@ -143,15 +152,16 @@ class PipelineRuns:
         return Done(f"A run rolls back from release {expected}.", run)
 
     def state(self) -> RunState:
-        """Only reindexes count."""
-        run = next(iter(self._runs.list(_REINDEX, limit=1)), None)
-        if run is None:
+        """Only reindexes and trainings count."""
+        newest = [run for pipeline in _PIPELINES.values() for run in self._runs.list(pipeline, limit=1)]
+        if not newest:
             return RunState.of_outcome(None)
+        run = max(newest, key=lambda each: each.created)
         record = RunRecord(self._store, run.id)
         if run.state.is_final:
             outcome = outcome_of(self._store, run)
-            return RunState.of_outcome(outcome) if outcome else RunState(f"The last reindex: {run.state}.")
-        return RunState(f"A reindex is in progress: {_where(record)}", is_running=True)
+            return RunState.of_outcome(outcome) if outcome else RunState(f"The last run: {run.state}.")
+        return RunState(f"A run is in progress: {_where(record)}", is_running=True)
 
     def _start(self, pipeline: str, by: str, key: str, parameters: dict[str, str]) -> str:
         known = self._runs.parameters(pipeline)

@@ -17,8 +17,11 @@ from starlette.staticfiles import StaticFiles
 
 from evernear.console.access import Guard, SignIn
 from evernear.console.backend import Backend
+from evernear.console.class_page import ClassPage
+from evernear.console.mistakes_page import MistakesPage
 from evernear.console.pages import DataPage, ReleasesPage, TryPage
 from evernear.console.review_page import ReviewPage
+from evernear.console.runs_page import RunsPage
 from evernear.console.web import Predictor, error_response
 from evernear.errors import EvernearError, SettingsError
 from evernear.serving.endpoints import host_and_port, listening_socket
@@ -29,7 +32,7 @@ from evernear.settings.triggers import ConsoleSettings
 SHUTDOWN_TIMEOUT_S = 5
 UPLOAD_TIMEOUT_S = 60.0
 """Time limit for receiving an image: the largest one at 9 Mbit/s."""
-PAGES = (TryPage, ReviewPage, DataPage, ReleasesPage)
+PAGES = (TryPage, ReviewPage, DataPage, ClassPage, MistakesPage, RunsPage, ReleasesPage)
 
 
 def require_private(settings: ConsoleSettings) -> None:

@@ -56,6 +56,12 @@ def field(form: Form, name: str) -> str:
     return (form.get(name) or [""])[-1].strip()
 
 
+def page_number(request: Request) -> int:
+    """The number of the page of a list, from 1."""
+    number = request.query_params.get("page", "1")
+    return max(1, int(number)) if number.isdecimal() and len(number) < 6 else 1
+
+
 def png(image: bytes) -> Response:
     """A PNG response that browsers may cache, because the URL identifies the content."""
     return Response(image, media_type="image/png", headers={"Cache-Control": "private, max-age=604800, immutable"})

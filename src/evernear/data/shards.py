@@ -101,6 +101,12 @@ class Dataset:
             for start in range(0, shard.count, block_size):
                 yield _block(self._read(file, shard, min(block_size, shard.count - start)))
 
+    def labels_and_digests(self, shard: Shard) -> tuple[NDArray[np.int64], Pixels]:
+        """Those of all images in a shard, (N,) and (N, 32), without reading the pixels."""
+        with self._files.open(shard) as file:
+            rows = np.memmap(file, self._dtype, "r", offset=file.tell(), shape=(shard.count,))
+            return rows["label"].astype(np.int64), np.ascontiguousarray(rows["digest"])
+
     def image(self, shard: Shard, row: int) -> Block:
         with self._files.open(shard, row) as file:
             return _block(self._read(file, shard, 1))

@@ -20,7 +20,7 @@ from evernear.errors import IntegrityError
 from evernear.evaluation.baselines import Baseline, FewGroups, measure_baselines, measure_pretrained
 from evernear.evaluation.compare import Comparison, compare, compare_refusals
 from evernear.evaluation.examples import Replay
-from evernear.evaluation.headline import headline
+from evernear.evaluation.headline import AnswerCounts, headline
 from evernear.evaluation.measure import BATCH_SIZE, NO_CHANGES, Measurement, Observer, Outcomes, measure
 from evernear.evaluation.open_set import ADDED_RECOGNIZED, FALSE_ACCEPT_RATE, OpenSet
 from evernear.evaluation.statistics import Interval, Proportion
@@ -112,6 +112,9 @@ class Evaluation(Document):
     """Share of images of unseen classes that the champion accepts, as its release states it."""
     anchor: AnchorEvaluation | None = None
     """None if the champion is the anchor, or if no champion exists."""
+    corrected: AnswerCounts | None = None
+    """The answers to test images whose label was corrected in the console
+    (`evernear.evaluation.corrected`). None without such images."""
     replay: Replay | None = None
     """For the run page only. None if no champion exists."""
 
@@ -121,6 +124,14 @@ class Evaluation(Document):
         and threshold, it is the champion's."""
         is_reused = self.open_set.threshold is not None
         return self.champion_false_accepts if is_reused else self.open_set.false_accepts
+
+    @property
+    def uncorrected(self) -> AnswerCounts | None:
+        """The answers to test images whose label was not corrected, or None if none was."""
+        if self.corrected is None:
+            return None
+        own, corrected = self.candidate.answers.model_dump(), self.corrected.model_dump()
+        return AnswerCounts(**{name: own[name] - corrected[name] for name in own})
 
     def summary(self) -> str:
         return f"{headline(self.metrics())}; label right {self.candidate.label_right}"

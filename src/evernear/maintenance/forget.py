@@ -42,6 +42,7 @@ from evernear.data.snapshots import DATASETS, Snapshots, parts_prefix
 from evernear.data.writer import shard_key
 from evernear.embedding.embeddings import EMBEDDINGS_PREFIX, cached_digests
 from evernear.errors import ConflictError, IntegrityError
+from evernear.evaluation.answer_table import ANSWERS_FILE
 from evernear.evaluation.verdict import Verdict
 from evernear.maintenance.kinds import require_all_current
 from evernear.release.manifest import NETWORK_DESCRIPTION_FILE
@@ -52,7 +53,7 @@ from evernear.review.queue import ORIGINALS, SUBMITTED, Submission
 from evernear.review.suspects import SUSPECTS, Suspects
 from evernear.serving.query_log_files import QUERIES, LoggedQuery, closed_at, parse_file
 
-PAGES = ("examples.json", "replay.json", "run.html")
+PAGES = (ANSWERS_FILE, "examples.json", "replay.json", "run.html")
 Digests = NDArray[np.bytes_]
 
 

@@ -13,6 +13,7 @@ from evernear.common.parts import concurrently
 from evernear.common.store import Store
 from evernear.data.stored_ledger import expand, require_ledger_format
 from evernear.errors import IntegrityError, MissingObjectError
+from evernear.evaluation.answer_table import require_table_format
 
 _GZIP = b"\x1f\x8b"
 Compare = Callable[[bytes, str], object]
@@ -65,6 +66,7 @@ KINDS: dict[str, Compare | None] = {
     "parts/*": None,
     "runs/starting/*": None,
     "runs/*.json": _document,
+    "runs/*.parquet": require_table_format,
     "runs/*": None,
     "releases/champion.json": _document,
     "releases/history/*.json": _document,

@@ -38,6 +38,9 @@ _SHARED_SETTINGS = ("store", "target", "index.uri", "serving.", "prep.", "kubern
 """Settings that locate releases and servers."""
 
 
+Place = Literal["terminal", "run page", "console"]
+
+
 class NextStep(NamedTuple):
     purpose: str
     command: str
@@ -99,29 +102,32 @@ class RunOutcome(Document):
         text = headline(self.metrics)
         return f". {text.capitalize()}" if text else ""
 
-    def next_steps(self, *, on_page: bool = False) -> tuple[NextStep, ...]:
+    def next_steps(self, place: Place = "terminal") -> tuple[NextStep, ...]:
         """Suggested actions after the run, most likely first. Empty if there is nothing to suggest,
-        for example if the run only moved the champion. The run page does not suggest itself
-        (``on_page``)."""
+        for example if the run only moved the champion. The ``place`` that shows them does not
+        suggest itself."""
+        in_browser = "recognize images, and mend labels, in the browser"
+        console = (NextStep(in_browser, self._command("console")),) if self.command and place != "console" else ()
         if self.state == "held" and self.candidate:
-            return tuple(self._next_steps_after_hold(self.candidate, on_page))
+            return (*self._next_steps_after_hold(self.candidate, place), *console)
         if self.state == "promoted" and self.candidate:
             inspect = self._command("inspect", "run", self.candidate, "--image", "IMAGE")
             predict = f"{self._command('predict')} IMAGE"
             return (
                 NextStep("recognize an image", predict if self.served_here else inspect),
                 NextStep("undo it", self._command("registry", "rollback", "--why", "REASON")),
+                *console,
             )
         if self.state in ("stopped", "failed") and (self.command or self.pipeline):
             return (NextStep("run again", self._same_command()),)
         return ()
 
-    def _next_steps_after_hold(self, candidate: str, on_page: bool) -> Iterator[NextStep]:
+    def _next_steps_after_hold(self, candidate: str, place: Place) -> Iterator[NextStep]:
         """What makes a better model, then what looks at this one, last what ignores the gate."""
         if self.command and self.few_epochs:
             longer = self._same_command("--preset", "default", "--set", "train.epochs=null")
             yield NextStep(f"train longer than {quantity(self.few_epochs, 'epoch')}, with the default preset", longer)
-        if self.command and not on_page:
+        if self.command and place != "run page":
             yield NextStep("look at its worst mistakes", self._command("report", "--open"))
         if self.command:
             yield NextStep("look for wrong labels", self._command("labels", "check"))

@@ -18,6 +18,7 @@ from evernear.evaluation.examples import SHEET_COLUMNS, Examples, Sheet
 from evernear.evaluation.verdict import classes_tested
 from evernear.index.description import describe_threshold
 from evernear.reporting import plots
+from evernear.reporting.glossary import GLOSSARY, anchor_of, explain, term
 from evernear.reporting.run_report import ClassRow, Figure, RunReport
 
 FALSE_REJECT_RATES = (0.01, 0.02, 0.05, 0.10, 0.20)
@@ -101,6 +102,7 @@ def _environment() -> Environment:
     )
     filters, values = (cast(dict[str, Any], each) for each in (environment.filters, environment.globals))
     filters.update(
+        explain=explain,
         tested=classes_tested,
         percent=_percent,
         number=_number,
@@ -110,7 +112,10 @@ def _environment() -> Environment:
         money=_money,
     )
     values.update(
+        anchor_of=anchor_of,
         columns=SHEET_COLUMNS,
+        glossary=GLOSSARY,
+        term=term,
         describe_threshold=describe_threshold,
         false_reject_rates=FALSE_REJECT_RATES,
         classes_max=CLASSES_MAX,

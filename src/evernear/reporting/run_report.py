@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, NamedTuple, TypeAlias
 
+from evernear.common.output import named
 from evernear.common.parts import STEPS_IN_PARTS, PartsRecord
 from evernear.common.progress import duration
 from evernear.common.run_record import LEFT_OUT_FILE, RunRecord, StepRecord
@@ -128,6 +129,28 @@ class RunReport:
                 return f"Release {outcome.candidate} is not promoted"
             case _:
                 return f"{outcome.state.capitalize()}{f' at {outcome.step}' if outcome.step else ''}"
+
+    @property
+    def liveness(self) -> str:
+        """Whether the release that the run made was live when the run ended, as a sentence."""
+        outcome = self.outcome
+        if outcome.state == "promoted":
+            return "The release was live when the run ended."
+        return "The release was not live when the run ended." if outcome.candidate else "The run made no release."
+
+    @property
+    def untested(self) -> str:
+        """The classes that the candidate knows and that have no test image."""
+        if self.evaluation is None:
+            return ""
+        candidate = self.evaluation.candidate
+        return named([label for label in candidate.known_labels if label not in candidate.class_label_right])
+
+    @property
+    def map_wrong(self) -> int:
+        """How many images on the map are named wrong."""
+        points = self.examples.map if self.examples else ()
+        return sum(not point.unknown and point.predicted != point.label for point in points)
 
     @property
     def headline(self) -> str:

@@ -19,7 +19,7 @@ undone, and later ones are still processed.
 import re
 import threading
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import PurePosixPath
 from typing import Literal
@@ -32,14 +32,18 @@ from evernear.common.text import class_name, lookalike_key
 from evernear.data.image_file import suffix_of
 from evernear.data.manifest import Manifest, find_manifest
 from evernear.data.snapshots import Snapshots
-from evernear.data.sources.layout import SPLIT_WORDS, Layout
+from evernear.data.sources.layout import Layout
 from evernear.data.sources.names import reviewed_stem
 from evernear.errors import ConflictError, DataError, EvernearError, IntegrityError, SettingsError, StoreError
 from evernear.release.manifest import ReleaseManifest
-from evernear.review.label_target import LabelTarget
+from evernear.review.label_target import LabelTarget, require_folder_name
+from evernear.review.renames import Rename, load_renames, renamed_file
 
 ANSWERS = "review/answers.jsonl"
 PENDING = "review/pending/"
+REMOVED = ".removed"
+"""The folder of the source to which removed files move. Ingest skips hidden folders."""
+_MOVING = ("label", "remove")
 _ATTEMPTS = 5
 _SIMILARITY = 0.65
 """Smallest `difflib` ratio of two names that may be one name, mistyped. A wrong letter among three
@@ -50,10 +54,11 @@ _MAX_MEANT = 3
 class Answer(Document):
     """A user's decision about an image. ``label`` is set only for the ``label`` action. ``files``
     are the names of the image's files in the source before the answer, none for a live query. The
-    ``keep`` action confirms the label of an image in the source."""
+    ``keep`` action confirms the label of an image in the source, and ``remove`` moves its files to
+    the folder `REMOVED`, which no run reads."""
 
     image: str = Field(pattern=r"^[0-9a-f]{64}$")
-    action: Literal["label", "skip", "keep", "undo"]
+    action: Literal["label", "skip", "keep", "remove", "undo"]
     label: str = ""
     files: tuple[str, ...] = ()
     new_folder: bool = False
@@ -71,7 +76,7 @@ class Answers:
         self._store = store
         self.target = target
         self.set_aside: dict[str, str] = {}
-        self._parsed: tuple[str, list[Answer]] = ("", [])
+        self._parsed: tuple[tuple[str, str | None], list[Answer]] = (("", None), [])
 
     def latest(self) -> dict[str, Answer]:
         """The effective answer for each image, oldest first, without undone ones."""
@@ -88,7 +93,7 @@ class Answers:
                 answer is undone.
         """
         self.recover()
-        if answer.action != "label":
+        if answer.action not in _MOVING:
             self._append(answer, expects_answer=False)
             return
         if not answer.files:
@@ -136,7 +141,7 @@ class Answers:
                 file to be restored.
         """
         history = [answer for answer in self._read()[0] if answer.image == image]
-        labeled = [answer for answer in history if answer.action == "label"]
+        labeled = [answer for answer in history if answer.action in _MOVING]
         refusal: EvernearError | None = None
         if labeled and labeled[-1] is history[-1]:
             content = self._store.get(PENDING + image)
@@ -169,7 +174,7 @@ class Answers:
             DataError: a file cannot be restored. If a different image has its name, a user must
                 decide what to do, so the pending record is removed. Otherwise, it remains.
         """
-        folders = {each.label for each in self._read()[0] if each.new_folder}
+        folders = {each.label for each in self._read()[0] if each.new_folder} | {""}
         failure: EvernearError | None = None
         for answer in reversed(labeled):
             try:
@@ -208,14 +213,23 @@ class Answers:
         if stored is None:
             return [], b"", None
         data, etag = stored
-        if self._parsed[0] != etag:
-            self._parsed = (etag, _parse(data, self._store))
+        renames, version = load_renames(self._store)
+        if self._parsed[0] != (etag, version):
+            answers = [_with_new_names(answer, renames) for answer in _parse(data, self._store)]
+            self._parsed = ((etag, version), answers)
         return self._parsed[1], data, etag
+
+    def _follows(self, before: Answer, answer: Answer) -> bool:
+        """Whether ``answer`` is about the files where the answer ``before`` left them, as a later
+        ingest found them."""
+        left = named_files(before, self.target.layout) if before.action in _MOVING else before.files
+        return bool(answer.files) and set(left) == {*answer.files}
 
     def _append(self, answer: Answer, expects_answer: bool) -> None:
         for attempt in range(_ATTEMPTS):
             answers, data, etag = self._read()
-            if (answer.image in _fold(answers)) != expects_answer:
+            before = _fold(answers).get(answer.image)
+            if (before is not None) != expects_answer and not (before and self._follows(before, answer)):
                 state = "has no answer to undo" if expects_answer else "was answered in the meantime"
                 raise ConflictError(f"The image {state}; reload the page.")
             try:
@@ -236,11 +250,29 @@ def labels_given(store: Store) -> dict[str, frozenset[str]]:
     return labels
 
 
+def corrected_images(store: Store) -> set[bytes]:
+    """The digests of the images of the source whose last answer is another label."""
+    stored = store.find(ANSWERS)
+    latest = _fold(_parse(stored[0], store)) if stored else {}
+    return {bytes.fromhex(image) for image, answer in latest.items() if answer.action == "label" and answer.files}
+
+
 def _parse(data: bytes, store: Store) -> list[Answer]:
     try:
         return [Answer.from_json(line, f"{store.uri}/{ANSWERS}") for line in data.splitlines()]
     except IntegrityError:
         raise IntegrityError(f"{store.uri}/{ANSWERS} is not a valid audit log of answers.") from None
+
+
+def _with_new_names(answer: Answer, renames: Sequence[Rename]) -> Answer:
+    """``answer`` with the names that its class and its files have since classes were renamed.
+    Removed files did not move."""
+    for rename in renames if answer.action != "remove" else ():
+        if answer.at < rename.at:
+            label = rename.new if class_name(answer.label) == rename.old else answer.label
+            files = tuple(renamed_file(file, rename) for file in answer.files)
+            answer = answer.model_copy(update={"label": label, "files": files})
+    return answer
 
 
 def _line(answer: Answer) -> bytes:
@@ -262,19 +294,25 @@ def named_files(answer: Answer, layout: Layout) -> list[str]:
 
 def _moves(answer: Answer, layout: Layout) -> Iterator[tuple[str, str]]:
     """The current and the new name of each file that an answer with a label affects."""
+    if answer.action == "remove":
+        yield from ((file, f"{REMOVED}/{_inside(file)}") for file in answer.files)
+        return
     label = answer.label
-    unusable = not label or len(label.encode()) > 200 or label != label.strip() or label.startswith(".")
-    if unusable or not label.isprintable() or "/" in label or "\\" in label or label.lower() in SPLIT_WORDS:
-        raise SettingsError(f"{label!r} cannot be the name of a class; use a plain name without slashes.")
+    require_folder_name(label)
     mark = reviewed_stem(answer.image)
     if not answer.files:
         yield "", f"{layout.class_folder(label)}/{mark}{answer.suffix}"
     for number, file in enumerate(answer.files):
-        path = PurePosixPath(file)
-        if path.is_absolute() or ".." in path.parts:
-            raise SettingsError(f"{file!r} is not the name of a file in the source.")
+        path, suffix = _inside(file), f"-{mark}{f'-{number}' if number else ''}"
         folder = layout.class_folder(label, file)
-        yield file, f"{folder}/{path.stem}-{mark}{f'-{number}' if number else ''}{path.suffix}"
+        yield file, f"{folder}/{path.stem.removesuffix(suffix)}{suffix}{path.suffix}"
+
+
+def _inside(file: str) -> PurePosixPath:
+    path = PurePosixPath(file)
+    if path.is_absolute() or ".." in path.parts:
+        raise SettingsError(f"{file!r} is not the name of a file in the source.")
+    return path
 
 
 def _refused(answer: Answer, reason: EvernearError) -> DataError:

@@ -1,13 +1,14 @@
 """The source, a folder or a bucket, as a target for labeled images."""
 
 import errno
+from datetime import UTC, datetime
 from pathlib import Path
 
 from evernear.common.disk import disk_errors, missing_directory, write_atomically
 from evernear.common.store import open_store
 from evernear.data.sources import open_source
 from evernear.data.sources.folder import DEFAULTS, Bucket, Folder
-from evernear.data.sources.layout import Layout
+from evernear.data.sources.layout import SPLIT_WORDS, Layout
 from evernear.data.sources.names import answer_in
 from evernear.errors import DataError, SettingsError, StoreError
 from evernear.settings import DataSettings
@@ -21,8 +22,25 @@ class FolderTarget:
     an image of the source itself. The others consist of answers."""
 
     def __init__(self, directory: Path, settings: DataSettings) -> None:
-        self.labels, self.layout = _layout(Folder(directory, settings))
+        self._open = lambda: Folder(directory, settings)
+        self.labels, self.layout = _layout(self._open())
         self._directory = directory
+
+    def files(self, label: str) -> list[str]:
+        return _files(self._open(), label)
+
+    def move(self, old: str, new: str) -> None:
+        """A repeated move has no effect. Fails if another image has the name ``new``."""
+        image = self.read(old)
+        if image is None:
+            return
+        if self.read(new) not in (None, image):
+            raise _taken(old, new)
+        path = self._directory / new
+        with disk_errors(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            (self._directory / old).replace(path)  # keeps the time of the file
+        self.remove(old, prune=True)
 
     def has_folder(self, name: str) -> bool:
         folder = (self._directory / name).parent
@@ -60,13 +78,32 @@ class FolderTarget:
         with disk_errors(path):
             return path.read_bytes() if _exists(path) else None
 
+    def modified(self, name: str) -> datetime | None:
+        path = self._directory / name
+        with disk_errors(path):
+            return datetime.fromtimestamp(path.stat().st_mtime, UTC) if _exists(path) else None
+
 
 class BucketTarget:
     """A bucket prefix. A folder in a bucket exists only while it contains an object."""
 
     def __init__(self, uri: str, settings: DataSettings) -> None:
-        self.labels, self.layout = _layout(Bucket(uri, settings))
+        self._open = lambda: Bucket(uri, settings)
+        self.labels, self.layout = _layout(self._open())
         self._store = open_store(uri)
+
+    def files(self, label: str) -> list[str]:
+        return _files(self._open(), label)
+
+    def move(self, old: str, new: str) -> None:
+        """A repeated move has no effect. Fails if another image has the name ``new``."""
+        image = self.read(old)
+        if image is None:
+            return
+        if self.read(new) not in (None, image):
+            raise _taken(old, new)
+        self._store.put(new, image)
+        self._store.delete(old)
 
     def has_folder(self, name: str) -> bool:
         """Always True, because empty folders in a bucket do not have to be removed."""
@@ -82,6 +119,9 @@ class BucketTarget:
     def read(self, name: str) -> bytes | None:
         stored = self._store.find(name)
         return stored[0] if stored else None
+
+    def modified(self, name: str) -> datetime | None:
+        return next((info.modified for info in self._store.list(name) if info.key == name), None)
 
 
 LabelTarget = FolderTarget | BucketTarget
@@ -101,6 +141,21 @@ def open_label_target(source: str, settings: DataSettings = DEFAULTS) -> LabelTa
                 f"Labels cannot be written to {source}: correct them where it was made; review needs"
                 " folder:DIRECTORY or s3://bucket/prefix, whose files it can move."
             )
+
+
+def require_folder_name(label: str) -> None:
+    """Require that ``label`` can be the name of a class folder."""
+    unusable = not label or len(label.encode()) > 200 or label != label.strip() or label.startswith(".")
+    if unusable or not label.isprintable() or "/" in label or "\\" in label or label.lower() in SPLIT_WORDS:
+        raise SettingsError(f"{label!r} cannot be the name of a class; use a plain name without slashes.")
+
+
+def _files(source: Folder | Bucket, label: str) -> list[str]:
+    return [entry.name for entry in source.entries() if entry.label == label]
+
+
+def _taken(old: str, new: str) -> DataError:
+    return DataError(f"{old} cannot be moved to {new}, because another image has that name.")
 
 
 def _exists(path: Path) -> bool:

@@ -319,11 +319,11 @@ class Listing:
             return found if time.monotonic() - listed_s < RECENT_S else self.now()
 
 
-def thumbnail(image: bytes) -> bytes:
-    """A PNG file of at most `SIDE_PX` x `SIDE_PX` pixels."""
+def thumbnail(image: bytes, side_px: int = SIDE_PX) -> bytes:
+    """A PNG file of at most ``side_px`` x ``side_px`` pixels."""
     file = inspect(image, MAX_PIXELS)
     picture = decode_inspected(file, bit_depth_of(file) or 16).image
-    picture.thumbnail((SIDE_PX, SIDE_PX))
+    picture.thumbnail((side_px, side_px))
     buffer = BytesIO()
     picture.save(buffer, format="PNG")
     return buffer.getvalue()

@@ -12,7 +12,7 @@ from evernear.data.shards import Dataset
 from evernear.data.snapshots import Snapshots, opened_ledger
 from evernear.data.sources import open_source
 from evernear.errors import DataError, StoreError
-from evernear.review.queue import thumbnail
+from evernear.review.queue import SIDE_PX, thumbnail
 from evernear.settings import Settings
 
 SUSPECTS = "review/suspects.json"
@@ -108,11 +108,11 @@ def check_labels(store: Store, settings: Settings, now: AwareDatetime) -> Suspec
     return result
 
 
-def picture(read: Callable[[str], bytes | None], name: str) -> bytes | None:
-    """A small PNG version of the image file ``name`` in the source, or None if it is missing,
-    unreadable or broken."""
+def picture(read: Callable[[str], bytes | None], name: str, side_px: int = SIDE_PX) -> bytes | None:
+    """A PNG version of the image file ``name`` in the source, or None if it is missing,
+    unreadable or broken. No side is longer than ``side_px``."""
     try:
         data = read(name)
-        return None if data is None else thumbnail(data)
+        return None if data is None else thumbnail(data, side_px)
     except (DataError, StoreError):
         return None

@@ -196,13 +196,16 @@ def test_next_steps_of_a_local_run_repeat_only_where_it_is() -> None:
         again,
         inspect,
         f"evernear registry promote {VERSION} --force --why REASON {shared}",
+        f"evernear console {shared}",
     ]
     assert [step.command for step in held.next_steps()] == better
-    assert [step.command for step in held.next_steps(on_page=True)] == better[1:], "the page does not name itself"
+    assert [step.command for step in held.next_steps("run page")] == better[1:], "the page does not name itself"
+    assert [step.command for step in held.next_steps("console")] == better[:-1]
     promoted = held.model_copy(update={"state": "promoted", "release": VERSION})
     assert [step.command for step in promoted.next_steps()] == [
         inspect,
         f"evernear registry rollback --why REASON {shared}",
+        f"evernear console {shared}",
     ]
     failed = held.model_copy(update={"state": "failed"})
     assert failed.next_steps() == (NextStep("run again", again),)

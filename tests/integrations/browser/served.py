@@ -31,8 +31,18 @@ WIDTHS_PX = {"desktop": 1200, "phone": 390}
 WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 
 
+COUNT_CLICKS = """addEventListener("pointerdown", () => {
+    sessionStorage.clicks = Number(sessionStorage.clicks ?? 0) + 1
+}, true)"""
+
+
 def evernear(*words: str) -> list[str]:
     return [sys.executable, "-m", "evernear", *words]
+
+
+def evernear_done(*words: str) -> str:
+    """The output of a command that succeeds."""
+    return subprocess.run(evernear(*words), check=True, capture_output=True, text=True).stdout
 
 
 def serve_digits(root: Path, without: int, *, in_words: bool) -> Generator[Path]:

@@ -13,7 +13,14 @@ import pytest
 
 from evernear.common.store import open_store
 from evernear.review.queue import Submissions
-from tests.integrations.browser.served import IN_A_BROWSER, evernear, picture, serve_digits, unknown_images
+from tests.integrations.browser.served import (
+    COUNT_CLICKS,
+    IN_A_BROWSER,
+    evernear,
+    picture,
+    serve_digits,
+    unknown_images,
+)
 
 pytest.importorskip("playwright", reason="playwright is not installed")
 from playwright.sync_api import Page, expect
@@ -24,9 +31,6 @@ NEW = "7"
 IMAGES = 12
 CLICKS = 10
 """Fewer have to lead from unknown to recognized."""
-COUNT_CLICKS = """addEventListener("pointerdown", () => {
-    sessionStorage.clicks = Number(sessionStorage.clicks ?? 0) + 1
-}, true)"""
 
 
 @pytest.fixture(scope="module")

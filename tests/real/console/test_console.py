@@ -219,7 +219,9 @@ def test_mistyped_correction_of_a_suspect_is_asked_about_in_its_form(store: Stor
     client = signed_in(store, source)
     place = f"question-{suspect.image[:16]}"
     assert f'id="{place}"' in client.get("/review").text
-    asked = client.post("/review", data={"image": suspect.image, "action": "label", "label": "dgo"})
+    asked = client.post(
+        "/review", data={"image": suspect.image, "card": suspect.image[:16], "action": "label", "label": "dgo"}
+    )
     assert asked.headers["HX-Retarget"] == f"#{place}"
     assert (source / "cat" / "a.png").exists()
     client.post("/review", data={"image": suspect.image, "label": "dgo", "class": "dog"})

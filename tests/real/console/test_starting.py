@@ -94,9 +94,9 @@ def test_two_clicks_at_the_same_time_start_one_run(in_cluster: Settings, store: 
     """Both have read the list of runs before either starts one, as in two replicas."""
     first, second = PipelineRuns(in_cluster, store), PipelineRuns(in_cluster, store)
     listed = second._runs.list("reindex")
-    started = first.reindex("ann@x")
+    started = first.start("reindex", "ann@x")
     second._runs.list = lambda pipeline, limit: listed
-    assert second.reindex("bob@x") == started
+    assert second.start("reindex", "bob@x") == started
     assert len(kfp.runs) == 1
 
 
@@ -192,7 +192,7 @@ def test_person_behind_a_proxy_is_recorded_as_the_one_who_started_a_local_run(
     settings = settings_of(store, source, workdir=str(source.parent))
     runner = LocalRuns(settings, ["--set", "no.such=setting"])
     with patch.object(subprocess, "Popen", wraps=subprocess.Popen) as started:
-        runner.reindex("ann@x")
+        runner.start("reindex", "ann@x")
     passed = started.call_args.kwargs["env"][STARTED_BY_VARIABLE]
     assert runner._process is not None
     runner._process.wait()

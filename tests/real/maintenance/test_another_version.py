@@ -50,6 +50,7 @@ REFUSES: dict[str, tuple[str, ...]] = {
     "tune": ("--source", "folder:{images}"),
     "trial": ("--source", "folder:{images}"),
     "report": (),
+    "runs": (),
     "console": ("--source", "folder:{images}", "--port", "0"),
     "status": (),
     "doctor": ("store",),

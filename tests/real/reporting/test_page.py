@@ -506,7 +506,9 @@ def test_page_explains_its_terms_and_claims_nothing_about_what_is_live_later(run
     assert f"Release {CANDIDATE} was promoted" in html
     assert "deployed to http://h/predictions/m" in html
     assert "The probe trains a network without some of the classes" in html
-    assert "The anchor, an earlier release with which the gate also compares" in html
+    assert '<a class="term" href="#word-anchor" title="An earlier release with which the gate also compares' in html
+    assert '<dt id="word-anchor">anchor</dt>' in html
+    assert "The release was live when the run ended." in html
     for page_ in (html, compare_page(run.record, run.record)):
         assert "is live at" not in page_
         assert f"{CANDIDATE} is live" not in page_

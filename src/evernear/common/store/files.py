@@ -1,4 +1,5 @@
 import hashlib
+import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, suppress
@@ -79,7 +80,8 @@ class FileStore(Store):
     def _walk(self, directory: Path, base: str, prefix: str) -> Iterator[ObjectInfo]:
         try:
             # "a/" sorts after "a.b" but before "ab", as when S3 sorts whole keys.
-            names = sorted(p.name + "/" * p.is_dir() for p in directory.iterdir() if not p.name.startswith("."))
+            with os.scandir(directory) as entries:  # knows without a stat which of them are folders
+                names = sorted(each.name + "/" * each.is_dir() for each in entries if not each.name.startswith("."))
         except FileNotFoundError:
             return
         for name in names:

@@ -149,3 +149,17 @@ if (review) {
     event.preventDefault();
   });
 }
+
+// A class: a larger view of an image.
+const large = document.getElementById("large");
+if (large) {
+  document.addEventListener("click", (event) => {
+    const button = event.target.closest("[data-large]");
+    if (!button) return;
+    const name = button.querySelector("bdi").textContent;
+    large.querySelector("#large-name").textContent = name;
+    large.querySelector("img").src = button.dataset.large;
+    large.querySelector("img").alt = name;
+    large.showModal();
+  });
+}

@@ -1,0 +1,65 @@
+"""The Runs page: how each run ended, its page, and the comparison of two."""
+
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, Response
+from starlette.routing import Route
+
+from evernear.common.run_record import RunRecord
+from evernear.console.backend import Backend
+from evernear.console.web import page, page_number
+from evernear.errors import DataError
+from evernear.reporting.page import compare_page
+from evernear.reporting.runs import Objects, list_runs
+
+PAGE_RUNS = 50
+_OF_RUN_PAGES = (
+    "default-src 'none'; style-src 'unsafe-inline'; img-src data:; base-uri 'none'; form-action 'none';"
+    " frame-ancestors 'none'"
+)
+"""Run pages are self-contained files without scripts."""
+
+
+class RunsPage:
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+        self._ended: dict[str, Objects] = {}
+
+    def routes(self) -> list[Route]:
+        return [
+            Route("/runs", self._show),
+            Route("/runs/compare", self._compare),
+            Route("/runs/page/{run}", self._page),
+        ]
+
+    def _show(self, request: Request) -> Response:
+        number = page_number(request)
+        listed = list_runs(self._backend.store, PAGE_RUNS * (number - 1), PAGE_RUNS, self._ended)
+        champion = self._backend.releases.champion()
+        return page(
+            request,
+            "runs.html.j2",
+            runs=listed.runs,
+            faults=listed.faults,
+            number=number,
+            pages=max(1, -(-listed.total // PAGE_RUNS)),
+            live=champion.version if champion else "",
+        )
+
+    def _compare(self, request: Request) -> Response:
+        chosen = request.query_params.getlist("run")
+        if len(chosen) != 2:
+            raise DataError("Select two runs to compare.")
+        first, second = sorted(chosen)
+        store = self._backend.store
+        return _run_page(compare_page(RunRecord(store, first), RunRecord(store, second)))
+
+    def _page(self, request: Request) -> Response:
+        run = request.path_params["run"]
+        html = RunRecord(self._backend.store, run).get("run.html")
+        if html is None:
+            raise DataError(f"Run {run} has no page: it is in progress, was killed, or its images were forgotten.")
+        return _run_page(html)
+
+
+def _run_page(html: str | bytes) -> Response:
+    return HTMLResponse(html, headers={"Content-Security-Policy": _OF_RUN_PAGES})

@@ -1,0 +1,107 @@
+"""The pages of a class and of the runs, and renamed classes, without a browser."""
+
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pytest
+from starlette.testclient import TestClient
+
+from evernear.common.run_record import OUTCOME, RunRecord, StepRecord
+from evernear.common.store import Store
+from evernear.console.runs import LocalRuns
+from evernear.errors import DataError
+from evernear.reporting.notify import RunOutcome
+from evernear.reporting.runs import list_runs
+from evernear.review.label_target import FolderTarget
+from evernear.review.renames import RENAMES, Rename, Renames, finish_renames, rename_class, with_renames
+from evernear.settings import ClassSettings, DataSettings, load
+from tests.consoles import TOKEN, console_client, with_csrf
+from tests.review_queue import NOW, png
+
+PAGES = ("/data", "/mistakes", "/runs", "/review/starts")
+
+
+def rename(old: str, new: str) -> Rename:
+    return Rename(old=old, new=new, who="ann", at=NOW)
+
+
+@pytest.fixture
+def images(tmp_path: Path) -> Path:
+    for number, name in enumerate(["cat/a.png", "cat/deep/b.png", "dog/c.png"]):
+        path = tmp_path / "images" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(png(number))
+    return tmp_path / "images"
+
+
+def files(images: Path) -> list[str]:
+    return sorted(str(path.relative_to(images)) for path in images.rglob("*.png"))
+
+
+def test_renamed_class_moves_and_the_next_run_takes_it(images: Path, store: Store) -> None:
+    target = FolderTarget(images, DataSettings())
+    assert rename_class(store, target, rename("cat", "kitten")) == 2
+    assert files(images) == ["dog/c.png", "kitten/a.png", "kitten/deep/b.png"]
+    assert not (images / "cat").exists()
+    assert with_renames(ClassSettings(), store).renamed == {"cat": "kitten"}
+    rename_class(store, target, rename("kitten", "feline"))
+    assert with_renames(ClassSettings(), store).renamed == {"cat": "feline", "kitten": "feline"}
+    assert with_renames(ClassSettings(), store, ["cat"]).renamed == {"kitten": "feline"}, "a new class has the name"
+    assert with_renames(ClassSettings(retired=("cat",)), store).renamed == {"kitten": "feline"}
+
+
+def test_killed_renaming_continues(images: Path, store: Store) -> None:
+    store.put(RENAMES, Renames(renames=(rename("cat", "kitten"),)).to_json())
+    target = FolderTarget(images, DataSettings())
+    target.move("cat/a.png", "kitten/a.png")
+    finish_renames(store, target)
+    assert files(images) == ["dog/c.png", "kitten/a.png", "kitten/deep/b.png"]
+
+
+@pytest.mark.parametrize(("old", "new", "reason"), [("cat", "dog", "exists"), ("cow", "ox", "no image of the class")])
+def test_class_is_not_renamed_to_another_and_not_without_images(
+    images: Path, store: Store, old: str, new: str, reason: str
+) -> None:
+    with pytest.raises(DataError, match=reason):
+        rename_class(store, FolderTarget(images, DataSettings()), rename(old, new))
+    assert files(images) == ["cat/a.png", "cat/deep/b.png", "dog/c.png"]
+
+
+def test_runs_tell_how_they_ended(store: Store) -> None:
+    started = datetime(2026, 11, 1, tzinfo=UTC)
+    for name, outcome in {
+        "held": RunOutcome(
+            run="held", pipeline="continuous-training", state="held", candidate="v", reasons=("Worse.",)
+        ),
+        "failed": RunOutcome(run="failed", pipeline="reindex", state="failed", step="embed", reasons=("Full.",)),
+        "killed": None,
+    }.items():
+        record = RunRecord(store, name)
+        step = StepRecord(step="ingest", state="running" if outcome is None else "finished", started=started)
+        record.save_step(step.model_copy(update={"host": "elsewhere/1"} if outcome else {"host": "", "process": 1}))
+        if outcome:
+            record.save(**{OUTCOME: outcome})
+    store.put("runs/damaged/outcome.json", b"{")
+    listed = list_runs(store, 0, 10)
+    by_run = {each.run: each for each in listed.runs}
+    assert (by_run["held"].kind, by_run["held"].state) == ("train", "held")
+    assert (by_run["failed"].kind, by_run["failed"].sentence) == ("reindex", "failed at embed: Full.")
+    assert by_run["killed"].state in ("running", "interrupted")
+    assert len(listed.faults) == 1
+    assert listed.total == 4
+    assert [each.run for each in list_runs(store, 3, 1).runs] or list_runs(store, 3, 1).faults
+
+
+def test_pages_of_an_empty_store_say_what_is_missing(images: Path, store: Store) -> None:
+    settings = load(overrides=[f"store={store.uri}", f"data.source=folder:{images}"], environment={})
+    client: TestClient = console_client(settings, store, LocalRuns(settings, []))
+    client.get(f"/?token={TOKEN}")
+    with_csrf(client)
+    texts = {path: client.get(path).text for path in PAGES}
+    assert "Nothing was ingested yet" in texts["/data"]
+    assert "No release has been promoted yet" in texts["/mistakes"]
+    assert "No run yet" in texts["/runs"]
+    assert "the first one needs a training" in texts["/review/starts"]
+    assert client.get("/data/class?class=cat").status_code == 400
+    assert client.get("/runs/compare?run=a").status_code == 400
+    assert client.get("/runs/page/a").status_code == 400
