@@ -29,7 +29,7 @@ from evernear.settings import Settings
 LIMITS = {
     "settings": 129,
     "commands": 37,
-    "options": 165,
+    "options": 166,
     "error classes": 23,
     "exit codes": 6,
     "parameters of continuous-training": 8,

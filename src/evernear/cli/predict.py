@@ -1,6 +1,7 @@
 """``evernear predict`` with a running server, which imports neither torch nor FAISS, and
 ``batch-predict`` without one."""
 
+import csv
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -88,6 +89,7 @@ def predict(
     model_name: Annotated[str | None, typer.Option("--model-name")] = None,
     version: Annotated[str | None, typer.Option("--version", help="A loaded release other than the default.")] = None,
     metadata: Annotated[bool, typer.Option("--metadata", help="Show the model's inputs and outputs instead.")] = False,
+    as_csv: Annotated[bool, typer.Option("--csv", help="Print CSV instead of text.")] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Recognize images with the live release. `evernear batch-predict` recognizes images without a
@@ -112,9 +114,12 @@ def predict(
                 raise SettingsError("No image: pass files, or --image-file with a file, a folder or -.")
             answers = _predict_all(client, files, version, settings.store_uri)
             # JSON lines on the same terminal already show the progress.
-            if len(files) > 1 and sys.stderr.isatty() and not (as_json and sys.stdout.isatty()):
+            if len(files) > 1 and sys.stderr.isatty() and not ((as_json or as_csv) and sys.stdout.isatty()):
                 answers = _with_progress(answers, len(files), sys.stderr)
-            exit_code = _print_json(answers) if as_json else _print_table(answers, alone=len(files) == 1)
+            if as_json or as_csv:
+                exit_code = _print_json(answers) if as_json else _print_csv(answers)
+            else:
+                exit_code = _print_table(answers, alone=len(files) == 1)
     except ServerUnreachableError as error:
         raise (error if target else _with_champion(error, settings)) from None
     if exit_code:
@@ -216,6 +221,22 @@ def _print_json(answers: Iterator[Answer]) -> int:
         if isinstance(answer, EvernearError):
             exit_code, answer = answer.exit_code, {"error": str(answer)}
         print_json({"image": str(file), **answer})
+    return exit_code
+
+
+def _print_csv(answers: Iterator[Answer]) -> int:
+    """Print each answer as a row as soon as it arrives, and return the exit code."""
+    exit_code = 0
+    rows = csv.writer(sys.stdout, lineterminator="\n")
+    rows.writerow(("image", "answer", "unknown", "distance", "release", "error"))
+    for file, answer in answers:
+        if isinstance(answer, EvernearError):
+            exit_code, cells = answer.exit_code, ("", "", "", "", str(answer))
+        else:
+            unknown = str(answer["unknown"]).lower()
+            cells = (answer["pred"], unknown, f"{answer['dist']:.4f}", answer["version"], "")
+        rows.writerow(printable(cell) for cell in (str(file), *cells))
+        sys.stdout.flush()
     return exit_code
 
 

@@ -151,7 +151,9 @@ class TryPage:
 
     def _show(self, request: Request) -> Response:
         champion = self._backend.releases.champion()
-        return page(request, "try.html.j2", champion=champion)
+        may_label = champion and self._backend.answers and "label" in request.state.user.may
+        labels = self._backend.classes(self._backend.latest()) if may_label else []
+        return page(request, "try.html.j2", champion=champion, labels=labels)
 
     async def _recognize(self, request: Request) -> Response:
         prediction = await _predict(request, await _image(request))
@@ -168,8 +170,9 @@ class TryPage:
         user = require(request, "label")
         image = await _image(request)
         prediction = await _predict(request, image)
-        await run_in_threadpool(self._backend.submissions.add, image, prediction, user.name, self._backend.now())
-        return page(request, "sent.html.j2")
+        add = self._backend.submissions.add
+        sent = await run_in_threadpool(add, image, prediction, user.name, self._backend.now())
+        return page(request, "sent.html.j2", image=sent)
 
     def _neighbor(self, request: Request) -> Response:
         found = self._backend.gallery.find(request.path_params["version"], request.path_params["row"])

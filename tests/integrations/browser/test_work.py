@@ -41,7 +41,8 @@ def test_wrong_labels_are_mended_from_the_list_of_mistakes(page: Page, workdir: 
     work, source = str(workdir / "work"), workdir / "digits-without-7"
     planted = plant(page, source)
     subprocess.run(evernear("reindex", "--workdir", work), check=False)  # the gate may hold the release
-    evernear_done("registry", "promote", newest(work), "--force", "--why", "a test", "--workdir", work)
+    promote = evernear("registry", "promote", newest(work), "--force", "--why", "a test", "--workdir", work)
+    subprocess.run(promote, check=False)  # it may be live already
     page.add_init_script(COUNT_CLICKS)
     page.goto("/releases")
     page.evaluate("sessionStorage.clicks = 0")
@@ -109,6 +110,19 @@ def test_two_runs_are_compared_in_three_clicks(page: Page, workdir: Path, artifa
     page.keyboard.press("Tab")
     page.keyboard.press("Enter")
     expect(page.locator("h1")).to_be_visible()
+
+
+def test_burst_of_images_is_named_at_once(page: Page, workdir: Path, artifacts: Path) -> None:
+    images = sorted((workdir / "digits-7").glob("*.png"))[:3]
+    page.goto("/try")
+    page.set_input_files("#files", [str(path) for path in images])
+    expect(page.locator(".answer")).to_have_count(len(images), timeout=60_000)
+    page.get_by_role("button", name="Unknown first").click()
+    page.get_by_label("These are all").fill("seven")
+    page.keyboard.press("Enter")
+    expect(page.locator("#name-all .done")).to_contain_text("3 images named seven.", timeout=60_000)
+    picture(page, artifacts, "burst")
+    assert len(list((workdir / "digits-without-7/seven").glob("review-*.png"))) == len(images)
 
 
 def newest(work: str) -> str:

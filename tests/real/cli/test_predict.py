@@ -130,3 +130,14 @@ def test_interrupt_erases_the_progress() -> None:
     with pytest.raises(KeyboardInterrupt):
         list(predict_command._with_progress(answers(), 2, terminal))
     assert terminal.getvalue().endswith("\x1b[?25h\r\x1b[1A\x1b[2K")
+
+
+def test_answers_are_printed_as_csv(capsys: pytest.CaptureFixture[str]) -> None:
+    answer = {"pred": "a, b", "unknown": True, "dist": 1.25, "version": "v", "neighbors": []}
+    exit_code = predict_command._print_csv(iter([(Path("1.png"), answer), (Path("2.png"), DataError("No image."))]))
+    assert exit_code == DataError.exit_code
+    assert capsys.readouterr().out.splitlines() == [
+        "image,answer,unknown,distance,release,error",
+        '1.png,"a, b",true,1.2500,v,',
+        "2.png,,,,,No image.",
+    ]

@@ -32,6 +32,7 @@ async function send(card, file) {
   button.disabled = true;
   try {
     button.outerHTML = await post("/try/review", file);
+    showTools();
   } catch (error) {
     button.disabled = false;
     say(error.message);
@@ -43,7 +44,7 @@ async function recognize(file, card) {
     card.querySelector(".result").innerHTML = await post("/try", file);
     card.querySelector(".send")?.addEventListener("click", () => send(card, file));
     card.file = file;
-    if (sendAll) sendAll.hidden = !answers.querySelector("[data-unknown=yes] .send");
+    showTools();
   } catch (error) {
     const text = document.createElement("p");
     text.className = "fault";
@@ -51,6 +52,75 @@ async function recognize(file, card) {
     card.querySelector(".result").replaceChildren(text);
   }
   card.removeAttribute("aria-busy");
+}
+
+// What can be done with several answers: name them all at once, put unknown ones first, copy a table.
+const nameAll = document.getElementById("name-all");
+
+function answered() {
+  return [...answers.children].filter((card) => card.querySelector(".answer"));
+}
+
+function showTools() {
+  if (sendAll) sendAll.hidden = !answers.querySelector("[data-unknown=yes] .send");
+  document.getElementById("tools").hidden = answered().length < 2;
+}
+
+async function nameCards(chosen) {
+  const cards = answered().reverse();
+  for (const card of cards) await send(card, card.file);
+  const images = cards.map((card) => card.querySelector(".sent")?.dataset.image).filter(Boolean);
+  const form = new URLSearchParams({action: "label", label: nameAll.elements.label.value, ...(chosen ? {class: chosen} : {})});
+  for (const image of new Set(images)) form.append("image", image);
+  const headers = {"X-Evernear-CSRF": csrf, "HX-Request": "true"};
+  const response = await fetch("/review", {method: "POST", body: form, headers});
+  const text = await response.text();
+  if (!response.ok) return say(text);
+  const question = nameAll.querySelector(".question");
+  question.innerHTML = response.headers.has("HX-Retarget") ? text : "";
+  question.querySelector("button")?.focus();
+  const notice = new DOMParser().parseFromString(text, "text/html").querySelector(".notice");
+  nameAll.querySelector("[role=status].done").textContent = question.innerHTML ? "" : notice?.textContent ?? "";
+}
+
+if (answers) {
+  nameAll?.addEventListener("submit", (event) => {
+    event.preventDefault();
+    say("");
+    nameCards(event.submitter?.name === "class" ? event.submitter.value : "");
+  });
+  document.getElementById("unknown-first").addEventListener("click", () => {
+    answers.prepend(...answered().filter((card) => card.querySelector("[data-unknown=yes]")));
+  });
+  document.getElementById("copy").addEventListener("click", async (event) => {
+    const text = (card, selector) => card.querySelector(selector).textContent.trim().replace(/\s+/g, " ");
+    const rows = answered().map((card) => [text(card, ".file"), text(card, ".big"), card.querySelector(".answer").dataset.distance]);
+    try {
+      await navigator.clipboard.writeText([["image", "answer", "distance"], ...rows].map((row) => row.join("\t")).join("\n"));
+      event.target.textContent = "Copied";
+    } catch {
+      say("The browser does not let this page copy; `evernear predict --csv IMAGE...` prints the table.");
+    }
+  });
+}
+
+// The images in dropped folders, at any depth.
+async function imagesIn(entries) {
+  const found = [];
+  for (const entry of entries) {
+    if (entry.isFile) {
+      const file = await new Promise((done, failed) => entry.file(done, failed));
+      if (/\.(png|jpe?g|webp|hei[cf])$/i.test(file.name)) found.push(file);
+    } else {
+      const reader = entry.createReader();
+      for (;;) {
+        const some = await new Promise((done, failed) => reader.readEntries(done, failed));
+        if (!some.length) break; // a call returns at most 100 entries
+        found.push(...(await imagesIn(some)));
+      }
+    }
+  }
+  return found;
 }
 
 async function tryFiles(files) {
@@ -99,7 +169,9 @@ if (answers) {
   document.addEventListener("drop", (event) => {
     event.preventDefault();
     drop.classList.remove("over");
-    tryFiles(event.dataTransfer.files);
+    const entries = [...event.dataTransfer.items].map((item) => item.webkitGetAsEntry?.());
+    if (entries.some((entry) => entry?.isDirectory)) imagesIn(entries.filter(Boolean)).then(tryFiles);
+    else tryFiles(event.dataTransfer.files);
   });
   sendAll?.addEventListener("click", async () => {
     sendAll.hidden = true;
