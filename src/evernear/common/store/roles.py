@@ -2,7 +2,8 @@
 
 `tests/repository/deploy/test_object_store.py` compares docs/object-store.md and the files of
 ``deploy/overlays/local/seaweedfs`` with `Role.statements`, and
-`tests/real/common/store/test_permissions.py` runs the commands with exactly these policies.
+`tests/real/common/store/test_permissions.py` makes the calls and
+`tests/slow/common/store/test_roles.py` runs the commands with exactly these policies.
 """
 
 from dataclasses import dataclass
