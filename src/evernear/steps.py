@@ -305,9 +305,17 @@ def probe(run: str, settings: Tree, dataset: str, open_set: str) -> None:
         def probe_here() -> Computed:
             from evernear.evaluation.probe import probe_open_set
 
-            on_step, on_draw = countdowns.training(running), countdowns.draws(running)
+            draws = countdowns.Trainings("draw", running.report, running.progressed)
             result = probe_open_set(
-                data, here, chosen.evaluation, chosen.index, on_step, record.store, on_draw, clock, views
+                data,
+                here,
+                chosen.evaluation,
+                chosen.index,
+                draws.on_step,
+                record.store,
+                draws.on_training,
+                clock,
+                views,
             )
             sentences = " ".join(filter(None, [result.summary(), result.rests_on(), result.describe_added()]))
             summary = sentences.removesuffix(".") or "too few classes to hold one out"

@@ -86,9 +86,13 @@ def check_labels(
     labels of those images.
     """
     from evernear.common.store.current import current_store
+    from evernear.reporting.countdowns import Trainings
     from evernear.review import suspects
 
-    result = suspects.check_labels(current_store(settings.store_uri), settings, datetime.now(UTC))
+    print_line("Two networks are trained, which takes about as long as the probe of a run.", sys.stderr)
+    networks = Trainings("network", lambda line: print_line(line, sys.stderr))
+    store = current_store(settings.store_uri)
+    result = suspects.check_labels(store, settings, datetime.now(UTC), networks.on_step, networks.on_training)
     if as_json:
         print_json(result.model_dump(mode="json"))
         return

@@ -249,6 +249,11 @@ def _write_termination_message(message: str) -> None:
             TERMINATION_MESSAGE.write_text(message[:TERMINATION_MESSAGE_MAX_CHARACTERS])
 
 
+ESTIMATED_AFTER = 0.01
+"""Share of the work after which the remaining time is estimated: the first units are slow, and the
+second of 600 steps once announced hours instead of seconds."""
+
+
 class Countdown:
     """Reports the progress of work in equal units, and estimates the remaining time.
 
@@ -279,10 +284,13 @@ class Countdown:
         first, started_s = self._first
         if now_s < min(self._next_record_s, self._next_report_s) or completed <= first:
             return
-        left_s = (now_s - started_s) / (completed - first) * (total - completed)
+        elapsed_s, left_s = now_s - started_s, None
+        if completed - first >= ESTIMATED_AFTER * (total - first):
+            left_s = elapsed_s / (completed - first) * (total - completed)
         if now_s >= self._next_report_s:
-            self._next_report_s = now_s + max(REPORT_INTERVAL_S, (now_s - started_s + left_s) / REPORTS)
-            self._report(f"{message}, about {duration(left_s)} left")
+            pause_s = elapsed_s if left_s is None else (elapsed_s + left_s) / REPORTS
+            self._next_report_s = now_s + max(REPORT_INTERVAL_S, pause_s)
+            self._report(message if left_s is None else f"{message}, about {duration(left_s)} left")
         if now_s >= self._next_record_s:
             self._next_record_s = now_s + REPORT_INTERVAL_S
             at = datetime.now(UTC)

@@ -8,7 +8,7 @@ and neighbors are searched within it, so that nothing depends on the label that 
 """
 
 import io
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import NamedTuple
@@ -23,6 +23,7 @@ from evernear.data.manifest import SPLITS, Manifest, Shard, Split
 from evernear.data.shards import Block, Dataset
 from evernear.data.writer import row_dtype, shard_key
 from evernear.embedding.artifact import load_trained
+from evernear.embedding.clock import OnStep
 from evernear.embedding.data_loader import embed_images
 from evernear.embedding.export import whiten_network
 from evernear.embedding.recipe import Recipe
@@ -60,13 +61,20 @@ class LabelError(NamedTuple):
     duplicate: int = -1
 
 
-def embed_folds(dataset: Dataset, recipe: Recipe) -> Iterator[Embedded]:
+def embed_folds(
+    dataset: Dataset,
+    recipe: Recipe,
+    on_step: OnStep | None = None,
+    on_fold: Callable[[int, int], None] = lambda _done, _total: None,
+) -> Iterator[Embedded]:
     """Embed the images of all splits, fold by fold, each with a network that was not trained on it
-    and is discarded. Only the images of the current fold are in memory."""
+    and is discarded. Only the images of the current fold are in memory. ``on_fold`` is called
+    before each fold with the numbers of completed and of all folds."""
     for fold in range(FOLDS):
+        on_fold(fold, FOLDS)
         with TemporaryDirectory(prefix="evernear-labels-") as scratch:
             others = _without_fold(dataset, fold, Path(scratch))
-            train_network(others, recipe, Path(scratch) / "trained")
+            train_network(others, recipe, Path(scratch) / "trained", on_step=on_step)
             network = _as_exported(Path(scratch) / "trained", others)
         blocks = [_selected(block, _fold_of(block) == fold) for split in SPLITS for block in _blocks(dataset, split)]
         yield Embedded(

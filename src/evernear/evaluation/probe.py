@@ -137,7 +137,8 @@ def probe_open_set(
     images, the release calls no image unknown. Each draw then adds the held-out classes to the
     gallery, as a reindex would, and asks with other images of them.
 
-    ``on_draw`` is called after each draw with the numbers of completed and of all draws. Features
+    ``on_draw`` is called before the first and after each draw with the numbers of completed and of
+    all draws. Features
     of a frozen backbone are read from ``store``. If ``train.minutes`` is set, ``clock`` measures
     the time, and no draw begins that is unlikely to end in it. ``views``: see `recipe_of_probe`.
     """
@@ -157,6 +158,8 @@ def probe_open_set(
     draws: list[Draw] = []
     with group_numbers(dataset) as groups:
         in_halves = bool(recipe.weights) and groups is None
+        if on_draw is not None:
+            on_draw(0, len(held_out))
         for labels in held_out:
             draws.append(_measure_draw(open_without(labels), dataset, labels, groups, in_halves))
             if on_draw is not None:

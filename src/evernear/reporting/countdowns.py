@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 REST_S = 25.0
 """Seconds that a run takes beside training and probe, mostly to start the processes of its
 steps."""
+_PARTS = 100_000
+"""In so many equal units is a training of `Trainings` counted."""
 Record = Callable[[StepProgress], None]
 
 
@@ -58,9 +60,27 @@ def epochs(running: Step, count: int) -> "Callable[[Epoch], None]":
     return report
 
 
-def draws(running: Step) -> Callable[[int, int], None]:
-    countdown = Countdown(running.report)
-    return lambda done, total: countdown(done, total, f"{done} of {quantity(total, 'draw')}")
+class Trainings:
+    """One countdown for several trainings of equal length, such as the draws of the probe.
+    ``report`` and ``record`` are as for `Countdown`."""
+
+    def __init__(self, noun: str, report: Callable[[str], None], record: Record = lambda _: None) -> None:
+        self._noun = noun
+        self._countdown = Countdown(report, record)
+        self._done, self._total = 0, 1
+
+    def on_training(self, done: int, total: int) -> None:
+        """Call this with the numbers of completed and of all trainings, first with none."""
+        self._done, self._total = done, total
+        if done:  # the countdown begins with the first step, after what precedes the first training
+            self._count(float(done), f"{done} of {quantity(total, self._noun)}")
+
+    def on_step(self, steps: "Steps") -> None:
+        which = f"{self._noun} {self._done + 1}/{self._total}, " if self._total > 1 else ""
+        self._count(self._done + steps.done / steps.total, f"{which}step {steps.done:,}/{steps.total:,}")
+
+    def _count(self, done: float, message: str) -> None:
+        self._countdown(round(_PARTS * done), _PARTS * self._total, message)
 
 
 def images(running: Step, total: int, record: Record | None = None) -> Callable[[int], None]:

@@ -11,6 +11,7 @@ from evernear.data.listing import dataset_name
 from evernear.data.shards import Dataset
 from evernear.data.snapshots import Snapshots, opened_ledger
 from evernear.data.sources import open_source
+from evernear.embedding.clock import OnStep
 from evernear.errors import DataError, StoreError
 from evernear.review.queue import SIDE_PX, thumbnail
 from evernear.settings import Settings
@@ -66,9 +67,15 @@ def newest_dataset(store: Store, settings: Settings) -> Dataset:
     return Dataset(manifest, store)
 
 
-def check_labels(store: Store, settings: Settings, now: AwareDatetime) -> Suspects:
+def check_labels(
+    store: Store,
+    settings: Settings,
+    now: AwareDatetime,
+    on_step: OnStep | None = None,
+    on_network: Callable[[int, int], None] = lambda _done, _total: None,
+) -> Suspects:
     """Look for wrong labels in the newest snapshot of the source, and save the result in the
-    store."""
+    store. ``on_step`` and ``on_network`` follow the training of the networks."""
     from evernear.embedding.recipe import recipe_of_probe
     from evernear.evaluation.label_errors import embed_folds, find_label_errors
 
@@ -79,7 +86,7 @@ def check_labels(store: Store, settings: Settings, now: AwareDatetime) -> Suspec
     suspects: list[Suspect] = []
     found = images = 0
     with opened_ledger(dataset) as ledger:
-        for embedded in embed_folds(dataset, recipe):
+        for embedded in embed_folds(dataset, recipe, on_step, on_network):
             errors = find_label_errors(embedded)
             found, images = found + len(errors), images + len(embedded.labels)
             for error in errors[:MAX_SUSPECTS]:
