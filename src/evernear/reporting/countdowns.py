@@ -72,7 +72,7 @@ class Trainings:
     def on_training(self, done: int, total: int) -> None:
         """Call this with the numbers of completed and of all trainings, first with none."""
         self._done, self._total = done, total
-        if done:  # the countdown begins with the first step, after what precedes the first training
+        if done and total > 1:  # the countdown begins with the first step, after what precedes the first training
             self._count(float(done), f"{done} of {quantity(total, self._noun)}")
 
     def on_step(self, steps: "Steps") -> None:

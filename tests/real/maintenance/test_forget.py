@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import numpy as np
 import pytest
@@ -25,6 +26,7 @@ from evernear.embedding.embeddings import Embeddings
 from evernear.embedding.export import export_network
 from evernear.embedding.train import train_network
 from evernear.errors import ConflictError, StoreError
+from evernear.evaluation.answer_table import ANSWERS_FILE, AnswerWriter
 from evernear.evaluation.verdict import Verdict
 from evernear.index.build import build_index
 from evernear.maintenance.forget import find, forget_images
@@ -144,6 +146,10 @@ def release(
 
 def record_run(record: RunRecord, verdict: Verdict) -> None:
     record.save(verdict=verdict.model_dump(mode="json"), examples={"images": "a sheet"}, metrics={})
+    with TemporaryDirectory() as directory:
+        with AnswerWriter(Path(directory) / ANSWERS_FILE, ("cat",)):
+            pass
+        record.put(ANSWERS_FILE, Path(directory) / ANSWERS_FILE)
     record.store.put(f"runs/{record.run}/run.html", b"a page with images")
 
 
@@ -246,7 +252,7 @@ def test_nothing_in_the_store_has_a_removed_image(prepared: Prepared, milvus_uri
     assert [info.key for info in prepared.store.list(SUBMITTED)] == [f"{SUBMITTED}{64 * '0'}.json"]
     assert [info.key for info in prepared.store.list(ORIGINALS)] == [f"{ORIGINALS}{64 * '0'}"]
     assert min(forgotten.shards, forgotten.embeddings, forgotten.checkpoints, forgotten.parts) > 0
-    assert forgotten.pages == 3
+    assert forgotten.pages == 4
     assert not any(find(prepared.store).model_dump(exclude={"labels"}).values())
 
 
@@ -262,6 +268,7 @@ def test_objects_without_removed_images_remain(prepared: Prepared):
         registry.roll_back(champion)
     assert prepared.store.find("runs/run-2/run.html")
     assert not prepared.store.find("runs/run-0/examples.json")
+    assert not prepared.store.find("runs/run-0/answers.parquet")
     _, queries = parse_file(prepared.store.get(LOG), LOG)
     assert [(query.pred, bool(query.image)) for query in queries] == [("a", True), ("c", False)]
     assert len(pixels_by_hash(prepared.store.uri, prepared.after)) == 110
