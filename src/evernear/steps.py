@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 Tree = dict[str, Any]
 """A run's settings (`evernear.settings.OneRun`) as JSON without defaults."""
-LIBRARIES = ("faiss-cpu", "numpy", "scipy", "timm", "torch")
+LIBRARIES = ("faiss-cpu", "numpy", "openvino", "scipy", "timm", "torch")
 """Libraries whose versions affect the results of training, export and probe."""
 PROBE_CODE = ("data", "embedding", "index", "evaluation")
 """The folders whose code determines the result of the probe."""
@@ -197,7 +197,7 @@ def _training_key(
 
 
 def export(run: str, settings: Tree, dataset: str, trained: str, network: str) -> Tree:
-    """Export the network to TorchScript, and return the artifact's metadata."""
+    """Export the network to TorchScript and for OpenVINO, and return the artifact's metadata."""
     with _step("export", run, settings) as (running, _, record):
         from evernear.data.shards import Dataset
 

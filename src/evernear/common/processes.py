@@ -119,6 +119,12 @@ def divide_between(processes: int) -> Generator[None]:
         os.environ[THREADS] = threads
 
 
+def chosen_threads() -> int:
+    """The first number of `THREADS`, for libraries that do not read it."""
+    first = os.environ.get(THREADS, "").partition(",")[0]
+    return int(first) if first.isdecimal() and int(first) else available_cpus()
+
+
 def available_cpus(root: Path = ROOT) -> int:
     """Number of CPUs that this process may use, from its affinity mask and the cgroup CPU limit. A
     limit of 1.5 CPUs counts as 2, because a single thread would leave a third of it unused."""

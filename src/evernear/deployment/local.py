@@ -145,6 +145,7 @@ class LocalTarget:
             "server": "down",
             "url": None,
             "default": None,
+            "engine": None,
             "ready_workers": 0,
             "registered": [],
             "champion": champion.version if champion else None,
@@ -164,9 +165,16 @@ class LocalTarget:
             "server": "up",
             "url": f"{running.endpoints.inference_url}/predictions/{MODEL_NAME}",
             "default": default.version if default else None,
+            "engine": self._engine(default.version) if default else None,
             "ready_workers": default.ready_workers if default else 0,
             "registered": versions,
         }
+
+    def _engine(self, version: str) -> str | None:
+        """What runs the network of a release, or None if the store no longer has the release."""
+        with contextlib.suppress(StoreError):
+            return self._registry.get(version, include_pruned=True).manifest.engine
+        return None
 
     @contextlib.contextmanager
     def _server(self) -> Generator[None]:

@@ -1,6 +1,8 @@
-"""Train the embedding network with ArcFace, export it as TorchScript, and embed images."""
+"""Train the embedding network with ArcFace, export it as TorchScript and for OpenVINO, and embed
+images."""
 
 import os
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 # Some virtual machines advertise AMX but raise SIGILL at its first instruction, and oneDNN uses it
@@ -18,3 +20,13 @@ CODE = ("data/shards.py", "embedding")
 """The files and folders whose code trains a network and computes its outputs."""
 DESCRIPTION_FILE = "network.json"
 """Describes the network in the output of the train step and of the export step."""
+OPENVINO_MODEL_FILE, OPENVINO_WEIGHTS_FILE = OPENVINO_FILES = ("network.xml", "network.bin")
+"""The exported network for OpenVINO, unless it could not be converted."""
+
+
+def openvino_version() -> str:
+    """Such as "2026.4.1", or an empty string if OpenVINO is not installed."""
+    try:
+        return version("openvino")
+    except PackageNotFoundError:
+        return ""

@@ -12,12 +12,13 @@ from itertools import chain
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import Tensor
 
 from evernear.common.output import quantity
 from evernear.data.manifest import Split
 from evernear.data.shards import Block, Dataset
 from evernear.embedding.embeddings import CachedShard, EmbeddingCache, Vectors
+from evernear.embedding.network import Network
 from evernear.errors import TrainingError
 
 PAIRED_IMAGES = 4
@@ -128,7 +129,7 @@ OnImages = Callable[[int], None]
 
 
 @torch.inference_mode()
-def embed_images(network: nn.Module, images: NDArray[np.uint8]) -> NDArray[np.float32]:
+def embed_images(network: Network, images: NDArray[np.uint8]) -> NDArray[np.float32]:
     """Compute float32 vectors (N, D) for one batch of uint8 images (N, H, W, C)."""
     return network(to_tensor(images)).numpy()
 
@@ -140,7 +141,7 @@ class ImageVectors:
     def __init__(
         self,
         cache: EmbeddingCache,
-        load: Callable[[], nn.Module],
+        load: Callable[[], Network],
         on_images: OnImages | None = None,
         view: Callable[[Block], NDArray[np.uint8]] | None = None,
     ) -> None:
@@ -194,7 +195,7 @@ class ImageVectors:
         return block, vectors
 
     @cached_property
-    def _network(self) -> nn.Module:
+    def _network(self) -> Network:
         return self._load()
 
 

@@ -26,6 +26,7 @@ from torch import nn
 from evernear.common.disk import disk_errors, sha256_bytes, sha256_file
 from evernear.common.frozen import Frozen
 from evernear.common.parts import Part, Parts, Worker, run_parts
+from evernear.common.processes import chosen_threads
 from evernear.common.store import FileStore, Store
 from evernear.common.store.base import fetch_folder
 from evernear.data.gallery import (
@@ -46,7 +47,7 @@ from evernear.embedding.embeddings import (
     Vectors,
 )
 from evernear.embedding.export import describe_network, load_network, load_parts
-from evernear.embedding.network import freeze_parameters
+from evernear.embedding.network import Network
 from evernear.errors import IntegrityError
 
 KIND = "embed"
@@ -71,12 +72,12 @@ class ExportedEmbedder:
     ) -> None:
         described = describe_network(network_dir)
         self._head: nn.Module | None = None
-        load: Callable[[], nn.Module] = partial(load_network, network_dir)
+        streams = chosen_threads()
+        load: Callable[[], Network] = partial(load_network, network_dir, streams)
         if described.features_dim:
-            backbone, self._head = load_parts(network_dir)
-            load = partial(freeze_parameters, backbone)
+            load, self._head = load_parts(network_dir, streams)
         dim = described.features_dim or described.embedding_dim
-        cache = EmbeddingCache(store, described.identity, dim, read_only)
+        cache = EmbeddingCache(store, described.cache_key, dim, read_only)
         self._vectors = ImageVectors(cache, load, on_images)
 
     @property

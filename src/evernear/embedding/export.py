@@ -1,6 +1,7 @@
-"""Export the network as TorchScript, verified against the eager network on real images."""
+"""Export the network as TorchScript and for OpenVINO, each verified on real images."""
 
 from collections.abc import Callable, Collection, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Literal, NamedTuple, TypeVar
 
@@ -16,12 +17,27 @@ from evernear.common.store import Store
 from evernear.data.manifest import Manifest, Split
 from evernear.data.preprocess import Preprocessing
 from evernear.data.shards import Dataset
-from evernear.embedding import DESCRIPTION_FILE
+from evernear.embedding import (
+    DESCRIPTION_FILE,
+    OPENVINO_FILES,
+    OPENVINO_MODEL_FILE,
+    OPENVINO_WEIGHTS_FILE,
+    openvino_version,
+)
 from evernear.embedding.artifact import TrainedNetwork, load_trained
 from evernear.embedding.data_loader import OnImages, TrainingImages, to_tensor
+from evernear.embedding.engine import (
+    OpenVINONetwork,
+    cache_key,
+    convert,
+    read_openvino,
+    save,
+    unsplit,
+)
 from evernear.embedding.network import (
     Architecture,
     EmbeddingNetwork,
+    Network,
     freeze_parameters,
     load_torchscript,
     network_identity,
@@ -42,8 +58,19 @@ PARITY_SPLITS: tuple[Split, ...] = ("query", "gallery")
 T = TypeVar("T")
 
 
+class OpenVINOFiles(Frozen):
+    """The same network for OpenVINO. Its input is NHWC. A frozen network's features are its second
+    output."""
+
+    model_sha256: str
+    weights_sha256: str
+    max_batch_size: int
+    """Larger batches are split to limit memory use."""
+    parity_max_abs_difference: float
+
+
 class ExportedNetwork(Frozen):
-    """The input, output and parity of the TorchScript file beside this description."""
+    """The input, output and parity of the files beside this description."""
 
     remedy = "run the export step again"
 
@@ -68,10 +95,26 @@ class ExportedNetwork(Frozen):
     training_warnings: tuple[str, ...] = ()
     training: dict[str, JsonValue]
     """The ``train.*`` settings of its training."""
+    openvino: OpenVINOFiles | None = None
+    openvino_refused: str = ""
+    """Why OpenVINO cannot run the network."""
 
     def summary(self) -> str:
         images = quantity(self.parity_images, "image")
-        return f"TorchScript within {self.parity_max_abs_difference:.1e} of eager on {images}"
+        torchscript = f"TorchScript within {self.parity_max_abs_difference:.1e} of eager on {images}"
+        if self.openvino is None:
+            missing = self.openvino_refused or "OpenVINO is not installed"
+            return f"{torchscript}; TorchScript answers, because {missing}"
+        return f"{torchscript}, OpenVINO within {self.openvino.parity_max_abs_difference:.1e}"
+
+    @property
+    def runs_on_openvino(self) -> bool:
+        return self.openvino is not None and bool(openvino_version())
+
+    @property
+    def cache_key(self) -> str:
+        """The folder of the cached vectors."""
+        return cache_key(self.identity, self.openvino is not None or self.openvino_refused != "")
 
 
 class WhitenedNetwork(nn.Module):
@@ -108,13 +151,15 @@ def _sample(images: TrainingImages) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 class _Exportable(NamedTuple):
-    """A whitened network, its vectors' cache key, and images (N, C, H, W) with their vectors."""
+    """A whitened network, its identity, and images (N, C, H, W) with their vectors."""
 
     network: nn.Module
     identity: str
     images: Tensor
     expected: Tensor
     features_dim: int = 0
+    converted: nn.Module | None = None
+    """What OpenVINO converts, if not ``network``."""
 
 
 @torch.inference_mode()
@@ -138,17 +183,20 @@ def _frozen(
         FrozenFeatures,  # timm is not installed where releases are served
         FrozenHead,
         FrozenNetwork,
+        WithFeatures,
     )
 
     features = FrozenFeatures(network, trained.architecture, store, on_images)
     head = FrozenHead(network).eval()
     block, cached = _first(dataset, lambda split: features.blocks(dataset, split))
+    frozen = FrozenNetwork(FrozenBackbone(network), head).eval()
     return _Exportable(
-        FrozenNetwork(FrozenBackbone(network), head).eval(),
+        frozen,
         features.identity,
         to_tensor(block.images),
         head(torch.from_numpy(cached)),
         features.dim,
+        WithFeatures(frozen),
     )
 
 
@@ -182,12 +230,8 @@ def export_network(
     candidate = out_dir / f"{NETWORK_FILE}.unverified"
     write_atomically(candidate, data)
     try:
-        difference = max_abs_difference(exportable.expected, load_torchscript(candidate), exportable.images)
-        if not difference <= tolerance:
-            raise TrainingError(
-                f"The exported network differs from the trained one by {difference:.2g} on real images, "
-                f"more than {tolerance:g}."
-            )
+        difference = _verify(load_torchscript(candidate), exportable, tolerance)
+        openvino, refused = _export_openvino(exportable, out_dir, tolerance)
         exported = ExportedNetwork(
             sha256=sha256_bytes(data),
             identity=exportable.identity,
@@ -203,6 +247,8 @@ def export_network(
             pretrained_sha256=trained.pretrained_sha256,
             training_warnings=trained.warnings,
             training=trained.recipe.model_dump(mode="json"),
+            openvino=openvino,
+            openvino_refused=refused,
         )
         candidate.replace(out_dir / NETWORK_FILE)
     finally:
@@ -234,34 +280,83 @@ def untrained_classes(network_dir: Path, dataset: Dataset, store: Store, classes
     return frozenset(dataset.labels).difference(trained)
 
 
-def load_network(network_dir: Path) -> torch.jit.ScriptModule:
-    """Load what `export_network` wrote. It maps uint8 images (N, C, H, W) to unit vectors (N, D).
+def load_network(network_dir: Path, streams: int = 1) -> Network:
+    """Load what `export_network` wrote: for OpenVINO if it is installed and the network was
+    converted, otherwise TorchScript. The network may be called from ``streams`` threads at a time.
 
     Raises:
-        IntegrityError: the file is missing, is not TorchScript, or differs from its
-            description.
+        IntegrityError: a file is missing, is not a network, or differs from its description.
     """
-    return load_torchscript(_verified(network_dir))
+    described = describe_network(network_dir)
+    if described.runs_on_openvino:
+        return _load_openvino(network_dir, described, streams)
+    return load_torchscript(_verified(network_dir, NETWORK_FILE, described.sha256))
 
 
-def load_parts(network_dir: Path) -> tuple[torch.jit.ScriptModule, torch.jit.ScriptModule]:
-    """A frozen network's backbone, and the head on its features. The backbone's parameters are not
-    frozen to constants, because it is not needed if all features are cached."""
-    network = read_torchscript(_verified(network_dir))
-    return network.backbone, freeze_parameters(network.head)
+def load_parts(network_dir: Path, streams: int) -> tuple[Callable[[], Network], torch.jit.ScriptModule]:
+    """What loads a frozen network's backbone, which is not needed if all features are cached, and
+    the head on its features."""
+    described = describe_network(network_dir)
+    scripted = read_torchscript(_verified(network_dir, NETWORK_FILE, described.sha256))
+    load: Callable[[], Network] = partial(freeze_parameters, scripted.backbone)
+    if described.runs_on_openvino:
+        load = partial(_load_openvino, network_dir, described, streams, output=1)
+    return load, freeze_parameters(scripted.head)
 
 
-def _verified(network_dir: Path) -> Path:
-    described, file = describe_network(network_dir), network_dir / NETWORK_FILE
-    if not file.is_file() or sha256_file(file) != described.sha256:
-        raise IntegrityError(f"{file} is missing or does not match {DESCRIPTION_FILE}; {described.remedy}.")
+def _load_openvino(network_dir: Path, described: ExportedNetwork, streams: int = 1, output: int = 0) -> OpenVINONetwork:
+    assert described.openvino is not None  # noqa: S101 - because OpenVINO runs it
+    _verified(network_dir, OPENVINO_MODEL_FILE, described.openvino.model_sha256)
+    _verified(network_dir, OPENVINO_WEIGHTS_FILE, described.openvino.weights_sha256)
+    return read_openvino(network_dir, described.openvino.max_batch_size, streams, output)
+
+
+def _verified(network_dir: Path, name: str, sha256: str) -> Path:
+    file = network_dir / name
+    if not file.is_file() or sha256_file(file) != sha256:
+        raise IntegrityError(f"{file} is missing or does not match {DESCRIPTION_FILE}; {ExportedNetwork.remedy}.")
     return file
 
 
+def _export_openvino(exportable: _Exportable, out_dir: Path, tolerance: float) -> tuple[OpenVINOFiles | None, str]:
+    """Write the network for OpenVINO to ``out_dir``, or return why OpenVINO cannot run it."""
+    if not openvino_version():
+        return None, ""
+    network = exportable.network
+    try:
+        with unsplit(network) as max_batch_size:
+            model = convert(exportable.converted or network, exportable.images)
+    except RuntimeError as error:
+        return None, f"OpenVINO cannot run this network ({error})"
+    save(model, out_dir)
+    try:
+        difference = _verify(read_openvino(out_dir, max_batch_size), exportable, tolerance)
+    except TrainingError as error:
+        for name in OPENVINO_FILES:
+            (out_dir / name).unlink()
+        return None, f"OpenVINO rounds too much: {error}"
+    return OpenVINOFiles(
+        model_sha256=sha256_file(out_dir / OPENVINO_MODEL_FILE),
+        weights_sha256=sha256_file(out_dir / OPENVINO_WEIGHTS_FILE),
+        max_batch_size=max_batch_size,
+        parity_max_abs_difference=difference,
+    ), ""
+
+
+def _verify(network: Network, exportable: _Exportable, tolerance: float) -> float:
+    difference = max_abs_difference(exportable.expected, network, exportable.images)
+    if not difference <= tolerance:
+        raise TrainingError(
+            f"The exported network differs from the trained one by {difference:.2g} on real images, "
+            f"more than {tolerance:g}."
+        )
+    return difference
+
+
 @torch.inference_mode()
-def max_abs_difference(expected: Tensor, scripted: torch.jit.ScriptModule, images: Tensor) -> float:
+def max_abs_difference(expected: Tensor, network: Network, images: Tensor) -> float:
     """Largest difference of any coordinate. NaN if an output is not finite."""
-    return float((expected - scripted(images)).abs().max())
+    return float((expected - network(images)).abs().max())
 
 
 def _preprocessing(architecture: Architecture, manifest: Manifest) -> Preprocessing:

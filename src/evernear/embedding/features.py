@@ -14,12 +14,14 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from evernear.common.processes import chosen_threads
 from evernear.common.store import Store
 from evernear.data.manifest import Split
 from evernear.data.shards import Block, Dataset
 from evernear.embedding.data_loader import ImageVectors, OnImages, ShardBlocks, TrainingImages
 from evernear.embedding.embeddings import EmbeddingCache, Vectors
-from evernear.embedding.network import Architecture, EmbeddingNetwork, freeze_parameters, network_identity
+from evernear.embedding.engine import cache_key, compile_network
+from evernear.embedding.network import Architecture, EmbeddingNetwork, Network, network_identity
 from evernear.embedding.timm_member import TimmMember, feature_dim, whitening_of
 
 
@@ -72,6 +74,18 @@ class FrozenNetwork(nn.Module):
         return self.head(self.backbone(images))
 
 
+class WithFeatures(nn.Module):
+    """Also returns the features, the input of the head."""
+
+    def __init__(self, network: FrozenNetwork) -> None:
+        super().__init__()
+        self.network = network
+
+    def forward(self, images: Tensor) -> tuple[Tensor, Tensor]:
+        features = self.network.backbone(images)
+        return self.network.head(features), features
+
+
 def backbone_identity(network: EmbeddingNetwork, architecture: Architecture) -> str:
     """Key of the features, which depend on weights, input size, normalization and code."""
     described = architecture.model_dump_json(include={"shape", "backbone", "input"})
@@ -105,7 +119,7 @@ class FrozenFeatures:
         self.dim = feature_dim(cast(TimmMember, network.members[0]).backbone)
         self.identity = backbone_identity(network, architecture)
         self._store, self._on_images = store, on_images
-        self._network = network
+        self._network, self._shape = network, architecture.shape
         self._counted: set[tuple[Split, str]] = set()
 
     def blocks(self, dataset: Dataset, split: Split, view: View | None = None) -> Iterator[tuple[Block, Vectors]]:
@@ -122,7 +136,8 @@ class FrozenFeatures:
         return self._vectors(None, self._on_images).of(shards)
 
     def _vectors(self, view: View | None, on_images: OnImages | None) -> ImageVectors:
-        cache = EmbeddingCache(self._store, f"{self.identity}/{view.name}" if view else self.identity, self.dim)
+        key = cache_key(self.identity)
+        cache = EmbeddingCache(self._store, f"{key}/{view.name}" if view else key, self.dim)
         return ImageVectors(cache, lambda: self._backbone, on_images, view.images if view else None)
 
     def array(self, dataset: Dataset, split: Split, view: View | None = None) -> Vectors:
@@ -145,8 +160,8 @@ class FrozenFeatures:
                 yield torch.from_numpy(features[included]), torch.from_numpy(classes[included])
 
     @cached_property
-    def _backbone(self) -> torch.jit.ScriptModule:
-        return freeze_parameters(FrozenBackbone(self._network))
+    def _backbone(self) -> Network:
+        return compile_network(FrozenBackbone(self._network).eval(), self._shape, chosen_threads())
 
     def compute(self, dataset: Dataset, splits: Sequence[Split]) -> None:
         """Compute the features, so that later steps only read them. Without a store, do nothing."""

@@ -255,6 +255,8 @@ class _PadToMultiple(nn.Module):
         return F.pad(pixels, (0, right, 0, bottom))
 
 
+Network = Callable[[Tensor], Tensor]
+"""Maps uint8 images (N, C, H, W) to vectors (N, D)."""
 LIBRARIES = ("timm", "torch")
 """Libraries whose versions affect a network's outputs."""
 

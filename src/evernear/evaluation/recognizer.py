@@ -6,7 +6,6 @@ from functools import cached_property
 from pathlib import Path
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from evernear.common.store import Store
@@ -16,6 +15,7 @@ from evernear.data.shards import Block, Dataset
 from evernear.embedding.data_loader import embed_images
 from evernear.embedding.embed import ExportedEmbedder
 from evernear.embedding.export import describe_network, load_network
+from evernear.embedding.network import Network
 from evernear.index.search import Gallery
 
 
@@ -55,7 +55,7 @@ class Recognizer:
         )
 
     @cached_property
-    def network(self) -> torch.jit.ScriptModule:
+    def network(self) -> Network:
         return load_network(self.network_dir)
 
     @property

@@ -4,14 +4,16 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
+from evernear.common.processes import chosen_threads
 from evernear.common.store import Store
 from evernear.data.shards import Dataset
 from evernear.embedding.artifact import TrainedNetwork
 from evernear.embedding.data_loader import ImageVectors
 from evernear.embedding.embed import Embed, gallery_of, write_embeddings
 from evernear.embedding.embeddings import EmbeddingCache, Embeddings
+from evernear.embedding.engine import compile_network
 from evernear.embedding.export import whiten_network
-from evernear.embedding.network import EmbeddingNetwork, freeze_parameters
+from evernear.embedding.network import EmbeddingNetwork
 from evernear.index.build import build_index
 from evernear.index.search import Gallery
 from evernear.settings import IndexSettings
@@ -41,8 +43,9 @@ def open_recognizer(
         embed = HeadEmbedder(features, FrozenHead(network).eval()).embed
     else:
         dim = described.architecture.embedding_dim
-        scripted = freeze_parameters(whiten_network(network, dim, dataset, held_out))
-        embed = ImageVectors(EmbeddingCache(None, "", dim), lambda: scripted).of
+        whitened = whiten_network(network, dim, dataset, held_out)
+        compiled = compile_network(whitened, dataset.shape, chosen_threads())
+        embed = ImageVectors(EmbeddingCache(None, "", dim), lambda: compiled).of
     return with_gallery(
         embed,
         described.architecture.embedding_dim,

@@ -20,6 +20,7 @@ from evernear.common.disk import disk_errors, link_or_copy, sha256_bytes, sha256
 from evernear.common.store import Store
 from evernear.data.manifest import Split
 from evernear.data.shards import Block, Dataset
+from evernear.embedding import OPENVINO_FILES
 from evernear.embedding.embed import ExportedEmbedder
 from evernear.embedding.export import DESCRIPTION_FILE as NETWORK_DESCRIPTION
 from evernear.embedding.export import NETWORK_FILE, ExportedNetwork, describe_network
@@ -157,7 +158,8 @@ def make_archive(
 
 
 def _link_parts(parts: Path, candidate: Candidate, index_names: Iterable[str], handler: Path) -> None:
-    network_files = [candidate.network_dir / name for name in (NETWORK_FILE, NETWORK_DESCRIPTION)]
+    converted = OPENVINO_FILES if describe_network(candidate.network_dir).openvino else ()
+    network_files = [candidate.network_dir / name for name in (NETWORK_FILE, NETWORK_DESCRIPTION, *converted)]
     index_files = [candidate.index_dir / name for name in index_names]
     for file in (*network_files, *index_files):
         link_or_copy(file, parts / file.name)

@@ -19,6 +19,7 @@ from pydantic import TypeAdapter
 from evernear.common.disk import disk_errors, open_regular, sha256_file
 from evernear.common.frozen import Frozen
 from evernear.common.output import printable
+from evernear.embedding import OPENVINO_WEIGHTS_FILE
 from evernear.errors import IntegrityError
 from evernear.index.description import LABELS_FILE, VECTORS_FILE
 from evernear.release.manifest import (
@@ -34,7 +35,7 @@ from evernear.release.manifest import (
 ARCHIVE_FILE = "release.mar"
 MANIFEST_FILE = "manifest.json"
 TORCHSERVE_MANIFEST_FILE = "MAR-INF/MANIFEST.json"
-LARGE_PARTS = frozenset({NETWORK_FILE, VECTORS_FILE, LABELS_FILE})
+LARGE_PARTS = frozenset({NETWORK_FILE, OPENVINO_WEIGHTS_FILE, VECTORS_FILE, LABELS_FILE})
 MAX_MANIFEST_BYTES = 4 * 2**20
 MAX_SMALL_PART_BYTES = 16 * 2**20
 MAX_RELEASE_BYTES = 16 * 2**30

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from evernear.common.disk import disk_errors
 from evernear.common.store import Store
 from evernear.data.shards import Dataset
+from evernear.embedding import OPENVINO_FILES
 from evernear.errors import DataError, IntegrityError, StoreError, TransientStoreError
 from evernear.evaluation.evaluate import ReleasedSystem, UnavailableSystem
 from evernear.evaluation.measure import NO_CHANGES
@@ -129,7 +130,8 @@ def reuse_network(store: Store, dataset: Dataset, network_dir: Path) -> tuple[Re
         parts = open_release(archive, Path(temporary) / "release")
         with disk_errors(network_dir):
             network_dir.mkdir(parents=True, exist_ok=True)
-            for name in (NETWORK_FILE, NETWORK_DESCRIPTION_FILE):
+            converted = [name for name in OPENVINO_FILES if name in manifest.parts]
+            for name in (NETWORK_FILE, NETWORK_DESCRIPTION_FILE, *converted):
                 shutil.copyfile(parts.directory / name, network_dir / name)
         index = describe_index(parts.directory)
     threshold = index.threshold if index.calibration.found_by == "unseen classes" else None

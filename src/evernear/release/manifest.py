@@ -12,6 +12,7 @@ from pydantic import AwareDatetime, Field, JsonValue, model_validator
 
 from evernear.common.frozen import Document, Frozen
 from evernear.data.preprocess import Preprocessing
+from evernear.embedding import OPENVINO_FILES, OPENVINO_MODEL_FILE, openvino_version
 from evernear.index.description import DESCRIPTION_FILE as INDEX_FILE
 from evernear.index.description import PARTS as INDEX_PARTS
 from evernear.index.description import Collection, index_parts
@@ -44,8 +45,8 @@ PARTS = frozenset(
         DRIFT_BASELINE_FILE,
     }
 )
-"""The parts of a release whose archive contains the index vectors, without the images that
-`SMOKE_FILE` lists."""
+"""The parts of a release whose archive contains the index vectors, without `OPENVINO_FILES` and the
+images that `SMOKE_FILE` lists."""
 
 PartName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")]
 
@@ -92,10 +93,16 @@ class ReleaseManifest(Document):
     parent: Version | None
     git_commit: str
 
+    @property
+    def engine(self) -> str:
+        """What runs the network where this is called."""
+        return "OpenVINO" if OPENVINO_MODEL_FILE in self.parts and openvino_version() else "TorchScript"
+
     @model_validator(mode="after")
     def _agree_with_itself(self) -> Self:
         named = {name for name in self.parts if not SMOKE_IMAGE.fullmatch(name)}
-        expected = PARTS.difference(INDEX_PARTS).union(index_parts(self.collection))
+        openvino = OPENVINO_FILES if named.intersection(OPENVINO_FILES) else ()
+        expected = PARTS.difference(INDEX_PARTS).union(index_parts(self.collection), openvino)
         mismatched = expected.symmetric_difference(named)
         if mismatched:
             raise ValueError(f"parts are missing or unknown: {', '.join(sorted(mismatched)[:3])}")

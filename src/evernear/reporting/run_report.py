@@ -302,6 +302,7 @@ def _release_lineage(release: Record) -> dict[str, str]:
         "dataset name": manifest.dataset_name,
         "source": manifest.source,
         "backbone": manifest.backbone,
+        "network answers with": manifest.engine,
         "pretrained weights (sha256)": manifest.pretrained_sha256 or "",
         "evernear": manifest.evernear_version,
         "git commit": manifest.git_commit,

@@ -5,13 +5,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from evernear.data.preprocess import Pixels
 from evernear.embedding.data_loader import embed_images
-from evernear.embedding.export import NETWORK_FILE
-from evernear.embedding.network import load_torchscript
+from evernear.embedding.export import load_network
+from evernear.embedding.network import Network
 from evernear.errors import StoreError
 from evernear.index.search import Gallery
 from evernear.release.archive_reader import ReleaseParts
@@ -47,7 +46,7 @@ class BatchResult:
 class Predictor:
     """A loaded release. Each batch runs the network once and searches the gallery once."""
 
-    def __init__(self, network: torch.nn.Module, gallery: Gallery, manifest: ReleaseManifest) -> None:
+    def __init__(self, network: Network, gallery: Gallery, manifest: ReleaseManifest) -> None:
         self._network = network
         self._gallery = gallery
         self.manifest = manifest
@@ -56,7 +55,7 @@ class Predictor:
     def open(release: ReleaseParts) -> "Predictor":
         """Load a verified release, and warm up the network. Its files are not needed afterwards."""
         gallery = Gallery.open(release.directory, release.manifest.network_sha256)
-        predictor = Predictor(load_torchscript(release.directory / NETWORK_FILE), gallery, release.manifest)
+        predictor = Predictor(load_network(release.directory), gallery, release.manifest)
         shape = release.manifest.preprocessing
         for size in WARM_UP_BATCHES:
             predictor.predict_pixels(np.zeros((size, shape.height_px, shape.width_px, shape.channels), np.uint8))

@@ -198,6 +198,7 @@ def _meter(parts: ReleaseParts) -> Meter:
         manifest.network_sha256,
         manifest.created.timestamp(),
         manifest.threshold,
+        manifest.engine,
         manifest.metrics.get("label_right"),
         reference,
     )

@@ -55,7 +55,7 @@ METRICS: Mapping[str, Metric] = {
     "evernear_stage_seconds_total": Metric("counter", "Seconds", ("version", "stage")),
     **_histogram("evernear_batch_size", "Images"),
     **_histogram("evernear_distance", "L2"),
-    "evernear_release_info": Metric("gauge", "Count", ("version", "network")),
+    "evernear_release_info": Metric("gauge", "Count", ("version", "network", "engine")),
     "evernear_index_age_seconds": Metric("gauge", "Seconds", ("version",)),
     "evernear_unknown_threshold": Metric("gauge", "L2", ("version",)),
     "evernear_test_accuracy": Metric("gauge", "Count", ("version",)),
@@ -97,9 +97,10 @@ class Meter:
     """Records metrics for one release's batches. `flush` passes their increments to ``emit``.
 
     ``created_s`` is the Unix time at which the release was created. ``threshold`` is the distance
-    beyond which an image is unknown. Two optional arguments are also emitted, for comparison with
-    live queries: ``test_accuracy``, label right on the test split, and ``reference``, the
-    distances in the drift baseline, as a cumulative distribution at the `DISTANCE_BOUNDS`.
+    beyond which an image is unknown. ``engine`` is what runs the network. Two optional arguments
+    are also emitted, for comparison with live queries: ``test_accuracy``, label right on the test
+    split, and ``reference``, the distances in the drift baseline, as a cumulative distribution at
+    the `DISTANCE_BOUNDS`.
     """
 
     def __init__(
@@ -109,6 +110,7 @@ class Meter:
         network_sha256: str,
         created_s: float,
         threshold: float,
+        engine: str,
         test_accuracy: float | None = None,
         reference: Sequence[float] = (),
     ) -> None:
@@ -120,7 +122,7 @@ class Meter:
         self._lock = threading.Lock()
         self._recorded = threading.Event()
         self._increments = Increments(float, self._batch_size.zeros | self._distance.zeros)
-        emit("evernear_release_info", 1, (version, network_sha256[:12]))
+        emit("evernear_release_info", 1, (version, network_sha256[:12], engine))
         emit("evernear_unknown_threshold", threshold, (version,))
         if test_accuracy is not None:
             emit("evernear_test_accuracy", test_accuracy, (version,))

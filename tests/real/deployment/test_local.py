@@ -17,6 +17,7 @@ import pytest
 from evernear import deployment
 from evernear.common.store import open_store
 from evernear.deployment import local, promote_release, roll_back
+from evernear.embedding import openvino_version
 from evernear.errors import (
     IntegrityError,
     ServerUnreachableError,
@@ -152,6 +153,7 @@ def test_rollout_rollback_and_promotion_fail_no_request(sandbox: Sandbox, monkey
         "server": "up",
         "url": deployed.url,
         "default": candidate.version,
+        "engine": "OpenVINO" if openvino_version() else "TorchScript",
         "ready_workers": 1,
         "registered": sandbox.registered,
         "champion": candidate.version,

@@ -14,6 +14,7 @@ import requests
 from hypothesis import given
 from hypothesis import strategies as st
 
+from evernear.embedding import openvino_version
 from evernear.errors import PredictionRejectedError, ServingError
 from evernear.serving import torchserve
 from evernear.serving.client import Client, Format
@@ -144,7 +145,8 @@ def test_server_exports_metrics_of_its_requests(served: Served) -> None:
     for stage in ("decode", "network", "search"):
         assert 0 < more("evernear_stage_seconds_total", f'stage="{stage}"') < 60
     assert value(after, "evernear_unknown_threshold") == pytest.approx(served.manifest.threshold, abs=1e-6)
-    assert value(after, "evernear_release_info", f'network="{served.manifest.network_sha256[:12]}"') == 1
+    network, engine = served.manifest.network_sha256[:12], "OpenVINO" if openvino_version() else "TorchScript"
+    assert value(after, "evernear_release_info", f'network="{network}"', f'engine="{engine}"') == 1
     agreeing = sum(neighbor.label == answer.pred for neighbor in answer.neighbors)
     known = 0 if answer.unknown else 3
     assert more("evernear_neighbors_total", 'agrees="true"') == known * agreeing
@@ -196,7 +198,7 @@ class Sink:
 @given(st.lists(st.lists(st.floats(0, 2), max_size=6), max_size=5))
 def test_histogram_buckets_are_cumulative(batches: list[list[float]]) -> None:
     sink = Sink()
-    meter = Meter(sink.emit, "v", "0" * 64, 0.0, 0.5)
+    meter = Meter(sink.emit, "v", "0" * 64, 0.0, 0.5, "OpenVINO")
     for distances in batches:
         meter.record_batch(["ok"] * len(distances), distances, sum(d > 0.5 for d in distances), {"decode": 0.25})
         meter.flush()
@@ -212,7 +214,7 @@ def test_histogram_buckets_are_cumulative(batches: list[list[float]]) -> None:
 
 def test_reference_is_emitted_as_a_cumulative_distribution() -> None:
     sink = Sink()
-    Meter(sink.emit, "v", "0" * 64, 0.0, 0.5, test_accuracy=0.9, reference=[0.05, 0.1, 0.25, 1.9])
+    Meter(sink.emit, "v", "0" * 64, 0.0, 0.5, "OpenVINO", test_accuracy=0.9, reference=[0.05, 0.1, 0.25, 1.9])
     shares = {bound: sink.values["evernear_reference_distance_ratio", ("v", str(bound))] for bound in DISTANCE_BOUNDS}
     assert (shares[0.1], shares[0.2], shares[0.3], shares[1.4], shares[2.0]) == (0.5, 0.5, 0.75, 0.75, 1.0)
     assert sink.values["evernear_test_accuracy", ("v",)] == 0.9
