@@ -162,10 +162,9 @@ def _execute(words: list[str], environment: dict[str, str], written: Connection)
     for stream in (sys.stdout, sys.stderr):
         os.dup2(written.fileno(), stream.fileno())
     written.close()
-    os.environ.clear()  # of the server
-    os.environ.update(environment)
+    os.environ.update(environment)  # which keeps what imports have set, such as the instruction sets of oneDNN
     if server_threads() > 1:
-        os.execve(sys.executable, [sys.executable, "-m", "kfp.dsl.executor_main", *words], environment)  # noqa: S606
+        os.execve(sys.executable, [sys.executable, "-m", "kfp.dsl.executor_main", *words], os.environ)  # noqa: S606
     from kfp.dsl import executor_main
 
     sys.argv[1:] = words

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from kfp import compiler, dsl
 
+import evernear.embedding  # noqa: F401 - sets the variables of torch
 from tests import ROOT
 
 AWKWARD = 'my drive (Büro) & co; it\'s $HOME `id` "a" * \\ #%\t'
@@ -79,6 +80,7 @@ def facts():
         "torch": "torch" in sys.modules,
         "server": os.environ.get("OF_SERVER"),
         "step": os.environ.get("OF_STEP"),
+        "of_import": os.environ.get("ONEDNN_MAX_CPU_ISA"),
         "forked": multiprocessing.parent_process() is not None,
         "daemon": multiprocessing.current_process().daemon,
         "threads": server_threads(),
@@ -108,7 +110,8 @@ def two_steps(directory: Path, **site: str) -> list[dict[str, Any]]:
         directory.joinpath(f"{name}.py").write_text(source)
     output = subprocess.run(
         [sys.executable, "-c", RUN_TWO_STEPS],
-        env=os.environ | {"PYTHONPATH": str(directory)},
+        env={name: value for name, value in os.environ.items() if name != "ONEDNN_MAX_CPU_ISA"}
+        | {"PYTHONPATH": str(directory)},
         cwd=directory,
         capture_output=True,
         text=True,
@@ -133,6 +136,7 @@ def test_steps_are_forks_of_a_server_with_one_thread(tmp_path: Path) -> None:
     """Before the first fork and after it."""
     for step in two_steps(tmp_path):
         assert step["torch"]
+        assert step["of_import"] == os.environ["ONEDNN_MAX_CPU_ISA"], "the import in the server has set it"
         assert step["forked"]
         assert step["threads"] == 1
 
