@@ -15,6 +15,10 @@ if TYPE_CHECKING:
     from playwright.sync_api import Page
 
 
+EXPECT_TIMEOUT_MS = 60_000
+"""The default of 5 s is too short for the first predictions on a busy machine."""
+
+
 @pytest.fixture(scope="module")
 def artifacts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where the pictures of the pages are kept: ``EVERNEAR_TEST_ARTIFACTS``, or a temporary
@@ -38,8 +42,9 @@ def url(workdir: Path) -> Generator[str]:
 def page(url: str) -> "Generator[Page]":
     """A page that is signed in. An error of a script, or a violation of the security policy, fails
     the test."""
-    from playwright.sync_api import sync_playwright  # the modules skip themselves without it
+    from playwright.sync_api import expect, sync_playwright  # the modules skip themselves without it
 
+    expect.set_options(timeout=EXPECT_TIMEOUT_MS)
     errors: list[str] = []
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
