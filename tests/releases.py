@@ -4,7 +4,7 @@ import itertools
 import json
 import shutil
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -187,15 +187,18 @@ def settings_on_free_ports(**changes: object) -> ServingSettings:
     return ServingSettings.model_validate(dict(zip(names, free_ports(len(names)), strict=True)) | changes)
 
 
-def forge(release: PackedRelease, archive: Path, **parts: bytes) -> PackedRelease:
+def forge(release: PackedRelease, archive: Path, without: Sequence[str] = (), **parts: bytes) -> PackedRelease:
     """Repack a release with other parts (``smoke_json=...``) and a matching manifest."""
     changed = {name.replace("_", "."): data for name, data in parts.items()}
     described = {n: Part(sha256=sha256_bytes(d), size_bytes=len(d)) for n, d in changed.items()}
-    parts = release.manifest.parts | described
-    stamps = {"network_sha256": parts["network.pt"].sha256, "verdict_sha256": parts["verdict.json"].sha256}
-    manifest = release.manifest.model_copy(update={"parts": parts, **stamps})
+    kept = {name: part for name, part in release.manifest.parts.items() if name not in without}
+    described = kept | described
+    stamps = {"network_sha256": described["network.pt"].sha256, "verdict_sha256": described["verdict.json"].sha256}
+    manifest = release.manifest.model_copy(update={"parts": described, **stamps})
     with zipfile.ZipFile(release.archive) as old, zipfile.ZipFile(archive, "w") as new:
         for name in old.namelist():
+            if name in without:
+                continue
             data = manifest.to_json() if name == "manifest.json" else changed.get(name, old.read(name))
             new.writestr(name, data)
     return PackedRelease(archive, manifest, release.verdict)

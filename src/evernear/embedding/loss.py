@@ -14,22 +14,25 @@ import inspect
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
-from typing import Any
-
-from torch import nn
+from typing import TYPE_CHECKING, Any
 
 from evernear.common.disk import sha256_file
 from evernear.common.output import printable
 from evernear.errors import SettingsError
 from evernear.settings.train import ARCFACE
 
+if TYPE_CHECKING:
+    from torch import nn
 
-def build_loss(name: str, classes: int, dim: int) -> nn.Module:
+
+def build_loss(name: str, classes: int, dim: int) -> "nn.Module":
     """Call the function that ``name`` names.
 
     Raises:
         SettingsError: it cannot be imported or called, or returns no `torch.nn.Module`.
     """
+    from torch import nn
+
     function = _import(name)
     try:
         loss = function(classes, dim)

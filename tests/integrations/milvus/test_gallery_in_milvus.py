@@ -1,9 +1,11 @@
 """Releases whose vectors are in Milvus: network, vectors and labels change together."""
 
 import dataclasses
+import itertools
 import shutil
 import uuid
 from collections.abc import Callable
+from datetime import datetime, timedelta
 from pathlib import Path
 
 import pytest
@@ -19,6 +21,7 @@ from evernear.errors import IntegrityError, TransientStoreError
 from evernear.index.build import build_index
 from evernear.index.description import Collection, collection_owner
 from evernear.integrations.milvus import client as milvus_client
+from evernear.release.archive import Candidate
 from evernear.release.archive_reader import open_release
 from evernear.release.manifest import ReleaseManifest
 from evernear.release.promotions import Cause
@@ -27,7 +30,7 @@ from evernear.release.registry import Registry
 from evernear.serving.core import Predictor
 from evernear.serving.responses import Prediction, Rejection
 from evernear.settings import IndexSettings, RunSettings
-from tests.releases import MakeRelease, PackedRelease, System, release_maker
+from tests.releases import MakeRelease, PackedRelease, System, pack_release, release_maker
 
 Make = Callable[..., PackedRelease]
 
@@ -37,8 +40,12 @@ def make(
     system: System, milvus_uri: str, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest,
     settings: RunSettings,
 ) -> Make:  # fmt: skip
-    """Pack a release with a collection of the index type ``kind``; the alias is that of the
-    test."""
+    """Pack a release with a collection of the index type ``kind``; the alias is that of the test.
+    Each release is newer than the one before and older than those of ``make_release``."""
+    seconds = itertools.count()
+
+    def pack(candidate: Candidate, directory: Path, created: datetime) -> PackedRelease:
+        return pack_release(candidate, directory, created - timedelta(hours=1) + timedelta(seconds=next(seconds)))
 
     def make(kind: str = "FLAT", parent: str | None = None) -> PackedRelease:
         index_dir = tmp_path_factory.mktemp("index")
@@ -48,7 +55,7 @@ def make(
         owner = owner_of(open_store(settings.store_uri))
         build_index(embeddings, system.dataset.labels, index, index_dir, owner=owner)
         in_milvus = dataclasses.replace(system, index_dir=index_dir)
-        made = release_maker(in_milvus, lambda: tmp_path_factory.mktemp("release"))
+        made = release_maker(in_milvus, lambda: tmp_path_factory.mktemp("release"), pack)
         return made(parent=parent)
 
     return make

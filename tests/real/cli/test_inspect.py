@@ -13,7 +13,9 @@ from typing import Any
 
 import pytest
 
+from evernear.common.disk import sha256_bytes
 from evernear.common.store import open_store
+from evernear.embedding import OPENVINO_FILES
 from evernear.errors import DataError
 from evernear.index.description import describe_index
 from evernear.release.registry import Registry
@@ -122,7 +124,12 @@ def hostile(packed: PackedRelease, path: Path, marker: Path) -> PackedRelease:
             return Path.touch, (marker,)
 
     handler = f"from pathlib import Path\nPath({str(marker)!r}).touch()\n".encode()
-    return forge(packed, path, network_pt=pickle.dumps(Payload()), handler_py=handler)
+    network = pickle.dumps(Payload())
+    with zipfile.ZipFile(packed.archive) as members:
+        described = json.loads(members.read("network.json"))
+    described |= {"sha256": sha256_bytes(network), "openvino": None}  # TorchScript runs this network
+    forged = {"network_pt": network, "network_json": json.dumps(described).encode(), "handler_py": handler}
+    return forge(packed, path, OPENVINO_FILES, **forged)
 
 
 def restamp(release: PackedRelease, path: Path) -> PackedRelease:

@@ -271,7 +271,8 @@ def test_invalid_environment_is_named(
 
 
 def test_missing_keys_are_reported(faulty_proxy: FaultyProxy, bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name)
     store = S3Store(bucket, "prefix")
     faulty_proxy.inject("GET", refuse(403, "AccessDenied"))
     with pytest.raises(
