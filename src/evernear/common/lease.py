@@ -69,7 +69,7 @@ class LeaseRecord(Protocol):
 
 
 class Lease:
-    """The lease of ``record``, which is held and renewed in the context."""
+    """A context manager that holds and renews the lease of ``record``."""
 
     def __init__(self, record: LeaseRecord) -> None:
         self._record = record

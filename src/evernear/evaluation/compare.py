@@ -128,7 +128,7 @@ def net_loss_budget(errors: int, queries: int, significance: float) -> int:
 
 def detectable_loss(pairs: PairedCounts, level: float, power: float = 0.9) -> float:
     """The smallest loss of right labels, between 0 and 1, that `mcnemar_worse` at ``level`` detects
-    with probability ``power``, or 1 if there is none.
+    with probability ``power``. If no loss is detectable, the result is 1.
 
     The share of improvements is assumed to be (improvements + 1) / (queries + 2), because a result
     without improvements may be luck. A group counts as one query.
@@ -146,13 +146,13 @@ def detectable_loss(pairs: PairedCounts, level: float, power: float = 0.9) -> fl
 
 def loss_beyond_budget(pairs: PairedCounts, budget: int, power: float = 0.9) -> float:
     """The smallest loss of right labels for which the net losses exceed ``budget`` with probability
-    ``power``, or 1 if there is none. The assumptions are the same as in `detectable_loss`."""
+    ``power``, or 1 if no loss does. The assumptions are the same as in `detectable_loss`."""
     return _smallest_loss(pairs.independent, lambda _: budget + 0.5, power)
 
 
 def _smallest_loss(pairs: PairedCounts, critical: Callable[[float], float], power: float) -> float:
     """The smallest loss of right labels for which the net losses exceed ``critical`` with
-    probability ``power``, or 1 if there is none. ``critical`` is a function of the share of queries
+    probability ``power``, or 1 if no loss does. ``critical`` is a function of the share of queries
     on which the systems differ. The net losses are approximately normal (Connor 1987, Biometrics
     43:207)."""
     from scipy.optimize import root_scalar

@@ -152,12 +152,12 @@ class OpenSet(Frozen):
     def scope(self) -> str:
         """For which images the figures hold, in one or two sentences."""
         text = (
-            "The intervals include how much the shares differed between classes, networks and days in our tests, so "
-            "they also hold for a class that you have not photographed yet, if it resembles these."
+            "The intervals allow for differences between classes, networks and days, as measured on other datasets. "
+            "They apply to a new class only if it resembles these."
         )
         if self.added_in_halves:
             text += (
-                " An added class was asked with the half of its images that differs most from the half in the gallery, "
-                "as photographs of another day do. With data.group, whole days or places are held out instead."
+                " Each added class was queried with the half of its images that differs most from the half in the "
+                "gallery, in place of photographs of another day. To hold out whole days or places, set data.group."
             )
         return text

@@ -31,11 +31,8 @@ class FolderTarget:
 
     def move(self, old: str, new: str) -> None:
         """A repeated move has no effect. Fails if another image has the name ``new``."""
-        image = self.read(old)
-        if image is None:
+        if _image_to_move(self, old, new) is None:
             return
-        if self.read(new) not in (None, image):
-            raise _taken(old, new)
         path = self._directory / new
         with disk_errors(path):
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -97,13 +94,10 @@ class BucketTarget:
 
     def move(self, old: str, new: str) -> None:
         """A repeated move has no effect. Fails if another image has the name ``new``."""
-        image = self.read(old)
-        if image is None:
-            return
-        if self.read(new) not in (None, image):
-            raise _taken(old, new)
-        self._store.put(new, image)
-        self._store.delete(old)
+        image = _image_to_move(self, old, new)
+        if image is not None:
+            self._store.put(new, image)
+            self._store.delete(old)
 
     def has_folder(self, name: str) -> bool:
         """Always True, because empty folders in a bucket do not have to be removed."""
@@ -154,8 +148,12 @@ def _files(source: Folder | Bucket, label: str) -> list[str]:
     return [entry.name for entry in source.entries() if entry.label == label]
 
 
-def _taken(old: str, new: str) -> DataError:
-    return DataError(f"{old} cannot be moved to {new}, because another image has that name.")
+def _image_to_move(target: "FolderTarget | BucketTarget", old: str, new: str) -> bytes | None:
+    """None if an earlier move has moved it. Fails if another image has the name ``new``."""
+    image = target.read(old)
+    if image is not None and target.read(new) not in (None, image):
+        raise DataError(f"{old} cannot be moved to {new}, because another image has that name.")
+    return image
 
 
 def _exists(path: Path) -> bool:

@@ -119,7 +119,7 @@ class Keys(Provider):
 
 @dataclass(frozen=True)
 class Profile:
-    """A profile of AWS's shared files. Its values are empty if there are no such files."""
+    """A profile in AWS's shared files. ``values`` is empty if the files do not exist."""
 
     name: str
     values: Mapping[str, str]
