@@ -345,7 +345,7 @@ def test_only_photographs_without_groups_are_asked_in_halves(tmp_path: Path, mon
     measured = probe_open_set(dataset, settings, EvaluationSettings(), IndexSettings())
     assert set(asked) == {in_halves}
     assert measured.added_in_halves == in_halves
-    assert ("With data.group" in measured.scope()) == in_halves
+    assert ("set data.group" in measured.scope()) == in_halves
 
 
 @pytest.fixture(scope="module")
