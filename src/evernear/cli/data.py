@@ -124,7 +124,7 @@ def import_(
     the release and do not enter the dataset.
     """
     from evernear.common.store.current import current_store
-    from evernear.evaluation.live_accuracy import LIVE_QUERIES, accuracy_by_week
+    from evernear.evaluation.live_accuracy import accuracy_by_week
     from evernear.review.live_labels import import_labels, labeled_queries, read_labels
     from evernear.serving.configuration import logged_queries
     from evernear.serving.endpoints import home_of
@@ -136,7 +136,7 @@ def import_(
     is_of_server = not settings.store and home.is_dir()
     if is_of_server:
         ship_query_log(logged_queries(home), opened)
-    result = import_labels(opened, read.labels, datetime.now(UTC))
+    result = import_labels(opened, read.labels, datetime.now(UTC), keep_corrections=True)
     print_line(f"{result.stored:,} of {quantity(len(read.labels), 'label')} stored.")
     if read.corrected:
         print_line(f"Several labels in the file, of which the last one counts: {_some(read.corrected)}")
@@ -152,7 +152,7 @@ def import_(
     for sentence in in_store.damaged.values():
         print_line(sentence, sys.stderr)
     weeks = accuracy_by_week(in_store.queries)
-    rows = [[each.week, each.version, each.answers.sentence(*LIVE_QUERIES), str(each.label_right)] for each in weeks]
+    rows = [[each.week, each.version, each.counts, str(each.label_right)] for each in weeks]
     if rows:
         print_table(["week", "release", "answers", "label right (95% interval)"], rows)
 

@@ -128,10 +128,7 @@ class Evaluation(Document):
     @property
     def uncorrected(self) -> AnswerCounts | None:
         """The answers to test images whose label was not corrected, or None if none was."""
-        if self.corrected is None:
-            return None
-        own, corrected = self.candidate.answers.model_dump(), self.corrected.model_dump()
-        return AnswerCounts(**{name: own[name] - corrected[name] for name in own})
+        return self.candidate.answers.without(self.corrected)
 
     def summary(self) -> str:
         return f"{headline(self.metrics())}; label right {self.candidate.label_right}"

@@ -32,6 +32,17 @@ class AnswerCounts(Frozen):
             f"wrong, {self.called_unknown:,} called unknown"
         )
 
+    def without(self, corrected: "AnswerCounts | None") -> "AnswerCounts | None":
+        """The answers to the images whose label was not ``corrected``, or None if none was.
+
+        Users correct what a model gets wrong, which can only raise the share named right, so
+        figures are also shown without these images (docs/decisions/0024-labels.md).
+        """
+        if corrected is None:
+            return None
+        own, left_out = self.model_dump(), corrected.model_dump()
+        return AnswerCounts(**{name: own[name] - left_out[name] for name in own})
+
     @staticmethod
     def of_metrics(metrics: Mapping[str, float]) -> "AnswerCounts | None":
         """None if the metrics of a release or a run do not contain the counts."""

@@ -46,13 +46,23 @@ class LabeledQuery(Document):
     version: str
     pred: str
     unknown: bool
+    dist: float
+    log: str
+    """The key of the log file with the query's image, which is deleted after some time. Empty if
+    the query was logged without its image."""
     label: str
     labeled_at: AwareDatetime
+    first_label: str = ""
+    """The label before a user who saw the answer corrected or kept it. Empty if nobody did."""
 
     @property
     def label_right(self) -> bool:
         """As on the test split, a right label also counts if the query is called unknown."""
         return self.pred == self.label
+
+    @property
+    def is_corrected(self) -> bool:
+        return self.first_label not in ("", self.label)
 
 
 class LiveAccuracy(Frozen):
@@ -61,9 +71,18 @@ class LiveAccuracy(Frozen):
     """The ISO week in which the queries arrived, such as "2026-W07"."""
     answers: AnswerCounts
     label_right: Proportion
+    corrected: AnswerCounts | None = None
+    """The answers to queries whose label a user corrected with the answer in view."""
+
+    @property
+    def counts(self) -> str:
+        """The answers in words, also without the queries whose label was corrected."""
+        others = self.answers.without(self.corrected)
+        without = f"; without the corrected labels, {others.sentence(*LIVE_QUERIES)}" if others else ""
+        return f"{self.answers.sentence(*LIVE_QUERIES)}{without}"
 
     def __str__(self) -> str:
-        return f"{self.week}: {self.answers.sentence(*LIVE_QUERIES)}; label right {self.label_right}"
+        return f"{self.week}: {self.counts}; label right {self.label_right}"
 
 
 @dataclass(frozen=True)
@@ -147,6 +166,7 @@ def accuracy_by_week(queries: Iterable[LabeledQuery]) -> list[LiveAccuracy]:
             week=week,
             answers=_count(answered),
             label_right=exact_proportion(sum(query.label_right for query in answered), len(answered), CONFIDENCE),
+            corrected=_count(corrected) if (corrected := [each for each in answered if each.is_corrected]) else None,
         )
         for (week, version), answered in sorted(weeks.items(), reverse=True)
     ]

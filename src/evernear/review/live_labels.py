@@ -91,28 +91,46 @@ def read_labels(path: Path) -> LabelFile:
     return LabelFile(labels, tuple(corrected), without_label, without_id)
 
 
-def import_labels(store: Store, labels: Mapping[str, str], now: datetime) -> ImportedLabels:
+def import_labels(
+    store: Store, labels: Mapping[str, str], now: datetime, *, keep_corrections: bool = False
+) -> ImportedLabels:
     """Store the labels of logged queries, keyed by query ID. A label that differs from an earlier
     one replaces it, even if the query is no longer in the log. An equal one counts as stored and
-    changes nothing, so a growing file can be imported repeatedly."""
+    changes nothing, so a growing file can be imported repeatedly. With ``keep_corrections``, so
+    does the label that a user has corrected."""
     labels = {query: class_name(label) for query, label in labels.items()}
     logged, is_sample = _logged(store, labels, now)
     # a label is imported after its query was answered
     since = min((query.at for query in logged), default=now) - _CLOCK_TOLERANCE
     earlier = labeled_queries(store, since if len(logged) == len(labels) else None).queries
     labeled = {query.id: query for query in earlier if query.id in labels}
-    relabeled = [query.model_copy(update={"label": labels[query.id], "labeled_at": now}) for query in labeled.values()]
-    answered = {query.id: query for query in [*relabeled, *logged]}
+    given = {query.id: query.first_label for query in labeled.values() if keep_corrections and query.is_corrected}
+    labels |= {query: labeled[query].label for query, first in given.items() if labels[query] == first}
+    change = {"labeled_at": now, "first_label": ""}
+    relabeled = [query.model_copy(update={**change, "label": labels[query.id]}) for query in labeled.values()]
+    answered = {query.id: query for query in [*logged, *relabeled]}
     new = [query for query in answered.values() if query.id not in labeled or labeled[query.id].label != query.label]
-    if new:
-        lines = "".join(f"{query.model_dump_json()}\n" for query in new)
-        store.put(f"{LIVE_LABELS}{now.astimezone(UTC):{_TIME}}-{uuid4().hex[:8]}.jsonl", lines.encode())
+    _save(store, new, now)
     return ImportedLabels(
         stored=len(answered),
         missing=tuple(query for query in labels if query not in answered),
         is_sample=is_sample,
         unknown_classes=tuple(_unknown_classes(store, list(answered.values()))),
     )
+
+
+def correct_label(store: Store, query: LabeledQuery, label: str, now: datetime) -> None:
+    """Store the label of a user who sees the release's answer. An equal label is kept."""
+    label = class_name(label)
+    corrected = {"label": label, "first_label": query.label}
+    at = now if label != query.label else query.labeled_at
+    _save(store, [query.model_copy(update={**corrected, "labeled_at": at})], now)
+
+
+def _save(store: Store, queries: Sequence[LabeledQuery], now: datetime) -> None:
+    if queries:
+        lines = "".join(f"{query.model_dump_json()}\n" for query in queries)
+        store.put(f"{LIVE_LABELS}{now.astimezone(UTC):{_TIME}}-{uuid4().hex[:8]}.jsonl", lines.encode())
 
 
 def _logged(store: Store, labels: Mapping[str, str], now: datetime) -> tuple[list[LabeledQuery], bool]:
@@ -136,6 +154,8 @@ def _logged(store: Store, labels: Mapping[str, str], now: datetime) -> tuple[lis
                 version=period.version,
                 pred=query.pred,
                 unknown=query.unknown,
+                dist=query.dist,
+                log=key if query.image or query.file else "",
                 label=missing.pop(query.id),
                 labeled_at=now,
             )
@@ -178,7 +198,8 @@ def labeled_queries(store: Store, since: datetime | None = None) -> LabeledQueri
             damaged[key] = str(error)
         else:
             for query in queries:
-                newest.pop(query.id, None)  # a newer label of the query moves it to the end
+                if query.id in newest and newest[query.id].labeled_at != query.labeled_at:
+                    newest.pop(query.id)  # a newer label of the query moves it to the end
                 newest[query.id] = query
     return LabeledQueries(list(newest.values()), damaged)
 

@@ -284,6 +284,7 @@ def _lines(period: Period, samples: list[tuple[float, int, _Sample]], files: dic
             image=base64.b64encode(image).decode(),
             embedding=sample.embedding if image else "",
             candidates=_labels(sample.prediction) if image or file.data else (),
+            neighbors=_rows(sample.prediction) if image or file.data else (),
             id=sample.id,
             file=base64.b64encode(file.data).decode(),
             preprocessed=file.preprocessed,
@@ -298,6 +299,10 @@ def _stored_file(sent: bytes, images: Pixels | None, row: int) -> _File:
 
 def _labels(prediction: Prediction) -> tuple[str, ...]:
     return tuple(dict.fromkeys([prediction.pred, *(neighbor.label for neighbor in prediction.neighbors)]))
+
+
+def _rows(prediction: Prediction) -> tuple[int, ...]:
+    return tuple(neighbor.row for neighbor in prediction.neighbors)
 
 
 def _remove_oldest(directory: Path, size_bytes: int) -> None:

@@ -63,6 +63,8 @@ class LoggedQuery(Frozen, allow_inf_nan=False):
     """The embedding of ``image`` (`encode_embedding`)."""
     candidates: tuple[str, ...] = ()
     """The labels of the nearest neighbors, nearest first, if the query has an image or a file."""
+    neighbors: tuple[int, ...] = ()
+    """Their rows in the release's gallery."""
     id: str = Field(default="", max_length=128)
     """The request's id, which is also the ``id`` of its response. Empty without TorchServe."""
     file: str = ""

@@ -23,7 +23,15 @@ RNG_SEED = 7
 
 def labeled(at: datetime, version: str, *, correct: bool) -> LabeledQuery:
     return LabeledQuery(
-        id="1", at=at, version=version, pred="a", unknown=False, label="a" if correct else "b", labeled_at=at
+        id="1",
+        at=at,
+        version=version,
+        pred="a",
+        unknown=False,
+        dist=0.1,
+        log="",
+        label="a" if correct else "b",
+        labeled_at=at,
     )
 
 
@@ -35,6 +43,18 @@ def test_accuracy_is_counted_by_release_and_iso_week() -> None:
         (each.week, each.version, each.label_right.count, each.label_right.total) for each in accuracy_by_week(queries)
     ]
     assert weeks == [("2027-W01", "new", 3, 4), ("2026-W53", "old", 1, 1), ("2026-W53", "new", 0, 1)]
+
+
+def test_figures_are_also_said_without_corrected_labels() -> None:
+    at = datetime(2026, 12, 31, tzinfo=UTC)
+    queries = [labeled(at, "v", correct=number > 0) for number in range(4)]
+    corrected = queries[1].model_copy(update={"first_label": "b"})
+    kept = queries[0].model_copy(update={"first_label": "b"})
+    (week,) = accuracy_by_week([kept, corrected, *queries[2:]])
+    assert week.counts == (
+        "of 4 labeled live queries: 3 named right, 1 named wrong, 0 called unknown; without the corrected labels, "
+        "of 3 labeled live queries: 2 named right, 1 named wrong, 0 called unknown"
+    )
 
 
 def drawn(truth: float, images: int, rng: np.random.Generator) -> ExpectedAccuracy:

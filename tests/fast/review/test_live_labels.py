@@ -10,6 +10,7 @@ from evernear.errors import DataError
 from evernear.maintenance.check import check_store
 from evernear.review.live_labels import (
     LIVE_LABELS,
+    correct_label,
     import_labels,
     labeled_queries,
     labels_of_release,
@@ -70,6 +71,27 @@ def test_a_growing_file_is_imported_again_and_again(logged_store: Store) -> None
         query.id: (query.label, query.label_right, query.labeled_at) for query in labeled_queries(logged_store).queries
     }
     assert labeled == {"id-0": ("a", True, later), "id-2": ("a", True, NOW)}
+
+
+def test_corrections_stay_when_the_file_is_imported_again(logged_store: Store) -> None:
+    """A user keeps one label, with its place among the others, and corrects another."""
+    import_labels(logged_store, {"id-0": "b", "id-1": "b", "id-2": "a"}, NOW)
+    kept, corrected, _ = labeled_queries(logged_store).queries
+    later = NOW + timedelta(days=40)
+    correct_label(logged_store, kept, "b", later)
+    correct_label(logged_store, corrected, " a ", later)
+
+    def stored() -> list[tuple[str, str, str, datetime]]:
+        queries = labeled_queries(logged_store).queries
+        return [(query.id, query.label, query.first_label, query.labeled_at) for query in queries]
+
+    expected = [("id-0", "b", "b", NOW), ("id-2", "a", "", NOW), ("id-1", "a", "b", later)]
+    assert stored() == expected
+    import_labels(logged_store, {"id-0": "b", "id-1": "b", "id-2": "a"}, later, keep_corrections=True)
+    assert stored() == expected
+    latest = later + timedelta(days=1)
+    import_labels(logged_store, {"id-1": "c"}, latest, keep_corrections=True)
+    assert stored()[-1] == ("id-1", "c", "", latest)
 
 
 def test_damaged_labels_are_named_and_hide_no_others(logged_store: Store) -> None:
