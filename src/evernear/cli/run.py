@@ -313,23 +313,32 @@ def _write_page(store: "Store", workdir: Path, names: list[str]) -> Path:
 
 @options_of(local_settings)
 def runs(settings: Settings, as_json: JsonOption = False) -> None:
-    """List the newest runs: when and how each ended, and how many test images it named right."""
+    """List the newest runs, promotions and rollbacks: when and how each ended, how many test images
+    it named right, and which release is live."""
     from evernear.common.store.current import current_store
-    from evernear.reporting.runs import list_runs
+    from evernear.reporting.runs import RunList
 
-    listed = list_runs(current_store(settings.store_uri), 0, SHOWN_RUNS)
+    listed = RunList(current_store(settings.store_uri)).page(0, SHOWN_RUNS)
     for fault in listed.faults:
         print_line(fault, sys.stderr)
     if as_json:
         print_json(listed.runs)
         return
     rows = [
-        (f"{each.begun:%Y-%m-%d %H:%M}", each.run, each.kind, each.state, *_counts(each.answers), each.duration)
+        (
+            f"{each.begun:%Y-%m-%d %H:%M}",
+            each.run or "-",
+            each.kind,
+            f"{each.state}, live" if each.is_live else each.state,
+            *_counts(each.answers),
+            each.duration if each.run else "-",
+        )
         for each in listed.runs
     ]
     print_table(("begun", "run", "kind", "state", "right", "wrong", "unknown", "images", "duration"), rows)
-    for each in [each for each in listed.runs[:1] if each.state != "promoted"]:
-        print_line(f"The last run: {each.sentence}")
+    for each in listed.runs[:1]:
+        if each.state != "promoted" or not each.run:
+            print_line(f"The last {'run' if each.run else 'change'}: {each.sentence}")
     if listed.total > len(listed.runs):
         print_line(f"{listed.total - len(listed.runs):,} earlier runs are on the page Runs of `evernear console`.")
 

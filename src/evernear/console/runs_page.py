@@ -9,7 +9,7 @@ from evernear.console.backend import Backend
 from evernear.console.web import page, page_number
 from evernear.errors import DataError
 from evernear.reporting.page import compare_page
-from evernear.reporting.runs import Objects, list_runs
+from evernear.reporting.runs import RunList
 
 PAGE_RUNS = 50
 _OF_RUN_PAGES = (
@@ -22,7 +22,7 @@ _OF_RUN_PAGES = (
 class RunsPage:
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
-        self._ended: dict[str, Objects] = {}
+        self._runs = RunList(backend.store)
 
     def routes(self) -> list[Route]:
         return [
@@ -33,8 +33,7 @@ class RunsPage:
 
     def _show(self, request: Request) -> Response:
         number = page_number(request)
-        listed = list_runs(self._backend.store, PAGE_RUNS * (number - 1), PAGE_RUNS, self._ended)
-        champion = self._backend.releases.champion()
+        listed = self._runs.page(PAGE_RUNS * (number - 1), PAGE_RUNS)
         return page(
             request,
             "runs.html.j2",
@@ -42,7 +41,6 @@ class RunsPage:
             faults=listed.faults,
             number=number,
             pages=max(1, -(-listed.total // PAGE_RUNS)),
-            live=champion.version if champion else "",
         )
 
     def _compare(self, request: Request) -> Response:

@@ -24,6 +24,15 @@ CHAMPION_ALONE = "is the champion; servers load it when they start"
 LONGEST_RUN = timedelta(days=4)
 """Longer than any run (``CONFIG`` in ``pipelines/tasks.py``)."""
 How = Literal["deploy", "promote", "force", "apply", "anchor", "rollback", "restore"]
+_IN_WORDS: dict[How, str] = {
+    "deploy": "deployed",
+    "promote": "promoted",
+    "force": "promoted although the gate held it",
+    "apply": "settings applied",
+    "anchor": "anchor moved",
+    "rollback": "rolled back",
+    "restore": "pointer restored",
+}
 
 # The etag of a superseded pointer state. An update with this etag cannot succeed.
 _SUPERSEDED = "superseded"
@@ -68,6 +77,11 @@ class Promotion(Document):
     why: str = ""
     run: str = ""
     """As in `Cause`."""
+
+    def sentence(self) -> str:
+        """How, by whom and why, without a capital letter and a full stop."""
+        by, why = f" by {self.by}" if self.by else "", f": {self.why}" if self.why else ""
+        return f"{_IN_WORDS[self.how]}{by}{why}"
 
 
 class Pointer(Promotion):

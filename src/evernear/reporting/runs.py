@@ -14,6 +14,7 @@ from evernear.common.run_record import ABANDONED_AFTER, OUTCOME, RUNS, STARTING,
 from evernear.common.store import ObjectInfo, Store
 from evernear.errors import IntegrityError
 from evernear.evaluation.headline import AnswerCounts
+from evernear.release.promotions import Champion, ChampionPointer, How, Promotion
 from evernear.reporting.notify import RunOutcome
 from evernear.review.queue import read_all
 
@@ -25,8 +26,7 @@ _PIPELINES: dict[str, Kind] = {
     "rollback": "rollback",
     "predict": "predict",
 }
-
-
+_CHANGES: dict[How, Kind] = {"promote": "promote", "force": "promote", "restore": "promote", "rollback": "rollback"}
 _LISTED_ALONE = 20
 """Of more runs, the objects are listed together."""
 Objects = dict[str, ObjectInfo]
@@ -34,10 +34,11 @@ Objects = dict[str, ObjectInfo]
 
 
 class ListedRun(Frozen):
-    """A run that has ended, is in progress, or was killed (``interrupted``). ``images`` is the
-    number of its test images."""
+    """A run that has ended, is in progress, or was killed (``interrupted``), or a promotion or
+    rollback that no run made."""
 
     run: str
+    """Empty without a run."""
     kind: Kind
     state: str
     sentence: str
@@ -46,6 +47,8 @@ class ListedRun(Frozen):
     release: str | None = None
     answers: AnswerCounts | None = None
     has_page: bool = False
+    is_live: bool = False
+    """Whether its release is live now."""
 
     @property
     def duration(self) -> str:
@@ -59,28 +62,74 @@ class Runs(NamedTuple):
     """A message for each damaged record."""
 
 
-def list_runs(store: Store, first: int, count: int, ended: dict[str, Objects] | None = None) -> Runs:
-    """``count`` runs from the number ``first`` on. Only their records are read, and only runs that
-    are not in ``ended`` are listed, to which the call adds those that have ended."""
-    objects = _objects(store, {} if ended is None else ended)
-    newest = sorted(objects, key=lambda run: (max(info.modified for info in objects[run].values()), run), reverse=True)
-    shown = newest[first : first + count]
-    listed = list(read_all(lambda run: _listed(store, run, objects[run]), shown))
-    found = [each for each in listed if isinstance(each, ListedRun)]
-    return Runs(found, len(newest), [each for each in listed if isinstance(each, str)])
+class RunList:
+    """The runs of a store, and the promotions and rollbacks that commands or the console made
+    without a run. The objects of ended runs are listed once, and promotions are read once."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._pointer = ChampionPointer(store)
+        self._ended: dict[str, Objects] = {}
+        self._promotions: dict[int, Promotion] = {}
+
+    def page(self, first: int, count: int) -> Runs:
+        """``count`` runs from the number ``first`` on, newest first. Only their records are
+        read."""
+        champion, objects = self._pointer.find(), self._objects()
+        changes = self._changes(champion) if champion else []
+        last = {run: max(info.modified for info in of_run.values()) for run, of_run in objects.items()}
+        entries: list[tuple[datetime, str, Promotion | None]] = [(at, run, None) for run, at in last.items()]
+        entries += [(promotion.since, "", promotion) for promotion in changes]
+        newest = sorted(entries, key=lambda entry: entry[:2], reverse=True)
+
+        def read(entry: tuple[datetime, str, Promotion | None]) -> ListedRun | str:
+            _, run, promotion = entry
+            return _of_promotion(promotion) if promotion else _listed(self._store, run, objects[run])
+
+        listed = list(read_all(read, newest[first : first + count]))
+        live = champion.version if champion else ""
+        found = [_with_live(each, live) for each in listed if isinstance(each, ListedRun)]
+        return Runs(found, len(newest), [each for each in listed if isinstance(each, str)])
+
+    def _changes(self, champion: Champion) -> list[Promotion]:
+        """The promotions that no run made."""
+        unread = [number for number in range(1, champion.promotion.number) if number not in self._promotions]
+        read = read_all(self._pointer.find_in_history, unread)
+        self._promotions |= {promotion.number: promotion for promotion in read if promotion}
+        every = [*self._promotions.values(), champion.promotion]
+        return [each for each in every if not each.run and each.how in _CHANGES]
+
+    def _objects(self) -> dict[str, Objects]:
+        """The objects of each run."""
+        children = self._store.children(RUNS.removesuffix("/"))
+        runs = [name.removesuffix("/") for name in children if name != f"{STARTING}/"]
+        new = [run for run in runs if run not in self._ended]
+        is_one_listing = len(new) > _LISTED_ALONE
+        listings = [self._store.list(RUNS)] if is_one_listing else (self._store.list(f"{RUNS}{run}/") for run in new)
+        found: defaultdict[str, Objects] = defaultdict(dict)
+        for info in chain.from_iterable(listings):
+            run, _, name = info.key.removeprefix(RUNS).partition("/")
+            found[run][name] = info
+        self._ended |= {run: of_run for run, of_run in found.items() if f"{OUTCOME}.json" in of_run and run != STARTING}
+        return {run: self._ended.get(run) or found[run] for run in runs if run in self._ended or run in found}
 
 
-def _objects(store: Store, ended: dict[str, Objects]) -> dict[str, Objects]:
-    """The objects of each run."""
-    runs = [name.removesuffix("/") for name in store.children(RUNS.removesuffix("/")) if name != f"{STARTING}/"]
-    new = [run for run in runs if run not in ended]
-    listings = [store.list(RUNS)] if len(new) > _LISTED_ALONE else (store.list(f"{RUNS}{run}/") for run in new)
-    found: defaultdict[str, Objects] = defaultdict(dict)
-    for info in chain.from_iterable(listings):
-        run, _, name = info.key.removeprefix(RUNS).partition("/")
-        found[run][name] = info
-    ended |= {run: of_run for run, of_run in found.items() if f"{OUTCOME}.json" in of_run and run != STARTING}
-    return {run: ended.get(run) or found[run] for run in runs if run in ended or run in found}
+def _of_promotion(promotion: Promotion) -> ListedRun:
+    instead = f" instead of {promotion.previous}" if promotion.previous and promotion.how != "rollback" else ""
+    return ListedRun(
+        run="",
+        kind=_CHANGES[promotion.how],
+        state="rolled back" if promotion.how == "rollback" else "promoted",
+        sentence=f"release {promotion.version}{instead}, {promotion.sentence()}",
+        begun=promotion.since,
+        duration_s=0.0,
+        release=promotion.version,
+    )
+
+
+def _with_live(listed: ListedRun, live: str) -> ListedRun:
+    is_live = listed.release == live and listed.state in ("promoted", "rolled back")
+    return listed.model_copy(update={"is_live": is_live})
 
 
 def _listed(store: Store, run: str, objects: Objects) -> ListedRun | str:

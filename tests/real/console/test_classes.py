@@ -2,6 +2,7 @@
 
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import cast
 
 import pytest
 from starlette.testclient import TestClient
@@ -10,8 +11,9 @@ from evernear.common.run_record import OUTCOME, RunRecord, StepRecord
 from evernear.common.store import Store
 from evernear.console.runs import LocalRuns
 from evernear.errors import DataError
+from evernear.release.promotions import ChampionPointer, How, Promotion
 from evernear.reporting.notify import RunOutcome
-from evernear.reporting.runs import list_runs
+from evernear.reporting.runs import RunList
 from evernear.review.label_target import FolderTarget
 from evernear.review.renames import RENAMES, Rename, Renames, finish_renames, rename_class, with_renames
 from evernear.settings import ClassSettings, DataSettings, load
@@ -82,14 +84,54 @@ def test_runs_tell_how_they_ended(store: Store) -> None:
         if outcome:
             record.save(**{OUTCOME: outcome})
     store.put("runs/damaged/outcome.json", b"{")
-    listed = list_runs(store, 0, 10)
+    runs = RunList(store)
+    listed = runs.page(0, 10)
     by_run = {each.run: each for each in listed.runs}
     assert (by_run["held"].kind, by_run["held"].state) == ("train", "held")
     assert (by_run["failed"].kind, by_run["failed"].sentence) == ("reindex", "failed at embed: Full.")
     assert by_run["killed"].state in ("running", "interrupted")
     assert len(listed.faults) == 1
     assert listed.total == 4
-    assert [each.run for each in list_runs(store, 3, 1).runs] or list_runs(store, 3, 1).faults
+    assert [each.run for each in runs.page(3, 1).runs] or runs.page(3, 1).faults
+
+
+def test_rollbacks_stand_among_the_runs(store: Store, images: Path) -> None:
+    """A run deployed the first release, a command promoted the second and rolled it back, and
+    another run rolled back in a cluster."""
+
+    def promotion(number: int, how: How, version: str, run: str = "") -> Promotion:
+        since = datetime(2026, 11, number, tzinfo=UTC)
+        previous = "20261101.000000.aaaaaaaa" if number > 1 else None
+        return Promotion(
+            version=version, previous=previous, since=since, number=number, how=how, by="ann", why="Slow.", run=run
+        )
+
+    first, second = "20261101.000000.aaaaaaaa", "20261102.000000.bbbbbbbb"
+    pointer, champion = ChampionPointer(store), None
+    changes = [("deploy", first, "run"), ("force", second, ""), ("rollback", first, ""), ("anchor", first, "")]
+    for number, (how, version, run) in enumerate(changes, 1):
+        champion = pointer.move(promotion(number, cast("How", how), version, run), champion)
+    RunRecord(store, "run").save(**{OUTCOME: RunOutcome(run="run", state="promoted", release=first)})
+    runs = RunList(store)
+    for _ in range(2):  # the second page is read from memory
+        shown = [(each.kind, each.state, each.sentence, each.is_live) for each in runs.page(0, 10).runs]
+        assert shown == [
+            ("train", "promoted", f"promoted: release {first} is the champion; servers load it when they start", True),
+            ("rollback", "rolled back", f"release {first}, rolled back by ann: Slow.", True),
+            (
+                "promote",
+                "promoted",
+                f"release {second} instead of {first}, promoted although the gate held it by ann: Slow.",
+                False,
+            ),
+        ]
+    assert (runs.page(1, 1).runs[0].kind, runs.page(1, 1).total) == ("rollback", 3)
+    settings = load(overrides=[f"store={store.uri}", f"data.source=folder:{images}"], environment={})
+    client = console_client(settings, store, LocalRuns(settings, []))
+    client.get(f"/?token={TOKEN}")
+    text = client.get("/runs").text
+    assert text.count(", live</summary>") == 2
+    assert "rolled back by ann: Slow." in text
 
 
 def test_pages_of_an_empty_store_say_what_is_missing(images: Path, store: Store) -> None:
