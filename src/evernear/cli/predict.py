@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from evernear.serving.client import Client, Target
     from evernear.serving.responses import Metadata, Prediction
 
+Format = Literal["rest", "grpc", "prep"]
 STDIN = Path("-")
 SHOWN_NEIGHBORS = 3
 SHOWN_SKIPPED = 10
@@ -70,7 +71,7 @@ def predict(
         ),
     ] = None,
     format: Annotated[
-        Literal["rest", "grpc", "prep"],
+        Format,
         typer.Option("--format", help="REST or gRPC of TorchServe, or the preprocessing server."),
     ] = "rest",
     target: Annotated[
@@ -94,7 +95,7 @@ def predict(
 ) -> None:
     """Recognize images with the live release. `evernear batch-predict` recognizes images without a
     server."""
-    from evernear.serving.client import Client, Target
+    from evernear.serving.client import Client
 
     if target is None and format != "prep" and not settings.store:
         require_workdir(settings.workdir)
@@ -103,27 +104,47 @@ def predict(
         return
     if tls and target is None:
         raise SettingsError("--tls requires --target.")
+    as_ = "json" if as_json else "csv" if as_csv else "table"
     try:
-        server = Target.remote(settings, _host(target), format, tls=tls) if target else Target.local(settings, format)
-        with Client(_with_overrides(server, port, timeout_s, model_name)) as client:
+        server = _with_overrides(_server(settings, target, format, tls), port, timeout_s, model_name)
+        with Client(server) as client:
             if metadata:
                 _print_metadata(client.metadata(), as_json)
                 return
-            files = list(_files([*(images or []), *(image_files or [])]))
-            if not files:
-                raise SettingsError("No image: pass files, or --image-file with a file, a folder or -.")
-            answers = _predict_all(client, files, version, settings.store_uri)
-            # JSON lines on the same terminal already show the progress.
-            if len(files) > 1 and sys.stderr.isatty() and not ((as_json or as_csv) and sys.stdout.isatty()):
-                answers = _with_progress(answers, len(files), sys.stderr)
-            if as_json or as_csv:
-                exit_code = _print_json(answers) if as_json else _print_csv(answers)
-            else:
-                exit_code = _print_table(answers, alone=len(files) == 1)
+            files = _named_files([*(images or []), *(image_files or [])])
+            exit_code = _print_answers(_predict_all(client, files, version, settings.store_uri), len(files), as_)
     except ServerUnreachableError as error:
         raise (error if target else _with_champion(error, settings)) from None
     if exit_code:
         sys.exit(exit_code)
+
+
+def _server(settings: Settings, target: str | None, format: Format, tls: bool) -> "Target":
+    from evernear.serving.client import Target
+
+    return Target.remote(settings, _host(target), format, tls=tls) if target else Target.local(settings, format)
+
+
+def _named_files(paths: list[Path]) -> list[Path]:
+    files = list(_files(paths))
+    if not files:
+        raise SettingsError("No image: pass files, or --image-file with a file, a folder or -.")
+    return files
+
+
+def _print_answers(answers: "Iterator[Answer]", count: int, as_: Literal["json", "csv", "table"]) -> int:
+    """Print the answers about ``count`` files as they arrive, and return the exit code."""
+    # JSON lines on the same terminal already show the progress.
+    shows_progress = as_ != "table" and sys.stdout.isatty()
+    if count > 1 and sys.stderr.isatty() and not shows_progress:
+        answers = _with_progress(answers, count, sys.stderr)
+    match as_:
+        case "json":
+            return _print_json(answers)
+        case "csv":
+            return _print_csv(answers)
+        case "table":
+            return _print_table(answers, alone=count == 1)
 
 
 def _with_champion(error: ServerUnreachableError, settings: Settings) -> EvernearError:

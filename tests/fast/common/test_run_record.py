@@ -60,10 +60,12 @@ def test_error_is_the_termination_message_in_kubernetes(
     assert len(message.read_bytes()) <= 4096, "the limit of the kubelet"
 
 
-def test_unwritable_store_does_not_fail_a_step(tmp_path: Path) -> None:
+def test_unwritable_store_does_not_fail_a_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "store").write_text("a file, not a directory")
     with step("export", "run", (tmp_path / "store").as_uri()) as running:
         running.summary = "done"
+    assert "[export] finished: done" in capsys.readouterr().out
+    assert (tmp_path / "store").read_text() == "a file, not a directory"
 
 
 @pytest.fixture

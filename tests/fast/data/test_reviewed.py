@@ -286,7 +286,9 @@ def test_class_of_the_live_release_does_not_wait(ingest: Ingest, answer) -> None
 
 def test_retired_class_may_be_named_by_mistake(ingest: Ingest, answer) -> None:
     answer("old", 500)
-    require_valid(validated(ingest(), champion_labels=("1", "2", "10", "old"), retired=("old",)))
+    report = validated(ingest(), champion_labels=("1", "2", "10", "old"), retired=("old",))
+    require_valid(report)
+    assert "old (1 of 10)" in " ".join(report.notes())
 
 
 def test_single_class_says_what_waits(ingest: Ingest, answer, tree: Path) -> None:

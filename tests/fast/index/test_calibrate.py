@@ -6,14 +6,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from evernear.data.groups import group_numbers
+from evernear.data.groups import GroupNumbers, group_numbers
 from evernear.data.manifest import Split
 from evernear.data.shards import Dataset
 from evernear.embedding.embeddings import Embeddings
 from evernear.errors import DataError
 from evernear.index.build import build_index
 from evernear.index.calibrate import EQUAL, MARGIN, between, calibration_gaps, threshold_at, threshold_rejecting
-from evernear.index.description import MAX_DISTANCE, Calibration, describe_threshold
+from evernear.index.description import MAX_DISTANCE, Calibration, IndexDescription, describe_threshold
 from evernear.settings import IndexSettings
 from tests.gallery_vectors import MakeEmbeddings, blobs, unit
 from tests.small_ingest import dataset_of
@@ -299,6 +299,25 @@ def rejected_of_new_scenes(threshold: float, dataset: Dataset) -> float:
     return float((np.linalg.norm(queries[:, None] - gallery[None], axis=2).min(axis=1) > threshold).mean())
 
 
+def build_both(
+    dataset: Dataset, made: Embeddings, groups: GroupNumbers, directory: Path
+) -> tuple[IndexDescription, IndexDescription]:
+    """Indexes whose thresholds rest on groups, and on images alone."""
+
+    def build(name: str, groups: GroupNumbers | None) -> IndexDescription:
+        return build_index(
+            made,
+            dataset.labels,
+            IndexSettings(),
+            directory / name,
+            relative_threshold=0.5,
+            groups=groups,
+            toward_mean=0,
+        )
+
+    return build("groups", groups), build("images", None)
+
+
 def test_only_queries_of_scenes_that_the_gallery_lacks_set_the_threshold(folder, tmp_path, make_embeddings):
     """A dataset that was ingested before data.group was set keeps its divided scenes."""
     ingest(folder, tmp_path)
@@ -317,18 +336,7 @@ def test_only_queries_of_scenes_that_the_gallery_lacks_set_the_threshold(folder,
         assert seen == {
             digest.tobytes() for digest, number in zip(digests, numbers, strict=True) if number in elsewhere
         }
-        with_groups = build_index(
-            made,
-            dataset.labels,
-            IndexSettings(),
-            tmp_path / "groups",
-            relative_threshold=0.5,
-            groups=groups,
-            toward_mean=0,
-        )
-    images_alone = build_index(
-        made, dataset.labels, IndexSettings(), tmp_path / "images", relative_threshold=0.5, toward_mean=0
-    )
+        with_groups, images_alone = build_both(dataset, made, groups, tmp_path)
     gaps = calibration_gaps(dataset, ["a", "b", "c"], len(seen))
     assert f"; calibrated without query images of 1 class; calibrated without {len(seen)} query images" in gaps
     assert "every query image is of a group" in calibration_gaps(dataset, ["a", "b"], len(digests))
@@ -344,19 +352,8 @@ def test_expected_false_rejects_count_scenes(folder: Path, tmp_path: Path, make_
     made = embed(dataset, make_embeddings)
     with group_numbers(dataset) as groups:
         assert groups.seen_queries() == frozenset()
-        grouped = build_index(
-            made,
-            dataset.labels,
-            IndexSettings(),
-            tmp_path / "groups",
-            relative_threshold=0.5,
-            groups=groups,
-            toward_mean=0,
-        )
+        grouped, images_alone = build_both(dataset, made, groups, tmp_path)
         sizes = np.bincount(groups.of(next(iter(dataset.blocks("query", 10_000))).digests))
-    images_alone = build_index(
-        made, dataset.labels, IndexSettings(), tmp_path / "images", relative_threshold=0.5, toward_mean=0
-    )
     independent = grouped.calibration.independent
     assert independent == pytest.approx(sizes.sum() ** 2 / (sizes**2).sum())
     assert independent < 0.4 * grouped.calibration.queries

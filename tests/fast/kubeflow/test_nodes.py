@@ -41,8 +41,12 @@ def test_several_nodes_need_a_source_in_a_bucket(source: str, location: str, mon
 
 @pytest.mark.parametrize("source", ["s3://images", "table:s3://images/table.csv", "webdataset:s3://images"])
 def test_source_in_a_bucket_may_use_several_nodes(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All that a run then lacks is the image of the nodes."""
+    chosen = RunSettings.model_validate({"data": {"nodes": 2, "source": source}, "store": "s3://bucket"})
+    with pytest.raises(SettingsError, match="set the environment variable EVERNEAR_IMAGE="):
+        require_nodes(chosen)
     monkeypatch.setenv("EVERNEAR_IMAGE", IMAGE)
-    require_nodes(RunSettings.model_validate({"data": {"nodes": 2, "source": source}, "store": "s3://bucket"}))
+    require_nodes(chosen)
 
 
 def test_one_node_is_the_process_of_the_step(tmp_path: Path) -> None:

@@ -296,6 +296,11 @@ def test_newer_ledger_is_not_read(workdir: Path, changed: bool, monkeypatch: pyt
 
 
 def test_store_of_this_version_is_compared_and_accepted(workdir: Path) -> None:
+    """The one document of a later version is found among the others."""
     store = FileStore(workdir / "store2")
     ingest_source(DataSettings(source=f"folder:{workdir / 'images'}"), store.uri)
     require_all_current(store)
+    (pattern,) = [each for each in KINDS if each.startswith("review/submitted/")]
+    store.put(pattern.replace("*", "x"), newer_of(pattern).lstrip(b"\n"))
+    with pytest.raises(FormatError, match=f"in format {FORMAT + 1}"):
+        require_all_current(store)

@@ -264,7 +264,9 @@ def test_writer_removes_pending_answers(use_keys: UseKeys) -> None:
     use_keys("writer")
     store = open_store(EMPTY)
     store.put("review/pending/image", b"")
+    assert [info.key for info in store.list("review/pending/")] == ["review/pending/image"]
     store.delete("review/pending/image")
+    assert list(store.list("review/pending/")) == []
 
 
 def test_server_checks_the_version_of_the_store_with_its_keys(use_keys: UseKeys) -> None:
