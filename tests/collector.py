@@ -43,10 +43,12 @@ class Collector:
                     self._received.put((service, span))
 
     def wait_for(self, trace: str, *names: str) -> dict[str, tuple[str, Span]]:
-        """Service and span of a trace by name, once all ``names`` have arrived."""
+        """Service and span of a trace by name, also after its service's, once all ``names`` have
+        arrived."""
         while not self._spans[trace].keys() >= set(names):
             service, span = self._received.get(timeout=60)
-            self._spans[span.trace_id.hex()][span.name] = (service, span)
+            for name in (span.name, f"{service} {span.name}"):
+                self._spans[span.trace_id.hex()][name] = (service, span)
         return self._spans[trace]
 
 

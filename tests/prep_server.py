@@ -18,7 +18,7 @@ from evernear.release.manifest import ReleaseManifest
 from evernear.release.promotions import CHAMPION, Promotion
 from evernear.release.records import MANIFESTS, Decision, Record
 from evernear.serving.endpoints import listening_socket
-from evernear.serving.prep.app import create_server
+from evernear.serving.http.prep import create_prep_server
 from evernear.settings import PrepSettings, ServingSettings, Settings
 
 
@@ -26,7 +26,7 @@ from evernear.settings import PrepSettings, ServingSettings, Settings
 def prep_client(settings: Settings) -> Iterator[httpx.Client]:
     """A client of a preprocessing server with ``settings``, on a free port."""
     with (
-        running(create_server(settings)) as port,
+        running(create_prep_server(settings)) as port,
         httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=30, trust_env=False) as client,
     ):
         yield client

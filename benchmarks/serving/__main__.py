@@ -20,8 +20,7 @@ counted as wrong. Servers use different numbers of cores, so compare the CPU tim
   as ``evernear serve`` starts it;
 - ``prep``: the same with ``evernear prep`` in front
   (bodies in JSON, which it requires);
-- ``kserve``: KServe's predictor, from the environment `.venv/kserve`,
-  without a transformer;
+- ``kserve``: KServe's predictor without a transformer;
 - ``kserve transformer``: the same with a transformer in front,
   which calls it over gRPC;
 - ``fastapi``: FastAPI and uvicorn around the same core (for photographs, around the same network),

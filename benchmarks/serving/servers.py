@@ -30,7 +30,6 @@ from evernear.settings.serving import MODEL_NAME
 HOST = "127.0.0.1"
 STARTUP_TIMEOUT_S = 120
 STOP_TIMEOUT_S = 10
-KSERVE_PYTHON = Path(sys.executable).parents[1] / "kserve/bin/python"
 CORE_ENVIRONMENT = {"OMP_NUM_THREADS": "1"}  # evernear sets this in its worker; give the others the same advantage
 
 
@@ -104,22 +103,21 @@ def evernear(served: Served, directory: Path) -> Generator[Running]:
 
 @contextmanager
 def kserve(served: Served, directory: Path) -> Generator[Running]:
-    """KServe's predictor, called by clients or by its transformer (bodies in JSON), from a separate
-    environment."""
+    """KServe's predictor, called by clients or by its transformer (bodies in JSON)."""
     directory.mkdir(exist_ok=True)
     with ExitStack() as stack:
 
-        def start(module: str, *options: str) -> tuple[int, int, Callable[[], list[psutil.Process]]]:
+        def start(*options: str) -> tuple[int, int, Callable[[], list[psutil.Process]]]:
             port, grpc_port = free_ports(2)
-            command = [str(KSERVE_PYTHON), "-m", f"evernear.serving.kserve.{module}", *options]
+            command = [sys.executable, "-m", "evernear.serving.http", *options]
             command += ["--store", served.settings.store_uri, "--http_port", str(port), "--grpc_port", str(grpc_port)]
             return port, grpc_port, stack.enter_context(_process(command, directory, CORE_ENVIRONMENT))
 
-        port, grpc_port, predictor = start("predictor")
+        port, grpc_port, predictor = start()
         target = _v1_target(served, port)
         _await_response(target)
         address = ("--predictor_host", f"{HOST}:{grpc_port}", "--predictor_protocol", "grpc-v2")
-        transformer_port, _, transformer = start("transformer", *address)
+        transformer_port, _, transformer = start(*address)
         transformed = _v1_target(served, transformer_port)
         _await_response(transformed)
         targets = {"kserve": target, "kserve transformer": transformed}

@@ -21,7 +21,7 @@ from tests.releases import MakeRelease, PackedRelease
 from tests.slow.serving.callers import calling
 
 pytestmark = pytest.mark.cluster
-IMAGE = "EVERNEAR_TEST_KSERVE_IMAGE"
+IMAGE = "EVERNEAR_TEST_IMAGE"
 NAME = "evernear-predictor"
 POD_FIELDS = ("automountServiceAccountToken", "enableServiceLinks", "terminationGracePeriodSeconds", "volumes")
 

@@ -6,6 +6,8 @@ import sys
 import zipfile
 from pathlib import Path
 
+import pytest
+
 from evernear.serving.configuration import FRONTEND_ARCHIVE
 from tests import ROOT
 
@@ -16,9 +18,9 @@ def test_jar_was_built_from_the_committed_sources() -> None:
         assert archive.read(build["HASH_FILE"]).decode() == build["source_sha256"](), "run `make frontend`"
 
 
-def test_generated_protobuf_modules_match_the_proto_file(tmp_path: Path) -> None:
-    source = ROOT / "src"
-    proto = "evernear/serving/client/inference.proto"
+@pytest.mark.parametrize("proto", ["client/inference.proto", "http/open_inference.proto"])
+def test_generated_protobuf_modules_match_the_proto_file(tmp_path: Path, proto: str) -> None:
+    source, proto = ROOT / "src", f"evernear/serving/{proto}"
     command = [sys.executable, "-m", "grpc_tools.protoc", f"-I{source}", f"--python_out={tmp_path}", proto]
     subprocess.run([*command, f"--pyi_out={tmp_path}"], check=True)
     for suffix in ("_pb2.py", "_pb2.pyi"):

@@ -158,7 +158,7 @@ def token(settings: Settings) -> None:
 def prep(settings: Settings) -> None:
     """Run the preprocessing server, which decodes images and forwards them to TorchServe."""
     from evernear.serving.endpoints import host_and_port
-    from evernear.serving.prep.app import serve_prep
+    from evernear.serving.http.prep import serve_prep
 
     log_to_stderr(logging.INFO if settings.log_format == "json" else logging.WARNING, settings.log_format)
     url = f"http://{host_and_port(settings.prep.host, settings.prep.port)}"

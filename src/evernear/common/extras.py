@@ -15,8 +15,8 @@ NEEDED_BY: Mapping[str, tuple[str, ...]] = {
     "evernear.console": ("pipeline",),
     "evernear.review": ("pipeline",),
     "evernear.triggers": ("pipeline",),
-    "evernear.serving.prep": ("prep",),
-    "evernear.serving.kserve": ("model", "kserve"),
+    "evernear.serving.http.local": ("model", "prep"),
+    "evernear.serving.http": ("prep",),
     "evernear.serving": ("serve",),
     "evernear": ("train",),
 }

@@ -25,7 +25,7 @@ from evernear.console.runs_page import RunsPage
 from evernear.console.web import Predictor, error_response
 from evernear.errors import EvernearError, SettingsError
 from evernear.serving.endpoints import host_and_port, listening_socket
-from evernear.serving.http_limits import limited_server
+from evernear.serving.http.limits import limited_server
 from evernear.settings.serving import MAX_BODIES_SIZE_BYTES
 from evernear.settings.triggers import ConsoleSettings
 
@@ -95,8 +95,8 @@ def create_server(app: Starlette, settings: ConsoleSettings) -> uvicorn.Server:
 
 
 def create_console_app(backend: Backend, sign_in: SignIn) -> Starlette:
-    """Create the console as an ASGI application. The console recognizes images with `PrepService`,
-    as the preprocessing server does."""
+    """Create the console as an ASGI application, which recognizes images as the preprocessing
+    server does."""
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncGenerator[None]:

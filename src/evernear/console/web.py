@@ -18,9 +18,11 @@ from evernear.common.output import printable
 from evernear.errors import BusyError, ConflictError, DataError, EvernearError, ServerUnreachableError, SettingsError
 from evernear.evaluation.headline import headline
 from evernear.serving.decoding import OverloadedError
-from evernear.serving.prep.service import PrepService
-from evernear.serving.responses import Prediction
+from evernear.serving.http.remote import Remote, torchserve_backend
+from evernear.serving.http.telemetry import Telemetry
+from evernear.serving.responses import Prediction, Rejection
 from evernear.settings import Settings
+from evernear.settings.serving import MODEL_NAME
 
 MAX_FORM_BYTES = 256 * 2**10
 Form = Mapping[str, list[str]]
@@ -111,17 +113,18 @@ def _isolated(name: str) -> Markup:
 
 
 class Predictor:
-    """Creates a `PrepService` on demand, because the console may start before the servers. If a
-    server becomes unreachable, the `PrepService` is replaced, because the server may restart on a
-    different port."""
+    """Creates a `Remote` on demand, because the console may start before the servers. If a server
+    becomes unreachable, the `Remote` is replaced, because the server may restart on a different
+    port."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
-        self._service: PrepService | None = None
+        self._telemetry = Telemetry("prep", MODEL_NAME)
+        self._remote: Remote | None = None
         self._lock = asyncio.Lock()
 
     async def predict(self, image: bytes) -> Prediction:
-        """Recognize an image file. Raises the same errors as `PrepService.predict_image`.
+        """Recognize an image file. Raises the errors of `Remote.recognize`, and `DataError`.
 
         A request whose server is unreachable closes the connections of the others, so each is sent
         once more.
@@ -133,18 +136,21 @@ class Predictor:
 
     async def _predict(self, image: bytes) -> Prediction:
         async with self._lock:
-            if self._service is None:
-                self._service = PrepService(self._settings, embeddings=True)  # bound to this event loop
-            service = self._service
+            if self._remote is None:  # bound to this event loop
+                self._remote = torchserve_backend(self._settings, self._telemetry, embeddings=True)
+            remote = self._remote
         try:
-            return await service.predict_image(image)
+            (result,) = await remote.recognize([image])
         except ServerUnreachableError:
             async with self._lock:
-                if self._service is service:
-                    self._service = None
-            await service.close()
+                if self._remote is remote:
+                    self._remote = None
+            await remote.aclose()
             raise
+        if isinstance(result, Rejection):
+            raise DataError(result.message)
+        return result
 
     async def close(self) -> None:
-        if self._service is not None:
-            await self._service.close()
+        if self._remote is not None:
+            await self._remote.aclose()

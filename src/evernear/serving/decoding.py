@@ -1,14 +1,10 @@
-"""Image decoding in servers. A malicious file raises no error other than `DataError`. Large images
-do not delay small ones."""
+"""Image decoding in servers. A malicious file raises no error other than `DataError`."""
 
-import asyncio
 import logging
-import threading
 from collections.abc import Callable, Generator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from io import BytesIO
-from typing import TypeVar, TypeVarTuple
+from typing import TypeVar
 
 from PIL import Image
 
@@ -32,10 +28,7 @@ TINY_BYTES, TINY_PIXELS = 16 * 1024, 2**16
 """Largest file, and its pixels, that an event loop decodes itself, in less than a millisecond.
 Passing an image to a thread and back takes longer."""
 SMALL_THREADS = 2
-MAX_WAITING_LARGE = 16
-"""Maximum number of large images that wait for a decoding thread."""
 
-Arguments = TypeVarTuple("Arguments")
 Source = TypeVar("Source")
 Parameter = TypeVar("Parameter")
 Result = TypeVar("Result")
@@ -47,11 +40,7 @@ _LOSSES = {
 
 
 class OverloadedError(ServingError):
-    """Too many large images are waiting. Retry after ``retry_after_s``."""
-
-    def __init__(self, message: str, retry_after_s: int = 1) -> None:
-        super().__init__(message)
-        self.retry_after_s = retry_after_s
+    """Too many images are waiting. Retry after a second."""
 
 
 def inspect_image(data: bytes, max_pixels: int) -> EncodedImage:
@@ -114,45 +103,6 @@ def encode_png(pixels: Pixels) -> bytes:
     return buffer.getvalue()
 
 
-class DecodePool:
-    """The decoding threads of an asyncio server: ``large`` threads for large images, and
-    `SMALL_THREADS` for small ones.
-
-    A large image delays only others. Decoding takes at most `pool_size_bytes` of memory.
-    """
-
-    def __init__(self, large: int) -> None:
-        self._small = ThreadPoolExecutor(SMALL_THREADS, "small-image")
-        self._large = ThreadPoolExecutor(large, "large-image")
-        self._places = threading.BoundedSemaphore(large + MAX_WAITING_LARGE)
-
-    async def run(
-        self, size_bytes: int, pixels: int, function: Callable[[*Arguments], Result], *args: *Arguments
-    ) -> Result:
-        """Run ``function``, which reads ``size_bytes`` and decodes ``pixels`` pixels in total: here
-        if both are tiny, otherwise in a thread for this size.
-
-        Raises:
-            OverloadedError: too many large images are waiting.
-        """
-        if size_bytes <= TINY_BYTES and pixels <= TINY_PIXELS:
-            return function(*args)
-        if pixels <= SMALL_PIXELS:
-            return await asyncio.wrap_future(self._small.submit(function, *args))
-        if not self._places.acquire(blocking=False):
-            raise OverloadedError("Too many large images are waiting to be decoded; try again in a second.")
-        future = self._large.submit(function, *args)
-        # A running thread cannot be cancelled. Even if the caller is, the slot therefore stays
-        # occupied until decoding ends.
-        future.add_done_callback(lambda _: self._places.release())
-        return await asyncio.wrap_future(future)
-
-    def close(self) -> None:
-        """Cancel the calls that have not started."""
-        self._small.shutdown(wait=False, cancel_futures=True)
-        self._large.shutdown(wait=False, cancel_futures=True)
-
-
 def pool_size_bytes(large: int, max_pixels: int) -> int:
-    """The most memory, in bytes, that a `DecodePool` uses for decoding."""
+    """The most memory, in bytes, that `evernear.serving.http.decoder` uses for decoding."""
     return large * decode_size_bytes(max_pixels) + SMALL_THREADS * decode_size_bytes(SMALL_PIXELS)

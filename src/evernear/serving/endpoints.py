@@ -130,11 +130,12 @@ def listening_socket(host: str, port: int, setting: str) -> socket.socket:
 
 
 def bind_error(error: OSError, host: str, port: int, setting: str) -> ServingError:
-    """The error for an address that cannot be bound. ``setting`` names the port's setting."""
+    """The error for an address that cannot be bound. ``setting`` names the port's setting, or its
+    option."""
     if error.errno == errno.EADDRINUSE:
+        option = f"{setting} NUMBER" if setting.startswith("--") else f"--set {setting}=NUMBER"
         return ServingError(
-            f"Port {port} on {host} is in use by another program; stop that, or choose a free port with "
-            f"--set {setting}=NUMBER."
+            f"Port {port} on {host} is in use by another program; stop that, or choose a free port with {option}."
         )
     return ServingError(f"{setting}: {host_and_port(host, port)} cannot be bound: {error.strerror}.")
 

@@ -46,7 +46,7 @@ class ReleaseSource:
             return self.version
         champion = registry.champion()
         if champion is None:
-            raise StoreError("The store has no champion yet; name a version.")
+            raise StoreError("No release has been promoted yet; `evernear registry list` shows the releases.")
         return champion.version
 
     def _archive(self) -> Path:

@@ -70,7 +70,7 @@ def decode_base64(text: str) -> bytes:
 
 def compression(body: bytes) -> str | None:
     """The error message for a compressed body, otherwise None."""
-    kind = next((kind for signature, kind in _COMPRESSED.items() if body.startswith(signature)), None)
+    kind = _COMPRESSED.get(body[:2]) or _COMPRESSED.get(body[:4])
     return kind and f"The request's body is compressed with {kind}; send it uncompressed."
 
 

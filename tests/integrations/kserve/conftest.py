@@ -1,6 +1,5 @@
 """One predictor, and a transformer for each protocol of the predictor."""
 
-import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -11,25 +10,9 @@ from evernear.common.store import open_store
 from evernear.release.archive_reader import ReleaseParts, open_release
 from evernear.release.registry import Registry
 from tests.collector import Collector, collecting
-from tests.integrations.kserve.inference_service import (
-    ENVIRONMENT,
-    PROTOCOLS,
-    TRACED,
-    V1_LOGGING,
-    Server,
-    open_inference_protocol,
-)
+from tests.integrations.kserve.inference_service import PROTOCOLS, TRACED, V1_LOGGING, Server
 from tests.ports import loopback_ipv6
 from tests.releases import MakeRelease, PackedRelease
-
-
-@pytest.fixture(scope="session", autouse=True)
-def sdk() -> None:
-    if open_inference_protocol() is None:
-        reason = f"KServe's SDK is not installed in {ENVIRONMENT}; `make test-integrations` installs it (Python < 3.14)"
-        if os.environ.get("CI"):
-            pytest.fail(reason)
-        pytest.skip(reason)
 
 
 @pytest.fixture(scope="session")
@@ -38,7 +21,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(scope="session")
-def release(sdk: None, make_release: MakeRelease, store: str) -> PackedRelease:
+def release(make_release: MakeRelease, store: str) -> PackedRelease:
     """The champion of `store`."""
     release = make_release()
     registry = Registry(open_store(store))
@@ -69,14 +52,14 @@ def service(
     model_dir = str(release.archive.parent)
     # On all addresses, also of IPv6. The transformers call it although no proxy is reachable.
     anywhere = ("--host", "::") if loopback_ipv6() else ()
-    predictor = Server("predictor", logs / "predictor.log", "--model_dir", model_dir, *anywhere, environment=traced)
+    predictor = Server(logs / "predictor.log", "--model_dir", model_dir, *anywhere, environment=traced)
     proxies = {"v2": {"http_proxy": "http://127.0.0.1:1"}, "grpc-v2": {"grpc_proxy": "http://127.0.0.1:1"}}
     servers = {"predictor": predictor}
     for protocol in PROTOCOLS:
         port = predictor.grpc_port if protocol == "grpc-v2" else predictor.http_port
         host = "127.0.0.1" if protocol == "v1" or not anywhere else "[::1]"
         servers[protocol] = Server(
-            *("transformer", logs / f"{protocol}.log", "--store", store, "--release", release.version),
+            *(logs / f"{protocol}.log", "--store", store, "--release", release.version),
             *("--predictor_host", f"{host}:{port}", "--predictor_protocol", protocol),
             *("--predictor_request_timeout_seconds", "10"),
             *(V1_LOGGING if protocol == "v1" else ()),

@@ -1,19 +1,14 @@
-"""A predictor and a transformer as processes in the environment of KServe's SDK, and requests to
-them."""
+"""A predictor and a transformer as processes, and requests to them."""
 
 import base64
 import contextlib
-import importlib.util
-import json
 import os
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from functools import cache
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import grpc
@@ -21,42 +16,25 @@ import httpx
 import numpy as np
 from numpy.typing import NDArray
 
-from tests import ROOT
+from evernear.serving.http import open_inference_pb2
 from tests.ports import free_ports
 
-ENVIRONMENT = ROOT / ".venv" / "kserve"
-PYTHON = ENVIRONMENT / "bin" / "python"
 PROTOCOLS = ("v1", "v2", "grpc-v2")
 TRACED = ("v1", "grpc-v2")
 """The transformers that export traces; the other one shows that traces are off by default."""
 READY_TIMEOUT_S = 240
 END_TIMEOUT_S = 60
-V1_LOGGING = ("--enable_access_log", "--enable_latency_logging", "true")
-
-
-@cache
-def open_inference_protocol() -> ModuleType | None:
-    """The protocol's messages from the SDK; None if it is not installed."""
-    candidates = [*ENVIRONMENT.glob("lib/python*/site-packages/kserve/protocol/grpc/grpc_predict_v2_pb2.py")]
-    if not candidates:
-        return None
-    spec = importlib.util.spec_from_file_location("grpc_predict_v2_pb2", candidates[0])
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+V1_LOGGING = ("--enable_access_log",)
 
 
 class Server:
     """One process of an InferenceService, whose ports survive restarts."""
 
-    def __init__(self, module: str, log: Path, *options: str, environment: Mapping[str, str] | None = None) -> None:
+    def __init__(self, log: Path, *options: str, environment: Mapping[str, str] | None = None) -> None:
         self.http_port, self.grpc_port = free_ports(2)
         self.url = f"http://127.0.0.1:{self.http_port}"
         self.host = options[options.index("--host") + 1] if "--host" in options else "127.0.0.1"
         self.log = log
-        self._module = module
         self._options = options
         self._environment = {**os.environ, **(environment or {})}
         self.process: subprocess.Popen[bytes] | None = None
@@ -65,7 +43,7 @@ class Server:
     def start(self, *options: str) -> None:
         """Start the process; ``options`` override those of the constructor."""
         ports = ("--http_port", str(self.http_port), "--grpc_port", str(self.grpc_port))
-        command = [PYTHON, "-m", f"evernear.serving.kserve.{self._module}", *ports, *self._options, *options]
+        command = [sys.executable, "-m", "evernear.serving.http", *ports, *self._options, *options]
         self._client = httpx.Client(base_url=self.url, timeout=60, trust_env=False)
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(command, stdout=log, stderr=log, env=self._environment)
@@ -122,21 +100,19 @@ class Server:
 
     def grpc(self, method: str, request: Any, answer: str) -> Any:
         """Call a method of v2 over gRPC; ``answer`` is the name of the response message."""
-        protocol = open_inference_protocol()
         with grpc.insecure_channel(f"127.0.0.1:{self.grpc_port}") as channel:
             call = channel.unary_unary(
                 f"/inference.GRPCInferenceService/{method}",
                 request_serializer=type(request).SerializeToString,
-                response_deserializer=getattr(protocol, answer).FromString,
+                response_deserializer=getattr(open_inference_pb2, answer).FromString,
             )
             return call(request, timeout=60)
 
     def infer_grpc(self, name: str, datatype: str, shape: Sequence[int], **data: Any) -> Any:
         """``data`` is ``raw=bytes``, or one field of the message InferTensorContents."""
-        protocol = open_inference_protocol()
         raw = [data.pop("raw")] if "raw" in data else []
         tensor = {"name": name, "datatype": datatype, "shape": shape} | ({"contents": data} if data else {})
-        request = protocol.ModelInferRequest(model_name="embedding", inputs=[tensor], raw_input_contents=raw)
+        request = open_inference_pb2.ModelInferRequest(model_name="embedding", inputs=[tensor], raw_input_contents=raw)
         return self.grpc("ModelInfer", request, "ModelInferResponse")
 
 
@@ -176,11 +152,3 @@ def _contents(output: Any) -> list[Any]:
     kinds = {"BYTES": "bytes", "FP32": "fp32", "BOOL": "bool", "INT64": "int64"}
     field = f"{kinds[output.datatype]}_contents"
     return [v.decode() if isinstance(v, bytes) else v for v in getattr(output.contents, field)]
-
-
-def run_in_environment(code: str, *args: str) -> Any:
-    """Run ``code`` in the SDK's environment; returns its JSON output."""
-    completed = subprocess.run([PYTHON, "-c", code, *args], capture_output=True, text=True, timeout=READY_TIMEOUT_S)
-    assert completed.returncode == 0, completed.stderr
-    print(completed.stderr, file=sys.stderr)
-    return json.loads(completed.stdout)

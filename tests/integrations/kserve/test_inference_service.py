@@ -4,6 +4,7 @@ import base64
 import http.client
 import json
 import subprocess
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -12,29 +13,27 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import httpx
 import numpy as np
 import psutil
 import pytest
-from opentelemetry.proto.trace.v1.trace_pb2 import Status
 from PIL import Image
 
 from evernear.release.archive_reader import ReleaseParts
 from evernear.serving.core import Predictor
-from evernear.serving.responses import Prediction
+from evernear.serving.http import open_inference, open_inference_pb2
+from evernear.serving.responses import Neighbor, Prediction
 from tests import hostile
 from tests.collector import CLIENT_SPAN, Collector, attributes, parent
 from tests.dataset_images import saved
 from tests.hostile_requests import fuzz, kserve
 from tests.integrations.kserve.inference_service import (
-    PYTHON,
     READY_TIMEOUT_S,
     TRACED,
     Server,
     files,
-    open_inference_protocol,
     pixels,
     predictions_of,
-    run_in_environment,
 )
 from tests.ports import free_ports
 from tests.releases import MakeRelease, PackedRelease
@@ -107,6 +106,16 @@ class TestAnswers:
         names = [output.name for output in response.outputs]
         dists = np.frombuffer(response.raw_output_contents[names.index("dist")], np.float32)
         assert dists.tolist() == pytest.approx([answer["dist"] for answer in stored], abs=1e-4)
+
+    def test_v2_over_rest_in_binary(self, server: Server, images: list[bytes], stored: list[dict[str, Any]]) -> None:
+        data = len(images[0]).to_bytes(4, "little") + images[0]
+        outputs = [{"name": "pred"}, {"name": "dist", "parameters": {"binary_data": True}}, {"name": "version"}]
+        response = infer_in_binary(server, {"binary_data_size": len(data)}, data, outputs=outputs)
+        head_size = int(response.headers["Inference-Header-Content-Length"])
+        pred, dist, version = json.loads(response.content[:head_size])["outputs"]
+        assert (pred["data"], version["data"]) == ([stored[0]["pred"]], [stored[0]["version"]])
+        assert dist["parameters"] == {"binary_data_size": 4}
+        assert np.frombuffer(response.content[head_size:], "<f4")[0] == pytest.approx(stored[0]["dist"], abs=1e-4)
 
     def test_v2_returns_the_requested_outputs(self, server: Server, images: list[bytes]) -> None:
         body = {"id": "7", "inputs": [files(images[:1])], "outputs": [{"name": "pred"}]}
@@ -198,8 +207,7 @@ class TestBatches:
             "shape": [100],
             "contents": {"bytes_contents": images[:1] * 100},
         }
-        protocol = open_inference_protocol()
-        message = protocol.ModelInferRequest(model_name="embedding", inputs=[tensor]).SerializeToString()
+        message = open_inference_pb2.ModelInferRequest(model_name="embedding", inputs=[tensor]).SerializeToString()
         recognized, log = metric(predictor, "evernear_images_total"), predictor.log.read_text()
         with predictor.frozen(), grpc.insecure_channel(f"127.0.0.1:{predictor.grpc_port}") as channel:
             connections = [http.client.HTTPConnection("127.0.0.1", predictor.http_port) for _ in range(32)]
@@ -302,13 +310,28 @@ class TestBadRequests:
         assert exc_info.value.code() == grpc.StatusCode.INVALID_ARGUMENT
 
     @pytest.mark.parametrize("length", ["5", "-1", "x", "99999"])
-    def test_binary_data_over_rest_is_rejected(self, server: Server, length: str) -> None:
+    def test_wrong_size_of_the_json_before_binary_data_is_400(self, server: Server, length: str) -> None:
         response = server.post(
             "/v2/models/embedding/infer",
             content=json.dumps({"inputs": [files([b"x"])]}).encode(),
             headers={"Inference-Header-Content-Length": length, "Content-Type": "application/octet-stream"},
         )
         assert response.status_code == 400
+
+    @pytest.mark.parametrize(
+        ("size", "data"), [(5, b""), (1, b"ab"), (-1, b""), ("4", b"abcd"), (4, b"abcd"), (8, b"\xff\0\0\0abcd")]
+    )
+    def test_binary_data_that_do_not_fit_their_tensor_are_400(self, server: Server, size: object, data: bytes) -> None:
+        response = infer_in_binary(server, {"binary_data_size": size}, data)
+        assert response.status_code == 400
+        assert response.json()["error"].endswith(".")
+
+
+def infer_in_binary(server: Server, parameters: dict[str, Any], data: bytes, **request: Any) -> httpx.Response:
+    tensor = {"name": "images", "datatype": "BYTES", "shape": [1], "parameters": parameters}
+    head = json.dumps({"inputs": [tensor], **request}).encode()
+    headers = {"Inference-Header-Content-Length": str(len(head))}
+    return server.post("/v2/models/embedding/infer", content=head + data, headers=headers)
 
 
 class TestLimits:
@@ -362,11 +385,12 @@ class TestLimits:
         assert peak_bytes < 1.5 * 2**30
 
     def test_millions_of_tensors_are_an_invalid_argument(self, server: Server) -> None:
-        protocol = open_inference_protocol()
         for many in ({"inputs": [{}] * 1_000_000}, {"outputs": [{}] * 1_000_000}):
             with pytest.raises(grpc.RpcError) as exc_info:
                 server.grpc(
-                    "ModelInfer", protocol.ModelInferRequest(model_name="embedding", **many), "ModelInferResponse"
+                    "ModelInfer",
+                    open_inference_pb2.ModelInferRequest(model_name="embedding", **many),
+                    "ModelInferResponse",
                 )
             assert exc_info.value.code() == grpc.StatusCode.INVALID_ARGUMENT
             assert "more than 64 inputs or outputs" in exc_info.value.details()
@@ -374,12 +398,11 @@ class TestLimits:
     def test_model_cannot_be_unloaded(self, server: Server, images: list[bytes]) -> None:
         for verb in ("load", "unload"):
             response = server.post(f"/v2/repository/models/embedding/{verb}")
-            assert response.status_code == 403
-        protocol = open_inference_protocol()
-        request = protocol.RepositoryModelUnloadRequest(model_name="embedding")
+            assert response.status_code == 404
+        request = open_inference_pb2.ServerLiveRequest()
         with pytest.raises(grpc.RpcError) as exc_info:
-            server.grpc("RepositoryModelUnload", request, "RepositoryModelUnloadResponse")
-        assert exc_info.value.code() == grpc.StatusCode.PERMISSION_DENIED
+            server.grpc("RepositoryModelUnload", request, "ServerLiveResponse")
+        assert exc_info.value.code() == grpc.StatusCode.UNIMPLEMENTED
         assert server.predict(images).status_code == 200
 
     def test_listens_on_loopback_or_its_host_only(self, server: Server) -> None:
@@ -414,14 +437,45 @@ class TestOperation:
         assert f'evernear_release_info{{model_name="embedding",version="{release.version}"}} 1.0' in text
         assert 'request_predict_seconds_count{model_name="embedding"}' in text
 
-    def test_requests_beside_predictions_reach_kserves_application(self, server: Server) -> None:
+    def test_requests_beside_predictions(self, server: Server, release: PackedRelease) -> None:
         assert server.get("/v1/models").json() == {"models": ["embedding"]}
         assert server.get("/v2/models/embedding/infer").status_code == 405
         assert server.post("/v1/models/embedding/x:predict").status_code == 404
-        assert "no list" in server.post("/v1/models/embedding:explain", json={}).json()["error"]
+        assert server.get("/v2/health/live").json() == {"live": True}
+        assert server.get("/v2/health/ready").json() == {"ready": True}
+        for path in ("/v1/models/embedding", f"/v2/models/embedding/versions/{release.version}/ready"):
+            assert server.get(path).json() == {"name": "embedding", "ready": True}
 
-    def test_unknown_model_is_404(self, server: Server) -> None:
+    def test_each_method_over_grpc(self, server: Server, release: PackedRelease) -> None:
+        assert server.grpc("ServerLive", open_inference_pb2.ServerLiveRequest(), "ServerLiveResponse").live
+        assert server.grpc("ServerReady", open_inference_pb2.ServerReadyRequest(), "ServerReadyResponse").ready
+        model = open_inference_pb2.ModelReadyRequest(name="embedding", version=release.version)
+        assert server.grpc("ModelReady", model, "ModelReadyResponse").ready
+        metadata = server.grpc("ServerMetadata", open_inference_pb2.ServerMetadataRequest(), "ServerMetadataResponse")
+        assert metadata.name == "evernear"
+        request = open_inference_pb2.ModelMetadataRequest(name="embedding")
+        described = server.grpc("ModelMetadata", request, "ModelMetadataResponse")
+        assert list(described.versions) == [release.version]
+        assert [output.name for output in described.outputs][:2] == ["pred", "dist"]
+
+    def test_images_are_also_recognized_as_files_and_in_json(
+        self, server: Server, images: list[bytes], stored: list[dict[str, Any]]
+    ) -> None:
+        answer = server.post("/predict", content=images[0], headers={"Content-Type": "image/png"})
+        assert_same([answer.json()], stored[:1])
+        body = {"data": base64.b64encode(images[0]).decode()}
+        assert server.post("/predict/label", json=body).json()["label"] == stored[0]["pred"]
+        assert server.get("/predict/test/label").json()["label"] == stored[0]["pred"]
+        assert server.post("/predict", json={"data": "AAAA"}).json()["code"] == 400
+
+    def test_unknown_model_or_version_is_404(self, server: Server, images: list[bytes]) -> None:
         assert server.post("/v1/models/other:predict", json={"instances": []}).status_code == 404
+        body = {"inputs": [files(images)]}
+        assert server.post("/v2/models/embedding/versions/1/infer", json=body).status_code == 404
+        request = open_inference_pb2.ModelMetadataRequest(name="other")
+        with pytest.raises(grpc.RpcError) as exc_info:
+            server.grpc("ModelMetadata", request, "ModelMetadataResponse")
+        assert exc_info.value.code() == grpc.StatusCode.NOT_FOUND
 
     @pytest.mark.slow
     def test_hanging_predictor_is_504(self, service: dict[str, Server], images: list[bytes]) -> None:
@@ -431,7 +485,7 @@ class TestOperation:
             answers = list(pool.map(lambda server: server.predict(images), transformers))
         for answer in answers:
             assert answer.status_code == 504, answer.text
-            assert "takes too long" in answer.json()["error"]
+            assert "within 10 s" in answer.json()["error"]
         assert all(server.predict(images).status_code == 200 for server in transformers)
 
     @pytest.mark.slow
@@ -449,7 +503,7 @@ class TestOperation:
         assert predictor.stop() == 0
         try:
             for server in transformers:
-                assert_unavailable(server, images, "cannot be reached")
+                assert_unavailable(server, images, "No server answers")
             predictor.start("--model_dir", str(other.archive))
             predictor.await_answer("/")
             assert predictor.predict(images[:1]).json()["predictions"][0]["version"] == other.version
@@ -467,29 +521,29 @@ class TestOperation:
 
 
 SIGNALLED_AT_START = """
-import os, signal, sys
-from evernear.serving.kserve import predictor, server
+import os, signal
+from evernear.serving.http import __main__ as program, app
 
-class SignalledServer(server._RestServer):
-    def create_application(self):
-        os.kill(os.getpid(), signal.SIGTERM)
-        super().create_application()
+create_app = app._create_app
 
-server._RestServer = SignalledServer
-server.run_command(predictor.main, server.arguments(""))
+def signalled(*arguments):
+    os.kill(os.getpid(), signal.SIGTERM)
+    return create_app(*arguments)
+
+app._create_app = signalled
+program.main()
 """
 
 
 class TestShutdown:
     def test_signal_before_the_first_request_ends_the_server(self, release: PackedRelease) -> None:
-        """KServe's own handler stops at that time what has not started, and the process crashes."""
         ports = [f"--{name}_port={port}" for name, port in zip(("http", "grpc"), free_ports(2), strict=True)]
-        command = [PYTHON, "-c", SIGNALLED_AT_START, f"--model_dir={release.archive.parent}", *ports]
+        command = [sys.executable, "-c", SIGNALLED_AT_START, f"--model_dir={release.archive.parent}", *ports]
         assert subprocess.run(command, timeout=READY_TIMEOUT_S).returncode == 0
 
     def test_grpc_stops_together_with_rest(self, release: PackedRelease, tmp_path: Path, images: list[bytes]) -> None:
         """Otherwise a server that waits for both takes longer than its pod's grace period."""
-        server = Server("predictor", tmp_path / "log", "--model_dir", str(release.archive.parent))
+        server = Server(tmp_path / "log", "--model_dir", str(release.archive.parent))
         server.start()
         server.await_answer("/")
         with closing(http.client.HTTPConnection("127.0.0.1", server.http_port, timeout=60)) as connection:
@@ -516,7 +570,7 @@ def refuses_grpc(server: Server, images: list[bytes]) -> bool:
 def await_connection(server: Server, images: list[bytes]) -> None:
     """Reconnects within seconds of the predictor's return, not after gRPC's two minutes."""
     deadline_s = time.monotonic() + 30
-    while "cannot be reached" in server.predict(images).text:
+    while "No server answers" in server.predict(images).text:
         assert time.monotonic() < deadline_s
         time.sleep(0.2)
 
@@ -533,70 +587,56 @@ def assert_unavailable(server: Server, images: list[bytes], reason: str) -> None
     assert reason in exc_info.value.details()
 
 
-STARTS = """
-import contextlib, io, json, sys
-from evernear.serving.kserve import transformer
-from evernear.serving.kserve.server import arguments, run_command
-torch_free = not {"torch", "faiss"} & set(sys.modules)
-from evernear.serving.kserve import predictor
-results = []
-for module, *argv in json.loads(sys.argv[1]):
-    sys.argv[1:] = argv
-    with contextlib.redirect_stderr(io.StringIO()) as stderr:
-        try:
-            run_command({"transformer": transformer, "predictor": predictor}[module].main, arguments(""))
-        except SystemExit as end:
-            results.append([end.code, stderr.getvalue()])
-print(json.dumps([torch_free, results]))
-"""
-
-
 @pytest.mark.slow
-def test_startup_errors_are_one_sentence_and_the_transformer_needs_no_torch(
+def test_startup_errors_are_one_sentence(
     release: PackedRelease, store: str, service: dict[str, Server], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    directory = str(release.archive.parent)
     empty = tmp_path_factory.mktemp("empty")
     broken = tmp_path_factory.mktemp("broken") / "release.mar"
     broken.write_bytes(release.archive.read_bytes()[:-100])
     running, version = service["predictor"], "20260101.000000.00000000"
     port = str(running.http_port)
     starts = [
-        (5, "has 0 release archives", ["predictor", "--model_dir", str(empty)]),
-        (5, "release.mar is not a release", ["predictor", "--model_dir", str(broken)]),
-        (4, "has no champion yet", ["predictor", "--store", empty.as_uri()]),
-        (4, f"Release {version} does not exist", ["predictor", "--store", store, "--release", version]),
-        (2, "needs --predictor_host", ["transformer", "--model_dir", directory]),
-        (2, "--workers must be 1", ["predictor", "--model_dir", directory, "--workers", "2"]),
-        (7, f"Port {port} on 127.0.0.1 cannot", ["predictor", "--store", store, "--http_port", port]),
-        (2, "unrecognized arguments: --modeldir", ["predictor", "--modeldir", directory]),
+        (3, "has 0 release archives", ["--model_dir", str(empty)]),
+        (3, "release.mar is not a release", ["--model_dir", str(broken)]),
+        (4, "No release has been promoted yet", ["--store", empty.as_uri()]),
+        (4, f"Release {version} does not exist", ["--store", store, "--release", version]),
+        (
+            4,
+            f"Port {port} on 127.0.0.1 is in use",
+            ["--store", store, "--predictor_host", "127.0.0.1", "--http_port", port],
+        ),
+        (2, "unrecognized arguments: --modeldir", ["--modeldir", str(empty)]),
+        (2, "invalid choice: '2'", ["--enable_grpc", "2"]),
     ]
-    torch_free, results = run_in_environment(STARTS, json.dumps([start for _, _, start in starts]))
-    assert torch_free
-    assert len(results) == len(starts)
-    for (code, sentence, _), (status, stderr) in zip(starts, results, strict=True):
-        assert status == code, stderr
-        assert sentence in stderr
-        assert "Traceback" not in stderr
+    for code, sentence, arguments in starts:
+        command = [sys.executable, "-m", "evernear.serving.http", *arguments]
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=120)
+        assert ended.returncode == code, ended.stderr
+        assert sentence in ended.stderr
+        assert "Traceback" not in ended.stderr
     assert running.get("/").status_code == 200
 
 
-SHORT_LIST = """
-import json
-import numpy as np
-from kserve import InferRequest
-from evernear.serving.kserve.protocols import PredictRequest, build_response, parse_response
-from evernear.serving.responses import Neighbor, Prediction
-
-near = (Neighbor(label="7", dist=0.5, row=3), Neighbor(label="1", dist=0.75, row=0))
-predictions = [Prediction(pred="7", dist=0.5, unknown=False, neighbors=near[:count], version="v") for count in (2, 1)]
-response = build_response(PredictRequest([], InferRequest("embedding", [])), predictions, "embedding")
-print(json.dumps(parse_response(response) == predictions))
-"""
+def test_transformer_loads_no_torch(transformer: Server) -> None:
+    assert transformer.process is not None
+    libraries = {Path(mapping.path).name for mapping in psutil.Process(transformer.process.pid).memory_maps()}
+    assert not [name for name in libraries if "torch" in name or "faiss" in name]
 
 
 def test_short_list_of_neighbors_is_filled_up_and_read_without_the_filling() -> None:
-    assert run_in_environment(SHORT_LIST)
+    near = (Neighbor(label="7", dist=0.5, row=3), Neighbor(label="1", dist=0.75, row=0))
+    predictions = [
+        Prediction(pred="7", dist=0.5, unknown=False, neighbors=near[:count], version="v") for count in (2, 1)
+    ]
+    rest = open_inference.parse_rest(b'{"inputs": [], "parameters": {"binary_data_output": true}}', None)
+    body, head_size = open_inference.rest_response(rest, "embedding", "v", predictions)
+    assert open_inference.predictions_of_rest(body, str(head_size)) == predictions
+    body, head_size = open_inference.rest_response(
+        open_inference.parse_rest(b'{"inputs": []}', None), "m", "v", predictions
+    )
+    assert head_size is None
+    assert open_inference.predictions_of_rest(body, None) == predictions
 
 
 @pytest.mark.slow
@@ -613,34 +653,40 @@ def test_prediction_is_one_trace_through_both_containers(
 ) -> None:
     trace = f"{TRACED.index(protocol) + 1:032x}"
     assert service[protocol].predict(images[:1], **parent(trace)).status_code == 200
-    names = ("transform", "prepare", "call predictor", "predict", "decode", "recognize")
-    received = collector.wait_for(trace, *names)
-    services = {name: server for name, (server, _) in received.items()}
-    assert services == dict.fromkeys(names[:3], "evernear-transformer") | dict.fromkeys(names[3:], "evernear-predictor")
-    transform, prepare, call, predict, decode, recognize = (received[name][1] for name in names)
-    assert transform.parent_span_id.hex() == CLIENT_SPAN
-    assert prepare.parent_span_id == call.parent_span_id == transform.span_id
-    assert predict.parent_span_id == call.span_id
-    assert decode.parent_span_id == recognize.parent_span_id == predict.span_id
-    assert attributes(transform) == attributes(predict) == {"evernear.release": release.version}
+    called = "gRPC ModelInfer" if protocol == "grpc-v2" else "POST /v1/models/{model}:predict"
+    transformer, predictor = "evernear-transformer", "evernear-predictor"
+    received = collector.wait_for(
+        trace,
+        f"{transformer} POST /v1/models/{{model}}:predict",
+        *(f"{transformer} {name}" for name in ("prepare", "call predictor")),
+        *(f"{predictor} {name}" for name in (called, "decode", "recognize")),
+    )
+    request = received[f"{transformer} POST /v1/models/{{model}}:predict"][1]
+    prepare, call = (received[f"{transformer} {name}"][1] for name in ("prepare", "call predictor"))
+    answer, decode, recognize = (received[f"{predictor} {name}"][1] for name in (called, "decode", "recognize"))
+    assert request.parent_span_id.hex() == CLIENT_SPAN
+    assert prepare.parent_span_id == call.parent_span_id == request.span_id
+    assert answer.parent_span_id == call.span_id
+    assert decode.parent_span_id == recognize.parent_span_id == answer.span_id
+    assert attributes(request)["evernear.release"] == attributes(answer)["evernear.release"] == release.version
 
 
 def test_predictor_alone_is_a_trace(predictor: Server, collector: Collector, images: list[bytes]) -> None:
-    trace = "f" * 32
+    trace, name = "f" * 32, "POST /v1/models/{model}:predict"
     assert predictor.predict(images[:1], **parent(trace)).status_code == 200
-    (_, predict) = collector.wait_for(trace, "predict", "recognize")["predict"]
+    (_, predict) = collector.wait_for(trace, name, "recognize")[name]
     assert predict.parent_span_id.hex() == CLIENT_SPAN
-    assert predict.status.code == Status.STATUS_CODE_UNSET
+    assert attributes(predict)["http.response.status_code"] == 200
     rejected = "e" * 32
     assert predictor.predict([BAD], **parent(rejected)).status_code == 400
-    (_, predict) = collector.wait_for(rejected, "predict")["predict"]
-    assert predict.status.code == Status.STATUS_CODE_ERROR
+    (_, predict) = collector.wait_for(rejected, name)[name]
+    assert attributes(predict)["http.response.status_code"] == 400
 
 
 def test_requests_are_logged_only_if_asked_for(service: dict[str, Server], images: list[bytes]) -> None:
     quiet, logging = service["v2"], service["v1"]  # see V1_LOGGING
     for server in (quiet, logging):
         assert server.predict(images[:1]).status_code == 200
-    lines = ("POST /", "predict_ms: ", "time:wall")
-    assert [line for line in lines if line in quiet.log.read_text()] == []
-    assert [line for line in lines if line in logging.log.read_text()] == [*lines]
+    line = "POST /v1/models/{model}:predict: 200"
+    assert line not in quiet.log.read_text()
+    assert line in logging.log.read_text()

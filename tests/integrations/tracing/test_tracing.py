@@ -42,7 +42,7 @@ def collector(monkeypatch: pytest.MonkeyPatch) -> Iterator[Collector]:
 @contextmanager
 def captured_log() -> Iterator[StringIO]:
     """The JSON log of the preprocessing server."""
-    stream, log = StringIO(), logging.getLogger("evernear.serving.prep.app")
+    stream, log = StringIO(), logging.getLogger("evernear.serving.http.app")
     handler = logging.StreamHandler(stream)
     handler.setFormatter(JsonFormatter())
     log.addHandler(handler)

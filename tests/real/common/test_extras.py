@@ -19,7 +19,6 @@ SUBMODULES = {
     "kfp-kubernetes": "kfp.kubernetes",
     "opentelemetry-sdk": "opentelemetry.sdk.trace",
     "opentelemetry-exporter-otlp-proto-http": "opentelemetry.exporter.otlp.proto.http",
-    "kserve": "kserve",
 }
 """Modules of distributions that share a package with another one or are not in this environment."""
 
@@ -111,10 +110,3 @@ def test_command_without_its_extra_says_what_to_install(library: str, ended: Pat
     assert re.fullmatch(pattern, stderr), stderr
     assert (ended / f"{library}.status").read_text() in ("1", "2")
     assert not list((ended / library).iterdir()), "nothing is begun"
-
-
-def test_kserve_servers_say_what_to_install() -> None:
-    command = [sys.executable, "-m", "evernear.serving.kserve.predictor"]  # this environment has no kserve
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 1
-    assert done.stderr == "evernear: kserve is not installed; run `pip install 'evernear[model,kserve]'`.\n"

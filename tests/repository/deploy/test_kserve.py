@@ -14,12 +14,15 @@ import kubernetes_validate
 import pytest
 
 from evernear.release.records import ARCHIVES
+from evernear.serving.http.app import SHUTDOWN_TIMEOUT_S
+from evernear.serving.http.kserve import arguments
+from evernear.serving.http.limits import DRAIN_S
 from evernear.serving.pod import ENDPOINT_REMOVAL_S
 from tests import ROOT
 from tests.loopback.kubernetes import webhooks
 from tests.repository.deploy.rendered import DEPLOY, NEWEST, PARTS, Object, named, objects
 
-SDK = ROOT / ".venv/kserve"
+SDK = ROOT / ".venv/clients"
 KSERVE = [part for part in PARTS if part.startswith("kserve")]
 MODE = "serving.kserve.io/deploymentMode"
 # Pod fields used here that Knative accepts without a feature flag.
@@ -30,7 +33,7 @@ KNATIVE_POD = {"containers", "volumes", "serviceAccountName", "automountServiceA
 def sdk_package() -> Path:
     packages = [*SDK.glob("lib/python*/site-packages/kserve")]
     if not packages:
-        pytest.skip("KServe's SDK is not installed; `make .venv/kserve/.installed` installs it")
+        pytest.skip("KServe's SDK is not installed; `make .venv/clients/.installed` installs it")
     return packages[0]
 
 
@@ -79,15 +82,12 @@ def _require_fields(component: Object, known: dict[str, str]) -> None:
 
 @pytest.mark.parametrize("part", KSERVE)
 def test_containers_get_known_arguments_and_an_immutable_release(part: str) -> None:
-    known = set(re.findall(r'"(--[a-z_]+)"', (sdk_package() / "model_server.py").read_text()))
-    known |= set(re.findall(r'"(--[a-z_]+)"', (ROOT / "src/evernear/serving/kserve/server.py").read_text()))
+    known = {option for action in arguments()._actions for option in action.option_strings}
     spec = service(part)["spec"]
     for component in [spec["predictor"], *filter(None, [spec.get("transformer")]), *_canaries(spec)]:
         (container,) = component["containers"]
         assert container["name"] == "kserve-container"
-        python, dash_m, module = container["command"]
-        assert (python, dash_m) == ("python", "-m")
-        assert (ROOT / "src" / (module.replace(".", "/") + ".py")).exists()
+        assert container["command"] == ["python", "-m", "evernear.serving.http"]
         assert {argument.partition("=")[0] for argument in container["args"]} <= known
         assert f"--http_port={container['ports'][0]['containerPort']}" in container["args"]
         (uri,) = (variable["value"] for variable in container["env"] if variable["name"] == "STORAGE_URI")
@@ -127,11 +127,9 @@ def test_canary_does_not_change_the_stable_predictor() -> None:
 @pytest.mark.parametrize("part", [part for part in KSERVE if "knative" not in part])
 def test_replaced_pod_answers_until_clients_have_left_it(part: str) -> None:
     spec = service(part)["spec"]
-    source = (sdk_package() / "model_server.py").read_text()
-    (drain_s,) = {int(found) for found in re.findall(r"grace_period: int = (\d+),", source)}
     components = [spec["predictor"], *filter(None, [spec.get("transformer")])]
     for component in components:
-        assert component["terminationGracePeriodSeconds"] > ENDPOINT_REMOVAL_S + drain_s
+        assert component["terminationGracePeriodSeconds"] > ENDPOINT_REMOVAL_S + DRAIN_S + SHUTDOWN_TIMEOUT_S
     for component in (*components, *_canaries(spec)):
         (container,) = component["containers"]
         assert container["lifecycle"]["preStop"]["exec"]["command"] == ["sleep", str(ENDPOINT_REMOVAL_S)]

@@ -18,8 +18,9 @@ from fastapi.routing import APIRoute
 from evernear import settings
 from evernear.cli.app import app
 from evernear.kubeflow import connection
+from evernear.serving.http.app import SHUTDOWN_TIMEOUT_S
+from evernear.serving.http.routes import router
 from evernear.serving.pod import ENDPOINT_REMOVAL_S
-from evernear.serving.prep.app import SHUTDOWN_TIMEOUT_S, router
 from evernear.settings.serving import PREP_TIMEOUT_S
 from tests.loopback.kubernetes.pod_security import violations
 from tests.loopback.kubernetes.users import config_errors, injected

@@ -8,9 +8,9 @@ import pytest
 from evernear import settings
 from evernear.data.preprocess import decode_size_bytes
 from evernear.serving.decoding import pool_size_bytes
+from evernear.serving.http.prep import prep_memory_size_bytes
 from evernear.serving.pod import memory_size_bytes as torchserve_size_bytes
 from evernear.serving.pod import pod_memory
-from evernear.serving.prep.app import prep_memory_size_bytes
 from evernear.settings import ServingSettings, Settings
 from evernear.settings.serving import LARGE_DECODES, MAX_BODIES_SIZE_BYTES
 from tests.repository.deploy.rendered import PARTS, Object, containers, named, objects, pod_specs
@@ -38,6 +38,12 @@ def running(part: str, *command: str) -> list[Object]:
     return [item for item in all_containers if item.get("command", [])[: len(command)] == list(command)]
 
 
+def kserve_containers(part: str, image: str) -> list[Object]:
+    """The predictors (``evernear-serve``) or the transformers (``evernear-prep``)."""
+    servers = running(part, "python", "-m", "evernear.serving.http")
+    return [container for container in servers if f"/{image}@" in container["image"]]
+
+
 def settings_in(part: str, container: Object) -> Settings:
     """The settings in the container's environment."""
     (name,) = (name for name in named(objects(part), "ConfigMap") if name.startswith("evernear-settings"))
@@ -53,7 +59,7 @@ def test_memory_of_serving_pods_in_the_settings_suffices(part: str) -> None:
 
 @pytest.mark.parametrize("part", [part for part in PARTS if part.startswith("kserve")])
 def test_memory_of_a_predictor_is_at_least_that_of_torchserve(part: str) -> None:
-    for container in running(part, "python", "-m", "evernear.serving.kserve.predictor"):
+    for container in kserve_containers(part, "evernear-serve"):
         assert limit_bytes(container) >= size_bytes(pod_memory(Settings()))
 
 
@@ -70,13 +76,15 @@ def test_more_pixels_need_more_memory() -> None:
 
 
 @pytest.mark.parametrize("part", [part for part in PARTS if part.startswith("kserve")])
-@pytest.mark.parametrize(("module", "process_size_bytes"), [("predictor", PREDICTOR), ("transformer", TRANSFORMER)])
-def test_memory_of_kserve_pods_covers_their_arguments(part: str, module: str, process_size_bytes: int) -> None:
+@pytest.mark.parametrize(
+    ("image", "process_size_bytes"), [("evernear-serve", PREDICTOR), ("evernear-prep", TRANSFORMER)]
+)
+def test_memory_of_kserve_pods_covers_their_arguments(part: str, image: str, process_size_bytes: int) -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--max_pixels", type=int, default=ServingSettings().max_pixels)
     parser.add_argument("--large_decodes", type=int, default=LARGE_DECODES)
     parser.add_argument("--max_bodies_size_bytes", type=int, default=MAX_BODIES_SIZE_BYTES)
-    servers = running(part, "python", "-m", f"evernear.serving.kserve.{module}")
+    servers = kserve_containers(part, image)
     assert servers or "canary" in part, "only a canary lacks a transformer"
     for container in servers:
         args, _ = parser.parse_known_args(container["args"])

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from evernear.serving.http.telemetry import Telemetry
 from evernear.serving.metrics import metrics_file
-from evernear.serving.prep.service import Metrics
 from evernear.triggers.watch.watcher import FIGURES
 from tests.repository.deploy.rendered import DEPLOY, named, objects
 
@@ -37,8 +37,9 @@ def exported_labels() -> dict[str, set[str]]:
         for entries in kinds.values()
         for entry in entries
     }
-    for family in Metrics().registry.collect():
-        labels = set(Metrics().registry._names_to_collectors[family.name]._labelnames)
+    registry = Telemetry("prep", "embedding").registry
+    for family in registry.collect():
+        labels = set(registry._names_to_collectors[family.name]._labelnames)
         series |= {family.name + suffix: labels | {"le"} for suffix in SUFFIXES[family.type]}
     return series | {f"evernear_{figure}": {"version"} for figure in FIGURES}
 

@@ -18,11 +18,10 @@ from tests.repository.images.dockerfile import FILES, ancestry, sources, stages
 VARIANTS = [
     ("Dockerfile.serve", {}),
     ("Dockerfile.serve", {"EXTRA": "prep"}),
-    ("Dockerfile.serve", {"EXTRA": "kserve"}),
     ("Dockerfile.train", {}),
     ("Dockerfile.train", {"EXTRAS": "pipeline,heic"}),
 ]
-IDS = ["serve", "prep", "kserve", "train", "triggers"]
+IDS = ["serve", "prep", "train", "triggers"]
 
 
 @pytest.mark.parametrize("file", FILES)
@@ -122,8 +121,7 @@ def requirers(lock: str) -> dict[str, set[str]]:
 
 def test_only_torch_of_the_default_index_brings_gpu_packages() -> None:
     """PyTorch's CPU build requires none, so a CPU image contains no nvidia-*."""
-    for lock in ("requirements/main.lock", "requirements/kserve.lock"):
-        assert [name for name in requirers(lock) if GPU.match(name)] == []
+    assert [name for name in requirers("requirements/main.lock") if GPU.match(name)] == []
     packages = requirers("requirements/torch.lock")
     gpu = {name: by for name, by in packages.items() if GPU.match(name)}
     assert len([name for name in gpu if name.startswith("nvidia-")]) > 10
@@ -142,8 +140,8 @@ def pins(lock: str) -> dict[str, set[str]]:
 
 def test_other_layers_replace_no_package_of_the_layer_of_torch() -> None:
     torch = pins("requirements/torch.lock")
-    for lock in ("requirements/main.lock", "requirements/kserve.lock"):
-        assert {name: pin for name, pin in pins(lock).items() if name in torch and pin != torch[name]} == {}
+    main = pins("requirements/main.lock")
+    assert {name: pin for name, pin in main.items() if name in torch and pin != torch[name]} == {}
 
 
 def test_lock_for_another_backend_has_the_rest_of_the_lock_of_torch() -> None:
@@ -169,11 +167,9 @@ def test_commands_and_health_checks_exist(file: str, arguments: dict[str, str]) 
     health_checks = [text.partition("CMD ")[2] for text in last.all("HEALTHCHECK")]
     for text in [*last.all("CMD"), *health_checks]:
         words = shlex.split(text.strip("[]").replace(",", " "))
-        if words[0] == "evernear":
-            assert words[1] in commands | {"--help"}
-        else:
-            assert words[:3] == ["python", "-m", "evernear.serving.kserve.predictor"]
-    assert bool(health_checks) == (file == "Dockerfile.serve" and arguments.get("EXTRA") != "kserve")
+        assert words[0] == "evernear"
+        assert words[1] in commands | {"--help"}
+    assert bool(health_checks) == (file == "Dockerfile.serve")
 
 
 def test_each_variant_installs_existing_extras() -> None:

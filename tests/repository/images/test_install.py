@@ -130,14 +130,14 @@ def locked(*files: str) -> dict[str, set[str]]:
     return versions
 
 
-def require(image: Image, has: set[str], absent: set[str], lock: str = "requirements/main.lock") -> None:
+def require(image: Image, has: set[str], absent: set[str]) -> None:
     """Require packages ``has``, reject packages ``absent``, and require that every package is
     locked."""
     installed = image.installed()
     assert has <= set(installed)
     assert not (absent | BUILDERS | DEVELOPERS) & set(installed)
     assert not COMPILERS & image.programs()
-    versions = locked(lock, "requirements/torch.lock")
+    versions = locked("requirements/main.lock", "requirements/torch.lock")
     unlocked = {name: version for name, version in installed.items() if version not in versions.get(name, ())}
     assert set(unlocked) == {"evernear"}
     assert "--help" in image.runs("evernear", "--help")
@@ -146,7 +146,8 @@ def require(image: Image, has: set[str], absent: set[str], lock: str = "requirem
 def test_preprocessing_image_has_neither_torch_nor_faiss(tmp_path: Path) -> None:
     image = Image(tmp_path, "Dockerfile.serve", EXTRA="prep")
     require(image, {"fastapi", "uvicorn"}, MODEL | SERVE | TRAIN | TRIGGERS | KFP)
-    image.imports("evernear.serving.prep", "evernear.serving.client", "evernear.cli.app")
+    image.imports("evernear.serving.http.prep", "evernear.serving.client", "evernear.cli.app")
+    assert "--predictor_host" in image.runs("python", "-m", "evernear.serving.http", "--help")
 
 
 def test_triggers_image_has_kfp_and_no_torch(tmp_path: Path) -> None:
@@ -154,13 +155,6 @@ def test_triggers_image_has_kfp_and_no_torch(tmp_path: Path) -> None:
     require(image, TRIGGERS | KFP, MODEL | SERVE | TRAIN)
     image.imports("evernear.triggers", "evernear.deployment", "evernear.cli.app")
     assert image.runs("python", "-c", PACKAGED).split() == ["['evernear']", "4", "golden"]
-
-
-def test_kserve_image_has_the_sdk_and_no_torchserve(tmp_path: Path) -> None:
-    image = Image(tmp_path, "Dockerfile.serve", EXTRA="kserve", TORCH_BACKEND="")
-    require(image, {"kserve", "torch", "faiss-cpu"}, SERVE | TRAIN | TRIGGERS | {"kfp"}, "requirements/kserve.lock")
-    assert "--model_dir" in image.runs("python", "-m", "evernear.serving.kserve.predictor", "--help")
-    assert "--predictor_host" in image.runs("python", "-m", "evernear.serving.kserve.transformer", "--help")
 
 
 def test_training_image_has_training_packages_and_no_torchserve(tmp_path: Path) -> None:
@@ -173,6 +167,7 @@ def test_training_image_has_training_packages_and_no_torchserve(tmp_path: Path) 
 def test_serving_image_starts_a_server(tmp_path: Path, make_release: MakeRelease) -> None:
     image = Image(tmp_path, "Dockerfile.serve", TORCH_BACKEND="")
     require(image, MODEL | SERVE, TRAIN | TRIGGERS | KFP)
+    image.imports("evernear.serving.http.local")
     release, store = make_release(), (tmp_path / "store").as_uri()
     Registry(open_store(store)).publish(release.archive)
     serving = settings_on_free_ports().model_dump(exclude_defaults=True)

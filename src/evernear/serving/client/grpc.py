@@ -123,6 +123,7 @@ def _is_address(host: str) -> bool:
 
 
 PREDICTIONS = "/org.pytorch.serve.grpc.inference.InferenceAPIsService/Predictions"
+PREDICTIONS_METHOD = (PREDICTIONS, PredictionsRequest.SerializeToString, PredictionResponse.FromString)
 _REJECTED = {
     grpc.StatusCode.INVALID_ARGUMENT,
     grpc.StatusCode.NOT_FOUND,
@@ -132,17 +133,19 @@ _REJECTED = {
 _REJECTED_BY_JAVA = ("ModelNotFoundException", "ModelVersionNotFoundException", "BadRequestException")
 
 
-class _Channel:
-    """A channel to the target's current addresses. ``api`` is `grpc` or `grpc.aio`."""
+class Channel:
+    """A channel to the target's current addresses. ``api`` is `grpc` or `grpc.aio`. ``method`` has
+    the path of a method, and its codecs."""
 
-    def __init__(self, target: Target, api: Any) -> None:
+    def __init__(self, target: Target, api: Any, method: tuple[Any, Any, Any] = PREDICTIONS_METHOD) -> None:
         self._target = target
         self._api = api
+        self._method = method
         self._addresses = Addresses(target.host, target.port)
         self._opened = self._open(self._addresses.target)
 
     def channel(self) -> tuple[Any, Any]:
-        """The channel, and the callable for predictions. Only calls in flight still reference an
+        """The channel, and the callable for the method. Only calls in flight still reference an
         earlier channel, which closes when the last of them completes."""
         address, channel, call = self._opened
         if address != self._addresses.target:
@@ -163,28 +166,27 @@ class _Channel:
             channel = api.secure_channel(address, credentials, options=options)
         else:
             channel = api.insecure_channel(address, options=options)
-        codecs: Any = (PredictionsRequest.SerializeToString, PredictionResponse.FromString)
-        return address, channel, channel.unary_unary(PREDICTIONS, *codecs)
+        return address, channel, channel.unary_unary(*self._method)
 
 
-class GrpcTransport(_Channel):
+class GrpcTransport(Channel):
     def __init__(self, target: Target) -> None:
         super().__init__(target, grpc)
 
     def predict(self, image: bytes, version: str | None, *, embedding: bool = False) -> Prediction:
         _channel, call = self.channel()
-        with _errors(self._target):
+        with grpc_errors(self._target):
             response = call(**_request(self._target, image, version, embedding))
         return _parse(self._target, response)
 
 
-class AsyncGrpcTransport(_Channel):
+class AsyncGrpcTransport(Channel):
     def __init__(self, target: Target) -> None:
         super().__init__(target, grpc.aio)
 
     async def predict(self, image: bytes, version: str | None, *, embedding: bool = False) -> Prediction:
         _channel, call = self.channel()
-        with _errors(self._target):
+        with grpc_errors(self._target):
             response = await call(**_request(self._target, image, version, embedding))
         return _parse(self._target, response)
 
@@ -214,7 +216,7 @@ def _parse(target: Target, response: PredictionResponse) -> Prediction:
 
 
 @contextmanager
-def _errors(target: Target) -> Generator[None]:
+def grpc_errors(target: Target) -> Generator[None]:
     try:
         yield
     except grpc.RpcError as error:

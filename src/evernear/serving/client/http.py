@@ -31,12 +31,12 @@ class HttpTransport:
         self.close = self._client.close
 
     def predict(self, image: bytes, version: str | None, *, embedding: bool = False) -> Prediction:
-        with _errors(self._target):
+        with http_errors(self._target):
             response = self._client.post(**_request(self._target, image, version, embedding))
         return _parse(Prediction, self._target, response)
 
     def metadata(self) -> Metadata:
-        with _errors(self._target):
+        with http_errors(self._target):
             response = self._client.get("/metadata")
         return _parse(Metadata, self._target, response)
 
@@ -48,12 +48,12 @@ class AsyncHttpTransport:
         self.close = self._client.aclose
 
     async def predict(self, image: bytes, version: str | None, *, embedding: bool = False) -> Prediction:
-        with _errors(self._target):
+        with http_errors(self._target):
             response = await self._client.post(**_request(self._target, image, version, embedding))
         return _parse(Prediction, self._target, response)
 
     async def metadata(self) -> Metadata:
-        with _errors(self._target):
+        with http_errors(self._target):
             response = await self._client.get("/metadata")
         return _parse(Metadata, self._target, response)
 
@@ -82,7 +82,7 @@ def _request(target: Target, image: bytes, version: str | None, embedding: bool)
 
 
 @contextmanager
-def _errors(target: Target) -> Generator[None]:
+def http_errors(target: Target) -> Generator[None]:
     try:
         yield
     except (httpx.ReadTimeout, httpx.WriteTimeout):
@@ -98,7 +98,7 @@ def _errors(target: Target) -> Generator[None]:
 
 def _parse(kind: type[Document], target: Target, response: httpx.Response) -> Document:
     if not response.is_success:
-        raise _status_error(target, response)
+        raise status_error(target, response)
     try:
         return kind.model_validate_json(response.content)
     except ValidationError:
@@ -106,7 +106,7 @@ def _parse(kind: type[Document], target: Target, response: httpx.Response) -> Do
         raise ServingError(f"The server at {target.url} is not {server}.") from None
 
 
-def _status_error(target: Target, response: httpx.Response) -> ServingError:
+def status_error(target: Target, response: httpx.Response) -> ServingError:
     try:
         reason = Rejection.model_validate_json(response.content).message
     except ValidationError:

@@ -27,7 +27,7 @@ from evernear.common.retry import doubling
 from evernear.common.store.current import current_store
 from evernear.errors import SettingsError, SlackError
 from evernear.serving.endpoints import listening_socket
-from evernear.serving.http_limits import limited_server
+from evernear.serving.http.limits import limited_server
 from evernear.settings import Settings, SlackSettings
 from evernear.triggers.slack import heartbeat
 from evernear.triggers.slack.app import create_slack_app

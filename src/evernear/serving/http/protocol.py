@@ -1,13 +1,18 @@
-"""The HTTP protocol of the KServe servers: uvicorn's httptools protocol with additional limits.
+"""The HTTP protocol of the servers: uvicorn's httptools protocol with additional limits.
 
 uvicorn's other protocol, h11, limits request heads and discards trailers, but its Python parser
-takes more CPU time per request than the rest of this server.
+takes more CPU time per request than the rest of a server.
 """
 
+import asyncio
+from typing import Any
+
 import httptools
+from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from evernear.serving.http_limits import H11WithHeadTimeout, HeadTimeout
+HEAD_TIMEOUT_S = 10.0
+"""Maximum time to receive the request line and the headers."""
 
 MAX_HEAD_BYTES = 64 * 1024
 """Longest sequence of bytes without body data, such as a head or chunk extensions, as in h11."""
@@ -15,6 +20,49 @@ MAX_PIPELINED = 16
 """Maximum number of pipelined requests that wait on one connection for earlier ones."""
 ON_DISCONNECT = "evernear.on_disconnect"
 """ASGI scope key of a callback for a client that disconnects before it receives the response."""
+
+
+class HeadTimeout(asyncio.Protocol):
+    """Base class for uvicorn's protocols: closes a connection if a request head does not arrive
+    within `HEAD_TIMEOUT_S`."""
+
+    loop: asyncio.AbstractEventLoop
+    transport: Any
+    cycle: Any
+    _timer: asyncio.TimerHandle | None = None
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a request is being answered."""
+        return self.cycle is not None and not self.cycle.response_complete
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        self.await_head()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self.await_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.stop_timer()
+        super().connection_lost(exc)
+
+    def await_head(self) -> None:
+        """A complete head stops the timer, and the first byte of the next one starts it again."""
+        if self.is_busy:
+            self.stop_timer()
+        elif self._timer is None:
+            self._timer = self.loop.call_later(HEAD_TIMEOUT_S, self.transport.close)
+
+    def stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+
+class H11WithHeadTimeout(HeadTimeout, H11Protocol):
+    """h11 rejects heads larger than 64 KiB."""
 
 
 class LimitedHttpProtocol(HeadTimeout, HttpToolsProtocol):

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from evernear.serving.decoding import OverloadedError
-from evernear.serving.kserve.batching import Batcher
+from evernear.serving.http.batching import Batcher
 
 
 class Function:
@@ -71,19 +71,6 @@ def test_requests_that_wait_for_a_batch_form_the_next_one_up_to_its_size(functio
 
     asyncio.run(run())
     assert function.batches == [[0], [1, 2], [3], [4], [5]]
-
-
-def test_each_thread_has_a_batch(function: Function) -> None:
-    async def run() -> None:
-        batcher = Batcher(function, batch_size=1, max_waiting=32, threads=2)
-        tasks = await start(*(batcher.run(n, 1) for n in range(3)))
-        await asyncio.to_thread(function.begun.acquire)
-        await asyncio.to_thread(function.begun.acquire)
-        assert sorted(function.batches) == [[0], [1]]
-        function.permitted.release(3)
-        assert await asyncio.gather(*tasks) == [0, 2, 4]
-
-    asyncio.run(run())
 
 
 def test_a_full_queue_refuses_until_it_has_room(function: Function) -> None:

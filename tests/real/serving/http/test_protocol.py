@@ -1,4 +1,4 @@
-"""The HTTP protocol of KServe's servers, in front of an application that echoes."""
+"""The HTTP protocol of the servers, in front of an application that echoes."""
 
 import asyncio
 import json
@@ -11,7 +11,7 @@ import pytest
 import uvicorn
 from starlette.types import Receive, Scope, Send
 
-from evernear.serving.kserve.http_protocol import MAX_PIPELINED, ON_DISCONNECT, LimitedHttpProtocol
+from evernear.serving.http.protocol import MAX_PIPELINED, ON_DISCONNECT, LimitedHttpProtocol
 from tests.prep_server import running
 from tests.real.serving.raw import Raw, request
 

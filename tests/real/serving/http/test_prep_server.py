@@ -22,7 +22,7 @@ from evernear.common.store import open_store
 from evernear.release.registry import Registry
 from evernear.serving.client import AsyncClient, Client, Target
 from evernear.serving.configuration import model_store
-from evernear.serving.prep.app import prep_memory_size_bytes
+from evernear.serving.http.prep import prep_memory_size_bytes
 from evernear.serving.responses import Metadata
 from evernear.settings import Settings
 from tests import command_line, hostile, hostile_requests
@@ -84,7 +84,7 @@ def test_prediction_is_logged_with_request_id_and_release(
     stream = StringIO()
     handler = logging.StreamHandler(stream)
     handler.setFormatter(JsonFormatter())
-    log = logging.getLogger("evernear.serving.prep.app")
+    log = logging.getLogger("evernear.serving.http.app")
     monkeypatch.setattr(log, "handlers", [handler])
     monkeypatch.setattr(log, "level", logging.INFO)
     log.manager._clear_cache()  # of whether the level is enabled
@@ -173,7 +173,7 @@ def test_exports_prometheus_metrics(prep: httpx.Client, served: Served) -> None:
     received = prep.get("/metrics").text
     assert 'evernear_prep_requests_total{path="/predict",status="400"}' in received
     assert 'evernear_prep_requests_total{path="/health",status="200"}' in received
-    assert f'evernear_prep_release_info{{version="{served.manifest.version}"}} 1.0' in received
+    assert f'evernear_prep_release_info{{model_name="embedding",version="{served.manifest.version}"}} 1.0' in received
     prep.get("/some/odd/path")
     assert "odd" not in prep.get("/metrics").text
 

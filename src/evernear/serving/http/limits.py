@@ -1,23 +1,21 @@
 """Limits for HTTP clients: uvicorn limits neither size nor upload time of request bodies.
 
-`limited_server` enforces them for the preprocessing server, the console and Slack's endpoint.
+`limited_server` enforces them for all servers of evernear in Python.
 """
 
 import asyncio
 import socket
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import Any
 
 import uvicorn
-from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from evernear.serving.http.protocol import LimitedHttpProtocol
 from evernear.settings.serving import MAX_BODIES_SIZE_BYTES
 
-HEAD_TIMEOUT_S = 10.0
-"""Maximum time to receive the request line and the headers."""
 MAX_DISCARDED_BYTES = 64 * 2**20
 """Most bytes of a rejected body to discard, which lets the client receive the response."""
 DISCARD_PAUSE_S = 2.0
@@ -31,14 +29,19 @@ class DrainingServer(uvicorn.Server):
     these are closed. uvicorn closes idle ones at once, and so resets a request on its way."""
 
     drain_s = DRAIN_S
+    stop_others: Callable[[], Awaitable[None]] | None = None
+    """Stops what serves beside it, at the same time."""
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         state, loop = self.server_state, asyncio.get_running_loop()
+        others = asyncio.ensure_future(self.stop_others()) if self.stop_others else None
         state.default_headers = [*state.default_headers, (b"connection", b"close")]
         deadline_s = loop.time() + self.drain_s
         while state.connections and loop.time() < deadline_s and not self.force_exit:
             await asyncio.sleep(0.05)
         await super().shutdown(sockets)
+        if others:
+            await others
 
 
 def limited_server(
@@ -55,7 +58,7 @@ def limited_server(
     sockets. At shutdown, it finishes in-flight requests for up to ``shutdown_timeout_s``."""
     config = uvicorn.Config(
         BodyLimits(app, max_size_bytes, max_total_size_bytes, upload_timeout_s),
-        http=H11WithHeadTimeout,
+        http=LimitedHttpProtocol,
         ws="none",
         log_level="warning",
         access_log=False,
@@ -89,7 +92,7 @@ class BodyLimits:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        body = _LimitedBody(self, Headers(scope=scope), receive)
+        body = _LimitedBody(self, dict(scope["headers"]), receive)
 
         async def send_and_discard(message: Message) -> None:
             last = message["type"] == "http.response.body" and not message.get("more_body", False)
@@ -106,11 +109,11 @@ class BodyLimits:
 
 
 class _LimitedBody:
-    def __init__(self, limits: BodyLimits, headers: Headers, receive: Receive) -> None:
+    def __init__(self, limits: BodyLimits, headers: dict[bytes, bytes], receive: Receive) -> None:
         self._limits = limits
         self._receive = receive
-        self._declared_bytes = int(headers.get("content-length", "0"))
-        self._awaits_continue = headers.get("expect", "").lower() == "100-continue"
+        self._declared_bytes = int(headers.get(b"content-length", b"0"))
+        self._awaits_continue = headers.get(b"expect", b"").lower() == b"100-continue"
         self._deadline_s = asyncio.get_running_loop().time() + limits.timeout_s
         self._size_bytes = 0
         self._complete = False
@@ -174,47 +177,3 @@ def _rejection(status: int, message: str, retry_after_s: int | None = None) -> H
     if retry_after_s is not None:
         headers["Retry-After"] = str(retry_after_s)
     return HTTPException(status, message, headers)
-
-
-class HeadTimeout(asyncio.Protocol):
-    """Base class for uvicorn's protocols: closes a connection if a request head does not arrive
-    within `HEAD_TIMEOUT_S`."""
-
-    loop: asyncio.AbstractEventLoop
-    transport: Any
-    cycle: Any
-    _timer: asyncio.TimerHandle | None = None
-
-    @property
-    def is_busy(self) -> bool:
-        """Whether a request is being answered."""
-        return self.cycle is not None and not self.cycle.response_complete
-
-    def connection_made(self, transport: Any) -> None:
-        super().connection_made(transport)
-        self.await_head()
-
-    def data_received(self, data: bytes) -> None:
-        super().data_received(data)
-        self.await_head()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self.stop_timer()
-        super().connection_lost(exc)
-
-    def await_head(self) -> None:
-        """A complete head stops the timer, and the first byte of the next one starts it again."""
-        if self.is_busy:
-            self.stop_timer()
-        elif self._timer is None:
-            self._timer = self.loop.call_later(HEAD_TIMEOUT_S, self.transport.close)
-
-    def stop_timer(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-
-
-class H11WithHeadTimeout(HeadTimeout, H11Protocol):
-    """h11 rejects heads larger than 64 KiB, whereas uvicorn's httptools protocol reads heads and
-    trailers of any size."""

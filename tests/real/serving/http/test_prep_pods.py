@@ -13,7 +13,7 @@ import pytest
 from tests.ports import free_ports
 from tests.prep_server import ReleaseStore, prep_client
 from tests.real.serving.fake_servers import ANSWER, grpc_server
-from tests.real.serving.prep.test_prep_faults import png
+from tests.real.serving.http.test_prep_faults import png
 
 NAME = "pods.test"
 A, B, C, D = (f"127.0.0.{last}" for last in (11, 12, 13, 14))

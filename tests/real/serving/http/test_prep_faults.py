@@ -16,8 +16,9 @@ from PIL import Image
 from evernear.data.encoded_image import EncodedImage
 from evernear.data.preprocess import Preprocessing
 from evernear.serving.client.inference_pb2 import PredictionsRequest
-from evernear.serving.decoding import MAX_WAITING_LARGE, SMALL_PIXELS, prepare
-from evernear.serving.prep import service
+from evernear.serving.decoding import SMALL_PIXELS, prepare
+from evernear.serving.http import pods, remote
+from evernear.serving.http.decoder import MAX_WAITING_LARGE
 from tests import hostile
 from tests.hostile_requests import picture
 from tests.prep_server import ReleaseStore, encoded, make_champion, prep_client, refusal
@@ -156,11 +157,14 @@ def test_predictor_is_reconnected_after_downtime(stored_releases: ReleaseStore, 
         assert 'evernear_prep_predictor_failures_total{reason="ServerUnreachableError"}' in exported
 
 
-def test_slow_predictor_times_out(predictor: Predictor, prep: httpx.Client, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(service, "PREP_TIMEOUT_S", 0.3)
+def test_slow_predictor_times_out(
+    stored_releases: ReleaseStore, predictor: Predictor, port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote, "PREP_TIMEOUT_S", 0.3)
     predictor.answer = predictor.wait
-    assert "within 0.3 s" in refusal(prep.post("/predict", json=png()), 504)
-    assert "within 0.3 s" in refusal(prep.get("/health"), 504)
+    with prep_client(stored_releases.settings(port)) as prep:
+        assert "within 0.3 s" in refusal(prep.post("/predict", json=png()), 504)
+        assert "within 0.3 s" in refusal(prep.get("/health"), 504)
 
 
 def test_calls_are_not_retried_during_an_outage(stored_releases: ReleaseStore, predictor: Predictor, port: int) -> None:
@@ -195,7 +199,7 @@ def test_concurrent_requests_to_the_predictor_are_limited(
         return predictor.recognize(request, context)
 
     predictor.answer = count
-    monkeypatch.setattr(service, "IN_FLIGHT", 2)
+    monkeypatch.setattr(pods, "IN_FLIGHT", 2)
     with prep_client(stored_releases.settings(port)) as client, ThreadPoolExecutor(8) as pool:
         answers = list(pool.map(lambda _: client.post("/predict", json=png()).status_code, range(16)))
     assert answers == [200] * 16
@@ -237,12 +241,12 @@ class Gate:
 @pytest.fixture
 def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
     gate = Gate()
-    monkeypatch.setattr(service, "prepare", gate.prepare)
+    monkeypatch.setattr(pods.TorchServe, "prepare", staticmethod(gate.prepare))
     yield gate
     gate.opened.set()
 
 
-def test_small_images_do_not_wait_for_large_ones(prep: httpx.Client, gate: Gate) -> None:
+def test_small_images_do_not_wait_for_large_ones(gate: Gate, prep: httpx.Client) -> None:
     with ThreadPoolExecutor(4) as pool:
         large = [pool.submit(prep.post, "/predict", json=LARGE) for _ in range(4)]
         gate.reached.acquire()
@@ -256,7 +260,7 @@ def test_small_images_do_not_wait_for_large_ones(prep: httpx.Client, gate: Gate)
 def test_excess_large_images_are_rejected_immediately(
     stored_releases: ReleaseStore, port: int, gate: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(service, "LARGE_DECODES", 2)
+    monkeypatch.setattr(remote, "LARGE_DECODES", 2)
     capacity = 2 + MAX_WAITING_LARGE
     with prep_client(stored_releases.settings(port)) as prep, ThreadPoolExecutor(capacity) as pool:
         waiting: list[Future[httpx.Response]] = []
@@ -264,7 +268,7 @@ def test_excess_large_images_are_rejected_immediately(
             waiting.append(pool.submit(prep.post, "/predict", json=LARGE))
         gate.reached.acquire()
         gate.reached.acquire()
-        answer = until(lambda: prep.post("/predict", json=LARGE, timeout=1), 503, waiting)
+        answer = until(lambda: prep.post("/predict", json=LARGE, timeout=5), 503, waiting)
         assert "Too many large images" in refusal(answer, 503)
         assert answer.headers["retry-after"] == "1"
         assert prep.post("/predict", json=SMALL).status_code == 200
@@ -290,7 +294,7 @@ def until(ask: Callable[[], httpx.Response], status: int, waiting: list[Future[h
 def test_waiting_too_long_for_decoding_times_out(
     stored_releases: ReleaseStore, port: int, gate: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(service, "PREP_TIMEOUT_S", 2)
+    monkeypatch.setattr(remote, "PREP_TIMEOUT_S", 2)
     with prep_client(stored_releases.settings(port)) as prep:
         with ThreadPoolExecutor(2) as pool:
             answers = list(pool.map(lambda _: prep.post("/predict", json=LARGE), range(2)))

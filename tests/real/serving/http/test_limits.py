@@ -21,10 +21,10 @@ from starlette.routing import Route
 from evernear.common.store import open_store
 from evernear.console.server import create_server as create_console_server
 from evernear.release.archive_reader import ReleaseParts
-from evernear.serving import http_limits
-from evernear.serving.http_limits import DrainingServer, H11WithHeadTimeout, limited_server
-from evernear.serving.kserve.http_protocol import LimitedHttpProtocol
-from evernear.serving.prep.app import create_server as create_prep_server
+from evernear.serving.http import limits, protocol
+from evernear.serving.http.limits import DrainingServer, limited_server
+from evernear.serving.http.prep import create_prep_server
+from evernear.serving.http.protocol import H11WithHeadTimeout, LimitedHttpProtocol
 from evernear.settings import Settings
 from evernear.settings.triggers import ConsoleSettings
 from evernear.triggers.slack.server import EVENTS_PATH
@@ -101,7 +101,7 @@ def test_client_that_declares_a_large_body_is_not_asked_for_it(port: int, fields
 
 
 def test_endless_body_is_discarded_up_to_a_limit(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_limits, "MAX_DISCARDED_BYTES", LIMIT_BYTES)
+    monkeypatch.setattr(limits, "MAX_DISCARDED_BYTES", LIMIT_BYTES)
     with Raw.to(port) as endless:
 
         def send_much() -> None:
@@ -144,7 +144,7 @@ def test_total_size_of_bodies_in_flight_is_limited(serve: Serve, gate: threading
 def test_connection_without_a_head_is_closed(
     serve: Serve, earlier: int, sent: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(http_limits, "HEAD_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(protocol, "HEAD_TIMEOUT_S", 0.5)
     with serve(timeout_keep_alive=60 if sent else 1) as port, Raw.to(port) as client:
         for _ in range(earlier):
             assert client.send(request(b"GET /")).answer().status == 200
@@ -154,7 +154,7 @@ def test_connection_without_a_head_is_closed(
 def test_slow_response_outlives_the_head_timeout(
     port: int, gate: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(http_limits, "HEAD_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(protocol, "HEAD_TIMEOUT_S", 0.5)
     with Raw.to(port) as client, Raw.to(port) as silent:
         client.send(request(b"GET /wait"))
         assert silent.socket.recv(1) == b"", "the head timeout has expired"
@@ -192,7 +192,7 @@ def server(
 def test_each_server_limits_heads_and_bodies(
     server: tuple[uvicorn.Server, str, dict[str, str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(http_limits, "HEAD_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(protocol, "HEAD_TIMEOUT_S", 0.5)
     limited, path, headers = server
     with running(limited) as port:
         with Raw.to(port) as silent:
