@@ -19,6 +19,7 @@ import psutil
 import pytest
 from PIL import Image
 
+from evernear.embedding import openvino_version
 from evernear.release.archive_reader import ReleaseParts
 from evernear.serving.core import Predictor
 from evernear.serving.http import open_inference, open_inference_pb2
@@ -434,8 +435,14 @@ class TestOperation:
         server.predict([BAD])
         assert refused() == before + 1
         text = server.get("/metrics").text
-        assert f'evernear_release_info{{model_name="embedding",version="{release.version}"}} 1.0' in text
+        (info,) = [line for line in text.splitlines() if line.startswith("evernear_release_info{")]
+        assert f'version="{release.version}"' in info
         assert 'request_predict_seconds_count{model_name="embedding"}' in text
+
+    def test_predictor_names_the_engine_of_its_network(self, predictor: Server, release: PackedRelease) -> None:
+        engine = "OpenVINO" if openvino_version() else "TorchScript"
+        labels = f'engine="{engine}",model_name="embedding",version="{release.version}"'
+        assert f"evernear_release_info{{{labels}}} 1.0" in predictor.get("/metrics").text
 
     def test_requests_beside_predictions(self, server: Server, release: PackedRelease) -> None:
         assert server.get("/v1/models").json() == {"models": ["embedding"]}

@@ -39,7 +39,7 @@ class Local:
         self._decoder = Decoder(decode_image, *limits)
         # One batch at a time runs on all cores. The event loop stays free for probes.
         self._recognizer = Batcher(self._recognize, batch_size=batch_size, max_waiting=queue_size)
-        telemetry.release.info({"version": predictor.manifest.version})
+        telemetry.release.info({"version": predictor.manifest.version, "engine": predictor.manifest.engine})
 
     async def expected_release(self) -> ReleaseManifest:
         return self._predictor.manifest
