@@ -30,6 +30,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evernear.common.masking import mask_streams
+from evernear.common.processes import exempt_loaded_objects
 from evernear.release.archive_reader import ReleaseParts, open_parts
 from evernear.release.drift_baseline import DriftBaseline
 from evernear.release.manifest import DRIFT_BASELINE_FILE
@@ -72,6 +73,7 @@ class EmbeddingHandler:
         self._query_log = QueryLog.from_environment(parts)
         if self._query_log:
             self._query_log.start()
+        exempt_loaded_objects()
 
     def handle(self, data: list[dict[str, bytes]], context: Any) -> list[bytes]:
         """Each response has its own status."""

@@ -1,7 +1,6 @@
 """Start the containers of an InferenceService."""
 
 import argparse
-import gc
 import logging
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing, asynccontextmanager
@@ -10,6 +9,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from evernear.common.output import log_to_stderr
+from evernear.common.processes import exempt_loaded_objects
 from evernear.serving.client import Target
 from evernear.serving.endpoints import host_and_port, listening_socket
 from evernear.serving.http.app import create_server
@@ -98,7 +98,7 @@ def serve_container(args: argparse.Namespace) -> None:
     if args.enable_grpc == "true":
         listening_socket(args.host, args.grpc_port, "--grpc_port").close()
     with listening_socket(args.host, args.http_port, "--http_port") as listener:
-        gc.freeze()  # a collection would traverse all objects of torch, and delay responses by up to 0.3 s
+        exempt_loaded_objects()
         server.run(sockets=[listener])
 
 

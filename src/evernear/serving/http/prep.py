@@ -5,6 +5,7 @@ from contextlib import aclosing, asynccontextmanager
 
 import uvicorn
 
+from evernear.common.processes import exempt_loaded_objects
 from evernear.serving.decoding import pool_size_bytes
 from evernear.serving.endpoints import listening_socket
 from evernear.serving.http.app import create_server
@@ -22,7 +23,9 @@ def serve_prep(settings: Settings) -> None:
     """Serve until SIGTERM or Ctrl-C, then finish in-flight requests."""
     targets_of(settings)
     with listening_socket(settings.prep.host, settings.prep.port, "prep.port") as listener:
-        create_prep_server(settings).run(sockets=[listener])
+        server = create_prep_server(settings)
+        exempt_loaded_objects()
+        server.run(sockets=[listener])
 
 
 def create_prep_server(settings: Settings) -> uvicorn.Server:
