@@ -166,7 +166,8 @@ def _train(
     recipe = recipe_of_training(chosen.train, data)
     started = min(step.started for step in record.steps())
     probe_s = expected_probe_s(recipe, chosen.evaluation.probe_epochs, data)
-    on_progress = countdowns.whole_run(running, started, probe_s)
+    rest_s = countdowns.REST_PRETRAINED_S if recipe.weights else countdowns.REST_S
+    on_progress = countdowns.whole_run(running, started, probe_s, rest_s)
     on_epoch, on_step = countdowns.epochs(running, recipe.epochs), countdowns.training(running, on_progress)
     on_images = countdowns.images(running, shown_images(recipe, data), on_progress)
     if recipe.nodes > 1 and not recipe.keeps_backbone:

@@ -48,7 +48,7 @@ def status(
             state["live_accuracy"] = "no labels yet; see `evernear labels import --help`"
         for key, value in state.items():
             text = ", ".join(map(str, value)) if isinstance(value, list) else value
-            print_line(f"{key.replace('_', ' '):<13} {'-' if text in (None, '') else text}")
+            print_line(f"{key.replace('_', ' '):<14} {'-' if text in (None, '') else text}")
 
 
 def _live_accuracy(settings: Settings, champion: str) -> "list[LiveAccuracy] | None":

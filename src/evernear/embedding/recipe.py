@@ -46,6 +46,8 @@ PROBE_SHARE_WITH_MUON = 0.6
 """The same with Muon, whose training is short. After three of ten epochs on CIFAR-10, unseen
 classes are not yet as well separated as after all ten."""
 HEAD_STEP_S = 0.01
+FROZEN_PROBE_S = 8.0
+"""Seconds to load a pretrained network, and to measure `PROBE_DRAWS` draws of its features."""
 MOST_VIEWS = 4
 """Most augmented views of an image."""
 MOST_VIEWED_IMAGES = 20_000
@@ -189,9 +191,11 @@ def expected_probe_s(recipe: Recipe, probe_epochs: int, dataset: Dataset) -> Cal
         changed = recipe.model_copy(update={"epochs": epochs})
         return epochs * steps_per_epoch(changed, images, min(recipe.batch_size, images))
 
+    if recipe.frozen:
+        return lambda _: FROZEN_PROBE_S
     if recipe.keeps_backbone:
-        heads_s = 0.0 if recipe.frozen else steps(recipe.epochs) * HEAD_STEP_S
-        return lambda _: (1 + PROBE_DRAWS) * heads_s
+        heads_s = (1 + PROBE_DRAWS) * steps(recipe.epochs) * HEAD_STEP_S
+        return lambda _: heads_s
     if recipe.minutes:
         return lambda train_s: train_s * probe_share(recipe)
     epochs = probe_epochs or math.ceil(recipe.epochs * probe_share(recipe))

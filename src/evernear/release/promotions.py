@@ -27,7 +27,7 @@ How = Literal["deploy", "promote", "force", "apply", "anchor", "rollback", "rest
 _IN_WORDS: dict[How, str] = {
     "deploy": "deployed",
     "promote": "promoted",
-    "force": "promoted although the gate held it",
+    "force": "promoted regardless of the gate",
     "apply": "settings applied",
     "anchor": "anchor moved",
     "rollback": "rolled back",

@@ -1,5 +1,6 @@
 """Callbacks that report the progress of a step and the time left."""
 
+import os
 from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
@@ -14,17 +15,22 @@ if TYPE_CHECKING:
     from evernear.evaluation.measure import Observer
 
 
-REST_S = 25.0
-"""Seconds that a run takes beside training and probe, mostly to start the processes of its
-steps."""
+REST_S = 10.0
+"""Seconds that a run takes beside training and probe, mostly to start the processes of its steps,
+on two idle cores."""
+REST_PRETRAINED_S = 25.0
+"""The same with a pretrained network, which takes longer to load, export and deploy."""
+_BUSIEST = 2.0
+"""How much longer the rest takes at most on a machine with other work."""
 _PARTS = 100_000
 """In so many equal units is a training of `Trainings` counted."""
 Record = Callable[[StepProgress], None]
 
 
-def whole_run(running: Step, started: datetime, probe_s: Callable[[float], float]) -> Record:
+def whole_run(running: Step, started: datetime, probe_s: Callable[[float], float], rest_s: float) -> Record:
     """A callback for the progress of the training, which says once how long the whole run takes.
-    ``probe_s`` estimates the time of the probe from that of the training."""
+    ``probe_s`` estimates the time of the probe from that of the training, and ``rest_s`` is that of
+    the other steps on an idle machine."""
     begun, is_said = datetime.now(UTC), False
 
     def record(progress: StepProgress) -> None:
@@ -34,11 +40,16 @@ def whole_run(running: Step, started: datetime, probe_s: Callable[[float], float
             return
         is_said = True
         train_s = (progress.at - begun).total_seconds() + progress.left_s
-        left_s = progress.left_s + probe_s(train_s) + REST_S
+        left_s = progress.left_s + probe_s(train_s) + rest_s * _busy()
         total_s = (progress.at - started).total_seconds() + left_s
         running.note(f"The run takes about {duration(total_s)} in all; about {duration(left_s)} are left.")
 
     return record
+
+
+def _busy() -> float:
+    """How much longer work takes beside the other work of the machine: its load for each core."""
+    return min(_BUSIEST, max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1)))
 
 
 def training(running: Step, record: Record | None = None) -> "Callable[[Steps], None]":

@@ -1,14 +1,20 @@
 """A working day in Chromium: wrong labels are mended from the list of mistakes, a training is
 started and its release tried, and two runs are compared."""
 
+import base64
 import re
 import shutil
 import subprocess
 from collections.abc import Generator
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
 
+from evernear.common.store import open_store
+from evernear.release.registry import Registry
+from evernear.review.live_labels import import_labels
+from evernear.serving.query_log_files import LoggedQuery, Period
 from tests.integrations.browser.served import COUNT_CLICKS, IN_A_BROWSER, evernear, evernear_done, picture, serve_digits
 
 pytest.importorskip("playwright", reason="playwright is not installed")
@@ -105,12 +111,55 @@ def test_two_runs_are_compared_in_three_clicks(page: Page, workdir: Path, artifa
     assert clicks(page) == 2
     page.get_by_role("button", name="Compare").click()
     expect(page.locator("h1")).to_have_text(f"Run {chosen[0]} and run {chosen[1]}")
-    page.screenshot(path=artifacts / "compared.png", full_page=True)
+    picture(page, artifacts, "compared")
     page.go_back()
     boxes.nth(0).focus()
     page.keyboard.press("Tab")
     page.keyboard.press("Enter")
     expect(page.locator("h1")).to_be_visible()
+
+
+def label_live_query(work: Path, image: Path) -> None:
+    """The live release called the query unknown."""
+    store, now = open_store((work / "store").as_uri()), datetime.now(UTC)
+    version = Registry(store).require_champion().version
+    file = base64.b64encode(image.read_bytes()).decode()
+    query = LoggedQuery(at=now, pred="nine", dist=1.5, unknown=True, id="query-1", file=file, neighbors=(0, 1))
+    period = Period(version=version, since=now, until=now, queries=1, unknown=1)
+    lines = "".join(f"{line.model_dump_json()}\n" for line in (period, query))
+    store.put(f"queries/{now:%Y%m%d}/{now:%Y%m%dT%H%M%SZ}-{version}-host-1-0.jsonl", lines.encode())
+    import_labels(store, {"query-1": "three"}, now)
+
+
+def test_every_page_is_accessible(page: Page, workdir: Path, artifacts: Path) -> None:
+    """Also at 390 px, and in both color schemes."""
+    source, image = workdir / "digits-without-7", next((workdir / "digits-7").glob("*.png"))
+    label_live_query(workdir / "work", image)
+    for path in (
+        "/review",
+        "/mistakes",
+        "/data",
+        f"/data/class?class={next(each.name for each in source.iterdir())}",
+        "/data/class?class=three&filter=called+unknown",
+        "/runs",
+        "/releases",
+        "/data/class?class=nothing",
+    ):
+        page.goto(path)
+        expect(page.locator("h1")).to_be_visible()
+        for closed in page.locator("details:not([open]) > summary").all():
+            closed.click()
+        picture(page, artifacts, f"page{re.sub(r'[^a-z]+', '-', path)}")
+    page.goto("/data/class?class=three")
+    page.locator("[data-large]").first.click()
+    expect(page.locator("#large")).to_be_visible()
+    picture(page, artifacts, "large")
+    page.goto("/runs")
+    page.locator("tbody a").last.click()
+    expect(page.locator("h1")).to_be_visible()
+    for closed in page.locator("details:not([open]) > summary").all():
+        closed.click()
+    picture(page, artifacts, "run")
 
 
 def test_burst_of_images_is_named_at_once(page: Page, workdir: Path, artifacts: Path) -> None:

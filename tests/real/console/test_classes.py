@@ -121,7 +121,7 @@ def test_rollbacks_stand_among_the_runs(store: Store, images: Path) -> None:
             (
                 "promote",
                 "promoted",
-                f"release {second} instead of {first}, promoted although the gate held it by ann: Slow.",
+                f"release {second} instead of {first}, promoted regardless of the gate by ann: Slow.",
                 False,
             ),
         ]
