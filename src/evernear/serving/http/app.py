@@ -21,7 +21,7 @@ from evernear.common.output import log_fields
 from evernear.errors import EvernearError
 from evernear.serving.http.limits import DrainingServer, limited_server
 from evernear.serving.http.protocol import ON_DISCONNECT
-from evernear.serving.http.routes import PREDICTIONS, kserve_router, router
+from evernear.serving.http.routes import KSERVE_PREDICTIONS, PREDICTIONS, kserve_router, router
 from evernear.serving.http.service import Service, status_of
 from evernear.serving.responses import Rejection
 from evernear.serving.tracing import TRACE_FIELD, describe_response, request_span, trace_id
@@ -50,8 +50,8 @@ def create_server(open_service: Open, title: str, **limits: Any) -> DrainingServ
 
 
 class Application:
-    """Answers predictions of KServe's protocols itself, and passes other requests to FastAPI, whose
-    routing and middleware take more CPU time than a prediction.
+    """Answers predictions itself, and passes other requests to FastAPI, whose routing and
+    middleware take more CPU time than a prediction.
 
     It counts and logs all requests. The id of a request is the client's ``X-Request-Id`` if it is
     short and printable, otherwise a new one. The response repeats it. If the client disconnects,
@@ -144,7 +144,7 @@ def _create_app(open_service: Open, title: str) -> FastAPI:
         app.add_exception_handler(error, _error_response)
     app.include_router(router)
     app.include_router(kserve_router)
-    app.router.routes.extend(PREDICTIONS)
+    app.router.routes.extend(KSERVE_PREDICTIONS)
     return app
 
 

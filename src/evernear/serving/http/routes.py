@@ -121,16 +121,16 @@ async def predict_test_label(request: Request, service: CurrentService) -> Label
     return _label(await _recognize(request, service, await service.backend.test_image()))
 
 
-@router.post("/predict", responses=PREDICTED | REJECTED, openapi_extra=IMAGE_BODY)
-async def predict(request: Request, service: CurrentService) -> Prediction:
+@router.post("/predict", response_model=Prediction, responses=PREDICTED | REJECTED, openapi_extra=IMAGE_BODY)
+async def predict(request: Request) -> Response:
     """Recognize an image. Returns the image's label and nearest neighbors."""
-    return await _recognize(request, service, await _image(request))
+    return _json(await _recognize(request, await _service(request), await _image(request)))
 
 
-@router.post("/predict/label", responses=REJECTED, openapi_extra=IMAGE_BODY)
-async def predict_label(request: Request, service: CurrentService) -> Label:
+@router.post("/predict/label", response_model=Label, responses=REJECTED, openapi_extra=IMAGE_BODY)
+async def predict_label(request: Request) -> Response:
     """Recognize an image. Returns only the label."""
-    return _label(await _recognize(request, service, await _image(request)))
+    return _json(_label(await _recognize(request, await _service(request), await _image(request))))
 
 
 @router.get("/metrics", include_in_schema=False)
@@ -212,10 +212,14 @@ async def infer(request: Request) -> Response:
     return Response(content, headers={HEADER_LENGTH: str(head_size)}, media_type="application/octet-stream")
 
 
-PREDICTIONS = [
+KSERVE_PREDICTIONS = [
     Route("/v1/models/{model}:predict", predict_v1, methods=["POST"]),
     Route("/v2/models/{model}/infer", infer, methods=["POST"]),
     Route("/v2/models/{model}/versions/{version}/infer", infer, methods=["POST"]),
+]
+PREDICTIONS = [
+    *KSERVE_PREDICTIONS,
+    *(route for route in router.routes if isinstance(route, Route) and route.endpoint in (predict, predict_label)),
 ]
 """The routes that `evernear.serving.http.app` answers without FastAPI."""
 
@@ -237,6 +241,10 @@ async def _recognize(request: Request, service: Service, image: bytes) -> Predic
         raise DataError(result.message)
     request.state.release = result.version
     return result
+
+
+def _json(body: BaseModel) -> Response:
+    return Response(body.model_dump_json(), media_type="application/json")
 
 
 def _label(prediction: Prediction) -> Label:
