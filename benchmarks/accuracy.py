@@ -103,7 +103,6 @@ def metrics(measurement: Measurement) -> dict[str, Any]:
         "accuracy_low": measurement.label_right.low,
         "accuracy_high": measurement.label_right.high,
         "queries": measurement.label_right.total,
-        "recall_at_1": measurement.recall_at_1.value,
         "recall_at_5": measurement.recall_at_5.value,
         "called_unknown": measurement.false_rejects.value if measurement.false_rejects else None,
         "parity_max_abs_difference": measurement.parity_max_abs_difference,
@@ -131,20 +130,18 @@ def summarize(preset: str, runs: list[dict[str, Any]]) -> dict[str, Any]:
         "low": low,
         "high": min(high, 1.0),
         "lowest": min(values),
-        "mean_recall_at_1": statistics.mean(run["recall_at_1"] for run in runs),
         "mean_train_s": statistics.mean(run["train_s"] for run in runs),
     }
 
 
 def table(summaries: list[dict[str, Any]]) -> list[list[str]]:
-    heading = ["settings", "accuracy, mean of seeds", "95% interval", "lowest seed", "1-NN", "training"]
+    heading = ["settings", "accuracy, mean of seeds", "95% interval", "lowest seed", "training"]
     return [heading] + [
         [
             str(s["preset"]),
             f"{s['mean_accuracy']:.2%} of {s['queries']:,} ({s['seeds']} seeds)",
             f"{s['low']:.2%} to {s['high']:.2%}",
             f"{s['lowest']:.2%}",
-            f"{s['mean_recall_at_1']:.2%}",
             f"{s['mean_train_s']:.0f} s",
         ]
         for s in summaries

@@ -229,7 +229,6 @@ def make_measurement(name: str, outcomes: Outcomes, labels: tuple[str, ...]) -> 
         threshold=1.0,
         parity_max_abs_difference=0.0,
         label_right=label_right,
-        recall_at_1=label_right,
         recall_at_5=label_right,
         false_rejects=proportion(int((~outcomes.named).sum()), label_right.total, CONFIDENCE),
         index_recall=proportion(label_right.total, label_right.total, CONFIDENCE),

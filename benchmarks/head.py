@@ -7,7 +7,7 @@ preset photos. Each method knows the same training and gallery images: all of th
 sample of 5 or 20 images of each class. The features, the whitening and the head are those of the
 train step. A test image is recognized by the nearest of the known images, which are the gallery of
 a release with a frozen backbone, moved toward the means of their classes. A release is served with
-the head if the queries prefer it, by the vote of five neighbors. The logistic regression of
+the head if the queries prefer it. The logistic regression of
 scikit-learn (C = 1) trains on the features, each divided by its standard deviation.
 
 The results are written after each sample. ``--add`` keeps them, so that only missing samples are
@@ -45,8 +45,7 @@ from evernear.embedding.recipe import with_defaults
 from evernear.embedding.whitening import Whitening
 from evernear.evaluation.choice import prefer
 from evernear.index.description import TOWARD_MEAN
-from evernear.index.search import vote
-from evernear.index.vectors import move_toward
+from evernear.index.vectors import move_toward, noise_of_means
 from evernear.settings import TrainSettings
 
 HEADING = (
@@ -60,8 +59,6 @@ HEADING = (
     "as served",
     "errors as served, relative to logistic regression",
 )
-NEIGHBORS = (1, 5, 10)
-SERVED = "neighbors_5"
 SAMPLED: tuple[Split, ...] = ("gallery", "train", "query")
 METHODS = ("regression", "whitened", "head_without_views", "head", "served")
 
@@ -160,12 +157,11 @@ def measure(dataset: Dataset, settings: TrainSettings, directory: Path, count: i
 
     asked: dict[CandidateName, NDArray[np.bool_]] = {}
 
-    def recognize(last_layer: Whitening, name: CandidateName | None = None) -> dict[str, Any]:
+    def recognize(last_layer: Whitening, name: CandidateName | None = None) -> float:
         embed = embedder(pretrained, last_layer)
         if name:
-            asked[name] = correct_answers(embed, known, queries)[SERVED] > 0
-        answers = correct_answers(embed, known, test)
-        return {rule: float(correct.mean()) for rule, correct in answers.items()}
+            asked[name] = correct_answers(embed, known, queries)
+        return float(correct_answers(embed, known, test).mean())
 
     whitened = recognize(whitening_for(pretrained.features, dataset, images), "pretrained")
     trained = {
@@ -184,9 +180,8 @@ def measure(dataset: Dataset, settings: TrainSettings, directory: Path, count: i
         "known_images": len(known.classes),
         "test_images": len(test.classes),
         "regression": regression_accuracy(known, test),
-        **{name: values["neighbors_1"] for name, values in recognized.items()},
-        "served": recognized["head" if prefer(asked) == "head" else "whitened"][SERVED],
-        "recognized": recognized,
+        **recognized,
+        "served": recognized["head" if prefer(asked) == "head" else "whitened"],
     }
 
 
@@ -203,19 +198,15 @@ def embedder(pretrained: Pretrained, last_layer: Whitening) -> Callable[[Tensor]
 
 
 @torch.inference_mode()
-def correct_answers(
-    embed: Callable[[Tensor], Tensor], known: Labeled, queries: Labeled
-) -> dict[str, NDArray[np.float64]]:
-    """Whether each of the ``queries`` is recognized, as arrays (N,) of 0 and 1: by the vote of the
-    nearest known images."""
+def correct_answers(embed: Callable[[Tensor], Tensor], known: Labeled, queries: Labeled) -> NDArray[np.bool_]:
+    """Whether each of the ``queries`` (N,) is recognized by the nearest known image."""
     vectors, references = embed(queries.features), embed(known.features)
-    classes = range(int(known.classes.max()) + 1)
-    means = np.stack([references[known.classes == label].mean(dim=0).numpy() for label in classes])
-    moved = torch.from_numpy(move_toward(references.numpy(), means[known.classes.numpy()], TOWARD_MEAN))
-    nearest = (vectors @ moved.T).topk(max(NEIGHBORS)).indices
-    labels = known.classes[nearest].numpy().astype(np.int32)
-    answers = {f"neighbors_{count}": vote(labels[:, :count]) for count in NEIGHBORS}
-    return {rule: (answer == queries.classes.numpy()).astype(np.float64) for rule, answer in answers.items()}
+    numbers = known.classes.numpy()
+    means = np.stack([references[known.classes == label].mean(dim=0).numpy() for label in range(numbers.max() + 1)])
+    noise = noise_of_means(means, np.bincount(numbers))
+    moved = move_toward(references.numpy(), means[numbers], noise[numbers], TOWARD_MEAN)
+    nearest = (vectors @ torch.from_numpy(moved).T).argmax(dim=1)
+    return (known.classes[nearest] == queries.classes).numpy()
 
 
 def regression_accuracy(known: Labeled, test: Labeled) -> float:

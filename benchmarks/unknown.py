@@ -44,7 +44,7 @@ from PIL import Image
 from benchmarks import machine
 from evernear.embedding.whitening import whitening_within
 from evernear.index.description import TOWARD_MEAN
-from evernear.index.vectors import move_toward
+from evernear.index.vectors import move_toward, noise_of_means
 from evernear.settings.section import MAX_PIXELS
 from evernear.settings.train import WEIGHTS_OF_PHOTOGRAPHS
 
@@ -367,10 +367,14 @@ def class_means(known: Known, queries: Floats) -> Floats:
     return (means**2).sum(axis=1) - 2 * queries @ means.T + (queries**2).sum(axis=1)[:, None]
 
 
-def halfway(known: Known, queries: Floats) -> Floats:
-    """As the index of a release."""
-    moved = move_toward(known.vectors.astype(np.float32), known.means()[known.classes], TOWARD_MEAN)
-    return nearest_image(known._replace(vectors=moved), queries)
+def as_released(known: Known, queries: Floats) -> Floats:
+    means = known.means().astype(np.float32)
+    noise = noise_of_means(means, np.bincount(known.classes))
+    moved = means[known.classes], noise[known.classes]
+    vectors = move_toward(known.vectors.astype(np.float32), *moved, TOWARD_MEAN)
+    products = queries @ vectors.T
+    columns = [2 - 2 * products[:, known.classes == label].max(axis=1) for label in range(known.classes.max() + 1)]
+    return np.stack(columns, axis=1)
 
 
 def unit(vectors: Floats) -> Floats:
@@ -415,7 +419,7 @@ RULES: dict[str, Callable[[Known, Floats], Floats]] = {
     "nearest image": nearest_image,
     "five nearest of a class": partial(nearest_image, count=5),
     "class means": class_means,
-    "halfway to class means": halfway,
+    "as in a release": as_released,
 }
 SPACES = ("pretrained", "pretrained and whitened")
 MAHALANOBIS = "pretrained, relative Mahalanobis"

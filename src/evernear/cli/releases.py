@@ -134,7 +134,7 @@ def _print_description(description: "Description") -> None:
     )
     if index.reason:
         print_line(f"  chosen because {safe(index.reason)}")
-    print_line(f"  label by vote of {index.k}, {describe_threshold(index.threshold)}")
+    print_line(f"  {describe_threshold(index.threshold)}, {index.k} neighbors in an answer")
     _heading(f"labels ({len(description.labels)})")
     more = f" and {len(description.labels) - SHOWN_LABELS:,} more" if len(description.labels) > SHOWN_LABELS else ""
     print_line("  " + " ".join(safe(label) for label in description.labels[:SHOWN_LABELS]) + more)

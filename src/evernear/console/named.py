@@ -125,19 +125,14 @@ def answer_of_others(
     prediction: Prediction, image: bytes, gallery: GalleryImages, release: ReleaseManifest
 ) -> AnswerOfOthers | None:
     """Leave ``image`` out of its own neighbors, because a gallery recognizes each of its own
-    images. The other neighbors vote. None if the prediction lists no other (``index.k=1``)."""
+    images. None if the prediction lists no other (``index.k=1``)."""
     itself = decode_inspected(inspect(image, MAX_PIXELS), release.preprocessing.bit_depth).digest().hex()
     others = [near for near in prediction.neighbors if not _shows(near, itself, release.version, gallery)]
     if not others:
         return None
-    return AnswerOfOthers(_vote(others), others[0].dist > release.threshold)
+    return AnswerOfOthers(others[0].label, others[0].dist > release.threshold)
 
 
 def _shows(near: Neighbor, digest: str, version: str, gallery: GalleryImages) -> bool:
     found = gallery.find(version, near.row)
     return found is not None and found.digest == digest
-
-
-def _vote(neighbors: tuple[Neighbor, ...] | list[Neighbor]) -> str:
-    """The most common label. The nearest neighbor wins a tie."""
-    return Counter(near.label for near in neighbors).most_common(1)[0][0]

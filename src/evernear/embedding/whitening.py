@@ -8,7 +8,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-PRIOR_IMAGES = 0.1
+PRIOR_IMAGES = 0.3
 """Shrinkage of the covariance toward equal variances, in images per dimension."""
 VARIANCE_RTOL = 1e-9
 """Relative size below which a variance is a rounding error."""

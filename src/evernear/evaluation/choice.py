@@ -119,6 +119,6 @@ def named_right(
     shards = ((dataset.shard_blocks(shard, BATCH_SIZE), shard.count) for shard in dataset.shards("query"))
     parts = [np.empty(0, np.bool_)]
     for block, embeddings in recognizer.embed(shards):
-        neighbors = recognizer.gallery.search(embeddings, recognizer.gallery.description.k)
+        neighbors = recognizer.gallery.search(embeddings, 1)
         parts.append(recognizer.gallery.classify(neighbors).labels == block.labels)
     return np.concatenate(parts)

@@ -140,7 +140,6 @@ class Evaluation(Document):
             "label_right": self.candidate.label_right.value,
             "label_right_low": self.candidate.label_right.low,
             "label_right_high": self.candidate.label_right.high,
-            "recall_at_1": self.candidate.recall_at_1.value,
             "recall_at_5": self.candidate.recall_at_5.value,
             "worst_class_label_right": min(share.value for share in self.candidate.class_label_right.values()),
             "false_reject_rate": self.candidate.false_rejects.value if self.candidate.false_rejects else None,

@@ -45,7 +45,7 @@ def _answer_queries(
 ) -> Iterator[AnsweredBlock]:
     gallery = recognizer.gallery
     for block, embeddings in recognizer.embed_split(dataset, split, batch_size):
-        neighbors = gallery.search(embeddings, max(RECALL_AT, gallery.description.k))
+        neighbors = gallery.search(embeddings, RECALL_AT)
         yield AnsweredBlock(block, embeddings, neighbors, gallery.classify(neighbors))
 
 
@@ -67,7 +67,6 @@ class Measurement(Frozen):
     export step."""
     label_right: Proportion
     """Proportion of queries whose predicted label is right, including queries called unknown."""
-    recall_at_1: Proportion
     recall_at_5: Proportion
     """Proportion of queries whose five nearest neighbors include the correct label."""
     false_rejects: Proportion | None
@@ -214,7 +213,7 @@ def measure(
     if not rows:
         raise DataError(f"The {split} split of {dataset.manifest.name} is empty; raise data.{split}_fraction.")
 
-    labels, predicted, nearest, among_nearest, unknown, *of_groups = map(np.concatenate, zip(*rows, strict=True))
+    labels, predicted, among_nearest, unknown, *of_groups = map(np.concatenate, zip(*rows, strict=True))
     outcomes = Outcomes(predicted == labels, labels, of_groups[0] if of_groups else None, unknown)
     all_queries = np.zeros_like(labels)
     known_labels = classes.current_labels(gallery.description.known_labels)
@@ -231,7 +230,6 @@ def measure(
         threshold=gallery.description.threshold,
         parity_max_abs_difference=recognizer.parity_max_abs_difference,
         label_right=outcomes.proportions(outcomes.correct, all_queries)[0],
-        recall_at_1=outcomes.proportions(nearest, all_queries)[0],
         recall_at_5=outcomes.proportions(among_nearest, all_queries)[0],
         false_rejects=outcomes.proportions(unknown, of_known).get(1),
         calibration_rejects=_calibration_rejects(calibration),
@@ -258,15 +256,14 @@ def _collect(
     groups: GroupNumbers | None,
     observers: Sequence[Observer],
 ) -> tuple[list[tuple[NDArray[Any], ...]], str]:
-    """For each block, the labels, the answers, whether the nearest and one of the `RECALL_AT`
-    nearest is right, whether it is unknown and, with ``groups``, the groups. Also the hash of all
-    queries."""
+    """For each block, the labels, the answers, whether one of the `RECALL_AT` nearest is right,
+    whether it is unknown and, with ``groups``, the groups. Also the hash of all queries."""
     sha256, rows = hashlib.sha256(), list[tuple[NDArray[Any], ...]]()
     for each in answered:
         truth = each.block.labels
         matches = as_label[each.neighbors.labels[:, :RECALL_AT]] == truth[:, None]
         of_groups = (groups.of(each.block.digests),) if groups else ()
-        answers = as_label[each.answers.labels], matches[:, 0], matches.any(axis=1), each.answers.unknown
+        answers = as_label[each.answers.labels], matches.any(axis=1), each.answers.unknown
         rows.append((truth.astype(np.int32), *answers, *of_groups))
         # digests and labels alternate, so that the hash does not depend on the block size
         numbers = truth.astype("<i8")[:, None].view(np.uint8)

@@ -43,8 +43,8 @@ from evernear.evaluation.statistics import (
 from evernear.evaluation.trained import TrainedRecognizer, open_recognizer, with_gallery
 from evernear.index.calibrate import threshold_at, threshold_of, unit_of
 from evernear.index.description import MAX_DISTANCE
-from evernear.index.search import Gallery, vote
-from evernear.index.vectors import digests_outside, move_toward
+from evernear.index.search import Gallery
+from evernear.index.vectors import digests_outside, move_toward, noise_of_means
 from evernear.settings import EvaluationSettings, IndexSettings, TrainSettings
 
 Distances = NDArray[np.float32]
@@ -346,7 +346,7 @@ def _measure_split(
     parts: list[Asked] = []
     shards = ((dataset.shard_blocks(shard, BATCH_SIZE), shard.count) for shard in dataset.shards(split))
     for block, embeddings in recognizer.embed(shards):
-        distances = gallery.classify(gallery.search(embeddings, gallery.description.k)).distances
+        distances = gallery.classify(gallery.search(embeddings, 1)).distances
         of_groups = (groups.of(block.digests),) if groups else ()
         images = Sample(distances, (block.labels.astype(np.int32), *of_groups))
         unknown = np.isin(block.labels, held_out_indices)
@@ -437,14 +437,15 @@ def _answers_with(
     vectors, toward_mean = np.empty_like(added.vectors), gallery.description.toward_mean
     for label in np.unique(added.labels):
         of_class = added.vectors[added.labels == label]
-        vectors[added.labels == label] = move_toward(of_class, of_class.mean(axis=0), toward_mean)
-    found = gallery.search(queries, gallery.description.k)
-    to_added = np.sqrt(np.maximum(2 - 2 * queries @ vectors.T, 0))
+        mean = of_class.mean(axis=0, keepdims=True)
+        noise = noise_of_means(mean, np.array([len(of_class)]))
+        vectors[added.labels == label] = move_toward(of_class, mean, noise, toward_mean)
+    found = gallery.search(queries, 1)
+    to_added = np.sqrt(2 - 2 * np.minimum(queries @ vectors.T, 1))
     distances = np.concatenate([found.distances, to_added], axis=1)
     labels = np.concatenate([found.labels, np.broadcast_to(added.labels, to_added.shape)], axis=1)
-    order = np.argsort(distances, axis=1, kind="stable")[:, : gallery.description.k]
-    nearest = np.take_along_axis(distances, order[:, :1], axis=1)[:, 0].astype(np.float32)
-    return vote(np.take_along_axis(labels, order, axis=1)), nearest
+    nearest, rows = distances.argmin(axis=1), np.arange(len(queries))
+    return labels[rows, nearest], distances[rows, nearest].astype(np.float32)
 
 
 def choose_opener(

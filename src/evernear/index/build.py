@@ -37,6 +37,7 @@ from evernear.index.vectors import (
     VectorIndex,
     exact_neighbors,
     index_backend,
+    noise_of_means,
     sample_queries,
     select_labels,
 )
@@ -201,9 +202,11 @@ def build_index(
     if next(select_labels(embeddings.blocks("gallery"), known), None) is None:
         raise DataError("The gallery is empty; raise data.gallery_fraction.")
     numbers, sums = _labels(embeddings, known)
+    counts = np.bincount(numbers, minlength=len(labels))
     queries = sample_queries(embeddings, known, exclude=groups.seen_queries() if groups else frozenset())
-    means = sums / np.maximum(np.bincount(numbers, minlength=len(labels)), 1)[:, None]
-    gallery = GalleryVectors(embeddings, tuple(labels), known, len(numbers), means, toward_mean, owner)
+    means = (sums / np.maximum(counts, 1)[:, None]).astype(np.float32)
+    noise = noise_of_means(means, counts)
+    gallery = GalleryVectors(embeddings, tuple(labels), known, len(numbers), means, noise, toward_mean, owner)
     exact = exact_neighbors(queries, gallery.blocks())
     with _parameter_errors(settings, embeddings):
         chosen = _create(gallery, settings, queries, exact)
@@ -224,7 +227,7 @@ def build_index(
         dim=embeddings.dim,
         size=len(numbers),
         labels=tuple(labels),
-        counts=tuple(np.bincount(numbers, minlength=len(labels)).tolist()),
+        counts=tuple(counts.tolist()),
         toward_mean=toward_mean,
         k=settings.k,
         calibration=calibration,

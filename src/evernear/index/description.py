@@ -23,10 +23,10 @@ DISTANCE_TOLERANCE = 2e-3
 """Maximum difference between two computed distances of the same image. Rounding differs between
 machines and batch sizes, and the square root is steep near zero: squared distances of equal vectors
 that differ by 4e-6 (observed: 1e-6) give this difference."""
-TOWARD_MEAN = 0.5
-"""`IndexDescription.toward_mean` of a new network's gallery. Half recognizes more images of classes
-that were added without training than nothing does. Class means recognize yet more of them on
-photographs, but fewer of the trained classes (docs/decisions/0008-unknown-images.md)."""
+TOWARD_MEAN = 0.85
+"""`IndexDescription.toward_mean` of a new network's gallery. What is left of the image keeps the
+clusters of a class, such as a digit's two forms. Class means alone name fewer of the trained
+classes right (docs/decisions/0008-unknown-images.md)."""
 WIDE = 3
 """The interval of false rejects is wide above this multiple of ``index.false_reject_rate``."""
 PARTS = (VECTORS_FILE, LABELS_FILE)
@@ -123,7 +123,8 @@ def describe_threshold(threshold: float) -> str:
 
 
 class IndexDescription(Document):
-    """``index.json``. Distances are L2 between unit vectors, not squared, from 0 to 2."""
+    """``index.json``. A distance is the square root of 2 - 2 times the inner product, from 0 to 2.
+    Between unit vectors, this is the L2 distance."""
 
     remedy = "run the index step again"
 
@@ -134,16 +135,15 @@ class IndexDescription(Document):
     reason: str = ""
     """Why the index step chose this type and its parameters, or empty if the type was set."""
     metric: Literal["inner product", "l2"] = "inner product"
-    """The metric by which FAISS ranks vectors. For unit vectors, both give the same order."""
+    """The metric by which FAISS ranks vectors."""
     dim: int = Field(ge=1)
     size: int = Field(ge=1)
     labels: tuple[str, ...]
     counts: tuple[int, ...]
     """Vectors per label in ``labels``. A label without vectors is never predicted."""
     toward_mean: float = Field(ge=0.0, le=1.0)
-    """How far each vector of the gallery was moved toward the mean of its class, before it got unit
-    length again. A single photograph is a noisy sample of its class, whose noise the mean does not
-    have. Classes of several clusters keep their clusters."""
+    """How far each vector of the gallery was moved toward the mean of its class (see
+    `evernear.index.vectors.move_toward`). A single photograph is a noisy sample of its class."""
     k: int = Field(ge=1)
     calibration: Calibration
     parts: dict[str, str]

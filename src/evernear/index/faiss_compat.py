@@ -77,7 +77,7 @@ class FaissIndex:
         return self._index.ntotal, self._index.d
 
     def search(self, vectors: NDArray[np.float32], k: int) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
-        """See `VectorIndex`. For unit vectors, |a - b|^2 = 2 - 2 ab."""
+        """See `VectorIndex`."""
         scores, rows = self._index.search(np.ascontiguousarray(vectors, dtype=np.float32), k)
         distances = np.sqrt(2 - 2 * np.clip(scores, -1, 1))
         return np.where(rows >= 0, distances, np.float32(np.inf)), rows

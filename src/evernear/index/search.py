@@ -1,4 +1,4 @@
-"""Find an embedding's neighbors, label it by vote, and call it unknown by distance."""
+"""Find an embedding's nearest neighbor, which gives it a label, and call it unknown by distance."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,12 +21,13 @@ from evernear.index.vectors import VectorIndex, index_backend
 NO_LABEL = -1
 """Replaces the label number of a neighbor that an approximate index did not find."""
 SETTLED_BY = 100
-"""Number of neighbors that `Gallery.is_settled` checks. If all could vote, nothing is settled."""
+"""Number of neighbors that `Gallery.is_settled` checks. If all could be the nearest, nothing is
+settled."""
 Embedded = NDArray[np.float32]
 
 
 class Neighbor(NamedTuple):
-    """``dist`` is the L2 distance (not squared), and ``row`` the row in the index."""
+    """``dist`` is the distance (0 to 2), and ``row`` the row in the index."""
 
     label: str
     dist: float
@@ -34,7 +35,7 @@ class Neighbor(NamedTuple):
 
 
 class Recognition(NamedTuple):
-    """``dist`` is the L2 distance (0 to 2) of the query to its nearest neighbor."""
+    """``dist`` is the distance (0 to 2) of the query to its nearest neighbor."""
 
     pred: str
     dist: float
@@ -44,7 +45,7 @@ class Recognition(NamedTuple):
 
 @dataclass(frozen=True)
 class Neighbors:
-    """Label indices, L2 distances and index rows (N, k) of the vectors nearest to N queries,
+    """Label indices, distances and index rows (N, k) of the vectors nearest to N queries,
     nearest first. Missing ones have label `NO_LABEL`, infinite distance and row -1."""
 
     labels: NDArray[np.int32]
@@ -101,9 +102,9 @@ class Gallery:
         return self._label_indices
 
     def recognize(self, embeddings: Embedded, k: int | None = None) -> list[Recognition]:
-        """Recognize unit vectors (N, D). By default, each lists the ``k`` neighbors that vote."""
-        listed = self.description.k if k is None else k
-        neighbors = self.search(embeddings, max(listed, self.description.k))
+        """Recognize unit vectors (N, D). Each lists ``k`` neighbors, by default
+        ``description.k``."""
+        neighbors = self.search(embeddings, self.description.k if k is None else k)
         answers = self.classify(neighbors)
         names = (*self.description.labels, "")  # the last name is for NO_LABEL, which is removed below
         return [
@@ -117,9 +118,9 @@ class Gallery:
                 answers.labels.tolist(),
                 answers.distances.tolist(),
                 answers.unknown.tolist(),
-                neighbors.labels[:, :listed].tolist(),
-                neighbors.distances[:, :listed].tolist(),
-                neighbors.rows[:, :listed].tolist(),
+                neighbors.labels.tolist(),
+                neighbors.distances.tolist(),
+                neighbors.rows.tolist(),
                 strict=True,
             )
         ]
@@ -136,10 +137,9 @@ class Gallery:
         return Neighbors(labels=labels, distances=distances, rows=rows)
 
     def classify(self, neighbors: Neighbors) -> Classifications:
-        """Classify queries by the neighbors that `search` found, of which the first
-        ``description.k`` vote. A query without neighbors is unknown, at `MAX_DISTANCE`, and gets
-        the label of the largest class."""
-        labels = vote(neighbors.labels[:, : self.description.k])
+        """Classify queries by the nearest of the neighbors that `search` found. A query without
+        neighbors is unknown, at `MAX_DISTANCE`, and gets the label of the largest class."""
+        labels = neighbors.labels[:, 0].copy()
         no_neighbors = labels == NO_LABEL
         labels[no_neighbors] = np.argmax(self.description.counts)
         distances = np.where(
@@ -150,27 +150,15 @@ class Gallery:
     def is_settled(self, embeddings: Embedded, tolerance: float) -> NDArray[np.bool_]:
         """For each unit vector (N, D), whether no change of distances by up to ``tolerance``
         changes the prediction."""
-        neighbors = self.search(embeddings, max(SETTLED_BY, 2 * self.description.k))
+        neighbors = self.search(embeddings, SETTLED_BY)
         predicted = self.classify(neighbors)
         is_clear = np.abs(predicted.distances - self.description.threshold) > tolerance
         if self.description.threshold >= MAX_DISTANCE:  # unknown is switched off
             is_clear[:] = True
-        return is_clear & self._vote_is_settled(neighbors, predicted.labels, tolerance)
-
-    def _vote_is_settled(
-        self, neighbors: Neighbors, predicted: NDArray[np.int32], tolerance: float
-    ) -> NDArray[np.bool_]:
-        """Whether certain votes for the predicted label outnumber possible votes for any other."""
-        k, distances = self.description.k, neighbors.distances
-        size = distances.shape[1]
-        is_possible = distances <= distances[:, [min(k, size) - 1]] + 2 * tolerance
-        is_certain = distances < (distances[:, [k]] - 2 * tolerance if k < size else np.inf)
-        is_predicted = neighbors.labels == predicted[:, None]
-        same_label = neighbors.labels[:, :, None] == neighbors.labels[:, None, :]
-        votes = (same_label & is_possible[:, None, :]).sum(axis=2)
-        others = np.where(is_predicted, 0, votes).max(axis=1)
-        is_complete = size == self.description.size or ~is_possible[:, -1]
-        return is_complete & ((others == 0) | ((is_certain & is_predicted).sum(axis=1) > others))
+        may_be_nearest = neighbors.distances <= neighbors.distances[:, :1] + 2 * tolerance
+        others = may_be_nearest & (neighbors.labels != predicted.labels[:, None])
+        is_complete = neighbors.distances.shape[1] == self.description.size or ~may_be_nearest[:, -1]
+        return is_clear & is_complete & ~others.any(axis=1)
 
 
 def _open_vectors(directory: Path, described: IndexDescription) -> VectorIndex:
@@ -186,18 +174,3 @@ def _read_array(path: Path) -> NDArray[Any]:
     """`numpy.load` would also accept an archive or a pickle."""
     with path.open("rb") as file:
         return np.lib.format.read_array(file, allow_pickle=False)
-
-
-def vote(labels: NDArray[np.int32]) -> NDArray[np.int32]:
-    """The most common label in each row of ``labels`` (N, k), ordered by distance. The nearest
-    neighbor wins a tie. `NO_LABEL` counts only if the row has no other label."""
-    order = np.argsort(labels, axis=1, kind="stable")
-    ordered = np.take_along_axis(labels, order, axis=1)
-    starts = np.ones(ordered.shape, np.bool_)
-    starts[:, 1:] = ordered[:, 1:] != ordered[:, :-1]
-    runs = np.cumsum(starts) - 1
-    sizes = np.bincount(runs)[runs].reshape(labels.shape)
-    sizes[ordered == NO_LABEL] = 0
-    counts = np.empty_like(sizes)
-    np.put_along_axis(counts, order, sizes, axis=1)
-    return labels[np.arange(len(labels)), counts.argmax(axis=1)]

@@ -60,7 +60,7 @@ class ReleaseManifest(Document):
     """The description of a release. It is immutable after archiving.
 
     ``network_sha256`` is the hash of the TorchScript file, and ``network_identity`` the key of its
-    cached embeddings. ``threshold`` is the L2 distance beyond which an image is unknown. ``parent``
+    cached embeddings. ``threshold`` is the distance beyond which an image is unknown. ``parent``
     is the champion that was measured together with this release. ``training`` has the ``train.*``
     settings. ``pretrained_sha256`` is the hash of the weights file that initialized the backbone.
     ``collection`` contains the index vectors, or is None if they are in the archive. For each

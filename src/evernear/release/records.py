@@ -81,8 +81,8 @@ class Signature(Frozen):
 
 
 class Index(Frozen):
-    """The FAISS index. ``k`` neighbors vote. ``threshold`` is the L2 distance beyond which an image
-    is unknown."""
+    """The FAISS index. An answer lists ``k`` neighbors. An image is unknown beyond the distance
+    ``threshold``."""
 
     factory: str
     search: str
@@ -189,10 +189,10 @@ def _request(manifest: ReleaseManifest, index: IndexDescription) -> Signature:
         inputs=(Value(name="image", dtype="bytes", shape=(), meaning=image),),
         outputs=(
             Value(name="pred", dtype="string", shape=(), meaning="one of the labels"),
-            Value(name="dist", dtype="float", shape=(), meaning="L2 to the nearest gallery image, 0 to 2"),
+            Value(name="dist", dtype="float", shape=(), meaning="distance to the nearest gallery image, 0 to 2"),
             Value(name="unknown", dtype="bool", shape=(), meaning=describe_threshold(index.threshold)),
             Value(name="neighbors.label", dtype="string", shape=(neighbor_count,), meaning="nearest first"),
-            Value(name="neighbors.dist", dtype="float", shape=(neighbor_count,), meaning="L2, ascending"),
+            Value(name="neighbors.dist", dtype="float", shape=(neighbor_count,), meaning="ascending"),
             Value(name="neighbors.row", dtype="int", shape=(neighbor_count,), meaning="rows in the gallery"),
             Value(name="version", dtype="string", shape=(), meaning=manifest.version),
             Value(name="id", dtype="string", shape=(), meaning="the request's id in the query log"),

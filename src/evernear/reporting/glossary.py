@@ -15,11 +15,10 @@ GLOSSARY = {
     "champion": "The release that is live, with which the gate compares the candidate.",
     "FPR": "Of images of unseen classes, the share that is taken for a known class.",
     "gate": "The rules that decide whether a candidate replaces the live release.",
-    "label right": "The share of test images whose nearest neighbors have the right label, even if the image is called "
+    "label right": "The share of test images whose nearest neighbor has the right label, even if the image is called "
     "unknown.",
     "p": "The probability of so many losses if the candidate were not worse. A small p speaks against the candidate.",
-    "recall@1": "The share of images whose nearest neighbor has the right label or, of an index, is the one that an "
-    "exact search finds.",
+    "recall@1": "Of an index: the share of images whose nearest neighbor is the one that an exact search finds.",
     "TPR": "Of images of known classes, the share that is taken for a known class.",
     "unknown": "What the release answers if an image is farther from the gallery than the threshold.",
 }

@@ -259,7 +259,6 @@ def _figures(system: Measurement) -> dict[str, Proportion | None]:
         "named wrong": system.share(answers.named_wrong),
         "called unknown": system.share(answers.called_unknown),
         "label right": system.label_right,
-        "recall@1": system.recall_at_1,
         "recall@5": system.recall_at_5,
         "known called unknown": system.false_rejects,
         "index recall": system.index_recall,

@@ -29,7 +29,7 @@ class Queries:
     total: int
     unknown: int
     distances: Floats
-    """L2 distance to the nearest gallery image, (N,)."""
+    """Distance to the nearest gallery image, (N,)."""
     coordinates: Floats
     """Projected embeddings (N, D). D is 0 if the release has no projection."""
     is_unknown: NDArray[np.bool_]

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 BATCH_SIZE_BOUNDS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
-# The L2 distance between unit vectors is 2 sin(angle / 2). A distance of 0.1 corresponds to 6
+# The distance between unit vectors is 2 sin(angle / 2). A distance of 0.1 corresponds to 6
 # degrees, 1.4 to nearly a right angle, and 2 to opposite directions.
 DISTANCE_BOUNDS = (*(round(0.1 * tenth, 1) for tenth in range(1, 15)), 2.0)
 # The bounds of evernear_request_seconds, which the frontend observes, because only it sees how long

@@ -31,9 +31,9 @@ class Neighbor(Frozen, extra="ignore"):
 class Prediction(Frozen, extra="ignore"):
     """The prediction for one image.
 
-    ``dist`` is the L2 distance (0 to 2) between the unit vectors of the image and of the nearest
-    gallery image. If ``dist`` exceeds the release's threshold, the image is ``unknown``, and
-    ``pred`` is only a guess. ``neighbors`` are sorted by distance.
+    ``dist`` is the distance (0 to 2) to the nearest gallery image, whose label is ``pred``. If
+    ``dist`` exceeds the release's threshold, the image is ``unknown``, and ``pred`` is only a
+    guess. ``neighbors`` are sorted by distance.
     """
 
     pred: str
@@ -68,8 +68,8 @@ class Metadata(Frozen, extra="ignore"):
 
     Images are PNG, JPEG, WebP or HEIC files with at most ``max_pixels`` pixels. Images are resized
     to ``height_px`` x ``width_px`` pixels and converted to ``channels`` channels (1: grayscale, 3:
-    RGB). An image is unknown if its distance exceeds ``threshold`` (L2 distance between unit
-    vectors, 0 to 2). ``metrics`` contains the metrics that the gate measured.
+    RGB). An image is unknown if its distance exceeds ``threshold`` (0 to 2). ``metrics`` contains
+    the metrics that the gate measured.
     """
 
     model: str

@@ -5,7 +5,7 @@ from evernear.settings.section import Section, absolute
 
 
 class IndexSettings(Section):
-    """The gallery index, and the rule that turns neighbors into a label."""
+    """The gallery index, and the rates that set the threshold."""
 
     backend: str = Field(
         default=plugins.FAISS,
@@ -37,7 +37,7 @@ class IndexSettings(Section):
         default=5,
         ge=1,
         le=1000,
-        description="Number of neighbors that vote on the label.",
+        description="Number of neighbors in an answer. The nearest one gives the label.",
     )
     false_accept_rate: float = Field(
         default=0.05,

@@ -100,7 +100,7 @@ class MilvusIndex:
         return index
 
     def search(self, vectors: NDArray[np.float32], k: int) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
-        """L2 distances and row numbers of the nearest vectors, both (N, k), as in `VectorIndex`."""
+        """Distances and row numbers of the nearest vectors, both (N, k), as in `VectorIndex`."""
         scores = np.full((len(vectors), k), -np.inf, np.float32)
         rows = np.full((len(vectors), k), -1, np.int64)
         for start in range(0, len(vectors), QUERY_BLOCK_SIZE):
