@@ -71,8 +71,8 @@ def test_build_continues_after_a_kill(embeddings, settings, tmp_path, monkeypatc
     with monkeypatch.context() as patch:
         patch.setattr(milvus, "_rows", killed)
         with pytest.raises(KeyboardInterrupt):
-            build_index(embeddings, LABELS, settings, tmp_path)
-    build_index(embeddings, LABELS, settings, tmp_path)
+            build_index(embeddings, LABELS, settings, tmp_path, toward_mean=0)
+    build_index(embeddings, LABELS, settings, tmp_path, toward_mean=0)
     nearest = Gallery.open(tmp_path, NETWORK).search(GALLERY[0], 1)
     np.testing.assert_array_equal(nearest.rows[:, 0], np.arange(2500))
 
@@ -109,7 +109,7 @@ def test_changed_collection_is_rejected(embeddings, settings, tmp_path):
 
 
 def test_collection_that_the_server_released_is_loaded_again(embeddings, settings, tmp_path):
-    name = collection_of(build_index(embeddings, LABELS, settings, tmp_path)).name
+    name = collection_of(build_index(embeddings, LABELS, settings, tmp_path, toward_mean=0)).name
     gallery = Gallery.open(tmp_path, NETWORK)
     client(settings).release_collection(name)
     assert gallery.search(GALLERY[0][:2], 1).rows.tolist() == [[0], [1]]
