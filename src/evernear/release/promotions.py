@@ -78,10 +78,14 @@ class Promotion(Document):
     run: str = ""
     """As in `Cause`."""
 
+    @property
+    def how_in_words(self) -> str:
+        return _IN_WORDS[self.how]
+
     def sentence(self) -> str:
         """How, by whom and why, without a capital letter and a full stop."""
         by, why = f" by {self.by}" if self.by else "", f": {self.why}" if self.why else ""
-        return f"{_IN_WORDS[self.how]}{by}{why}"
+        return f"{self.how_in_words}{by}{why}"
 
 
 class Pointer(Promotion):
