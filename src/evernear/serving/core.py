@@ -1,12 +1,14 @@
 import logging
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
+from evernear.common.processes import chosen_threads
 from evernear.data.preprocess import Pixels
 from evernear.embedding.data_loader import embed_images
 from evernear.embedding.export import load_network
@@ -15,7 +17,7 @@ from evernear.errors import StoreError
 from evernear.index.search import Gallery
 from evernear.release.archive_reader import ReleaseParts
 from evernear.release.manifest import ReleaseManifest
-from evernear.serving.decoding import decode_image, inspect_image, or_rejection, pixel_count
+from evernear.serving.decoding import TINY_PIXELS, decode_image, inspect_image, or_rejection, pixel_count
 from evernear.serving.responses import Neighbor, Prediction, Rejection
 
 WARM_UP_BATCHES = (1, 1, 32, 32)
@@ -50,6 +52,7 @@ class Predictor:
         self._network = network
         self._gallery = gallery
         self.manifest = manifest
+        self._threads = ThreadPoolExecutor(chosen_threads(), "decode")
 
     @staticmethod
     def open(release: ReleaseParts) -> "Predictor":
@@ -120,9 +123,31 @@ class Predictor:
 
     def _decode_all(self, images: Sequence[bytes | Rejection], deadline_s: float) -> list[Pixels | Rejection]:
         files = [or_rejection(inspect_image, image, self.manifest.max_pixels) for image in images]
-        decoded: list[Pixels | Rejection] = [_OUT_OF_TIME] * len(files)
-        for number in sorted(range(len(files)), key=lambda number: pixel_count(files[number])):
+
+        def decode(number: int) -> Pixels | Rejection:
             file = files[number]
             if isinstance(file, Rejection) or time.perf_counter() < deadline_s:
-                decoded[number] = or_rejection(decode_image, file, self.manifest.preprocessing)
+                return or_rejection(decode_image, file, self.manifest.preprocessing)
+            return _OUT_OF_TIME
+
+        decoded: list[Pixels | Rejection] = [_OUT_OF_TIME] * len(files)
+        for numbers in _decoded_together(list(map(pixel_count, files)), self.manifest.max_pixels):
+            is_tiny = pixel_count(files[numbers[-1]]) <= TINY_PIXELS  # would take longer to pass to a thread
+            for number, pixels in zip(numbers, (map if is_tiny else self._threads.map)(decode, numbers), strict=True):
+                decoded[number] = pixels
         return decoded
+
+
+def _decoded_together(pixels: Sequence[int], max_pixels: int) -> Iterator[list[int]]:
+    """Yield the positions of images, smallest first, in groups that together take no more memory to
+    decode than the largest image may."""
+    group: list[int] = []
+    total = 0
+    for number in sorted(range(len(pixels)), key=pixels.__getitem__):
+        if group and total + pixels[number] > max_pixels:
+            yield group
+            group, total = [], 0
+        group.append(number)
+        total += pixels[number]
+    if group:
+        yield group

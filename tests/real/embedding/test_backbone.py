@@ -2,16 +2,18 @@
 
 from collections import Counter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
+from torch.nn import functional as F
 
 from evernear.common.disk import sha256_file
 from evernear.common.store import Store
 from evernear.data.ingest import ingest_source
+from evernear.data.preprocess import NetworkInput
 from evernear.data.shards import Dataset
 from evernear.data.validate import require_valid, validate_dataset
 from evernear.embedding import packaged_weights
@@ -369,3 +371,27 @@ def test_an_unknown_package_is_rejected_early() -> None:
     with pytest.raises(ValueError, match="some-model is not a known package of weights; known: efficientnet-lite0"):
         TrainSettings(weights="package:some-model")
     assert TrainSettings(weights=NAME, layers="all", nodes=2).weights == NAME
+
+
+@pytest.mark.parametrize(
+    ("crop_px", "size_px", "interpolation"),
+    [((196, 196), (224, 224), "bicubic"), ((57, 64), (32, 48), "bilinear"), ((24, 30), (24, 24), "bicubic")],
+)
+def test_a_trained_network_resizes_as_torch_does(
+    crop_px: tuple[int, int], size_px: tuple[int, int], interpolation: Literal["bilinear", "bicubic"]
+) -> None:
+    from evernear.embedding.timm_member import Resize
+
+    size = NetworkInput(
+        crop_height_px=crop_px[0],
+        crop_width_px=crop_px[1],
+        height_px=size_px[0],
+        width_px=size_px[1],
+        interpolation=interpolation,
+    )
+    resize = Resize((crop_px[0] + 8, crop_px[1] + 5, 3), size, fixed=True).eval()
+    pixels = torch.randn(2, 3, crop_px[0] + 8, crop_px[1] + 5)
+    center = pixels[:, :, 4 : 4 + crop_px[0], 2 : 2 + crop_px[1]]
+    expected = F.interpolate(center, size_px, mode=interpolation, align_corners=False, antialias=True)
+    assert torch.allclose(resize(pixels), expected, atol=1e-5)
+    assert not resize.state_dict()

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import zipfile
 from pathlib import Path
+from threading import Barrier
 from types import SimpleNamespace
 
 import numpy as np
@@ -14,7 +15,7 @@ import pytest
 from evernear.data.encoded_image import EncodedImage
 from evernear.data.preprocess import Pixels, Preprocessing
 from evernear.data.reduction import BitDepth
-from evernear.embedding.export import NETWORK_FILE
+from evernear.embedding.export import NETWORK_FILE, load_network
 from evernear.embedding.network import load_torchscript
 from evernear.errors import IntegrityError
 from evernear.index.search import Gallery
@@ -88,6 +89,34 @@ def test_small_images_are_decoded_first_and_none_after_the_timeout(
         assert isinstance(answer, Prediction)
         assert answer.pred == query.pred
     assert all(isinstance(answers[place], Prediction) for place in (3, 4))
+
+
+def test_large_images_are_decoded_together_within_the_memory_of_the_largest(
+    parts: ReleaseParts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two images that together have at most the pixels allowed, and then the third."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    manifest = parts.manifest.model_copy(update={"max_pixels": 700 * 300})
+    predictor = Predictor(
+        load_network(parts.directory), Gallery.open(parts.directory, manifest.network_sha256), manifest
+    )
+    two = Barrier(2)
+    decoding: list[int] = []
+    peaks: list[int] = []
+
+    def together(file: EncodedImage, shape: Preprocessing) -> Pixels:
+        decoding.append(file.pixels)
+        if file.width_px < 400:
+            two.wait(timeout=60)
+        peaks.append(sum(decoding))
+        pixels = decode_image(file, shape)
+        decoding.remove(file.pixels)
+        return pixels
+
+    monkeypatch.setattr(core_module, "decode_image", together)
+    answers = predictor.predict([hostile.png(width, 300) for width in (400, 300, 310)])
+    assert all(isinstance(answer, Prediction) for answer in answers)
+    assert max(peaks) == 610 * 300
 
 
 def test_accepts_an_empty_batch_and_one_of_bad_images(core: Predictor) -> None:
