@@ -80,7 +80,9 @@ def release(system: System, directory: Path, manifest: Manifest, untrained: froz
     save_manifest(manifest, directory / "dataset")
     dataset = Dataset.open(directory / "dataset")
     embed_dataset(system.network_dir, dataset, directory / "embeddings", untrained=untrained)
-    build_index(Embeddings.open(directory / "embeddings"), dataset.labels, IndexSettings(), directory / "index")
+    embeddings = Embeddings.open(directory / "embeddings")
+    # Unmoved vectors, each of which is its own nearest neighbor.
+    build_index(embeddings, dataset.labels, IndexSettings(), directory / "index", toward_mean=0)
     decided(System(dataset, system.network_dir, directory / "index"), None, promote=True).save(directory / "verdict")
     candidate = Candidate(dataset, system.network_dir, directory / "index", directory / "verdict", {}, None)
     created = NOW + timedelta(seconds=len(untrained))
