@@ -16,9 +16,9 @@ from evernear.settings import DataSettings, ValidationSettings
 
 LIMITS = {
     "shard_size_bytes": "evernear.data.ingest.SHARD_SIZE_BYTES",
-    "part_names": "evernear.data.decode_part.PART_NAMES",
-    "requests_in_flight": "evernear.data.decode_part.REQUESTS_IN_FLIGHT",
-    "decode_threads": "evernear.data.decode_part.available_cpus",
+    "part_names": "evernear.data.parts.PART_NAMES",
+    "requests_in_flight": "evernear.data.parts.REQUESTS_IN_FLIGHT",
+    "decode_threads": "evernear.data.parts.available_cpus",
 }
 OPTIONS = ("max_size_px", "photo_size_px", "warn", "run", "reread", "moved_from", "left_out")
 """Arguments of `ingest_source`."""

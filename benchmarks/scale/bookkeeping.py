@@ -37,8 +37,9 @@ from evernear.common.parts import OpenWorker, Parts
 from evernear.common.store import FileStore
 from evernear.common.store.s3 import S3Store
 from evernear.common.store.s3_connection import S3Connection
-from evernear.data import decode_part, ingest
-from evernear.data.decode_part import DecodedFile, DecodedPart, IngestPart
+from evernear.data import ingest
+from evernear.data import parts as parts_stage
+from evernear.data.parts import DecodedFile, IngestPart, encode_result
 from evernear.data.snapshots import Snapshots
 from evernear.data.sources.folder import Bucket
 from evernear.settings import DataSettings
@@ -47,6 +48,17 @@ CLASSES = 100
 SIZE_PX = 28
 PAGE_NAMES = 1000
 STAGES = ("list", "plan", "combine", "publish")
+FUNCTIONS = {
+    "list_source": "list",
+    "open_draft": "plan",
+    "plan": "plan",
+    "decode_in_parts": "plan",
+    "load_results": "combine",
+    "combine": "combine",
+    "list_problems": "publish",
+    "write_tables": "publish",
+}
+"""The stage of each function of `evernear.data.ingest`."""
 
 
 class Took(NamedTuple):
@@ -115,11 +127,10 @@ def measure(directory: Path, count: int, part_names: int) -> dict[str, Any]:
     bucket = serve_listing(count, took)
     ingest.open_source = lambda *_: bucket  # type: ignore[assignment]
     ingest.open_store = lambda _: store  # type: ignore[assignment]
-    timed(ingest, "list_source", "list")
-    timed(ingest, "decode_in_parts", "plan")
-    timed(ingest, "combine", "combine")
+    for name, stage in FUNCTIONS.items():
+        timed(ingest, name, stage)
     timed(Snapshots, "publish", "publish")
-    decode_part.PART_NAMES = part_names
+    parts_stage.PART_NAMES = part_names
     settings = DataSettings(source="s3://listed/names", size_px=SIZE_PX, bit_depth=8)
     before = Took(time.monotonic(), time.process_time())
     ingest.ingest_source(settings, store.uri, run=decode)
@@ -242,11 +253,11 @@ def _save_results(parts: Parts, _: OpenWorker) -> None:
         sha256 = sha256_bytes(pixels)
         key = f"{parts.folder}/{sha256}.raw"
         parts.store.put(key, pixels)
-        files = (
-            DecodedFile(entry.name, entry.etag, entry.explicit_split, digest.hex(), SIZE_PX, SIZE_PX)
+        files = [
+            DecodedFile(entry.name, entry.etag, digest, SIZE_PX, SIZE_PX)
             for entry, digest in zip(entries, digests, strict=True)
-        )
-        parts.save_result(number, DecodedPart.of(files, key, sha256).to_json())
+        ]
+        parts.save_result(number, encode_result(files, key, sha256))
     parts.store.decoded_bytes += parts.store.written_bytes - before
 
 

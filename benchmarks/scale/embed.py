@@ -26,7 +26,6 @@ from benchmarks import machine
 from evernear.common.parts import Parts
 from evernear.common.store import FileStore
 from evernear.common.store.base import put_folder
-from evernear.data.ledger import Ledger
 from evernear.data.manifest import Manifest, manifest_key
 from evernear.data.shards import Dataset
 from evernear.data.writer import ShardWriter
@@ -120,20 +119,17 @@ def run_worker(parts: Parts, index: int, workers: int) -> Took:
 def write_dataset(store: FileStore, name: str, shape: tuple[int, int, int], counts: dict[str, int]) -> Dataset:
     """Random images, without a source."""
     with tempfile.TemporaryDirectory() as scratch:
-        ledger = Ledger(Path(scratch, "ledger.sqlite"), name)
         labels = [f"label-{number}" for number in range(LABELS)]
-        ledger.add_labels(labels)
-        writer = ShardWriter(store, name, shape, SHARD_BYTES, ledger, Path(scratch))
+        writer = ShardWriter(store, name, shape, SHARD_BYTES, {}, labels, Path(scratch))
         generator, numbers = np.random.default_rng(0), itertools.count()
         for split, count in counts.items():
             for start in range(0, count, 256):
                 size = min(256, count - start)
                 images = generator.integers(0, 256, (size, *shape), np.uint8)
                 digests = [next(numbers).to_bytes(32, "big") for _ in range(size)]
-                writer.append(split, images, [row % LABELS for row in range(start, start + size)], digests)
+                writer.append(split, images, [row % LABELS for row in range(start, start + size)], [0] * size, digests)
         writer.close()
-        shards = tuple(ledger.shards().values())
-        ledger.close()
+        shards = tuple(writer.shards.values())
     manifest = Manifest(
         name=name,
         store_uri=store.uri,
@@ -143,7 +139,6 @@ def write_dataset(store: FileStore, name: str, shape: tuple[int, int, int], coun
         shape=shape,
         labels=tuple(labels),
         shards=shards,
-        ledger_sha256="",
     )
     store.put(manifest_key(name, manifest.digest), manifest.to_store())
     return Dataset(manifest, store)

@@ -41,11 +41,11 @@ KEYS = ("benchmark", "benchmark-secret")
 INGEST = """
 import sys, time
 from pathlib import Path
-from evernear.data import decode_part, ingest
+from evernear.data import ingest, parts
 from evernear.settings import DataSettings
 source, store, requests = sys.argv[1:]
 ingest._REPORT_INTERVAL_S = 0
-decode_part.REQUESTS_IN_FLIGHT = int(requests)
+parts.REQUESTS_IN_FLIGHT = int(requests)
 settings, started_s = DataSettings(source=source), time.monotonic()
 ingest.ingest_source(settings, store, lambda text: print(text, flush=True))
 wall_s = time.monotonic() - started_s

@@ -20,7 +20,7 @@ from PIL import Image
 from benchmarks import machine
 from benchmarks.scale.embed import Took, run_worker
 from evernear.common.parts import OpenWorker, Parts
-from evernear.data import decode_part
+from evernear.data import parts as parts_stage
 from evernear.data.ingest import ingest_source
 from evernear.settings import DataSettings
 
@@ -60,7 +60,7 @@ def ingest(scratch: Path, parts: int, part_names: int) -> dict:
     def run(planned: Parts, _: OpenWorker) -> None:
         took.extend(run_worker(planned, index, parts) for index in range(parts))
 
-    decode_part.PART_NAMES = part_names
+    parts_stage.PART_NAMES = part_names
     settings = DataSettings(source=f"folder:{scratch / 'images'}")
     started_s, started_cpu_s = time.monotonic(), time.process_time()
     manifest = ingest_source(settings, (scratch / f"store-{parts}").as_uri(), run=run)

@@ -362,21 +362,19 @@ def images_of(case: Case) -> Iterator[tuple[np.ndarray, int]]:
 
 
 def write_evernear(case: Case, path: Path) -> None:
+
     from evernear.common.store import FileStore
-    from evernear.data.ledger import Ledger
     from evernear.data.manifest import Manifest, save_manifest
     from evernear.data.writer import ShardWriter
 
     with tempfile.TemporaryDirectory() as scratch:
-        ledger = Ledger(Path(scratch, "ledger.sqlite"), "benchmark")
         labels = [f"label-{number}" for number in range(LABELS)]
-        ledger.add_labels(labels)
-        writer = ShardWriter(FileStore(path), "benchmark", case.shape, SHARD_BYTES, ledger, Path(scratch))
+        writer = ShardWriter(FileStore(path), "benchmark", case.shape, SHARD_BYTES, {}, labels, Path(scratch))
         source = images_of(case)
         while block := list(itertools.islice(source, 1024)):
             images = np.stack([image for image, _ in block])
-            writer.append("train", images, [label for _, label in block], [bytes(32)] * len(block))
-        writer.append("gallery", np.zeros((1, *case.shape), np.uint8), [0], [bytes(32)])
+            writer.append("train", images, [label for _, label in block], [0] * len(block), [bytes(32)] * len(block))
+        writer.append("gallery", np.zeros((1, *case.shape), np.uint8), [0], [0], [bytes(32)])
         writer.close()
         manifest = Manifest(
             name="benchmark",
@@ -386,10 +384,8 @@ def write_evernear(case: Case, path: Path) -> None:
             parent=None,
             shape=case.shape,
             labels=tuple(labels),
-            shards=tuple(ledger.shards().values()),
-            ledger_sha256="",
+            shards=tuple(writer.shards.values()),
         )
-        ledger.close()
     save_manifest(manifest, path)
 
 

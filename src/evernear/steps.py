@@ -47,7 +47,7 @@ def ingest(run: str, store: str, parameters: dict[str, str], settings: Tree, dat
     given = with_uploaded(parameters | {"settings": settings, "store": store})
     with step("ingest", run, given["store"]) as running:
         from evernear.data.ingest import ingest_source
-        from evernear.data.listing import ClassMinimum
+        from evernear.data.list import ClassMinimum
         from evernear.data.manifest import save_manifest
         from evernear.embedding.packaged_weights import is_installed
         from evernear.kubeflow.nodes import StepNodes, require_runnable
@@ -263,7 +263,7 @@ def index(run: str, settings: Tree, dataset: str, embeddings: str, open_set: str
     """Build the gallery's index, with the network's open-set threshold."""
     with _step("index", run, settings) as (running, chosen, record):
         from evernear.common.store.base import owner_of
-        from evernear.data.groups import group_numbers
+        from evernear.data.group_numbers import group_numbers
         from evernear.data.shards import Dataset
         from evernear.embedding.embeddings import Embeddings
         from evernear.evaluation.open_set import OpenSet
@@ -272,18 +272,18 @@ def index(run: str, settings: Tree, dataset: str, embeddings: str, open_set: str
 
         data, vectors = Dataset.open(Path(dataset)), Embeddings.open(Path(embeddings))
         probed = OpenSet.load(Path(open_set))
-        with group_numbers(data) as groups:
-            seen = len(groups.seen_queries()) if groups else 0
-            result = build_index(
-                vectors,
-                data.labels,
-                chosen.index,
-                Path(index),
-                threshold=probed.threshold,
-                relative_threshold=probed.relative_threshold,
-                owner=owner_of(record.store) if chosen.index.backend != FAISS else "",
-                groups=groups,
-            )
+        groups = group_numbers(data)
+        seen = len(groups.seen_queries()) if groups else 0
+        result = build_index(
+            vectors,
+            data.labels,
+            chosen.index,
+            Path(index),
+            threshold=probed.threshold,
+            relative_threshold=probed.relative_threshold,
+            owner=owner_of(record.store) if chosen.index.backend != FAISS else "",
+            groups=groups,
+        )
         running.summary = result.summary() + calibration_gaps(data, result.known_labels, seen)
 
 

@@ -140,7 +140,7 @@ def _with_free_ports(layers: Layers[Settings], console: Console) -> Layers[Setti
 def _require_own_directory(settings: Settings) -> None:
     """Refuse a working directory with another dataset's release, the demo's competitor."""
     from evernear.common.store.current import current_store
-    from evernear.data.listing import dataset_name
+    from evernear.data.list import dataset_name
     from evernear.data.sources import open_source
     from evernear.release.registry import Registry
 

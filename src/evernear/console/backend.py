@@ -19,7 +19,7 @@ from evernear.common.store import Store
 from evernear.common.text import class_name
 from evernear.console.access import User, require
 from evernear.console.runs import Done, Runner
-from evernear.data.listing import dataset_name
+from evernear.data.list import dataset_name
 from evernear.data.manifest import Manifest
 from evernear.data.shards import Dataset
 from evernear.data.snapshots import Snapshots

@@ -19,10 +19,10 @@ from evernear.console.access import require
 from evernear.console.backend import Backend
 from evernear.console.naming import Naming, SourceImage, at_once
 from evernear.console.web import Form, action, field, page, page_number, png
-from evernear.data.manifest import SPLITS, Manifest, Shard, Split
+from evernear.data.books import opened_books, source_uri
+from evernear.data.manifest import Manifest, Shard, Split
 from evernear.data.preprocess import Pixels
 from evernear.data.shards import Dataset
-from evernear.data.snapshots import opened_ledger
 from evernear.data.sources.names import answer_in
 from evernear.errors import DataError
 from evernear.evaluation.answer_table import KINDS, Kind
@@ -53,6 +53,11 @@ class ClassImage(NamedTuple):
 
 Images = Mapping[str, ClassImage]
 """By digest."""
+_OF_CLASS = """
+SELECT i.digest, list(f.name ORDER BY f.name) FILTER (f.name IS NOT NULL) AS names, i.split, i.shard, i.row
+FROM images i LEFT JOIN files f ON f.digest = i.digest AND f.source = $source AND NOT f.waiting
+WHERE i.label = $label GROUP BY ALL ORDER BY names NULLS FIRST, i.digest
+"""
 
 
 class ClassPage:
@@ -143,19 +148,13 @@ class ClassPage:
         dataset = Dataset.find(self._backend.store, name, digest)
         if dataset is None:
             raise DataError("The snapshot was deleted in the meantime; reload the page.")
-        places: list[tuple[bytes, Split, Shard, int]] = []
-        for split in SPLITS:
-            for shard in dataset.shards(split):
-                if shard.label_counts.get(label):
-                    labels, digests = dataset.labels_and_digests(shard)
-                    rows = np.flatnonzero(labels == dataset.labels.index(label))
-                    places.extend((digests[row].tobytes(), split, shard, int(row)) for row in rows)
-        with opened_ledger(dataset) as ledger:
-            files = ledger.names([digest for digest, _, _, _ in places])
-        found = [
-            ClassImage(digest.hex(), files.get(digest, ()), split, shard, row) for digest, split, shard, row in places
-        ]
-        return {image.digest: image for image in sorted(found, key=lambda image: image.files)}
+        manifest, shards = dataset.manifest, {shard.sha256: shard for shard in dataset.manifest.shards}
+        with opened_books(self._backend.store, manifest, ("files", "images")) as books:
+            rows = books.rows(_OF_CLASS, source=source_uri(manifest.source), label=label)
+        return {
+            digest.hex(): ClassImage(digest.hex(), tuple(names or ()), split, shards[shard], row)
+            for digest, names, split, shard, row in rows
+        }
 
     def _filter(self, name: str) -> Callable[[ClassImage], bool]:
         match name:

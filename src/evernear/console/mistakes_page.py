@@ -16,9 +16,9 @@ from evernear.console.backend import Backend, ReleaseAnswers
 from evernear.console.class_page import LARGE_PX, TILE_PX, encoded
 from evernear.console.naming import Naming, SourceImage
 from evernear.console.web import Form, action, field, page, png
+from evernear.data.books import file_names, opened_books
 from evernear.data.preprocess import Pixels
 from evernear.data.shards import Dataset
-from evernear.data.snapshots import opened_ledger
 from evernear.errors import DataError
 from evernear.evaluation.answer_table import NEIGHBORS
 from evernear.evaluation.live_accuracy import LabeledQuery
@@ -140,8 +140,9 @@ class MistakesPage:
         return self._names(manifest.name, manifest.digest, digests) if manifest and digests else {}
 
     def _read_names(self, name: str, digest: str, digests: tuple[str, ...]) -> Mapping[str, tuple[str, ...]]:
-        with opened_ledger(self._backend.dataset(name, digest)) as ledger:
-            found = ledger.names([bytes.fromhex(each) for each in digests])
+        manifest = self._backend.dataset(name, digest).manifest
+        with opened_books(self._backend.store, manifest, ("files",)) as books:
+            found = file_names(books, manifest.source, [bytes.fromhex(each) for each in digests])
         return {each.hex(): files for each, files in found.items()}
 
     def _live_image(self, request: Request) -> Response:

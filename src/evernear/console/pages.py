@@ -17,9 +17,12 @@ from evernear.console.access import User, require
 from evernear.console.backend import PAGE_RELEASES, Backend
 from evernear.console.runs import Done
 from evernear.console.web import Form, Predictor, action, field, page, page_number, png
-from evernear.data.manifest import SPLITS, Manifest, find_manifest
+from evernear.data.books import opened_books
+from evernear.data.example_queries import DUCKDB, PANDAS
+from evernear.data.manifest import Manifest, find_manifest
 from evernear.data.preprocess import Pixels
 from evernear.data.shards import Dataset
+from evernear.data.snapshots import DATASETS
 from evernear.errors import DataError, SettingsError
 from evernear.release.manifest import ReleaseManifest
 from evernear.serving.responses import Prediction
@@ -75,6 +78,7 @@ class DataPage:
             source=self._backend.settings.data.source,
             renamed=self._backend.renamed(),
             fault=self._backend.fault,
+            **_queries(manifest),
             **self._waiting(manifest, trained),
         )
 
@@ -113,18 +117,27 @@ def _counts(manifest: Manifest) -> dict[str, int]:
     return dict(sorted(manifest.images_by_class().items()))
 
 
+def _queries(manifest: Manifest | None) -> dict[str, object]:
+    """What the page says about the tables of the snapshot."""
+    if manifest is None:
+        return {}
+    folder = f"{manifest.store_uri.removeprefix('file://')}/{DATASETS}{manifest.name}"
+    values = {"dataset": folder, "group": "the name of a group"}
+    queries = {"duckdb": DUCKDB.format(**values), "pandas": PANDAS.format(**values)}
+    return {"folder": folder, "tables": manifest.tables, **queries}
+
+
+_SAMPLES = """
+SELECT shard, row FROM images WHERE label = $label
+ORDER BY list_position(['train', 'test', 'gallery', 'query'], split), shard, row LIMIT $most
+"""
+
+
 def _samples(dataset: Dataset, label: str) -> tuple[bytes, ...]:
-    found: list[bytes] = []
-    for split in SPLITS:
-        for shard in dataset.shards(split):
-            if not shard.label_counts.get(label):
-                continue
-            for block in dataset.shard_blocks(shard):
-                for row in np.flatnonzero(block.labels == dataset.labels.index(label))[: SAMPLES - len(found)]:
-                    found.append(_png(block.images[int(row)]))
-                if len(found) == SAMPLES:
-                    return tuple(found)
-    return tuple(found)
+    with opened_books(dataset.store, dataset.manifest, ("images",)) as books:
+        places = books.rows(_SAMPLES, label=label, most=SAMPLES)
+    shards = {shard.sha256: shard for shard in dataset.manifest.shards}
+    return tuple(_png(dataset.image(shards[sha256], row).images[0]) for sha256, row in places)
 
 
 def _png(pixels: Pixels) -> bytes:

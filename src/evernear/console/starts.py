@@ -4,12 +4,14 @@ from itertools import islice
 
 from evernear.common.output import quantity
 from evernear.console.backend import Backend
+from evernear.data.books import opened_books, source_uri
 from evernear.data.snapshots import Snapshots
 from evernear.data.sources import open_source
 from evernear.errors import EvernearError
 
 MAX_LISTED = 20_000
 """A larger source is not compared with the release, because the listing would take too long."""
+_KNOWN = "SELECT name, etag FROM files WHERE source = $source AND NOT waiting LIMIT $most"
 
 
 def nothing_to_reindex(backend: Backend) -> str:
@@ -27,12 +29,10 @@ def nothing_to_reindex(backend: Backend) -> str:
     except EvernearError:
         return ""
     files = {entry.name: entry.etag for entry in entries if entry.label not in waiting}
-    with Snapshots(backend.store, live.dataset_name).ledger(head) as ledger:
-        known = ledger.listed([entry.name for entry in entries])
-        total = ledger.count()
-    unchanged = {name for name, (etag, _) in known.items() if files.get(name) == etag}
-    gone = total - len(known)
-    if len(entries) == MAX_LISTED or len(unchanged) < len(files) or gone > 0:
+    with opened_books(backend.store, head, ("files",)) as books:
+        known = dict(books.rows(_KNOWN, source=source_uri(head.source), most=MAX_LISTED + 1))
+    has_changed = any(known.get(name) != etag for name, etag in files.items())
+    if len(entries) == MAX_LISTED or has_changed or known.keys() - {entry.name for entry in entries}:
         return ""
     minimum = backend.settings.validation.min_class_images
     missing = [f"{label} waits for {quantity(minimum - count, 'more image')}" for label, count in waiting.items()]

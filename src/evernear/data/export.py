@@ -14,7 +14,7 @@ A file becomes visible when it is complete.
 import json
 import tarfile
 import tempfile
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from io import BytesIO
 from itertools import chain, count, groupby, repeat
@@ -31,13 +31,13 @@ from PIL import Image
 from evernear.common.disk import disk_errors
 from evernear.common.parts import concurrently
 from evernear.common.store import Store
+from evernear.data.books import opened_books
+from evernear.data.database import batched
 from evernear.data.manifest import SPLITS, Manifest, Split
 from evernear.data.preprocess import Pixels, pixels_digest
 from evernear.data.shards import Block, Dataset
-from evernear.data.snapshots import opened_ledger
 from evernear.data.sources.names import exported_stem, is_skipped
-from evernear.data.sqlite import batched
-from evernear.data.stored_ledger import PublishedLedger
+from evernear.data.writer import group_number
 from evernear.errors import SettingsError
 
 Format = Literal["parquet", "webdataset", "folder"]
@@ -96,15 +96,15 @@ def export_dataset(
     report: Callable[[int], None] = lambda _: None,
 ) -> None:
     """Memory use does not grow with the number of images. ``report`` receives it."""
-    with _groups(dataset) as groups:
-        rows = _reported(_rows(dataset, embed, groups if form != "folder" else None), report)
-        match form:
-            case "parquet":
-                _write_parquet(out, dataset, rows)
-            case "webdataset":
-                _write_tars(out, dataset, rows)
-            case "folder":
-                _write_folders(out, rows)
+    groups = _group_names(dataset) if form != "folder" and dataset.manifest.groups else None
+    rows = _reported(_rows(dataset, embed, groups), report)
+    match form:
+        case "parquet":
+            _write_parquet(out, dataset, rows)
+        case "webdataset":
+            _write_tars(out, dataset, rows)
+        case "folder":
+            _write_folders(out, rows)
 
 
 def _write_parquet(out: Store, dataset: Dataset, rows: Iterator[Row]) -> None:
@@ -197,34 +197,26 @@ def _scratch_file() -> Generator[Path]:
         yield Path(scratch, "file")
 
 
-@contextmanager
-def _groups(dataset: Dataset) -> Generator[PublishedLedger | None]:
-    if not dataset.manifest.groups:
-        yield None
-        return
-    with opened_ledger(dataset) as ledger:
-        yield ledger
+def _group_names(dataset: Dataset) -> dict[int, str]:
+    """The names of the groups, by the numbers in the shards."""
+    with opened_books(dataset.store, dataset.manifest, ("images",)) as books:
+        names = books.stream('SELECT DISTINCT "group" FROM images WHERE "group" IS NOT NULL')
+        return {group_number(name): name for (name,) in names}
 
 
-def _rows(dataset: Dataset, embed: Embed, groups: PublishedLedger | None) -> Iterator[Row]:
+def _rows(dataset: Dataset, embed: Embed, groups: Mapping[int, str] | None) -> Iterator[Row]:
     for split in SPLITS:
         shards = ((dataset.shard_blocks(each, _block_images(dataset)), each.count) for each in dataset.shards(split))
         positions = count()
         for block, embeddings in embed(shards):
             digests = [digest.tobytes() for digest in block.digests]
-            names, vectors = _group_names(groups, digests), repeat(None) if embeddings is None else embeddings
+            names = repeat(None) if groups is None else [groups.get(number, "") for number in block.groups.tolist()]
+            vectors = repeat(None) if embeddings is None else embeddings
             for pixels, number, digest, group, vector in zip(
                 block.images, block.labels.tolist(), digests, names, vectors, strict=False
             ):
                 image, label = _png(pixels, digest), dataset.labels[number]
                 yield Row(split, next(positions), image, label, number, digest.hex(), group, vector)
-
-
-def _group_names(groups: PublishedLedger | None, digests: Sequence[bytes]) -> Iterable[str | None]:
-    if groups is None:
-        return repeat(None)
-    named: Mapping[bytes, str] = groups.groups(digests)
-    return [named.get(digest, "") for digest in digests]
 
 
 def _reported(rows: Iterator[Row], report: Callable[[int], None]) -> Iterator[Row]:

@@ -5,11 +5,11 @@ import statistics
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import cached_property
-from itertools import islice
 
+from evernear.data.database import Database
 from evernear.data.decoding import ImageForm, read_image
-from evernear.data.ledger import Ledger
 from evernear.data.manifest import Manifest, is_photographic
+from evernear.data.plan import first_by_name, sample
 from evernear.data.preprocess import Resize, bit_depth_of, decode_inspected, is_gray
 from evernear.data.reduction import BIT_DEPTHS, BitDepth
 from evernear.data.sources import ArraySource, FileEntry, FileSource
@@ -30,14 +30,14 @@ _FIRST_TRANSPOSED = 5  # EXIF orientations 5 to 8 exchange width and height
 def choose_form(
     settings: DataSettings,
     source: ArraySource | FileSource,
-    ledger: Ledger,
+    db: Database,
     parent: Manifest | None,
     max_size_px: int = MAX_SIZE_PX,
     photo_size_px: int = MAX_SIZE_PX,
 ) -> ImageForm:
-    """Choose the form for the images of ``source``. The listing of the source is in ``ledger``. The
+    """Choose the form for the images of ``source``. The listing of the source is in ``db``. The
     limits of the size are those of `evernear.data.ingest.ingest_source`."""
-    sample = _Sample(settings, source, ledger, max_size_px, photo_size_px)
+    sample = _Sample(settings, source, db, max_size_px, photo_size_px)
     shape = _shape(settings, sample, parent)
     return ImageForm(shape, _resize(settings, parent), _bit_depth(settings, sample, parent))
 
@@ -87,11 +87,11 @@ class _Sample:
         self,
         settings: DataSettings,
         source: ArraySource | FileSource,
-        ledger: Ledger,
+        db: Database,
         max_size_px: int,
         photo_size_px: int,
     ) -> None:
-        self._settings, self._source, self._ledger = settings, source, ledger
+        self._settings, self._source, self._db = settings, source, db
         self._max_size_px, self._photo_size_px = max_size_px, photo_size_px
 
     def shape(self) -> Shape:
@@ -104,7 +104,7 @@ class _Sample:
         """
         if not isinstance(self._source, FileSource):
             return *next(self._source.blocks()).images.shape[1:], 1
-        first = _first_file_shape(self._source, self._ledger, self._settings)
+        first = _first_file_shape(self._source, self._db, self._settings)
         shapes = [shape for shape, _ in self._files]
         sizes = [shape[:2] for shape in shapes]
         height, width = statistics.mode(sizes) if sizes else first[:2]
@@ -139,9 +139,9 @@ class _Sample:
 
         with ThreadPoolExecutor(_SAMPLED_AT_ONCE) as pool:
             if isinstance(source, PackedFiles):  # a sample from all images would read all files
-                images = source.read_in_order(islice(self._ledger.in_order(), _SAMPLED_FILES))
+                images = source.read_in_order(first_by_name(self._db, _SAMPLED_FILES))
             else:
-                images = ((entry, None) for entry in self._ledger.sample(_SAMPLED_FILES))
+                images = ((entry, None) for entry in sample(self._db, _SAMPLED_FILES))
             described = pool.map(describe, images)
             return [file for file in described if file is not None]
 
@@ -151,14 +151,14 @@ def _limited(height: int, width: int, channels: int, max_size_px: int) -> Shape:
     return max(1, round(height * scale)), max(1, round(width * scale)), channels
 
 
-def _first_file_shape(source: FileSource, ledger: Ledger, settings: DataSettings) -> Shape:
-    reason = ""
-    for entry in islice(ledger.in_order(), _TRIED_FILES):
+def _first_file_shape(source: FileSource, db: Database, settings: DataSettings) -> Shape:
+    reason, entries = "", first_by_name(db, _TRIED_FILES + 1)
+    for entry in entries[:_TRIED_FILES]:
         try:
             image = decode_inspected(read_image(source, entry, settings.max_pixels), 16).image
         except (DataError, MissingObjectError) as error:
             reason = reason or str(error)
         else:
             return image.height, image.width, 1 if image.mode == "L" else 3
-    none = f"None of the first {_TRIED_FILES:,} images" if ledger.count_listed() > _TRIED_FILES else "No image"
+    none = f"None of the first {_TRIED_FILES:,} images" if len(entries) > _TRIED_FILES else "No image"
     raise DataError(f"{none} in {settings.source} can be decoded; the first: {reason}")

@@ -88,8 +88,7 @@ def image_at(dataset: Dataset, place: GalleryPlace) -> Block:
         return dataset.image(shard, position)
     for block in place.images.blocks(dataset, 4096):
         if position < len(block):
-            one = slice(position, position + 1)
-            return Block(block.images[one], block.labels[one], block.digests[one])
+            return block.select(slice(position, position + 1))
         position -= len(block)
     raise IntegrityError(f"The shard {shard.sha256} does not have the images that its manifest counts.")
 
@@ -112,4 +111,4 @@ def _first(dataset: Dataset, shard: Shard, taken: Counter[str], batch_size: int)
                 counts[number] -= 1
                 rows.append(row)
         if rows:
-            yield Block(block.images[rows], block.labels[rows], block.digests[rows])
+            yield block.select(rows)

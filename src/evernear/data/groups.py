@@ -12,21 +12,18 @@ import posixpath
 import re
 import shlex
 from collections import defaultdict
-from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from statistics import median
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import TYPE_CHECKING, NamedTuple
 
 from evernear.common.output import quantity
-from evernear.common.text import class_name
-from evernear.data.group_table import FEWEST_GROUPS
+from evernear.common.text import class_name, spelled
 from evernear.data.shards import Dataset
-from evernear.data.snapshots import opened_ledger
 from evernear.data.sources.names import is_reviewed
-from evernear.data.stored_ledger import PublishedLedger
 from evernear.settings.data import COLUMN, GROUP_FORMS
+
+if TYPE_CHECKING:
+    from evernear.data.database import Database
 
 Grouping = Callable[[str, str], str]
 """Maps the file name and the label of an image to its group, or to an empty string."""
@@ -34,13 +31,11 @@ Grouping = Callable[[str, str], str]
 _RUNNING_NUMBER = re.compile(r"[^0-9A-Za-z/]*\d+[^0-9/]*$")
 
 
-def grouping(setting: str, column: Callable[[str], str] = lambda name: "") -> Grouping:
-    """The grouping that a valid value of ``data.group`` defines. If ``setting`` is empty, no image
-    belongs to a group. ``column`` returns the group that the source itself specifies for a file."""
+def grouping(setting: str) -> Grouping:
+    """The grouping that a valid value of ``data.group`` defines, except the groups that the source
+    itself names (``column``). If ``setting`` is empty, no image belongs to a group."""
     if not setting:
         return lambda name, label: ""
-    if setting == COLUMN:
-        return lambda name, label: class_name(column(name))
     if setting in GROUP_FORMS:
         form = _folder if setting == "folder" else _stem
         return lambda name, label: "" if is_reviewed(name) else form(below_class(name, label))
@@ -72,53 +67,36 @@ def _stem(path: str) -> str:
     return stem[: found.start()].rstrip("/") if found else ""
 
 
-class GroupNumbers:
-    """Assigns numbers to the groups of a snapshot's images on demand."""
+class LargeGroup(NamedTuple):
+    """A large group of several classes. Its value may mean that an image has no group."""
 
-    def __init__(self, ledger: PublishedLedger, divided: bool) -> None:
-        """``divided`` states whether any group has images in several splits."""
-        self._ledger, self._divided = ledger, divided
-        self._numbers: dict[str | bytes, int] = {}
+    name: str
+    images: int
+    total: int
+    labels: int
 
-    def of(self, digests: NDArray[np.uint8]) -> NDArray[np.int32]:
-        """The group number of each image (N,). An image without a group counts as one."""
-        images = [digest.tobytes() for digest in digests]
-        keys = self._ledger.groups(images)
-        of_image: list[str | bytes] = [keys.get(image) or image for image in images]
-        numbers = (self._numbers.setdefault(key, len(self._numbers)) for key in of_image)
-        return np.fromiter(numbers, np.int32, len(images))
-
-    def independent(self, digests: NDArray[np.uint8]) -> float:
-        """Estimate the number of independent images among N images, where N is at least 1 (Kish
-        1965, section 8.2). See `evernear.evaluation.statistics.effective_totals`."""
-        sizes = np.unique(self.of(digests), return_counts=True)[1]
-        return float(sizes.sum() ** 2 / (sizes**2).sum())
-
-    def seen_queries(self) -> frozenset[bytes]:
-        """Digests of the query images whose group is also in train or gallery, which they resemble
-        more than images of a new group do. Such groups were ingested before ``data.group`` was set,
-        or the source specifies the splits."""
-        return self._ledger.queries_of_seen_groups() if self._divided else frozenset()
-
-    def label_counts(self) -> dict[str, dict[str, int]]:
-        counts: defaultdict[str, dict[str, int]] = defaultdict(dict)
-        for group, label, images in self._ledger.label_counts():
-            counts[group][label] = images
-        return counts
-
-    def has_explicit_test_images(self) -> bool:
-        return self._ledger.has_explicit_test_images()
+    def __str__(self) -> str:
+        share = f"{self.images / self.total:.0%}"
+        return f"{spelled(self.name)} with {self.images:,} of {self.total:,} images ({share}), of {self.labels} classes"
 
 
-@contextmanager
-def group_numbers(dataset: Dataset) -> Generator[GroupNumbers | None]:
-    """Yield the groups of a dataset's images, or None if the images are independent."""
-    if not dataset.manifest.groups:
-        yield None
-        return
-    divided = bool(dataset.manifest.problem_counts.get("split_group"))
-    with opened_ledger(dataset) as ledger:
-        yield GroupNumbers(ledger, divided)
+FEWEST_GROUPS = 3
+"""Minimum number of groups that a class needs to have images in train, test and gallery."""
+DOMINANT_SHARE = 0.5
+"""Share of the images from which a group that spans several classes stops the first ingest."""
+LARGE_GROUPS = """
+WITH sizes AS (SELECT name, sum(images)::BIGINT AS images, count(*) AS labels FROM group_labels GROUP BY name),
+total AS (SELECT sum(images)::BIGINT AS images FROM sizes),
+named AS (SELECT * FROM sizes WHERE name <> ''),
+median AS (SELECT images FROM named ORDER BY images LIMIT 1 OFFSET (SELECT (count(*) - 1) // 2 FROM named))
+SELECT named.name, named.images, total.images, labels FROM named, total, median
+WHERE labels > 1 AND (named.images >= 0.5 * total.images
+    OR named.images >= 0.2 * total.images AND named.images > 2 * median.images)
+ORDER BY named.images DESC, named.name
+"""
+"""The groups in ``group_labels`` (name, label, images) that span several classes and have at least
+half of the images, or a fifth and more than twice the images of the median group, as one of three
+equal scenes has not."""
 
 
 CANDIDATES = ("stem", "folder", r"([^/]*\d)\d\.\w+$")
@@ -136,11 +114,22 @@ def propose_group(dataset: Dataset, pairs: Sequence[tuple[bytes, bytes]], share:
     """Return advice for a dataset that has near-duplicates in different splits. ``pairs`` contains
     digests of near-duplicates, ``share`` is the share of the test images that have one, and
     ``current`` is the value of ``data.group``."""
-    with opened_ledger(dataset) as ledger:
-        divided_by_source = ledger.have_other_explicit_splits(pairs)
-        proposed = None if divided_by_source else _best(ledger, pairs, share, current)
-        examples = [ledger.files_of(pair) for pair in pairs[:1]]
-    names = " and ".join(name for files in examples for name, _ in files.values())
+    import pyarrow as pa
+
+    from evernear.data.books import opened_books  # DuckDB must not be in a process that steps are forked from
+
+    with opened_books(dataset.store, dataset.manifest) as books:
+        books.run(_PAIRED)
+        books.insert("paired", pa.table({"digest": [digest for pair in pairs for digest in pair]}))
+        given = defaultdict[bytes, set[str | None]](set)
+        files: dict[bytes, tuple[str, str]] = {}
+        for digest, name, label, split in books.rows(_FILES_OF_PAIRS):
+            given[digest].add(split)
+            files.setdefault(digest, (name, label))
+        # Without an explicit split, ingest chooses a split that the source gives to no image.
+        divided_by_source = 2 * sum(given[test] != given[seen] for test, seen in pairs) > len(pairs)
+        proposed = None if divided_by_source else _best(books, files, pairs, share, current)
+    names = " and ".join(files[digest][0] for pair in pairs[:1] for digest in pair if digest in files)
     divided = dataset.manifest.problem_counts.get("split_group", 0)
     if divided_by_source:
         return (
@@ -172,13 +161,24 @@ def propose_group(dataset: Dataset, pairs: Sequence[tuple[bytes, bytes]], share:
     )
 
 
+_PAIRED = "CREATE TABLE paired (digest BLOB)"
+_FILES_OF_PAIRS = """
+SELECT digest, name, label, given_split FROM files WHERE digest IN (SELECT digest FROM paired) AND NOT waiting
+ORDER BY digest, source, name
+"""
+_IMAGE_FILES = "SELECT name, label FROM files WHERE digest IS NOT NULL AND NOT waiting"
+
+
 def _best(
-    ledger: PublishedLedger, pairs: Sequence[tuple[bytes, bytes]], share: float, current: str
+    books: "Database",
+    files: Mapping[bytes, tuple[str, str]],
+    pairs: Sequence[tuple[bytes, bytes]],
+    share: float,
+    current: str,
 ) -> tuple[str, int] | None:
     """The setting that puts the most pairs into one group each and, of those with enough pairs,
     makes the most groups, with their number. It fits only if few near-duplicates are left, and
     classes have enough groups for all splits."""
-    files = ledger.files_of([digest for pair in pairs for digest in pair])
     best, found = (0.0, 0), None
     for setting in CANDIDATES:
         group = grouping(setting)
@@ -187,7 +187,7 @@ def _best(
         if setting == current or (1 - alike) * share > _MAX_LEFT:
             continue
         of_class: defaultdict[str, set[int]] = defaultdict(set)
-        for name, label in ledger.image_files():
+        for name, label in books.stream(_IMAGE_FILES):
             of_class[label].add(hash(group(name, label)))
         counts = [len(keys) for keys in of_class.values()]
         rank = min(alike, _ENOUGH), len(set.union(*of_class.values()))

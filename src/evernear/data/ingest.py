@@ -1,13 +1,13 @@
 """Ingest a source into a dataset snapshot, in the order list -> plan -> parts -> combine ->
 publish.
 
-- **list** the source, and record its files in the ledger (`evernear.data.listing`);
-- **plan** parts, which are ranges of the new and changed files;
-- **parts** decode and hash their files, on any number of machines
-  (`evernear.data.decode_part`);
+- **list** the source (`evernear.data.list`);
+- **plan** which files must be read, by comparison with the previous snapshot
+  (`evernear.data.plan`);
+- **parts** decode and hash these files, on any number of machines (`evernear.data.parts`);
 - **combine** the decoded images, in a fixed order, into splits and shards
   (`evernear.data.combine`);
-- **publish** the snapshot (`evernear.data.snapshots`).
+- **publish** the tables and the snapshot (`evernear.data.publish`).
 
 A dataset mirrors its sources. Images of new files are added, and images of deleted files are
 removed. A file that was moved to a different class folder gets the new label. Images are identified
@@ -32,31 +32,32 @@ from evernear.common.outputs import mark
 from evernear.common.parts import run_parts
 from evernear.common.step_results import code_digest
 from evernear.common.store import open_store
-from evernear.data.combine import array_batches, combine, file_batches
-from evernear.data.decode_part import (
-    RunParts,
-    decode_in_parts,
-    images_at_once,
-    in_order,
-    parts_folder,
-    planned_form,
-    stored_results,
+from evernear.data.combine import (
+    combine,
+    count_decoded_again,
+    list_arrays,
+    most_are_larger,
+    swapped_classes,
 )
-from evernear.data.decoding import ImageForm
+from evernear.data.database import Database
 from evernear.data.form import choose_form
-from evernear.data.groups import grouping
-from evernear.data.ledger import Ledger
-from evernear.data.listing import (
+from evernear.data.list import (
     ANY_NUMBER,
     ClassMinimum,
     dataset_name,
+    labels_of,
     list_source,
     require_groups,
     require_one_source,
 )
 from evernear.data.manifest import SPLITS, Manifest, is_photographic
+from evernear.data.parts import RunParts, decode_in_parts, load_results, parts_folder, planned_form, stored_pixels
+from evernear.data.plan import earlier_shards, open_draft, open_working, plan
+from evernear.data.problems import list_left_out, list_problems
+from evernear.data.publish import describe, write_tables
 from evernear.data.snapshots import Snapshots
 from evernear.data.sources import FileSource, open_source
+from evernear.data.sources.packed import PackedFiles
 from evernear.data.writer import ShardWriter
 from evernear.errors import MissingObjectError, SettingsError, StoreError
 from evernear.settings import DataSettings
@@ -155,51 +156,72 @@ def _ingest(
         tempfile.TemporaryDirectory(prefix="evernear-ingest-") as directory,
     ):
         scratch, parent = Path(directory), snapshots.head()
-        with closing(_open_ledger(snapshots, parent, settings.source, moved_from, scratch)) as ledger:
+        with closing(open_working(scratch, store, snapshots.name)) as db:
+            draft = open_draft(db, store, parent, settings.source, moved_from, scratch)
             if not settings.dataset:
-                require_one_source(ledger, snapshots.name, settings.source)
-            admission = list_source(source, ledger, settings.source, minimum, reread=reread)
-            group = grouping(settings.group, ledger.named_group)
-            require_groups(source, settings, group, ledger)
-            if not settings.group and ledger.names_groups():
+                require_one_source(draft.other_sources, snapshots.name, settings.source)
+            if isinstance(source, PackedFiles) and not reread:
+                source.remembered = draft.members
+            listing = list_source(source, db, settings.source, settings.group, minimum)
+            labels = labels_of(db, draft.labels, settings.source, draft.source, listing.admission)
+            require_groups(source, settings, db, draft.is_new)
+            if not settings.group and listing.names_groups:
                 warn(
                     f"the groups that {settings.source} names are not used: the images of a group stay in one split"
                     " only with --set data.group=column, from the first ingest on"
                 )
 
             decoder = code_digest(DECODING_CODE, DECODING_LIBRARIES)
+            decode_again = draft.decoders.get(draft.source) != decoder
+            if decode_again and parent and count_decoded_again(db, draft.source):
+                report("decoding all images again: evernear or Pillow decodes them in another way than before")
+            pending = plan(draft, listing, reread=reread or decode_again or not isinstance(source, FileSource))
+
             folder = parts_folder(snapshots, settings, parent, f"{decoder} {moved_from}", sizes_px, attempt)
             form = planned_form(snapshots.store, folder)
-            form = form or choose_form(settings, source, ledger, parent, *sizes_px)
-            writer = ShardWriter(snapshots.store, snapshots.name, form.shape, SHARD_SIZE_BYTES, ledger, scratch)
-            _decode_again(reread, decoder, ledger, report)
-
+            form = form or choose_form(settings, source, db, parent, *sizes_px)
+            shards = earlier_shards(draft, parent)
+            writer = ShardWriter(store, snapshots.name, form.shape, SHARD_SIZE_BYTES, shards, labels, scratch)
             if isinstance(source, FileSource):
-                progress = _Progress(report, ledger.count_pending())
-                plans = decode_in_parts(source, settings, form, ledger, snapshots.store, folder, run, progress.add)
-                results = in_order([stored_results(parts, scratch) for parts in plans], source)
-                batches = file_batches(results, ledger, images_at_once(form))
+                progress = _Progress(report, pending)
+                plans = decode_in_parts(source, settings, form, db, pending, store, folder, run, progress.add)
+                load_results(plans, db)
+                pixels = partial(stored_pixels, plans, scratch=scratch)
             else:
-                batches = array_batches(source, form, ledger)
-            added = _Progress(report, ledger.count_pending(), " combined")
-            combine(batches, settings, source.chosen_splits, group, ledger, writer, added.add)
-            for swap in ledger.swapped_classes():
+                pixels = list_arrays(source, form, db)
+            added = _Progress(report, pending, " combined")
+            combine(draft, settings, source.chosen_splits, labels, pixels, writer, added.add, decode_again=decode_again)
+            for swap in swapped_classes(db):
                 warn(swap)
             if parent is not None and settings.size_px is None:
-                for sentence in _small_photographs(form.shape, ledger, max(sizes_px)):
+                for sentence in _small_photographs(form.shape, db, max(sizes_px)):
                     warn(sentence)
 
             report("writing the manifest")
-            problems, counts = ledger.problems(*form.shape[:2], form.resize)
+            problems, counts = list_problems(db, draft.source, *form.shape[:2], form.resize)
             if left_out is not None:
-                _write_left_out(ledger, left_out)
-            manifest = _manifest(settings, snapshots, form, ledger, parent)
-            small_classes = admission.small_classes(manifest.images_by_class())
-            found = {"problems": tuple(problems), "problem_counts": counts, "small_classes": small_classes}
-            manifest = manifest.model_copy(update=found)
+                _write_left_out(db, left_out)
+            manifest = Manifest(
+                name=snapshots.name,
+                store_uri=store.uri,
+                source=settings.source,
+                created=datetime.now(UTC).isoformat(timespec="seconds"),
+                parent=parent.digest if parent else None,
+                shape=form.shape,
+                resize=form.resize,
+                bit_depth=form.bit_depth,
+                shards=tuple(shard for split in SPLITS for shard in writer.shards.values() if shard.split == split),
+                tables=write_tables(db, writer.shards, store, parent, snapshots.name, scratch),
+                decoders={**draft.decoders, draft.source: decoder},
+                problems=tuple(problems),
+                problem_counts=counts,
+                **describe(db, tuple(labels)),
+            )
+            small_classes = listing.admission.small_classes(manifest.images_by_class())
+            manifest = manifest.model_copy(update={"small_classes": small_classes})
             if settings.group and manifest.groups == sum(map(manifest.count, SPLITS)):
                 warn(f"data.group={settings.group} makes a group of every image, so it has no effect")
-            manifest = snapshots.publish(manifest, ledger, scratch)
+            manifest = snapshots.publish(manifest)
             # The parts of other ingests that started from the newest snapshot may still be useful.
             useful = snapshots.parts_folder(manifest)
             with suppress(StoreError):  # the pipeline's keys may lack permission to delete, and prune deletes later
@@ -207,11 +229,11 @@ def _ingest(
             return manifest
 
 
-def _small_photographs(shape: tuple[int, int, int], ledger: Ledger, photo_size_px: int) -> Iterator[str]:
+def _small_photographs(shape: tuple[int, int, int], db: Database, photo_size_px: int) -> Iterator[str]:
     """A sentence if a new dataset would store these photographs larger, because each keeps its
     size."""
     height, width, _ = shape
-    if is_photographic(shape) and max(height, width) < photo_size_px and ledger.most_are_larger(height, width):
+    if is_photographic(shape) and max(height, width) < photo_size_px and most_are_larger(db, height, width):
         times = (photo_size_px / max(height, width)) ** 2
         yield (
             f"this dataset keeps its photographs at {width} x {height} pixels, although the pretrained network sees "
@@ -221,37 +243,16 @@ def _small_photographs(shape: tuple[int, int, int], ledger: Ledger, photo_size_p
         )
 
 
-def _write_left_out(ledger: Ledger, path: Path) -> None:
+def _write_left_out(db: Database, path: Path) -> None:
     """Write the columns path and reason, with secrets masked. Without rows, write no file."""
     with path.open("w", encoding="utf-8", errors="backslashreplace", newline="") as file:
         rows = csv.writer(file)
         header = ("path", "reason")
-        for name, reason in ledger.left_out():
+        for name, reason in list_left_out(db):
             if header:
                 rows.writerow(header)
                 header = ()
             rows.writerow((mask(name), mask(reason)))
-
-
-def _open_ledger(snapshots: Snapshots, parent: Manifest | None, source: str, moved_from: str, scratch: Path) -> Ledger:
-    path = scratch / "ledger.sqlite"
-    if parent is not None:
-        snapshots.fetch_ledger(parent, path)
-    ledger = Ledger(path, source, moved_from)
-    ledger.reviewed.refresh()  # before the listing, which has only the current names
-    return ledger
-
-
-def _decode_again(reread: bool, decoder: str, ledger: Ledger, report: Callable[[str], None]) -> None:
-    """Decode all files again if the user requests this or if different code decoded the files. A
-    dataset must not mix the results of two decoders."""
-    if reread:
-        ledger.read_all_again()
-    if ledger.decoder() != decoder:
-        ledger.decode_all_again()
-        if ledger.changed_slots():
-            report("decoding all images again: evernear or Pillow decodes them in another way than before")
-        ledger.set_decoder(decoder)
 
 
 class _Progress:
@@ -267,26 +268,3 @@ class _Progress:
             self._reported_s = now_s
             images = quantity(self._total or self._done, "image")
             self._report(f"{self._done:,} of {images}{self._ending}" if self._total else images)
-
-
-def _manifest(
-    settings: DataSettings, snapshots: Snapshots, form: ImageForm, ledger: Ledger, parent: Manifest | None
-) -> Manifest:
-    shards = ledger.shards().values()
-    return Manifest(
-        name=snapshots.name,
-        store_uri=snapshots.store.uri,
-        source=settings.source,
-        created=datetime.now(UTC).isoformat(timespec="seconds"),
-        parent=parent.digest if parent else None,
-        shape=form.shape,
-        resize=form.resize,
-        bit_depth=form.bit_depth,
-        labels=tuple(ledger.labels()),
-        shards=tuple(shard for split in SPLITS for shard in shards if shard.split == split),
-        groups=ledger.groups.count(),
-        groups_sha256=ledger.groups.sha256(),
-        reviewed=ledger.reviewed.count(),
-        reviewed_left_out=ledger.reviewed.left_out(),
-        ledger_sha256="",
-    )

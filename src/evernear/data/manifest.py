@@ -3,7 +3,7 @@
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from evernear.common.disk import sha256_bytes
 from evernear.common.frozen import Document, Frozen
@@ -19,7 +19,10 @@ FILE_NAME = "manifest.json"
 REPAIR = "run `evernear store check --repair`"
 """The remedy for a missing or damaged dataset object in a store."""
 _MAX_NAMES = 5
-_IDENTITY = {"format", "shape", "labels", "shards", "groups_sha256", "problems", "problem_counts"}
+_IDENTITY: dict[str, Any] = {
+    **dict.fromkeys(("format", "shape", "labels", "problems", "problem_counts"), True),
+    "shards": {"__all__": {"split", "count", "rows_sha256"}},
+}
 
 
 PHOTO_MIN_PX = 64
@@ -40,6 +43,18 @@ class Shard(Frozen):
     count: int
     size_bytes: int
     label_counts: dict[str, int]
+    rows_sha256: str = ""
+    """A hash of the digest, the label and the group of each image, in order."""
+
+
+class Partition(Frozen):
+    """A Parquet file with rows of a table (`evernear.data.tables`)."""
+
+    sha256: str
+    prefix: str
+    """The rows are those whose key has a hash that begins with it."""
+    rows: int
+    size_bytes: int
 
 
 class Problem(Frozen):
@@ -91,13 +106,16 @@ class Manifest(Document):
     """Number of bits that the values in 16-bit files use. Larger values were clipped."""
     labels: tuple[str, ...]
     shards: tuple[Shard, ...]
-    ledger_sha256: str
-    ledger_changes: tuple[str, ...] = ()
-    """The sha256 of each file with later changes to the ledger, in order."""
+    tables: dict[str, tuple[Partition, ...]] = {}
+    """The partitions of each table in `evernear.data.tables`."""
+    decoders: dict[str, str] = {}
+    """For each source, a hash of the code that decoded its images."""
+    given_splits: tuple[Split, ...] = ()
+    """The splits that the sources themselves give to images."""
     groups: int = 0
     """Number of image groups (``data.group``). Images without a group are not counted."""
-    groups_sha256: str = ""
-    """`evernear.data.group_table.GroupTable.sha256`. Empty without groups."""
+    seen_groups: tuple[int, ...] = ()
+    """The numbers of the groups with images in the query split, and in train or gallery."""
     problems: tuple[Problem, ...] = ()
     problem_counts: dict[str, int] = {}
     reviewed: int = 0
@@ -120,7 +138,7 @@ class Manifest(Document):
 
     @property
     def digest(self) -> str:
-        """sha256 of images, labels, splits, groups, order and problems, in whatever store."""
+        """sha256 of images, labels, splits, groups, order and problems, in whatever files."""
         identity = self.model_dump(mode="json", include=_IDENTITY)
         return sha256_bytes(json.dumps(identity, sort_keys=True, separators=(",", ":")).encode())
 
@@ -185,10 +203,6 @@ def fetch_object(store: Store, key: str, path: Path, sha256: str) -> Path:
         return store.fetch(key, path, sha256)
     except (IntegrityError, MissingObjectError) as error:
         raise IntegrityError(f"{str(error).removesuffix('.')}; {REPAIR}.") from error
-
-
-def ledger_key(name: str, sha256: str) -> str:
-    return f"datasets/{name}/ledgers/{sha256}.sqlite"
 
 
 def save_manifest(manifest: Manifest, directory: Path) -> None:

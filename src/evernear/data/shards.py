@@ -37,14 +37,19 @@ _FETCHES_IN_FLIGHT = 4
 @dataclass(frozen=True)
 class Block:
     """A block of images: the pixels as a uint8 array of shape (N, H, W, C), the label numbers as an
-    array of shape (N,), and the SHA-256 digests as a uint8 array of shape (N, 32)."""
+    array of shape (N,), the numbers of their groups as an array of shape (N,), and the SHA-256
+    digests as a uint8 array of shape (N, 32). An image without a group has a group of its own."""
 
     images: Pixels
     labels: NDArray[np.int64]
+    groups: NDArray[np.int64]
     digests: Pixels
 
     def __len__(self) -> int:
         return len(self.labels)
+
+    def select(self, rows: "NDArray[np.int64] | NDArray[np.bool_] | list[int] | slice") -> "Block":
+        return Block(self.images[rows], self.labels[rows], self.groups[rows], self.digests[rows])
 
 
 class Dataset:
@@ -100,12 +105,6 @@ class Dataset:
         with self._files.open(shard) as file:
             for start in range(0, shard.count, block_size):
                 yield _block(self._read(file, shard, min(block_size, shard.count - start)))
-
-    def labels_and_digests(self, shard: Shard) -> tuple[NDArray[np.int64], Pixels]:
-        """Those of all images in a shard, (N,) and (N, 32), without reading the pixels."""
-        with self._files.open(shard) as file:
-            rows = np.memmap(file, self._dtype, "r", offset=file.tell(), shape=(shard.count,))
-            return rows["label"].astype(np.int64), np.ascontiguousarray(rows["digest"])
 
     def image(self, shard: Shard, row: int) -> Block:
         with self._files.open(shard, row) as file:
@@ -245,10 +244,14 @@ class _Window:
 
 
 def _block(rows: Rows) -> Block:
+    digests = np.ascontiguousarray(rows["digest"])
+    # Group numbers are positive, so the negative number of a digest is no group's.
+    own = -1 - (digests[:, :8].copy().view("<i8").ravel() & np.iinfo(np.int64).max)
     return Block(
         images=np.ascontiguousarray(rows["image"]),
         labels=rows["label"].astype(np.int64),
-        digests=np.ascontiguousarray(rows["digest"]),
+        groups=np.where(rows["group"] == 0, own, rows["group"]),
+        digests=digests,
     )
 
 

@@ -6,8 +6,8 @@ instead of the time. Ingest also compares the change time and the inode of each 
 values also change after a ``chmod`` and in a restored backup, but such changes should not start a
 run.
 
-The ledger of the newest snapshot shows which files ingest has read since an older snapshot. If a
-file is in this ledger with the same etag, the file counts as new only if its image is new. If only
+The newest snapshot shows which files ingest has read since an older snapshot. If a file is in it
+with the same etag, the file counts as new only if its image is new. If only
 the etag differs, the file may have been touched, restored without its times, or uploaded again in
 parts of a different size. A sample of such files is read, and the share of changed images in the
 sample determines how many of the files count as new.
@@ -23,31 +23,70 @@ import math
 import tempfile
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, closing
+from contextlib import closing
 from dataclasses import dataclass, field
-from itertools import islice
 from pathlib import Path
 
-from evernear.common.disk import disk_errors, sha256_bytes
+import pyarrow as pa
+
+from evernear.common.disk import disk_errors
 from evernear.common.output import quantity
 from evernear.common.store import Store
+from evernear.data.books import local_tables, source_uri
+from evernear.data.database import Database, batched
 from evernear.data.decoding import read_image
-from evernear.data.listing import ANY_NUMBER, Admission, ClassMinimum
+from evernear.data.list import ANY_NUMBER, Admission, ClassMinimum
 from evernear.data.manifest import Manifest, Split
+from evernear.data.plan import members
 from evernear.data.preprocess import decode_inspected
 from evernear.data.reduction import BitDepth
-from evernear.data.snapshots import Snapshots
 from evernear.data.sources import FileEntry, FileSource, open_source
-from evernear.data.sources.base import Source, without_change_time
+from evernear.data.sources.base import Source
 from evernear.data.sources.packed import PackedFiles
 from evernear.data.splits import split_fractions
-from evernear.data.stored_ledger import PublishedLedger, ReadFile
+from evernear.data.tables import SCHEMAS, Table
 from evernear.errors import DataError, MissingObjectError
 from evernear.settings import DataSettings
 
-_PAGE = 500
+_PAGE = 20_000
 _MAX_TOUCHED = 200
 _MAX_TOUCHED_BYTES = 2**28
+_TABLES: tuple[Table, ...] = ("files", "images")
+_LISTED = pa.schema([
+    ("name", pa.string()), ("etag", pa.string()), ("label", pa.string()), ("given_split", pa.string()),
+    ("size_bytes", pa.int64()),
+])  # fmt: skip
+# What is not the same in a snapshot: its tables are ``files`` and ``images``, and ``old_files``
+# those of the newest one. The part of an etag before a space stays when the mode or the owner of a
+# file changes. In a table, unlike in a folder, the name stays the same if the label changes. A file
+# that was left out may be readable with another mode or owner.
+_COMPARED = """
+CREATE OR REPLACE TABLE compared AS
+SELECT l.*, r.digest, r.name IS NOT NULL AND $has_newest
+    AND (l.size_bytes = r.size_bytes OR split_part(l.etag, ' ', 1) = split_part(r.etag, ' ', 1))
+    AND (r.digest IS NULL OR i.label IS NOT DISTINCT FROM l.label) AS unchanged,
+  split_part(l.etag, ' ', 1) <> split_part(r.etag, ' ', 1) OR r.digest IS NULL AND r.etag <> l.etag AS touched
+FROM listed l LEFT JOIN (SELECT name, etag, label FROM files WHERE source = $source AND NOT waiting) k USING (name)
+  LEFT JOIN (
+    SELECT name, etag, size_bytes, digest FROM old_files
+    WHERE source = $source AND NOT waiting AND (digest IS NOT NULL OR NOT unread)
+  ) r USING (name)
+  LEFT JOIN images i ON i.digest = r.digest
+WHERE k.name IS NULL OR k.label <> l.label OR split_part(k.etag, ' ', 1) <> split_part(l.etag, ' ', 1)
+"""
+_GONE = """
+SELECT count(*), count(*) FILTER (name NOT IN (SELECT name FROM listed))
+FROM files WHERE source = $source AND NOT waiting
+"""
+_NEW = "SELECT label, given_split, count(*) FROM compared WHERE NOT unchanged GROUP BY 1, 2"
+_TOUCHED = """
+SELECT name, etag, label, given_split, size_bytes, digest FROM compared WHERE unchanged AND touched
+"""
+# Files in each class that has no images from other sources.
+_OWN_CLASSES = """
+SELECT label, count(*) FROM files WHERE source = $source AND digest IS NOT NULL AND NOT waiting AND label NOT IN
+  (SELECT label FROM files WHERE source <> $source AND digest IS NOT NULL AND NOT waiting) GROUP BY 1
+"""
 
 
 @dataclass
@@ -76,126 +115,120 @@ class SourceDiff:
                 self.explicit[split] += changed
 
 
-@dataclass(frozen=True)
-class Newest:
-    """The newest snapshot, whose ledger shows what ingest has read since an older one."""
-
-    ledger: Path
-    bit_depth: BitDepth = 16
-
-
 def diff_source(
     settings: DataSettings,
-    ledgers: Sequence[Path | None],
-    newest: Newest | None = None,
+    store: Store,
+    manifests: Sequence[Manifest | None],
+    newest: Manifest | None = None,
     minimum: ClassMinimum = ANY_NUMBER,
+    cache: Path | None = None,
 ) -> list[SourceDiff]:
-    """List ``settings.source`` once, and compare the listing with each of ``ledgers``. None stands
-    for an empty snapshot. Files of classes that wait because of ``minimum`` do not count.
+    """List ``settings.source`` once, and compare the listing with each of the snapshots in
+    ``store``. None stands for an empty snapshot. Files of classes that wait because of ``minimum``
+    do not count.
 
-    If ``newest`` is set, at most 200 of the files that were only touched are read. Memory use does
-    not grow with the number of files.
+    If ``newest`` is set, the newest snapshot, at most 200 of the files that were only touched are
+    read. Memory use does not grow with the number of files. Tables from a bucket are copied to
+    ``cache``, where those of earlier calls are used again and others are deleted.
 
     Raises:
         DataError, SettingsError: the source is unusable, or it is empty although a snapshot
             contains files from this source.
-        StoreError: the source cannot be read, or a ledger cannot be read.
+        StoreError: the source cannot be read, or a table cannot be read.
     """
-    source = open_source(settings.source, settings)
-    entries = Admission(minimum).admitted(source.entries())
-    diffs = [SourceDiff() for _ in ledgers]
-    classes, touched, names, etags = set[str](), _Touched(), 0, 0
-    with ExitStack() as stack:
-        *opened, latest = [
-            stack.enter_context(closing(PublishedLedger(path, settings.source))) if path else None
-            for path in (*ledgers, newest.ledger if newest else None)
+    source, uri = open_source(settings.source, settings), source_uri(settings.source)
+    with tempfile.TemporaryDirectory(prefix="evernear-watch-") as directory:
+        scratch = Path(directory)
+        tables = [
+            local_tables(store, each, _TABLES, cache or scratch) if each else dict[Table, list[Path]]()
+            for each in (*manifests, newest)
         ]
-        if isinstance(source, PackedFiles) and (ledger := latest or opened[0]):
-            source.remembered = ledger.members
-        while page := list(islice(entries, _PAGE)):
-            # The hashes are summed, because the order of the files in a folder's listing may vary.
-            names += sum(_hash(entry.name, entry.label, entry.size_bytes) for entry in page)
-            etags += sum(_hash(entry.name, entry.etag) for entry in page)
-            classes.update(entry.label for entry in page)
-            read = latest.as_read([entry.name for entry in page]) if latest else {}
-            for ledger, diff in zip(opened, diffs, strict=True):
-                _add(diff, page, ledger, read, touched)
-        changed_share = touched.changed_share(source, settings, newest.bit_depth if newest else 16)
-        for ledger, diff in zip(opened, diffs, strict=True):
-            if ledger:
-                if not diff.listed and (count := ledger.count()):
-                    raise DataError(
-                        f"{settings.source} lists no image, and the release was made from {quantity(count, 'file')} of"
-                        " it: check that it is mounted and complete."
-                    )
-                diff.removed += ledger.count()
-                own = ledger.own_classes().items()
-                diff.gone_classes = {label: count for label, count in own if label not in classes}
-            diff.add_changed(changed_share)
-            # Etags count only if an image was replaced by an image of the same size, because
-            # touching a file is not a change.
-            diff.listing = f"{(names + (etags if changed_share else 0)) % 2**64:016x}"
-            diff.fractions = split_fractions(source.chosen_splits, settings)  # final only after the listing
+        used = {path for files in tables for paths in files.values() for path in paths}
+        if cache is not None:
+            _delete_others(cache, used)
+        with closing(Database(scratch, sorted({path.parent for path in used}))) as db:
+            *earlier, latest = tables
+            db.attach("old_files", (latest or earlier[0]).get("files", []), SCHEMAS["files"])
+            if isinstance(source, PackedFiles):
+                source.remembered = lambda file, etag: members(db, uri, file, etag)
+            listing = _list(db, source, minimum)
+            db.attach("old_files", latest.get("files", []), SCHEMAS["files"])
+            diffs, touched = list[SourceDiff](), _Touched()
+            for files, manifest in zip(earlier, manifests, strict=True):
+                for table in _TABLES:
+                    db.attach(table, files.get(table, []), SCHEMAS[table])
+                diffs.append(_diff(db, settings, uri, manifest, listing, touched, newest is not None))
+            share = touched.changed_share(source, settings, newest.bit_depth if newest else 16)
+    for diff in diffs:
+        diff.add_changed(share)
+        # Etags count only if an image was replaced by an image of the same size, because touching a
+        # file is not a change.
+        diff.listing = f"{(listing.names + (listing.etags if share else 0)) % 2**64:016x}"
+        diff.fractions = split_fractions(source.chosen_splits, settings)  # final only after the listing
     return diffs
 
 
-def fetch_ledger(store: Store, manifest: Manifest, directory: Path) -> Path:
-    name = sha256_bytes("".join((manifest.ledger_sha256, *manifest.ledger_changes)).encode())
-    path = directory / f"{name}.sqlite"
-    if not path.exists():
-        with disk_errors(directory):
-            directory.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryDirectory(prefix=".ledger-", dir=directory) as partial:
-                ledger = Path(partial, path.name)
-                Snapshots(store, manifest.name).fetch_ledger(manifest, ledger)
-                ledger.replace(path)
-    return path
+def _delete_others(cache: Path, used: set[Path]) -> None:
+    with disk_errors(cache):
+        for path in set(cache.glob("*.parquet")) - used:
+            path.unlink(missing_ok=True)
 
 
-def _add(
-    diff: SourceDiff,
-    page: Sequence[FileEntry],
-    ledger: PublishedLedger | None,
-    read: Mapping[str, ReadFile],
+@dataclass
+class _Listing:
+    count: int = 0
+    names: int = 0
+    """Sums of hashes, because the order of the files in a folder's listing may vary."""
+    etags: int = 0
+    classes: set[str] = field(default_factory=set[str])
+
+
+def _list(db: Database, source: Source, minimum: ClassMinimum) -> _Listing:
+    """Make the table ``listed``."""
+    listing = _Listing()
+    db.create("listed", _LISTED)
+    for page in batched(Admission(minimum).admitted(source.entries()), _PAGE):
+        listing.count += len(page)
+        listing.names += sum(_hash(entry.name, entry.label, entry.size_bytes) for entry in page)
+        listing.etags += sum(_hash(entry.name, entry.etag) for entry in page)
+        listing.classes.update(entry.label for entry in page)
+        db.insert(
+            "listed", pa.table([list(column) for column in zip(*(entry[:5] for entry in page), strict=True)], _LISTED)
+        )
+    return listing
+
+
+def _diff(
+    db: Database,
+    settings: DataSettings,
+    source: str,
+    manifest: Manifest | None,
+    listing: _Listing,
     touched: "_Touched",
-) -> None:
-    known = ledger.listed([entry.name for entry in page]) if ledger else {}
-    diff.listed += len(page)
-    diff.removed -= len(known)
-    new = [entry for entry in page if entry.name not in known or not _is_same(entry, *known[entry.name])]
-    if ledger and read:
-        digests = [read[entry.name].digest for entry in new if entry.name in read]
-        labels = ledger.image_labels([digest for digest in digests if digest is not None])
-        unchanged = [entry for entry in new if entry.name in read and _is_known(entry, read[entry.name], labels)]
-        for entry in unchanged:
-            if not _has_etag(entry, read[entry.name].etag) or _may_be_mended(entry, read[entry.name]):
-                diff.touched[entry.explicit_split] += 1
-                touched.add(entry, read[entry.name].digest)
-        names = {entry.name for entry in unchanged}
-        new = [entry for entry in new if entry.name not in names]
-    diff.new += len(new)
-    diff.explicit.update(entry.explicit_split for entry in new if entry.explicit_split)
-    diff.labels.update(entry.label for entry in new)
-
-
-def _is_same(entry: FileEntry, etag: str, label: str) -> bool:
-    """In a table, unlike in a folder, the name stays the same if the label changes."""
-    return entry.label == label and _has_etag(entry, etag)
-
-
-def _has_etag(entry: FileEntry, etag: str) -> bool:
-    return without_change_time(etag) == without_change_time(entry.etag)
-
-
-def _may_be_mended(entry: FileEntry, read: ReadFile) -> bool:
-    """Whether a file that was left out has another owner or mode since, and may now be readable."""
-    return read.digest is None and read.etag != entry.etag
-
-
-def _is_known(entry: FileEntry, read: ReadFile, labels: Mapping[bytes, str]) -> bool:
-    if entry.size_bytes != read.size_bytes and not _has_etag(entry, read.etag):
-        return False
-    return read.digest is None or labels.get(read.digest) == entry.label
+    has_newest: bool,
+) -> SourceDiff:
+    diff = SourceDiff(listed=listing.count)
+    db.run(_COMPARED, source=source, has_newest=has_newest and manifest is not None)
+    for label, split, count in db.rows(_NEW):
+        diff.new += count
+        diff.labels[label] += count
+        if split:
+            diff.explicit[split] += count
+    if manifest is None:
+        return diff
+    count, diff.removed = db.row(_GONE, source=source)
+    if not listing.count and count:
+        raise DataError(
+            f"{settings.source} lists no image, and the release was made from {quantity(count, 'file')} of it: check"
+            " that it is mounted and complete."
+        )
+    own = db.rows(_OWN_CLASSES, source=source)
+    diff.gone_classes = {label: count for label, count in own if label not in listing.classes}
+    for *fields, digest in db.stream(_TOUCHED):
+        entry = FileEntry(*fields)
+        diff.touched[entry.explicit_split] += 1
+        touched.add(entry, digest)
+    return diff
 
 
 class _Touched:

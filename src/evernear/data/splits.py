@@ -7,12 +7,8 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from functools import cache
 
-from evernear.data.group_table import Members
-from evernear.data.groups import Grouping
-from evernear.data.ledger import Ledger
 from evernear.data.manifest import SPLITS, Split
 from evernear.data.reviewed import TRAINING
-from evernear.data.sources.names import is_reviewed
 from evernear.settings import DataSettings
 
 _FIRST_GROUPS: tuple[Split, ...] = ("train", "test", "gallery")
@@ -48,33 +44,30 @@ def choose_split(
     a class with fewer than 20 images, by more than 1 image in a class with up to 40 images, and by
     more than 2 images in a larger class. In a large class, the order of the images hardly matters.
     """
-    if fractions.get("gallery") and not counts["gallery"]:
+    if not counts["gallery"] and fractions.get("gallery"):
         return "gallery"
-    total = 1  # plain loops, because this function is called for each image
-    for split in fractions:
-        total += counts[split]
-    if total >= complete:
-        for split in fractions:
-            if not counts[split]:
-                return split
-    furthest, most_behind = None, float(min(_MAX_BEHIND, total // _EXACT_IMAGES))
-    for split, fraction in fractions.items():
-        behind = total * fraction - counts[split]
+    present = [counts[split] for split in fractions]
+    total = 1 + sum(present)
+    if 0 in present and total >= complete:
+        return next(split for split, count in zip(fractions, present, strict=True) if not count)
+    furthest, most_behind = None, min(_MAX_BEHIND, total // _EXACT_IMAGES)
+    for (split, fraction), count in zip(fractions.items(), present, strict=True):
+        behind = total * fraction - count
         if behind > most_behind:
             furthest, most_behind = split, behind
     return furthest or hash_split(digest, fractions)
 
 
 def choose_group_split(
-    group: str, counts: Sequence[Mapping[Split, int]], fractions: Mapping[Split, float], complete: float
+    digest: bytes, counts: Sequence[Mapping[Split, int]], fractions: Mapping[Split, float], complete: float
 ) -> Split:
-    """``counts`` are the groups of each of its classes in each split, that of its first image
-    first. The first three groups of a class go to train, test and gallery, so that even a class of
-    two is tested with another scene. Later, `choose_split` uses the hash of the name."""
+    """``digest`` is of the group's name, and ``counts`` are the groups of each of its classes in
+    each split, that of its first image first. The first three groups of a class go to train, test
+    and gallery, so that even a class of two is tested with another scene. Later, `choose_split`
+    uses the digest."""
     for split in _FIRST_GROUPS:
         if fractions.get(split) and not all(of_class[split] for of_class in counts):
             return split
-    digest = hashlib.sha256(group.encode(errors="surrogateescape")).digest()
     return choose_split(digest, counts[0], fractions, complete)
 
 
@@ -88,69 +81,73 @@ def hash_split(digest: bytes, fractions: Mapping[Split, float]) -> Split:
     return "train"
 
 
+Members = Counter[tuple[str, Split]]
+"""Number of images in a group by label and split. Removed images have an empty label."""
+
+
 class Placer:
     """Each group counts as one image, so that a class with few large groups has test images."""
 
-    def __init__(self, settings: DataSettings, candidates: tuple[Split, ...], ledger: Ledger, group: Grouping) -> None:
-        self._candidates, self._ledger, self._group = candidates, ledger, group
+    def __init__(
+        self,
+        settings: DataSettings,
+        candidates: tuple[Split, ...],
+        counts: Mapping[str, Counter[Split]],
+        members: Mapping[str, Members],
+        labels: Mapping[str, Sequence[str]],
+    ) -> None:
+        """``counts`` are the earlier groups of each class, and images without a group, in each
+        split. ``members`` are the earlier images of each group with new ones, and ``labels`` its
+        classes."""
+        self._candidates = candidates
         self._fractions = cache(lambda candidates: split_fractions(candidates, settings))
+        self._chosen = self._fractions(candidates)
         self._complete = images_of_all_splits(settings)
-        self._counts: defaultdict[str, Counter[Split]] = defaultdict(Counter)
-        for shard in ledger.shards().values():
-            for label, count in shard.label_counts.items():
-                self._counts[label][shard.split] += count
-        ledger.groups.start_placing()
-        for label, split, groups, images in ledger.groups.units():
-            self._counts[label][split] += groups - images
+        self._counts = defaultdict[str, Counter[Split]](Counter, counts)
+        self._members = defaultdict[str, Members](Counter, members)
+        self._labels = labels
 
     def place(
         self,
-        names: Sequence[str],
         labels: Sequence[str],
         digests: Sequence[bytes],
-        explicit_splits: Sequence[Split | None],
-        former_splits: Mapping[str, Split],
-    ) -> dict[int, Split]:
-        """Map the positions of new images, at most 500, to their splits. ``former_splits`` maps the
-        names of unchanged files that are decoded again to their splits."""
-        known = self._ledger.stored_digests(digests)
-        reviewed = self._ledger.reviewed.among(digests)
-        earlier = self._ledger.removed_splits(digests)
-        groups = [self._group(name, label) for name, label in zip(names, labels, strict=True)]
-        keys = set(groups) - {""}
-        placed, listed = self._ledger.groups.placed(keys), self._ledger.groups.labels(keys)
-        splits: dict[int, Split] = {}
-        rows = zip(names, labels, digests, groups, explicit_splits, strict=True)
-        for row, (name, label, digest, group, explicit) in enumerate(rows):
-            if digest in known:
-                continue
-            known.add(digest)
-            candidates: tuple[Split, ...] = self._candidates
-            counts = self._counts[label]
-            split = explicit or earlier.get(digest) or former_splits.get(name)
-            if digest in reviewed or is_reviewed(name):
-                candidates = tuple(each for each in candidates if each in TRAINING) or TRAINING[:1]
-                split = split if split in TRAINING else None
-            if group:
-                members = placed[group]
-                split = split or self._choose_for_group(label, group, members, listed[group], candidates)
-                counts[split] += (label, split) not in members
-                members[label, split] += 1
-            else:
-                split = split or choose_split(digest, counts, self._fractions(candidates), self._complete)
-                counts[split] += 1
-            splits[row] = split
-        self._ledger.groups.place(placed)
-        return splits
+        groups: Sequence[str | None],
+        given: Sequence[Split | None],
+        earlier: Sequence[Split | None],
+        reviewed: Sequence[bool],
+    ) -> list[Split]:
+        """The splits of new images. ``earlier`` are those of images that were removed, or are
+        decoded again."""
+        images = zip(labels, digests, groups, given, earlier, reviewed, strict=True)
+        return [self._place(*image) for image in images]
 
-    def _choose_for_group(
-        self, label: str, group: str, members: Members, labels: Sequence[str], candidates: tuple[Split, ...]
+    def _place(
+        self, label: str, digest: bytes, group: str | None, given: Split | None, earlier: Split | None, reviewed: bool
     ) -> Split:
+        counts = self._counts[label]
+        split = given or earlier
+        candidates, fractions = self._candidates, self._chosen
+        if reviewed:
+            candidates: tuple[Split, ...] = tuple(each for each in candidates if each in TRAINING) or TRAINING[:1]
+            fractions = self._fractions(candidates)
+            split = split if split in TRAINING else None
+        if group:
+            members = self._members[group]
+            split = split or self._choose_for_group(label, group, members, candidates)
+            counts[split] += (label, split) not in members
+            members[label, split] += 1
+            return split
+        split = split or choose_split(digest, counts, fractions, self._complete)
+        counts[split] += 1
+        return split
+
+    def _choose_for_group(self, label: str, group: str, members: Members, candidates: tuple[Split, ...]) -> Split:
         if followed := _followed(members, candidates):
             return followed
-        others = [other for other in labels if other != label]
+        others = [other for other in self._labels.get(group, ()) if other != label]
         counts = [self._counts[each] for each in (label, *others)]
-        split = choose_group_split(group, counts, self._fractions(candidates), self._complete)
+        digest = hashlib.sha256(group.encode(errors="surrogateescape")).digest()
+        split = choose_group_split(digest, counts, self._fractions(candidates), self._complete)
         for other in others:  # counts the group in all its classes at once
             members[other, split] = 0
             self._counts[other][split] += 1

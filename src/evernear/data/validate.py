@@ -14,9 +14,9 @@ from evernear.common.output import printable, quantity
 from evernear.common.text import class_name, lookalike_key, spelled
 from evernear.data.decoding import PIXEL_SETTING
 from evernear.data.gallery import joining_gallery
-from evernear.data.ledger_problems import ADVICE, PROBLEMS
 from evernear.data.manifest import SPLITS, Manifest, Problem, Split, counted
 from evernear.data.near_duplicates import NearDuplicates, find_near_duplicates
+from evernear.data.problem_texts import ADVICE, PROBLEMS
 from evernear.data.shards import Dataset
 from evernear.errors import DataError
 from evernear.settings import ClassSettings, ValidationSettings

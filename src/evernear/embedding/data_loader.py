@@ -181,7 +181,7 @@ class ImageVectors:
         """Runs in the calling thread, because views draw from torch's global random numbers."""
         if self._view is None:
             return block.images[selected]
-        return self._view(Block(block.images[selected], block.labels[selected], block.digests[selected]))
+        return self._view(block.select(selected))
 
     def _finish(self, batch: "_Batch", cached: CachedShard) -> tuple[Block, Vectors]:
         block, vectors = batch.block, batch.vectors

@@ -1,7 +1,6 @@
 """The release's answer to every test image, as a Parquet file in the record of the run that built
 it. The console shows them as images."""
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self, get_args
 
@@ -11,7 +10,7 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from evernear.common.disk import disk_errors
-from evernear.common.frozen import require_stamp, stamp
+from evernear.common.parquet import require_table_format, stamped
 from evernear.errors import IntegrityError
 
 if TYPE_CHECKING:
@@ -23,7 +22,7 @@ NEAR = 0.1
 """A distance that differs from the threshold by at most this share of it is near the threshold."""
 Kind = Literal["named wrong", "called unknown", "near the threshold"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
-_STAMP = b"evernear"
+_REMEDY = "a new release writes its own"
 _SCHEMA = pa.schema(
     [
         pa.field("digest", pa.binary(32), nullable=False),
@@ -43,7 +42,7 @@ class AnswerWriter:
     def __init__(self, path: Path, labels: tuple[str, ...]) -> None:
         self._path = path
         self._labels = np.array([*labels, ""], object)  # an answer of no label has the number -1
-        self._writer = pq.ParquetWriter(path, _SCHEMA.with_metadata({_STAMP: json.dumps(stamp())}))
+        self._writer = pq.ParquetWriter(path, stamped(_SCHEMA))
 
     def __enter__(self) -> Self:
         return self
@@ -73,11 +72,11 @@ class AnswerTable:
     def __init__(self, data: bytes, source: str) -> None:
         """Raises `FormatError` if another version wrote the table, `IntegrityError` if it is
         damaged."""
-        require_table_format(data, source)
+        require_table_format(data, source, _REMEDY)
         try:
             self.rows: pa.Table = pq.read_table(pa.BufferReader(data))
         except (pa.ArrowException, OSError) as error:
-            raise _damaged(source, error) from None
+            raise IntegrityError(f"{source} is damaged: {error}; {_REMEDY}.") from None
 
     def of(self, kind: Kind, threshold: float) -> list[int]:
         """The numbers of the rows of one kind, the most certain answers first, so that those named
@@ -99,22 +98,3 @@ class AnswerTable:
     def row(self, number: int) -> dict[str, Any]:
         """Keyed by the names of the columns."""
         return self.rows.slice(number, 1).to_pylist()[0]
-
-
-def require_table_format(data: bytes, source: str) -> None:
-    """Compare the format in a table's metadata with this version's.
-
-    Raises:
-        FormatError: another version of evernear wrote it.
-        IntegrityError: it is damaged.
-    """
-    try:
-        metadata = pq.read_schema(pa.BufferReader(data)).metadata or {}
-        fields = json.loads(metadata.get(_STAMP, b"{}"))
-    except (pa.ArrowException, OSError, ValueError) as error:
-        raise _damaged(source, error) from None
-    require_stamp(fields, source)
-
-
-def _damaged(source: str, error: Exception) -> IntegrityError:
-    return IntegrityError(f"{source} is no table of answers ({error}); a new release writes its own.")

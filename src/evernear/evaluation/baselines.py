@@ -14,10 +14,11 @@ from numpy.typing import NDArray
 from evernear.common.frozen import Frozen
 from evernear.common.output import quantity
 from evernear.data.gallery import image_blocks, joining_gallery
-from evernear.data.groups import group_numbers
+from evernear.data.group_numbers import group_numbers
 from evernear.data.manifest import SPLITS, Split
 from evernear.data.shards import Block, Dataset
 from evernear.data.splits import choose_group_split, images_of_all_splits, split_fractions
+from evernear.data.writer import group_digest
 from evernear.evaluation.compare import PairedCounts, paired_counts
 from evernear.evaluation.measure import BATCH_SIZE, Outcomes
 from evernear.evaluation.statistics import CONFIDENCE, Proportion, p_by_chance, proportion
@@ -189,7 +190,7 @@ ORDERS = 5
 """Number of orders of the groups in which a proposed share must be sufficient, because the order in
 which ingest reads the groups has some influence on the splits."""
 
-LabelCounts = Mapping[str, Mapping[str, int]]
+LabelCounts = Mapping[int, Mapping[str, int]]
 """Number of images by group and label."""
 
 
@@ -220,13 +221,12 @@ class FewGroups(Frozen):
 def find_few_groups(dataset: Dataset, settings: RunSettings) -> FewGroups | None:
     """Before the training, predict whether a first release of ``dataset`` can be shown to be better
     than the baselines. Return None if it can, or without groups."""
-    with group_numbers(dataset) as groups:
-        if groups is None:
-            return None
-        blocks = [(block.labels, groups.of(block.digests)) for block in dataset.blocks("test")]
+    if not dataset.manifest.groups:
+        return None
+    blocks = [(block.labels, block.groups) for block in dataset.blocks("test")]
     if not blocks:
         return None
-    labels, numbers = (np.concatenate(column).astype(np.int32) for column in zip(*blocks, strict=True))
+    labels, numbers = map(np.concatenate, zip(*blocks, strict=True))
     perfect = Outcomes(np.ones(len(labels), np.bool_), labels, numbers)
     measured = measure_baselines(perfect, dataset)
     return few_groups(measured, dataset, settings.data, settings.gate.significance)
@@ -238,10 +238,10 @@ def few_groups(
     """The remedy if a baseline is undecided at ``level`` (`Baseline.is_undecided`). Return None if
     none is, or without groups."""
     undecided = [baseline for baseline in baselines if baseline.is_undecided(level)]
-    with group_numbers(dataset) as groups:
-        if groups is None or not undecided:
-            return None
-        members, is_named_by_source = groups.label_counts(), groups.has_explicit_test_images()
+    groups = group_numbers(dataset)
+    if groups is None or not undecided:
+        return None
+    members, is_named_by_source = groups.label_counts(), groups.has_explicit_test_images()
     wins = math.ceil(-math.log2(level))
     # A baseline that reads the images may be right or wrong in every further group. Among
     # ``2 * wins - 1`` groups, one of the two happens ``wins`` times.
@@ -263,7 +263,7 @@ class _Enough:
     def __init__(self, members: LabelCounts, fewest: int, wins: int) -> None:
         self.members, self._fewest, self._wins = members, fewest, wins
 
-    def has_enough(self, test_groups: Sequence[str]) -> bool:
+    def has_enough(self, test_groups: Sequence[int]) -> bool:
         """Whether a recognizer without errors would win in enough of ``test_groups`` against the
         most common class of their images."""
         return len(test_groups) >= self._fewest and self._winnable(test_groups) >= self._wins
@@ -272,7 +272,7 @@ class _Enough:
         share = self._winnable([*self.members]) / len(self.members)
         return max(self._fewest, math.ceil(self._wins / share))
 
-    def _winnable(self, groups: Sequence[str]) -> int:
+    def _winnable(self, groups: Sequence[int]) -> int:
         """The number of groups with an image of another class than the most common one."""
         images: Counter[str] = Counter()
         for group in groups:
@@ -294,12 +294,14 @@ def _sufficient_fraction(enough: _Enough, settings: DataSettings) -> float | Non
     return None
 
 
-def _test_groups(order: Sequence[str], members: LabelCounts, settings: DataSettings) -> list[str]:
+def _test_groups(order: Sequence[int], members: LabelCounts, settings: DataSettings) -> list[int]:
     fractions, complete = split_fractions(SPLITS, settings), images_of_all_splits(settings)
     counts: defaultdict[str, Counter[Split]] = defaultdict(Counter)
-    chosen: list[str] = []
+    chosen: list[int] = []
     for group in order:
-        split = choose_group_split(group, [counts[label] for label in members[group]], fractions, complete)
+        split = choose_group_split(
+            group_digest(group), [counts[label] for label in members[group]], fractions, complete
+        )
         for label in members[group]:
             counts[label][split] += 1
         chosen += [group] if split == "test" else []

@@ -13,7 +13,7 @@ from evernear.common.frozen import Frozen
 from evernear.common.output import quantity
 from evernear.errors import IntegrityError
 from evernear.evaluation.measure import Outcomes
-from evernear.evaluation.statistics import sign_flip_worse
+from evernear.evaluation.statistics import Clusters, sign_flip_worse
 
 
 class PairedCounts(Frozen):
@@ -199,9 +199,7 @@ def paired_counts(candidate: Outcomes, correct: NDArray[np.bool_]) -> PairedCoun
     return _paired(changes, np.zeros_like(candidate.labels), candidate.groups)[0]
 
 
-def _paired(
-    changes: NDArray[np.int8], strata: NDArray[np.int32], groups: NDArray[np.int32] | None
-) -> dict[int, PairedCounts]:
+def _paired(changes: NDArray[np.int8], strata: NDArray[np.int32], groups: Clusters | None) -> dict[int, PairedCounts]:
     """The counts for each stratum that has queries. A change is 1 for a regression and -1 for an
     improvement."""
     size = int(strata.max(initial=0)) + 1
@@ -223,7 +221,7 @@ def _paired(
 
 
 def _nets(
-    changes: NDArray[np.int8], strata: NDArray[np.int32], groups: NDArray[np.int32]
+    changes: NDArray[np.int8], strata: NDArray[np.int32], groups: Clusters
 ) -> tuple[list[int], dict[int, dict[int, int]]]:
     """The number of groups in each stratum, and their nonzero net changes, keyed by stratum."""
     pairs, rows = np.unique(np.stack([strata, groups]), axis=1, return_inverse=True)

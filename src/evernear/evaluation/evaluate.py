@@ -11,11 +11,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evernear.common.frozen import Document, Frozen
-from evernear.data.groups import group_numbers
 from evernear.data.manifest import Split
 from evernear.data.near_duplicates import NearDuplicates
 from evernear.data.shards import Dataset
-from evernear.data.snapshots import split_digests
+from evernear.data.split_digests import split_digests
 from evernear.errors import IntegrityError
 from evernear.evaluation.baselines import Baseline, FewGroups, measure_baselines, measure_pretrained
 from evernear.evaluation.compare import Comparison, compare, compare_refusals
@@ -204,16 +203,13 @@ def evaluate_systems(
         DataError: the test split is empty, or its images do not have the input shape of a
             recognizer.
     """
-    with group_numbers(dataset) as groups:
-        measured = partial(measure, dataset=dataset, batch_size=batch_size, groups=groups)
-        measurement, outcomes = measured(candidate, observers=observers)
-        before = before_outcomes = measured_anchor = None
-        if champion:
-            before, before_outcomes = measured(
-                champion.recognizer, classes=champion.classes, observers=champion_observers
-            )
-        if champion and anchor:
-            measured_anchor = _measure_anchor(anchor, dataset, measured, outcomes)
+    measured = partial(measure, dataset=dataset, batch_size=batch_size)
+    measurement, outcomes = measured(candidate, observers=observers)
+    before = before_outcomes = measured_anchor = None
+    if champion:
+        before, before_outcomes = measured(champion.recognizer, classes=champion.classes, observers=champion_observers)
+    if champion and anchor:
+        measured_anchor = _measure_anchor(anchor, dataset, measured, outcomes)
     baselines = measure_baselines(outcomes, dataset)
     if pretrained:
         baselines += (measure_pretrained(outcomes, dataset, pretrained),)
@@ -296,8 +292,8 @@ def _test_overlap(dataset: Dataset, champion_dataset: Dataset, classes: ClassSet
 
 def count_leakage(dataset: Dataset, training_dataset: Dataset, splits: Sequence[Split] = SEEN) -> dict[str, int]:
     """For each of ``splits`` of ``training_dataset``, count the images that are also in the test
-    split of ``dataset``. They are read from the shards, not from the ledger that assigned the
-    splits, unless a shard is lost. Images are equal if their pixels at source resolution are."""
+    split of ``dataset``. They are read from the shards, not from the tables that ingest wrote,
+    unless a shard is lost. Images are equal if their pixels at source resolution are."""
     leakage = dict.fromkeys(splits, 0)
     for test in _merge_blocks(_digests(dataset, "test")):
         test.sort()

@@ -175,6 +175,7 @@ def _without_fold(dataset: Dataset, fold: int, directory: Path) -> Dataset:
                 continue
             rows["image"] = np.concatenate([block.images for block in blocks])
             rows["label"] = np.concatenate([block.labels for block in blocks])
+            rows["group"] = 0
             rows["digest"] = np.concatenate([block.digests for block in blocks])
             buffer = io.BytesIO()
             np.save(buffer, rows, allow_pickle=False)
@@ -199,4 +200,4 @@ def _fold_of(block: Block) -> NDArray[np.uint8]:
 
 
 def _selected(block: Block, rows: NDArray[np.bool_]) -> Block:
-    return Block(block.images[rows], block.labels[rows], block.digests[rows])
+    return block.select(rows)

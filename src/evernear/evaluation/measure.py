@@ -10,12 +10,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evernear.common.frozen import Frozen
-from evernear.data.groups import GroupNumbers
 from evernear.data.manifest import Split
 from evernear.data.shards import Block, Dataset
 from evernear.errors import DataError
 from evernear.evaluation.headline import AnswerCounts
-from evernear.evaluation.statistics import CONFIDENCE, Proportion, effective_totals, proportion
+from evernear.evaluation.statistics import CONFIDENCE, Clusters, Proportion, effective_totals, proportion
 from evernear.index.description import Calibration
 from evernear.settings import ClassSettings
 
@@ -156,7 +155,7 @@ class Outcomes:
 
     correct: NDArray[np.bool_]
     labels: NDArray[np.int32]
-    groups: NDArray[np.int32] | None = None
+    groups: Clusters | None = None
     """None if the queries are independent."""
     unknown: NDArray[np.bool_] | None = None
     """Whether a query is called unknown. None for a system that names every image."""
@@ -194,13 +193,12 @@ def measure(
     batch_size: int = BATCH_SIZE,
     classes: ClassSettings = NO_CHANGES,
     observers: Sequence[Observer] = (),
-    groups: GroupNumbers | None = None,
 ) -> tuple[Measurement, Outcomes]:
     """Measure ``recognizer`` on all images in ``split``.
 
-    ``classes`` translates the labels of an earlier release. The intervals are based on ``groups``,
-    or on images if ``groups`` is None. Only the outcomes need memory in proportion to the size of
-    the split, about 30 bytes per image.
+    ``classes`` translates the labels of an earlier release. The intervals are based on the
+    groups of the images, if there are any. Only the outcomes need memory in proportion to the size
+    of the split, about 30 bytes per image.
 
     Raises:
         DataError: the split is empty, or its images do not have the recognizer's input shape.
@@ -209,7 +207,9 @@ def measure(
     gallery, names = recognizer.gallery, (*dataset.labels, OTHER_LABEL)
     current = [classes.current(label) for label in gallery.description.labels]
     answered = _answer_queries(recognizer, dataset, split, batch_size)
-    rows, queries_sha256 = _collect(answered, _as_labels(current, dataset.labels), groups, observers)
+    rows, queries_sha256 = _collect(
+        answered, _as_labels(current, dataset.labels), dataset.manifest.groups > 0, observers
+    )
     if not rows:
         raise DataError(f"The {split} split of {dataset.manifest.name} is empty; raise data.{split}_fraction.")
 
@@ -253,16 +253,16 @@ def _as_labels(answers: Sequence[str | None], labels: Sequence[str]) -> NDArray[
 def _collect(
     answered: Iterable[AnsweredBlock],
     as_label: NDArray[np.int32],
-    groups: GroupNumbers | None,
+    has_groups: bool,
     observers: Sequence[Observer],
 ) -> tuple[list[tuple[NDArray[Any], ...]], str]:
     """For each block, the labels, the answers, whether one of the `RECALL_AT` nearest is right,
-    whether it is unknown and, with ``groups``, the groups. Also the hash of all queries."""
+    whether it is unknown and, if the images have any, the groups. Also the hash of all queries."""
     sha256, rows = hashlib.sha256(), list[tuple[NDArray[Any], ...]]()
     for each in answered:
         truth = each.block.labels
         matches = as_label[each.neighbors.labels[:, :RECALL_AT]] == truth[:, None]
-        of_groups = (groups.of(each.block.digests),) if groups else ()
+        of_groups = (each.block.groups,) if has_groups else ()
         answers = as_label[each.answers.labels], matches.any(axis=1), each.answers.unknown
         rows.append((truth.astype(np.int32), *answers, *of_groups))
         # digests and labels alternate, so that the hash does not depend on the block size

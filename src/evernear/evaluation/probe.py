@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evernear.common.store import Store
-from evernear.data.groups import GroupNumbers, group_numbers
+from evernear.data.group_numbers import GroupNumbers, group_numbers
 from evernear.data.manifest import SPLITS, Split
 from evernear.data.shards import Dataset
 from evernear.embedding.artifact import load_trained
@@ -156,16 +156,16 @@ def probe_open_set(
     clock.passes_after = 1 + TIME_OF_FLIP * (3 * gallery + 2 * query + test) / gallery
     open_without = choose_opener(dataset, recipe, index_settings, on_step, store, clock)
     draws: list[Draw] = []
-    with group_numbers(dataset) as groups:
-        in_halves = bool(recipe.weights) and groups is None
+    groups = group_numbers(dataset)
+    in_halves = bool(recipe.weights) and groups is None
+    if on_draw is not None:
+        on_draw(0, len(held_out))
+    for labels in held_out:
+        draws.append(_measure_draw(open_without(labels), dataset, labels, groups, in_halves))
         if on_draw is not None:
-            on_draw(0, len(held_out))
-        for labels in held_out:
-            draws.append(_measure_draw(open_without(labels), dataset, labels, groups, in_halves))
-            if on_draw is not None:
-                on_draw(len(draws), len(held_out))
-            if clock.share * (len(draws) + 1) / len(draws) > 1:
-                break
+            on_draw(len(draws), len(held_out))
+        if clock.share * (len(draws) + 1) / len(draws) > 1:
+            break
     update = {
         "held_out": tuple(sorted(frozenset[str]().union(*held_out[: len(draws)]))),
         "added_in_halves": in_halves,
@@ -302,9 +302,7 @@ def _measure_draw(
     """The gallery of ``recognizer`` does not contain ``held_out``. ``in_halves``: see
     `_ask_in_halves`."""
     seen = groups.seen_queries() if groups else frozenset[bytes]()
-    of_test, of_query, of_gallery = (
-        _measure_split(recognizer, dataset, split, held_out, groups) for split in SPLITS_ASKED
-    )
+    of_test, of_query, of_gallery = (_measure_split(recognizer, dataset, split, held_out) for split in SPLITS_ASKED)
     queries, outside = of_query.known, digests_outside(of_query.digests, seen)
     if outside.any():
         queries = queries.select(outside)
@@ -338,7 +336,6 @@ def _measure_split(
     dataset: Dataset,
     split: Split,
     held_out: Iterable[str],
-    groups: GroupNumbers | None,
 ) -> Asked:
     """Nearest-neighbor distances of a split's images."""
     held_out_indices = [dataset.labels.index(label) for label in held_out]
@@ -347,7 +344,7 @@ def _measure_split(
     shards = ((dataset.shard_blocks(shard, BATCH_SIZE), shard.count) for shard in dataset.shards(split))
     for block, embeddings in recognizer.embed(shards):
         distances = gallery.classify(gallery.search(embeddings, 1)).distances
-        of_groups = (groups.of(block.digests),) if groups else ()
+        of_groups = (block.groups,) if dataset.manifest.groups else ()
         images = Sample(distances, (block.labels.astype(np.int32), *of_groups))
         unknown = np.isin(block.labels, held_out_indices)
         parts.append(

@@ -326,7 +326,7 @@ PRIOR_DEVIATION = 0.8
 photographs, it was 0.6 to 0.9 for the AUROC (docs/decisions/0008-unknown-images.md)."""
 PRIOR_DEGREES = 4
 """Weight of `PRIOR_DEVIATION`, in degrees of freedom."""
-Clusters = NDArray[np.int32]
+Clusters = NDArray[np.int32] | NDArray[np.int64]
 """The class number or group number of each image (N,)."""
 
 

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from evernear.common.disk import disk_errors, sha256_file, write_atomically
 from evernear.common.output import quantity
 from evernear.common.plugins import FAISS
-from evernear.data.groups import GroupNumbers
+from evernear.data.group_numbers import GroupNumbers
 from evernear.embedding.embeddings import EmbeddingBlock, Embeddings
 from evernear.errors import DataError, IntegrityError, SettingsError
 from evernear.index.calibrate import calibrate, is_nearest

@@ -83,8 +83,8 @@ class Calibration(Frozen):
     nearest_found: int
     """Queries whose exact nearest vector the index found, which gives the recall@1."""
     independent: float | None = Field(default=None, ge=1, allow_inf_nan=False)
-    """The number of independent queries (`evernear.data.groups.GroupNumbers.independent`), or None
-    if all are."""
+    """The number of independent queries
+    (`evernear.data.group_numbers.GroupNumbers.independent`), or None if all are."""
 
     def expected_false_rejects(self, confidence: float = 0.95) -> tuple[float, float]:
         """Confidence interval for the share of new images of known classes that will be unknown.

@@ -19,7 +19,7 @@ from evernear.errors import EvernearError, SettingsError
 
 INDEX_VARIABLE = "JOB_COMPLETION_INDEX"
 MODULES = {
-    "ingest": "evernear.data.decode_part",
+    "ingest": "evernear.data.parts",
     "embed": "evernear.embedding.embed",
     "predict": "evernear.serving.batch",
 }

@@ -5,7 +5,7 @@ The check includes the labels of live queries, because lost labels cannot be rec
 
 `check_store` reads every needed object and verifies the object's hash. `repair` leaves damaged
 shards out of a dataset's newest snapshot, so that the next run reads their images again, and
-rebuilds ledgers from shards and release records from archives. If the manifest of the newest
+rebuilds tables from shards and release records from archives. If the manifest of the newest
 snapshot is damaged, `repair` returns to an earlier snapshot. Nothing is deleted. Other damage is
 only reported, with its consequence.
 """
@@ -21,7 +21,9 @@ from evernear.common.frozen import Frozen
 from evernear.common.lease import Lease, StoreRecord
 from evernear.common.output import named, quantity
 from evernear.common.store import FileStore, Store
-from evernear.data.snapshots import DATASETS, Snapshots, drop_shards, gone_names, lost_names, rebuild_ledger
+from evernear.data.repair import drop_shards, gone_names, lost_names, rebuild_tables
+from evernear.data.snapshots import DATASETS, Snapshots
+from evernear.data.tables import TABLES
 from evernear.errors import DataError, IntegrityError, MissingObjectError, StoreError
 from evernear.maintenance.kinds import require_all_current
 from evernear.maintenance.references import NEWEST, Unreadable, references
@@ -134,8 +136,8 @@ def _fault(store: Store, key: str, sha256: str, scratch: Path) -> str | None:
 
 
 def _order(key: str) -> tuple[int, str]:
-    """Documents precede what they reference, and ledgers shards, which they leave out."""
-    folders = (CHAMPION, MANIFESTS, HISTORY, ARCHIVES, "head.json", "/manifests/", "/ledgers/", "/shards/")
+    """Documents precede what they reference, and tables shards, which they leave out."""
+    folders = (CHAMPION, MANIFESTS, HISTORY, ARCHIVES, "head.json", "/manifests/", ".parquet", "/shards/")
     return next((number for number, folder in enumerate(folders) if folder in key), len(folders)), key
 
 
@@ -196,9 +198,9 @@ class _Repair:
             return "The record was written again from the release's archive."
         if damage.key.endswith("/head.json") or (folder == "manifests" and damage.dataset and damage.in_newest):
             return self._reset_head(snapshots)
-        if folder == "ledgers" and damage.in_newest:
-            rebuild_ledger(snapshots)
-            return "The ledger was made again; the next run reads all images again, into the same splits."
+        if folder in TABLES and damage.in_newest:
+            rebuild_tables(snapshots)
+            return "The tables were made again; the next run reads all images again, into the same splits."
         raise IntegrityError("It cannot be made again from anything else in the store or the source.")
 
     def _reset_head(self, snapshots: Snapshots) -> str:
@@ -229,7 +231,7 @@ def explained(store: Store, damages: Iterable[Damage]) -> Iterator[Damage]:
                 consequence = (
                     f"{quantity(len(names), 'image')} of {' and '.join(damage.needed_by)} cannot be shown:"
                     f" {named(names)}. Those that a run reads again stand in for them. The gate knows all of them"
-                    " from the ledger."
+                    " from the tables."
                 )
         yield damage.model_copy(update={"consequence": consequence})
 

@@ -7,7 +7,7 @@ only reads. `forget_images` deletes:
 
 - affected releases, with their archives and Milvus collections
 - affected snapshots, the shards that no other snapshot has,
-  and the ledger rows of removed images
+  and the table rows of removed images
 - cached embeddings of removed images, all training checkpoints, and all step parts with
   their results
 - sample images, run pages and the list of suspect labels, if they show an affected
@@ -37,6 +37,7 @@ from evernear.common.run_record import RUNS, RunRecord
 from evernear.common.step_results import CHECKPOINTS
 from evernear.common.store import Store
 from evernear.data.manifest import Manifest, Shard, manifest_key
+from evernear.data.repair import stored_digests
 from evernear.data.shards import Dataset, remove_cached
 from evernear.data.snapshots import DATASETS, Snapshots, parts_prefix
 from evernear.data.writer import shard_key
@@ -186,7 +187,7 @@ class _Forgetting:
         # An ingest in progress would name shards that are deleted here. One of the two
         # `interrupt_ingests` calls makes such an ingest fail.
         dataset.snapshots.interrupt_ingests()
-        dataset.snapshots.compact_ledgers(dataset.clean)
+        dataset.snapshots.compact_tables(dataset.clean)
         for sha256 in sorted(dataset.shards):
             self._store.delete(shard_key(name, sha256))
             remove_cached(sha256)
@@ -299,7 +300,7 @@ def _state(store: Store, name: str) -> _DatasetState:
     head = snapshots.head()
     if head is None:
         raise IntegrityError(f"The dataset {name} in {store.uri} has no snapshot; run the ingest step again.")
-    current = np.sort(np.array(snapshots.images(head), "S32"))
+    current = np.sort(np.fromiter(stored_digests(snapshots, head), "S32"))
     folder = f"{DATASETS}{name}/"
     stored = {PurePosixPath(info.key).stem for info in store.list(f"{folder}shards/")}
     keys = [info.key for info in store.list(f"{folder}manifests/")]

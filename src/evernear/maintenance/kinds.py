@@ -1,19 +1,16 @@
 """The kinds of objects in a store, and the check that this version of evernear wrote them all."""
 
 import gzip
-import tempfile
 from collections.abc import Callable
 from contextlib import suppress
 from fnmatch import fnmatchcase
 from functools import partial
-from pathlib import Path
 
 from evernear.common.frozen import require_format
+from evernear.common.parquet import require_table_format
 from evernear.common.parts import concurrently
 from evernear.common.store import Store
-from evernear.data.stored_ledger import expand, require_ledger_format
 from evernear.errors import IntegrityError, MissingObjectError
-from evernear.evaluation.answer_table import require_table_format
 
 _GZIP = b"\x1f\x8b"
 Compare = Callable[[bytes, str], object]
@@ -37,14 +34,6 @@ def _first_line(data: bytes, source: str) -> None:
     require_format(data.partition(b"\n")[0], source)
 
 
-def _ledger(data: bytes, source: str) -> None:
-    with tempfile.TemporaryDirectory(prefix="evernear-ledger-") as scratch:
-        path = Path(scratch) / "ledger.sqlite"
-        path.write_bytes(data)
-        expand(path)
-        require_ledger_format(path, source)
-
-
 KINDS: dict[str, Compare | None] = {
     "_evernear.txt": None,
     "store.json": _document,
@@ -52,7 +41,7 @@ KINDS: dict[str, Compare | None] = {
     "maintenance/prune.json": _document,
     "datasets/*/head.json": _document,
     "datasets/*/manifests/*.json": _document,
-    "datasets/*/ledgers/*.sqlite": _ledger,
+    "datasets/*/*/*.parquet": require_table_format,
     "datasets/*/shards/*.npy": None,
     "datasets/*/parts/*/parts.json": _document,
     "datasets/*/parts/*/results/*": _first_line,

@@ -10,7 +10,7 @@ deletes, in this order:
 - cached embeddings, or cached backbone features for a frozen network, if no remaining
   release has the network or the shard begins with a removed image
 - pretrained weights that no remaining release uses, by the same rule as checkpoints
-- unfinished ingests that cannot be resumed, and snapshots, ledgers and shards that no
+- unfinished ingests that cannot be resumed, and snapshots, tables and shards that no
   document references (see `references`)
 - archives without a release
 
@@ -37,7 +37,9 @@ from evernear.common.parts import PARTS
 from evernear.common.run_record import ABANDONED_AFTER, EXIT_STEP, RUNS, STARTING, RunRecord, may_be_active, this_host
 from evernear.common.step_results import CHECKPOINTS
 from evernear.common.store import ObjectInfo, Store
+from evernear.data.repair import stored_digests
 from evernear.data.snapshots import DATASETS, Snapshots
+from evernear.data.tables import TABLES
 from evernear.embedding.embeddings import EMBEDDINGS_PREFIX
 from evernear.errors import BusyError, IntegrityError
 from evernear.maintenance.kinds import require_all_current
@@ -280,7 +282,7 @@ def _images(store: Store) -> set[str] | None:
         for name in datasets(store):
             snapshots = Snapshots(store, name)
             if (head := snapshots.head()) is not None:
-                images.update(digest.hex() for digest in snapshots.images(head))
+                images.update(digest.hex() for digest in stored_digests(snapshots, head))
     except IntegrityError:
         return None
     return images
@@ -294,8 +296,8 @@ def _datasets(listed: Sequence[ObjectInfo], needs: _Needs) -> Iterator[Surplus]:
     why = f"another ingest has finished since, or nobody has continued them for {RESUMABLE.days} days"
     yield _group("unfinished ingests", why, unneeded["parts"])
     yield _group("snapshots", "neither the newest nor of a remaining release", unneeded["manifests"])
-    for folder in ("ledgers", "shards"):
-        yield _group(folder, "of no remaining snapshot", unneeded[folder])
+    yield _group("tables", "of no remaining snapshot", [info for table in TABLES for info in unneeded[table]])
+    yield _group("shards", "of no remaining snapshot", unneeded["shards"])
 
 
 def _archives(listed: Sequence[ObjectInfo], needs: _Needs, retired: Collection[str]) -> Surplus:

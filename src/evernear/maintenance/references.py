@@ -3,7 +3,7 @@
 The roots are ``store.json``, ``datasets/<name>/head.json``, ``datasets/<name>/parts/``,
 ``releases/manifests/``, ``releases/champion.json`` and the champion's history. A release needs its
 archive, the snapshot that it was built from, and the snapshot that its network was trained on. A
-snapshot needs its manifest, its ledger and its shards.
+snapshot needs its manifest, its tables and its shards.
 
 `references` only reads.
 """
@@ -18,8 +18,9 @@ from typing import TypeVar
 from evernear.common.frozen import Frozen
 from evernear.common.store import Store
 from evernear.common.store.base import IDENTITY
-from evernear.data.manifest import Manifest, find_manifest, ledger_key, manifest_key
+from evernear.data.manifest import Manifest, find_manifest, manifest_key
 from evernear.data.snapshots import DATASETS, DatasetHead, Snapshots, parts_folder
+from evernear.data.tables import table_key
 from evernear.data.writer import shard_key
 from evernear.errors import IntegrityError
 from evernear.release.manifest import NETWORK_DESCRIPTION_FILE, ReleaseManifest
@@ -167,8 +168,9 @@ def _of_champion(store: Store) -> Iterator[Reference | Unreadable]:
 
 
 def _of_manifest(manifest: Manifest, owner: str) -> Iterator[Reference]:
-    for sha256 in (manifest.ledger_sha256, *manifest.ledger_changes):
-        yield Reference(ledger_key(manifest.name, sha256), owner, sha256)
+    for table, partitions in manifest.tables.items():
+        for partition in partitions:
+            yield Reference(table_key(manifest.name, table, partition.sha256), owner, partition.sha256)
     for shard in manifest.shards:
         yield Reference(shard_key(manifest.name, shard.sha256), owner, shard.sha256)
 

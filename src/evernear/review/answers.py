@@ -29,11 +29,11 @@ from pydantic import AwareDatetime, Field
 from evernear.common.frozen import Document
 from evernear.common.store import Store
 from evernear.common.text import class_name, lookalike_key
+from evernear.data.books import opened_books
 from evernear.data.image_file import suffix_of
 from evernear.data.manifest import Manifest, find_manifest
-from evernear.data.snapshots import Snapshots
 from evernear.data.sources.layout import Layout
-from evernear.data.sources.names import reviewed_stem
+from evernear.data.sources.names import answer_in, reviewed_stem
 from evernear.errors import ConflictError, DataError, EvernearError, IntegrityError, SettingsError, StoreError
 from evernear.release.manifest import ReleaseManifest
 from evernear.review.label_target import LabelTarget, require_folder_name
@@ -323,9 +323,15 @@ def _subject(answer: Answer) -> str:
     return answer.files[0] if answer.files else f"query {answer.image[:8]}"
 
 
+# Files that are in their class because of an answer in review, and contain an image.
+_ANSWERED_FILES = """
+SELECT name, label FROM files WHERE digest IS NOT NULL AND contains(name, 'review-') AND NOT waiting
+"""
+
+
 class ReleasedAnswers:
-    """Looks answers up in the snapshot from which a release was built. For each release, the ledger
-    of its snapshot, about 100 bytes per image, is read once."""
+    """Looks answers up in the snapshot from which a release was built. For each release, the table
+    of its files, about 100 bytes per file, is read once."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -350,8 +356,9 @@ class ReleasedAnswers:
 
     def _labels(self, manifest: Manifest) -> Mapping[str, str]:
         if self._read[0] != manifest:
-            with Snapshots(self._store, manifest.name).ledger(manifest) as ledger:
-                self._read = (manifest, ledger.answered_files())
+            with opened_books(self._store, manifest, ("files",)) as books:
+                rows = books.rows(_ANSWERED_FILES)
+            self._read = (manifest, {name: label for name, label in rows if answer_in(name)})
         return self._read[1]
 
 

@@ -7,9 +7,10 @@ from pydantic import AwareDatetime, Field
 
 from evernear.common.frozen import Document, Frozen
 from evernear.common.store import Store
-from evernear.data.listing import dataset_name
+from evernear.data.books import file_names, opened_books
+from evernear.data.list import dataset_name
 from evernear.data.shards import Dataset
-from evernear.data.snapshots import Snapshots, opened_ledger
+from evernear.data.snapshots import Snapshots
 from evernear.data.sources import open_source
 from evernear.embedding.clock import OnStep
 from evernear.errors import DataError, StoreError
@@ -85,13 +86,13 @@ def check_labels(
         recipe = recipe.model_copy(update={"frozen": True})
     suspects: list[Suspect] = []
     found = images = 0
-    with opened_ledger(dataset) as ledger:
+    with opened_books(store, dataset.manifest, ("files",)) as books:
         for embedded in embed_folds(dataset, recipe, on_step, on_network):
             errors = find_label_errors(embedded)
             found, images = found + len(errors), images + len(embedded.labels)
             for error in errors[:MAX_SUSPECTS]:
                 digest, duplicate = (embedded.digests[row].tobytes() for row in (error.row, error.duplicate))
-                names = ledger.names([digest, duplicate])
+                names = file_names(books, dataset.manifest.source, [digest, duplicate])
                 suspects.append(
                     Suspect(
                         image=digest.hex(),

@@ -10,11 +10,11 @@ import threading
 from typing import NamedTuple
 
 from evernear.common.store import Store
+from evernear.data.books import file_names, opened_books
 from evernear.data.gallery import gallery_place, image_at
 from evernear.data.manifest import find_manifest
 from evernear.data.preprocess import Pixels
 from evernear.data.shards import Dataset, remove_cached
-from evernear.data.snapshots import Snapshots
 from evernear.data.writer import shard_key
 from evernear.release.manifest import ReleaseManifest, is_version
 from evernear.release.registry import Registry
@@ -68,22 +68,23 @@ class GalleryImages:
     def names(self, version: str, digest: str) -> tuple[str, ...]:
         """The names of an image's source files. Empty if the store no longer has the snapshot.
 
-        Each call downloads the snapshot's ledger: about 100 bytes per image in the dataset.
+        Each call reads the snapshot's table of files: about 100 bytes per file.
 
         Raises:
-            IntegrityError: the ledger is damaged.
+            IntegrityError: the table is damaged.
         """
         with self._lock:
             opened = self._opened(version)
         if opened is None:
             return ()
         release, _ = opened
-        # `evernear forget` may have rewritten the snapshot's ledger, so read the current manifest.
+        # `evernear forget` may have rewritten the snapshot's tables, so read the current manifest.
         manifest = find_manifest(self._store, release.dataset_name, release.dataset_digest)
         if manifest is None:
             return ()
-        with Snapshots(self._store, release.dataset_name).ledger(manifest) as ledger:
-            return ledger.names([bytes.fromhex(digest)]).get(bytes.fromhex(digest), ())
+        image = bytes.fromhex(digest)
+        with opened_books(self._store, manifest, ("files",)) as books:
+            return file_names(books, manifest.source, [image]).get(image, ())
 
     def _opened(self, version: str) -> tuple[ReleaseManifest, Dataset] | None:
         if version not in self._open:

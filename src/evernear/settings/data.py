@@ -46,7 +46,16 @@ TABLE_PATH = re.compile(r"(?:(?!\w+:)|s3://).+\.(?:csv|tsv|parquet|pq)", re.IGNO
 
 
 def absolute_source(source: str) -> str:
-    """Make a path absolute, because a run's steps have a different working directory."""
+    """Make a path absolute, because a run's steps have a different working directory.
+
+    Raises:
+        ValueError: ``source`` is a directory without a kind, or not UTF-8, so that no table could
+            name it.
+    """
+    try:
+        source.encode()
+    except UnicodeEncodeError:
+        raise ValueError("it is not UTF-8; rename it") from None
     if source and source not in BUILT_IN_SOURCES and Path(source).is_dir():
         raise ValueError(f"{source!r} is a directory; use folder:{source} for the images in it")
     if TABLE_PATH.fullmatch(source):

@@ -10,7 +10,8 @@ import pytest
 from PIL import Image
 from pydantic import ValidationError
 
-from evernear.data.groups import group_numbers, grouping
+from evernear.data.group_numbers import group_numbers
+from evernear.data.groups import grouping
 from evernear.data.ingest import ingest_source
 from evernear.data.manifest import SPLITS, Manifest
 from evernear.data.near_duplicates import find_near_duplicates
@@ -251,15 +252,17 @@ def test_class_of_two_scenes_is_trained_and_tested(tmp_path: Path, run_ingest, m
 def test_groups_of_test_images_are_numbered(scenes: Path, run_ingest):
     manifest = run_ingest(scenes, group="stem")
     dataset = opened(manifest)
-    with group_numbers(dataset) as numbers:
-        (block,) = dataset.blocks("test")
-        frames = np.bincount(numbers.of(block.digests))
-        assert frames.tolist() == [3] * (len(block) // 3)
-        unknown = np.frombuffer(sha256(b"a").digest() + sha256(b"b").digest(), np.uint8).reshape(2, 32)
-        assert len(set(numbers.of(unknown).tolist())) == 2
+    (block,) = dataset.blocks("test")
+    assert np.unique(block.groups, return_counts=True)[1].tolist() == [3] * (len(block) // 3)
+    numbers = group_numbers(dataset)
+    assert numbers is not None
+    counts = numbers.label_counts()
+    assert len(counts) == manifest.groups
+    assert {sum(labels.values()) for labels in counts.values()} == {3}
     manifest = run_ingest(scenes, dataset="plain")
-    with group_numbers(opened(manifest)) as numbers:
-        assert numbers is None
+    assert group_numbers(opened(manifest)) is None
+    (block,) = opened(manifest).blocks("test")
+    assert len(np.unique(block.groups)) == len(block), "an image without a group counts as one"
 
 
 # Near-duplicates

@@ -1,23 +1,20 @@
 import hashlib
 import itertools
 import shutil
-import sqlite3
 from collections import Counter
-from contextlib import closing
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import numpy as np
 import pytest
 
 from evernear.common.frozen import FORMAT
 from evernear.common.store import open_store
+from evernear.data.books import opened_books
 from evernear.data.encoded_image import EncodedImage
 from evernear.data.ingest import ingest_source
-from evernear.data.manifest import Manifest, ledger_key, manifest_key
+from evernear.data.manifest import Manifest, manifest_key
 from evernear.data.preprocess import Picture, decode_inspected
 from evernear.data.reduction import BitDepth
-from evernear.data.source_diff import fetch_ledger
 from evernear.errors import DataError, FormatError, IntegrityError
 from evernear.settings import DataSettings
 from tests.dataset_images import write_files
@@ -199,9 +196,9 @@ def test_digest_depends_only_on_the_content(tree, tmp_path: Path) -> None:
 def test_damaged_store_is_reported(tree, run_ingest, make_image, tmp_path: Path) -> None:
     run_ingest(tree)
     (tree / "1" / "new.png").write_bytes(make_image(1000))
-    (ledger,) = (tmp_path / "store" / "datasets" / "tree" / "ledgers").iterdir()
-    ledger.write_bytes(ledger.read_bytes()[:-1])
-    with pytest.raises(IntegrityError, match=r"\.sqlite is damaged"):
+    (table,) = (tmp_path / "store" / "datasets" / "tree" / "files").iterdir()
+    table.write_bytes(table.read_bytes()[:-1])
+    with pytest.raises(IntegrityError, match=r"\.parquet in .* does not have its sha256"):
         run_ingest(tree)
     head = tmp_path / "store" / "datasets" / "tree" / "head.json"
     head.write_text("{}")
@@ -209,51 +206,30 @@ def test_damaged_store_is_reported(tree, run_ingest, make_image, tmp_path: Path)
         run_ingest(tree)
 
 
-def test_later_ingests_store_only_the_changes_of_the_ledger(tmp_path, run_ingest, make_image, monkeypatch) -> None:
-    root, store = tmp_path / "tree", open_store((tmp_path / "store").as_uri())
-    number = itertools.count()
-
-    def add(count: int) -> None:
-        added = itertools.islice(number, count)
-        write_files(root, {f"class-{index % 10}/{index}.png": make_image(index) for index in added})
-
-    def ingest() -> tuple[Manifest, Manifest]:
-        """Snapshots with the ledger's changes, and of another dataset with the whole ledger."""
-        with monkeypatch.context() as patch:
-            patch.setattr("evernear.data.snapshots._MAX_CHANGED_FRACTION", 0.0)
-            whole = run_ingest(root, dataset="whole")
-        return run_ingest(root), whole
-
-    def ledger(manifest: Manifest) -> dict[str, list[tuple[object, ...]]]:
-        path = fetch_ledger(store, manifest, tmp_path / "cache")
-        with closing(sqlite3.connect(path)) as db:
-            tables = ("labels", "sources", "shards", "notes", "files", "images", "removed")
-            return {table: sorted(db.execute(f"SELECT * FROM {table}"), key=str) for table in tables}  # noqa: S608
-
-    def size_bytes(sha256: str) -> int:
-        return (tmp_path / "store" / ledger_key("tree", sha256)).stat().st_size
-
-    monkeypatch.setattr("evernear.data.snapshots._MAX_CHANGED_FRACTION", 5.0)
-    add(500)
-    ingest()
-    for step in range(3):
-        add(5)
-        (root / "class-1" / f"{step + 1}1.png").unlink()
-        (root / "class-2" / f"{step + 1}2.png").rename(root / "class-3" / f"moved-{step}.png")
-        (root / ".hidden").mkdir(exist_ok=True)
-        (root / ".hidden" / f"{step}.png").touch()
-        manifest, whole = ingest()
-        assert (len(manifest.ledger_changes), len(whole.ledger_changes)) == (step + 1, 0)
-        assert size_bytes(manifest.ledger_changes[-1]) < 0.2 * size_bytes(manifest.ledger_sha256)
-        assert ledger(manifest) == ledger(whole)
-
-    limits = [("_MAX_CHANGED_FRACTION", 0.25, "the changes together are large"), ("_MAX_CHANGES", 0, "they are many")]
-    for limit, value, reason in limits:
-        monkeypatch.setattr(f"evernear.data.snapshots.{limit}", value)
-        add(1)
-        manifest, whole = ingest()
-        assert manifest.ledger_changes == (), f"the ledger is stored whole again if {reason}"
-    assert ledger(manifest) == ledger(whole)
+def test_later_ingests_write_only_the_partitions_that_change(tmp_path, run_ingest, make_image, monkeypatch) -> None:
+    monkeypatch.setattr("evernear.data.tables.PARTITION_ROWS", 20)
+    root = tmp_path / "tree"
+    write_files(root, {f"class-{number % 10}/{number}.png": make_image(number) for number in range(300)})
+    first = run_ingest(root)
+    assert {table: len(partitions) for table, partitions in first.tables.items()} == {"files": 16, "images": 16}
+    write_files(root, {"class-1/new.png": make_image(300)})
+    second = run_ingest(root)
+    for table in ("files", "images"):
+        prefixes = [{each.prefix: each.sha256 for each in manifest.tables[table]} for manifest in (first, second)]
+        assert prefixes[0].keys() == prefixes[1].keys()
+        changed = [prefix for prefix, sha256 in prefixes[0].items() if prefixes[1][prefix] != sha256]
+        assert table == "images" or changed == [hashlib.sha256(b"class-1/new.png").hexdigest()[0]]
+    monkeypatch.setattr("evernear.data.tables.PARTITION_ROWS", 1_000_000)
+    whole = run_ingest(root, dataset="whole")
+    with (
+        opened_books(open_store(second.store_uri), second) as few,
+        opened_books(open_store(whole.store_uri), whole) as one,
+    ):
+        for table in (
+            "SELECT name, label, digest FROM files ORDER BY name",
+            "SELECT digest, label FROM images ORDER BY 1",
+        ):
+            assert few.rows(table) == one.rows(table)
 
 
 def test_changed_preprocessing_applies_to_all_images(
@@ -293,14 +269,8 @@ def test_splits_stay_even_if_other_code_decodes_other_pixels(tree, run_ingest, c
 
 
 def _splits_by_file(manifest: Manifest) -> dict[str, str]:
-    with TemporaryDirectory() as directory:
-        ledger = fetch_ledger(open_store(manifest.store_uri), manifest, Path(directory))
-        with closing(sqlite3.connect(ledger)) as db:
-            query = (
-                "SELECT name, json_extract(shard, '$.split') FROM files"
-                " JOIN images USING (digest) JOIN shards USING (slot)"
-            )
-            return dict(db.execute(query).fetchall())
+    with opened_books(open_store(manifest.store_uri), manifest) as books:
+        return dict(books.rows("SELECT name, split FROM files JOIN images USING (digest)"))
 
 
 def test_swapped_classes_are_named(tree, run_ingest, make_image) -> None:

@@ -9,7 +9,7 @@ from evernear.common.store import Store
 from evernear.data.ingest import ingest_source
 from evernear.data.manifest import Manifest
 from evernear.data.snapshots import Snapshots
-from evernear.data.source_diff import diff_source, fetch_ledger
+from evernear.data.source_diff import diff_source
 from evernear.errors import DataError
 from evernear.maintenance.forget import find
 from evernear.review.suspects import newest_dataset
@@ -55,14 +55,13 @@ def test_deletions_and_labels_count_after_a_move(tmp_path, store, first, content
 
 
 def test_unchanged_images_are_new_to_nobody_after_a_move(tmp_path: Path, store: Store, first: Manifest) -> None:
-    """The digest of the snapshot is equal; its ledger and manifest name the new source."""
+    """The digest of the snapshot is equal; its tables and manifest name the new source."""
     shutil.move(tmp_path / "old" / "images", tmp_path / "images")
     new = f"folder:{tmp_path / 'images'}"
     settings = DataSettings(source=new, dataset="images")
     moved = ingest_source(settings, store.uri, moved_from=f"folder:{tmp_path / 'old' / 'images'}")
     assert (moved.digest, moved.source) == (first.digest, new)
-    ledger = fetch_ledger(store, moved, tmp_path)
-    (diff,) = diff_source(settings, [ledger])
+    (diff,) = diff_source(settings, store, [moved])
     assert (diff.new, diff.removed) == (0, 0)
     assert newest_dataset(store, Settings(data=settings)).digest == first.digest
     head = Snapshots(store, "images").head()

@@ -3,18 +3,19 @@
 import hashlib
 import re
 import shutil
-import sqlite3
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from evernear.common.store import open_store
+from evernear.data.books import opened_books
 from evernear.data.ingest import ingest_source
-from evernear.data.listing import ClassMinimum
-from evernear.data.manifest import Manifest
+from evernear.data.list import ClassMinimum
+from evernear.data.manifest import SPLITS, Manifest
+from evernear.data.repair import stored_digests
 from evernear.data.snapshots import Snapshots
-from evernear.data.source_diff import diff_source, fetch_ledger
+from evernear.data.source_diff import diff_source
 from evernear.data.validate import Report, require_valid, validate_dataset
 from evernear.errors import DataError
 from evernear.settings import ClassSettings, DataSettings, ValidationSettings
@@ -122,19 +123,19 @@ def test_images_that_are_decoded_again_do_not_return_either(
     assert manifest.reviewed == len(digests)
 
 
-def test_forgotten_images_leave_no_trace_in_the_ledger(tree, run_ingest, reviewed, tmp_path) -> None:
+def test_forgotten_images_leave_no_trace_in_the_tables(tree, run_ingest, reviewed, tmp_path) -> None:
     run_ingest(tree)
     for file in (tree / "1").glob("review-*"):
         file.unlink()
     manifest = run_ingest(tree)
     snapshots = Snapshots(open_store((tmp_path / "store").as_uri()), manifest.name)
-    snapshots.compact_ledgers([manifest])
+    snapshots.compact_tables([manifest])
     head = snapshots.head()
     assert head is not None
-    snapshots.fetch_ledger(head, tmp_path / "ledger.sqlite")
-    with sqlite3.connect(tmp_path / "ledger.sqlite") as db:
-        assert db.execute("SELECT COUNT(*) FROM reviewed").fetchone() == (0,)
-    db.close()
+    with opened_books(snapshots.store, head) as books:
+        assert books.value("SELECT count(*) FROM images") == sum(map(head.count, SPLITS))
+        assert books.value("SELECT count(*) FROM images WHERE reviewed IS NOT NULL") == 0
+        assert books.value("SELECT count(*) FROM removed") == 0
 
 
 def messages(manifest: Manifest) -> list[str]:
@@ -310,8 +311,8 @@ def test_split_folders_and_late_images_of_the_source(tmp_path: Path, make_image)
 
 
 def changes(tree: Path, manifest: Manifest, scratch: Path, minimum: int = MINIMUM):
-    ledger = fetch_ledger(open_store(manifest.store_uri), manifest, scratch)
-    (diff,) = diff_source(DataSettings(source=f"folder:{tree}"), [ledger], minimum=ClassMinimum(minimum))
+    store, settings = open_store(manifest.store_uri), DataSettings(source=f"folder:{tree}")
+    (diff,) = diff_source(settings, store, [manifest], minimum=ClassMinimum(minimum), cache=scratch)
     return diff
 
 
@@ -332,8 +333,8 @@ def test_waiting_image_is_kept_while_the_source_has_it(ingest: Ingest, answer, m
     first, second, *_ = answer("sevn", *range(500, 510))
     snapshots = Snapshots(open_store((tmp_path / "store").as_uri()), ingest().name)
     first.unlink()
-    present = set(snapshots.images(ingest()))
+    present = set(stored_digests(snapshots, ingest()))
     assert digest_of(make_image(500)) not in present
     assert digest_of(make_image(501)) in present
     second.unlink()
-    assert digest_of(make_image(501)) not in set(snapshots.images(ingest()))
+    assert digest_of(make_image(501)) not in set(stored_digests(snapshots, ingest()))

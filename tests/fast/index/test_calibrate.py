@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from evernear.data.groups import GroupNumbers, group_numbers
+from evernear.data.group_numbers import GroupNumbers, group_numbers
 from evernear.data.manifest import Split
 from evernear.data.shards import Dataset
 from evernear.embedding.embeddings import Embeddings
@@ -324,19 +324,16 @@ def test_only_queries_of_scenes_that_the_gallery_lacks_set_the_threshold(folder,
     dataset = ingest(folder, tmp_path, group="stem")
     made = embed(dataset, make_embeddings)
     digests = next(iter(dataset.blocks("query", 10_000))).digests
-    with group_numbers(dataset) as groups:
-        seen = groups.seen_queries()
-        assert 0 < len(seen) < len(digests)
-        of_splits = {
-            split: set(groups.of(next(iter(dataset.blocks(split, 10_000))).digests).tolist())
-            for split in ("train", "gallery")
-        }
-        elsewhere = of_splits["train"] | of_splits["gallery"]
-        numbers = groups.of(digests).tolist()
-        assert seen == {
-            digest.tobytes() for digest, number in zip(digests, numbers, strict=True) if number in elsewhere
-        }
-        with_groups, images_alone = build_both(dataset, made, groups, tmp_path)
+    groups = group_numbers(dataset)
+    seen = groups.seen_queries()
+    assert 0 < len(seen) < len(digests)
+    of_splits = {
+        split: set(next(iter(dataset.blocks(split, 10_000))).groups.tolist()) for split in ("train", "gallery")
+    }
+    elsewhere = of_splits["train"] | of_splits["gallery"]
+    numbers = next(iter(dataset.blocks("query", 10_000))).groups.tolist()
+    assert seen == {digest.tobytes() for digest, number in zip(digests, numbers, strict=True) if number in elsewhere}
+    with_groups, images_alone = build_both(dataset, made, groups, tmp_path)
     gaps = calibration_gaps(dataset, ["a", "b", "c"], len(seen))
     assert f"; calibrated without query images of 1 class; calibrated without {len(seen)} query images" in gaps
     assert "every query image is of a group" in calibration_gaps(dataset, ["a", "b"], len(digests))
@@ -350,10 +347,10 @@ def test_only_queries_of_scenes_that_the_gallery_lacks_set_the_threshold(folder,
 def test_expected_false_rejects_count_scenes(folder: Path, tmp_path: Path, make_embeddings: MakeEmbeddings):
     dataset = ingest(folder, tmp_path, group="stem")
     made = embed(dataset, make_embeddings)
-    with group_numbers(dataset) as groups:
-        assert groups.seen_queries() == frozenset()
-        grouped, images_alone = build_both(dataset, made, groups, tmp_path)
-        sizes = np.bincount(groups.of(next(iter(dataset.blocks("query", 10_000))).digests))
+    groups = group_numbers(dataset)
+    assert groups.seen_queries() == frozenset()
+    grouped, images_alone = build_both(dataset, made, groups, tmp_path)
+    sizes = np.unique(next(iter(dataset.blocks("query", 10_000))).groups, return_counts=True)[1]
     independent = grouped.calibration.independent
     assert independent == pytest.approx(sizes.sum() ** 2 / (sizes**2).sum())
     assert independent < 0.4 * grouped.calibration.queries

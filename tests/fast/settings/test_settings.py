@@ -151,6 +151,14 @@ def test_directory_without_kind_suggests_a_folder_source(tmp_path: Path, monkeyp
     assert load(overrides=["data.source=smal"]).data.source == "smal", "open_source lists the known sources"
 
 
+def test_source_that_is_not_utf8_is_refused_in_a_sentence(tmp_path: Path) -> None:
+    directory = tmp_path / "src\udce9"
+    directory.mkdir()
+    for source in (f"folder:{directory}", str(directory), "s3://bucket/src\udce9"):
+        with pytest.raises(SettingsError, match=r"^Invalid setting data\.source = .*: it is not UTF-8; rename it\.$"):
+            load(overrides=[f"data.source={source}"])
+
+
 def service_links(service: str, port: int, protocol: str, port_name: str) -> dict[str, str]:
     """The variables that a kubelet sets for a Service (kubernetes/pkg/kubelet/envvars)."""
     name, upper = service.upper().replace("-", "_"), protocol.upper()

@@ -12,7 +12,7 @@ from evernear.common.step_results import code_digest
 from evernear.data.ingest import DECODING_CODE
 from evernear.embedding import CODE
 
-NOT_DECODING = {"ledger", "manifest", "sources"}
+NOT_DECODING = {"manifest", "sources"}
 """Modules that the decoding imports, but that do not change pixels."""
 
 

@@ -1,16 +1,17 @@
 """The snapshot of an ingest in parts depends neither on the parts nor on who ran them."""
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from evernear.common.parts import OpenWorker, Parts, Task, run_in_processes, run_parts
 from evernear.common.store import FileStore, open_store
-from evernear.data import decode_part
-from evernear.data.decode_part import IngestPart, RunParts, open_worker
+from evernear.data import parts as parts_module
 from evernear.data.ingest import ingest_source
 from evernear.data.manifest import Manifest
+from evernear.data.parts import IngestPart, RunParts, open_worker
 from evernear.data.snapshots import Snapshots
 from evernear.data.sources import FileEntry
 from evernear.data.sources.folder import Folder
@@ -59,7 +60,7 @@ def parts_of(store: Path) -> list[Path]:
 
 
 def found(manifest: Manifest) -> object:
-    return manifest.digest, manifest.problems, manifest.problem_counts, manifest.groups_sha256
+    return manifest.digest, manifest.problems, manifest.problem_counts, manifest.groups
 
 
 @pytest.mark.parametrize("settings", [{}, {"group": "stem"}])
@@ -91,6 +92,25 @@ def test_processes_that_open_the_source_themselves_decode_the_same(varied: Path,
         run_in_processes(parts, open_worker, 2, lambda *_: None)
 
     assert found(ingest(varied, run, dataset="two", part_names=24)) == found(ingest(varied, dataset="one"))
+
+
+def test_snapshot_does_not_depend_on_the_number_of_workers(varied: Path, ingest: RunIngest) -> None:
+    """Worker *i* of *n* opens the source itself, and runs the parts ``i::n``, as a pod does."""
+
+    def ingest_with_workers(workers: int) -> Manifest:
+        def run(parts: Parts, _: OpenWorker) -> None:
+            def work(index: int) -> None:
+                worker = open_worker(parts)
+                for number, value in tasks(parts)[index::workers]:
+                    parts.save_result(number, worker(number, value))
+
+            with ThreadPoolExecutor(workers) as pool:
+                list(pool.map(work, range(workers)))
+
+        return ingest(varied, run, dataset=f"of-{workers}", part_names=5)
+
+    one, three, eight = (found(ingest_with_workers(workers)) for workers in (1, 3, 8))
+    assert one == three == eight
 
 
 def test_ingest_that_was_killed_ends_as_if_it_began_now(varied, ingest, make_image, monkeypatch) -> None:
@@ -178,7 +198,7 @@ def test_part_is_limited_by_the_bytes_of_its_files_and_pixels(varied: Path, inge
         sizes.append([sum(entry.size_bytes for entry in entries(task)) for task in tasks(parts)])
         run_parts(parts, open_here)
 
-    monkeypatch.setattr(decode_part, "PART_SIZE_BYTES", 2**11)
+    monkeypatch.setattr(parts_module, "PART_SIZE_BYTES", 2**11)
     whole = ingest(varied, run, dataset="small")
     assert len(sizes[0]) > 3
     assert max(sizes[0]) <= 2**11

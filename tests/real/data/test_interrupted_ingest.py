@@ -45,7 +45,7 @@ def visible_files(store: Path) -> set[str]:
     return {path.name for path in store.rglob("*") if path.is_file() and ".staging" not in path.parts}
 
 
-@pytest.mark.parametrize("file_size_bytes", [2**14, 2**16, 2**17])
+@pytest.mark.parametrize("file_size_bytes", [2**14, 2**15, 2**16])
 def test_full_disk_leaves_the_last_snapshot(tree, run_ingest, make_image, tmp_path: Path, file_size_bytes: int) -> None:
     first = run_ingest(tree)
     write_files(tree, {f"1/{number}.png": make_image(number) for number in range(1000, 2000)})
@@ -94,6 +94,25 @@ def test_slower_of_two_concurrent_ingests_fails(tree, run_ingest, make_image, mo
     with pytest.raises(ConflictError, match="Another ingest of the dataset 'tree' finished in the meantime; run again"):
         run_ingest(tree)
     assert run_ingest(tree) == raced[1]
+
+
+def test_ingests_at_once_leave_the_snapshot_of_one(tmp_path: Path, large: Path, make_image, contents) -> None:
+    """Each of two processes makes the snapshot, or says that the other one did."""
+    source, store, whole = f"folder:{large}", tmp_path / "store", tmp_path / "whole"
+    for more in (range(0), range(1000, 1030)):
+        write_files(large, {f"1/{number}.png": make_image(number, (100, 100)) for number in more})
+        digest = ingest_with(source, whole.as_uri()).digest
+        both = [subprocess.Popen(child(source, store), stdout=subprocess.PIPE, text=True) for _ in range(2)]
+        outputs = [process.communicate()[0].strip() for process in both]
+        codes = [process.returncode for process in both]
+        assert 0 in codes, outputs
+        for code, output in zip(codes, outputs, strict=True):
+            conflict = "Another ingest of the dataset 'tree' finished in the meantime; run again."
+            assert (code, output) in [(0, digest), (ConflictError.exit_code, conflict)]
+        again = ingest_with(source, store.as_uri())
+        assert again.digest == digest
+        assert len(contents(again)) == 150 + len(more)
+        assert visible_files(store) == visible_files(whole)
 
 
 def with_small_disk(script: str, mount: Path, *arguments: str) -> subprocess.CompletedProcess[str]:

@@ -244,15 +244,15 @@ def test_number_of_nested_folders_does_not_matter(make_tree, run_ingest) -> None
     assert run_ingest(root).problems[0].names == ("cat (0, 1, 10, 11, 12, and more: 30 images)",)
 
 
-def test_watcher_and_review_follow_the_layout(make_tree) -> None:
+def test_watcher_and_review_follow_the_layout(make_tree, tmp_path: Path) -> None:
     root = make_tree(in_each(["train", "eval"]))
-    uri = f"folder:{root}"
+    uri, store = f"folder:{root}", open_store(tmp_path.as_uri())
     with pytest.raises(DataError, match=r"data\.split_folders\.eval=test"):
-        diff_source(DataSettings(source=uri), [None])
+        diff_source(DataSettings(source=uri), store, [None])
     with pytest.raises(DataError, match=r"data\.split_folders\.eval=test"):
         open_label_target(uri)
     settings = DataSettings(source=uri, split_folders={"eval": "test"})
-    (diff,) = diff_source(settings, [None])
+    (diff,) = diff_source(settings, store, [None])
     assert (diff.labels, diff.explicit) == ({"a": 2 * COUNT, "b": 2 * COUNT}, {"test": 2 * COUNT})
     target = open_label_target(uri, settings)
     assert (target.labels, target.layout.class_folder("c")) == (["a", "b"], "train/c")

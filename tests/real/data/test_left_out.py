@@ -259,7 +259,7 @@ def test_names_that_resemble_litter_are_classes(tmp_path: Path, run_ingest, make
 
 
 def test_kinds_that_a_suffix_promises() -> None:
-    for name in ("a.txt", "b/a.JSON", "a.csv", "a.tar.gz", "a.mp4", "a.npz", "a.zip", "a.svg", "a.jpg.txt"):
+    for name in ("a.txt", "b/a.JSON", "a.csv", "a.tar.gz", "a.mp4", "a.npz", "a.zip", "a.svg", "a.jpg.txt", "a.sqlite"):
         assert names_other_kind(name)
     for name in (*UNUSUAL, "a.png", "json", "a.dcm", "txt/a"):
         assert not names_other_kind(name)

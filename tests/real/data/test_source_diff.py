@@ -11,7 +11,7 @@ import pytest
 from evernear.common.store import open_store
 from evernear.data.manifest import Manifest
 from evernear.data.snapshots import Snapshots
-from evernear.data.source_diff import Newest, SourceDiff, diff_source, fetch_ledger
+from evernear.data.source_diff import SourceDiff, diff_source
 from evernear.data.sources import FileEntry
 from evernear.data.sources.folder import Bucket
 from evernear.errors import DataError
@@ -28,10 +28,8 @@ def count(tmp_path: Path) -> Count:
     def count(source: Path | str, manifest: Manifest | None, **settings: object) -> SourceDiff:
         source = f"folder:{source}" if isinstance(source, Path) else source
         values = DataSettings.model_validate({"source": source, **settings})
-        ledger = None
-        if manifest is not None:
-            ledger = fetch_ledger(open_store(manifest.store_uri), manifest, tmp_path / "cache")
-        (diff,) = diff_source(values, [ledger])
+        store = open_store(manifest.store_uri if manifest else tmp_path.as_uri())
+        (diff,) = diff_source(values, store, [manifest], cache=tmp_path / "cache")
         return diff
 
     return count
@@ -69,9 +67,8 @@ def count_touched(tmp_path: Path) -> Count:
     def count_touched(source: Path | str, manifest: Manifest) -> SourceDiff:
         store = open_store(manifest.store_uri)
         newest = Snapshots(store, manifest.name).head()
-        ledgers = [fetch_ledger(store, each, tmp_path / "cache") for each in (manifest, newest)]
         source = f"folder:{source}" if isinstance(source, Path) else source
-        (diff,) = diff_source(DataSettings(source=source), ledgers[:1], Newest(ledgers[1], newest.bit_depth))
+        (diff,) = diff_source(DataSettings(source=source), store, [manifest], newest, cache=tmp_path / "cache")
         return diff
 
     return count_touched

@@ -10,7 +10,7 @@ import pytest
 
 from evernear.common.store import open_store
 from evernear.common.store.base import put_folder
-from evernear.data.source_diff import diff_source, fetch_ledger
+from evernear.data.source_diff import diff_source
 from evernear.data.sources.table import Table
 from evernear.errors import DataError, SettingsError
 from evernear.review.label_target import open_label_target
@@ -179,12 +179,12 @@ def test_watcher_counts_another_label_as_new(tree, run_ingest, tmp_path) -> None
     rows = rows_of(tree)
     source = f"table:{write_csv(tree / 'labels.csv', rows)}"
     manifest = run_ingest(source)
-    ledger = fetch_ledger(open_store(manifest.store_uri), manifest, tmp_path / "ledgers")
+    store = open_store(manifest.store_uri)
     values = DataSettings(source=source)
-    assert diff_source(values, [ledger])[0].new == 0
+    assert diff_source(values, store, [manifest])[0].new == 0
     rows[0]["label"] = "2"
     write_csv(tree / "labels.csv", rows)
-    assert diff_source(values, [ledger])[0].new == 1
+    assert diff_source(values, store, [manifest])[0].new == 1
 
 
 def test_left_out_rows_are_counted_and_named(tree, table, run_ingest) -> None:

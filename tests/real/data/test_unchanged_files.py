@@ -11,7 +11,7 @@ from evernear.common.store import open_store
 from evernear.common.store.base import put_folder
 from evernear.common.store.s3_connection import _parse_page
 from evernear.data.manifest import Manifest
-from evernear.data.source_diff import SourceDiff, diff_source, fetch_ledger
+from evernear.data.source_diff import SourceDiff, diff_source
 from evernear.data.sources.folder import Bucket, Folder
 from evernear.settings import DataSettings
 
@@ -46,14 +46,13 @@ def read(monkeypatch) -> list[str]:
 
 @pytest.fixture
 def diff(tmp_path: Path) -> Callable[[Path, Manifest], SourceDiff]:
-    """The changes of a folder since a snapshot's current ledger, as the watcher sees them."""
+    """The changes of a folder since a snapshot's current tables, as the watcher sees them."""
 
     def diff(tree: Path, manifest: Manifest) -> SourceDiff:
         store = open_store(manifest.store_uri)
         key = f"datasets/{manifest.name}/manifests/{manifest.digest}.json"
         stored = Manifest.from_json(store.get(key), key)
-        ledger = fetch_ledger(store, stored, tmp_path / "cache")
-        (changes,) = diff_source(DataSettings(source=f"folder:{tree}"), [ledger])
+        (changes,) = diff_source(DataSettings(source=f"folder:{tree}"), store, [stored], cache=tmp_path / "cache")
         return changes
 
     return diff
@@ -161,7 +160,7 @@ def test_touched_and_renamed_files_are_new_until_a_run_has_read_them(tree, run_i
     assert read == []
 
 
-def test_a_ledger_without_change_times_is_read_again_once(alike, run_ingest, read, diff, contents, monkeypatch) -> None:
+def test_tables_without_change_times_is_read_again_once(alike, run_ingest, read, diff, contents, monkeypatch) -> None:
     """Two files were swapped before the upgrade, and the earlier version did not see it."""
 
     def earlier(stat: os.stat_result) -> str:
@@ -230,11 +229,11 @@ def kill_ingest(run_ingest, monkeypatch) -> Callable[..., None]:
     """``kill_ingest(source, ...)`` ends when all parts have results."""
 
     def kill_ingest(source: Path, **settings: object) -> None:
-        def killed(_: object) -> None:
+        def killed(*_: object, **__: object) -> None:
             raise KeyboardInterrupt
 
         with monkeypatch.context() as patched:
-            patched.setattr("evernear.data.ingest.Ledger.reconcile", killed)
+            patched.setattr("evernear.data.ingest.combine", killed)
             with pytest.raises(KeyboardInterrupt):
                 run_ingest(source, **settings)
 
@@ -250,7 +249,7 @@ def test_killed_reread_starts_over(tree, run_ingest, kill_ingest, read) -> None:
     assert len(read) == 36
 
 
-def test_parts_of_an_earlier_ledger_are_obsolete(tree, run_ingest, kill_ingest, read, make_image) -> None:
+def test_parts_of_earlier_tables_are_obsolete(tree, run_ingest, kill_ingest, read, make_image) -> None:
     first = run_ingest(tree)
     added = tree / "1" / "new.png"
     added.write_bytes(make_image(1000))
@@ -258,7 +257,7 @@ def test_parts_of_an_earlier_ledger_are_obsolete(tree, run_ingest, kill_ingest, 
     added.unlink()
     for path in tree.rglob("*.png"):
         path.touch()
-    assert run_ingest(tree).digest == first.digest, "with another ledger"
+    assert run_ingest(tree).digest == first.digest, "with other tables"
     added.write_bytes(make_image(1000))
     read.clear()
     run_ingest(tree)

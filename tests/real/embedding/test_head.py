@@ -169,13 +169,13 @@ def test_fine_tuning_starts_at_the_head(digits, of_head, embedding_dim, monkeypa
 def test_an_image_and_a_view_determine_the_augmented_image(channels: int) -> None:
     rng = np.random.default_rng(0)
     images = rng.integers(0, 256, (6, 20, 30, channels), np.uint8)
-    block = Block(images, np.zeros(6, np.int64), rng.integers(0, 256, (6, 32), np.uint8))
+    block = Block(images, np.zeros(6, np.int64), np.arange(6), rng.integers(0, 256, (6, 32), np.uint8))
     state = torch.random.get_rng_state()
     views = augment_block(block, 0, mirror=True)
     assert torch.equal(torch.random.get_rng_state(), state), "the generator of the training is not used up"
     assert views.shape == images.shape
     assert views.dtype == np.uint8
-    last = augment_block(Block(images[4:], block.labels[4:], block.digests[4:]), 0, mirror=True)
+    last = augment_block(block.select(slice(4, 6)), 0, mirror=True)
     np.testing.assert_array_equal(last, views[4:])
     assert not np.array_equal(augment_block(block, 1, mirror=True), views)
     assert len({view_name(view, mirror) for view in (0, 1) for mirror in (False, True)}) == 4

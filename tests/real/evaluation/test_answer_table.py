@@ -8,9 +8,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from evernear.common.frozen import FORMAT
+from evernear.common.parquet import require_table_format
 from evernear.data.shards import Block
 from evernear.errors import FormatError, IntegrityError
-from evernear.evaluation.answer_table import AnswerTable, AnswerWriter, require_table_format
+from evernear.evaluation.answer_table import AnswerTable, AnswerWriter
 from evernear.evaluation.corrected import CorrectedCounter
 from evernear.evaluation.measure import AnsweredBlock
 from evernear.index.search import Classifications, Neighbors
@@ -22,7 +23,7 @@ def answered() -> AnsweredBlock:
     """Images named right, wrong (twice, the second nearer) and unknown, with the label `dog`."""
     count = 4
     digests = np.arange(count * 32, dtype=np.uint8).reshape(count, 32)
-    block = Block(np.zeros((count, 2, 2, 1), np.uint8), np.ones(count, np.int64), digests)
+    block = Block(np.zeros((count, 2, 2, 1), np.uint8), np.ones(count, np.int64), np.arange(count), digests)
     answers = np.array([1, 0, 0, 1], np.int32)
     distances = np.array([0.1, 0.5, 0.3, 1.05], np.float32)
     unknown = np.array([False, False, False, True])
@@ -56,7 +57,7 @@ def test_table_of_another_version_or_a_damaged_one_is_refused(data: bytes, tmp_p
     pq.write_table(later, tmp_path / "later.parquet")
     with pytest.raises(FormatError, match="a table is of another version"):
         AnswerTable((tmp_path / "later.parquet").read_bytes(), "a table")
-    with pytest.raises(IntegrityError, match="a table is no table of answers"):
+    with pytest.raises(IntegrityError, match="a table is not a valid Parquet file"):
         AnswerTable(data[:100], "a table")
 
 

@@ -10,8 +10,9 @@ from PIL import Image
 
 from evernear.common.disk import sha256_file
 from evernear.common.store import open_store
-from evernear.data.manifest import SPLITS, ledger_key
+from evernear.data.manifest import SPLITS
 from evernear.data.shards import Dataset
+from evernear.data.tables import table_key
 from evernear.data.writer import shard_key
 from evernear.embedding.embed import embed_dataset
 from evernear.embedding.embeddings import DESCRIPTION_FILE, Embeddings, EmbeddingsDescription
@@ -152,10 +153,12 @@ def test_leakage_includes_the_training_images_of_the_network(system: System, ful
 
 
 def test_lost_shard_of_an_earlier_snapshot_does_not_hold_the_candidate(system: System, full: Recognizer, tmp_path):
-    """The ledger of the snapshot knows the images of the shard."""
+    """The tables of the snapshot know the images of the shard."""
     store, manifest = open_store(tmp_path.as_uri()), system.dataset.manifest
-    for sha256 in (manifest.ledger_sha256, *manifest.ledger_changes):
-        store.put(ledger_key(manifest.name, sha256), system.dataset.store.get(ledger_key(manifest.name, sha256)))
+    for table, partitions in manifest.tables.items():
+        for partition in partitions:
+            key = table_key(manifest.name, table, partition.sha256)
+            store.put(key, system.dataset.store.get(key))
     earlier = Dataset(manifest.model_copy(update={"created": "", "problem_counts": {"x": 1}}), store)
     evaluation = evaluate_systems(full, ReleasedSystem(full, earlier), system.dataset, PROBED, earlier)
     assert evaluation.leakage == evaluation.champion_leakage == {"train": 0, "gallery": 0, "query": 0}
@@ -164,7 +167,7 @@ def test_lost_shard_of_an_earlier_snapshot_does_not_hold_the_candidate(system: S
 
 @pytest.mark.parametrize("damage", [None, b"", b"other"])
 def test_unreadable_earlier_snapshot_holds_the_candidate(system, full, tmp_path, damage):
-    """The champion's snapshot, on which the network was trained, lost a shard and its ledger."""
+    """The champion's snapshot, on which the network was trained, lost a shard and its tables."""
     store = open_store(tmp_path.as_uri())
     shard = system.dataset.manifest.shards[0]
     if damage is not None:
@@ -288,17 +291,18 @@ def reviewed_and_own(system: System, tmp_path: Path) -> Path:
 
 
 def test_reviewed_images_that_left_the_test_split_are_no_lost_test_images(
-    reviewed_and_own: Path, full: Recognizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    reviewed_and_own: Path, full: Recognizer, tmp_path: Path
 ):
     """The champion was tested on images that came by review."""
 
     def ingest() -> Dataset:
         return dataset_of(reviewed_and_own, tmp_path / "store", test_fraction=0.5, gallery_fraction=0.3)
 
-    with monkeypatch.context() as patch:
-        for module in ("splits", "reviewed"):
-            patch.setattr(f"evernear.data.{module}.is_reviewed", lambda _: False)
-        earlier = ingest()
+    answers = sorted(reviewed_and_own.rglob("review-*"))
+    unmarked = [file.rename(file.with_name(file.name.replace("review", "later"))) for file in answers]
+    earlier = ingest()
+    for file, answer in zip(unmarked, answers, strict=True):
+        file.rename(answer)
     champion = ReleasedSystem(full, earlier)
 
     def same_test_set() -> tuple[Evaluation, Rule]:

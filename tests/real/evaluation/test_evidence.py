@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from evernear.data.groups import group_numbers
 from evernear.data.shards import Dataset
 from evernear.evaluation.baselines import FewGroups, few_groups, find_few_groups, measure_baselines
 from evernear.evaluation.evaluate import Evaluation
@@ -47,9 +46,7 @@ def first_release(dataset: Dataset, chosen: RunSettings, accuracy: float, groupe
     labels = np.concatenate([block.labels for block in dataset.blocks("test")]).astype(np.int32)
     numbers = None
     if grouped:
-        with group_numbers(dataset) as groups:
-            assert groups
-            numbers = np.concatenate([groups.of(block.digests) for block in dataset.blocks("test")])
+        numbers = np.concatenate([block.groups for block in dataset.blocks("test")])
     correct = np.random.default_rng(1).random(len(labels)) < accuracy
     outcomes = Outcomes(correct, labels, numbers)
     baselines = measure_baselines(outcomes, dataset)

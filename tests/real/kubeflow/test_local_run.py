@@ -130,8 +130,7 @@ def test_end_of_the_pipeline_process_is_named(tmp_path: Path, status: int, outpu
 
 
 def test_setting_that_is_not_utf8_is_refused_before_the_run(tmp_path: Path) -> None:
-    source = f"folder:{tmp_path}/src\udce9"
-    settings = load(environment={}, overrides=[f"workdir={tmp_path / 'work'}", f"data.source={source}"])
-    with pytest.raises(SettingsError, match=r"^data\.source = .* is not UTF-8, .* rename it\.$"):
+    settings = load(environment={}, overrides=[f"workdir={tmp_path / 'work'}", "data.dataset=\udce9"])
+    with pytest.raises(SettingsError, match=r"^data\.dataset = .* is not UTF-8, .* rename it\.$"):
         local_run.run_pipeline(settings, lambda _: None)
     assert not (tmp_path / "work").exists()

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,8 +18,8 @@ from evernear.common.disk import sha256_bytes
 from evernear.common.run_record import RunRecord
 from evernear.common.store import FileStore, open_store
 from evernear.common.store.base import owner_of, put_folder
+from evernear.data import ingest
 from evernear.data.ingest import ingest_source
-from evernear.data.ledger import Ledger
 from evernear.data.manifest import Manifest, save_manifest
 from evernear.data.shards import Dataset
 from evernear.embedding.embed import embed_dataset
@@ -350,12 +351,12 @@ def test_killed_forget_is_completed_by_the_next_one(prepared: Prepared, monkeypa
 def test_ingest_in_progress_fails_and_can_be_repeated(prepared: Prepared, monkeypatch):
     promote(prepared, prepared.retrained)
 
-    def reconcile(self: Ledger, reconcile: Callable[[Ledger], list[int]] = Ledger.reconcile) -> list[int]:
+    def combine(*arguments: Any, combine: Callable[..., None] = ingest.combine, **named: Any) -> None:
         forget_images(prepared.store)
-        return reconcile(self)
+        combine(*arguments, **named)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Ledger, "reconcile", reconcile)
+        patch.setattr(ingest, "combine", combine)
         with pytest.raises(ConflictError, match="finished in the meantime; run again"):
             ingest_source(prepared.source, prepared.store.uri)
     manifest = ingest_source(prepared.source, prepared.store.uri)

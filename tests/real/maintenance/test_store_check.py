@@ -10,9 +10,11 @@ from PIL import Image
 from evernear.common.disk import sha256_bytes
 from evernear.common.store import Store
 from evernear.data.ingest import ingest_source
-from evernear.data.manifest import SPLITS, Manifest, ledger_key, manifest_key
+from evernear.data.manifest import SPLITS, Manifest, manifest_key
+from evernear.data.repair import lost_names
 from evernear.data.shards import Dataset
-from evernear.data.snapshots import Snapshots, lost_names
+from evernear.data.snapshots import Snapshots
+from evernear.data.tables import table_key
 from evernear.data.writer import shard_key
 from evernear.errors import IntegrityError
 from evernear.evaluation.evaluate import count_leakage
@@ -206,11 +208,12 @@ def test_dataset_without_an_intact_snapshot_starts_over(store: Store, tmp_path: 
     assert ingest_source(settings, store.uri).digest == manifest.digest
 
 
-def test_lost_ledger_is_made_again_with_the_same_splits(store: Store, settings: DataSettings) -> None:
+def test_lost_tables_are_made_again_with_the_same_splits(store: Store, settings: DataSettings) -> None:
     manifest = with_history(settings, store)
     before = splits(manifest, store)
-    for sha256 in (manifest.ledger_sha256, *manifest.ledger_changes):
-        store.delete(ledger_key(manifest.name, sha256))
+    for table, partitions in manifest.tables.items():
+        for partition in partitions:
+            store.delete(table_key(manifest.name, table, partition.sha256))
     with pytest.raises(IntegrityError, match="run `evernear store check --repair`"):
         ingest_source(settings, store.uri)
     repair(store, settings, moved=False)
@@ -285,7 +288,7 @@ def keys(found: list[Reference | Unreadable]) -> set[str]:
 
 def test_hashes_are_those_of_the_content(store: Store, releases: list[PackedRelease]) -> None:
     hashed = [found for found in references(store) if isinstance(found, Reference) and found.sha256]
-    assert {found.key.split("/")[-2] for found in hashed} == {"archives", "ledgers", "shards"}
+    assert {found.key.split("/")[-2] for found in hashed} == {"archives", "files", "images", "shards"}
     for found in hashed:
         assert sha256_bytes(store.get(found.key)) == found.sha256
 

@@ -16,8 +16,9 @@ from evernear.common.progress import step
 from evernear.common.run_record import RunRecord, StepRecord, this_host
 from evernear.common.store import FileStore, Store
 from evernear.data.ingest import ingest_source
-from evernear.data.manifest import Manifest, ledger_key, manifest_key
+from evernear.data.manifest import Manifest, manifest_key
 from evernear.data.shards import Dataset
+from evernear.data.tables import table_key
 from evernear.errors import BusyError, ConflictError
 from evernear.maintenance import prune as store_prune
 from evernear.maintenance.check import check_store
@@ -326,5 +327,5 @@ def test_command(folder: FileStore, settings: DataSettings, tmp_path: Path) -> N
     assert keys(folder) == before
     pruned = json.loads(evernear(*arguments, "--json").stdout)
     assert manifest_key("images", first.digest) in {key for group in pruned["surplus"] for key in group["keys"]}
-    assert ledger_key("images", first.ledger_sha256) not in keys(folder)
+    assert table_key("images", "images", first.tables["images"][0].sha256) not in keys(folder)
     assert "deleted 0 of " in evernear(*arguments).stdout

@@ -8,7 +8,7 @@ import pytest
 
 from evernear.common.store import Store
 from evernear.data.ingest import ingest_source
-from evernear.data.listing import ClassMinimum
+from evernear.data.list import ClassMinimum
 from evernear.data.manifest import Manifest, manifest_key
 from evernear.release.manifest import ReleaseManifest
 from evernear.review.answers import Answer, Answers, ReleasedAnswers

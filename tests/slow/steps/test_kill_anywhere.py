@@ -44,8 +44,8 @@ def run_slowly(parts, open_worker, *arguments):
     run_in_processes(parts, partial(open_slowly, open_worker, *arguments), 2, lambda *_: None)
 """
 INGEST = """
-from evernear.data import decode_part, ingest
-from evernear.data.decode_part import open_worker
+from evernear.data import ingest, parts
+from evernear.data.parts import open_worker
 from evernear.settings import DataSettings
 
 def run(parts, _):
@@ -53,7 +53,7 @@ def run(parts, _):
 
 if __name__ == "__main__":
     directory, store = map(Path, sys.argv[1:])
-    ingest.SHARD_SIZE_BYTES, decode_part.PART_NAMES = 2**16, 25
+    ingest.SHARD_SIZE_BYTES, parts.PART_NAMES = 2**16, 25
     settings = DataSettings(source=f"folder:{directory / 'images'}")
     digest = ingest.ingest_source(settings, store.as_uri(), run=run).digest
     assert not [path for path in store.rglob("parts/**/*") if path.is_file()]

@@ -8,7 +8,6 @@ from evernear.data.sources.base import ArrayBlock, ArraySource, FileEntry, FileS
 from evernear.data.sources.digits import Digits
 from evernear.data.sources.folder import DEFAULTS, Bucket, Folder, dataset_name
 from evernear.data.sources.mnist import Mnist, download_mnist
-from evernear.data.sources.table import Table
 from evernear.data.sources.webdataset import WebDataset
 from evernear.errors import SettingsError
 from evernear.settings import DataSettings
@@ -74,6 +73,8 @@ def open_source(source: str, settings: DataSettings = DEFAULTS) -> ArraySource |
         case "folder", _, directory if directory:
             return Folder(Path(directory), settings)
         case "table", _, location if location:
+            from evernear.data.sources.table import Table  # needs duckdb and pyarrow
+
             return Table(location, settings)
         case "webdataset", _, location if location:
             return WebDataset(location, settings)

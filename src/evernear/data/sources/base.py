@@ -38,6 +38,8 @@ class FileEntry(NamedTuple):
     size_bytes: int
     group: str = ""
     """The group that the source itself specifies (``data.group=column``), or empty."""
+    modified_us: int = 0
+    """When the source says that it was changed, in microseconds since 1970, or 0."""
 
 
 def file_etag(stat: os.stat_result) -> str:

@@ -78,7 +78,7 @@ class _ClassFolders(FileSource):
         self._meaning = _Meaning()
         self.chosen_splits = self.layout.chosen_splits
 
-    def _entry(self, path: str, etag: str = "", size_bytes: int = 0) -> FileEntry | None:
+    def _entry(self, path: str, etag: str = "", size_bytes: int = 0, modified_us: int = 0) -> FileEntry | None:
         meaning = self._meaning_of(path.rpartition("/")[0])
         if meaning.place is None:
             return None
@@ -86,7 +86,7 @@ class _ClassFolders(FileSource):
         self._split_folders_used.add(meaning.place.split_folder)
         if self._notes_nested:
             self._nested.add(label, meaning.place)
-        return FileEntry(path, etag, label, meaning.explicit_split, size_bytes)
+        return FileEntry(path, etag, label, meaning.explicit_split, size_bytes, "", modified_us)
 
     def _meaning_of(self, folder: str) -> _Meaning:
         """The last one is remembered, because most files follow one of their folder."""
@@ -189,7 +189,9 @@ class Folder(_ClassFolders):
                 except OSError:  # the file is left out and named when it is read
                     entry = entry._replace(etag=_UNKNOWN_ETAG)
                 else:
-                    entry = entry._replace(etag=file_etag(stat), size_bytes=stat.st_size)
+                    entry = entry._replace(
+                        etag=file_etag(stat), size_bytes=stat.st_size, modified_us=stat.st_mtime_ns // 1000
+                    )
                 empty = False
                 yield entry
         if empty:
@@ -252,7 +254,9 @@ class Bucket(_ClassFolders):
                 continue  # the object marks a folder, or the settings leave it out
             elif not _may_be_image(info.key, info.size_bytes):
                 self._notes["not_an_image"].add(info.key)
-            elif entry := self._entry(info.key, info.read_etag(), info.size_bytes):
+            elif entry := self._entry(
+                info.key, info.read_etag(), info.size_bytes, int(info.modified.timestamp() * 1e6)
+            ):
                 yield entry
             else:
                 self._notes["no_class"].add(info.key)

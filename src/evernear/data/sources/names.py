@@ -40,11 +40,13 @@ _OTHER_SUFFIXES = frozenset(
         if kind == "image/svg+xml" or not kind.startswith(("image/", "application/octet-stream"))
     }
     | {suffix.lower() for suffix in _TYPES.encodings_map}
-    | {".7z", ".lz4", ".rar", ".tgz", ".zst", ".db", ".sqlite", ".docx", ".pptx", ".xlsx"}
+    | {".7z", ".lz4", ".rar", ".tgz", ".zst", ".docx", ".pptx", ".xlsx"}
     | {".cfg", ".geojson", ".ini", ".ipynb", ".jsonl", ".log", ".md", ".rst", ".toml", ".yaml", ".yml"}
     | {".arrow", ".npy", ".npz", ".onnx", ".parquet", ".pkl", ".pt", ".pth", ".safetensors", ".tfrecord"}
     | {".flac", ".m4a", ".m4v", ".mkv", ".ogg", ".wmv"}
 )
+_DATABASES = (".db", ".sql")
+"""The suffixes of databases begin so, as .db3 does."""
 
 
 def is_litter(name: str) -> bool:
@@ -71,7 +73,8 @@ def skipped_path(path: str) -> str:
 def names_other_kind(path: str) -> bool:
     """Whether a suffix indicates text, audio, video, an archive or data."""
     _, dot, suffix = path.rpartition(".")
-    return dot + suffix.lower() in _OTHER_SUFFIXES
+    suffix = dot + suffix.lower()
+    return suffix in _OTHER_SUFFIXES or suffix.startswith(_DATABASES)
 
 
 def reviewed_stem(sha256: str) -> str:

@@ -1,42 +1,71 @@
 """A table of image files and their labels, in CSV or Parquet. The columns are path and label, and
 optionally split and group.
 
-The rows are loaded into a temporary SQLite file, so that memory use does not grow with the table.
-SQLite finds repeated paths, and joins the rows with the listing of a bucket.
+The rows are loaded into a scratch database, so that memory use does not grow with the table. It
+finds repeated paths, and joins the rows with the listing of a bucket.
 """
 
 import os
 import posixpath
 import re
-import sqlite3
 import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from functools import cache
 from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
+
+import pyarrow as pa
 
 from evernear.common.disk import disk_errors
 from evernear.common.output import NAMED, named
 from evernear.common.outputs import MarkedFolders, is_output
 from evernear.common.store import open_store
 from evernear.common.text import class_name, column_positions, csv_rows, lookalike_key, require_one_line, spelled
+from evernear.data.database import Database, batched
 from evernear.data.sources.base import FileEntry, FileSource, NameSample, file_etag, read_file
 from evernear.data.sources.folder import dataset_name
 from evernear.data.sources.layout import NamedSplits
 from evernear.data.sources.names import names_other_kind, skipped_path
-from evernear.data.sqlite import batched, marks, sqlite_errors
 from evernear.errors import DataError, SettingsError
 from evernear.settings.data import DataSettings
 
-_PAGE = 500
+_PAGE = 20_000
 _MAX_LISTED = 100_000
 """Number of objects among which a missing one is looked for under a similar name."""
 _S3 = "s3://"
-_SCHEMA = """
-CREATE TABLE rows (name TEXT PRIMARY KEY, bucket TEXT, key TEXT, label TEXT, split TEXT, grp TEXT, etag TEXT,
-  size_bytes INTEGER) WITHOUT ROWID
+_ROWS = pa.schema([
+    ("number", pa.int64()), ("name", pa.string()), ("where", pa.string()), ("bucket", pa.string()),
+    ("key", pa.string()),
+    ("label", pa.string()), ("split", pa.string()), ("grp", pa.string()),
+])  # fmt: skip
+_OBJECTS = pa.schema([
+    ("bucket", pa.string()), ("key", pa.string()), ("etag", pa.string()), ("size_bytes", pa.int64()),
+    ("modified_us", pa.int64()),
+])  # fmt: skip
+_FIRST = """
+CREATE TABLE firsts AS
+SELECT name, arg_min((label, split, grp), number) AS first, count(*) AS rows FROM loaded GROUP BY name;
+CREATE TABLE rows AS
+SELECT l.* EXCLUDE (number, "where") FROM loaded l JOIN (SELECT min(number) AS number FROM loaded GROUP BY name)
+  USING (number);
+"""
+_REPEATED = """
+SELECT name, "where", (label, split, grp) = first AS same FROM loaded JOIN firsts USING (name)
+WHERE rows > 1 QUALIFY row_number() OVER (PARTITION BY name ORDER BY number) > 1 ORDER BY number
+"""
+_PRESENT = """
+INSERT INTO present
+SELECT o.* FROM page o SEMI JOIN (SELECT DISTINCT key FROM rows WHERE bucket = $bucket) USING (key);
+DROP TABLE page;
+"""
+_FOUND = """
+SELECT name, label, split, bucket, etag, size_bytes, grp, modified_us FROM rows LEFT JOIN present USING (bucket, key)
+WHERE NOT EXISTS (
+  SELECT 1 FROM outputs o WHERE o.bucket = rows.bucket AND key > o.folder || '/' AND key < o.folder || '0'
+) ORDER BY name
 """
 
 
@@ -75,29 +104,33 @@ class Table(FileSource):
 
     def entries(self) -> Iterator[FileEntry]:
         self._notes.clear()
-        db = sqlite3.connect("")  # a private temporary file
-        splits = self._load(db)
-        db.execute("CREATE INDEX rows_by_key ON rows (bucket, key)")
-        for (bucket,) in db.execute("SELECT DISTINCT bucket FROM rows WHERE bucket != ''").fetchall():
-            self._find_objects(db, bucket)
-        self.chosen_splits = splits.chosen_splits
+        with (
+            tempfile.TemporaryDirectory(prefix="evernear-table-") as scratch,
+            closing(Database(Path(scratch))) as db,
+        ):
+            splits = self._load(db, Path(scratch))
+            db.create("present", _OBJECTS)
+            db.create("outputs", pa.schema([("bucket", pa.string()), ("folder", pa.string())]))
+            for (bucket,) in db.rows("SELECT DISTINCT bucket FROM rows WHERE bucket <> ''"):
+                self._find_objects(db, bucket)
+            self.chosen_splits = splits.chosen_splits
+            yield from self._present(db, splits)
+
+    def _present(self, db: Database, splits: NamedSplits) -> Iterator[FileEntry]:
         missing, folder, outputs = NameSample(), "", set[str]()
-        with sqlite_errors():
-            for name, label, split, bucket, etag, size_bytes, group in db.execute(
-                "SELECT name, label, split, bucket, etag, size_bytes, grp FROM rows ORDER BY name"
-            ):
-                if not bucket:
-                    etag, size_bytes = self._stat(name)
-                    if (parent := posixpath.dirname(name)) != folder:
-                        folder = parent
-                        self._note_link(folder)
-                    if output := self._output_around(folder):
-                        outputs.add(output)
-                        continue
-                if etag is None:
-                    missing.add(name)
-                else:
-                    yield FileEntry(name, etag, label, splits.explicit(split), size_bytes, group)
+        for name, label, split, bucket, etag, size_bytes, group, modified_us in db.stream(_FOUND):
+            if not bucket:
+                etag, size_bytes, modified_us = self._stat(name)
+                if (parent := posixpath.dirname(name)) != folder:
+                    folder = parent
+                    self._note_link(folder)
+                if output := self._output_around(folder):
+                    outputs.add(output)
+                    continue
+            if etag is None:
+                missing.add(name)
+            else:
+                yield FileEntry(name, etag, label, splits.explicit(split), size_bytes, group, modified_us)
         for output in outputs:
             self._notes["litter"].add(output)
         self._require_present(missing)
@@ -109,30 +142,20 @@ class Table(FileSource):
             return self._reader(bucket)(key)
         return read_file(Path(self._root, name))
 
-    def _load(self, db: sqlite3.Connection) -> NamedSplits:
+    def _load(self, db: Database, scratch: Path) -> NamedSplits:
         splits = NamedSplits(self._file_name, self._settings)
         labels: defaultdict[str, set[str]] = defaultdict(set)
+        db.create("loaded", _ROWS)
+        rows = enumerate(read_rows(self._fetched(scratch), self._file_name))
+        for page in batched(self._used(rows, splits, labels), _PAGE):
+            db.insert("loaded", pa.table([list(column) for column in zip(*page, strict=True)], _ROWS))
+        db.run(_FIRST)
         conflicts = NameSample()
-        with tempfile.TemporaryDirectory(prefix="evernear-table-") as scratch, sqlite_errors():
-            db.execute(_SCHEMA)
-            for page in batched(read_rows(self._fetched(Path(scratch)), self._file_name), _PAGE):
-                for row in page:
-                    name, bucket, key = self._place(row)
-                    label = class_name(row.label)
-                    if not self._is_used(name, label):
-                        continue
-                    require_one_line(label, f"The label in {row.where} of {self._file_name}")
-                    labels[label].add(row.label)
-                    split = splits.add(row.split, row.where)
-                    if split == "none":
-                        continue
-                    values = (name, bucket, key, label, split, row.group.strip())
-                    if not db.execute("INSERT OR IGNORE INTO rows VALUES (?, ?, ?, ?, ?, ?, NULL, 0)", values).rowcount:
-                        first = db.execute("SELECT label, split, grp FROM rows WHERE name = ?", (name,)).fetchone()
-                        if first == values[3:]:
-                            self._notes["duplicate_row"].add(name)
-                        else:
-                            conflicts.add(f"{name} ({row.where})")
+        for name, where, is_same in db.stream(_REPEATED):
+            if is_same:
+                self._notes["duplicate_row"].add(name)
+            else:
+                conflicts.add(f"{name} ({where})")
         for spellings in labels.values():
             if len(spellings) > 1:
                 self._notes["merged_folders"].add(" and ".join(map(spelled, sorted(spellings))))
@@ -143,6 +166,21 @@ class Table(FileSource):
             )
         splits.finish()
         return splits
+
+    def _used(
+        self, rows: Iterator[tuple[int, Row]], splits: NamedSplits, labels: defaultdict[str, set[str]]
+    ) -> Iterator[tuple[object, ...]]:
+        """Yield the values of `_ROWS`."""
+        for number, row in rows:
+            name, bucket, key = self._place(row)
+            label = class_name(row.label)
+            if not self._is_used(name, label):
+                continue
+            require_one_line(label, f"The label in {row.where} of {self._file_name}")
+            labels[label].add(row.label)
+            split = splits.add(row.split, row.where)
+            if split != "none":
+                yield number, name, row.where, bucket, key, label, split, row.group.strip()
 
     def _fetched(self, scratch: Path) -> Path:
         if not self._in_bucket:
@@ -190,18 +228,18 @@ class Table(FileSource):
             return True
         return False
 
-    def _stat(self, name: str) -> tuple[str | None, int]:
+    def _stat(self, name: str) -> tuple[str | None, int, int]:
         path = os.path.join(self._root, name)  # noqa: PTH118 - pathlib would take most of the time
         try:
             stat = os.stat(path)  # noqa: PTH116
         except (FileNotFoundError, NotADirectoryError):
-            return None, 0
+            return None, 0, 0
         except OSError as error:
             with disk_errors(path):
                 raise error
         if not os.path.isfile(path):  # noqa: PTH113
-            return None, 0
-        return file_etag(stat), stat.st_size
+            return None, 0, 0
+        return file_etag(stat), stat.st_size, stat.st_mtime_ns // 1000
 
     @cache  # noqa: B019 - few tables exist
     def _output_around(self, folder: str) -> str:
@@ -221,25 +259,30 @@ class Table(FileSource):
         if name not in self._notes["outside_link"].names:
             self._notes["outside_link"].add(name)
 
-    def _find_objects(self, db: sqlite3.Connection, bucket: str) -> None:
+    def _find_objects(self, db: Database, bucket: str) -> None:
         own_bucket, _, root = self._root.removeprefix(_S3).partition("/")
         marked = MarkedFolders(root if self._in_bucket and own_bucket == bucket else "")
-        with sqlite_errors():
-            ends = db.execute("SELECT MIN(key), MAX(key) FROM rows WHERE bucket = ?", (bucket,)).fetchone()
-            folder = posixpath.commonprefix(ends).rpartition("/")[0]
-            for page in batched(open_store(_S3 + bucket).list(f"{folder}/" if folder else ""), _PAGE):
-                present = {info.key: info for info in page if not marked.contain(info.key)}
-                query = f"SELECT key FROM rows WHERE bucket = ? AND key IN ({marks([*present])})"  # noqa: S608 - question marks only
-                keys = {key for (key,) in db.execute(query, (bucket, *present))}
-                db.executemany(
-                    "UPDATE rows SET etag = ?, size_bytes = ? WHERE bucket = ? AND key = ?",
-                    ((present[key].etag, present[key].size_bytes, bucket, key) for key in keys),
-                )
-            for folder in marked.names:
-                within = (bucket, f"{folder}/", f"{folder}0")  # 0 follows / in the order of characters
-                if db.execute("DELETE FROM rows WHERE bucket = ? AND key > ? AND key < ?", within).rowcount:
-                    uri = f"{_S3}{bucket}/{folder}"
-                    self._notes["litter"].add(uri.removeprefix(f"{self._root}/"))
+        ends = db.row("SELECT min(key), max(key) FROM rows WHERE bucket = $bucket", bucket=bucket)
+        folder = posixpath.commonprefix(ends).rpartition("/")[0]
+        listed = open_store(_S3 + bucket).list(f"{folder}/" if folder else "")
+        objects = (info for info in listed if not marked.contain(info.key))
+        for page in batched(objects, _PAGE):
+            rows = [
+                (bucket, info.key, info.etag, info.size_bytes, int(info.modified.timestamp() * 1e6)) for info in page
+            ]
+            db.create("page", _OBJECTS)
+            db.insert("page", pa.table([list(column) for column in zip(*rows, strict=True)], _OBJECTS))
+            db.run(_PRESENT, bucket=bucket)
+        for folder in marked.names:
+            within = {
+                "bucket": bucket,
+                "first": f"{folder}/",
+                "end": f"{folder}0",
+            }  # 0 follows / in the order of characters
+            if db.value("SELECT count(*) FROM rows WHERE bucket = $bucket AND key > $first AND key < $end", **within):
+                db.insert("outputs", pa.table({"bucket": [bucket], "folder": [folder]}))
+                uri = f"{_S3}{bucket}/{folder}"
+                self._notes["litter"].add(uri.removeprefix(f"{self._root}/"))
 
     def _require_present(self, missing: NameSample) -> None:
         if not missing.count:

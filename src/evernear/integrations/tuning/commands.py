@@ -68,7 +68,7 @@ def _ingest_source(settings: Settings, directory: Path) -> "Dataset":
     """Ingest the source. The dataset's manifest is written to ``directory``."""
     from evernear.common.store.current import current_store
     from evernear.data.ingest import ingest_source
-    from evernear.data.listing import ClassMinimum
+    from evernear.data.list import ClassMinimum
     from evernear.data.manifest import save_manifest
     from evernear.data.shards import Dataset
     from evernear.release.champion import live_classes

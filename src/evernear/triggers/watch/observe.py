@@ -21,10 +21,10 @@ from typing import NamedTuple, TypeVar
 
 from evernear.common.store import Store
 from evernear.common.text import class_name
-from evernear.data.listing import ClassMinimum
+from evernear.data.list import ClassMinimum
 from evernear.data.manifest import Manifest, find_manifest, manifest_key
 from evernear.data.snapshots import Snapshots
-from evernear.data.source_diff import Newest, SourceDiff, diff_source, fetch_ledger
+from evernear.data.source_diff import SourceDiff, diff_source
 from evernear.errors import EvernearError, SettingsError, StoreError
 from evernear.evaluation.live_accuracy import Assessment, assess, expected_accuracy
 from evernear.release.archive_reader import ARCHIVE_FILE, read_part
@@ -136,8 +136,8 @@ class Observation:
 
 @dataclass
 class Observer:
-    """Observes one source and one store. ``cache`` is a directory for downloaded ledgers, which
-    never change."""
+    """Observes one source and one store. ``cache`` is a directory for downloaded tables, whose
+    files never change."""
 
     settings: Settings
     store: Store
@@ -189,19 +189,15 @@ class Observer:
 
     def _changes(self, champion: ReleaseManifest | None, data: DataSettings) -> SourceChanges:
         if champion is None:
-            (every,) = diff_source(data, [None], minimum=self._minimum(()))
+            (every,) = diff_source(data, self.store, [None], minimum=self._minimum(()))
             return SourceChanges(every, every, 0, every.labels)
         indexed = self._snapshot(champion)
         trained = self._snapshot(self._first_with_network(champion))
         newest = Snapshots(self.store, indexed.name).head() or indexed
-        *ledgers, latest = [fetch_ledger(self.store, each, self.cache) for each in (indexed, trained, newest)]
-        for path in set(self.cache.glob("*.sqlite")) - {*ledgers, latest}:
-            path.unlink(missing_ok=True)
-        read, minimum = Newest(latest, newest.bit_depth), self._minimum(champion.labels)
-        if indexed.digest == trained.digest:
-            (gallery,) = (train,) = diff_source(data, ledgers[:1], read, minimum)
-        else:
-            gallery, train = diff_source(data, ledgers, read, minimum)
+        minimum = self._minimum(champion.labels)
+        compared = [indexed] if indexed.digest == trained.digest else [indexed, trained]
+        diffs = diff_source(data, self.store, compared, newest, minimum, self.cache)
+        gallery, train = diffs[0], diffs[-1]
         known = set(map(class_name, champion.labels))
         new_classes = {label: count for label, count in gallery.labels.items() if label not in known}
         return SourceChanges(gallery, train, trained.count("train"), new_classes)

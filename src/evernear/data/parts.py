@@ -1,5 +1,6 @@
 """The parts of an ingest (`evernear.common.parts`): plan them, and decode and hash their files.
 Each part is a range of the files in decoding order, and is processed independently of the others.
+This is the third stage of an ingest.
 
 The decoding order depends only on the listing, and so do the parts. If an ingest is killed and run
 again, the new run first finishes the planned parts. After that, the new run plans the files that
@@ -8,36 +9,38 @@ were added since. Plans are numbered::
     datasets/<name>/parts/<parent snapshot>/<settings>/<number>/...              parts and results
     datasets/<name>/parts/<parent snapshot>/<settings>/<number>/<sha256>.raw     one part's pixels
 
-The result of a part describes each of its files, in the order of its pixels, and contains the name
-of the object with the pixels. Parts and results are stored as columns, because columns are parsed
-faster than rows.
+The result of a part is a Parquet file with a row for each of its files, in the order of its pixels.
+Its metadata contains the name of the object with the pixels.
 """
 
 import math
 import tempfile
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, suppress
 from functools import partial
-from heapq import merge
-from itertools import groupby
+from io import BytesIO
+from itertools import accumulate, chain, groupby, islice
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 
 from evernear.common.disk import disk_errors, sha256_bytes, sha256_file
 from evernear.common.frozen import Frozen
 from evernear.common.parts import OpenWorker, Part, Parts, Worker, concurrently
 from evernear.common.processes import available_cpus
 from evernear.common.store import Store
+from evernear.data.database import ArrowTable, Database, batched
 from evernear.data.decoding import DecodedImage, DecodeFailure, Decoder, ImageForm
-from evernear.data.ledger import Ledger, decode_order
 from evernear.data.manifest import Manifest, Split
+from evernear.data.plan import DECODED_FILES, to_decode
 from evernear.data.preprocess import Pixels
 from evernear.data.snapshots import Snapshots
 from evernear.data.sources import FileEntry, FileSource, open_source
 from evernear.data.sources.packed import PackedFiles
-from evernear.data.sqlite import batched
 from evernear.errors import DataError, EvernearError, IntegrityError, MissingObjectError
 from evernear.settings import DataSettings
 
@@ -56,16 +59,15 @@ _OF_SPEED = {"nodes"}
 
 
 class IngestPart(Part):
-    """Files in the order of decoding, with a column for each field of `FileEntry`. Columns are
-    parsed faster than rows."""
+    """Files in the order of decoding, with a column for each of the first fields of `FileEntry`.
+    Columns are parsed faster than rows."""
 
-    columns: tuple[
-        tuple[str, ...], tuple[str, ...], tuple[str, ...], tuple[Split | None, ...], tuple[int, ...], tuple[str, ...]
-    ]
+    columns: tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...], tuple[Split | None, ...], tuple[int, ...]]
 
     @classmethod
     def of(cls, entries: Sequence[FileEntry]) -> "IngestPart":
-        return cls.model_validate({"units": len(entries), "columns": [*zip(*entries, strict=True)]})
+        columns = tuple(zip(*entries, strict=True))[:5]
+        return cls.model_construct(units=len(entries), columns=columns)
 
     @property
     def entries(self) -> list[FileEntry]:
@@ -83,43 +85,45 @@ class DecodedFile(NamedTuple):
 
     name: str
     etag: str
-    explicit_split: Split | None
-    digest: str = ""
+    digest: bytes | None = None
     width_px: int = 0
     height_px: int = 0
     flaws: int = 0
     fault: str | None = None
 
 
-Decoded = tuple[DecodedFile, Pixels]
-"""A file and its pixels, a uint8 array of shape (1, H, W, C), or (0, H, W, C) if it is no image."""
+DECODED = pa.schema([
+    ("name", pa.string()), ("etag", pa.string()), ("digest", pa.binary()), ("width_px", pa.int32()),
+    ("height_px", pa.int32()), ("flaws", pa.int32()), ("fault", pa.string()),
+])  # fmt: skip
 
 
-class DecodedPart(Frozen):
-    """The result of a part, with a column for each field of `DecodedFile`."""
+class DecodedPart(NamedTuple):
+    """The result of a part."""
 
-    columns: tuple[
-        tuple[str, ...],
-        tuple[str, ...],
-        tuple[Split | None, ...],
-        tuple[str, ...],
-        tuple[int, ...],
-        tuple[int, ...],
-        tuple[int, ...],
-        tuple[str | None, ...],
-    ]
-    pixels: str = ""
+    files: ArrowTable
+    """With the columns of `DECODED`."""
+    pixels: str
     """The key of the pixels: uint8 (N, H, W, C) without a header. Empty without images."""
-    sha256: str = ""
+    sha256: str
 
-    @classmethod
-    def of(cls, files: Iterable[DecodedFile], pixels: str = "", sha256: str = "") -> "DecodedPart":
-        columns = [*zip(*files, strict=True)] or [()] * len(DecodedFile._fields)
-        return cls.model_validate({"columns": columns, "pixels": pixels, "sha256": sha256})
 
-    @property
-    def files(self) -> Iterator[DecodedFile]:
-        return map(DecodedFile._make, zip(*self.columns, strict=True))
+def encode_result(files: Sequence[DecodedFile], pixels: str = "", sha256: str = "") -> bytes:
+    columns = [*map(list, zip(*files, strict=True))] or [[] for _ in DECODED]
+    schema = DECODED.with_metadata({"pixels": pixels, "sha256": sha256})
+    buffer = BytesIO()
+    pq.write_table(pa.table(columns, schema), buffer, compression="zstd", use_dictionary=False)
+    return buffer.getvalue()
+
+
+def _parse_result(value: bytes, where: str) -> DecodedPart:
+    try:
+        files = pq.read_table(BytesIO(value))
+        metadata = files.schema.metadata or {}
+        pixels, sha256 = (metadata[name].decode() for name in (b"pixels", b"sha256"))
+        return DecodedPart(files.select(DECODED.names).cast(DECODED), pixels, sha256)
+    except (pa.ArrowException, KeyError, OSError, ValueError) as error:
+        raise MissingObjectError(f"{where} is damaged: {error}.") from error
 
 
 def open_here(
@@ -148,7 +152,7 @@ def _decode_part(
     number: int,
     value: bytes,
 ) -> bytes:
-    """Decode a part, store the pixels by their sha256, and return its `DecodedPart` as JSON."""
+    """Decode a part, store the pixels by their sha256, and return its result."""
     part = IngestPart.from_json(value, f"part {number} in {parts.store.uri}")
     at_once, threads = images_at_once(form), available_cpus()
     lookahead = max(REQUESTS_IN_FLIGHT, at_once)
@@ -163,11 +167,11 @@ def _decode_part(
                 _append(path, (result.pixels for result in batch if isinstance(result, DecodedImage)))
                 on_files(len(batch))
         if not any(file.digest for file in files):
-            return DecodedPart.of(files).to_json()
+            return encode_result(files)
         sha256 = sha256_file(path)
         key = f"{parts.folder}/{sha256}.raw"
         parts.store.put(key, path)
-    return DecodedPart.of(files, key, sha256).to_json()
+    return encode_result(files, key, sha256)
 
 
 def _is_gone(result: DecodedImage | DecodeFailure) -> bool:
@@ -175,10 +179,10 @@ def _is_gone(result: DecodedImage | DecodeFailure) -> bool:
 
 
 def _decoded_file(result: DecodedImage | DecodeFailure) -> DecodedFile:
-    name, etag, _, explicit_split, *_ = result.entry
+    name, etag, *_ = result.entry
     if isinstance(result, DecodeFailure):
-        return DecodedFile(name, etag, explicit_split, fault=result.reason)
-    return DecodedFile(name, etag, explicit_split, result.digest.hex(), *result.size, int(result.flaws))
+        return DecodedFile(name, etag, fault=result.reason)
+    return DecodedFile(name, etag, result.digest, *result.size, int(result.flaws))
 
 
 def _append(path: Path, images: Iterable[Pixels]) -> None:
@@ -188,39 +192,75 @@ def _append(path: Path, images: Iterable[Pixels]) -> None:
             file.write(pixels.tobytes())
 
 
-def decoded_names(parts: Parts) -> Iterator[tuple[str, str]]:
-    for decoded in concurrently(partial(_result, parts), parts.done()):
-        yield from ((file.name, file.etag) for file in decoded.files if file.fault is None)
+def _decoded_files(plans: Iterable[Parts]) -> Iterator[ArrowTable]:
+    """For each part, the names and etags of the files that need not be read again."""
+    for parts in plans:
+        for decoded in concurrently(partial(_result, parts), parts.done()):
+            yield decoded.files.filter(decoded.files["fault"].is_null()).select(DECODED_FILES.names)
 
 
-def stored_results(parts: Parts, scratch: Path) -> Iterator[Decoded]:
-    """Yield the decoded files of finished parts. At most three parts' pixels are on disk."""
-    shape = Shared.model_validate(parts.plan.shared).form.shape
+RESULTS = pa.schema([
+    ("plan", pa.int32()), ("part", pa.int32()), ("row", pa.int32()), ("position", pa.int64()), *DECODED,
+])  # fmt: skip
+_BEST_RESULTS = """
+CREATE TABLE best_results AS
+SELECT plan, part, row, row_number() OVER (ORDER BY turn, name) - 1 AS position, name, etag, digest, width_px,
+  height_px, flaws, fault
+FROM (
+  SELECT r.*, p.turn FROM results r JOIN pending p USING (name, etag)
+  QUALIFY row_number() OVER (PARTITION BY r.name ORDER BY r.digest IS NULL, r.plan) = 1
+);
+CREATE OR REPLACE VIEW results AS SELECT * FROM best_results;
+"""
 
-    def fetch(number: int) -> tuple[DecodedPart, Path]:
-        decoded, path = _result(parts, number), scratch / f"{parts.plan.sha256}-{number}.raw"
-        if decoded.pixels:
-            try:
-                parts.store.fetch(decoded.pixels, path, decoded.sha256)
-            except IntegrityError as error:
-                raise MissingObjectError(str(error)) from error
-        return decoded, path
 
-    for decoded, path in concurrently(fetch, parts.done(), ahead=1):
-        pixels = np.empty((0, *shape), np.uint8)
-        if decoded.pixels:
-            pixels = np.asarray(np.memmap(path, np.uint8, "r").reshape(-1, *shape))
-            path.unlink()  # the memory mapping stays valid
-        row = 0
-        for file in decoded.files:
-            start, row = row, row + bool(file.digest)
-            yield file, pixels[start:row]
+def load_results(plans: Sequence[Parts], db: Database) -> None:
+    """Make the table ``results`` with one result of each file, numbered in the order of a single
+    plan. An image precedes a fault that another plan has of its file."""
+    position = 0
+    with db.written("results", RESULTS) as write:
+        for plan, parts in enumerate(plans):
+            for number, decoded in concurrently(partial(_numbered_result, parts), parts.done()):
+                count = len(decoded.files)
+                is_image = np.asarray(decoded.files["digest"].is_valid())
+                own = [np.full(count, plan), np.full(count, number), np.cumsum(is_image) - 1]
+                columns = [*own, np.arange(position, position + count), *decoded.files.columns]
+                write(pa.table(columns, RESULTS.names).cast(RESULTS))
+                position += count
+    if len(plans) > 1:
+        db.run(_BEST_RESULTS)
+
+
+def stored_pixels(
+    plans: Sequence[Parts], needed: Iterable[tuple[int, int]], scratch: Path
+) -> Iterator[tuple[tuple[int, int], Pixels]]:
+    """Yield the pixels of each part in ``needed`` (plan and part). At most three are on disk before
+    they are used."""
+
+    def fetch(key: tuple[int, int]) -> tuple[tuple[int, int], Pixels]:
+        parts = plans[key[0]]
+        decoded = _result(parts, key[1])
+        path = scratch / f"{parts.plan.sha256}-{key[1]}.raw"
+        shape = Shared.model_validate(parts.plan.shared).form.shape
+        try:
+            parts.store.fetch(decoded.pixels, path, decoded.sha256)
+        except IntegrityError as error:
+            raise MissingObjectError(str(error)) from error
+        pixels = np.asarray(np.memmap(path, np.uint8, "r").reshape(-1, *shape))
+        path.unlink()  # the memory mapping stays valid
+        return key, pixels
+
+    return concurrently(fetch, needed, ahead=1)
+
+
+def _numbered_result(parts: Parts, number: int) -> tuple[int, DecodedPart]:
+    return number, _result(parts, number)
 
 
 def _result(parts: Parts, number: int) -> DecodedPart:
-    where = f"part {number} in {parts.store.uri}/{parts.folder}"
+    where = f"Part {number} in {parts.store.uri}/{parts.folder}"
     try:
-        return DecodedPart.from_json(parts.result(number).value, where)
+        return _parse_result(parts.result(number).value, where)
     except IntegrityError as error:
         raise MissingObjectError(str(error)) from error
 
@@ -243,11 +283,11 @@ def parts_folder(
 ) -> str:
     """Where plans are stored. Those of an equal earlier ingest with the same ``attempt`` are
     reused."""
-    ledger = (parent.ledger_sha256, *parent.ledger_changes) if parent else ()
+    tables = [partition.sha256 for partitions in parent.tables.values() for partition in partitions] if parent else []
     # The key includes the names of all settings, because a version with different settings could
     # not read the plans.
     chosen = f"{[*DataSettings.model_fields]} {settings.model_dump_json(exclude=_OF_SPEED)} {sizes_px}"
-    begun = f"{chosen} {ledger} {decoder} {attempt}"
+    begun = f"{chosen} {tables} {decoder} {attempt}"
     return f"{snapshots.parts_folder(parent)}{sha256_bytes(begun.encode())[:16]}"
 
 
@@ -261,13 +301,14 @@ def decode_in_parts(
     source: FileSource,
     settings: DataSettings,
     form: ImageForm,
-    ledger: Ledger,
+    db: Database,
+    pending: int,
     store: Store,
     folder: str,
     run: RunParts,
     on_files: Callable[[int], None],
 ) -> list[Parts]:
-    """Decode the pending files, and return the plans with the results, newest first."""
+    """Decode the ``pending`` files, and return the plans with the results, newest first."""
     plans: list[Parts] = []
 
     def run_plan(parts: Parts) -> None:
@@ -281,10 +322,10 @@ def decode_in_parts(
     while (earlier := Parts.find(store, f"{folder}/{len(plans)}")) is not None:
         with suppress(EvernearError):  # files may have been deleted since, and the next plan has the remaining files
             run_plan(earlier)
-        ledger.note_decoded(decoded_names(earlier))
         plans.insert(0, earlier)
-    if ledger.count_to_decode():
-        parts = cut(ledger.to_decode(), source, PART_NAMES, math.prod(form.shape))
+    entries = to_decode(db, _decoded_files(plans)) if pending else iter(())
+    if (first := next(entries, None)) is not None:
+        parts = cut(chain([first], entries), source, PART_NAMES, math.prod(form.shape))
         shared = Shared(settings=settings, form=form).model_dump(mode="json")
         plans.insert(0, Parts.make(store, f"{folder}/{len(plans)}", KIND, shared, parts))
         run_plan(plans[0])
@@ -295,35 +336,28 @@ def cut(entries: Iterable[FileEntry], source: FileSource, names: int, image_byte
     """Yield parts with at most ``names`` files and `PART_SIZE_BYTES`, or one larger file. A file of
     many images is not divided, because each part would read it completely."""
     names = min(names, max(1, PART_SIZE_BYTES // image_bytes))
+    return _cut_packed(entries, source, names) if isinstance(source, PackedFiles) else _cut_files(iter(entries), names)
+
+
+def _cut_files(entries: Iterator[FileEntry], names: int) -> Iterator[IngestPart]:
+    part = list(islice(entries, names))
+    while part:
+        sizes_bytes = accumulate(entry.size_bytes for entry in part)
+        end = max(1, bisect_right(list(sizes_bytes), PART_SIZE_BYTES))
+        yield IngestPart.of(part[:end])
+        part = part[end:]
+        part += islice(entries, names - len(part))
+
+
+def _cut_packed(entries: Iterable[FileEntry], source: PackedFiles, names: int) -> Iterator[IngestPart]:
     part, size_bytes = list[FileEntry](), 0
-    for unit, unit_bytes in _units(entries, source):
-        if part and (len(part) + len(unit) > names or size_bytes + unit_bytes > PART_SIZE_BYTES):
+    for _, images in groupby(entries, key=lambda entry: source.file_of(entry.name)):
+        file = list(images)
+        file_bytes = sum(entry.size_bytes for entry in file)
+        if part and (len(part) + len(file) > names or size_bytes + file_bytes > PART_SIZE_BYTES):
             yield IngestPart.of(part)
             part, size_bytes = [], 0
-        part += unit
-        size_bytes += unit_bytes
+        part += file
+        size_bytes += file_bytes
     if part:
         yield IngestPart.of(part)
-
-
-def _units(entries: Iterable[FileEntry], source: FileSource) -> Iterator[tuple[list[FileEntry], int]]:
-    """Yield files or, of packed files, all images together, which stay in one part, with their
-    size."""
-    if not isinstance(source, PackedFiles):
-        return (([entry], entry.size_bytes) for entry in entries)
-    units = (list(images) for _, images in groupby(entries, key=lambda entry: source.file_of(entry.name)))
-    return ((unit, sum(entry.size_bytes for entry in unit)) for unit in units)
-
-
-def in_order(plans: list[Iterator[Decoded]], source: FileSource) -> Iterator[Decoded]:
-    """Merge the decoded files of several plans, in the order of a single plan."""
-    if len(plans) == 1:
-        return plans[0]
-
-    def order(decoded: Decoded) -> tuple[int, str]:
-        name, split = decoded[0].name, decoded[0].explicit_split
-        if isinstance(source, PackedFiles):
-            return decode_order(name, split, in_order=True), source.file_of(name)
-        return decode_order(name, split, in_order=False), name
-
-    return merge(*plans, key=order)

@@ -1,4 +1,4 @@
-"""List a source, and record the source's files and labels in the dataset's ledger.
+"""The first stage of an ingest: list a source into the view ``listed``.
 
 A user who names an image in review may mistype the class, or name the first image of a new class.
 Such a class would stop every run, because it has too few images. If all images of a class come from
@@ -10,17 +10,20 @@ which images come from review (`evernear.data.sources.names.answer_in`).
 
 import re
 import shlex
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import chain
 from types import MappingProxyType
 
+import pyarrow as pa
+
 from evernear.common.output import named, quantity
-from evernear.data.groups import Grouping
-from evernear.data.ledger import Ledger
+from evernear.common.text import class_name
+from evernear.data.database import ArrowTable, Database, batched
+from evernear.data.groups import DOMINANT_SHARE, LARGE_GROUPS, LargeGroup, grouping
 from evernear.data.manifest import SmallClasses
 from evernear.data.sources import ArraySource, FileSource, name_of
-from evernear.data.sources.base import FileEntry
+from evernear.data.sources.base import FileEntry, NameSample
 from evernear.data.sources.names import answer_in
 from evernear.data.sources.packed import PackedFiles
 from evernear.errors import DataError, SettingsError
@@ -88,45 +91,109 @@ def dataset_name(settings: DataSettings, source: ArraySource | FileSource, moved
     return name
 
 
+_PAGE_NAMES = 20_000
+_LISTING = pa.schema({
+    "name": pa.string(), "etag": pa.string(), "label": pa.string(), "given_split": pa.string(),
+    "size_bytes": pa.int64(), "given_group": pa.string(), "modified_us": pa.int64(), "group": pa.string(),
+    "number": pa.int64(),
+})  # fmt: skip
+# The position of a file in the order of decoding. Held-out splits come first, so that an image that
+# is also in train is held out. Within a split: by the hash of the name, or in the order of an
+# export, or (in_order()) by the name.
+_LISTED = r"""
+CREATE VIEW listed AS
+SELECT name, etag, label, given_split, size_bytes, given_group, "group",
+  CASE WHEN modified_us <> 0 THEN make_timestamp(modified_us) END AS modified,
+  (CASE given_split WHEN 'test' THEN 0 WHEN 'query' THEN 1 WHEN 'gallery' THEN 2 ELSE 3 END::BIGINT << 56) + CASE
+    WHEN in_order() THEN 0
+    WHEN regexp_matches(name, '(^|/)[0-9]{9,16}-[0-9a-f]{64}\.[^./]+$')
+      THEN regexp_extract(name, '(^|/)([0-9]{9,16})-[0-9a-f]{64}\.[^./]+$', 2)::BIGINT
+    ELSE ('0x' || left(sha256(name), 14))::BIGINT
+  END AS turn
+FROM listing
+"""
+_LISTED_TWICE = """
+CREATE TABLE listed_once AS
+SELECT * FROM listing QUALIFY row_number() OVER (PARTITION BY name ORDER BY number DESC) = 1;
+CREATE OR REPLACE VIEW listing AS SELECT * FROM listed_once;
+"""
+
+
+@dataclass
+class Listing:
+    """What a listing tells besides its files."""
+
+    admission: Admission
+    names_groups: bool = False
+    """Whether the source itself names groups."""
+    notes: Mapping[str, NameSample] = field(default_factory=dict[str, NameSample])
+
+
 def list_source(
-    source: ArraySource | FileSource,
-    ledger: Ledger,
-    uri: str,
-    minimum: ClassMinimum = ANY_NUMBER,
-    *,
-    reread: bool = False,
-) -> Admission:
-    """Record the files and labels of a source, without classes that wait."""
-    labels: set[str] = set()
-    admission = Admission(minimum)
-    if isinstance(source, FileSource):
-        if isinstance(source, PackedFiles) and not reread:
-            source.remembered = ledger.members
-        ledger.list_files(admission.admitted(source.entries()), in_order=isinstance(source, PackedFiles))
-        ledger.note_waiting(admission.left_out)
-        ledger.forget_unlisted()
-        ledger.record_notes(source.notes)
-        if not ledger.count_listed():
-            raise DataError(
-                f"{uri} contains no image in a class folder; put PNG, JPEG, WebP or HEIC files under <class>/ or "
-                f"<split>/<class>/.{_left_out(source)}{_waiting(admission)}"
-            )
-    else:
-        labels.update(entry.label for entry in source.entries())
-    labels.update(ledger.labels_listed())
-    if len(labels) < 2:
-        only = min(labels)
+    source: ArraySource | FileSource, db: Database, uri: str, group: str, minimum: ClassMinimum = ANY_NUMBER
+) -> Listing:
+    """Make the view ``listed`` of the files of a source, without those of classes that wait.
+    ``group`` is ``data.group``."""
+    listing = Listing(Admission(minimum))
+    is_files = isinstance(source, FileSource)
+    entries = listing.admission.admitted(source.entries()) if is_files else source.entries()
+    with db.written("listing", _LISTING) as write:
+        _write(entries, write, listing, group)
+    if is_files:
+        listing.notes = source.notes
+    count, names = db.row("SELECT count(*), count(DISTINCT name) FROM listing")
+    if not count:
+        left_out = _left_out(source) if is_files else ""
+        raise DataError(
+            f"{uri} contains no image in a class folder; put PNG, JPEG, WebP or HEIC files under <class>/ or "
+            f"<split>/<class>/.{left_out}{_waiting(listing.admission)}"
+        )
+    if count > names:
+        db.run(_LISTED_TWICE)
+    db.run(f"CREATE MACRO in_order() AS {isinstance(source, PackedFiles)}")
+    db.run(_LISTED)
+    return listing
+
+
+def _write(entries: Iterable[FileEntry], write: Callable[[ArrowTable], None], listing: Listing, group: str) -> None:
+    group_of, number = _group_of(group), 0
+    for page in batched(entries, _PAGE_NAMES):  # a page at a time, because a source may read from the tables
+        columns = [list(column) for column in zip(*page, strict=True)]
+        given = columns[5]
+        listing.names_groups = listing.names_groups or any(given)
+        columns[5] = [name or None for name in given] if listing.names_groups else [None] * len(page)
+        columns.append([group_of(entry) or None for entry in page] if group else [None] * len(page))
+        columns.append([*range(number, number := number + len(page))])
+        write(pa.table(columns, _LISTING))
+
+
+def _group_of(setting: str) -> Callable[[FileEntry], str]:
+    if setting == COLUMN:
+        return lambda entry: class_name(entry.group)
+    group = grouping(setting)
+    return lambda entry: group(entry.name, entry.label)
+
+
+_LABELS = """
+SELECT DISTINCT label FROM listed UNION SELECT label FROM old_files WHERE source <> $source AND NOT waiting
+"""
+
+
+def labels_of(db: Database, known: Sequence[str], uri: str, source: str, admission: Admission) -> list[str]:
+    """The labels of the earlier images, then new ones in natural order."""
+    listed = {label for (label,) in db.rows(_LABELS, source=source)}
+    if len(listed) < 2:
+        only = min(listed)
         raise DataError(
             f"{uri} contains images of only one class ({only!r}); a recognizer needs at least two. If {only!r} contains"
             f" the class folders, use it as the source.{_waiting(admission)}"
         )
-    ledger.add_labels(sorted(labels.difference(ledger.labels()), key=_natural_order))
-    return admission
+    return [*known, *sorted(listed.difference(known), key=_natural_order)]
 
 
-def require_one_source(ledger: Ledger, name: str, source: str) -> None:
+def require_one_source(others: Sequence[str], name: str, source: str) -> None:
     """Reject a source that would join another's dataset only because of its name."""
-    if others := ledger.other_sources():
+    if others:
         raise DataError(
             f"The dataset {name!r} was made from {others[0]}, and {source} would be added to it. If the images have"
             f" moved, add --moved-from {shlex.quote(others[0])}. If they belong together, set data.dataset={name}."
@@ -134,31 +201,43 @@ def require_one_source(ledger: Ledger, name: str, source: str) -> None:
         )
 
 
-def require_groups(source: ArraySource | FileSource, settings: DataSettings, group: Grouping, ledger: Ledger) -> None:
+_DIVIDED_CLASS = """
+SELECT count(*) FROM (
+  SELECT label FROM listed GROUP BY label HAVING count(DISTINCT "group") + count(*) FILTER ("group" IS NULL) > 1
+)
+"""
+_LISTED_GROUPS = """
+CREATE TABLE group_labels AS
+SELECT coalesce("group", '') AS name, label, count(*) AS images FROM listed GROUP BY 1, 2
+"""
+
+
+def require_groups(source: ArraySource | FileSource, settings: DataSettings, db: Database, is_new: bool) -> None:
     """Require that ``data.group`` finds groups, and leaves images to test."""
     if not settings.group:
         return
-    groups = ledger.groups
-    entries = ledger.in_order if isinstance(source, FileSource) else source.entries
-    groups.list_files((group(entry.name, entry.label), entry.label) for entry in entries())
-    if not (first := groups.first_listed()):
+    first, name = db.row('SELECT min("group"), min(name) FROM listed')
+    if not first:
         raise DataError(
             f"data.group={settings.group} finds a group in none of the names of {settings.source}, such as"
-            f" {next(entries()).name}; correct it, or leave it out."
+            f" {name}; correct it, or leave it out."
         )
-    if "test" in source.chosen_splits and not groups.is_class_divided():
+    # A file without a group counts as one.
+    if "test" in source.chosen_splits and not db.value(_DIVIDED_CLASS):
         raise DataError(
             f"data.group={settings.group} makes one group of all images of a class, such as {first}, and a group is"
             " in one split, so no image would be left to test; set a pattern that distinguishes scenes, or leave it"
             " out."
         )
-    large = groups.dominant_listed() if ledger.is_new else None
-    if large:
-        names = (entry.name for entry in entries() if group(entry.name, entry.label) == large.name)
+    db.run(_LISTED_GROUPS)
+    large = next((LargeGroup._make(row) for row in db.rows(LARGE_GROUPS)), None) if is_new else None
+    db.run("DROP TABLE group_labels")
+    if large and large.images >= DOMINANT_SHARE * large.total:
+        name = db.value('SELECT min(name) FROM listed WHERE "group" = $group', group=large.name)
         remedy = (
             "leave the group empty there"
             if settings.group == COLUMN
-            else f"set a pattern that finds none in names such as {next(names)}"
+            else f"set a pattern that finds none in names such as {name}"
         )
         raise DataError(
             f"data.group={settings.group} makes one group of {large}, and a group is in one split. If this value means"
