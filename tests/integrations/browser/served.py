@@ -95,6 +95,6 @@ def picture(page: "Page", folder: Path, name: str) -> None:
             page.screenshot(path=folder / f"{name}-{device}-{theme}.png", full_page=True)
             widths: Any = page.locator("html").evaluate("page => [page.scrollWidth, page.clientWidth]")
             assert widths[0] <= widths[1], f"{name} scrolls sideways on a {device}"
-            assert barriers(page) == [], f"{name} on a {device}, {theme}"
+            assert not (found := barriers(page)), "\n".join([f"{name} on a {device}, {theme}:", *found])
     page.emulate_media(color_scheme="light")
     page.set_viewport_size({"width": WIDTHS_PX["desktop"], "height": 800})
