@@ -6,16 +6,22 @@ import os
 import secrets
 import shutil
 import stat
+import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
+from functools import lru_cache
 from io import BufferedReader
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, TypeVar
 
 from filelock import FileLock, Timeout
 
 from evernear.errors import BusyError, DataError, StoreError, disk_full_message
 
+_CACHED_FILES = 8
+_SETTLED_NS = 10**9
+"""Age from which on a change of a file also changes its time, whatever the clock of the disk."""
+Value = TypeVar("Value")
 _NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
 """What Lustre, NFS and file systems of user processes answer that have no locks."""
 
@@ -31,6 +37,20 @@ def open_regular(path: Path) -> BufferedReader:
         file.close()
         raise OSError(errno.EINVAL, "it is not a regular file", str(path))
     return file
+
+
+def reread(read: Callable[[Path], Value]) -> Callable[[Path], Value]:
+    """Cache the content of small files that servers need for each request. ``read`` is called
+    again if the file has changed. Its errors are not cached."""
+    cached = lru_cache(_CACHED_FILES)(lambda path, _: read(path))
+
+    def get(path: Path) -> Value:
+        found = path.stat()
+        if abs(time.time_ns() - found.st_mtime_ns) < _SETTLED_NS:
+            return read(path)
+        return cached(path, (found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns))
+
+    return get
 
 
 def _open_nonblocking(path: str, flags: int) -> int:

@@ -15,6 +15,7 @@ from typing import Any, ClassVar, Literal
 import httpx
 from pydantic import Field
 
+from evernear.common.disk import reread
 from evernear.common.frozen import Frozen
 from evernear.errors import ServerUnreachableError, ServingError
 from evernear.settings import ServingSettings
@@ -88,13 +89,18 @@ def read_key(home: Path, api: Literal["inference", "management"]) -> str:
         ServerUnreachableError: no server is running in ``home``.
     """
     try:
-        return str(json.loads((home / KEY_FILE).read_bytes())[api]["key"])
+        return str(_keys(home / KEY_FILE)[api]["key"])
     except FileNotFoundError:
         raise _not_running(home) from None
     except PermissionError:
         raise _other_user_error(home) from None
     except (ValueError, KeyError, TypeError):
         raise ServingError(f"{home / KEY_FILE} has no {api} key; run `evernear stop`, then `evernear serve`.") from None
+
+
+@reread
+def _keys(path: Path) -> Any:
+    return json.loads(path.read_bytes())
 
 
 def endpoints(home: Path) -> Endpoints:

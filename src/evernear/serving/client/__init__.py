@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import certifi
 
-from evernear.common.disk import open_regular
+from evernear.common.disk import open_regular, reread
 from evernear.common.environment import usable
 from evernear.common.masking import remember
 from evernear.errors import DataError, PredictionRejectedError, SettingsError
@@ -105,10 +105,15 @@ def token_of_environment() -> str | None:
     if not file:
         return None
     try:
-        text = Path(file).read_text().strip()
-        token = str(json.loads(text)["inference"]["key"]) if text.startswith("{") else text
+        return _token_in(Path(file))
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise SettingsError(f"{TOKEN_FILE_VARIABLE}={file} cannot be read: {error}.") from None
+
+
+@reread
+def _token_in(path: Path) -> str:
+    text = path.read_text().strip()
+    token = str(json.loads(text)["inference"]["key"]) if text.startswith("{") else text
     remember(token)
     return token
 
