@@ -175,8 +175,7 @@ def run_round(served: Served, scratch: Path, arguments: argparse.Namespace, cell
 def in_process(served: Served, seconds: float, sizes: tuple[int, ...]) -> dict[str, Any]:
     command = [sys.executable, APPS / "in_process.py", served.parts, str(seconds), *map(str, sizes)]
     images = json.dumps([base64.b64encode(image).decode() for image in served.images])
-    environment = os.environ | servers.CORE_ENVIRONMENT
-    completed = subprocess.run(command, input=images, env=environment, stdout=subprocess.PIPE, text=True, check=True)
+    completed = subprocess.run(command, input=images, stdout=subprocess.PIPE, text=True, check=True)
     return json.loads(completed.stdout)
 
 

@@ -30,7 +30,7 @@ from evernear.settings.serving import MODEL_NAME
 HOST = "127.0.0.1"
 STARTUP_TIMEOUT_S = 120
 STOP_TIMEOUT_S = 10
-CORE_ENVIRONMENT = {"OMP_NUM_THREADS": "1"}  # evernear sets this in its worker; give the others the same advantage
+ONE_THREAD = {"OMP_NUM_THREADS": "1"}  # requests use the cores; more threads would make the peers slower
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ def kserve(served: Served, directory: Path) -> Generator[Running]:
             port, grpc_port = free_ports(2)
             command = [sys.executable, "-m", "evernear.serving.http", *options]
             command += ["--store", served.settings.store_uri, "--http_port", str(port), "--grpc_port", str(grpc_port)]
-            return port, grpc_port, stack.enter_context(_process(command, directory, CORE_ENVIRONMENT))
+            return port, grpc_port, stack.enter_context(_process(command, directory, {}))
 
         port, grpc_port, predictor = start()
         target = _v1_target(served, port)
@@ -196,7 +196,7 @@ def _app(script: str, served: Served, directory: Path) -> Generator[tuple[int, C
     directory.mkdir(exist_ok=True)
     (port,) = free_ports(1)
     command = [sys.executable, str(APPS / script), str(served.peers), str(port)]
-    with _process(command, directory, CORE_ENVIRONMENT) as processes:
+    with _process(command, directory, ONE_THREAD) as processes:
         yield port, processes
 
 

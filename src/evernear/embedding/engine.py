@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     import openvino
 
 _UNLIMITED = 2**31 - 1
+_DIVIDED_PIXELS = 64 * 64
+"""Pixels of an image from which a call is divided among threads. Of a smaller one, a second thread
+doubles the CPU time, and the call takes as long."""
 
 
 def cache_key(identity: str, tried: bool = True) -> str:
@@ -38,13 +41,16 @@ class OpenVINONetwork:
     number ``output``. It may be called from ``streams`` threads at a time, which share the CPUs."""
 
     def __init__(self, model: "openvino.Model", max_batch_size: int, streams: int = 1, output: int = 0) -> None:
+        _, height, width, _ = model.input().partial_shape
+        is_small = height.get_length() * width.get_length() < _DIVIDED_PIXELS
         options: dict[str, Any] = {
             "INFERENCE_PRECISION_HINT": "f32",
-            "INFERENCE_NUM_THREADS": max(streams, chosen_threads()),
+            "INFERENCE_NUM_THREADS": max(streams, 1 if is_small else chosen_threads()),
             "NUM_STREAMS": streams,
             "ENABLE_CPU_PINNING": False,  # the threads of several processes would share the same CPUs
         }
         self._compiled = _core().compile_model(model, "CPU", options)
+        self.threads = int(self._compiled.get_property("INFERENCE_NUM_THREADS"))
         self._max_batch_size, self._output = max_batch_size, output
         self._tensor = _import_openvino().Tensor
         self._of_thread = threading.local()

@@ -18,6 +18,7 @@ from evernear.common.environment import with_absolute_locations
 from evernear.common.extras import not_installed
 from evernear.common.frozen import Frozen
 from evernear.common.masking import forms_of, is_secret, secrets_of
+from evernear.common.processes import divide_between
 from evernear.errors import ServingError
 from evernear.serving.metrics import SECONDS_BOUNDS, metrics_file
 from evernear.settings import ServingSettings
@@ -227,14 +228,14 @@ def java_environment(settings: ServingSettings, home: Path) -> dict[str, str]:
     """The environment of the server and its workers: that of this process, except for secrets and
     for variables that override TorchServe's configuration."""
     temporary = str(temporary_directory(home))
-    environment = _sanitized_environment()
+    with divide_between(settings.workers):
+        environment = _sanitized_environment()
     return environment | {
         SECRETS_VARIABLE: "\n".join(forms_of(secrets_of(environment))),  # for frontend/Masking.java
         "TEMP": temporary,
         "TMPDIR": temporary,
         QUERY_LOG_VARIABLE: str(home / QUERY_LOG_FILE),
         "LC_ALL": "C.UTF-8",  # otherwise Java cannot open non-ASCII paths
-        "OMP_NUM_THREADS": str(settings.threads or 1),  # under load, oversubscription reduces throughput the most
     }
 
 

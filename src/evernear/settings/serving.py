@@ -29,13 +29,6 @@ class ServingSettings(Section):
     grpc_inference_port: Port = Field(default=7070, description="Predictions over gRPC.")
     grpc_management_port: Port = Field(default=7071, description="Management over gRPC, always on loopback.")
     workers: int = Field(default=1, ge=1, le=256, description="Processes that recognize images.")
-    threads: int | None = Field(
-        default=None,
-        ge=1,
-        le=256,
-        description="Threads of each worker; workers times threads should match the cores. Default: 1, or in "
-        "Kubernetes one for each CPU of kubernetes.cpu but one, divided by the workers.",
-    )
     batch_size: int = Field(default=32, ge=1, le=1024, description="Largest number of requests in a batch.")
     max_request_size_bytes: int = Field(
         default=6_553_500, ge=1024, le=HEAP_SIZE_BYTES // 4, description="Larger requests get 413."

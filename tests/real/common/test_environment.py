@@ -1,12 +1,14 @@
 """Relative locations in the environment mean the directory where the command was typed, whatever a
-step's is."""
+step's is. TorchServe's workers share the cores."""
 
 import json
+import os
 import sys
 from pathlib import Path
 
 import pytest
 
+from evernear.common import processes
 from evernear.common.environment import through_proxy, usable, with_absolute_locations
 from evernear.errors import EvernearError, SettingsError
 from evernear.kubeflow import local_run
@@ -91,6 +93,17 @@ def test_torchserve_gets_absolute_locations(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setenv("EVERNEAR_MILVUS_URI", "milvus.db")
     environment = configuration.java_environment(load(environment={}).serving, tmp_path / "home")
     assert environment["EVERNEAR_MILVUS_URI"] == str(tmp_path / "milvus.db")
+
+
+def test_workers_share_the_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "available_cpus", lambda: 7)
+    settings = load(environment={}, overrides=["serving.workers=2"]).serving
+    for name in (processes.THREADS, processes.CHOSEN_THREADS):
+        monkeypatch.setenv(name, "7")
+    assert configuration.java_environment(settings, tmp_path)[processes.THREADS] == "3"
+    assert os.environ[processes.THREADS] == "7"
+    monkeypatch.setenv(processes.THREADS, "5")
+    assert configuration.java_environment(settings, tmp_path)[processes.THREADS] == "5", "a user's number"
 
 
 def test_relative_paths_in_settings_become_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

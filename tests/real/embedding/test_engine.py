@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from evernear.common.processes import available_cpus
 from evernear.data.shards import Dataset
 from evernear.embedding import OPENVINO_FILES, export
 from evernear.embedding.data_loader import to_tensor
@@ -92,6 +93,19 @@ def test_operation_that_openvino_lacks_is_named_and_torchscript_answers(images: 
         convert(_Unknown(), images)
     network = compile_network(_Unknown(), (8, 8, 1), streams=1)
     torch.testing.assert_close(network(images), _Unknown()(images))
+
+
+class _Sums(nn.Module):
+    def forward(self, images: Tensor) -> Tensor:
+        return images.float().flatten(1).sum(1, keepdim=True)
+
+
+@pytest.mark.parametrize(("side_px", "threads"), [(63, 1), (64, 2)])
+def test_large_images_are_divided_among_threads(side_px: int, threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    network = compile_network(_Sums(), (side_px, side_px, 1), streams=1)
+    assert isinstance(network, OpenVINONetwork)
+    assert network.threads == min(threads, available_cpus())
 
 
 @pytest.mark.parametrize("name", OPENVINO_FILES)

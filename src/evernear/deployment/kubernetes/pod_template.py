@@ -6,8 +6,6 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
-from kubernetes.utils import parse_quantity
-
 from evernear.common.disk import sha256_bytes
 from evernear.deployment.kubernetes.cluster import REVISION, SETTINGS_SHA256, Tree, selector
 from evernear.index.description import VECTORS_FILE
@@ -69,19 +67,10 @@ class ServedRelease:
 
 def settings_file(settings: RunSettings) -> str:
     """Default values are omitted, because the image may contain a different evernear version."""
-    serving = settings.serving.model_dump(mode="json", exclude_defaults=True) | {"threads": _threads(settings)}
+    serving = settings.serving.model_dump(mode="json", exclude_defaults=True)
     # A JSON scalar is valid TOML.
     lines = (f"{name} = {json.dumps(value)}" for name, value in sorted(serving.items()))
     return "\n".join(["[serving]", *lines, ""])
-
-
-def _threads(settings: RunSettings) -> int:
-    """Threads per worker (``OMP_NUM_THREADS``). Default: the CPU limit minus one CPU for Java,
-    divided by the number of workers. Oversubscribed threads wait for each other
-    (benchmarks/results/serving.md)."""
-    if settings.serving.threads:
-        return settings.serving.threads
-    return max(1, (int(parse_quantity(settings.kubernetes.cpu)) - 1) // settings.serving.workers)
 
 
 def pod_template(

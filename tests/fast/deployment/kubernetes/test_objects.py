@@ -226,16 +226,8 @@ def test_management_api_is_not_exposed() -> None:
     assert {"podSelector": {}} not in metrics["from"]
 
 
-@pytest.mark.parametrize(("cpu", "workers", "threads"), [("500m", 1, 1), ("2", 1, 1), ("4", 1, 3), ("5", 2, 2)])
-def test_threads_fit_the_cpu_limit(cpu: str, workers: int, threads: int) -> None:
-    manifests = objects(f"kubernetes.cpu={cpu}", f"serving.workers={workers}")
-    serving = tomllib.loads(manifests["ConfigMap"]["data"]["evernear.toml"])["serving"]
-    assert serving["threads"] == threads
-    assert pod(manifests)["containers"][0]["resources"]["limits"]["cpu"] == cpu
-
-
 def test_config_map_contains_the_serving_settings() -> None:
-    expected = settings("serving.batch_size=8", "serving.threads=3", "serving.query_log=off")
+    expected = settings("serving.batch_size=8", "serving.workers=3", "serving.query_log=off")
     manifests = {manifest["kind"]: manifest for manifest in serving_objects(expected, RELEASE)}
     pod_settings = Settings.model_validate(tomllib.loads(manifests["ConfigMap"]["data"]["evernear.toml"]))
     assert pod_settings.serving == expected.serving

@@ -42,8 +42,8 @@ def start_pod(shipped: Shipped, tmp_path_factory: pytest.TempPathFactory) -> Ite
     """Start a pod as a kubelet does, and wait until it is ready."""
     with ExitStack() as pods:
 
-        def start(removal_s: float = 10, **serving: object) -> Pod:
-            pod = Pod(tmp_path_factory.mktemp("pod"), TOKEN, removal_s, **serving)
+        def start(removal_s: float = 10) -> Pod:
+            pod = Pod(tmp_path_factory.mktemp("pod"), TOKEN, removal_s)
             pods.callback(pod.kill)
             fetched = pod.fetch(shipped.store, shipped.version, shipped.sha256)
             assert fetched.returncode == 0, fetched.stderr

@@ -36,9 +36,9 @@ STORE_VARIABLES = ("AWS_ENDPOINT_URL", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_K
 class Pod:
     """One pod; ``directory`` is on the node, with the pod's emptyDir, /tmp and Secret in it."""
 
-    def __init__(self, directory: Path, token: str | None = None, removal_s: float = 10, **serving: object) -> None:
+    def __init__(self, directory: Path, token: str | None = None, removal_s: float = 10) -> None:
         self.removal_s = removal_s
-        self.serving: ServingSettings = settings_on_free_ports(**serving)
+        self.serving: ServingSettings = settings_on_free_ports()
         self.workdir, self._secret, self._tmp = (directory / name for name in ("work", "secret", "tmp"))
         for path in (self.workdir, self._secret, self._tmp):
             path.mkdir(parents=True)
@@ -195,4 +195,4 @@ class Shipped:
 
 
 class StartPod(Protocol):
-    def __call__(self, removal_s: float = 10, **serving: object) -> Pod: ...
+    def __call__(self, removal_s: float = 10) -> Pod: ...
