@@ -5,7 +5,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -61,12 +61,15 @@ class ReleaseStore:
 
     directory: Path
     manifest: ReleaseManifest
+    manifests: dict[str, ReleaseManifest] = field(default_factory=dict)
+    """All releases by version, also those that are not in the registry."""
 
     def release(self, number: int, size_px: int = 8, *, published: bool = True, champion: bool = False) -> str:
         """The version of release ``number``, whose input is ``size_px`` wide."""
         version = f"20260101.00000{number}.0000000{number}"
         shape = Preprocessing(height_px=size_px, width_px=size_px, channels=1, mean=(0.5,), std=(0.5,))
         manifest = self.manifest.model_copy(update={"version": version, "preprocessing": shape})
+        self.manifests[version] = manifest
         if published:
             record = Record(
                 manifest=manifest,

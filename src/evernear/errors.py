@@ -87,9 +87,14 @@ class ServerUnreachableError(ServingError):
 
 
 class PredictionRejectedError(ServingError):
-    """The server returned a 4xx status because the image or the request is invalid."""
+    """The server returned a 4xx status because the image or the request is invalid. If pixels have
+    another preprocessing than the server's release, ``version`` is this release."""
 
     exit_code = 3
+
+    def __init__(self, message: str, version: str = "") -> None:
+        super().__init__(message)
+        self.version = version
 
 
 class ServerTimeoutError(ServingError):

@@ -69,8 +69,15 @@ class Predictor:
         in place of a file is returned at the same position."""
         return self.predict_batch(images).responses
 
-    def predict_batch(self, images: Sequence[bytes | Rejection], decode_timeout_s: float = math.inf) -> BatchResult:
-        """Like `predict`, with the duration of each stage.
+    def predict_batch(
+        self,
+        images: Sequence[bytes | Pixels | Rejection],
+        decode_timeout_s: float = math.inf,
+        batch_size: int | None = None,
+    ) -> BatchResult:
+        """Like `predict`, with the duration of each stage. An image may also be the pixels that
+        the release's preprocessing makes of a file. The network gets at most ``batch_size`` images
+        at a time.
 
         Small images are decoded first. An image whose decoding has not started within
         ``decode_timeout_s`` gets a `Rejection` with code 503.
@@ -83,7 +90,9 @@ class Predictor:
         embeddings = None
         predictions: Sequence[Prediction | Rejection] = []
         if stacked is not None:
-            embeddings = embed_images(self._network, stacked)
+            size = batch_size or len(stacked)
+            parts = [embed_images(self._network, stacked[at : at + size]) for at in range(0, len(stacked), size)]
+            embeddings = np.concatenate(parts)
             embedded_s = time.perf_counter()
             predictions = self._try_search(embeddings)
             searched_s = time.perf_counter()
@@ -121,11 +130,16 @@ class Predictor:
             for result in self._gallery.recognize(embeddings)
         ]
 
-    def _decode_all(self, images: Sequence[bytes | Rejection], deadline_s: float) -> list[Pixels | Rejection]:
-        files = [or_rejection(inspect_image, image, self.manifest.max_pixels) for image in images]
+    def _decode_all(self, images: Sequence[bytes | Pixels | Rejection], deadline_s: float) -> list[Pixels | Rejection]:
+        limit = self.manifest.max_pixels
+        files = [
+            image if isinstance(image, np.ndarray) else or_rejection(inspect_image, image, limit) for image in images
+        ]
 
         def decode(number: int) -> Pixels | Rejection:
             file = files[number]
+            if isinstance(file, np.ndarray):
+                return file
             if isinstance(file, Rejection) or time.perf_counter() < deadline_s:
                 return or_rejection(decode_image, file, self.manifest.preprocessing)
             return _OUT_OF_TIME

@@ -82,8 +82,8 @@ def or_rejection(
         return Rejection(message=str(error))
 
 
-def pixel_count(file: EncodedImage | Rejection) -> int:
-    return 0 if isinstance(file, Rejection) else file.pixels
+def pixel_count(file: EncodedImage | Pixels | Rejection) -> int:
+    return file.pixels if isinstance(file, EncodedImage) else 0
 
 
 def prepare(file: EncodedImage, shape: Preprocessing) -> bytes:

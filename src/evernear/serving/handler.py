@@ -4,6 +4,9 @@ It accepts PNG, JPEG, WebP and HEIC images of any size, and detects the format f
 Images with a palette, transparency, CMYK colors or 16-bit channels are decoded as in ingest
 (`evernear.data.reduction`).
 
+Instead of a file, the preprocessing server sends the pixels of up to 32 images in one request, and
+names their preprocessing. A release with another preprocessing rejects them with status 409.
+
 An invalid request is rejected with status 400 and a message, without affecting the rest of the
 batch. It has no image, contains invalid JSON or base64, or is a form without a ``data``, ``image``
 or ``file`` field. An image is invalid if it is empty, truncated, broken or animated, has a
@@ -19,10 +22,12 @@ import logging
 import socket
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from functools import cache
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
 from http import HTTPStatus
 from io import BufferedReader
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +36,7 @@ from numpy.typing import NDArray
 
 from evernear.common.masking import mask_streams
 from evernear.common.processes import exempt_loaded_objects
+from evernear.data.preprocess import Pixels
 from evernear.release.archive_reader import ReleaseParts, open_parts
 from evernear.release.drift_baseline import DriftBaseline
 from evernear.release.manifest import DRIFT_BASELINE_FILE
@@ -38,8 +44,8 @@ from evernear.serving.core import BatchResult, Predictor
 from evernear.serving.metrics import METRICS, Emit, Labels, Meter
 from evernear.serving.query_log import QueryLog, Request
 from evernear.serving.query_log_files import encode_embedding
-from evernear.serving.request_parsing import image_from_fields
-from evernear.serving.responses import EMBEDDING_FIELD, Prediction, Rejection
+from evernear.serving.request_parsing import images_from_fields
+from evernear.serving.responses import EMBEDDING_FIELD, PIXELS_FIELD, Prediction, Rejection
 from evernear.serving.tracing import TRACE_FIELD, record_prediction, tracer
 
 DECODE_SHARE = 0.5
@@ -47,6 +53,17 @@ DECODE_SHARE = 0.5
 the worker, and the whole batch fails."""
 PROBE_HEADER = "evernear-probe"
 _METRICS_LOGGER = "ts.metrics.caching_metric"
+
+
+@dataclass(frozen=True)
+class _Query:
+    """An image in a request. ``parent`` is its trace."""
+
+    image: bytes | Pixels | Rejection
+    id: str
+    parent: str
+    is_probe: bool
+    wants_embedding: bool
 
 
 class EmbeddingHandler:
@@ -59,6 +76,7 @@ class EmbeddingHandler:
         mask_streams()
         parts = open_parts(Path(context.system_properties["model_dir"]))
         self._predictor = Predictor.open(parts)
+        self._batch_size = int(context.model_yaml_config["batchSize"])
         self._decode_timeout_s = DECODE_SHARE * float(context.model_yaml_config["responseTimeout"])
         # For each batch, TorchServe would write a line and a metric, which pass through a pipe and
         # regular expressions. It would receive each field of a request with two system calls.
@@ -78,50 +96,68 @@ class EmbeddingHandler:
     def handle(self, data: list[dict[str, bytes]], context: Any) -> list[bytes]:
         """Each response has its own status."""
         started_ns = time.time_ns()
-        images = [image_from_fields(fields) for fields in data]
-        result = self._predictor.predict_batch(images, self._decode_timeout_s)
-        ids = [context.get_request_id(position) or "" for position in range(len(data))]
-        for position, response in enumerate(result.responses):
-            context.set_response_content_type(position, "application/json")
-            if isinstance(response, Rejection):
-                context.set_response_status(response.code, HTTPStatus(response.code).phrase, position)
-        probes = [_is_probe(context, position) for position in range(len(data))]
+        messages = [self._queries(fields, context, position) for position, fields in enumerate(data)]
+        queries = [query for message in messages for query in message]
+        images = [query.image for query in queries]
+        result = self._predictor.predict_batch(images, self._decode_timeout_s, self._batch_size)
+        probes = [query.is_probe for query in queries]
         self._record(result, probes)
-        self._log_queries(result, images, probes, ids)
-        self._trace(data, context, result, started_ns)
-        wanted = [_wants_embedding(fields, context, position) for position, fields in enumerate(data)]
-        responses = _with_embeddings(result, wanted)
-        return [_body(response, id_) for response, id_ in zip(responses, ids, strict=True)]
+        self._log_queries(result, queries)
+        self._trace(result, queries, started_ns)
+        responses = _with_ids_and_embeddings(result, queries)
+        bodies: list[bytes] = []
+        for position, message in enumerate(messages):
+            answers = list(islice(responses, len(message)))
+            context.set_response_content_type(position, "application/json")
+            rejection = next((answer for answer in answers if isinstance(answer, Rejection)), None)
+            if rejection is not None:
+                context.set_response_status(rejection.code, HTTPStatus(rejection.code).phrase, position)
+            bodies.append(_body(answers, rejection, is_list=PIXELS_FIELD in data[position]))
+        return bodies
 
-    def _trace(self, data: list[dict[str, bytes]], context: Any, result: BatchResult, started_ns: int) -> None:
-        for position, (fields, response) in enumerate(zip(data, result.responses, strict=True)):
-            field = fields.get(TRACE_FIELD)
-            parent = bytes(field).decode("latin-1") if field else context.get_request_header(position, TRACE_FIELD)
+    def _queries(self, fields: dict[str, bytes], context: Any, position: int) -> list[_Query]:
+        """The images of one request."""
+        header: Callable[[str], str | None] = partial(context.get_request_header, position)
+        images = images_from_fields(fields, self._predictor.manifest)
+        traces = bytes(fields.get(TRACE_FIELD, b"")).decode("latin-1") or header(TRACE_FIELD) or ""
+        parents = traces.split(",") if len(images) > 1 else [traces]
+        id_ = context.get_request_id(position) or ""
+        return [
+            _Query(
+                image=image,
+                id=f"{id_}-{number}" if number else id_,
+                parent=parents[number] if number < len(parents) else "",
+                is_probe=bool(header(PROBE_HEADER)),
+                wants_embedding=EMBEDDING_FIELD in fields or bool(header(EMBEDDING_FIELD)),
+            )
+            for number, image in enumerate(images)
+        ]
+
+    def _trace(self, result: BatchResult, queries: Sequence[_Query], started_ns: int) -> None:
+        for query, response in zip(queries, result.responses, strict=True):
             attributes = {
                 "evernear.release": self._version,
-                "evernear.batch_size": len(data),
+                "evernear.batch_size": len(queries),
                 "evernear.outcome": _outcome(response),
             }
-            record_prediction(self._tracer, parent or "", started_ns, _stages_s(result), **attributes)
+            record_prediction(self._tracer, query.parent, started_ns, _stages_s(result), **attributes)
 
-    def _log_queries(
-        self, result: BatchResult, images: list[bytes | Rejection], probes: Sequence[bool], ids: Sequence[str]
-    ) -> None:
+    def _log_queries(self, result: BatchResult, queries: Sequence[_Query]) -> None:
         if not self._query_log:
             return
         answered = [
-            (position, response, image)
-            for position, (response, image) in enumerate(zip(result.responses, images, strict=True))
-            if isinstance(response, Prediction) and not isinstance(image, Rejection)
+            (query, response)
+            for query, response in zip(queries, result.responses, strict=True)
+            if isinstance(response, Prediction)
         ]
-        of_clients = np.array([not probes[position] for position, _, _ in answered], np.bool_)
+        of_clients = np.array([not query.is_probe for query, _ in answered], np.bool_)
         logged = [row for row, is_client in zip(answered, of_clients, strict=True) if is_client]
         if logged:
             self._query_log.record(
-                [response for _, response, _ in logged],
+                [response for _, response in logged],
                 _rows(result.embeddings, of_clients),
                 _rows(result.images, of_clients),
-                [Request(ids[position], image) for position, _, image in logged],
+                [Request(query.id, query.image if isinstance(query.image, bytes) else None) for query, _ in logged],
             )
 
     def _record(self, result: BatchResult, probes: Sequence[bool]) -> None:
@@ -152,31 +188,24 @@ def _read_buffered(connection: socket.socket, size_bytes: int) -> bytes:
     return data
 
 
-def _body(response: Prediction | Rejection, id_: str) -> bytes:
-    """The id is TorchServe's request id, as in the ``x-request-id`` header of HTTP responses."""
-    if isinstance(response, Prediction):
-        response = response.model_copy(update={"id": id_})
-    return response.model_dump_json().encode()
+def _body(answers: list[Prediction | Rejection], rejection: Rejection | None, *, is_list: bool) -> bytes:
+    if rejection is not None:
+        return rejection.model_dump_json().encode()
+    texts = ",".join([answer.model_dump_json() for answer in answers])
+    return (f"[{texts}]" if is_list else texts).encode()
 
 
-def _wants_embedding(fields: dict[str, bytes], context: Any, position: int) -> bool:
-    return EMBEDDING_FIELD in fields or bool(context.get_request_header(position, EMBEDDING_FIELD))
-
-
-def _with_embeddings(result: BatchResult, wanted: Sequence[bool]) -> Iterator[Prediction | Rejection]:
-    """Yield the responses. Predictions for which ``wanted`` is set also contain the embedding."""
+def _with_ids_and_embeddings(result: BatchResult, queries: Sequence[_Query]) -> Iterator[Prediction | Rejection]:
+    """Yield the responses. The id of the first image is TorchServe's request id, as in the
+    ``x-request-id`` header of HTTP responses."""
     embeddings = iter(() if result.embeddings is None else result.embeddings)
-    for response, is_wanted in zip(result.responses, wanted, strict=True):
-        if not isinstance(response, Prediction):
+    for response, query in zip(result.responses, queries, strict=True):
+        if isinstance(response, Prediction):
+            embedding = next(embeddings)
+            update = {"id": query.id} | ({"embedding": encode_embedding(embedding)} if query.wants_embedding else {})
+            yield response.model_copy(update=update)
+        else:
             yield response
-            continue
-        embedding = next(embeddings)
-        yield response.model_copy(update={"embedding": encode_embedding(embedding)}) if is_wanted else response
-
-
-def _is_probe(context: Any, position: int) -> bool:
-    """The frontend removes the probe header from all requests that are not readiness probes."""
-    return bool(context.get_request_header(position, PROBE_HEADER))
 
 
 def _rows(array: NDArray[Any] | None, selected: NDArray[np.bool_]) -> NDArray[Any] | None:

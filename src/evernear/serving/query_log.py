@@ -60,10 +60,11 @@ _log = logging.getLogger(__name__)
 
 
 class Request(NamedTuple):
-    """An answered request, with its id and the file that the client sent."""
+    """An answered request, with its id and the file that the client sent, None if it sent
+    pixels."""
 
     id: str
-    file: bytes
+    file: bytes | None
 
 
 class _Sample(NamedTuple):
@@ -167,7 +168,7 @@ class QueryLog:
                 heapq.heappush(self._samples, (-priority, self._queries, sample))
                 if len(self._samples) > size:
                     heapq.heappop(self._samples)
-                if self._configuration.images and request.file and self._files.admits(priority):
+                if self._configuration.images and request.file != b"" and self._files.admits(priority):
                     self._files.add(priority, _stored_file(request.file, images, row))
 
     def write_file(self) -> Path | None:
@@ -291,10 +292,10 @@ def _lines(period: Period, samples: list[tuple[float, int, _Sample]], files: dic
         ).model_dump_json()
 
 
-def _stored_file(sent: bytes, images: Pixels | None, row: int) -> _File:
-    if len(sent) > SENT_MAX_BYTES and images is not None:
+def _stored_file(sent: bytes | None, images: Pixels | None, row: int) -> _File:
+    if images is not None and (sent is None or len(sent) > SENT_MAX_BYTES):
         return _File(encode_png(images[row]), preprocessed=True)
-    return _File(sent, preprocessed=False)
+    return _File(sent or b"", preprocessed=False)
 
 
 def _labels(prediction: Prediction) -> tuple[str, ...]:

@@ -70,8 +70,8 @@ class LoggedQuery(Frozen, allow_inf_nan=False):
     file: str = ""
     """The client's file in base64, if the query is in the uniform sample of files."""
     preprocessed: bool = False
-    """Whether ``file`` is the preprocessed image, because the client's file is larger than
-    `evernear.serving.query_log.SENT_MAX_BYTES`."""
+    """Whether ``file`` is the preprocessed image, because the client sent its pixels, or a file
+    larger than `evernear.serving.query_log.SENT_MAX_BYTES`."""
 
 
 class SampledQuery(NamedTuple):

@@ -8,14 +8,19 @@ create all other values, which can take 25 times as much memory as the body itse
 
 import base64
 import binascii
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from http import HTTPStatus
 from typing import Annotated, Any
 
 import msgspec
+import numpy as np
 
+from evernear.data.preprocess import Pixels
 from evernear.errors import DataError, EvernearError
-from evernear.serving.responses import Rejection
+from evernear.release.manifest import ReleaseManifest
+from evernear.serving.responses import MAX_IMAGES, PIXELS_FIELD, PREPROCESSING_FIELD, Rejection
 
 FIELDS = ("body", "data", "image", "file")
 # An 8 x 8 grayscale PNG image.
@@ -87,6 +92,27 @@ def image_from_json(body: bytes) -> bytes:
         return decode_base64(request.data)
     except ValueError:
         raise DataError('The text under "data" is not base64.') from None
+
+
+def images_from_fields(
+    fields: Mapping[str, bytes], release: ReleaseManifest
+) -> Sequence[bytes | Rejection] | Sequence[Pixels | Rejection]:
+    """Extract the images from the fields of a TorchServe request: one image file, or the pixels of
+    several images."""
+    if PIXELS_FIELD not in fields:
+        return [image_from_fields(fields)]
+    shape, data = release.preprocessing, bytes(fields[PIXELS_FIELD])
+    if fields.get(PREPROCESSING_FIELD) != shape.model_dump_json().encode():
+        message = f"The pixels do not have the preprocessing of release {release.version}; prepare the image again."
+        return [
+            Rejection(code=HTTPStatus.CONFLICT, type="OtherPreprocessing", message=message, version=release.version)
+        ]
+    count, rest = divmod(len(data), math.prod(shape.shape))
+    if rest or not 1 <= count <= MAX_IMAGES:
+        size = " x ".join(map(str, shape.shape))
+        message = f"{len(data)} bytes are not the pixels of 1 to {MAX_IMAGES} images of {size} bytes."
+        return [Rejection(type="BadPixels", message=message)]
+    return list(np.frombuffer(data, np.uint8).reshape(count, *shape.shape))
 
 
 def image_from_fields(fields: Mapping[str, bytes]) -> bytes | Rejection:

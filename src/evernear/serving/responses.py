@@ -16,6 +16,14 @@ EMBEDDING_FIELD = "evernear-embedding"
 """The HTTP header or gRPC input that requests the embedding of the image."""
 
 
+PIXELS_FIELD = "evernear-pixels"
+"""The gRPC input with the prepared pixels of 1 to `MAX_IMAGES` images, instead of an image file.
+The response is a list of predictions."""
+PREPROCESSING_FIELD = "evernear-preprocessing"
+"""The preprocessing that the pixels have, in JSON."""
+MAX_IMAGES = 32
+
+
 class Neighbor(Frozen, extra="ignore"):
     """A gallery image near the query.
 
@@ -61,6 +69,8 @@ class Rejection(Frozen, extra="ignore"):
     code: int = 400
     type: str = "BadImage"
     message: str
+    version: str = Field(default="", exclude_if=not_)
+    """The release that answers, if the pixels have another one's preprocessing."""
 
 
 class Metadata(Frozen, extra="ignore"):

@@ -3,6 +3,7 @@ demand."""
 
 import http.server
 import json
+import math
 import ssl
 import threading
 from collections.abc import Callable, Iterator
@@ -11,12 +12,21 @@ from contextlib import contextmanager
 
 import grpc
 
+from evernear.data.preprocess import Preprocessing
 from evernear.serving.client.grpc import PREDICTIONS
 from evernear.serving.client.inference_pb2 import PredictionResponse, PredictionsRequest
+from evernear.serving.responses import PIXELS_FIELD, PREPROCESSING_FIELD
 
 NEAR = [{"label": "7", "dist": 0.5, "row": 0}]
 ANSWER = {"pred": "7", "dist": 0.5, "unknown": False, "neighbors": NEAR, "version": "v"}
 Answer = Callable[[PredictionsRequest, grpc.ServicerContext], bytes]
+
+
+def answers(request: PredictionsRequest, **changes: object) -> bytes:
+    """One answer for each image whose pixels are in ``request``."""
+    shape = Preprocessing.model_validate_json(request.input[PREPROCESSING_FIELD]).shape
+    count = len(request.input[PIXELS_FIELD]) // math.prod(shape)
+    return json.dumps([ANSWER | changes] * count).encode()
 
 
 class Http(http.server.BaseHTTPRequestHandler):

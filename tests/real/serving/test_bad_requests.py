@@ -1,18 +1,26 @@
 """Every request gets a prediction, or 4xx with a message, and does not affect the worker or other
 requests."""
 
+import asyncio
 import base64
 import gzip
 import json
 import random
 import struct
 from collections.abc import Callable
+from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from evernear.errors import DataError
+from evernear.data.preprocess import Preprocessing
+from evernear.errors import DataError, PredictionRejectedError
+from evernear.release.archive_reader import ReleaseParts
+from evernear.serving.client import Target
+from evernear.serving.client.grpc import AsyncGrpcTransport
+from evernear.serving.decoding import decode_image, inspect_image
 from evernear.serving.endpoints import read_key
 from evernear.serving.request_parsing import (
     FIELDS,
@@ -21,8 +29,9 @@ from evernear.serving.request_parsing import (
     decode_base64,
     image_from_fields,
     image_from_json,
+    images_from_fields,
 )
-from evernear.serving.responses import Rejection
+from evernear.serving.responses import MAX_IMAGES, PIXELS_FIELD, PREPROCESSING_FIELD, Rejection
 from tests import heic, hostile
 from tests.hostile_requests import Request, RequestTarget, form, form_of, is_refusal, json_request, picture, torchserve
 from tests.served import Served
@@ -247,6 +256,68 @@ def test_request_without_an_image_is_rejected_with_a_message(fields: dict[str, b
     assert refusal.code == 400
     assert sentence in refusal.message
     assert refusal.message.endswith(".")
+
+
+def pixel_fields(shape: Preprocessing, pixels: bytes) -> dict[str, bytes]:
+    return {PIXELS_FIELD: pixels, PREPROCESSING_FIELD: shape.model_dump_json().encode()}
+
+
+def test_pixels_are_several_images(parts: ReleaseParts) -> None:
+    pixels = np.random.default_rng(0).integers(0, 256, (MAX_IMAGES, 8, 8, 1), dtype=np.uint8)
+    for count in (1, 2, MAX_IMAGES):
+        fields = pixel_fields(parts.manifest.preprocessing, pixels[:count].tobytes())
+        assert np.array_equal(images_from_fields(fields, parts.manifest), pixels[:count])
+    assert images_from_fields({"body": PNG}, parts.manifest) == [PNG]
+
+
+@pytest.mark.parametrize("size", [0, 1, 63, 65, 64 * (MAX_IMAGES + 1), 64 * MAX_IMAGES - 1])
+def test_other_sizes_are_not_pixels(parts: ReleaseParts, size: int) -> None:
+    (refusal,) = images_from_fields(pixel_fields(parts.manifest.preprocessing, bytes(size)), parts.manifest)
+    assert isinstance(refusal, Rejection)
+    assert refusal.message == f"{size} bytes are not the pixels of 1 to 32 images of 8 x 8 x 1 bytes."
+
+
+@pytest.mark.parametrize("change", [{"height_px": 4, "width_px": 16}, {"resize": "crop"}, {"bit_depth": 12}])
+def test_pixels_with_the_preprocessing_of_another_release_are_refused(
+    parts: ReleaseParts, change: dict[str, object]
+) -> None:
+    """Although they have the right size."""
+    other = pixel_fields(parts.manifest.preprocessing.model_copy(update=change), bytes(64))
+    for fields in (other, {PIXELS_FIELD: bytes(64)}, other | {PREPROCESSING_FIELD: b"\xff"}):
+        (refusal,) = images_from_fields(fields, parts.manifest)
+        assert isinstance(refusal, Rejection)
+        assert (refusal.code, refusal.version) == (409, parts.manifest.version)
+
+
+def test_refused_pixels_do_not_affect_other_requests(served: Served) -> None:
+    shape, target = served.manifest.preprocessing, Target.local(served.settings, "grpc")
+    image, query = served.parts.smoke_queries()[0]
+    pixels = decode_image(inspect_image(image, 64), shape).tobytes()
+    right, other = shape.model_dump_json().encode(), shape.model_copy(update={"resize": "crop"}).model_dump_json()
+
+    async def ask() -> list[Any]:
+        transport = AsyncGrpcTransport(target)
+        try:
+            return await asyncio.gather(
+                transport.predict_pixels([pixels] * MAX_IMAGES, right, [b""] * MAX_IMAGES),
+                transport.predict_pixels([pixels[1:]], right, [b""]),
+                transport.predict_pixels([pixels], other.encode(), [b""]),
+                transport.predict(image, None),
+                return_exceptions=True,
+            )
+        finally:
+            await transport.close()
+
+    for _ in range(4):
+        predictions, short, of_another, file = asyncio.run(ask())
+        assert {prediction.pred for prediction in predictions} == {query.pred}
+        assert len({prediction.id for prediction in predictions}) == MAX_IMAGES
+        assert file.pred == query.pred
+        assert isinstance(short, PredictionRejectedError)
+        assert short.version == ""
+        assert "63 bytes are not the pixels" in str(short)
+        assert isinstance(of_another, PredictionRejectedError)
+        assert of_another.version == served.manifest.version
 
 
 @given(st.dictionaries(st.sampled_from([*FIELDS, "x"]), st.binary()))

@@ -177,6 +177,15 @@ def test_files_of_clients_are_a_uniform_sample_with_ids(parts: ReleaseParts, tmp
     assert chisquare([sampled[number] for number in range(200)]).pvalue > 1e-4
 
 
+def test_pixels_are_logged_as_a_preprocessed_image(parts: ReleaseParts, tmp_path: Path) -> None:
+    log = QueryLog(configuration(tmp_path, images=True), parts)
+    pixels = np.arange(64, dtype=np.uint8).reshape(1, 8, 8, 1)
+    log.record([make_prediction()], None, pixels, [Request("id-1", None)])
+    (query,) = sampled_queries(write(log), "here")
+    assert query.preprocessed
+    assert np.array_equal(np.asarray(Image.open(BytesIO(query.file))), pixels[0, :, :, 0])
+
+
 def test_large_files_neither_fill_the_sample_nor_leave_it(parts: ReleaseParts, tmp_path: Path) -> None:
     log = QueryLog(configuration(tmp_path, images=True, sample=10_000), parts)
     log._random = random.Random(1)

@@ -171,7 +171,7 @@ class Client:
             PredictionRejectedError: the image or the request is invalid.
             ServingError: the server failed.
         """
-        _require_bounded(image, self._target)
+        require_bounded(image, self._target)
         return self._transport.predict(image, version, embedding=embedding)
 
     def predict_file(self, path: Path, version: str | None = None) -> dict[str, Any]:
@@ -219,7 +219,7 @@ class AsyncClient:
         return AsyncClient(Target.local(settings, format))
 
     async def predict(self, image: bytes, version: str | None = None, *, embedding: bool = False) -> Prediction:
-        _require_bounded(image, self._target)
+        require_bounded(image, self._target)
         return await self._transport.predict(image, version, embedding=embedding)
 
     async def metadata(self) -> Metadata:
@@ -249,7 +249,7 @@ def _max_size_bytes(target: Target) -> int:
     return target.max_size_bytes - (GRPC_FRAME_BYTES if target.format == "grpc" else 0)
 
 
-def _require_bounded(image: bytes, target: Target) -> None:
+def require_bounded(image: bytes, target: Target) -> None:
     """Check the server's size limit before sending."""
     limit = _max_size_bytes(target)
     if len(image) > limit:

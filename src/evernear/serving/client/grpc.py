@@ -10,15 +10,15 @@ import asyncio
 import json
 import socket
 import threading
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, suppress
 from http import HTTPStatus
 from ipaddress import IPv4Address, ip_address
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import grpc
-from pydantic import ValidationError
+from pydantic import TypeAdapter, ValidationError
 
 from evernear.errors import (
     EvernearError,
@@ -27,11 +27,11 @@ from evernear.errors import (
     ServerUnreachableError,
     ServingError,
 )
-from evernear.serving.client import Target, authorities_file
+from evernear.serving.client import Target, authorities_file, require_bounded
 from evernear.serving.client.inference_pb2 import PredictionResponse, PredictionsRequest
 from evernear.serving.endpoints import host_and_port
-from evernear.serving.responses import EMBEDDING_FIELD, Prediction, Rejection
-from evernear.serving.tracing import trace_fields
+from evernear.serving.responses import EMBEDDING_FIELD, PIXELS_FIELD, PREPROCESSING_FIELD, Prediction, Rejection
+from evernear.serving.tracing import TRACE_FIELD, trace_fields
 
 RESOLUTION_PERIOD_S = 1.0
 RECONNECT_BACKOFF_MS = 1000
@@ -123,6 +123,8 @@ def _is_address(host: str) -> bool:
 
 
 PREDICTIONS = "/org.pytorch.serve.grpc.inference.InferenceAPIsService/Predictions"
+Answer = TypeVar("Answer")
+_PREDICTIONS = TypeAdapter(list[Prediction])
 PREDICTIONS_METHOD = (PREDICTIONS, PredictionsRequest.SerializeToString, PredictionResponse.FromString)
 _REJECTED = {
     grpc.StatusCode.INVALID_ARGUMENT,
@@ -176,8 +178,8 @@ class GrpcTransport(Channel):
     def predict(self, image: bytes, version: str | None, *, embedding: bool = False) -> Prediction:
         _channel, call = self.channel()
         with grpc_errors(self._target):
-            response = call(**_request(self._target, image, version, embedding))
-        return _parse(self._target, response)
+            response = call(**_file_request(self._target, image, version, embedding))
+        return _parse(self._target, response, Prediction.model_validate_json)
 
 
 class AsyncGrpcTransport(Channel):
@@ -187,13 +189,38 @@ class AsyncGrpcTransport(Channel):
     async def predict(self, image: bytes, version: str | None, *, embedding: bool = False) -> Prediction:
         _channel, call = self.channel()
         with grpc_errors(self._target):
-            response = await call(**_request(self._target, image, version, embedding))
-        return _parse(self._target, response)
+            response = await call(**_file_request(self._target, image, version, embedding))
+        return _parse(self._target, response, Prediction.model_validate_json)
+
+    async def predict_pixels(
+        self, images: Sequence[bytes], preprocessing: bytes, traces: Sequence[bytes], *, embedding: bool = False
+    ) -> list[Prediction]:
+        """Recognize the pixels of at most `MAX_IMAGES` images. ``traces`` has the trace field of
+        each, which may be empty. Raises the errors of `evernear.serving.client.Client.predict`.
+        """
+        pixels = b"".join(images)
+        require_bounded(pixels, self._target)
+        fields = {PIXELS_FIELD: pixels, PREPROCESSING_FIELD: preprocessing}
+        if any(traces):
+            fields[TRACE_FIELD] = b",".join(traces)
+        _channel, call = self.channel()
+        with grpc_errors(self._target):
+            response = await call(**_request(self._target, fields, None, embedding))
+        predictions = _parse(self._target, response, _PREDICTIONS.validate_json)
+        if len(predictions) != len(images):
+            count = f"{len(predictions)} predictions for {len(images)} images"
+            raise ServingError(f"The server at {self._target.address} returned {count}.")
+        return predictions
 
 
-def _request(target: Target, image: bytes, version: str | None, embedding: bool) -> dict[str, Any]:
+def _file_request(target: Target, image: bytes, version: str | None, embedding: bool) -> dict[str, Any]:
+    return _request(target, {"body": image, **trace_fields()}, version, embedding)
+
+
+def _request(target: Target, fields: dict[str, bytes], version: str | None, embedding: bool) -> dict[str, Any]:
     token = target.token()
-    fields = {"body": image, **trace_fields(), **({EMBEDDING_FIELD: b"1"} if embedding else {})}
+    if embedding:
+        fields[EMBEDDING_FIELD] = b"1"
     return {
         "request": PredictionsRequest(model_name=target.model, model_version=version or "", input=fields),
         "metadata": (("authorization", f"Bearer {token}"),) if token else (),
@@ -201,9 +228,9 @@ def _request(target: Target, image: bytes, version: str | None, embedding: bool)
     }
 
 
-def _parse(target: Target, response: PredictionResponse) -> Prediction:
+def _parse(target: Target, response: PredictionResponse, answer: Callable[[bytes], Answer]) -> Answer:
     try:
-        return Prediction.model_validate_json(response.prediction)
+        return answer(response.prediction)
     except ValidationError:
         pass
     try:
@@ -212,7 +239,7 @@ def _parse(target: Target, response: PredictionResponse) -> Prediction:
         raise ServingError(f"The server at {target.address} is not an evernear release.") from None
     if rejection.code >= HTTPStatus.INTERNAL_SERVER_ERROR:
         raise ServingError(f"{target.address} failed: {rejection.message}")
-    raise PredictionRejectedError(rejection.message)
+    raise PredictionRejectedError(rejection.message, rejection.version)
 
 
 @contextmanager

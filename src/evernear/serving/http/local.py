@@ -1,6 +1,8 @@
 """The backend that recognizes images in this process, with one release."""
 
+import asyncio
 import logging
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 from starlette.exceptions import HTTPException
@@ -38,7 +40,8 @@ class Local:
         self._telemetry = telemetry
         self._decoder = Decoder(decode_image, *limits)
         # One batch at a time runs on all cores. The event loop stays free for probes.
-        self._recognizer = Batcher(self._recognize, batch_size=batch_size, max_waiting=queue_size)
+        self._thread = ThreadPoolExecutor(1, "batch")
+        self._recognizer = Batcher(self._in_thread, batch_size=batch_size, max_waiting=queue_size)
         telemetry.release.info({"version": predictor.manifest.version, "engine": predictor.manifest.engine})
 
     async def expected_release(self) -> ReleaseManifest:
@@ -59,7 +62,10 @@ class Local:
 
     async def aclose(self) -> None:
         self._decoder.close()
-        self._recognizer.close()
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    def _in_thread(self, batch: list[Prepared]) -> asyncio.Future[list[list[Prediction | Rejection]]]:
+        return asyncio.get_running_loop().run_in_executor(self._thread, self._recognize, batch)
 
     def _recognize(self, batch: list[Prepared]) -> list[list[Prediction | Rejection]]:
         pixels = [image for prepared in batch for image in prepared if not isinstance(image, Rejection)]

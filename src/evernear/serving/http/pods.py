@@ -3,8 +3,11 @@
 import asyncio
 import base64
 import json
+import math
 from collections.abc import Sequence
 from http import HTTPStatus
+from itertools import islice
+from typing import NamedTuple
 
 import grpc
 import httpx
@@ -12,19 +15,25 @@ import numpy as np
 from pydantic import TypeAdapter
 from starlette.exceptions import HTTPException
 
-from evernear.data.preprocess import Pixels
-from evernear.serving.client import AsyncClient, Target, tls_context
-from evernear.serving.client.grpc import Channel, grpc_errors
+from evernear.data.encoded_image import EncodedImage
+from evernear.data.preprocess import Pixels, Preprocessing
+from evernear.serving.client import Target, tls_context
+from evernear.serving.client.grpc import AsyncGrpcTransport, Channel, grpc_errors
 from evernear.serving.client.http import http_errors, status_error
 from evernear.serving.decoding import decode_image, prepare
 from evernear.serving.http import open_inference
+from evernear.serving.http.batching import Batcher
 from evernear.serving.http.open_inference import HEADER_LENGTH
 from evernear.serving.http.open_inference_pb2 import ModelInferRequest, ModelInferResponse
-from evernear.serving.responses import Prediction
-from evernear.serving.tracing import trace_fields
+from evernear.serving.responses import MAX_IMAGES, Prediction
+from evernear.serving.tracing import TRACE_FIELD, trace_fields
 
-IN_FLIGHT = 64
-"""Concurrent requests to TorchServe, two full batches; others wait."""
+MESSAGES_IN_FLIGHT = 8
+"""Concurrent messages to TorchServe. Further images wait, and form the next messages."""
+MESSAGE_SIZE_BYTES = 256 * 1024
+"""Size of the pixels in a message, unless a single image is larger."""
+FRAME_SIZE_BYTES = 4096
+"""Upper bound for the rest of a message: names, the preprocessing and trace contexts."""
 CONNECT_TIMEOUT_S = 1.0
 """Timeout for each REST connection attempt. A failed one is retried."""
 MODEL_INFER = (
@@ -35,24 +44,43 @@ MODEL_INFER = (
 _PREDICTIONS = TypeAdapter(list[Prediction])
 
 
-class TorchServe:
-    """TorchServe over gRPC, with one image per call."""
+class PreparedImage(NamedTuple):
+    """The pixels of an image, and the `Preprocessing` that they have, in JSON."""
 
-    prepare = staticmethod(prepare)
+    pixels: bytes
+    preprocessing: bytes
+
+
+class TorchServe:
+    """TorchServe over gRPC. A message has the pixels of concurrent requests."""
 
     def __init__(self, target: Target, *, embeddings: bool = False) -> None:
         """If ``embeddings`` is set, predictions contain the image's embedding."""
-        self._client = AsyncClient(target)
+        self._transport = AsyncGrpcTransport(target)
         self._embeddings = embeddings
-        self._slots = asyncio.Semaphore(IN_FLIGHT)
-        self.close = self._client.close
+        self._message_size_bytes = max(1, min(MESSAGE_SIZE_BYTES, target.max_size_bytes - FRAME_SIZE_BYTES))
+        self._batcher = Batcher(self._send, batch_size=self._message_size_bytes, at_once=MESSAGES_IN_FLIGHT)
+        self.close = self._transport.close
 
-    async def recognize(self, prepared: Sequence[bytes]) -> list[Prediction]:
-        return await asyncio.gather(*map(self._recognize_one, prepared))
+    @staticmethod
+    def prepare(file: EncodedImage, shape: Preprocessing) -> PreparedImage:
+        return PreparedImage(decode_image(file, shape).tobytes(), shape.model_dump_json().encode())
 
-    async def _recognize_one(self, image: bytes) -> Prediction:
-        async with self._slots:
-            return await self._client.predict(image, embedding=self._embeddings)
+    async def recognize(self, prepared: Sequence[PreparedImage]) -> list[Prediction]:
+        trace = trace_fields().get(TRACE_FIELD, b"")
+        size = max(len(prepared[0].pixels), math.ceil(self._message_size_bytes / MAX_IMAGES))
+        count = max(1, self._message_size_bytes // size)
+        parts = [prepared[at : at + count] for at in range(0, len(prepared), count)]
+        kind = prepared[0].preprocessing
+        answers = await asyncio.gather(*(self._batcher.run((part, trace), size * len(part), kind) for part in parts))
+        return [prediction for answer in answers for prediction in answer]
+
+    async def _send(self, batch: list[tuple[Sequence[PreparedImage], bytes]]) -> list[list[Prediction]]:
+        images = [image for part, _ in batch for image in part]
+        pixels, preprocessing = [image.pixels for image in images], images[0].preprocessing
+        traces = [trace for part, trace in batch for _ in part]
+        answers = iter(await self._transport.predict_pixels(pixels, preprocessing, traces, embedding=self._embeddings))
+        return [list(islice(answers, len(part))) for part, _ in batch]
 
 
 class _Rest:

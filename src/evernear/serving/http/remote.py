@@ -144,7 +144,11 @@ class Remote:
             with telemetry.prepare_s.time(), span(telemetry.tracer, "prepare"):
                 prepared = await self._decoder.run(files, expected)
             accepted = [image for image in prepared if not isinstance(image, Rejection)]
-            predictions = await self._call(accepted) if accepted else []
+            try:
+                predictions = await self._call(accepted) if accepted else []
+            except PredictionRejectedError as error:
+                expected = await self._release(error.version)
+                continue
             actual = [await self._release(version) for version in {prediction.version for prediction in predictions}]
             differing = [release for release in actual if release.preprocessing != expected.preprocessing]
             if not differing:
@@ -170,6 +174,8 @@ class Remote:
             try:
                 predictions = await self._first_reachable(prepared)
             except PredictionRejectedError as error:
+                if error.version:
+                    raise
                 raise ServingError(f"The predictor rejects the requests of this server: {error}") from None
             except (ValueError, LookupError, TypeError, AttributeError, struct.error):
                 raise ServingError("The predictor is not an evernear release of a compatible version.") from None

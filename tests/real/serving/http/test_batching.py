@@ -19,7 +19,10 @@ class Function:
         self.batches: list[list[int]] = []
         self.begun, self.permitted = threading.Semaphore(0), threading.Semaphore(0)
 
-    def __call__(self, batch: list[int]) -> list[int]:
+    async def __call__(self, batch: list[int]) -> list[int]:
+        return await asyncio.to_thread(self._double, batch)
+
+    def _double(self, batch: list[int]) -> list[int]:
         self.batches.append(batch)
         self.begun.release()
         self.permitted.acquire()
@@ -37,7 +40,7 @@ def function() -> Iterator[Function]:
 
 @asynccontextmanager
 async def busy(batcher: Batcher[int, int], function: Function) -> AsyncIterator[None]:
-    """The only thread works on request 0 until the end."""
+    """The function works on request 0 until the end."""
     first = asyncio.create_task(batcher.run(0, 1))
     await asyncio.to_thread(function.begun.acquire)
     yield
@@ -71,6 +74,32 @@ def test_requests_that_wait_for_a_batch_form_the_next_one_up_to_its_size(functio
 
     asyncio.run(run())
     assert function.batches == [[0], [1, 2], [3], [4], [5]]
+
+
+def test_a_batch_has_requests_of_one_kind_in_their_order(function: Function) -> None:
+    async def run() -> None:
+        batcher = Batcher(function, batch_size=32, max_waiting=32)
+        async with busy(batcher, function):
+            tasks = await start(*(batcher.run(n, 1, kind) for n, kind in enumerate("aabba", 1)))
+            tasks[0].cancel()
+        assert await asyncio.gather(*tasks[1:]) == [4, 6, 8, 10]
+
+    asyncio.run(run())
+    assert function.batches == [[0], [2], [3, 4], [5]]
+
+
+def test_several_batches_run_at_once_up_to_the_limit(function: Function) -> None:
+    async def run() -> None:
+        batcher = Batcher(function, batch_size=2, max_waiting=32, at_once=3)
+        tasks = await start(*(batcher.run(n, 1) for n in range(8)))
+        for _ in range(3):
+            await asyncio.to_thread(function.begun.acquire)
+        assert not function.begun.acquire(blocking=False)
+        function.permitted.release(100)
+        assert await asyncio.gather(*tasks) == [2 * n for n in range(8)]
+
+    asyncio.run(run())
+    assert sorted(function.batches) == [[0, 1], [2, 3], [4, 5], [6, 7]]
 
 
 def test_a_full_queue_refuses_until_it_has_room(function: Function) -> None:

@@ -6,24 +6,24 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from io import BytesIO
 from pathlib import Path
 
 import grpc
 import httpx
 import pytest
-from PIL import Image
 
 from evernear.data.encoded_image import EncodedImage
 from evernear.data.preprocess import Preprocessing
 from evernear.serving.client.inference_pb2 import PredictionsRequest
-from evernear.serving.decoding import SMALL_PIXELS, prepare
+from evernear.serving.decoding import SMALL_PIXELS
 from evernear.serving.http import pods, remote
 from evernear.serving.http.decoder import MAX_WAITING_LARGE
+from evernear.serving.request_parsing import images_from_fields
+from evernear.serving.responses import Rejection
 from tests import hostile
 from tests.hostile_requests import picture
 from tests.prep_server import ReleaseStore, encoded, make_champion, prep_client, refusal
-from tests.real.serving.fake_servers import ANSWER, grpc_server
+from tests.real.serving.fake_servers import answers, grpc_server
 from tests.releases import settings_on_free_ports
 
 
@@ -32,9 +32,10 @@ def png(size_px: int = 100) -> dict[str, str]:
 
 
 class Predictor:
-    """Answers with ``version``, and with the width of the image as the label."""
+    """Answers with ``version`` of ``releases``, and with the width of the images as the label."""
 
-    def __init__(self, version: str) -> None:
+    def __init__(self, releases: ReleaseStore, version: str) -> None:
+        self.releases = releases
         self.version = version
         self.calls = 0
         self.answer = self.recognize
@@ -46,8 +47,11 @@ class Predictor:
         return self.answer(request, context)
 
     def recognize(self, request: PredictionsRequest, _: grpc.ServicerContext) -> bytes:
-        width = Image.open(BytesIO(request.input["body"])).width
-        return json.dumps(ANSWER | {"pred": str(width), "version": self.version}).encode()
+        release = self.releases.manifests[self.version]
+        first = images_from_fields(request.input, release)[0]
+        if isinstance(first, Rejection):
+            return first.model_dump_json().encode()
+        return answers(request, pred=str(release.preprocessing.width_px), version=release.version)
 
     def fail(self, _: PredictionsRequest, context: grpc.ServicerContext) -> bytes:
         context.abort(grpc.StatusCode.INTERNAL, "it is broken")
@@ -61,7 +65,7 @@ class Predictor:
 @pytest.fixture
 def predictor(stored_releases: ReleaseStore) -> Predictor:
     """A predictor with release 1, the champion, whose input is 8 pixels wide."""
-    return Predictor(stored_releases.release(1, champion=True))
+    return Predictor(stored_releases, stored_releases.release(1, champion=True))
 
 
 @pytest.fixture
@@ -130,7 +134,7 @@ def test_predictions_of_an_unregistered_release_are_withheld(
 
 
 def test_missing_first_release_is_reported(stored_releases: ReleaseStore, tmp_path: Path) -> None:
-    predictor = Predictor("x")
+    predictor = Predictor(stored_releases, "x")
     with grpc_server(predictor) as port, prep_client(stored_releases.settings(port)) as client:
         assert "No release has been promoted yet" in refusal(client.get("/health"), 503)
         assert "No release has been promoted yet" in refusal(client.post("/predict", json=png()), 503)
@@ -200,7 +204,7 @@ def test_concurrent_requests_to_the_predictor_are_limited(
         return predictor.recognize(request, context)
 
     predictor.answer = count
-    monkeypatch.setattr(pods, "IN_FLIGHT", 2)
+    monkeypatch.setattr(pods, "MESSAGES_IN_FLIGHT", 2)
     with prep_client(stored_releases.settings(port)) as client, ThreadPoolExecutor(8) as pool:
         answers = list(pool.map(lambda _: client.post("/predict", json=png()).status_code, range(16)))
     assert answers == [200] * 16
@@ -226,17 +230,20 @@ SMALL = encoded(hostile.png(28, 28))
 LARGE = encoded(hostile.png(1001, 1000, 1))
 
 
+PREPARE = pods.TorchServe.prepare
+
+
 class Gate:
     """Blocks the decoding of large images until it is opened."""
 
     def __init__(self) -> None:
         self.opened, self.reached = threading.Event(), threading.Semaphore(0)
 
-    def prepare(self, file: EncodedImage, shape: Preprocessing) -> bytes:
+    def prepare(self, file: EncodedImage, shape: Preprocessing) -> pods.PreparedImage:
         if file.pixels > SMALL_PIXELS:
             self.reached.release()
             self.opened.wait()
-        return prepare(file, shape)
+        return PREPARE(file, shape)
 
 
 @pytest.fixture

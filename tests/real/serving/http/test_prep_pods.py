@@ -1,6 +1,5 @@
 """The preprocessing server while the pods behind the name of its predictor change."""
 
-import json
 import socket
 import time
 from collections.abc import Iterator
@@ -10,9 +9,10 @@ from typing import Any
 import httpx
 import pytest
 
+from evernear.serving.client.inference_pb2 import PredictionsRequest
 from tests.ports import free_ports
 from tests.prep_server import ReleaseStore, prep_client
-from tests.real.serving.fake_servers import ANSWER, grpc_server
+from tests.real.serving.fake_servers import answers, grpc_server
 from tests.real.serving.http.test_prep_faults import png
 
 NAME = "pods.test"
@@ -55,9 +55,9 @@ class Pods:
     def start(self, host: str) -> None:
         self.calls[host] = 0
 
-        def answer(*_: object) -> bytes:
+        def answer(request: PredictionsRequest, _: object) -> bytes:
             self.calls[host] += 1
-            return json.dumps(ANSWER | {"version": self._version}).encode()
+            return answers(request, version=self._version)
 
         self._running[host] = ExitStack()
         self._running[host].enter_context(grpc_server(answer, self.port, host=host))

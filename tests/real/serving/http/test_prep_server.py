@@ -70,6 +70,25 @@ def test_prediction_equals_torchserves(served: Served, prep: httpx.Client) -> No
             }
 
 
+def test_concurrent_requests_share_messages_and_get_their_own_answers(served: Served, prep: httpx.Client) -> None:
+    queries = served.parts.smoke_queries()
+    with ThreadPoolExecutor(16) as pool:
+        answers = list(
+            pool.map(lambda image: prep.post("/predict", json=encoded(image)).json(), [i for i, _ in queries] * 8)
+        )
+    assert [answer["pred"] for answer in answers] == [query.pred for _, query in queries] * 8
+    assert len({answer["id"] for answer in answers}) == len(answers)
+
+
+def test_request_with_more_images_than_a_message_is_answered_in_order(served: Served, prep: httpx.Client) -> None:
+    queries = (served.parts.smoke_queries() * 99)[:99]
+    instances = [encoded(image) for image, _ in queries]
+    instances.insert(50, encoded(b"text"))
+    answers = prep.post("/v1/models/embedding:predict", json={"instances": instances}).json()["predictions"]
+    assert answers.pop(50)["code"] == 400
+    assert [answer["pred"] for answer in answers] == [query.pred for _, query in queries]
+
+
 def test_health_label_and_metadata_name_the_release(served: Served, prep: httpx.Client) -> None:
     version, labels = served.manifest.version, list(served.manifest.labels)
     assert prep.get("/health").json() == {"status": "ok", "version": version}
