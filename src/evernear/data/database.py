@@ -18,11 +18,12 @@ from evernear.common.disk import disk_errors
 from evernear.common.processes import available_cpus, memory_limit_bytes
 from evernear.errors import ConflictError, StoreError
 
-MEMORY_BYTES = 128 * 2**20
-"""Maximum memory for tables, at most an eighth of the container's. Larger operations use the
-disk."""
-THREADS: int | None = None
-"""None: one for each CPU."""
+MEMORY_BYTES = 512 * 2**20
+"""Maximum memory for tables, at most an eighth of the container's. Larger operations use the disk,
+but the memory that a sort needs grows with the square root of its rows: 10,000,000 names need more
+than 128 MiB, and 30,000,000 less than 256 MiB."""
+THREAD_BYTES = 128 * 2**20
+"""Memory that each thread needs (https://duckdb.org/docs/current/guides/performance/environment)."""
 _BATCH_ROWS = 50_000
 _T = TypeVar("_T")
 ArrowTable = Any
@@ -45,13 +46,13 @@ class Database:
         """``scratch`` is a directory for the database, which nobody else uses. Of other
         directories, only those in ``readable`` can be read."""
         self._scratch = scratch
-        memory_bytes = min(MEMORY_BYTES, memory_limit_bytes() // 8)
+        memory_bytes = int(min(MEMORY_BYTES, memory_limit_bytes() / 8))
         with _database_errors():
             self._db = duckdb.connect(
                 ":memory:",
                 config={
-                    "memory_limit": f"{int(memory_bytes)}B",
-                    "threads": THREADS or available_cpus(),
+                    "memory_limit": f"{memory_bytes}B",
+                    "threads": max(1, min(available_cpus(), memory_bytes // THREAD_BYTES)),
                     "temp_directory": str(scratch / "spill"),
                     "preserve_insertion_order": False,
                     "autoinstall_known_extensions": False,
@@ -172,10 +173,15 @@ def _hide_progress(connection: duckdb.DuckDBPyConnection) -> None:
 def _database_errors() -> Generator[None]:
     try:
         yield
-    except duckdb.Error as error:
+    except (duckdb.Error, OSError) as error:  # `batches` raises pyarrow's
         text = str(error)
         if "No files found" in text:
             raise ConflictError("`evernear forget` or a prune finished in the meantime; run again.") from error
         if "No space left" in text or "max_temp_directory_size" in text:
             raise StoreError("The disk that holds the temporary directory is full (TMPDIR).") from error
+        if "Out of Memory" in text:
+            raise StoreError(
+                "There is too little memory for the tables of the dataset, which get an eighth of the container's, "
+                f"at most {MEMORY_BYTES // 2**20} MiB. Raise its limit (in Kubeflow Pipelines, pipeline.task_memory)."
+            ) from error
         raise StoreError(f"The tables of the dataset cannot be read or written: {text.splitlines()[0]}") from error

@@ -75,8 +75,9 @@ def test_file_has_the_time_of_the_source(grouped, tmp_path: Path) -> None:
 def test_digest_depends_on_nothing_but_the_images(
     grouped, tmp_path: Path, run_ingest, make_image, monkeypatch, threads: int, memory_bytes: int, partition_rows: int
 ) -> None:
-    monkeypatch.setattr(database, "THREADS", threads)
+    monkeypatch.setattr(database, "available_cpus", lambda: threads)
     monkeypatch.setattr(database, "MEMORY_BYTES", memory_bytes)
+    monkeypatch.setattr(database, "THREAD_BYTES", 2**24)
     monkeypatch.setattr(tables, "PARTITION_ROWS", partition_rows)
     source, pattern = tmp_path / "photos", r"(scene-\d+)"
     again = run_ingest(source, group=pattern, dataset="again")
