@@ -292,6 +292,7 @@ def ask_evernear(folder: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
     from evernear import steps
     from evernear.evaluation.open_set import OpenSet
     from evernear.evaluation.recognizer import Recognizer
+    from evernear.evaluation.statistics import near_any
     from evernear.index.description import describe_index
     from evernear.kubeflow.local_run import pipeline_arguments
     from evernear.serving.decoding import decode_image, inspect_image
@@ -335,6 +336,9 @@ def ask_evernear(folder: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
         )
 
     accepts, added = open_set.expected_false_accepts, open_set.added_recognized
+    if accepts:  # the threshold stays, and each added class accepts images
+        classes = len(describe_index(Path(out["index"])).known_labels) / len(described.known_labels)
+        accepts = near_any(accepts, classes)
     return {
         **shares(*map(ask, ("fresh", "later", "nowhere"))),
         "stated_unseen_accepted": [accepts.value, accepts.low, accepts.high] if accepts else None,

@@ -228,8 +228,8 @@ def reuse(run: str, settings: Tree, dataset: str, network: str, open_set: str) -
 
         release, threshold = reuse_network(record.store, Dataset.open(Path(dataset)), Path(network))
         threshold.save(Path(open_set))
-        if added := threshold.describe_added():
-            running.note(added)
+        for sentence in filter(None, [threshold.describe_kept_threshold(), threshold.describe_added()]):
+            running.note(sentence)
         running.summary = f"network {release.network_sha256[:12]} of release {release.version}"
     return {"sha256": release.network_sha256, "release": release.version}
 

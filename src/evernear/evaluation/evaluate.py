@@ -21,8 +21,8 @@ from evernear.evaluation.compare import Comparison, compare, compare_refusals
 from evernear.evaluation.examples import Replay
 from evernear.evaluation.headline import AnswerCounts, headline
 from evernear.evaluation.measure import BATCH_SIZE, NO_CHANGES, Measurement, Observer, Outcomes, measure
-from evernear.evaluation.open_set import ADDED_RECOGNIZED, FALSE_ACCEPT_RATE, OpenSet
-from evernear.evaluation.statistics import Interval, Proportion
+from evernear.evaluation.open_set import ADDED_RECOGNIZED, EXPECTED_FALSE_ACCEPTS, FALSE_ACCEPT_RATE, OpenSet
+from evernear.evaluation.statistics import Interval, Proportion, near_any
 from evernear.settings import ClassSettings
 
 if TYPE_CHECKING:  # reading an evaluation must not import torch or FAISS
@@ -120,9 +120,11 @@ class Evaluation(Document):
     @property
     def false_accepts(self) -> Proportion | Interval | None:
         """Share of images of unseen classes that the candidate accepts. With the champion's network
-        and threshold, it is the champion's."""
-        is_reused = self.open_set.threshold is not None
-        return self.champion_false_accepts if is_reused else self.open_set.false_accepts
+        and threshold, it follows from the champion's share, and the number of classes."""
+        if self.open_set.threshold is None:
+            return self.open_set.false_accepts
+        before, known = self.champion_false_accepts, len(self.champion.known_labels) if self.champion else 0
+        return near_any(before, len(self.candidate.known_labels) / known) if before and known else before
 
     @property
     def uncorrected(self) -> AnswerCounts | None:
@@ -153,7 +155,11 @@ class Evaluation(Document):
             metrics["reviewed_left_out"] = sum(self.reviewed_left_out.values())
         if self.baselines:
             metrics["baseline_label_right"] = max(baseline.label_right.value for baseline in self.baselines)
-        stated = {FALSE_ACCEPT_RATE: self.false_accepts, ADDED_RECOGNIZED: self.open_set.added_recognized}
+        stated = {
+            FALSE_ACCEPT_RATE: self.false_accepts,
+            EXPECTED_FALSE_ACCEPTS: self.open_set.expected_false_accepts,
+            ADDED_RECOGNIZED: self.open_set.added_recognized,
+        }
         for name, share in stated.items():
             if share:
                 metrics |= {name: share.value, f"{name}_low": share.low, f"{name}_high": share.high}

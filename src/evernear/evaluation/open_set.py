@@ -4,12 +4,14 @@ from collections.abc import Mapping
 
 from evernear.common.frozen import Frozen
 from evernear.common.output import named, quantity
-from evernear.evaluation.statistics import Auroc, Interval, Proportion, Roc
+from evernear.evaluation.statistics import Auroc, Interval, Proportion, Roc, near_any
+from evernear.index.description import MAX_DISTANCE
 
 ADDED_IMAGES = 20
 """Images of a class that the probe adds to the gallery, as a reindex would."""
 
 FALSE_ACCEPT_RATE, ADDED_RECOGNIZED = "open_set_false_accept_rate", "added_recognized"
+EXPECTED_FALSE_ACCEPTS = "expected_false_accepts"
 """Metrics of a release, each with an interval."""
 
 
@@ -21,6 +23,13 @@ def stated_false_accepts(metrics: Mapping[str, float]) -> Interval | None:
 def stated_added_recognized(metrics: Mapping[str, float]) -> Interval | None:
     """`OpenSet.added_recognized` of a release, which holds for its reindexes."""
     return _stated(metrics, ADDED_RECOGNIZED)
+
+
+def expected_by_more_classes(metrics: Mapping[str, float], classes: float) -> Interval | None:
+    """`OpenSet.expected_false_accepts` of a release, after a reindex with ``classes`` times as many
+    classes, each of which accepts images."""
+    stated = _stated(metrics, EXPECTED_FALSE_ACCEPTS)
+    return near_any(stated, classes) if stated else None
 
 
 def _stated(metrics: Mapping[str, float], name: str) -> Interval | None:
@@ -73,8 +82,8 @@ class OpenSet(Frozen):
     """Proportion of images of held-out classes to expect to be named right and accepted after
     `ADDED_IMAGES` other images of each class joined the gallery."""
     added_in_halves: bool = False
-    """Whether `added_recognized` was measured with the half of a class's images that differs most
-    from the half in the gallery, instead of test and query images."""
+    """Whether `added_recognized` was measured with the half of a class's images that shows other
+    scenes than the half in the gallery, instead of test and query images."""
 
     @property
     def separates(self) -> bool:
@@ -88,10 +97,9 @@ class OpenSet(Frozen):
             return ""
         if not self.separates:
             return self._switched_off()
-        expected = self.expected_false_accepts
+        unseen = self._unseen(self.expected_false_accepts)
         text = (
-            f"AUROC {self.auroc} for {self._classes()}. Of images of unseen classes, expect {expected.value:.0%} "
-            f"({expected.low:.0%} to {expected.high:.0%}) to be accepted as known; of those held out, "
+            f"AUROC {self.auroc} for {self._classes()}. {unseen}; of those held out, "
             f"{self.false_accepts.count:,} of {self.false_accepts.total:,} were."
         )
         if self.required_reject_rate and self.required_reject_rate > (self.stated_false_reject_rate or 1):
@@ -134,6 +142,23 @@ class OpenSet(Frozen):
             f"{self._classes()} are not significantly farther away than those of known classes."
         )
 
+    def describe_kept_threshold(self) -> str:
+        """What to expect of images of unseen classes after a reindex, or empty if the champion does
+        not state it."""
+        if self.threshold is None or self.expected_false_accepts is None:
+            return ""
+        if self.threshold >= MAX_DISTANCE:
+            return "Unknown stays switched off, and every image counts as known."
+        unseen = self._unseen(self.expected_false_accepts)
+        return f"{unseen}: the threshold stays, and each class that is added accepts more."
+
+    @staticmethod
+    def _unseen(expected: Interval) -> str:
+        return (
+            f"Of images of unseen classes, expect {expected.value:.0%} ({expected.low:.0%} to {expected.high:.0%}) "
+            "to be accepted as known"
+        )
+
     def describe_added(self) -> str:
         """What to expect of a class that is added without training, or empty without a probe."""
         if self.added_recognized is None:
@@ -157,7 +182,8 @@ class OpenSet(Frozen):
         )
         if self.added_in_halves:
             text += (
-                " Each added class was queried with the half of its images that differs most from the half in the "
-                "gallery, in place of photographs of another day. To hold out whole days or places, set data.group."
+                " Each added class was queried with images of other scenes than those in the gallery, as far as its "
+                "images show scenes, in place of photographs of another day. To hold out whole days or places, set "
+                "data.group."
             )
         return text

@@ -131,8 +131,14 @@ def expected_share(share: Proportion, classes: float = 1.0) -> Interval:
     transfer = deviations(CONFIDENCE) * TRANSFER_DEVIATION
     middle = logit(share.value if 0 < share.count < share.total else _inside(share.value, share.total))
     below, above = (math.hypot(middle - logit(limit), transfer) for limit in (share.low, share.high))
-    ends = (share.value, float(expit(middle - below)), float(expit(middle + above)))
-    value, low, high = (1 - (1 - each) ** classes for each in ends)
+    ends = Interval(value=share.value, low=float(expit(middle - below)), high=float(expit(middle + above)))
+    return near_any(ends, classes)
+
+
+def near_any(share: Interval, classes: float) -> Interval:
+    """The ``share`` of images that are near one of some classes, for ``classes`` times as many
+    classes."""
+    value, low, high = (1 - (1 - each) ** classes for each in (share.value, share.low, share.high))
     return Interval(value=value, low=min(low, value), high=max(high, value))
 
 

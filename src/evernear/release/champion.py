@@ -15,7 +15,12 @@ from evernear.embedding import OPENVINO_FILES
 from evernear.errors import DataError, IntegrityError, StoreError, TransientStoreError
 from evernear.evaluation.evaluate import ReleasedSystem, UnavailableSystem
 from evernear.evaluation.measure import NO_CHANGES
-from evernear.evaluation.open_set import OpenSet, stated_added_recognized, stated_false_accepts
+from evernear.evaluation.open_set import (
+    OpenSet,
+    expected_by_more_classes,
+    stated_added_recognized,
+    stated_false_accepts,
+)
 from evernear.index.description import describe_index
 from evernear.release.archive_reader import open_release
 from evernear.release.manifest import NETWORK_DESCRIPTION_FILE, NETWORK_FILE, ReleaseManifest
@@ -134,9 +139,11 @@ def reuse_network(store: Store, dataset: Dataset, network_dir: Path) -> tuple[Re
             for name in (NETWORK_FILE, NETWORK_DESCRIPTION_FILE, *converted):
                 shutil.copyfile(parts.directory / name, network_dir / name)
         index = describe_index(parts.directory)
+    classes = len(dataset.labels) / len(index.known_labels)
     threshold = index.threshold if index.calibration.found_by == "unseen classes" else None
     return manifest, OpenSet(
         held_out=(),
         threshold=threshold,
+        expected_false_accepts=None if threshold is None else expected_by_more_classes(manifest.metrics, classes),
         added_recognized=stated_added_recognized(manifest.metrics),
     )

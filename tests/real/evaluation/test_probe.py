@@ -31,7 +31,7 @@ from evernear.evaluation.probe import (
     assess,
     choose_held_out,
     choose_opener,
-    differing_half,
+    half_of_scenes,
     probe_open_set,
 )
 from evernear.evaluation.statistics import auroc_interval, place
@@ -160,11 +160,29 @@ def two_days(rng: np.random.Generator, apart: float) -> NDArray[np.float32]:
     return (vectors / np.linalg.norm(vectors, axis=1, keepdims=True)).astype(np.float32)
 
 
-def test_the_half_that_differs_most_is_the_other_day():
+def test_a_half_contains_whole_scenes():
     for seed in range(20):
-        half = differing_half(two_days(np.random.default_rng(seed), 0.3))
+        half = half_of_scenes(two_days(np.random.default_rng(seed), 0.3))
         assert set(np.flatnonzero(half) % 2) in ({0}, {1})
         assert half.sum() == 10
+
+
+def test_images_without_scenes_are_divided_at_random():
+    """The means of the two sides of the median would differ by 1.6 standard deviations."""
+    differences: list[float] = []
+    for seed in range(20):
+        vectors = two_days(np.random.default_rng(seed), 0.0)
+        half = half_of_scenes(vectors)
+        centered = vectors - vectors.mean(axis=0)
+        along = centered @ np.linalg.svd(centered)[2][0]
+        differences.append(abs(along[half].mean() - along[~half].mean()) / along.std())
+    assert np.mean(differences) < 0.8
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_few_or_equal_images_are_halved(count: int):
+    assert half_of_scenes(np.eye(count, dtype=np.float32)).sum() == 1
+    assert half_of_scenes(np.ones((count, 4), np.float32)).sum() == 1
 
 
 def test_added_photographs_are_asked_with_the_other_day(make_embeddings: MakeEmbeddings, tmp_path: Path):

@@ -5,6 +5,8 @@ tests/slow/scenarios/test_main_job.py tests complete reindex runs.
 
 import json
 import shutil
+from dataclasses import replace
+from datetime import datetime
 from pathlib import Path
 
 import pytest
@@ -15,11 +17,14 @@ from evernear.embedding.embed import embed_dataset
 from evernear.embedding.embeddings import Embeddings
 from evernear.embedding.export import describe_network, load_network, training_dataset
 from evernear.errors import DataError, IntegrityError, StoreError
+from evernear.evaluation.open_set import EXPECTED_FALSE_ACCEPTS
 from evernear.index.build import build_index
+from evernear.index.description import MAX_DISTANCE
+from evernear.release.archive import Candidate
 from evernear.release.champion import reuse_network
 from evernear.release.registry import Registry
 from evernear.settings import IndexSettings
-from tests.releases import MakeRelease, System, release_maker
+from tests.releases import MakeRelease, PackedRelease, System, pack_release, release_maker
 
 
 def promote(store: Store, release: MakeRelease) -> str:
@@ -58,6 +63,30 @@ def test_threshold_of_unseen_classes_is_reused(system: System, store: Store, tmp
     _, open_set = reuse_network(store, system.dataset, tmp_path / "network")
     assert open_set.threshold == 0.375
     assert open_set.auroc is None
+    assert open_set.describe_kept_threshold() == ""
+
+
+def test_reuse_expects_more_classes_to_accept_more(system: System, store: Store, tmp_path: Path) -> None:
+    """With twice the classes, an unseen image is called unknown only if both halves refuse it."""
+    embed_dataset(system.network_dir, system.dataset, tmp_path / "embeddings")
+    labels = system.dataset.labels
+    build_index(Embeddings.open(tmp_path / "embeddings"), labels, IndexSettings(), tmp_path / "index", threshold=0.375)
+    probed = System(system.dataset, system.network_dir, tmp_path / "index")
+    (tmp_path / "release").mkdir()
+    stated = {f"{EXPECTED_FALSE_ACCEPTS}{end}": value for end, value in (("", 0.2), ("_low", 0.1), ("_high", 0.5))}
+
+    def pack(candidate: Candidate, out_dir: Path, created: datetime) -> PackedRelease:
+        return pack_release(replace(candidate, metrics={**candidate.metrics, **stated}), out_dir, created)
+
+    promote(store, release_maker(probed, lambda: tmp_path / "release", pack))
+    doubled = renamed(system.dataset, labels=(*labels, *(f"new {label}" for label in labels)))
+    _, open_set = reuse_network(store, doubled, tmp_path / "network")
+    assert open_set.describe_kept_threshold() == (
+        "Of images of unseen classes, expect 36% (19% to 75%) to be accepted as known: the threshold stays, and each "
+        "class that is added accepts more."
+    )
+    switched_off = open_set.model_copy(update={"threshold": MAX_DISTANCE})
+    assert switched_off.describe_kept_threshold().startswith("Unknown stays switched off")
 
 
 def test_reuse_requires_a_champion(system: System, store: Store, tmp_path: Path) -> None:
