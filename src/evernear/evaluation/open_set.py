@@ -52,6 +52,9 @@ class OpenSet(Frozen):
     """Share of test images of held-out classes that are accepted at the threshold that accepts 95%
     of the known images (FPR at 95% TPR)."""
     roc: Roc | None = None
+    accepts_most: bool = False
+    """Whether unknown is off because a threshold that spares the known images would accept most
+    images of held-out classes, although these are significantly farther away."""
     threshold: float | None = None
     """Threshold of the release whose network is reused, which is
     `evernear.index.description.MAX_DISTANCE` if the distances do not separate unseen classes."""
@@ -129,7 +132,7 @@ class OpenSet(Frozen):
         )
 
     def _switched_off(self) -> str:
-        if self.auroc and self.auroc.low > 0.5:
+        if self.accepts_most:
             return (
                 "Unknown is switched off, and every image counts as known: a threshold that rejects at most "
                 f"{self.stated_false_reject_rate:.0%} of known images (index.false_reject_rate) would accept most "

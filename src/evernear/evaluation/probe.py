@@ -200,7 +200,8 @@ def assess(draws: Sequence[Draw], settings: IndexSettings) -> OpenSet:
     # `threshold_rejecting` would take the largest distance of few images, which is often an outlier
     sparing_known = float(np.quantile(known_queries, 1 - settings.false_reject_rate, method="lower"))
     limit = max(accepting, sparing_known)
-    separates = of_images[0] > 0.5 and (unknown_queries <= limit).mean() <= MOST_ACCEPTED
+    is_farther, accepts_most = of_images[0] > 0.5, bool((unknown_queries <= limit).mean() > MOST_ACCEPTED)
+    separates = is_farther and not accepts_most
     thresholds = [
         threshold_of(draw.known_for_calibration, limit, settings.false_reject_rate) if separates else MAX_DISTANCE
         for draw in draws
@@ -221,6 +222,7 @@ def assess(draws: Sequence[Draw], settings: IndexSettings) -> OpenSet:
         ),
         false_accepts_at_95=_false_accepts_at_95(known, unknown),
         roc=roc(known.distances, unknown.distances),
+        accepts_most=is_farther and accepts_most,
         threshold=None if separates else MAX_DISTANCE,
         relative_threshold=limit if separates else None,
         reject_rate=float((known_queries > limit).mean()) if separates else None,

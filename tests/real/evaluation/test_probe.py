@@ -136,6 +136,17 @@ def test_a_threshold_that_accepts_most_unseen_images_is_switched_off():
     assert followed.false_accepts.value == pytest.approx(0.05, abs=0.01)
 
 
+def test_reason_for_no_threshold_holds_for_few_different_classes_too():
+    """One known class has only distant images, so that the interval of the classes reaches 0.5."""
+    known = np.append(NEAR, [9.0] * 20).astype(np.float32)
+    known_sample = Sample(known, (np.append(np.zeros(len(NEAR), int), np.ones(20, int)),))
+    unknown_sample = Sample(FAR, (np.arange(len(FAR)) % 2,))
+    result = assess([Draw(known_sample, unknown_sample, known, FAR)], IndexSettings())
+    assert result.auroc.low < 0.5 < result.auroc.value
+    assert result.threshold == MAX_DISTANCE
+    assert "would accept most images" in result.summary()
+
+
 def test_added_classes_are_asked_after_their_images_joined_the_gallery(open_set: OpenSet):
     share = open_set.added_recognized
     assert 0.1 < share.low < share.value < share.high <= 1
