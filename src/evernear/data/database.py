@@ -5,6 +5,7 @@ A statement must not depend on the order in which threads finish: rows are only 
 `ORDER BY`, and a result that is read after other statements began has its own cursor.
 """
 
+import math
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from itertools import islice
@@ -19,9 +20,9 @@ from evernear.common.processes import available_cpus, memory_limit_bytes
 from evernear.errors import ConflictError, StoreError
 
 MEMORY_BYTES = 512 * 2**20
-"""Maximum memory for tables, at most an eighth of the container's. Larger operations use the disk,
-but the memory that a sort needs grows with the square root of its rows: 10,000,000 names need more
-than 128 MiB, and 30,000,000 less than 256 MiB."""
+"""Memory for tables outside of containers, and an eighth of the limit in a container. Larger
+operations use the disk, but the memory that a sort needs grows with the square root of its rows:
+10,000,000 names need more than 128 MiB, and 30,000,000 less than 256 MiB."""
 THREAD_BYTES = 128 * 2**20
 """Memory that each thread needs (https://duckdb.org/docs/current/guides/performance/environment)."""
 _BATCH_ROWS = 50_000
@@ -46,7 +47,8 @@ class Database:
         """``scratch`` is a directory for the database, which nobody else uses. Of other
         directories, only those in ``readable`` can be read."""
         self._scratch = scratch
-        memory_bytes = int(min(MEMORY_BYTES, memory_limit_bytes() / 8))
+        limit_bytes = memory_limit_bytes()
+        memory_bytes = MEMORY_BYTES if math.isinf(limit_bytes) else int(limit_bytes) // 8
         with _database_errors():
             self._db = duckdb.connect(
                 ":memory:",
@@ -181,7 +183,7 @@ def _database_errors() -> Generator[None]:
             raise StoreError("The disk that holds the temporary directory is full (TMPDIR).") from error
         if "Out of Memory" in text:
             raise StoreError(
-                "There is too little memory for the tables of the dataset, which get an eighth of the container's, "
-                f"at most {MEMORY_BYTES // 2**20} MiB. Raise its limit (in Kubeflow Pipelines, pipeline.task_memory)."
+                "There is too little memory for the tables of the dataset, which get an eighth of the container's. "
+                "Raise the container's memory limit (in Kubeflow Pipelines, pipeline.task_memory)."
             ) from error
         raise StoreError(f"The tables of the dataset cannot be read or written: {text.splitlines()[0]}") from error

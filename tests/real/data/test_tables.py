@@ -76,7 +76,7 @@ def test_digest_depends_on_nothing_but_the_images(
     grouped, tmp_path: Path, run_ingest, make_image, monkeypatch, threads: int, memory_bytes: int, partition_rows: int
 ) -> None:
     monkeypatch.setattr(database, "available_cpus", lambda: threads)
-    monkeypatch.setattr(database, "MEMORY_BYTES", memory_bytes)
+    monkeypatch.setattr(database, "memory_limit_bytes", lambda: 8 * memory_bytes)
     monkeypatch.setattr(database, "THREAD_BYTES", 2**24)
     monkeypatch.setattr(tables, "PARTITION_ROWS", partition_rows)
     source, pattern = tmp_path / "photos", r"(scene-\d+)"
