@@ -351,7 +351,7 @@ def _await_management(home: Path, pid: int, timeout_s: float) -> None:
     deadline_s = time.monotonic() + timeout_s
     management = Management(home)
     while time.monotonic() < deadline_s:
-        if not _is_java_of(home, pid):
+        if _has_ended(pid):
             raise _start_error(home)
         try:
             management.list_models()
@@ -388,6 +388,14 @@ def _owner(home: Path) -> int | None:
         return int((home / OWNER_FILE).read_text())
     except (OSError, ValueError):
         return None
+
+
+def _has_ended(pid: int) -> bool:
+    """Not by its command line, which is empty for a moment when Java replaces the shell."""
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
 
 
 def _is_java_of(home: Path, pid: int) -> bool:
