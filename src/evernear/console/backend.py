@@ -232,8 +232,7 @@ class ReleaseAnswers(NamedTuple):
         return {digest.hex(): label for digest, label in labels if digest in wanted}
 
     def digests(self, kind: Kind) -> set[str]:
-        column = self.table.rows["digest"].take(self.numbers(kind))
-        return {digest.hex() for digest in column.to_pylist()}
+        return {self.digest(number) for number in self.numbers(kind)}
 
 
 class Releases:

@@ -2,6 +2,7 @@
 
 from datetime import UTC, datetime
 from pathlib import Path
+from types import SimpleNamespace
 from typing import cast
 
 import pytest
@@ -9,8 +10,11 @@ from starlette.testclient import TestClient
 
 from evernear.common.run_record import OUTCOME, RunRecord, StepRecord
 from evernear.common.store import Store
+from evernear.console.backend import ReleaseAnswers
 from evernear.console.runs import LocalRuns
 from evernear.errors import DataError
+from evernear.evaluation.answer_table import ANSWERS_FILE, KINDS, AnswerTable, AnswerWriter
+from evernear.release.manifest import ReleaseManifest
 from evernear.release.promotions import ChampionPointer, How, Promotion
 from evernear.reporting.notify import RunOutcome
 from evernear.reporting.runs import RunList
@@ -132,6 +136,14 @@ def test_rollbacks_stand_among_the_runs(store: Store, images: Path) -> None:
     text = client.get("/runs").text
     assert text.count(", live</summary>") == 2
     assert "rolled back by ann: Slow." in text
+
+
+def test_filter_that_no_image_passes_is_empty(tmp_path: Path) -> None:
+    with AnswerWriter(tmp_path / ANSWERS_FILE, ("cat",)):
+        pass
+    table = AnswerTable((tmp_path / ANSWERS_FILE).read_bytes(), ANSWERS_FILE)
+    answers = ReleaseAnswers(cast(ReleaseManifest, SimpleNamespace(threshold=1.0)), table)
+    assert [answers.digests(kind) for kind in KINDS] == [set(), set(), set()]
 
 
 def test_pages_of_an_empty_store_say_what_is_missing(images: Path, store: Store) -> None:
