@@ -3,6 +3,7 @@
 import json
 import os
 import platform
+import re
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
@@ -20,7 +21,7 @@ def describe() -> dict[str, Any]:
     import torch
 
     return {
-        "command": shlex.join(["python", *sys.orig_argv[1:]]),
+        "command": without_paths(shlex.join(["python", *sys.orig_argv[1:]])),
         "cpu": torch.cpu.get_capabilities().get("cpu_name", platform.processor()),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
@@ -33,6 +34,11 @@ def describe() -> dict[str, Any]:
         "load_before": round(os.getloadavg()[0], 2),
         "measured": datetime.now(UTC).isoformat(timespec="seconds"),
     }
+
+
+def without_paths(command: str) -> str:
+    """``command`` with a placeholder for each absolute path, which is a path of this machine."""
+    return re.sub(r"(?<![\w./])/(?!/)[^\s']+", "DIRECTORY", command)
 
 
 def write(

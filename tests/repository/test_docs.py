@@ -14,6 +14,7 @@ from packaging.utils import canonicalize_name
 from typer.core import TyperGroup
 from typer.main import get_command
 
+from benchmarks.machine import without_paths
 from docs import build
 from docs.settings_reference import settings, settings_page
 from docs.wrapping import damage
@@ -307,3 +308,10 @@ def test_check_names_the_damaged_file_and_line(page: Path) -> None:
     page.write_text("Use `evernear\nrun`.\n")
     with pytest.raises(DataError, match=r"^docs/page\.md: line 1: `evernear run` is broken over lines"):
         build.check_wrapping()
+
+
+def test_result_tables_name_no_path_of_a_machine() -> None:
+    for table in (build.ROOT / "benchmarks/results").glob("*.md"):
+        command = table.read_text().partition("```sh\n")[2].partition("\n```")[0]
+        assert without_paths(command) == command, table.name
+    assert without_paths("python -m b folder:/a/b s3://c/d e/f.py") == "python -m b folder:DIRECTORY s3://c/d e/f.py"

@@ -20,7 +20,7 @@ from evernear.errors import BusyError, DataError, StoreError, disk_full_message
 
 _CACHED_FILES = 8
 _SETTLED_NS = 10**9
-"""Age from which on a change of a file also changes its time, whatever the clock of the disk."""
+"""Some file systems store whole seconds: after two changes in one second, the time is the same."""
 Value = TypeVar("Value")
 _NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
 """What Lustre, NFS and file systems of user processes answer that have no locks."""

@@ -20,9 +20,9 @@ from evernear.common.processes import available_cpus, memory_limit_bytes
 from evernear.errors import ConflictError, StoreError
 
 MEMORY_BYTES = 512 * 2**20
-"""Memory for tables outside of containers, and an eighth of the limit in a container. Larger
-operations use the disk, but the memory that a sort needs grows with the square root of its rows:
-10,000,000 names need more than 128 MiB, and 30,000,000 less than 256 MiB."""
+"""Memory for tables without a container. In a container, they get an eighth of its limit. Larger
+operations use the disk, but a sort needs more memory for more rows: with two threads, 128 MiB are
+too little for 10,000,000 names, and 256 MiB suffice for 30,000,000."""
 THREAD_BYTES = 128 * 2**20
 """Memory that each thread needs (https://duckdb.org/docs/current/guides/performance/environment)."""
 _BATCH_ROWS = 50_000
@@ -183,7 +183,8 @@ def _database_errors() -> Generator[None]:
             raise StoreError("The disk that holds the temporary directory is full (TMPDIR).") from error
         if "Out of Memory" in text:
             raise StoreError(
-                "There is too little memory for the tables of the dataset, which get an eighth of the container's. "
-                "Raise the container's memory limit (in Kubeflow Pipelines, pipeline.task_memory)."
+                f"There is too little memory for the tables of the dataset: {MEMORY_BYTES // 2**20} MiB, or in a "
+                "container an eighth of its limit. Use a container with a higher memory limit (in Kubeflow Pipelines, "
+                "raise pipeline.task_memory)."
             ) from error
         raise StoreError(f"The tables of the dataset cannot be read or written: {text.splitlines()[0]}") from error

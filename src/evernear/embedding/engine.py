@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
 _UNLIMITED = 2**31 - 1
 _DIVIDED_PIXELS = 64 * 64
-"""Pixels of an image from which a call is divided among threads. Of a smaller one, a second thread
-doubles the CPU time, and the call takes as long."""
+"""The size of an image, in pixels, from which several threads share a call. For smaller images, a
+second thread doubles the CPU time and does not shorten the call."""
 
 
 def cache_key(identity: str, tried: bool = True) -> str:
@@ -50,7 +50,6 @@ class OpenVINONetwork:
             "ENABLE_CPU_PINNING": False,  # the threads of several processes would share the same CPUs
         }
         self._compiled = _core().compile_model(model, "CPU", options)
-        self.threads = int(self._compiled.get_property("INFERENCE_NUM_THREADS"))
         self._max_batch_size, self._output = max_batch_size, output
         self._tensor = _import_openvino().Tensor
         self._of_thread = threading.local()

@@ -127,7 +127,7 @@ class EmbeddingHandler:
                 image=image,
                 id=f"{id_}-{number}" if number else id_,
                 parent=parents[number] if number < len(parents) else "",
-                is_probe=bool(header(PROBE_HEADER)),
+                is_probe=bool(header(PROBE_HEADER)),  # the frontend removes the header from all other requests
                 wants_embedding=EMBEDDING_FIELD in fields or bool(header(EMBEDDING_FIELD)),
             )
             for number, image in enumerate(images)
