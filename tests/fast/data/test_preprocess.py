@@ -1,4 +1,6 @@
+import contextlib
 import struct
+from collections.abc import Callable
 from io import BytesIO
 
 import numpy as np
@@ -33,6 +35,31 @@ def test_gray_and_color_pngs_keep_their_pixels(mode: str) -> None:
     image = decode(saved(noise(mode)), LIMIT)
     assert image.mode == mode
     assert image.tobytes() == noise(mode).tobytes()
+
+
+def outcome(read: Callable[[], Image.Image]) -> tuple[str, bytes] | str:
+    try:
+        image = read()
+        return image.mode, image.tobytes()
+    except DataError as error:
+        return str(error)
+    except (OSError, SyntaxError) as error:
+        return f"x.png is a broken image ({str(error).rstrip('.')})."
+
+
+@pytest.mark.parametrize("mode", ["L", "RGB"])
+def test_damaged_png_has_the_pixels_or_the_error_of_pillows_reader(mode: str) -> None:
+    whole = saved(noise(mode))
+    decoded = 0
+    for place in range(8, len(whole)):
+        for bits in (0x01, 0x80, 0xFF):
+            damaged = whole[:place] + bytes([whole[place] ^ bits]) + whole[place + 1 :]
+            with contextlib.suppress(DataError):
+                file = inspect(damaged, LIMIT, "x.png")
+                found = outcome(lambda file=file: decode_inspected(file, 16).image)
+                assert found == outcome(lambda file=file: Image.open(BytesIO(file.data), formats=["PNG"])), place
+                decoded += isinstance(found, tuple)
+    assert decoded > 10
 
 
 def palette() -> Image.Image:
