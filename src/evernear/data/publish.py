@@ -49,7 +49,7 @@ _SORTED: Mapping[Table, str] = {
 }
 _SEEN_GROUPS = """
 SELECT "group" FROM images WHERE "group" IS NOT NULL GROUP BY 1
-HAVING bool_or(split = 'query') AND bool_or(split IN ('train', 'gallery')) ORDER BY 1
+HAVING count(DISTINCT split) FILTER (split <> 'test') > 1 ORDER BY 1
 """
 _LEFT_MEASUREMENT = """
 SELECT reviewed, label, count(*) FROM images WHERE reviewed <> '' GROUP BY 1, 2 ORDER BY 1

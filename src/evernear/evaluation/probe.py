@@ -48,7 +48,6 @@ from evernear.index.vectors import digests_outside, move_toward, noise_of_means
 from evernear.settings import EvaluationSettings, IndexSettings, TrainSettings
 
 Distances = NDArray[np.float32]
-SPLITS_ASKED: tuple[Split, ...] = ("test", "query", "gallery")
 ADDED_FROM: tuple[Split, ...] = ("gallery", "train")
 FEWEST_KNOWN = 2
 """Minimum number of classes that remain for training. Calibration requires two classes in the
@@ -134,11 +133,11 @@ def probe_open_set(
     The candidate was trained on all classes. The probe uses its recipe with fewer epochs, and
     excludes the held-out classes, which ``train_settings.seed`` determines, from training and from
     the gallery. A frozen backbone, whose features are cached in ``store``, is probed in several
-    draws with different held-out classes. The threshold is determined from the query and gallery
-    images of the held-out classes and the query images of the others, the figures from the test
-    split. If images of unseen classes are not significantly farther from the gallery than known
-    images, the release calls no image unknown. Each draw then adds the held-out classes to the
-    gallery, as a reindex would, and asks with other images of them.
+    draws with different held-out classes, and `with_more_queries`. The threshold is determined from
+    the query and gallery images of the held-out classes and the query images of the others, the
+    figures from the test split. If images of unseen classes are not significantly farther from the
+    gallery than known images, the release calls no image unknown. Each draw then adds the held-out
+    classes to the gallery, as a reindex would, and asks with other images of them.
 
     ``on_draw`` is called before the first and after each draw with the numbers of completed and of
     all draws. Features
@@ -157,14 +156,15 @@ def probe_open_set(
     clock.limit(recipe.minutes)
     gallery, query, test = (manifest.count(split) for split in ("gallery", "query", "test"))
     clock.passes_after = 1 + TIME_OF_FLIP * (3 * gallery + 2 * query + test) / gallery
-    open_without = choose_opener(dataset, recipe, index_settings, on_step, store, clock)
+    asked = with_more_queries(dataset) if recipe.keeps_backbone else dataset
+    open_without = choose_opener(dataset, asked, recipe, index_settings, on_step, store, clock)
     draws: list[Draw] = []
-    groups = group_numbers(dataset)
+    groups = group_numbers(asked)
     in_halves = bool(recipe.weights) and groups is None
     if on_draw is not None:
         on_draw(0, len(held_out))
     for labels in held_out:
-        draws.append(_measure_draw(open_without(labels), dataset, labels, groups, in_halves))
+        draws.append(_measure_draw(open_without(labels), asked, labels, groups, in_halves))
         if on_draw is not None:
             on_draw(len(draws), len(held_out))
         if clock.share * (len(draws) + 1) / len(draws) > 1:
@@ -174,6 +174,20 @@ def probe_open_set(
         "added_in_halves": in_halves,
     }
     return assess(draws, index_settings).model_copy(update=update)
+
+
+def with_more_queries(dataset: Dataset) -> Dataset:
+    """``dataset`` with the gallery split among the queries. Its train images suffice as the gallery
+    of a frozen backbone, and a small set of photographs has too few queries: a single one of nine
+    images would determine the threshold."""
+    counts = dataset.manifest.label_counts("train")
+    if not all(counts[label] for label in dataset.labels):
+        return dataset
+    shards = tuple(
+        shard.model_copy(update={"split": "query"}) if shard.split == "gallery" else shard
+        for shard in dataset.manifest.shards
+    )
+    return Dataset(dataset.manifest.model_copy(update={"shards": shards}), dataset.store)
 
 
 def assess(draws: Sequence[Draw], settings: IndexSettings) -> OpenSet:
@@ -200,13 +214,12 @@ def assess(draws: Sequence[Draw], settings: IndexSettings) -> OpenSet:
     # `threshold_rejecting` would take the largest distance of few images, which is often an outlier
     sparing_known = float(np.quantile(known_queries, 1 - settings.false_reject_rate, method="lower"))
     limit = max(accepting, sparing_known)
-    is_farther, accepts_most = of_images[0] > 0.5, bool((unknown_queries <= limit).mean() > MOST_ACCEPTED)
+    limits = [(draw, threshold_of(draw.known_for_calibration, limit, settings.false_reject_rate)) for draw in draws]
+    accepted_queries = np.concatenate([draw.unknown_for_calibration <= threshold for draw, threshold in limits])
+    is_farther, accepts_most = of_images[0] > 0.5, bool(accepted_queries.mean() > MOST_ACCEPTED)
     separates = is_farther and not accepts_most
-    thresholds = [
-        threshold_of(draw.known_for_calibration, limit, settings.false_reject_rate) if separates else MAX_DISTANCE
-        for draw in draws
-    ]
-    limits = list(zip(draws, thresholds, strict=True))
+    if not separates:
+        limits = [(draw, MAX_DISTANCE) for draw in draws]
     accepted = np.concatenate([draw.unknown.distances <= threshold for draw, threshold in limits])
     rejected = np.concatenate([draw.known.distances > threshold for draw, threshold in limits])
     false_accepts = _share(accepted, unknown.clusterings)
@@ -307,7 +320,10 @@ def _measure_draw(
     """The gallery of ``recognizer`` does not contain ``held_out``. ``in_halves``: see
     `_ask_in_halves`."""
     seen = groups.seen_queries() if groups else frozenset[bytes]()
-    of_test, of_query, of_gallery = (_measure_split(recognizer, dataset, split, held_out) for split in SPLITS_ASKED)
+    of_test, of_query = (_measure_split(recognizer, dataset, split, held_out) for split in ("test", "query"))
+    unknown = [of_query.unknown.distances]
+    if dataset.count("gallery"):
+        unknown.append(_measure_split(recognizer, dataset, "gallery", held_out).unknown.distances)
     queries, outside = of_query.known, digests_outside(of_query.digests, seen)
     if outside.any():
         queries = queries.select(outside)
@@ -319,7 +335,7 @@ def _measure_draw(
         of_test.known,
         of_test.unknown,
         queries.distances,
-        np.concatenate([of_query.unknown.distances, of_gallery.unknown.distances]),
+        np.concatenate(unknown),
         ask(recognizer.gallery, _added_vectors(recognizer, dataset, held_out), others)
         if len(others.embeddings)
         else None,
@@ -459,18 +475,20 @@ def _answers_with(
 
 def choose_opener(
     dataset: Dataset,
+    asked: Dataset,
     recipe: Recipe,
     settings: IndexSettings,
     on_step: OnStep | None,
     store: Store | None,
     clock: Clock,
 ) -> Callable[[frozenset[str]], TrainedRecognizer]:
-    """Return a function that takes a set of labels and makes a recognizer without them."""
+    """Return a function that takes a set of labels and makes a recognizer without them. A frozen
+    backbone gets the gallery of ``asked`` (`with_more_queries`)."""
     if not recipe.keeps_backbone:
         return partial(_open_trained, dataset, recipe, settings, on_step, store, clock)
     pretrained = open_pretrained(dataset, recipe, store)
     pretrained.features.compute(dataset, SPLITS)
-    return partial(_open_head, dataset, recipe, settings, on_step, pretrained, clock)
+    return partial(_open_head, dataset, asked, recipe, settings, on_step, pretrained, clock)
 
 
 def _open_trained(
@@ -490,6 +508,7 @@ def _open_trained(
 
 def _open_head(
     dataset: Dataset,
+    asked: Dataset,
     recipe: Recipe,
     settings: IndexSettings,
     on_step: OnStep | None,
@@ -505,4 +524,4 @@ def _open_head(
     head = FrozenHead(pretrained.network).eval()
     embed, dim = HeadEmbedder(pretrained.features, head).embed, head.standardize.matrix.shape[1]
     joining = gallery_of(dataset.manifest, frozen=True, pretrained_sha256=None)
-    return with_gallery(embed, dim, pretrained.features.identity, joining, dataset, settings, held_out)
+    return with_gallery(embed, dim, pretrained.features.identity, joining, asked, settings, held_out)

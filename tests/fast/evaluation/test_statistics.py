@@ -11,6 +11,7 @@ from evernear.evaluation.statistics import (
     ROC_POINTS,
     TRANSFER_DEVIATION,
     Auroc,
+    Placements,
     auroc_interval,
     effective_totals,
     expected_share,
@@ -56,12 +57,23 @@ def test_auroc_interval_is_valid_at_its_extremes():
     assert worst.high == pytest.approx(1 - best.low, abs=1e-6)
 
 
+def test_one_odd_image_does_not_make_the_area_uncertain():
+    """Three of four networks separate all images, and the other all but one."""
+    near, far = np.linspace(0.5, 0.9, 14, dtype=np.float32), np.linspace(1.0, 1.3, 5, dtype=np.float32)
+    odd = np.append(near[1:], np.float32(1.1))
+    by_draw = [place(near, far)] * 3 + [place(odd, far)]
+    placements = Placements(*(np.concatenate(column) for column in zip(*by_draw, strict=True)))
+    value, low, _ = auroc_interval(placements, 14, 20, 0.95)
+    assert value > 0.99
+    assert low > 0.8
+
+
 SHAPES = {
     "normal, 0.64": lambda rng, n: (rng.normal(size=n[0]), rng.normal(0.5, 1, n[1])),
     "normal, 0.98": lambda rng, n: (rng.normal(size=n[0]), rng.normal(3, 1, n[1])),
     # Here Newcombe's interval alone covers the true value in 84 of 100 cases ...
     "unknown spread wide, 0.90": lambda rng, n: (rng.normal(size=n[0]), rng.normal(4, 3, n[1])),
-    # ... and here DeLong's in 86, or in 67 without the log odds.
+    # ... and here DeLong's in 86, or in 67 with symmetric limits.
     "known skewed, 0.998": lambda rng, n: (0.13 * np.exp(0.5 * rng.normal(size=n[0])), rng.normal(0.8, 0.2, n[1])),
 }
 

@@ -33,6 +33,7 @@ from evernear.evaluation.probe import (
     choose_opener,
     half_of_scenes,
     probe_open_set,
+    with_more_queries,
 )
 from evernear.evaluation.statistics import auroc_interval, place
 from evernear.index.build import build_index
@@ -377,6 +378,29 @@ def test_only_photographs_without_groups_are_asked_in_halves(tmp_path: Path, mon
     assert ("set data.group" in measured.scope()) == in_halves
 
 
+def test_a_frozen_backbone_has_more_queries_and_only_train_images_in_its_gallery(system, pretrained, tmp_path):
+    dataset, store = system.dataset, open_store((tmp_path / "store").as_uri())
+    asked = with_more_queries(dataset)
+    assert asked.count("query") == dataset.count("query") + dataset.count("gallery")
+    frozen = pretrained.model_copy(update={"frozen": True})
+    recognizer = choose_opener(dataset, asked, frozen, IndexSettings(), None, store, Clock())(frozenset("37"))
+    counts = asked.manifest.label_counts("train")
+    assert len(recognizer.gallery.label_indices) == sum(count for label, count in counts.items() if label not in "37")
+    settings = TrainSettings(backbone="test_resnet", weights=pretrained.weights, backbone_size_px=16, frozen=True)
+    probed = probe_open_set(dataset, settings, EvaluationSettings(), IndexSettings(), store=store)
+    assert probed.calibrated_unknown == asked.count("query")
+    assert probed.calibrated_known == (probed.draws - 1) * asked.count("query")
+
+
+def test_a_class_without_train_images_keeps_the_gallery(system: System):
+    shards = tuple(
+        shard.model_copy(update={"label_counts": {**shard.label_counts, "0": 0}}) if shard.split == "train" else shard
+        for shard in system.dataset.manifest.shards
+    )
+    dataset = opened(system.dataset.manifest.model_copy(update={"shards": shards}))
+    assert with_more_queries(dataset) is dataset
+
+
 @pytest.fixture(scope="module")
 def pretrained(system: System, tmp_path_factory: pytest.TempPathFactory) -> Recipe:
     import timm
@@ -393,7 +417,7 @@ def pretrained(system: System, tmp_path_factory: pytest.TempPathFactory) -> Reci
 def test_it_embeds_as_the_exported_network(system, pretrained, tmp_path, frozen) -> None:
     dataset, store = system.dataset, open_store((tmp_path / "store").as_uri())
     recipe, index, held_out = pretrained.model_copy(update={"frozen": frozen}), IndexSettings(k=1), frozenset("37")
-    recognizer = choose_opener(dataset, recipe, index, None, store, Clock())(held_out)
+    recognizer = choose_opener(dataset, dataset, recipe, index, None, store, Clock())(held_out)
 
     trained, network, embeddings = (tmp_path / name for name in ("trained", "network", "embeddings"))
     train_network(dataset, recipe, trained, store, exclude_labels=held_out)
