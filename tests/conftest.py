@@ -24,11 +24,15 @@ from filelock import FileLock
 from pydantic import BaseModel
 from xdist.scheduler import LoadFileScheduling
 
+from evernear.common.run_record import RunRecord
 from evernear.common.store import Store, open_store
 from evernear.settings import Settings, layers
 from evernear.settings.sources import Tree
 
 if TYPE_CHECKING:
+    from evernear.release.archive_reader import ReleaseParts
+    from evernear.release.registry import Registry
+    from tests.loopback.kfp import KfpServer
     from tests.releases import MakeRelease, PackedRelease, System
 
 hypothesis.settings.register_profile("no deadline", deadline=None)  # an example waits while another test computes
@@ -170,8 +174,34 @@ def bucket(s3_endpoint: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> Store:
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
+    """An empty store in a directory, or in a bucket if a test is parametrized with ``s3``; both
+    keep one contract."""
+    if getattr(request, "param", "file") == "s3":
+        return open_store(f"s3://{request.getfixturevalue('bucket')}/team")
     return open_store((tmp_path / "store").as_uri())
+
+
+@pytest.fixture
+def record(store: Store) -> RunRecord:
+    """The record of a run that has not started."""
+    return RunRecord(store, "run")
+
+
+@pytest.fixture
+def registry(store: Store) -> "Registry":
+    from evernear.release.registry import Registry
+
+    return Registry(store)
+
+
+@pytest.fixture
+def kfp() -> "Iterator[KfpServer]":
+    """A Kubeflow Pipelines API server without pipelines."""
+    from tests.loopback.kfp import KfpServer
+
+    with KfpServer() as server:
+        yield server
 
 
 @pytest.fixture(scope="session")
@@ -224,3 +254,19 @@ def without_torch(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 def release(make_release: "MakeRelease") -> "PackedRelease":
     """A release for tests that do not change it."""
     return make_release()
+
+
+@pytest.fixture(scope="session")
+def releases(make_release: "MakeRelease") -> "tuple[PackedRelease, PackedRelease, PackedRelease]":
+    """Three releases for tests that do not change them, each the parent of the next."""
+    first = make_release()
+    second = make_release(parent=first.version)
+    return first, second, make_release(parent=second.version)
+
+
+@pytest.fixture(scope="session")
+def parts(release: "PackedRelease", tmp_path_factory: pytest.TempPathFactory) -> "ReleaseParts":
+    """The release, unpacked."""
+    from evernear.release.archive_reader import open_release
+
+    return open_release(release.archive, tmp_path_factory.mktemp("opened") / "release")

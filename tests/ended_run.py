@@ -2,12 +2,11 @@
 
 import json
 from datetime import UTC, datetime
-from pathlib import Path
 
 import pytest
 
 from evernear.common.run_record import RunRecord, StepRecord
-from evernear.common.store import open_store
+from evernear.common.store import Store
 from evernear.release.registry import Registry
 from evernear.reporting.notify import finalize
 from evernear.settings import RunSettings
@@ -21,9 +20,8 @@ EPOCHS = [
 
 
 @pytest.fixture
-def record(tmp_path: Path, make_release: MakeRelease) -> RunRecord:
+def ended_run(store: Store, make_release: MakeRelease) -> RunRecord:
     """The record of a run whose release is held."""
-    store = open_store((tmp_path / "store").as_uri())
     release = make_release(promote=False)
     Registry(store).publish(release.archive)
     record = RunRecord(store, "run-1")

@@ -23,7 +23,7 @@ KUBECONFIG, IMAGE = "KUBECONFIG", "EVERNEAR_TEST_IMAGE"
 
 
 @pytest.fixture
-def sandbox(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Sandbox]:
+def cluster_sandbox(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Sandbox]:
     """A namespace to deploy into; the environment authenticates as the deployer of
     `deploy/base`."""
     image, kubeconfig = os.environ.get(IMAGE), of_the_shell(KUBECONFIG).get(KUBECONFIG)

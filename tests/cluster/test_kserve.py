@@ -65,26 +65,28 @@ def service() -> dict[str, Any]:
 
 
 def test_change_of_release_under_load_fails_no_request(
-    sandbox: Sandbox, make_release: MakeRelease, tmp_path: Path
+    cluster_sandbox: Sandbox, make_release: MakeRelease, tmp_path: Path
 ) -> None:
     image = os.environ.get(IMAGE)
     if not image:
         pytest.skip(f"needs {IMAGE}")
     first, second = make_release(), make_release()
-    registry = Registry(open_store(sandbox.store))
+    registry = Registry(open_store(cluster_sandbox.store))
     for release in (first, second):
         registry.publish(release.archive)
-    apps, core = AppsV1Api(sandbox.admin), CoreV1Api(sandbox.admin)
-    create(sandbox.admin, sandbox.namespace, deployment(image, sandbox.store, first), service())
+    apps, core = AppsV1Api(cluster_sandbox.admin), CoreV1Api(cluster_sandbox.admin)
+    create(cluster_sandbox.admin, cluster_sandbox.namespace, deployment(image, cluster_sandbox.store, first), service())
 
     def is_rolled_out() -> bool:
-        found = apps.read_namespaced_deployment(NAME, sandbox.namespace)
-        pods = core.list_namespaced_pod(sandbox.namespace, label_selector=f"app.kubernetes.io/name={NAME}").items
+        found = apps.read_namespaced_deployment(NAME, cluster_sandbox.namespace)
+        pods = core.list_namespaced_pod(
+            cluster_sandbox.namespace, label_selector=f"app.kubernetes.io/name={NAME}"
+        ).items
         is_current = found.status.observed_generation == found.metadata.generation
         return is_current and found.status.updated_replicas == found.status.ready_replicas == len(pods) == 2
 
-    until(is_rolled_out, sandbox.rollout_timeout_s)
-    port = core.read_namespaced_service(NAME, sandbox.namespace).spec.ports[0].node_port
+    until(is_rolled_out, cluster_sandbox.rollout_timeout_s)
+    port = core.read_namespaced_service(NAME, cluster_sandbox.namespace).spec.ports[0].node_port
     addresses = core.list_node().items[0].status.addresses
     host = next(address.address for address in addresses if address.type == "InternalIP")
     query, _ = open_release(first.archive, tmp_path / "release").smoke_queries()[0]
@@ -92,8 +94,8 @@ def test_change_of_release_under_load_fails_no_request(
     path = "/v1/models/embedding:predict"
     with calling(port, body, "", clients=8, pause_s=0.02, host=host, path=path) as calls:
         until(lambda: calls.predictions[first.version] >= 500, timeout_s=120)
-        patch = {"spec": {"template": {"spec": pod(image, sandbox.store, second)}}}
-        apps.patch_namespaced_deployment(NAME, sandbox.namespace, patch)
-        until(is_rolled_out, sandbox.rollout_timeout_s)
+        patch = {"spec": {"template": {"spec": pod(image, cluster_sandbox.store, second)}}}
+        apps.patch_namespaced_deployment(NAME, cluster_sandbox.namespace, patch)
+        until(is_rolled_out, cluster_sandbox.rollout_timeout_s)
         until(lambda: calls.predictions[second.version] >= 500, timeout_s=120)
     assert calls.failures == []

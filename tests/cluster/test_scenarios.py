@@ -37,74 +37,74 @@ def live_release(sandbox: Sandbox) -> str | None:
     return status["release"] if status["server"] == "up" else status["server"]
 
 
-def test_deploy_two_releases_and_roll_back(sandbox: Sandbox, make_release: MakeRelease) -> None:
+def test_deploy_two_releases_and_roll_back(cluster_sandbox: Sandbox, make_release: MakeRelease) -> None:
     first = make_release()
-    deployed = deploy(first, sandbox.settings())
+    deployed = deploy(first, cluster_sandbox.settings())
     assert (deployed.version, deployed.previous) == (first.version, None)
     assert deployed.smoke_queries > 0
-    assert (champion(sandbox), live_release(sandbox)) == (first.version, first.version)
-    manifest = AppsV1Api(sandbox.admin).read_namespaced_deployment(NAME, sandbox.namespace)
+    assert (champion(cluster_sandbox), live_release(cluster_sandbox)) == (first.version, first.version)
+    manifest = AppsV1Api(cluster_sandbox.admin).read_namespaced_deployment(NAME, cluster_sandbox.namespace)
     assert manifest.metadata.labels["app.kubernetes.io/version"] == first.version
     second = make_release(parent=first.version)
-    assert deploy(second, sandbox.settings()).previous == first.version
-    assert (champion(sandbox), live_release(sandbox)) == (second.version, second.version)
-    assert deploy(second, sandbox.settings()).version == second.version  # idempotent
-    assert deployment.roll_back(sandbox.settings()).version == first.version
-    assert (champion(sandbox), live_release(sandbox)) == (first.version, first.version)
+    assert deploy(second, cluster_sandbox.settings()).previous == first.version
+    assert (champion(cluster_sandbox), live_release(cluster_sandbox)) == (second.version, second.version)
+    assert deploy(second, cluster_sandbox.settings()).version == second.version  # idempotent
+    assert deployment.roll_back(cluster_sandbox.settings()).version == first.version
+    assert (champion(cluster_sandbox), live_release(cluster_sandbox)) == (first.version, first.version)
 
 
-def test_failed_release_is_replaced_by_the_previous_one(sandbox: Sandbox, make_release: MakeRelease) -> None:
+def test_failed_release_is_replaced_by_the_previous_one(cluster_sandbox: Sandbox, make_release: MakeRelease) -> None:
     first = make_release()
-    deploy(first, sandbox.settings())
+    deploy(first, cluster_sandbox.settings())
     second = make_release(parent=first.version)
     with pytest.raises(ClusterError, match=r"cannot be pulled: .*\. Release \S+ was restored and is live\."):
-        deploy(second, sandbox.settings(image=MISSING_IMAGE))
+        deploy(second, cluster_sandbox.settings(image=MISSING_IMAGE))
     with pytest.raises(ClusterError, match=r"cannot be scheduled: .*Insufficient cpu.*was restored and is live\."):
-        deploy(second, sandbox.settings(cpu="1000", rollout_timeout_s=sandbox.rollout_timeout_s // 20))
-    assert (champion(sandbox), live_release(sandbox)) == (first.version, first.version)
-    assert deploy(second, sandbox.settings()).version == second.version
+        deploy(second, cluster_sandbox.settings(cpu="1000", rollout_timeout_s=cluster_sandbox.rollout_timeout_s // 20))
+    assert (champion(cluster_sandbox), live_release(cluster_sandbox)) == (first.version, first.version)
+    assert deploy(second, cluster_sandbox.settings()).version == second.version
 
 
-def test_failed_first_release_leaves_no_objects(sandbox: Sandbox, make_release: MakeRelease) -> None:
+def test_failed_first_release_leaves_no_objects(cluster_sandbox: Sandbox, make_release: MakeRelease) -> None:
     with pytest.raises(ClusterError, match="its objects were removed"):
-        deploy(make_release(), sandbox.settings(image=MISSING_IMAGE))
-    assert (champion(sandbox), live_release(sandbox)) == (None, "down")
+        deploy(make_release(), cluster_sandbox.settings(image=MISSING_IMAGE))
+    assert (champion(cluster_sandbox), live_release(cluster_sandbox)) == (None, "down")
     with pytest.raises(ApiException) as exc_info:
-        CoreV1Api(sandbox.admin).read_namespaced_service(NAME, sandbox.namespace)
+        CoreV1Api(cluster_sandbox.admin).read_namespaced_service(NAME, cluster_sandbox.namespace)
     assert exc_info.value.status == 404
 
 
-def test_field_conflict_names_the_field_and_its_manager(sandbox: Sandbox, make_release: MakeRelease) -> None:
+def test_field_conflict_names_the_field_and_its_manager(cluster_sandbox: Sandbox, make_release: MakeRelease) -> None:
     first = make_release()
-    deploy(first, sandbox.settings())
+    deploy(first, cluster_sandbox.settings())
     patch = {"spec": {"revisionHistoryLimit": 7}}
-    apps = AppsV1Api(sandbox.admin)
-    apps.patch_namespaced_deployment(NAME, sandbox.namespace, patch, field_manager="somebody")
+    apps = AppsV1Api(cluster_sandbox.admin)
+    apps.patch_namespaced_deployment(NAME, cluster_sandbox.namespace, patch, field_manager="somebody")
     second = make_release(parent=first.version)
     with pytest.raises(ClusterError, match=r'"somebody" using apps/v1 set \.spec\.revisionHistoryLimit'):
-        deploy(second, sandbox.settings())
-    assert live_release(sandbox) == first.version
-    for manifest in KubernetesTarget(sandbox.settings()).render(None, warn=pytest.fail):  # what the remedy does
-        Cluster.of(sandbox.namespace).apply(manifest, force=True)
-    assert deploy(second, sandbox.settings()).version == second.version
+        deploy(second, cluster_sandbox.settings())
+    assert live_release(cluster_sandbox) == first.version
+    for manifest in KubernetesTarget(cluster_sandbox.settings()).render(None, warn=pytest.fail):  # what the remedy does
+        Cluster.of(cluster_sandbox.namespace).apply(manifest, force=True)
+    assert deploy(second, cluster_sandbox.settings()).version == second.version
 
 
-def test_second_concurrent_deployment_fails(sandbox: Sandbox, make_release: MakeRelease) -> None:
-    settings = sandbox.settings()
+def test_second_concurrent_deployment_fails(cluster_sandbox: Sandbox, make_release: MakeRelease) -> None:
+    settings = cluster_sandbox.settings()
     with (
         Lease(KubernetesRecord(Cluster.of(settings.kubernetes.namespace), NAME, LEASE_S)),
         pytest.raises(BusyError, match="Another deployment to namespace"),
     ):
         deploy(make_release(), settings)
-    assert (champion(sandbox), live_release(sandbox)) == (None, "down")
+    assert (champion(cluster_sandbox), live_release(cluster_sandbox)) == (None, "down")
 
 
-def test_deployer_has_minimal_rights(sandbox: Sandbox) -> None:
+def test_deployer_has_minimal_rights(cluster_sandbox: Sandbox) -> None:
     with administrator(Path(os.environ["KUBECONFIG"])) as deployer:
         core = CoreV1Api(deployer)
         for forbidden in (
-            lambda: core.list_namespaced_secret(sandbox.namespace),
-            lambda: core.read_namespaced_secret("evernear-s3-reader", sandbox.namespace),
+            lambda: core.list_namespaced_secret(cluster_sandbox.namespace),
+            lambda: core.read_namespaced_secret("evernear-s3-reader", cluster_sandbox.namespace),
             lambda: core.list_namespaced_pod("kube-system"),
             lambda: core.list_namespace(),
         ):

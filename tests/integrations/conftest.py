@@ -1,5 +1,5 @@
 """The record of a run that has ended."""
 
-from tests.ended_run import record
+from tests.ended_run import ended_run
 
-__all__ = ["record"]
+__all__ = ["ended_run"]

@@ -30,7 +30,7 @@ PLUGIN = Plugin(install="evernear-greeter[all]", commands=lambda: [Command("gree
 
 
 @pytest.fixture
-def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def installed_plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """The directory of a package that has the entry points ``greeter`` and ``broken``."""
     metadata = tmp_path / "evernear_greeter-1.dist-info"
     metadata.mkdir()
@@ -54,7 +54,7 @@ def test_finding_integrations_imports_no_heavy_library() -> None:
 
 
 def test_other_package_adds_a_command_and_a_broken_one_is_named(
-    installed: Path, caplog: pytest.LogCaptureFixture
+    installed_plugin: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (greet,) = [command for command in plugins.commands() if command.name == "greet"]
     (warning,) = caplog.messages
@@ -64,7 +64,7 @@ def test_other_package_adds_a_command_and_a_broken_one_is_named(
 
 
 def test_failure_at_the_end_of_a_run_is_a_warning_without_a_password(
-    installed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    installed_plugin: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     record = RunRecord(open_store((tmp_path / "store").as_uri()), "run-1")
     assert plugins.run_ended(record, "") == [

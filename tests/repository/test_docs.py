@@ -24,7 +24,7 @@ from evernear.errors import DataError
 
 
 @pytest.fixture
-def page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def docs_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A page in the docs of an empty repository."""
     for name in ("docs/images/a.svg", "docs/other.md", "docs/decisions/README.md", "src/steps.py", "README.md"):
         path = tmp_path / name
@@ -56,12 +56,12 @@ def rewritten(page: Path, text: str) -> str:
         ("#here", "#here"),
     ],
 )
-def test_links_fit_the_site(page: Path, link: str, rewritten_link: str) -> None:
-    assert rewritten(page, f"[text]({link})") == f"[text]({rewritten_link})"
+def test_links_fit_the_site(docs_page: Path, link: str, rewritten_link: str) -> None:
+    assert rewritten(docs_page, f"[text]({link})") == f"[text]({rewritten_link})"
 
 
-def test_decisions_are_short_consecutive_and_in_the_index(page: Path) -> None:
-    folder = page.parent / "decisions"
+def test_decisions_are_short_consecutive_and_in_the_index(docs_page: Path) -> None:
+    folder = docs_page.parent / "decisions"
     (folder / "0001-gate.md").write_text("# 1. The gate\n")
     with pytest.raises(DataError, match=r"add the row: \| 1 \| \[The gate\]\(0001-gate.md\) \|"):
         build.check_decisions(folder)
@@ -76,18 +76,18 @@ def test_decisions_are_short_consecutive_and_in_the_index(page: Path) -> None:
         build.check_decisions(folder)
 
 
-def test_links_of_the_readme_lead_to_pages(page: Path) -> None:
-    readme = page.parent.parent / "README.md"
+def test_links_of_the_readme_lead_to_pages(docs_page: Path) -> None:
+    readme = docs_page.parent.parent / "README.md"
     text = build.rewrite_links(readme, "[other](docs/other.md) ![picture](docs/images/a.svg)", build.all_pages())
     assert text == "[other](other.md) ![picture](images/a.svg)"
 
 
 @pytest.mark.parametrize("text", ["[the `steps`](../src/steps.py) and", "[the\nsteps](../src/steps.py#here) and"])
 def test_link_to_code_is_text_where_the_repository_is_unknown(
-    page: Path, monkeypatch: pytest.MonkeyPatch, text: str
+    docs_page: Path, monkeypatch: pytest.MonkeyPatch, text: str
 ) -> None:
     monkeypatch.delenv("GITHUB_REPOSITORY")
-    assert rewritten(page, f"See {text} [a page](other.md).") == (
+    assert rewritten(docs_page, f"See {text} [a page](other.md).") == (
         f"See {text[1 : text.index(']')]} and [a page](other.md)."
     )
 
@@ -103,14 +103,14 @@ def test_link_to_a_file_of_the_machine_or_to_a_missing_page_is_reported(tmp_path
     assert build.dead_links(tmp_path) == {f"page.html -> {url}" for url in dead}
 
 
-def test_missing_link_target_is_an_error_with_file_and_line(page: Path) -> None:
+def test_missing_link_target_is_an_error_with_file_and_line(docs_page: Path) -> None:
     with pytest.raises(DataError, match=r"^docs/page\.md:3 links to gone\.md, which does not exist"):
-        rewritten(page, "# Title\n\n[text](gone.md)")
+        rewritten(docs_page, "# Title\n\n[text](gone.md)")
 
 
 @pytest.mark.parametrize("text", ["```python\nhandlers[name](gone)\n```", "`handlers[name](gone)`"])
-def test_code_is_left_alone(page: Path, text: str) -> None:
-    assert rewritten(page, text) == text
+def test_code_is_left_alone(docs_page: Path, text: str) -> None:
+    assert rewritten(docs_page, text) == text
 
 
 def test_resources_of_other_hosts_are_reported_and_links_are_not(tmp_path: Path) -> None:
@@ -127,10 +127,10 @@ def test_list_that_the_generator_reads_as_text_is_reported(tmp_path: Path) -> No
     assert build.unrendered_lists(tmp_path) == {"bad.html"}
 
 
-def test_notebook_becomes_a_page_with_its_pictures(page: Path) -> None:
+def test_notebook_becomes_a_page_with_its_pictures(docs_page: Path) -> None:
     picture = nbformat.v4.new_output("display_data", {"image/png": base64.b64encode(b"PNG").decode()})
     cells = [nbformat.v4.new_markdown_cell("# Title"), nbformat.v4.new_code_cell("plot()", outputs=[picture])]
-    notebook = page.with_name("notebook.ipynb")
+    notebook = docs_page.with_name("notebook.ipynb")
     nbformat.write(nbformat.v4.new_notebook(cells=cells), notebook)
     text, pictures = build.page_text(notebook)
     ((name, data),) = pictures.items()
@@ -304,8 +304,8 @@ def test_block_or_command_that_became_part_of_a_paragraph_is_damage(
     assert [found for found in damage(tmp_path / name) if found.startswith(finding)]
 
 
-def test_check_names_the_damaged_file_and_line(page: Path) -> None:
-    page.write_text("Use `evernear\nrun`.\n")
+def test_check_names_the_damaged_file_and_line(docs_page: Path) -> None:
+    docs_page.write_text("Use `evernear\nrun`.\n")
     with pytest.raises(DataError, match=r"^docs/page\.md: line 1: `evernear run` is broken over lines"):
         build.check_wrapping()
 

@@ -66,31 +66,31 @@ def sides(hunk: str) -> tuple[str, str]:
 
 
 @pytest.fixture
-def tree(tmp_path: Path) -> Path:
+def checkout(tmp_path: Path) -> Path:
     for name in COPIED:
         shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
     return tmp_path
 
 
 @pytest.mark.parametrize("example", examples(), ids=lambda example: example.heading)
-def test_extension_is_small_and_fits_the_tree(tree: Path, example: Example) -> None:
+def test_extension_is_small_and_fits_the_tree(checkout: Path, example: Example) -> None:
     assert 0 < len(example.paths()) <= FILES_MAX
     assert example.commands
-    example.apply(tree)
+    example.apply(checkout)
     for path in example.paths():
         if path.endswith(".py"):
-            compile((tree / path).read_text(), path, "exec")
+            compile((checkout / path).read_text(), path, "exec")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("example", examples(), ids=lambda example: example.heading)
-def test_extension_commands_run(tree: Path, example: Example) -> None:
+def test_extension_commands_run(checkout: Path, example: Example) -> None:
     environment = os.environ | {
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
-        "PYTHONPATH": f"{tree / 'src'}:{tree}",
+        "PYTHONPATH": f"{checkout / 'src'}:{checkout}",
     }
-    example.apply(tree)
+    example.apply(checkout)
     completed = subprocess.run(
-        ["sh", "-euc", example.commands], cwd=tree, env=environment, capture_output=True, text=True
+        ["sh", "-euc", example.commands], cwd=checkout, env=environment, capture_output=True, text=True
     )
     assert completed.returncode == 0, completed.stdout + completed.stderr

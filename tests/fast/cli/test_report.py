@@ -14,7 +14,7 @@ VERSION = "20261120.140501.1a2b3c4d"
 
 
 @pytest.fixture
-def workdir(tmp_path: Path) -> Path:
+def workdir_with_runs(tmp_path: Path) -> Path:
     """A working directory with the pages of two runs and the records of two."""
     for time in ("20260101-000000.000000", "20260102-000000.000000"):
         (tmp_path / "runs" / time).mkdir(parents=True)
@@ -34,23 +34,23 @@ def report(workdir: Path, *names: str) -> str:
     return result.stdout.strip()
 
 
-def test_last_run_with_a_page_is_the_default(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_last_run_with_a_page_is_the_default(workdir_with_runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     opened: list[str] = []
     monkeypatch.setattr(webbrowser, "open", opened.append)
-    page = workdir / "runs" / "20260102-000000.000000" / "run.html"
-    assert report(workdir) == str(page)
+    page = workdir_with_runs / "runs" / "20260102-000000.000000" / "run.html"
+    assert report(workdir_with_runs) == str(page)
     assert opened == []
-    assert report(workdir, "--open") == str(page)
+    assert report(workdir_with_runs, "--open") == str(page)
     assert opened == [page.as_uri()]
 
 
-def test_named_run_or_release_is_written_from_its_record(workdir: Path) -> None:
-    assert "The error of r1." in Path(report(workdir, "r1")).read_text()
-    assert "The error of r2." in Path(report(workdir, VERSION)).read_text()
+def test_named_run_or_release_is_written_from_its_record(workdir_with_runs: Path) -> None:
+    assert "The error of r1." in Path(report(workdir_with_runs, "r1")).read_text()
+    assert "The error of r2." in Path(report(workdir_with_runs, VERSION)).read_text()
 
 
-def test_two_runs_are_compared_in_one_page(workdir: Path) -> None:
-    page = Path(report(workdir, "r1", VERSION)).read_text()
+def test_two_runs_are_compared_in_one_page(workdir_with_runs: Path) -> None:
+    page = Path(report(workdir_with_runs, "r1", VERSION)).read_text()
     assert "The error of r1." in page
     assert "The error of r2." in page
 
@@ -63,8 +63,8 @@ def test_two_runs_are_compared_in_one_page(workdir: Path) -> None:
         (["a", "b", "c"], "At most two runs"),
     ],
 )
-def test_unknown_or_too_many_names_are_errors(workdir: Path, names: list[str], message: str) -> None:
-    result = command_line.evernear("report", *names, "--workdir", workdir)
+def test_unknown_or_too_many_names_are_errors(workdir_with_runs: Path, names: list[str], message: str) -> None:
+    result = command_line.evernear("report", *names, "--workdir", workdir_with_runs)
     assert result.returncode != 0
     assert message in " ".join(result.stderr.split())
 

@@ -69,7 +69,7 @@ def test_unwritable_store_does_not_fail_a_step(tmp_path: Path, capsys: pytest.Ca
 
 
 @pytest.fixture
-def saved(monkeypatch: pytest.MonkeyPatch) -> Queue[StepProgress]:
+def saved_progress(monkeypatch: pytest.MonkeyPatch) -> Queue[StepProgress]:
     """Receives the progress that is in the store."""
     save, saved = RunRecord.save_step, Queue[StepProgress]()
 
@@ -83,18 +83,18 @@ def saved(monkeypatch: pytest.MonkeyPatch) -> Queue[StepProgress]:
 
 
 def test_progress_of_a_running_step_is_in_the_store(
-    store: Store, saved: Queue[StepProgress], monkeypatch: pytest.MonkeyPatch
+    store: Store, saved_progress: Queue[StepProgress], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(progress, "REPORT_INTERVAL_S", 0.05)
     with step("embed", "run", store.uri) as running:
         running.report("reading")
-        first = saved.get(timeout=30)
+        first = saved_progress.get(timeout=30)
         assert (first.message, first.done) == ("reading", None)
         counted = StepProgress(at=datetime.now(UTC), message="5 of 9 images", done=5, total=9, left_s=4.0)
         running.progressed(counted)
-        assert saved.get(timeout=30) == counted
+        assert saved_progress.get(timeout=30) == counted
         running.report("5 of 9 images, about 4 s left")
-        last = saved.get(timeout=30)
+        last = saved_progress.get(timeout=30)
         assert "about" in last.message
         assert (last.done, last.total, last.left_s) == (5, 9, 4.0), "a line of the log keeps the numbers"
         (recorded,) = RunRecord(store, "run").steps()
@@ -104,15 +104,15 @@ def test_progress_of_a_running_step_is_in_the_store(
 
 
 def test_progress_is_written_at_most_once_in_an_interval(
-    store: Store, saved: Queue[StepProgress], monkeypatch: pytest.MonkeyPatch
+    store: Store, saved_progress: Queue[StepProgress], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(progress, "REPORT_INTERVAL_S", 3600)
     with step("embed", "run", store.uri) as running:
         running.report("first")
-        assert saved.get(timeout=30).message == "first"
+        assert saved_progress.get(timeout=30).message == "first"
         for number in range(1000):
             running.report(f"image {number}")
-    assert saved.empty()
+    assert saved_progress.empty()
 
 
 def test_slow_store_neither_delays_a_step_nor_replaces_its_end(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:

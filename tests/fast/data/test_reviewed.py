@@ -177,12 +177,12 @@ def answer(tree: Path, make_image: MakeImage) -> Callable[..., list[Path]]:
 
 
 @pytest.fixture
-def ingest(tree: Path, tmp_path: Path) -> Ingest:
-    def ingest(minimum: int = MINIMUM, live: tuple[str, ...] = (), **settings: object) -> Manifest:
+def ingest_tree(tree: Path, tmp_path: Path) -> Ingest:
+    def ingest_tree(minimum: int = MINIMUM, live: tuple[str, ...] = (), **settings: object) -> Manifest:
         values = DataSettings.model_validate({"source": f"folder:{tree}", **settings})
         return ingest_source(values, (tmp_path / "store").as_uri(), minimum=ClassMinimum(minimum, live))
 
-    return ingest
+    return ingest_tree
 
 
 def validated(manifest: Manifest, champion_labels: tuple[str, ...] = (), retired: tuple[str, ...] = ()) -> Report:
@@ -193,11 +193,11 @@ def images_of(manifest: Manifest, label: str) -> int:
     return manifest.images_by_class().get(label, 0)
 
 
-def test_mistyped_class_stops_no_run_and_is_named(ingest: Ingest, answer) -> None:
-    before = ingest()
+def test_mistyped_class_stops_no_run_and_is_named(ingest_tree: Ingest, answer) -> None:
+    before = ingest_tree()
     answer("sevn", 500)
     answer("egiht", 501, 502)
-    manifest = ingest()
+    manifest = ingest_tree()
     assert manifest.digest == before.digest, "the run is the same as without the images"
     assert manifest.small_classes.waiting == {"egiht": 2, "sevn": 1}
     report = validated(manifest)
@@ -206,98 +206,98 @@ def test_mistyped_class_stops_no_run_and_is_named(ingest: Ingest, answer) -> Non
     assert report.summary() == "no problems"
     assert "sevn (1 of 10)" in report.markdown()
     assert "sevn (1 of 10)" in manifest.summary()
-    assert ingest() == manifest
+    assert ingest_tree() == manifest
 
 
-def test_images_enter_by_themselves_when_their_class_has_enough(ingest: Ingest, answer) -> None:
+def test_images_enter_by_themselves_when_their_class_has_enough(ingest_tree: Ingest, answer) -> None:
     answer("seven", *range(500, 509))
-    assert images_of(ingest(), "seven") == 0
+    assert images_of(ingest_tree(), "seven") == 0
     answer("seven", 509)
-    manifest = ingest()
+    manifest = ingest_tree()
     assert images_of(manifest, "seven") == 10
     assert manifest.small_classes.waiting == {}
     require_valid(validated(manifest))
 
 
 @pytest.mark.parametrize("minimum", [1, 5])
-def test_minimum_of_the_run_decides(ingest: Ingest, answer, minimum: int) -> None:
+def test_minimum_of_the_run_decides(ingest_tree: Ingest, answer, minimum: int) -> None:
     answer("seven", *range(500, 505))
-    assert images_of(ingest(minimum), "seven") == 5
-    assert images_of(ingest(6), "seven") == 0
+    assert images_of(ingest_tree(minimum), "seven") == 5
+    assert images_of(ingest_tree(6), "seven") == 0
 
 
-def test_tiny_class_of_the_source_stays_an_error(ingest: Ingest, answer, make_image, tree: Path) -> None:
+def test_tiny_class_of_the_source_stays_an_error(ingest_tree: Ingest, answer, make_image, tree: Path) -> None:
     answer("mixed", *range(500, 504))
     write_files(tree, {"mixed/zzz.png": make_image(600), "own/a.png": make_image(601)})
-    manifest = ingest()
+    manifest = ingest_tree()
     assert manifest.small_classes.waiting == {}
     with pytest.raises(DataError, match=re.escape("fewer: mixed (5), own (1)")):
         require_valid(validated(manifest))
 
 
-def test_corrected_label_waits_like_a_named_query(ingest: Ingest, answer, tree: Path) -> None:
+def test_corrected_label_waits_like_a_named_query(ingest_tree: Ingest, answer, tree: Path) -> None:
     """`Answers` moves the file of a suspect image, with its name, to its new class."""
     original = tree / "1" / "000.png"
     answer("sevn", 0, name="000-review-{}.png")
     original.unlink()
-    manifest = ingest()
+    manifest = ingest_tree()
     assert manifest.small_classes.waiting == {"sevn": 1}
     require_valid(validated(manifest))
 
 
-def test_copies_of_an_image_count_once(ingest: Ingest, answer) -> None:
+def test_copies_of_an_image_count_once(ingest_tree: Ingest, answer) -> None:
     answer("sevn", 500)
     for number in range(1, 10):
         answer("sevn", 500, name=f"img-review-{{}}-{number}.png")
-    assert ingest().small_classes.waiting == {"sevn": 1}
+    assert ingest_tree().small_classes.waiting == {"sevn": 1}
 
 
-def test_class_whose_answers_are_one_image_twice_stops_no_run(ingest: Ingest, answer, make_image) -> None:
+def test_class_whose_answers_are_one_image_twice_stops_no_run(ingest_tree: Ingest, answer, make_image) -> None:
     paths = answer("sevn", *range(500, 510))
     paths[1].write_bytes(make_image(500))
-    manifest = ingest()
+    manifest = ingest_tree()
     assert manifest.small_classes.used == {"sevn": 9}
     report = validated(manifest)
     require_valid(report)
     assert "sevn (9 of 10)" in " ".join(report.notes())
 
 
-def test_answer_taken_back_lets_the_class_wait_again(ingest: Ingest, answer) -> None:
+def test_answer_taken_back_lets_the_class_wait_again(ingest_tree: Ingest, answer) -> None:
     first, *rest = answer("sevn", *range(500, 510))
-    ingest()
+    ingest_tree()
     first.unlink()
-    manifest = ingest()
+    manifest = ingest_tree()
     assert (images_of(manifest, "sevn"), manifest.small_classes.waiting) == (0, {"sevn": 9})
     require_valid(validated(manifest))
     for path in rest:
         path.unlink()
-    assert ingest().small_classes.waiting == {}
+    assert ingest_tree().small_classes.waiting == {}
 
 
-def test_class_of_the_live_release_does_not_wait(ingest: Ingest, answer) -> None:
+def test_class_of_the_live_release_does_not_wait(ingest_tree: Ingest, answer) -> None:
     first, *_ = answer("sevn", *range(500, 510))
-    ingest()
+    ingest_tree()
     first.unlink()
-    manifest = ingest(live=("1", "2", "10", "sevn"))
+    manifest = ingest_tree(live=("1", "2", "10", "sevn"))
     assert images_of(manifest, "sevn") == 9
     report = validated(manifest, champion_labels=("1", "2", "10", "sevn"))
     require_valid(report)
     assert "sevn (9 of 10)" in " ".join(report.notes())
 
 
-def test_retired_class_may_be_named_by_mistake(ingest: Ingest, answer) -> None:
+def test_retired_class_may_be_named_by_mistake(ingest_tree: Ingest, answer) -> None:
     answer("old", 500)
-    report = validated(ingest(), champion_labels=("1", "2", "10", "old"), retired=("old",))
+    report = validated(ingest_tree(), champion_labels=("1", "2", "10", "old"), retired=("old",))
     require_valid(report)
     assert "old (1 of 10)" in " ".join(report.notes())
 
 
-def test_single_class_says_what_waits(ingest: Ingest, answer, tree: Path) -> None:
+def test_single_class_says_what_waits(ingest_tree: Ingest, answer, tree: Path) -> None:
     for label in ("2", "10"):
         shutil.rmtree(tree / label)
     answer("sevn", 500)
     with pytest.raises(DataError, match=r"only one class .* waits for more images from review: sevn \(1 of 10\)\."):
-        ingest()
+        ingest_tree()
 
 
 def test_split_folders_and_late_images_of_the_source(tmp_path: Path, make_image) -> None:
@@ -316,25 +316,27 @@ def changes(tree: Path, manifest: Manifest, scratch: Path, minimum: int = MINIMU
     return diff
 
 
-def test_watcher_counts_waiting_images_when_they_enter(ingest: Ingest, answer, tree: Path, tmp_path: Path) -> None:
-    manifest = ingest()
+def test_watcher_counts_waiting_images_when_they_enter(ingest_tree: Ingest, answer, tree: Path, tmp_path: Path) -> None:
+    manifest = ingest_tree()
     listing = changes(tree, manifest, tmp_path / "cache").listing
     answer("sevn", *range(500, 509))
     waiting = changes(tree, manifest, tmp_path / "cache")
     assert (waiting.new, dict(waiting.labels), waiting.listing) == (0, {}, listing)
     answer("sevn", 509)
-    entered = changes(tree, ingest(), tmp_path / "cache")
+    entered = changes(tree, ingest_tree(), tmp_path / "cache")
     assert entered.new == 0
     entered = changes(tree, manifest, tmp_path / "cache")
     assert (entered.new, dict(entered.labels)) == (10, {"sevn": 10})
 
 
-def test_waiting_image_is_kept_while_the_source_has_it(ingest: Ingest, answer, make_image, digest_of, tmp_path) -> None:
+def test_waiting_image_is_kept_while_the_source_has_it(
+    ingest_tree: Ingest, answer, make_image, digest_of, tmp_path
+) -> None:
     first, second, *_ = answer("sevn", *range(500, 510))
-    snapshots = Snapshots(open_store((tmp_path / "store").as_uri()), ingest().name)
+    snapshots = Snapshots(open_store((tmp_path / "store").as_uri()), ingest_tree().name)
     first.unlink()
-    present = set(stored_digests(snapshots, ingest()))
+    present = set(stored_digests(snapshots, ingest_tree()))
     assert digest_of(make_image(500)) not in present
     assert digest_of(make_image(501)) in present
     second.unlink()
-    assert digest_of(make_image(501)) not in set(stored_digests(snapshots, ingest()))
+    assert digest_of(make_image(501)) not in set(stored_digests(snapshots, ingest_tree()))

@@ -329,7 +329,7 @@ def test_champion_leakage_is_reported_but_passes(passing: Evaluation):
 
 
 @pytest.fixture
-def stored(tmp_path) -> Path:
+def stored_verdict(tmp_path) -> Path:
     verdict = decide(simulation.make_evaluation(outcomes({4: 60}), outcomes({})), SETTINGS)
     assert not verdict.promote
     path = tmp_path / "verdict.json"
@@ -337,30 +337,30 @@ def stored(tmp_path) -> Path:
     return path
 
 
-def test_verdict_survives_a_round_trip(stored: Path):
-    verdict = Verdict.load(stored)
+def test_verdict_survives_a_round_trip(stored_verdict: Path):
+    verdict = Verdict.load(stored_verdict)
     assert not verdict.promote
     assert verdict.reasons
-    assert verdict.model_dump_json(indent=2) == stored.read_text()
+    assert verdict.model_dump_json(indent=2) == stored_verdict.read_text()
 
 
-def test_inverted_verdict_is_rejected(stored: Path):
-    tree = json.loads(stored.read_text())
-    stored.write_text(json.dumps(tree | {"promote": True}))
+def test_inverted_verdict_is_rejected(stored_verdict: Path):
+    tree = json.loads(stored_verdict.read_text())
+    stored_verdict.write_text(json.dumps(tree | {"promote": True}))
     with pytest.raises(IntegrityError, match="changed after the gate"):
-        Verdict.load(stored)
-    stored.write_text(json.dumps(tree | {"rules": [], "promote": True}))
+        Verdict.load(stored_verdict)
+    stored_verdict.write_text(json.dumps(tree | {"rules": [], "promote": True}))
     with pytest.raises(IntegrityError, match="changed after the gate"):
-        Verdict.load(stored)
+        Verdict.load(stored_verdict)
 
 
 @pytest.mark.parametrize("content", [None, "", "{}", "null", json.dumps(stamp() | {"promote": True})])
-def test_invalid_verdict_is_rejected(stored: Path, content):
-    stored.unlink()
+def test_invalid_verdict_is_rejected(stored_verdict: Path, content):
+    stored_verdict.unlink()
     if content is not None:
-        stored.write_text(content)
+        stored_verdict.write_text(content)
     with pytest.raises(IntegrityError, match="run the gate step again"):
-        Verdict.load(stored)
+        Verdict.load(stored_verdict)
 
 
 def test_both_comparisons_with_the_champion_share_one_level():

@@ -15,6 +15,8 @@ class MakeSettings(Protocol):
 
 
 @pytest.fixture(scope="module")
-def index_settings() -> MakeSettings:
-    """Settings of FAISS; `tests/integrations/milvus` runs the tests that use them with Milvus."""
-    return lambda **changes: IndexSettings.model_validate({"backend": "faiss", **changes})
+def index_settings(request: pytest.FixtureRequest) -> MakeSettings:
+    """Settings of FAISS, or of Milvus in test files with ``BACKEND = "milvus"``."""
+    backend = getattr(request.module, "BACKEND", "faiss")
+    uri = request.getfixturevalue("milvus_uri") if backend == "milvus" else ""
+    return lambda **changes: IndexSettings.model_validate({"backend": backend, "uri": uri, **changes})

@@ -121,7 +121,7 @@ GALLERY, QUERIES = blobs(1, 6000, spread=0.2), blobs(2, 1500, spread=0.2)
 
 
 @pytest.fixture
-def large(monkeypatch: pytest.MonkeyPatch):
+def counted_as_large(monkeypatch: pytest.MonkeyPatch):
     """Every gallery counts as too large for exact search and for fp16, and 90% recall suffices."""
     monkeypatch.setattr(build, "RECALL", 0.9)
     monkeypatch.setattr(build, "FLAT_BYTES", 1)
@@ -146,7 +146,7 @@ def test_small_gallery_is_searched_exactly_with_the_results_of_flat(embeddings, 
     assert (tmp_path / "auto/index.faiss").read_bytes() == (tmp_path / "flat/index.faiss").read_bytes()
 
 
-def test_large_gallery_gets_the_smallest_index_that_reaches_the_recall(embeddings, tmp_path, large):
+def test_large_gallery_gets_the_smallest_index_that_reaches_the_recall(embeddings, tmp_path, counted_as_large):
     described = build_index(embeddings, LETTERS, IndexSettings(), tmp_path, toward_mean=0)
     assert described.factory == "IVF153,RaBitQ8"
     assert 0.9 < recall(described) < 0.97
@@ -167,14 +167,14 @@ def test_gallery_of_medium_size_is_stored_as_fp16(embeddings, tmp_path, monkeypa
     assert described.factory == "IVF153,SQfp16"
 
 
-def test_fewest_lists_are_probed(embeddings, tmp_path, large):
+def test_fewest_lists_are_probed(embeddings, tmp_path, counted_as_large):
     described = build_index(embeddings, LETTERS, IndexSettings(), tmp_path)
     probes = int(described.search.removeprefix("nprobe="))
     fewer = IndexSettings(type=described.factory, search=f"nprobe={probes // 2}")
     assert recall(build_index(embeddings, LETTERS, fewer, tmp_path / "fewer")) < 0.9
 
 
-def test_more_exact_index_is_chosen_if_compression_loses_too_much(embeddings, tmp_path, large, monkeypatch):
+def test_more_exact_index_is_chosen_if_compression_loses_too_much(embeddings, tmp_path, counted_as_large, monkeypatch):
     monkeypatch.setattr(build, "CODES", ("PQ2x4", "SQfp16", "Flat"))
     described = build_index(embeddings, LETTERS, IndexSettings(), tmp_path)
     assert described.factory == "IVF153,SQfp16"
@@ -182,7 +182,9 @@ def test_more_exact_index_is_chosen_if_compression_loses_too_much(embeddings, tm
     assert "too few for a recall of 0.9" in described.reason
 
 
-def test_gallery_is_searched_exactly_if_no_index_reaches_the_recall(embeddings, tmp_path, large, monkeypatch):
+def test_gallery_is_searched_exactly_if_no_index_reaches_the_recall(
+    embeddings, tmp_path, counted_as_large, monkeypatch
+):
     monkeypatch.setattr(build, "CODES", ("PQ2x4",))
     described = build_index(embeddings, LETTERS, IndexSettings(), tmp_path)
     assert (described.factory, described.search) == ("Flat", "")
@@ -190,7 +192,9 @@ def test_gallery_is_searched_exactly_if_no_index_reaches_the_recall(embeddings, 
     assert recall(described) == 1
 
 
-def test_gallery_is_searched_exactly_if_the_queries_cannot_show_the_recall(embeddings, tmp_path, large, monkeypatch):
+def test_gallery_is_searched_exactly_if_the_queries_cannot_show_the_recall(
+    embeddings, tmp_path, counted_as_large, monkeypatch
+):
     monkeypatch.setattr(build, "RECALL", 0.999)
     described = build_index(embeddings, LETTERS, IndexSettings(), tmp_path)
     assert described.factory == "Flat"

@@ -116,7 +116,7 @@ def test_index_of_another_network_is_rejected(any_index_dir):
 
 
 @pytest.fixture
-def copied(index_dir, tmp_path):
+def copied_index(index_dir, tmp_path):
     for path in index_dir.iterdir():
         (tmp_path / path.name).write_bytes(path.read_bytes())
     return tmp_path
@@ -124,15 +124,15 @@ def copied(index_dir, tmp_path):
 
 @pytest.mark.parametrize("name", ["index.faiss", "labels.npy"])
 @pytest.mark.parametrize("damage", ["changed", "truncated", "gone"])
-def test_damaged_file_is_rejected_before_parsing(copied, name, damage):
-    path = copied / name
+def test_damaged_file_is_rejected_before_parsing(copied_index, name, damage):
+    path = copied_index / name
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
     path.write_bytes(data if damage == "changed" else data[: len(data) // 2])
     if damage == "gone":
         path.unlink()
     with pytest.raises(IntegrityError, match=f"{name} is missing or changed"):
-        Gallery.open(copied, NETWORK)
+        Gallery.open(copied_index, NETWORK)
 
 
 def update_hash(directory, name: str) -> None:
@@ -147,28 +147,28 @@ class Bomb:
         return (pytest.fail, ("code of the file ran",))
 
 
-def test_labels_cannot_execute_code(copied):
-    with (copied / "labels.npy").open("wb") as file:
+def test_labels_cannot_execute_code(copied_index):
+    with (copied_index / "labels.npy").open("wb") as file:
         np.lib.format.write_array_header_1_0(file, {"descr": "|O", "fortran_order": False, "shape": (40,)})
         pickle.dump(Bomb(), file)
-    update_hash(copied, "labels.npy")
+    update_hash(copied_index, "labels.npy")
     with pytest.raises(IntegrityError, match="cannot be read"):
-        Gallery.open(copied, NETWORK)
+        Gallery.open(copied_index, NETWORK)
 
 
-def test_invalid_index_file_is_rejected(copied):
-    (copied / "index.faiss").write_bytes(b"no index at all")
-    update_hash(copied, "index.faiss")
+def test_invalid_index_file_is_rejected(copied_index):
+    (copied_index / "index.faiss").write_bytes(b"no index at all")
+    update_hash(copied_index, "index.faiss")
     with pytest.raises(IntegrityError, match="cannot be read"):
-        Gallery.open(copied, NETWORK)
+        Gallery.open(copied_index, NETWORK)
 
 
 @pytest.mark.parametrize("labels", [np.zeros(39, np.int32), np.full(40, 6, np.int32)], ids=["too few", "unknown"])
-def test_mismatched_files_are_rejected(copied, labels):
-    np.save(copied / "labels.npy", labels)
-    update_hash(copied, "labels.npy")
+def test_mismatched_files_are_rejected(copied_index, labels):
+    np.save(copied_index / "labels.npy", labels)
+    update_hash(copied_index, "labels.npy")
     with pytest.raises(IntegrityError, match="do not match each other"):
-        Gallery.open(copied, NETWORK)
+        Gallery.open(copied_index, NETWORK)
 
 
 @pytest.mark.parametrize(
@@ -180,12 +180,12 @@ def test_mismatched_files_are_rejected(copied, labels):
         (f'{{"format": {FORMAT}}}', "run the index step again"),
     ],
 )
-def test_invalid_description_is_rejected(copied, content, sentence):
-    (copied / DESCRIPTION_FILE).unlink()
+def test_invalid_description_is_rejected(copied_index, content, sentence):
+    (copied_index / DESCRIPTION_FILE).unlink()
     if content is not None:
-        (copied / DESCRIPTION_FILE).write_text(content)
+        (copied_index / DESCRIPTION_FILE).write_text(content)
     with pytest.raises(IntegrityError, match=sentence):
-        Gallery.open(copied, NETWORK)
+        Gallery.open(copied_index, NETWORK)
 
 
 @pytest.mark.parametrize("index_type", ["Flat", "HNSW8", "IVF8,SQfp16", "PQ4x4"])

@@ -7,7 +7,6 @@ import pytest
 
 from evernear.common.progress import COMMAND_VARIABLE, RunCommand
 from evernear.common.run_record import RunRecord, StepRecord
-from evernear.common.store import Store
 from evernear.reporting.notify import (
     CONFUSION_MATRIX,
     NO_ERROR,
@@ -25,11 +24,6 @@ HOLD = {"promote": False, "reasons": ["Accuracy is 80%."]}
 VERSION = "20261120.140501.1a2b3c4d"
 DEPLOYED = {"version": VERSION, "url": "http://127.0.0.1:8080/predictions/embedding"}
 RECORDED = {"version": VERSION, "url": None}
-
-
-@pytest.fixture
-def record(store: Store) -> RunRecord:
-    return RunRecord(store, "run")
 
 
 @pytest.mark.parametrize(

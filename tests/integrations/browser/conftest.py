@@ -1,5 +1,4 @@
-"""A console in Chromium. A test module has a fixture ``workdir``, a folder that contains the
-working directory ``work`` of the console."""
+"""A console in Chromium."""
 
 import os
 import subprocess
@@ -9,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.integrations.browser.served import CHROMIUM, WIDTHS_PX, evernear
+from tests.integrations.browser.served import CHROMIUM, WIDTHS_PX, evernear, serve_digits
 
 if TYPE_CHECKING:
     from playwright.sync_api import Page
@@ -27,6 +26,14 @@ def artifacts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = Path(directory) if directory else tmp_path_factory.mktemp("pages")
     folder.mkdir(parents=True, exist_ok=True)
     return folder
+
+
+@pytest.fixture(scope="module")
+def workdir(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Generator[Path]:
+    """A folder that contains the working directory ``work`` of the console, whose release knows all
+    digits but seven: as words, or as digits in a test file with ``IN_WORDS = False``."""
+    in_words = getattr(request.module, "IN_WORDS", True)
+    yield from serve_digits(tmp_path_factory.mktemp("console"), 7, in_words=in_words)
 
 
 @pytest.fixture

@@ -2,23 +2,17 @@
 mouse and by keyboard."""
 
 import re
-from collections.abc import Generator
 from pathlib import Path
 
 import pytest
 
-from tests.integrations.browser.served import COUNT_CLICKS, IN_A_BROWSER, evernear_done, picture, serve_digits
+from tests.integrations.browser.served import COUNT_CLICKS, IN_A_BROWSER, evernear_done, picture
 from tests.waiting import until
 
 pytest.importorskip("playwright", reason="playwright is not installed")
 from playwright.sync_api import Page, expect
 
 pytestmark = IN_A_BROWSER
-
-
-@pytest.fixture(scope="module")
-def workdir(tmp_path_factory: pytest.TempPathFactory) -> Generator[Path]:
-    yield from serve_digits(tmp_path_factory.mktemp("classes"), 7, in_words=True)
 
 
 def test_images_of_a_class_are_moved_removed_and_brought_back(page: Page, workdir: Path, artifacts: Path) -> None:

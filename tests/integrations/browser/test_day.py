@@ -2,7 +2,6 @@
 stop, a rollback, another reindex, and fresh images."""
 
 import re
-from collections.abc import Generator
 from pathlib import Path
 
 import pytest
@@ -10,17 +9,12 @@ import pytest
 pytest.importorskip("playwright", reason="playwright is not installed")
 from playwright.sync_api import Page, expect
 
-from tests.integrations.browser.served import IN_A_BROWSER, picture, serve_digits
+from tests.integrations.browser.served import IN_A_BROWSER, picture
 
 pytestmark = IN_A_BROWSER
 IMAGES = 14
 """Enough for a class, and one to mistype."""
 FRESH = 30
-
-
-@pytest.fixture(scope="module")
-def workdir(tmp_path_factory: pytest.TempPathFactory) -> Generator[Path]:
-    yield from serve_digits(tmp_path_factory.mktemp("day"), 7, in_words=True)
 
 
 def ask(page: Page, images: list[Path]) -> int:

@@ -5,7 +5,6 @@ import json
 import re
 import subprocess
 import time
-from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,6 @@ from tests.integrations.browser.served import (
     IN_A_BROWSER,
     evernear,
     picture,
-    serve_digits,
     unknown_images,
 )
 
@@ -26,16 +24,12 @@ pytest.importorskip("playwright", reason="playwright is not installed")
 from playwright.sync_api import Page, expect
 
 pytestmark = IN_A_BROWSER
+IN_WORDS = False
 NEW = "7"
 """The digit that the source lacks."""
 IMAGES = 12
 CLICKS = 10
 """Fewer have to lead from unknown to recognized."""
-
-
-@pytest.fixture(scope="module")
-def workdir(tmp_path_factory: pytest.TempPathFactory) -> Generator[Path]:
-    yield from serve_digits(tmp_path_factory.mktemp("story"), int(NEW), in_words=False)
 
 
 @pytest.fixture(scope="module")

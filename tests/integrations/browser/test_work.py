@@ -5,7 +5,6 @@ import base64
 import re
 import shutil
 import subprocess
-from collections.abc import Generator
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -15,7 +14,7 @@ from evernear.common.store import open_store
 from evernear.release.registry import Registry
 from evernear.review.live_labels import import_labels
 from evernear.serving.query_log_files import LoggedQuery, Period
-from tests.integrations.browser.served import COUNT_CLICKS, IN_A_BROWSER, evernear, evernear_done, picture, serve_digits
+from tests.integrations.browser.served import COUNT_CLICKS, IN_A_BROWSER, evernear, evernear_done, picture
 
 pytest.importorskip("playwright", reason="playwright is not installed")
 from playwright.sync_api import Page, expect
@@ -23,11 +22,6 @@ from playwright.sync_api import Page, expect
 pytestmark = IN_A_BROWSER
 WRONG = 5
 OPEN_ALL = "document.querySelectorAll('details').forEach(each => { each.open = true })"
-
-
-@pytest.fixture(scope="module")
-def workdir(tmp_path_factory: pytest.TempPathFactory) -> Generator[Path]:
-    yield from serve_digits(tmp_path_factory.mktemp("work"), 7, in_words=True)
 
 
 def clicks(page: Page) -> int:

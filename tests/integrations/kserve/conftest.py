@@ -7,32 +7,21 @@ from pathlib import Path
 import pytest
 
 from evernear.common.store import open_store
-from evernear.release.archive_reader import ReleaseParts, open_release
 from evernear.release.registry import Registry
 from tests.collector import Collector, collecting
 from tests.integrations.kserve.inference_service import PROTOCOLS, TRACED, V1_LOGGING, Server
 from tests.ports import loopback_ipv6
-from tests.releases import MakeRelease, PackedRelease
+from tests.releases import PackedRelease
 
 
 @pytest.fixture(scope="session")
-def store(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return (tmp_path_factory.mktemp("kserve") / "store").as_uri()
-
-
-@pytest.fixture(scope="session")
-def release(make_release: MakeRelease, store: str) -> PackedRelease:
-    """The champion of `store`."""
-    release = make_release()
+def champion_store(release: PackedRelease, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The URI of a store whose champion is the release."""
+    store = (tmp_path_factory.mktemp("kserve") / "store").as_uri()
     registry = Registry(open_store(store))
     registry.publish(release.archive)
     registry.set_champion(release.version, registry.champion())
-    return release
-
-
-@pytest.fixture(scope="session")
-def parts(release: PackedRelease, tmp_path_factory: pytest.TempPathFactory) -> ReleaseParts:
-    return open_release(release.archive, tmp_path_factory.mktemp("parts"))
+    return store
 
 
 @pytest.fixture(scope="session")
@@ -44,7 +33,7 @@ def collector() -> Iterator[Collector]:
 
 @pytest.fixture(scope="session")
 def service(
-    release: PackedRelease, store: str, collector: Collector, tmp_path_factory: pytest.TempPathFactory
+    release: PackedRelease, champion_store: str, collector: Collector, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[dict[str, Server]]:
     """The processes; the predictor loads from a directory, the transformers from the registry."""
     logs: Path = tmp_path_factory.mktemp("logs")
@@ -59,7 +48,7 @@ def service(
         port = predictor.grpc_port if protocol == "grpc-v2" else predictor.http_port
         host = "127.0.0.1" if protocol == "v1" or not anywhere else "[::1]"
         servers[protocol] = Server(
-            *(logs / f"{protocol}.log", "--store", store, "--release", release.version),
+            *(logs / f"{protocol}.log", "--store", champion_store, "--release", release.version),
             *("--predictor_host", f"{host}:{port}", "--predictor_protocol", protocol),
             *("--predictor_request_timeout_seconds", "10"),
             *(V1_LOGGING if protocol == "v1" else ()),
@@ -79,13 +68,13 @@ def service(
 
 
 @pytest.fixture(params=("predictor", *PROTOCOLS))
-def server(request: pytest.FixtureRequest, service: dict[str, Server]) -> Server:
+def each_server(request: pytest.FixtureRequest, service: dict[str, Server]) -> Server:
     """Each server in turn; they are indistinguishable to clients."""
     return service[request.param]
 
 
 @pytest.fixture
-def predictor(service: dict[str, Server]) -> Server:
+def predictor_server(service: dict[str, Server]) -> Server:
     return service["predictor"]
 
 

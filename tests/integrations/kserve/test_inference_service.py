@@ -47,14 +47,14 @@ IMAGE_SENTENCE = "The image is not a PNG, JPEG, WebP or HEIC image."
 
 
 @pytest.fixture(scope="module")
-def images(parts: ReleaseParts) -> list[bytes]:
+def smoke_images(parts: ReleaseParts) -> list[bytes]:
     return [image for image, _ in parts.smoke_queries()]
 
 
 @pytest.fixture(scope="module")
-def stored(parts: ReleaseParts, images: list[bytes]) -> list[dict[str, Any]]:
+def local_predictions(parts: ReleaseParts, smoke_images: list[bytes]) -> list[dict[str, Any]]:
     """The predictions of `Predictor` in this process."""
-    answers = Predictor.open(parts).predict(images)
+    answers = Predictor.open(parts).predict(smoke_images)
     assert all(isinstance(answer, Prediction) for answer in answers)
     return [answer.model_dump(mode="json") for answer in answers]
 
@@ -87,75 +87,89 @@ def assert_same(answers: list[dict[str, Any]], stored: list[dict[str, Any]]) -> 
 
 
 class TestAnswers:
-    def test_v1(self, server: Server, images: list[bytes], stored: list[dict[str, Any]]) -> None:
-        response = server.predict(images)
+    def test_v1(self, each_server: Server, smoke_images: list[bytes], local_predictions: list[dict[str, Any]]) -> None:
+        response = each_server.predict(smoke_images)
         assert response.status_code == 200
-        assert_same(response.json()["predictions"], stored)
+        assert_same(response.json()["predictions"], local_predictions)
 
-    def test_v2_over_rest(self, server: Server, images: list[bytes], stored: list[dict[str, Any]]) -> None:
-        response = server.infer(files(images))
+    def test_v2_over_rest(
+        self, each_server: Server, smoke_images: list[bytes], local_predictions: list[dict[str, Any]]
+    ) -> None:
+        response = each_server.infer(files(smoke_images))
         assert response.status_code == 200
-        assert_same(predictions_of(response.json()), stored)
+        assert_same(predictions_of(response.json()), local_predictions)
 
-    def test_v2_over_grpc(self, server: Server, images: list[bytes], stored: list[dict[str, Any]]) -> None:
-        response = server.infer_grpc("images", "BYTES", [len(images)], bytes_contents=images)
-        assert_same(predictions_of(response), stored)
+    def test_v2_over_grpc(
+        self, each_server: Server, smoke_images: list[bytes], local_predictions: list[dict[str, Any]]
+    ) -> None:
+        response = each_server.infer_grpc("images", "BYTES", [len(smoke_images)], bytes_contents=smoke_images)
+        assert_same(predictions_of(response), local_predictions)
 
-    def test_v2_over_grpc_in_binary(self, server: Server, images: list[bytes], stored: list[dict[str, Any]]) -> None:
-        raw = b"".join(len(image).to_bytes(4, "little") + image for image in images)
-        response = server.infer_grpc("images", "BYTES", [len(images)], raw=raw)
+    def test_v2_over_grpc_in_binary(
+        self, each_server: Server, smoke_images: list[bytes], local_predictions: list[dict[str, Any]]
+    ) -> None:
+        raw = b"".join(len(image).to_bytes(4, "little") + image for image in smoke_images)
+        response = each_server.infer_grpc("images", "BYTES", [len(smoke_images)], raw=raw)
         names = [output.name for output in response.outputs]
         dists = np.frombuffer(response.raw_output_contents[names.index("dist")], np.float32)
-        assert dists.tolist() == pytest.approx([answer["dist"] for answer in stored], abs=1e-4)
+        assert dists.tolist() == pytest.approx([answer["dist"] for answer in local_predictions], abs=1e-4)
 
-    def test_v2_over_rest_in_binary(self, server: Server, images: list[bytes], stored: list[dict[str, Any]]) -> None:
-        data = len(images[0]).to_bytes(4, "little") + images[0]
+    def test_v2_over_rest_in_binary(
+        self, each_server: Server, smoke_images: list[bytes], local_predictions: list[dict[str, Any]]
+    ) -> None:
+        data = len(smoke_images[0]).to_bytes(4, "little") + smoke_images[0]
         outputs = [{"name": "pred"}, {"name": "dist", "parameters": {"binary_data": True}}, {"name": "version"}]
-        response = infer_in_binary(server, {"binary_data_size": len(data)}, data, outputs=outputs)
+        response = infer_in_binary(each_server, {"binary_data_size": len(data)}, data, outputs=outputs)
         head_size = int(response.headers["Inference-Header-Content-Length"])
         pred, dist, version = json.loads(response.content[:head_size])["outputs"]
-        assert (pred["data"], version["data"]) == ([stored[0]["pred"]], [stored[0]["version"]])
+        assert (pred["data"], version["data"]) == ([local_predictions[0]["pred"]], [local_predictions[0]["version"]])
         assert dist["parameters"] == {"binary_data_size": 4}
-        assert np.frombuffer(response.content[head_size:], "<f4")[0] == pytest.approx(stored[0]["dist"], abs=1e-4)
+        assert np.frombuffer(response.content[head_size:], "<f4")[0] == pytest.approx(
+            local_predictions[0]["dist"], abs=1e-4
+        )
 
-    def test_v2_returns_the_requested_outputs(self, server: Server, images: list[bytes]) -> None:
-        body = {"id": "7", "inputs": [files(images[:1])], "outputs": [{"name": "pred"}]}
-        result = server.post("/v2/models/embedding/infer", json=body).json()
+    def test_v2_returns_the_requested_outputs(self, each_server: Server, smoke_images: list[bytes]) -> None:
+        body = {"id": "7", "inputs": [files(smoke_images[:1])], "outputs": [{"name": "pred"}]}
+        result = each_server.post("/v2/models/embedding/infer", json=body).json()
         assert result["id"] == "7"
         assert [output["name"] for output in result["outputs"]] == ["pred"]
 
-    def test_image_of_another_size_is_resized(self, transformer: Server, predictor: Server) -> None:
+    def test_image_of_another_size_is_resized(self, transformer: Server, predictor_server: Server) -> None:
         photo = photograph()
         assert_same(
-            transformer.predict([photo]).json()["predictions"], predictor.predict([photo]).json()["predictions"]
+            transformer.predict([photo]).json()["predictions"], predictor_server.predict([photo]).json()["predictions"]
         )
 
     def test_predictor_accepts_prepared_pixels(
-        self, predictor: Server, images: list[bytes], stored: list[dict[str, Any]]
+        self, predictor_server: Server, smoke_images: list[bytes], local_predictions: list[dict[str, Any]]
     ) -> None:
-        array = prepared(images)
-        assert_same(predictions_of(predictor.infer(pixels(array)).json()), stored)
-        listed = predictor.infer_grpc("pixels", "UINT8", array.shape, uint_contents=array.ravel().tolist())
-        assert_same(predictions_of(listed), stored)
-        raw = predictor.infer_grpc("pixels", "UINT8", array.shape, raw=array.tobytes())
+        array = prepared(smoke_images)
+        assert_same(predictions_of(predictor_server.infer(pixels(array)).json()), local_predictions)
+        listed = predictor_server.infer_grpc("pixels", "UINT8", array.shape, uint_contents=array.ravel().tolist())
+        assert_same(predictions_of(listed), local_predictions)
+        raw = predictor_server.infer_grpc("pixels", "UINT8", array.shape, raw=array.tobytes())
         labels = raw.raw_output_contents[[output.name for output in raw.outputs].index("pred")]
-        assert labels == b"".join(len(a["pred"]).to_bytes(4, "little") + a["pred"].encode() for a in stored)
+        assert labels == b"".join(len(a["pred"]).to_bytes(4, "little") + a["pred"].encode() for a in local_predictions)
 
-    def test_transformer_rejects_pixels(self, transformer: Server, images: list[bytes]) -> None:
-        response = transformer.infer(pixels(prepared(images)))
+    def test_transformer_rejects_pixels(self, transformer: Server, smoke_images: list[bytes]) -> None:
+        response = transformer.infer(pixels(prepared(smoke_images)))
         assert (response.status_code, response.json()) == (
             400,
             {"error": "Send image files; only the predictor accepts pixels."},
         )
 
-    def test_accepts_a_request_without_images(self, server: Server) -> None:
-        assert server.predict([]).json() == {"predictions": []}
-        assert predictions_of(server.infer(files([])).json()) == []
+    def test_accepts_a_request_without_images(self, each_server: Server) -> None:
+        assert each_server.predict([]).json() == {"predictions": []}
+        assert predictions_of(each_server.infer(files([])).json()) == []
 
-    def test_serves_concurrent_clients(self, server: Server, images: list[bytes], stored: list[dict[str, Any]]) -> None:
+    def test_serves_concurrent_clients(
+        self, each_server: Server, smoke_images: list[bytes], local_predictions: list[dict[str, Any]]
+    ) -> None:
         def ask(n: int) -> None:
-            at = n % len(images)
-            assert_same(server.predict(images[at : at + 1]).json()["predictions"], stored[at : at + 1])
+            at = n % len(smoke_images)
+            assert_same(
+                each_server.predict(smoke_images[at : at + 1]).json()["predictions"], local_predictions[at : at + 1]
+            )
 
         with ThreadPoolExecutor(8) as pool:
             list(pool.map(ask, range(64)))
@@ -172,46 +186,54 @@ class TestBatches:
 
     @pytest.mark.parametrize("protocol", ["v1", "v2", "grpc-v2"])
     def test_concurrent_requests_share_batches_and_a_bad_image_fails_alone(
-        self, predictor: Server, images: list[bytes], stored: list[dict[str, Any]], protocol: str
+        self,
+        predictor_server: Server,
+        smoke_images: list[bytes],
+        local_predictions: list[dict[str, Any]],
+        protocol: str,
     ) -> None:
-        sent = [BAD if n % 8 == 3 else images[n % len(images)] for n in range(32)]
+        sent = [BAD if n % 8 == 3 else smoke_images[n % len(smoke_images)] for n in range(32)]
 
         def ask(image: bytes) -> Any:
             try:
                 if protocol == "grpc-v2":
-                    return predictions_of(predictor.infer_grpc("images", "BYTES", [1], bytes_contents=[image]))
-                response = predictor.predict([image]) if protocol == "v1" else predictor.infer(files([image]))
+                    return predictions_of(predictor_server.infer_grpc("images", "BYTES", [1], bytes_contents=[image]))
+                response = (
+                    predictor_server.predict([image]) if protocol == "v1" else predictor_server.infer(files([image]))
+                )
                 body = response.json()
                 return body.get("error") or body.get("predictions") or predictions_of(body)
             except grpc.RpcError as error:
                 return error.details()
 
-        batches, answered = (metric(predictor, f"evernear_batch_images_{name}") for name in ("count", "sum"))
+        batches, answered = (metric(predictor_server, f"evernear_batch_images_{name}") for name in ("count", "sum"))
         with ThreadPoolExecutor(len(sent)) as pool:
-            with predictor.frozen():
+            with predictor_server.frozen():
                 answers = [pool.submit(ask, image) for image in sent]
                 time.sleep(0.5)
             for n, (image, answer) in enumerate(zip(sent, answers, strict=True)):
                 if image is BAD:
                     assert IMAGE_SENTENCE in answer.result()
                 else:
-                    assert_same(answer.result(), [stored[n % len(images)]])
-        assert metric(predictor, "evernear_batch_images_sum") - answered == 28
+                    assert_same(answer.result(), [local_predictions[n % len(smoke_images)]])
+        assert metric(predictor_server, "evernear_batch_images_sum") - answered == 28
         if protocol != "grpc-v2":  # gRPC reads one call at a time, and may answer it before it reads the next
-            assert metric(predictor, "evernear_batch_images_count") - batches < 28
+            assert metric(predictor_server, "evernear_batch_images_count") - batches < 28
 
-    def test_requests_of_clients_that_are_gone_are_not_answered(self, predictor: Server, images: list[bytes]) -> None:
-        body = json.dumps({"instances": [{"data": base64.b64encode(images[0]).decode()}] * 100}).encode()
+    def test_requests_of_clients_that_are_gone_are_not_answered(
+        self, predictor_server: Server, smoke_images: list[bytes]
+    ) -> None:
+        body = json.dumps({"instances": [{"data": base64.b64encode(smoke_images[0]).decode()}] * 100}).encode()
         tensor = {
             "name": "images",
             "datatype": "BYTES",
             "shape": [100],
-            "contents": {"bytes_contents": images[:1] * 100},
+            "contents": {"bytes_contents": smoke_images[:1] * 100},
         }
         message = open_inference_pb2.ModelInferRequest(model_name="embedding", inputs=[tensor]).SerializeToString()
-        recognized, log = metric(predictor, "evernear_images_total"), predictor.log.read_text()
-        with predictor.frozen(), grpc.insecure_channel(f"127.0.0.1:{predictor.grpc_port}") as channel:
-            connections = [http.client.HTTPConnection("127.0.0.1", predictor.http_port) for _ in range(32)]
+        recognized, log = metric(predictor_server, "evernear_images_total"), predictor_server.log.read_text()
+        with predictor_server.frozen(), grpc.insecure_channel(f"127.0.0.1:{predictor_server.grpc_port}") as channel:
+            connections = [http.client.HTTPConnection("127.0.0.1", predictor_server.http_port) for _ in range(32)]
             call = channel.unary_unary("/inference.GRPCInferenceService/ModelInfer")
             calls = [call.future(message) for _ in range(32)]
             for connection in connections:
@@ -219,48 +241,54 @@ class TestBatches:
             for connection, started in zip(connections, calls, strict=True):
                 connection.close()
                 started.cancel()
-        assert predictor.predict(images[:1]).status_code == 200
-        assert metric(predictor, "evernear_images_total") - recognized < 32 * 100
-        assert "Traceback" not in predictor.log.read_text().removeprefix(log)
+        assert predictor_server.predict(smoke_images[:1]).status_code == 200
+        assert metric(predictor_server, "evernear_images_total") - recognized < 32 * 100
+        assert "Traceback" not in predictor_server.log.read_text().removeprefix(log)
 
 
 class TestBadImages:
-    def test_v1_bad_image_fails_alone(self, server: Server, images: list[bytes], stored: list[dict[str, Any]]) -> None:
-        response = server.predict([BAD, images[0], b"", images[1][:60], images[1]])
+    def test_v1_bad_image_fails_alone(
+        self, each_server: Server, smoke_images: list[bytes], local_predictions: list[dict[str, Any]]
+    ) -> None:
+        response = each_server.predict([BAD, smoke_images[0], b"", smoke_images[1][:60], smoke_images[1]])
         assert response.status_code == 200
         result = response.json()["predictions"]
-        assert_same([result[1], result[4]], stored[:2])
+        assert_same([result[1], result[4]], local_predictions[:2])
         assert result[0] == {"code": 400, "type": "BadImage", "message": IMAGE_SENTENCE}
         assert all(result[n]["code"] == 400 and result[n]["message"].endswith(".") for n in (2, 3))
 
     @pytest.mark.parametrize("instance", [{}, {"data": 3}, {"data": "***"}, {"data": "ä"}, "AAAA", None, [1]])
     def test_v1_instance_without_an_image_fails_alone(
-        self, predictor: Server, images: list[bytes], stored: list[dict[str, Any]], instance: object
+        self,
+        predictor_server: Server,
+        smoke_images: list[bytes],
+        local_predictions: list[dict[str, Any]],
+        instance: object,
     ) -> None:
-        good = {"data": base64.b64encode(images[0]).decode()}
-        result = predictor.post("/v1/models/embedding:predict", json={"instances": [instance, good]}).json()
+        good = {"data": base64.b64encode(smoke_images[0]).decode()}
+        result = predictor_server.post("/v1/models/embedding:predict", json={"instances": [instance, good]}).json()
         assert result["predictions"][0]["code"] == 400
-        assert_same(result["predictions"][1:], stored[:1])
+        assert_same(result["predictions"][1:], local_predictions[:1])
 
     def test_large_and_small_images_keep_their_order(
-        self, server: Server, images: list[bytes], stored: list[dict[str, Any]]
+        self, each_server: Server, smoke_images: list[bytes], local_predictions: list[dict[str, Any]]
     ) -> None:
         large = hostile.png(1001, 1000, 1)
-        result = server.predict([large, images[0], b"", large, *images[1:]]).json()["predictions"]
-        assert_same([result[1], *result[4:]], stored)
+        result = each_server.predict([large, smoke_images[0], b"", large, *smoke_images[1:]]).json()["predictions"]
+        assert_same([result[1], *result[4:]], local_predictions)
         assert_same([result[0]], [result[3]])
 
-    def test_v1_request_of_bad_images_only_is_400(self, server: Server) -> None:
-        response = server.predict([BAD, b""])
+    def test_v1_request_of_bad_images_only_is_400(self, each_server: Server) -> None:
+        response = each_server.predict([BAD, b""])
         assert (response.status_code, response.json()) == (400, {"error": IMAGE_SENTENCE})
 
-    def test_v2_bad_image_fails_the_request(self, server: Server, images: list[bytes]) -> None:
+    def test_v2_bad_image_fails_the_request(self, each_server: Server, smoke_images: list[bytes]) -> None:
         sentence = f"Image 2 of 3 cannot be answered: {IMAGE_SENTENCE}"
-        batch = [images[0], BAD, images[1]]
-        response = server.infer(files(batch))
+        batch = [smoke_images[0], BAD, smoke_images[1]]
+        response = each_server.infer(files(batch))
         assert (response.status_code, response.json()) == (400, {"error": sentence})
         with pytest.raises(grpc.RpcError) as exc_info:
-            server.infer_grpc("images", "BYTES", [3], bytes_contents=batch)
+            each_server.infer_grpc("images", "BYTES", [3], bytes_contents=batch)
         assert (exc_info.value.code(), exc_info.value.details()) == (grpc.StatusCode.INVALID_ARGUMENT, sentence)
 
 
@@ -270,8 +298,10 @@ class TestBadRequests:
         [b"", b"{", b"[1]", b'"x"', b"null", b'{"instances": 1}', b'{"a":' * 50_000, b'{"instances"\xff'],
     )
     @pytest.mark.parametrize("content_type", ["application/json", "application/json; charset=utf-8", "image/png"])
-    def test_invalid_v1_request_is_400(self, server: Server, body: bytes, content_type: str) -> None:
-        response = server.post("/v1/models/embedding:predict", content=body, headers={"Content-Type": content_type})
+    def test_invalid_v1_request_is_400(self, each_server: Server, body: bytes, content_type: str) -> None:
+        response = each_server.post(
+            "/v1/models/embedding:predict", content=body, headers={"Content-Type": content_type}
+        )
         assert response.status_code == 400
         assert response.json()["error"].endswith(".")
 
@@ -297,22 +327,22 @@ class TestBadRequests:
             {"name": "pixels", "datatype": "UINT8", "shape": [1, 8, 8, 1], "data": [[0], [0, 1]]},
         ],
     )
-    def test_unexpected_tensor_is_400(self, predictor: Server, tensor: dict[str, Any]) -> None:
-        response = predictor.infer(tensor)
+    def test_unexpected_tensor_is_400(self, predictor_server: Server, tensor: dict[str, Any]) -> None:
+        response = predictor_server.infer(tensor)
         assert response.status_code == 400
         assert response.json()["error"].endswith(".")
 
     @pytest.mark.parametrize(
         ("shape", "raw"), [([2], b"\x00\x00\x00\x00"), ([1], b"\xff\xff\xff\xffabc"), ([1], b"abc"), ([-1], b"")]
     )
-    def test_broken_binary_data_is_an_invalid_argument(self, server: Server, shape: list[int], raw: bytes) -> None:
+    def test_broken_binary_data_is_an_invalid_argument(self, each_server: Server, shape: list[int], raw: bytes) -> None:
         with pytest.raises(grpc.RpcError) as exc_info:
-            server.infer_grpc("images", "BYTES", shape, raw=raw)
+            each_server.infer_grpc("images", "BYTES", shape, raw=raw)
         assert exc_info.value.code() == grpc.StatusCode.INVALID_ARGUMENT
 
     @pytest.mark.parametrize("length", ["5", "-1", "x", "99999"])
-    def test_wrong_size_of_the_json_before_binary_data_is_400(self, server: Server, length: str) -> None:
-        response = server.post(
+    def test_wrong_size_of_the_json_before_binary_data_is_400(self, each_server: Server, length: str) -> None:
+        response = each_server.post(
             "/v2/models/embedding/infer",
             content=json.dumps({"inputs": [files([b"x"])]}).encode(),
             headers={"Inference-Header-Content-Length": length, "Content-Type": "application/octet-stream"},
@@ -322,8 +352,10 @@ class TestBadRequests:
     @pytest.mark.parametrize(
         ("size", "data"), [(5, b""), (1, b"ab"), (-1, b""), ("4", b"abcd"), (4, b"abcd"), (8, b"\xff\0\0\0abcd")]
     )
-    def test_binary_data_that_do_not_fit_their_tensor_are_400(self, server: Server, size: object, data: bytes) -> None:
-        response = infer_in_binary(server, {"binary_data_size": size}, data)
+    def test_binary_data_that_do_not_fit_their_tensor_are_400(
+        self, each_server: Server, size: object, data: bytes
+    ) -> None:
+        response = infer_in_binary(each_server, {"binary_data_size": size}, data)
         assert response.status_code == 400
         assert response.json()["error"].endswith(".")
 
@@ -336,16 +368,16 @@ def infer_in_binary(server: Server, parameters: dict[str, Any], data: bytes, **r
 
 
 class TestLimits:
-    def test_oversized_body_is_413(self, server: Server) -> None:
+    def test_oversized_body_is_413(self, each_server: Server) -> None:
         sentence = {"error": "The request is larger than the limit of 6553500 bytes."}
         for path in ("/v1/models/embedding:predict", "/v2/models/embedding/infer"):
-            with closing(http.client.HTTPConnection("127.0.0.1", server.http_port, timeout=60)) as connection:
+            with closing(http.client.HTTPConnection("127.0.0.1", each_server.http_port, timeout=60)) as connection:
                 connection.putrequest("POST", path)
                 connection.putheader("Content-Length", "6553501")
                 connection.endheaders()  # and not a byte more
                 response = connection.getresponse()
                 assert (response.status, json.load(response)) == (413, sentence)
-            with closing(http.client.HTTPConnection("127.0.0.1", server.http_port, timeout=60)) as connection:
+            with closing(http.client.HTTPConnection("127.0.0.1", each_server.http_port, timeout=60)) as connection:
                 connection.putrequest("POST", path)
                 connection.putheader("Transfer-Encoding", "chunked")
                 connection.endheaders()
@@ -353,42 +385,42 @@ class TestLimits:
                 response = connection.getresponse()
                 assert (response.status, json.load(response)) == (413, sentence)
         with pytest.raises(grpc.RpcError) as exc_info:
-            server.infer_grpc("images", "BYTES", [1], bytes_contents=[b" " * 7_000_000])
+            each_server.infer_grpc("images", "BYTES", [1], bytes_contents=[b" " * 7_000_000])
         assert exc_info.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
 
-    def test_too_many_images_are_413(self, server: Server) -> None:
-        for response in (server.predict([b""] * 1025), server.infer(files([b""] * 1025))):
+    def test_too_many_images_are_413(self, each_server: Server) -> None:
+        for response in (each_server.predict([b""] * 1025), each_server.infer(files([b""] * 1025))):
             assert response.status_code == 413
             assert response.json() == {"error": "The request has 1025 images; the limit is 1024."}
 
-    def test_too_many_pixels_together_are_413(self, server: Server) -> None:
+    def test_too_many_pixels_together_are_413(self, each_server: Server) -> None:
         largest = hostile.png(5_000, 5_000, 1)
         sentence = {"error": "The images of the request have more than 100000000 pixels together; send fewer."}
-        for response in (server.predict([largest] * 5), server.infer(files([largest] * 5))):
+        for response in (each_server.predict([largest] * 5), each_server.infer(files([largest] * 5))):
             assert (response.status_code, response.json()) == (413, sentence)
         with pytest.raises(grpc.RpcError) as exc_info:
-            server.infer_grpc("images", "BYTES", [5], bytes_contents=[largest] * 5)
+            each_server.infer_grpc("images", "BYTES", [5], bytes_contents=[largest] * 5)
         assert exc_info.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
 
     @pytest.mark.parametrize(
         "body",
         [b'{"inputs": [' + b"{}," * 2_000_000 + b"{}]}", b'{"inputs": [' + b"1," * 3_000_000 + b"1]}"],
     )
-    def test_millions_of_errors_in_a_request_cost_as_little_as_one(self, server: Server, body: bytes) -> None:
-        assert server.process is not None
+    def test_millions_of_errors_in_a_request_cost_as_little_as_one(self, each_server: Server, body: bytes) -> None:
+        assert each_server.process is not None
         for path in ("/v2/models/embedding/infer", "/v2/models/embedding/versions/1/infer"):
-            response = server.post(path, content=body)
+            response = each_server.post(path, content=body)
             assert response.status_code == 400
             assert len(response.json()["error"]) < 300
         # KServe's own parser took 3 GB.
-        status = Path(f"/proc/{server.process.pid}/status").read_text()
+        status = Path(f"/proc/{each_server.process.pid}/status").read_text()
         peak_bytes = int(status.partition("VmHWM:")[2].split()[0]) * 1024
         assert peak_bytes < 1.5 * 2**30
 
-    def test_millions_of_tensors_are_an_invalid_argument(self, server: Server) -> None:
+    def test_millions_of_tensors_are_an_invalid_argument(self, each_server: Server) -> None:
         for many in ({"inputs": [{}] * 1_000_000}, {"outputs": [{}] * 1_000_000}):
             with pytest.raises(grpc.RpcError) as exc_info:
-                server.grpc(
+                each_server.grpc(
                     "ModelInfer",
                     open_inference_pb2.ModelInferRequest(model_name="embedding", **many),
                     "ModelInferResponse",
@@ -396,104 +428,106 @@ class TestLimits:
             assert exc_info.value.code() == grpc.StatusCode.INVALID_ARGUMENT
             assert "more than 64 inputs or outputs" in exc_info.value.details()
 
-    def test_model_cannot_be_unloaded(self, server: Server, images: list[bytes]) -> None:
+    def test_model_cannot_be_unloaded(self, each_server: Server, smoke_images: list[bytes]) -> None:
         for verb in ("load", "unload"):
-            response = server.post(f"/v2/repository/models/embedding/{verb}")
+            response = each_server.post(f"/v2/repository/models/embedding/{verb}")
             assert response.status_code == 404
         request = open_inference_pb2.ServerLiveRequest()
         with pytest.raises(grpc.RpcError) as exc_info:
-            server.grpc("RepositoryModelUnload", request, "ServerLiveResponse")
+            each_server.grpc("RepositoryModelUnload", request, "ServerLiveResponse")
         assert exc_info.value.code() == grpc.StatusCode.UNIMPLEMENTED
-        assert server.predict(images).status_code == 200
+        assert each_server.predict(smoke_images).status_code == 200
 
-    def test_listens_on_loopback_or_its_host_only(self, server: Server) -> None:
-        connections = psutil.Process(server.process.pid).net_connections("inet")
+    def test_listens_on_loopback_or_its_host_only(self, each_server: Server) -> None:
+        connections = psutil.Process(each_server.process.pid).net_connections("inet")
         addresses = [c.laddr for c in connections if c.status == psutil.CONN_LISTEN]
         listeners = {(address.ip.removeprefix("::ffff:"), address.port) for address in addresses}
-        assert listeners == {(server.host, server.http_port), (server.host, server.grpc_port)}
+        assert listeners == {(each_server.host, each_server.http_port), (each_server.host, each_server.grpc_port)}
 
-    def test_serves_no_page_that_loads_scripts(self, server: Server) -> None:
-        assert server.get("/docs").status_code == 404
+    def test_serves_no_page_that_loads_scripts(self, each_server: Server) -> None:
+        assert each_server.get("/docs").status_code == 404
 
 
 class TestOperation:
-    def test_metadata_names_the_release(self, server: Server, release: PackedRelease) -> None:
-        result = server.get("/v2/models/embedding").json()
+    def test_metadata_names_the_release(self, each_server: Server, release: PackedRelease) -> None:
+        result = each_server.get("/v2/models/embedding").json()
         assert result["versions"] == [release.version]
         assert {"name": "images", "datatype": "BYTES", "shape": [-1]} in result["inputs"]
         assert [output["name"] for output in result["outputs"]][:3] == ["pred", "dist", "unknown"]
 
-    def test_metrics_count_images_and_name_the_release(self, server: Server, release: PackedRelease) -> None:
+    def test_metrics_count_images_and_name_the_release(self, each_server: Server, release: PackedRelease) -> None:
         def refused() -> float:
-            lines = server.get("/metrics").text.splitlines()
+            lines = each_server.get("/metrics").text.splitlines()
             named = [
                 line for line in lines if 'evernear_images_total{model_name="embedding",outcome="refused"}' in line
             ]
             return float(named[0].split()[-1]) if named else 0
 
         before = refused()
-        server.predict([BAD])
+        each_server.predict([BAD])
         assert refused() == before + 1
-        text = server.get("/metrics").text
+        text = each_server.get("/metrics").text
         (info,) = [line for line in text.splitlines() if line.startswith("evernear_release_info{")]
         assert f'version="{release.version}"' in info
         assert 'request_predict_seconds_count{model_name="embedding"}' in text
 
-    def test_predictor_names_the_engine_of_its_network(self, predictor: Server, release: PackedRelease) -> None:
+    def test_predictor_names_the_engine_of_its_network(self, predictor_server: Server, release: PackedRelease) -> None:
         engine = "OpenVINO" if openvino_version() else "TorchScript"
         labels = f'engine="{engine}",model_name="embedding",version="{release.version}"'
-        assert f"evernear_release_info{{{labels}}} 1.0" in predictor.get("/metrics").text
+        assert f"evernear_release_info{{{labels}}} 1.0" in predictor_server.get("/metrics").text
 
-    def test_requests_beside_predictions(self, server: Server, release: PackedRelease) -> None:
-        assert server.get("/v1/models").json() == {"models": ["embedding"]}
-        assert server.get("/v2/models/embedding/infer").status_code == 405
-        assert server.post("/v1/models/embedding/x:predict").status_code == 404
-        assert server.get("/v2/health/live").json() == {"live": True}
-        assert server.get("/v2/health/ready").json() == {"ready": True}
+    def test_requests_beside_predictions(self, each_server: Server, release: PackedRelease) -> None:
+        assert each_server.get("/v1/models").json() == {"models": ["embedding"]}
+        assert each_server.get("/v2/models/embedding/infer").status_code == 405
+        assert each_server.post("/v1/models/embedding/x:predict").status_code == 404
+        assert each_server.get("/v2/health/live").json() == {"live": True}
+        assert each_server.get("/v2/health/ready").json() == {"ready": True}
         for path in ("/v1/models/embedding", f"/v2/models/embedding/versions/{release.version}/ready"):
-            assert server.get(path).json() == {"name": "embedding", "ready": True}
+            assert each_server.get(path).json() == {"name": "embedding", "ready": True}
 
-    def test_each_method_over_grpc(self, server: Server, release: PackedRelease) -> None:
-        assert server.grpc("ServerLive", open_inference_pb2.ServerLiveRequest(), "ServerLiveResponse").live
-        assert server.grpc("ServerReady", open_inference_pb2.ServerReadyRequest(), "ServerReadyResponse").ready
+    def test_each_method_over_grpc(self, each_server: Server, release: PackedRelease) -> None:
+        assert each_server.grpc("ServerLive", open_inference_pb2.ServerLiveRequest(), "ServerLiveResponse").live
+        assert each_server.grpc("ServerReady", open_inference_pb2.ServerReadyRequest(), "ServerReadyResponse").ready
         model = open_inference_pb2.ModelReadyRequest(name="embedding", version=release.version)
-        assert server.grpc("ModelReady", model, "ModelReadyResponse").ready
-        metadata = server.grpc("ServerMetadata", open_inference_pb2.ServerMetadataRequest(), "ServerMetadataResponse")
+        assert each_server.grpc("ModelReady", model, "ModelReadyResponse").ready
+        metadata = each_server.grpc(
+            "ServerMetadata", open_inference_pb2.ServerMetadataRequest(), "ServerMetadataResponse"
+        )
         assert metadata.name == "evernear"
         request = open_inference_pb2.ModelMetadataRequest(name="embedding")
-        described = server.grpc("ModelMetadata", request, "ModelMetadataResponse")
+        described = each_server.grpc("ModelMetadata", request, "ModelMetadataResponse")
         assert list(described.versions) == [release.version]
         assert [output.name for output in described.outputs][:2] == ["pred", "dist"]
 
     def test_images_are_also_recognized_as_files_and_in_json(
-        self, server: Server, images: list[bytes], stored: list[dict[str, Any]]
+        self, each_server: Server, smoke_images: list[bytes], local_predictions: list[dict[str, Any]]
     ) -> None:
-        answer = server.post("/predict", content=images[0], headers={"Content-Type": "image/png"})
-        assert_same([answer.json()], stored[:1])
-        body = {"data": base64.b64encode(images[0]).decode()}
-        assert server.post("/predict/label", json=body).json()["label"] == stored[0]["pred"]
-        assert server.get("/predict/test/label").json()["label"] == stored[0]["pred"]
-        assert server.post("/predict", json={"data": "AAAA"}).json()["code"] == 400
+        answer = each_server.post("/predict", content=smoke_images[0], headers={"Content-Type": "image/png"})
+        assert_same([answer.json()], local_predictions[:1])
+        body = {"data": base64.b64encode(smoke_images[0]).decode()}
+        assert each_server.post("/predict/label", json=body).json()["label"] == local_predictions[0]["pred"]
+        assert each_server.get("/predict/test/label").json()["label"] == local_predictions[0]["pred"]
+        assert each_server.post("/predict", json={"data": "AAAA"}).json()["code"] == 400
 
-    def test_unknown_model_or_version_is_404(self, server: Server, images: list[bytes]) -> None:
-        assert server.post("/v1/models/other:predict", json={"instances": []}).status_code == 404
-        body = {"inputs": [files(images)]}
-        assert server.post("/v2/models/embedding/versions/1/infer", json=body).status_code == 404
+    def test_unknown_model_or_version_is_404(self, each_server: Server, smoke_images: list[bytes]) -> None:
+        assert each_server.post("/v1/models/other:predict", json={"instances": []}).status_code == 404
+        body = {"inputs": [files(smoke_images)]}
+        assert each_server.post("/v2/models/embedding/versions/1/infer", json=body).status_code == 404
         request = open_inference_pb2.ModelMetadataRequest(name="other")
         with pytest.raises(grpc.RpcError) as exc_info:
-            server.grpc("ModelMetadata", request, "ModelMetadataResponse")
+            each_server.grpc("ModelMetadata", request, "ModelMetadataResponse")
         assert exc_info.value.code() == grpc.StatusCode.NOT_FOUND
 
     @pytest.mark.slow
-    def test_hanging_predictor_is_504(self, service: dict[str, Server], images: list[bytes]) -> None:
+    def test_hanging_predictor_is_504(self, service: dict[str, Server], smoke_images: list[bytes]) -> None:
         transformers = [server for name, server in service.items() if name != "predictor"]
-        assert all(server.predict(images).status_code == 200 for server in transformers)  # connected
+        assert all(server.predict(smoke_images).status_code == 200 for server in transformers)  # connected
         with service["predictor"].frozen(), ThreadPoolExecutor() as pool:
-            answers = list(pool.map(lambda server: server.predict(images), transformers))
+            answers = list(pool.map(lambda server: server.predict(smoke_images), transformers))
         for answer in answers:
             assert answer.status_code == 504, answer.text
             assert "within 10 s" in answer.json()["error"]
-        assert all(server.predict(images).status_code == 200 for server in transformers)
+        assert all(server.predict(smoke_images).status_code == 200 for server in transformers)
 
     @pytest.mark.slow
     def test_predictor_of_another_release_is_503(
@@ -501,8 +535,8 @@ class TestOperation:
         service: dict[str, Server],
         release: PackedRelease,
         make_release: MakeRelease,
-        images: list[bytes],
-        stored: list[dict[str, Any]],
+        smoke_images: list[bytes],
+        local_predictions: list[dict[str, Any]],
     ) -> None:
         predictor = service["predictor"]
         transformers = [server for name, server in service.items() if name != "predictor"]
@@ -510,21 +544,21 @@ class TestOperation:
         assert predictor.stop() == 0
         try:
             for server in transformers:
-                assert_unavailable(server, images, "No server answers")
+                assert_unavailable(server, smoke_images, "No server answers")
             predictor.start("--model_dir", str(other.archive))
             predictor.await_answer("/")
-            assert predictor.predict(images[:1]).json()["predictions"][0]["version"] == other.version
+            assert predictor.predict(smoke_images[:1]).json()["predictions"][0]["version"] == other.version
             for server in transformers:
-                await_connection(server, images)
-                assert_unavailable(server, images, f"release {other.version}, but images are prepared for")
+                await_connection(server, smoke_images)
+                assert_unavailable(server, smoke_images, f"release {other.version}, but images are prepared for")
         finally:
             predictor.stop()
             predictor.start()
             predictor.await_answer("/")
         for server in transformers:
-            await_connection(server, images)
+            await_connection(server, smoke_images)
             assert server.get("/v2/models/embedding/ready").status_code == 200
-            assert_same(server.predict(images).json()["predictions"], stored)
+            assert_same(server.predict(smoke_images).json()["predictions"], local_predictions)
 
 
 SIGNALLED_AT_START = """
@@ -548,7 +582,9 @@ class TestShutdown:
         command = [sys.executable, "-c", SIGNALLED_AT_START, f"--model_dir={release.archive.parent}", *ports]
         assert subprocess.run(command, timeout=READY_TIMEOUT_S).returncode == 0
 
-    def test_grpc_stops_together_with_rest(self, release: PackedRelease, tmp_path: Path, images: list[bytes]) -> None:
+    def test_grpc_stops_together_with_rest(
+        self, release: PackedRelease, tmp_path: Path, smoke_images: list[bytes]
+    ) -> None:
         """Otherwise a server that waits for both takes longer than its pod's grace period."""
         server = Server(tmp_path / "log", "--model_dir", str(release.archive.parent))
         server.start()
@@ -557,10 +593,10 @@ class TestShutdown:
             connection.putrequest("POST", "/v1/models/embedding:predict")
             connection.putheader("Content-Length", "1000")
             connection.endheaders()  # a request in flight, for which REST waits
-            assert not refuses_grpc(server, images)
+            assert not refuses_grpc(server, smoke_images)
             with ThreadPoolExecutor() as pool:
                 ended = pool.submit(server.stop)
-                until(lambda: refuses_grpc(server, images))
+                until(lambda: refuses_grpc(server, smoke_images))
                 connection.send(b" " * 1000)
                 assert connection.getresponse().status == 400, "REST still answers"
                 assert ended.result() == 0
@@ -649,17 +685,17 @@ def test_short_list_of_neighbors_is_filled_up_and_read_without_the_filling() -> 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["predictor", "grpc-v2"])
 def test_survives_a_minute_of_fuzzing_without_5xx(
-    service: dict[str, Server], images: list[bytes], stored: list[dict[str, Any]], name: str
+    service: dict[str, Server], smoke_images: list[bytes], local_predictions: list[dict[str, Any]], name: str
 ) -> None:
-    assert fuzz(kserve(service[name].http_port, images[0], stored[0]["pred"]), seconds=60) > 100
+    assert fuzz(kserve(service[name].http_port, smoke_images[0], local_predictions[0]["pred"]), seconds=60) > 100
 
 
 @pytest.mark.parametrize("protocol", TRACED)
 def test_prediction_is_one_trace_through_both_containers(
-    service: dict[str, Server], collector: Collector, images: list[bytes], release: PackedRelease, protocol: str
+    service: dict[str, Server], collector: Collector, smoke_images: list[bytes], release: PackedRelease, protocol: str
 ) -> None:
     trace = f"{TRACED.index(protocol) + 1:032x}"
-    assert service[protocol].predict(images[:1], **parent(trace)).status_code == 200
+    assert service[protocol].predict(smoke_images[:1], **parent(trace)).status_code == 200
     called = "gRPC ModelInfer" if protocol == "grpc-v2" else "POST /v1/models/{model}:predict"
     transformer, predictor = "evernear-transformer", "evernear-predictor"
     received = collector.wait_for(
@@ -678,22 +714,22 @@ def test_prediction_is_one_trace_through_both_containers(
     assert attributes(request)["evernear.release"] == attributes(answer)["evernear.release"] == release.version
 
 
-def test_predictor_alone_is_a_trace(predictor: Server, collector: Collector, images: list[bytes]) -> None:
+def test_predictor_alone_is_a_trace(predictor_server: Server, collector: Collector, smoke_images: list[bytes]) -> None:
     trace, name = "f" * 32, "POST /v1/models/{model}:predict"
-    assert predictor.predict(images[:1], **parent(trace)).status_code == 200
+    assert predictor_server.predict(smoke_images[:1], **parent(trace)).status_code == 200
     (_, predict) = collector.wait_for(trace, name, "recognize")[name]
     assert predict.parent_span_id.hex() == CLIENT_SPAN
     assert attributes(predict)["http.response.status_code"] == 200
     rejected = "e" * 32
-    assert predictor.predict([BAD], **parent(rejected)).status_code == 400
+    assert predictor_server.predict([BAD], **parent(rejected)).status_code == 400
     (_, predict) = collector.wait_for(rejected, name)[name]
     assert attributes(predict)["http.response.status_code"] == 400
 
 
-def test_requests_are_logged_only_if_asked_for(service: dict[str, Server], images: list[bytes]) -> None:
+def test_requests_are_logged_only_if_asked_for(service: dict[str, Server], smoke_images: list[bytes]) -> None:
     quiet, logging = service["v2"], service["v1"]  # see V1_LOGGING
     for server in (quiet, logging):
-        assert server.predict(images[:1]).status_code == 200
+        assert server.predict(smoke_images[:1]).status_code == 200
     line = "POST /v1/models/{model}:predict: 200"
     assert line not in quiet.log.read_text()
     assert line in logging.log.read_text()

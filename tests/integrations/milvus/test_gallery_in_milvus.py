@@ -38,7 +38,7 @@ Make = Callable[..., PackedRelease]
 @pytest.fixture
 def make(
     system: System, milvus_uri: str, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest,
-    settings: RunSettings,
+    run_settings: RunSettings,
 ) -> Make:  # fmt: skip
     """Pack a release with a collection of the index type ``kind``; the alias is that of the test.
     Each release is newer than the one before and older than those of ``make_release``."""
@@ -52,7 +52,7 @@ def make(
         alias = request.node.originalname
         index = IndexSettings(backend="milvus", uri=milvus_uri, collection=alias, type=kind)
         embeddings = Embeddings.open(system.index_dir.parent / "embeddings")
-        owner = owner_of(open_store(settings.store_uri))
+        owner = owner_of(open_store(run_settings.store_uri))
         build_index(embeddings, system.dataset.labels, index, index_dir, owner=owner)
         in_milvus = dataclasses.replace(system, index_dir=index_dir)
         made = release_maker(in_milvus, lambda: tmp_path_factory.mktemp("release"), pack)
@@ -62,7 +62,7 @@ def make(
 
 
 @pytest.fixture
-def settings(tmp_path: Path) -> RunSettings:
+def run_settings(tmp_path: Path) -> RunSettings:
     return RunSettings(workdir=tmp_path / "work", target="registry")
 
 
@@ -80,7 +80,9 @@ def alias_target(release: PackedRelease) -> str | None:
     return milvus_client.alias_target(milvus_client.connect(collection.uri), collection)
 
 
-def test_release_has_no_vectors_but_names_their_collection(make: Make, settings, tmp_path, make_release: MakeRelease):
+def test_release_has_no_vectors_but_names_their_collection(
+    make: Make, run_settings, tmp_path, make_release: MakeRelease
+):
     release = make()
     parts = open_release(release.archive, tmp_path / "parts")
     assert "index.faiss" not in parts.manifest.parts
@@ -106,33 +108,33 @@ def test_manifest_must_name_either_the_collection_or_the_vectors(make: Make, cha
         ReleaseManifest.model_validate(tree)
 
 
-def test_alias_follows_promotions_and_rollbacks(make: Make, make_release: MakeRelease, settings):
+def test_alias_follows_promotions_and_rollbacks(make: Make, make_release: MakeRelease, run_settings):
     first = make()
-    deploy_release(first.archive, first.verdict, settings)
+    deploy_release(first.archive, first.verdict, run_settings)
     assert alias_target(first) == collection_of(first).name
     second = make("IVF_FLAT,nlist=4", parent=first.version)
-    deploy_release(second.archive, second.verdict, settings)
+    deploy_release(second.archive, second.verdict, run_settings)
     assert alias_target(first) == collection_of(second).name != collection_of(first).name
 
-    roll_back(settings)
+    roll_back(run_settings)
     assert alias_target(first) == collection_of(first).name
-    promote_release(second.version, settings, cause=Cause(by="test"))
+    promote_release(second.version, run_settings, cause=Cause(by="test"))
     assert alias_target(first) == collection_of(second).name
 
     in_archive = make_release(parent=second.version)
-    deploy_release(in_archive.archive, in_archive.verdict, settings)
+    deploy_release(in_archive.archive, in_archive.verdict, run_settings)
     assert alias_target(first) is None
-    roll_back(settings)
+    roll_back(run_settings)
     assert alias_target(first) == collection_of(second).name
 
 
-def test_alias_of_a_collection_that_evernear_did_not_make_stays(make: Make, settings, caplog):
+def test_alias_of_a_collection_that_evernear_did_not_make_stays(make: Make, run_settings, caplog):
     first = make()
     collection = collection_of(first)
     client, foreign = milvus_client.connect(collection.uri), f"{collection.alias}_of_someone"
     client.create_collection(foreign, dimension=4)
     client.create_alias(foreign, collection.alias)
-    deploy_release(first.archive, first.verdict, settings)
+    deploy_release(first.archive, first.verdict, run_settings)
     assert f"{collection.alias} points at {foreign}, which belongs to another store" in caplog.text
     assert alias_target(first) == foreign
 
@@ -144,31 +146,31 @@ def make_champion_the_anchor(releases: Registry) -> None:
     releases.set_anchor(champion.version, champion)
 
 
-def test_pruning_deletes_only_collections_that_no_release_needs(make: Make, make_release, settings, milvus_uri):
+def test_pruning_deletes_only_collections_that_no_release_needs(make: Make, make_release, run_settings, milvus_uri):
     releases = [make()]
     releases += [make(parent=releases[0].version)]  # the same collection
     releases += [make("IVF_FLAT,nlist=4", parent=releases[1].version)]
     other = make("HNSW,M=8,efConstruction=40")
     assert collection_of(releases[0]) == collection_of(releases[1])
-    registry(settings).publish(other.archive)
+    registry(run_settings).publish(other.archive)
     for release in releases:
-        deploy_release(release.archive, release.verdict, settings)
+        deploy_release(release.archive, release.verdict, run_settings)
     champion = make_release(parent=releases[2].version)
-    deploy_release(champion.archive, champion.verdict, settings)
+    deploy_release(champion.archive, champion.verdict, run_settings)
     client = MilvusClient(milvus_uri)
 
     def remaining() -> set[str]:
         alias = collection_of(other).alias
         return {name for name in client.list_collections() if name.startswith(alias)}
 
-    make_champion_the_anchor(registry(settings))
-    assert prune_releases(registry(settings), keep=1) == tuple(
+    make_champion_the_anchor(registry(run_settings))
+    assert prune_releases(registry(run_settings), keep=1) == tuple(
         sorted([releases[0].version, releases[1].version, other.version])
     )
     assert remaining() == {collection_of(releases[2]).name}
 
 
-def test_unreachable_milvus_does_not_undo_a_promotion(make: Make, settings, monkeypatch, caplog):
+def test_unreachable_milvus_does_not_undo_a_promotion(make: Make, run_settings, monkeypatch, caplog):
     release = make()
     unreachable = TransientStoreError("Milvus at somewhere cannot be reached: no answer.")
 
@@ -177,11 +179,11 @@ def test_unreachable_milvus_does_not_undo_a_promotion(make: Make, settings, monk
 
     with monkeypatch.context() as patch:
         patch.setattr(milvus_client, "point_alias", fail)
-        assert deploy_release(release.archive, release.verdict, settings).version == release.version
+        assert deploy_release(release.archive, release.verdict, run_settings).version == release.version
     assert "cannot be reached: no answer. The next run sets it." in caplog.text
-    assert registry(settings).champion().version == release.version  # pyright: ignore[reportOptionalMemberAccess]
+    assert registry(run_settings).champion().version == release.version  # pyright: ignore[reportOptionalMemberAccess]
     assert alias_target(release) is None
-    record = RunRecord(open_store(settings.store_uri), "20260101-000000-0000")
+    record = RunRecord(open_store(run_settings.store_uri), "20260101-000000-0000")
     assert run_ended(record, "") == []
     assert alias_target(release) == collection_of(release).name
 
@@ -213,23 +215,23 @@ def _unavailable(*_: object, **__: object) -> None:
 
 
 def test_copied_store_leaves_the_collections_of_the_original(
-    system: System, make_release: MakeRelease, settings, milvus_uri, tmp_path, tmp_path_factory, caplog
+    system: System, make_release: MakeRelease, run_settings, milvus_uri, tmp_path, tmp_path_factory, caplog
 ):
     """Collections belong to a store at a place: a copy has the same id, but prunes only what it
     filled itself."""
-    store = open_store(settings.store_uri)
+    store = open_store(run_settings.store_uri)
     alias, index_dir = f"test_{uuid.uuid4().hex[:8]}", tmp_path_factory.mktemp("index")
     index = IndexSettings(backend="milvus", uri=milvus_uri, collection=alias, type="FLAT")
     embeddings = Embeddings.open(system.index_dir.parent / "embeddings")
     build_index(embeddings, system.dataset.labels, index, index_dir, owner=owner_of(store))
     made = release_maker(dataclasses.replace(system, index_dir=index_dir), lambda: tmp_path_factory.mktemp("release"))
     first = made()
-    deploy_release(first.archive, first.verdict, settings)
+    deploy_release(first.archive, first.verdict, run_settings)
     assert collection_of(first).alias == alias
     assert collection_owner(collection_of(first).name) == owner_of(store)
 
     copied = RunSettings(workdir=tmp_path / "copy", target="registry")
-    shutil.copytree(settings.workdir / "store", tmp_path / "copy" / "store")
+    shutil.copytree(run_settings.workdir / "store", tmp_path / "copy" / "store")
     champion = first.version
     for _ in range(2):
         release = make_release(parent=champion)
@@ -245,17 +247,17 @@ def test_copied_store_leaves_the_collections_of_the_original(
     champion = first.version
     for _ in range(2):
         release = make_release(parent=champion)
-        deploy_release(release.archive, release.verdict, settings)
+        deploy_release(release.archive, release.verdict, run_settings)
         champion = release.version
-    make_champion_the_anchor(registry(settings))
-    assert first.version in prune_releases(registry(settings), keep=1)
+    make_champion_the_anchor(registry(run_settings))
+    assert first.version in prune_releases(registry(run_settings), keep=1)
     assert collection_of(first).name not in client.list_collections()
 
 
-def test_lost_record_of_the_champion_before_is_no_fault_of_milvus(make_release: MakeRelease, settings, caplog):
+def test_lost_record_of_the_champion_before_is_no_fault_of_milvus(make_release: MakeRelease, run_settings, caplog):
     first = make_release()
-    deploy_release(first.archive, first.verdict, settings)
+    deploy_release(first.archive, first.verdict, run_settings)
     second = make_release(parent=first.version)
-    open_store(settings.store_uri).put(f"releases/manifests/{first.version}.json", b"")
-    deploy_release(second.archive, second.verdict, settings)
+    open_store(run_settings.store_uri).put(f"releases/manifests/{first.version}.json", b"")
+    deploy_release(second.archive, second.verdict, run_settings)
     assert "Milvus" not in caplog.text

@@ -1,9 +1,6 @@
 """The tests of an index, with Milvus."""
 
-import pytest
-
-from evernear.settings import IndexSettings
-from tests.fast.index.conftest import MakeSettings
+from tests.fast.index.conftest import index_settings
 from tests.fast.index.test_build import (
     test_index_build_is_deterministic,
     test_index_description_records_its_inputs,
@@ -24,8 +21,10 @@ from tests.fast.index.test_search import (
     test_vectors_of_wrong_dimension_are_rejected,
 )
 
+BACKEND = "milvus"
 __all__ = [
     "any_index_dir",
+    "index_settings",
     "test_excluded_classes_are_neither_indexed_nor_used_for_calibration",
     "test_index_build_is_deterministic",
     "test_index_description_records_its_inputs",
@@ -39,8 +38,3 @@ __all__ = [
     "test_recognize_matches_a_reference_implementation",
     "test_vectors_of_wrong_dimension_are_rejected",
 ]
-
-
-@pytest.fixture(scope="module")
-def index_settings(milvus_uri: str) -> MakeSettings:
-    return lambda **changes: IndexSettings.model_validate({"backend": "milvus", "uri": milvus_uri, **changes})

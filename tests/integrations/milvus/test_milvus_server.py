@@ -23,12 +23,12 @@ RECOVERY_TIMEOUT_S = 60
 
 
 @pytest.fixture
-def port() -> int:
+def free_port() -> int:
     return free_ports(1)[0]
 
 
 @pytest.fixture
-def start_milvus(port: int, tmp_path: Path) -> Iterator[StartMilvus]:
+def start_milvus(free_port: int, tmp_path: Path) -> Iterator[StartMilvus]:
     """Start a server of Milvus Lite and wait until it accepts connections."""
     servers: list[subprocess.Popen[bytes]] = []
 
@@ -36,10 +36,19 @@ def start_milvus(port: int, tmp_path: Path) -> Iterator[StartMilvus]:
         milvus_lite = Path(sys.executable).with_name("milvus-lite")
         servers.append(
             subprocess.Popen(
-                [milvus_lite, "server", "--data-dir", tmp_path / "milvus", "--host", "127.0.0.1", "--port", str(port)]
+                [
+                    milvus_lite,
+                    "server",
+                    "--data-dir",
+                    tmp_path / "milvus",
+                    "--host",
+                    "127.0.0.1",
+                    "--port",
+                    str(free_port),
+                ]
             )
         )
-        wait_for_port(port, servers[-1])
+        wait_for_port(free_port, servers[-1])
         return servers[-1]
 
     yield start
@@ -50,10 +59,10 @@ def start_milvus(port: int, tmp_path: Path) -> Iterator[StartMilvus]:
 
 @pytest.mark.slow
 def test_release_is_served_and_survives_a_restart_of_milvus(
-    system: System, start_milvus: StartMilvus, port: int, tmp_path: Path
+    system: System, start_milvus: StartMilvus, free_port: int, tmp_path: Path
 ):
     milvus = start_milvus()
-    settings = IndexSettings(backend="milvus", uri=f"http://127.0.0.1:{port}")
+    settings = IndexSettings(backend="milvus", uri=f"http://127.0.0.1:{free_port}")
     embeddings = Embeddings.open(system.index_dir.parent / "embeddings")
     build_index(embeddings, system.dataset.labels, settings, tmp_path / "index")
     in_milvus = dataclasses.replace(system, index_dir=tmp_path / "index")

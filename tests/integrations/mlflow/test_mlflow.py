@@ -18,10 +18,10 @@ from tests.ports import free_ports, wait_for_port
 MLFLOW = ROOT / ".venv/mlflow/bin/mlflow"
 
 
-def test_missing_client_is_a_warning(record: RunRecord, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_client_is_a_warning(ended_run: RunRecord, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:5000")
     monkeypatch.setitem(sys.modules, "mlflow", None)
-    assert track(record, "") == [
+    assert track(ended_run, "") == [
         "MLFLOW_TRACKING_URI is set, but its client is not installed; run `pip install 'evernear[mlflow]'`."
     ]
 
@@ -29,7 +29,7 @@ def test_missing_client_is_a_warning(record: RunRecord, monkeypatch: pytest.Monk
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy is deprecated")  # of MLflow's
 def test_artifacts_of_a_run_in_a_sqlite_database_are_beside_it(
-    record: RunRecord, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ended_run: RunRecord, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """MLflow would put them into the current directory, which is deleted after a step."""
     pytest.importorskip("sqlalchemy")
@@ -38,7 +38,7 @@ def test_artifacts_of_a_run_in_a_sqlite_database_are_beside_it(
     monkeypatch.chdir(step)
     (tmp_path / "tracking").mkdir()
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/tracking/mlflow.db")
-    assert track(record, "<p>page</p>") == []
+    assert track(ended_run, "<p>page</p>") == []
     (page,) = (tmp_path / "tracking").rglob("run.html")
     assert page.read_text() == "<p>page</p>"
     assert list(step.iterdir()) == []
@@ -66,8 +66,8 @@ def mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 
 @pytest.mark.slow
 @pytest.mark.skipif(not MLFLOW.exists(), reason="make .venv/mlflow/.installed installs the server")
-def test_run_is_logged_once_to_mlflow(record: RunRecord, mlflow: str) -> None:
-    assert [track(record, "<p>page</p>") for _ in range(2)] == [[], []]
+def test_run_is_logged_once_to_mlflow(ended_run: RunRecord, mlflow: str) -> None:
+    assert [track(ended_run, "<p>page</p>") for _ in range(2)] == [[], []]
     with httpx.Client(base_url=f"{mlflow}/api/2.0/mlflow", timeout=60) as client:
         experiment = client.get("/experiments/get-by-name", params={"experiment_name": "evernear"}).json()
         identifier = experiment["experiment"]["experiment_id"]
@@ -83,5 +83,5 @@ def test_run_is_logged_once_to_mlflow(record: RunRecord, mlflow: str) -> None:
     assert parameters["train.batch_size"] == "256"
     assert metrics["label_right"] == 0.875
     assert {(point["step"], point["value"]) for point in losses} == {(1, 1.0), (2, 0.5)}
-    assert (tags["evernear.state"], tags["evernear.release"]) == ("held", record.load("archived")["version"])
+    assert (tags["evernear.state"], tags["evernear.release"]) == ("held", ended_run.load("archived")["version"])
     assert page.text == "<p>page</p>"

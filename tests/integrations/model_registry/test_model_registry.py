@@ -94,7 +94,7 @@ class ModelRegistry(BaseHTTPRequestHandler):
 
 
 @pytest.fixture
-def registry(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[ModelRegistry]]:
+def model_registry(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[ModelRegistry]]:
     handler = type("Handler", (ModelRegistry,), {"created": [], "tokens": [], "updated": []})
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         thread = threading.Thread(target=server.serve_forever)
@@ -106,20 +106,20 @@ def registry(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[ModelRegistry]]:
 
 
 def test_release_is_entered_once_into_the_model_registry(
-    record: RunRecord, registry: type[ModelRegistry], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ended_run: RunRecord, model_registry: type[ModelRegistry], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "token").write_text("secret\n")
     monkeypatch.setenv("KF_PIPELINES_SA_TOKEN_PATH", str(tmp_path / "token"))
-    assert [register(record) for _ in range(2)] == [[], []]
-    assert set(registry.tokens) == {"Bearer secret"}
-    (_, model), (_, version), (_, artifact) = registry.created
-    release = Registry(record.store).get(record.load("archived")["version"])
+    assert [register(ended_run) for _ in range(2)] == [[], []]
+    assert set(model_registry.tokens) == {"Bearer secret"}
+    (_, model), (_, version), (_, artifact) = model_registry.created
+    release = Registry(ended_run.store).get(ended_run.load("archived")["version"])
     assert model["name"] == release.manifest.dataset_name
     assert version["name"] == release.manifest.version
     assert version["customProperties"]["state"]["string_value"] == "held"
     assert version["customProperties"]["archive_sha256"]["string_value"] == release.archive_sha256
     assert version["customProperties"]["label_right"]["double_value"] == release.manifest.metrics["label_right"]
-    assert artifact["uri"] == f"{record.store.uri}/{release.archive_key}"
+    assert artifact["uri"] == f"{ended_run.store.uri}/{release.archive_key}"
     assert artifact["customProperties"]["sha256"]["string_value"] == release.archive_sha256
 
 
@@ -130,49 +130,52 @@ def marked(registry: type[ModelRegistry]) -> set[str]:
 
 
 def test_entry_of_the_champion_is_marked_after_promotion_and_rollback(
-    record: RunRecord, make_release: MakeRelease, registry: type[ModelRegistry], monkeypatch: pytest.MonkeyPatch
+    ended_run: RunRecord,
+    make_release: MakeRelease,
+    model_registry: type[ModelRegistry],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(entries, "PAGE_SIZE", 1)
-    releases = Registry(record.store)
-    first = record.load("archived")["version"]
+    releases = Registry(ended_run.store)
+    first = ended_run.load("archived")["version"]
     second = make_release()
     releases.publish(second.archive)
     assert follow_champion(releases.store) == [], "neither a champion nor an entry"
-    register(record)
-    record.save(archived={"version": second.version})
-    finalize(record, "continuous-training", "SUCCEEDED", "")
-    register(record)
-    assert marked(registry) == set()
+    register(ended_run)
+    ended_run.save(archived={"version": second.version})
+    finalize(ended_run, "continuous-training", "SUCCEEDED", "")
+    register(ended_run)
+    assert marked(model_registry) == set()
 
     releases.set_champion(first, None)
     assert follow_champion(releases.store) == []
-    assert marked(registry) == {first}
+    assert marked(model_registry) == {first}
     releases.set_champion(second.version, releases.champion())
     assert follow_champion(releases.store) == []
-    assert marked(registry) == {second.version}
-    (entry,) = [body for _, body in registry.created if body["name"] == second.version]
+    assert marked(model_registry) == {second.version}
+    (entry,) = [body for _, body in model_registry.created if body["name"] == second.version]
     assert entry["customProperties"]["archive_sha256"]["string_value"], "other properties stay"
 
     champion = releases.champion()
     assert champion
     releases.roll_back(champion)
-    rollback = RunRecord(record.store, "run-2")
+    rollback = RunRecord(ended_run.store, "run-2")
     rollback.save_step(StepRecord(step="rollback", state="finished", started=STARTED, ended=STARTED))
     rollback.save(rollback={"version": first, "url": None, "previous": second.version, "why": "worse"})
     finalize(rollback, "rollback", "SUCCEEDED", "")
     assert register(rollback) == []
-    assert marked(registry) == {first}
-    changes = len(registry.updated)
+    assert marked(model_registry) == {first}
+    changes = len(model_registry.updated)
     assert follow_champion(releases.store) == []
-    assert len(registry.updated) == changes, "values that are already correct are not written"
+    assert len(model_registry.updated) == changes, "values that are already correct are not written"
 
 
 @pytest.mark.skipif("TEST_MODEL_REGISTRY" not in os.environ, reason="TEST_MODEL_REGISTRY has no address")
-def test_real_model_registry_has_the_release(record: RunRecord, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_real_model_registry_has_the_release(ended_run: RunRecord, monkeypatch: pytest.MonkeyPatch) -> None:
     address = os.environ["TEST_MODEL_REGISTRY"]
     monkeypatch.setenv("MODEL_REGISTRY_BASE_URL", address)
-    assert [register(record) for _ in range(2)] == [[], []]
-    release = Registry(record.store).get(record.load("archived")["version"])
+    assert [register(ended_run) for _ in range(2)] == [[], []]
+    release = Registry(ended_run.store).get(ended_run.load("archived")["version"])
     with httpx.Client(base_url=address + REGISTRY_API) as client:
         model = client.get("/registered_model", params={"name": release.manifest.dataset_name}).json()
         query = {"name": release.manifest.version, "parentResourceId": model["id"]}

@@ -29,7 +29,7 @@ TRACE, OTHER_TRACE = "0af7651916cd43dd8448eb211c80319c", "1" * 32
 
 
 @pytest.fixture
-def collector(monkeypatch: pytest.MonkeyPatch) -> Iterator[Collector]:
+def configured_collector(monkeypatch: pytest.MonkeyPatch) -> Iterator[Collector]:
     with collecting() as collector:
         for name, value in collector.environment.items():
             monkeypatch.setenv(name, value)
@@ -56,7 +56,7 @@ def captured_log() -> Iterator[StringIO]:
 
 
 def test_prediction_is_one_trace_through_both_servers(
-    make_release: MakeRelease, tmp_path: Path, collector: Collector
+    make_release: MakeRelease, tmp_path: Path, configured_collector: Collector
 ) -> None:
     with serving(make_release(), tmp_path) as served:
         registry = Registry(open_store(served.settings.store_uri))
@@ -67,12 +67,14 @@ def test_prediction_is_one_trace_through_both_servers(
         with captured_log() as log, prep_client(served.settings) as prep:
             answer = prep.post("/predict", json=body, headers=parent(TRACE) | {"X-Request-Id": "from-the-client"})
             assert answer.status_code == 200
-            spans = collector.wait_for(TRACE, "POST /predict", "prepare", "call predictor", "predict", "search")
+            spans = configured_collector.wait_for(
+                TRACE, "POST /predict", "prepare", "call predictor", "predict", "search"
+            )
         serving_settings = served.settings.serving
         url = f"http://127.0.0.1:{serving_settings.inference_port}/predictions/embedding"
         headers = parent(OTHER_TRACE) | {"Authorization": f"Bearer {read_key(served.home, 'inference')}"}
         assert httpx.post(url, content=b"no image", headers=headers).status_code == 400
-        _, rejected = collector.wait_for(OTHER_TRACE, "predict")["predict"]
+        _, rejected = configured_collector.wait_for(OTHER_TRACE, "predict")["predict"]
     (logged,) = (json.loads(line) for line in log.getvalue().splitlines())
     assert (logged["request"], logged["trace"]) == ("from-the-client", TRACE)
     services = {name: service for name, (service, _) in spans.items()}

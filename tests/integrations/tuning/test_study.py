@@ -32,7 +32,7 @@ SPACE = SearchSpace(
 
 
 @pytest.fixture(scope="module")
-def digits(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
+def digits_dataset(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
     directory = tmp_path_factory.mktemp("digits")
     save_manifest(ingest_source(RunSettings().data, (directory / "store").as_uri()), directory)
     return Dataset.open(directory)
@@ -60,8 +60,8 @@ def simulated(monkeypatch: pytest.MonkeyPatch) -> Trials:
     return Trials(monkeypatch)
 
 
-def test_the_best_trial_becomes_a_settings_file(digits: Dataset, simulated: Trials, tmp_path: Path) -> None:
-    result = run_study(digits, RunSettings(), SPACE, 12, tmp_path, ignore)
+def test_the_best_trial_becomes_a_settings_file(digits_dataset: Dataset, simulated: Trials, tmp_path: Path) -> None:
+    result = run_study(digits_dataset, RunSettings(), SPACE, 12, tmp_path, ignore)
     assert simulated.margins[0] == RunSettings().train.margin
     assert result.trials + result.failed == 12
     assert result.baseline.value == pytest.approx(0.9)
@@ -72,45 +72,47 @@ def test_the_best_trial_becomes_a_settings_file(digits: Dataset, simulated: Tria
     assert best.augment == result.settings["train.augment"]
 
 
-def test_a_killed_study_continues(digits: Dataset, simulated: Trials, tmp_path: Path) -> None:
+def test_a_killed_study_continues(digits_dataset: Dataset, simulated: Trials, tmp_path: Path) -> None:
     def kill(text: str) -> None:
         if text.startswith("trial 3"):
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        run_study(digits, RunSettings(), SPACE, 6, tmp_path, kill)
+        run_study(digits_dataset, RunSettings(), SPACE, 6, tmp_path, kill)
     assert len(simulated.margins) == 3
-    result = run_study(digits, RunSettings(), SPACE, 6, tmp_path, ignore)
+    result = run_study(digits_dataset, RunSettings(), SPACE, 6, tmp_path, ignore)
     assert result.trials + result.failed == 6
     assert len(simulated.margins) == 7  # none was measured again
     assert len(set(simulated.margins)) == 7
     assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == []
 
 
-def test_a_study_of_other_settings_is_not_continued(digits: Dataset, simulated: Trials, tmp_path: Path) -> None:
-    run_study(digits, RunSettings(), SPACE, 1, tmp_path, ignore)
+def test_a_study_of_other_settings_is_not_continued(digits_dataset: Dataset, simulated: Trials, tmp_path: Path) -> None:
+    run_study(digits_dataset, RunSettings(), SPACE, 1, tmp_path, ignore)
     with pytest.raises(SettingsError, match="has a study of other images, settings or parameters"):
-        run_study(digits, load(environment={}, overrides=["train.epochs=3"]), SPACE, 1, tmp_path, ignore)
+        run_study(digits_dataset, load(environment={}, overrides=["train.epochs=3"]), SPACE, 1, tmp_path, ignore)
 
 
 def test_failed_training_with_the_unchanged_settings_is_an_error(
-    digits: Dataset, simulated: Trials, tmp_path: Path
+    digits_dataset: Dataset, simulated: Trials, tmp_path: Path
 ) -> None:
     bad = load(environment={}, overrides=["train.margin=1.5"])
     for _ in range(2):
         with pytest.raises(TrainingError, match="learned nothing"):
-            run_study(digits, bad, SPACE, 1, tmp_path, ignore)
+            run_study(digits_dataset, bad, SPACE, 1, tmp_path, ignore)
 
 
-def test_trials_train_and_measure_on_the_query_split(digits: Dataset, tmp_path: Path) -> None:
+def test_trials_train_and_measure_on_the_query_split(digits_dataset: Dataset, tmp_path: Path) -> None:
     quick = load(preset="quick", environment={})
     space = SearchSpace(parameters={"train.margin": Range(low=0.1, high=0.3)})
-    result = run_study(digits, quick, space, 1, tmp_path, ignore)
-    assert result.baseline.total == result.best.total == digits.manifest.count("query")
+    result = run_study(digits_dataset, quick, space, 1, tmp_path, ignore)
+    assert result.baseline.total == result.best.total == digits_dataset.manifest.count("query")
     assert result.baseline.value > 0.5
 
 
-def test_trials_of_a_head_share_the_features(digits: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trials_of_a_head_share_the_features(
+    digits_dataset: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     seen: list[int] = []
 
     def record(network: torch.nn.Module, images: NDArray[np.uint8]) -> NDArray[np.float32]:
@@ -128,6 +130,6 @@ def test_trials_of_a_head_share_the_features(digits: Dataset, tmp_path: Path, mo
         ],
     )  # fmt: skip
     for number, margin in enumerate((0.1, 0.2)):
-        measure_trial(digits, with_changes(settings, {"train.margin": margin}), tmp_path / str(number), ignore)
-    views = 4 * digits.count("train")
-    assert sum(seen) == sum(digits.count(split) for split in SPLITS) + views
+        measure_trial(digits_dataset, with_changes(settings, {"train.margin": margin}), tmp_path / str(number), ignore)
+    views = 4 * digits_dataset.count("train")
+    assert sum(seen) == sum(digits_dataset.count(split) for split in SPLITS) + views

@@ -67,7 +67,7 @@ class KfpServer:
         self.state = State(now, frozenset(namespaces))
         self._api = Api(self.state, self._run_created)
         self._application = Application(self._api, Gate(token, cookie))
-        self._executor = executor
+        self.executor = executor
         self._tls = (certificate, key)
         self._directory = tempfile.TemporaryDirectory(prefix="kfp-")
         self._controls: dict[str, RunControl] = {}
@@ -165,7 +165,7 @@ class KfpServer:
             control = RunControl(self.state, run_id, Path(self._directory.name))
             self._controls[run_id] = control
             self._created.notify_all()
-        if self._executor is not None:
-            thread = threading.Thread(target=self._executor, args=(control,), daemon=True)
+        if self.executor is not None:
+            thread = threading.Thread(target=self.executor, args=(control,), daemon=True)
             self._threads.append(thread)
             thread.start()

@@ -14,30 +14,19 @@ from typing import Any
 import pytest
 
 from evernear.common.disk import sha256_bytes
-from evernear.common.store import open_store
 from evernear.embedding import OPENVINO_FILES
 from evernear.errors import DataError
 from evernear.index.description import describe_index
 from evernear.release.registry import Registry
 from tests import command_line
 from tests.no_files import NO_FILES
-from tests.releases import MakeRelease, PackedRelease, System, forge
+from tests.releases import PackedRelease, System, forge
 
 
 @pytest.fixture(scope="module")
-def packed(make_release: MakeRelease) -> PackedRelease:
-    return make_release()
-
-
-@pytest.fixture
-def registry(tmp_path: Path) -> Registry:
-    return Registry(open_store((tmp_path / "store").as_uri()))
-
-
-@pytest.fixture(scope="module")
-def image(packed: PackedRelease, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def image(release: PackedRelease, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("image") / "query.png"
-    with zipfile.ZipFile(packed.archive) as members:
+    with zipfile.ZipFile(release.archive) as members:
         path.write_bytes(members.read("smoke-00.png"))
     return path
 
@@ -56,10 +45,10 @@ def error_of(completed: subprocess.CompletedProcess[str], exit_code: int) -> str
     return completed.stderr
 
 
-def test_show_prints_signature_and_lineage(packed: PackedRelease, system: System) -> None:
-    output = json.loads(evernear("registry", "show", packed.archive, "--json").stdout)
-    manifest, index = packed.manifest, describe_index(system.index_dir)
-    assert output["version"] == packed.version
+def test_show_prints_signature_and_lineage(release: PackedRelease, system: System) -> None:
+    output = json.loads(evernear("registry", "show", release.archive, "--json").stdout)
+    manifest, index = release.manifest, describe_index(system.index_dir)
+    assert output["version"] == release.version
     assert output["network"]["inputs"] == [
         {"name": "images", "dtype": "uint8", "shape": ["N", 1, 8, 8], "meaning": "0 to 255, NCHW"}
     ]
@@ -79,18 +68,18 @@ def test_show_prints_signature_and_lineage(packed: PackedRelease, system: System
     assert output["lineage"]["git_commit"] == manifest.git_commit
     assert output["lineage"]["own_handler"] is True
 
-    text = evernear("registry", "show", packed.archive).stdout
+    text = evernear("registry", "show", release.archive).stdout
     assert re.search(r"\ntraining settings\n(  .+\n)*  epochs +4\n", text)
     assert "chosen because exact search of 0 MB is fast enough" in text
-    for word in (packed.version, system.dataset.digest, manifest.network_sha256, "uint8", "Flat", "A test says so."):
+    for word in (release.version, system.dataset.digest, manifest.network_sha256, "uint8", "Flat", "A test says so."):
         assert word in text
 
 
-def test_show_imports_neither_torch_nor_faiss_and_leaves_no_files(packed: PackedRelease, tmp_path: Path) -> None:
+def test_show_imports_neither_torch_nor_faiss_and_leaves_no_files(release: PackedRelease, tmp_path: Path) -> None:
     script = (
         "import sys; from evernear.release.records import describe; from pathlib import Path;"
         "from evernear.serving import HANDLER;"
-        f"describe(Path({str(packed.archive)!r}), HANDLER); print({{'torch', 'faiss', 'scipy'}} & set(sys.modules))"
+        f"describe(Path({str(release.archive)!r}), HANDLER); print({{'torch', 'faiss', 'scipy'}} & set(sys.modules))"
     )
     completed = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=tmp_path)
     assert completed.stdout == "set()\n", completed.stderr
@@ -98,19 +87,19 @@ def test_show_imports_neither_torch_nor_faiss_and_leaves_no_files(packed: Packed
 
 
 def test_run_reproduces_the_stored_answers(
-    packed: PackedRelease, registry: Registry, image: Path, tmp_path: Path
+    release: PackedRelease, registry: Registry, image: Path, tmp_path: Path
 ) -> None:
-    registry.publish(packed.archive)
+    registry.publish(release.archive)
     broken = tmp_path / "broken.png"
     broken.write_bytes(b"no image")
-    with zipfile.ZipFile(packed.archive) as members:
+    with zipfile.ZipFile(release.archive) as members:
         stored = json.loads(members.read("smoke.json"))[0]
-    for release in (packed.archive, packed.version):  # as a file and from the registry
-        words = ("inspect", "run", release, "--image", image, broken, "--json")
+    for named in (release.archive, release.version):  # as a file and from the registry
+        words = ("inspect", "run", named, "--image", image, broken, "--json")
         completed = evernear(*words, store=registry.uri, cwd=tmp_path)
         assert completed.returncode == 3, completed.stderr
         good, bad = (json.loads(line) for line in completed.stdout.splitlines())
-        assert (good["pred"], good["unknown"], good["version"]) == (stored["pred"], stored["unknown"], packed.version)
+        assert (good["pred"], good["unknown"], good["version"]) == (stored["pred"], stored["unknown"], release.version)
         assert good["dist"] == pytest.approx(stored["dist"], abs=1e-3)
         assert bad == {"image": str(broken), "error": "The image is not a PNG, JPEG, WebP or HEIC image."}
 
@@ -153,11 +142,11 @@ def restamp(release: PackedRelease, path: Path) -> PackedRelease:
 
 
 def test_consistent_forgery_runs_no_code_without_trust(
-    packed: PackedRelease, registry: Registry, image: Path, tmp_path: Path
+    release: PackedRelease, registry: Registry, image: Path, tmp_path: Path
 ) -> None:
     marker = tmp_path / "proof"
-    hostile_release = restamp(hostile(packed, tmp_path / "first.mar", marker), tmp_path / "evil.mar")
-    registry.publish(packed.archive)  # the same version with other content
+    hostile_release = restamp(hostile(release, tmp_path / "first.mar", marker), tmp_path / "evil.mar")
+    registry.publish(release.archive)  # the same version with other content
 
     output = evernear("registry", "show", hostile_release.archive, "--json", store=registry.uri)
     assert output.returncode == 0, output.stderr
@@ -175,14 +164,14 @@ def test_consistent_forgery_runs_no_code_without_trust(
 
 
 @pytest.mark.parametrize("content", [None, b"", b"no zip", "half"])
-def test_invalid_archive_is_rejected(packed: PackedRelease, tmp_path: Path, content: bytes | str | None) -> None:
+def test_invalid_archive_is_rejected(release: PackedRelease, tmp_path: Path, content: bytes | str | None) -> None:
     archive = tmp_path / "x.mar"
     data = content
     if content == "half":  # it ends in network.pt, a zip as well
-        with zipfile.ZipFile(packed.archive) as members:
+        with zipfile.ZipFile(release.archive) as members:
             network = members.getinfo("network.pt").header_offset
             end = min(member.header_offset for member in members.infolist() if member.header_offset > network)
-        data = packed.archive.read_bytes()[:end]
+        data = release.archive.read_bytes()[:end]
     if isinstance(data, bytes):
         archive.write_bytes(data)
     rejected = f" {archive} {'is not a release' if content == 'half' else 'cannot be read'}"
@@ -208,18 +197,23 @@ def edited(packed: PackedRelease, name: str, **changes: object) -> bytes:
     ],
 )
 def test_parts_and_manifest_that_contradict_each_other_are_rejected(
-    packed: PackedRelease, tmp_path: Path, name: str, changes: dict[str, Any], threshold: dict[str, float], message: str
+    release: PackedRelease,
+    tmp_path: Path,
+    name: str,
+    changes: dict[str, Any],
+    threshold: dict[str, float],
+    message: str,
 ) -> None:
-    forged = replace(packed, manifest=packed.manifest.model_copy(update=threshold))
-    part = {name.replace(".", "_"): edited(packed, name, **changes)}
+    forged = replace(release, manifest=release.manifest.model_copy(update=threshold))
+    part = {name.replace(".", "_"): edited(release, name, **changes)}
     archive = forge(forged, tmp_path / "forged.mar", **part).archive
     assert message in error_of(evernear("registry", "show", archive), 3)
 
 
-def test_show_escapes_control_characters(packed: PackedRelease, tmp_path: Path) -> None:
-    labels = tuple(f"\x1b]0;owned\x07{label}" for label in packed.manifest.labels)
-    named = replace(packed, manifest=packed.manifest.model_copy(update={"labels": labels}))
-    index = edited(packed, "index.json", labels=labels)
+def test_show_escapes_control_characters(release: PackedRelease, tmp_path: Path) -> None:
+    labels = tuple(f"\x1b]0;owned\x07{label}" for label in release.manifest.labels)
+    named = replace(release, manifest=release.manifest.model_copy(update={"labels": labels}))
+    index = edited(release, "index.json", labels=labels)
     output = evernear("registry", "show", forge(named, tmp_path / "odd.mar", index_json=index).archive)
     assert output.returncode == 0, output.stderr
     assert "\\x1b]0;owned" in output.stdout
@@ -228,7 +222,7 @@ def test_show_escapes_control_characters(packed: PackedRelease, tmp_path: Path) 
 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("make", NO_FILES)
-def test_special_file_is_no_image(packed: PackedRelease, tmp_path: Path, make: Callable[[Path], None]) -> None:
+def test_special_file_is_no_image(release: PackedRelease, tmp_path: Path, make: Callable[[Path], None]) -> None:
     make(tmp_path / "x")
-    completed = evernear("inspect", "run", packed.archive, "--trust", "--image", tmp_path / "x")
+    completed = evernear("inspect", "run", release.archive, "--trust", "--image", tmp_path / "x")
     assert "x cannot be read" in error_of(completed, DataError.exit_code)

@@ -4,7 +4,6 @@ import json
 import re
 import shlex
 import time
-from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from types import SimpleNamespace
@@ -36,21 +35,20 @@ def _short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("AWS_ACCESS_KEY_ID", raising=False)
 
 
-@pytest.fixture
-def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[KfpServer]:
-    """A server whose runs behave as ``act`` describes and record their outcome in their store."""
-    with KfpServer(executor=act) as server:
-        monkeypatch.setenv("EVERNEAR_PIPELINE__ENDPOINT", server.url)
-        yield server
+@pytest.fixture(autouse=True)
+def _runs_act(kfp: KfpServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs behave as ``act`` describes and record their outcome in their store."""
+    kfp.executor = act
+    monkeypatch.setenv("EVERNEAR_PIPELINE__ENDPOINT", kfp.url)
 
 
 @pytest.fixture
-def published(server: KfpServer, tmp_path_factory: pytest.TempPathFactory) -> KfpServer:
+def kfp_with_pipeline(kfp: KfpServer, tmp_path_factory: pytest.TempPathFactory) -> KfpServer:
     """The server with the pipeline continuous-training, whose upload set a source."""
     uploaded = tmp_path_factory.mktemp("uploaded") / "continuous_training.yaml"
     uploaded.write_bytes(fill_defaults((GOLDEN / uploaded.name).read_bytes(), {"source": "s3://images"}))
-    server.publish(uploaded, version="5b67dc9f1c0b6c0f")
-    return server
+    kfp.publish(uploaded, version="5b67dc9f1c0b6c0f")
+    return kfp
 
 
 def act(run: RunControl) -> None:
@@ -93,12 +91,12 @@ def evernear_json(*arguments: str) -> Any:
     return json.loads(evernear(*arguments, "--json"))
 
 
-def test_upload_sets_defaults(server: KfpServer) -> None:
+def test_upload_sets_defaults(kfp: KfpServer) -> None:
     options = ("--store", "s3://team", "--set", "data.source=s3://images", "--set", "data.size_px=32")
     evernear(*UPLOAD, *options)
     assert [version["new"] for version in evernear_json(*UPLOAD, *options)] == [False] * len(NAMES)
     training, rollback = (
-        KfpRuns(PipelineSettings(endpoint=server.url)).parameters(name) for name in ("continuous-training", "rollback")
+        KfpRuns(PipelineSettings(endpoint=kfp.url)).parameters(name) for name in ("continuous-training", "rollback")
     )
     defaults = {parameter.name: parameter.default for parameter in training}
     assert defaults["store"] == "s3://team"
@@ -110,13 +108,13 @@ def test_upload_sets_defaults(server: KfpServer) -> None:
         evernear(*UPLOAD, "--set", "sources=x")
 
 
-def test_facts_about_the_cluster_are_set_at_upload(server: KfpServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_facts_about_the_cluster_are_set_at_upload(kfp: KfpServer, monkeypatch: pytest.MonkeyPatch) -> None:
     evernear(*UPLOAD)
     evernear(*UPLOAD, "--set", "pipeline.train_memory=64Gi", "--set", "train.epochs=3")
     monkeypatch.setenv("EVERNEAR_PIPELINE__TASK_MEMORY", "5Gi")
     evernear(*UPLOAD)
-    assert len(server.state.versions) == 3 * len(NAMES)
-    files = [server.state.files[version].decode() for version in server.state.versions]
+    assert len(kfp.state.versions) == 3 * len(NAMES)
+    files = [kfp.state.files[version].decode() for version in kfp.state.versions]
     assert ["64Gi" in file for file in files] == [
         name == "continuous-training" and part == 1 for part in range(3) for name in NAMES
     ]
@@ -128,7 +126,7 @@ def test_facts_about_the_cluster_are_set_at_upload(server: KfpServer, monkeypatc
         evernear(*UPLOAD, "--set", "pipeline.task_cpu=many")
 
 
-def test_run_overrides_only_the_parameters_that_are_set(server: KfpServer) -> None:
+def test_run_overrides_only_the_parameters_that_are_set(kfp: KfpServer) -> None:
     serving = IMAGE.replace("train", "serve")
     evernear(
         *UPLOAD,
@@ -136,7 +134,7 @@ def test_run_overrides_only_the_parameters_that_are_set(server: KfpServer) -> No
         *("--set", "kubernetes.namespace=vision", "--set", "data.size_px=32"),
     )
     evernear("run", "--preset", "best", "--set", "kubernetes.replicas_min=3", "--set", "train.epochs=5")
-    parameters = server.runs[0].parameters
+    parameters = kfp.runs[0].parameters
     assert set(parameters) == {"preset", "settings", "started_by"}
     assert parameters["settings"] == {
         "kubernetes": {"namespace": "vision", "replicas_min": 3},
@@ -144,11 +142,11 @@ def test_run_overrides_only_the_parameters_that_are_set(server: KfpServer) -> No
         "train": {"epochs": 5},
     }
     evernear("run", "rollback", "--set", "kubernetes.image=" + serving)
-    assert server.runs[1].parameters["settings"]["kubernetes"] == {"namespace": "vision", "image": serving}
-    assert "@" in server.runs[1].parameters["started_by"]
+    assert kfp.runs[1].parameters["settings"]["kubernetes"] == {"namespace": "vision", "image": serving}
+    assert "@" in kfp.runs[1].parameters["started_by"]
 
 
-def test_upload_run_and_status_of_a_held_release(server: KfpServer, tmp_path: Path) -> None:
+def test_upload_run_and_status_of_a_held_release(kfp: KfpServer, tmp_path: Path) -> None:
     version = cluster_version("5b67dc9f1c0b6c0f", PipelineSettings())
     assert evernear(*UPLOAD).splitlines() == [f"{name} {version}: uploaded." for name in NAMES]
     assert [version["new"] for version in evernear_json(*UPLOAD)] == [False] * len(NAMES)
@@ -158,11 +156,11 @@ def test_upload_run_and_status_of_a_held_release(server: KfpServer, tmp_path: Pa
     store = tmp_path.as_uri()
     completed = invoke("run", "--source", "hold", "--set", f"store={store}", "--set", "train.epochs=3", "--wait")
     assert completed.exit_code == 0, "a held release is a success"
-    (run,) = server.runs
+    (run,) = kfp.runs
     assert run.parameters["store"] == store
     assert run.parameters["settings"] == {"train": {"epochs": 3}}
     assert completed.stdout.splitlines() == [
-        f"Run {run.id} of continuous-training {version}: succeeded. {server.url}/#/runs/details/{run.id}",
+        f"Run {run.id} of continuous-training {version}: succeeded. {kfp.url}/#/runs/details/{run.id}",
         "held: Accuracy fell by 0.4 points.",
         f"Run page: evernear report {run.id}",
     ]
@@ -174,28 +172,28 @@ def test_upload_run_and_status_of_a_held_release(server: KfpServer, tmp_path: Pa
     assert evernear("status", run.id).splitlines()[1].split()[:2] == ["ok", "ingest"]
 
 
-def test_start_without_an_answer_names_the_command_that_returns_the_run(published: KfpServer) -> None:
-    published.fail(operation="run_service_create_run", status=504, after=True)
-    words = ("run", "--set", "train.epochs=3", "--preset", "best", "--endpoint", published.url, "--json")
+def test_start_without_an_answer_names_the_command_that_returns_the_run(kfp_with_pipeline: KfpServer) -> None:
+    kfp_with_pipeline.fail(operation="run_service_create_run", status=504, after=True)
+    words = ("run", "--set", "train.epochs=3", "--preset", "best", "--endpoint", kfp_with_pipeline.url, "--json")
     with pytest.raises(PipelineServerError, match=r"answered 504.* The run may exist nevertheless: `evernear") as error:
         evernear(*words)
     command = str(error.value).split("`")[1]
     again = shlex.split(command)
     assert again[:3] == ["evernear", "pipeline", "run"]
-    assert {"--set", "train.epochs=3", "--preset", "best", "--endpoint", published.url, "--json"} <= {*again}
-    assert json.loads(evernear(*again[2:]))["id"] == published.runs[0].id
-    assert len(published.runs) == 1
+    assert {"--set", "train.epochs=3", "--preset", "best", "--endpoint", kfp_with_pipeline.url, "--json"} <= {*again}
+    assert json.loads(evernear(*again[2:]))["id"] == kfp_with_pipeline.runs[0].id
+    assert len(kfp_with_pipeline.runs) == 1
 
 
-def test_parameters_accept_any_text(server: KfpServer) -> None:
-    server.publish(GOLDEN / "rollback.yaml", version="5b67dc9f1c0b6c0f")
+def test_parameters_accept_any_text(kfp: KfpServer) -> None:
+    kfp.publish(GOLDEN / "rollback.yaml", version="5b67dc9f1c0b6c0f")
     reasons = ["It calls every 7 a 1", "It\u2019s wrong", 'a "b" \\ c', "two\nlines", "", "x" * 3000]
     for reason in reasons:
         evernear("run", "rollback", "--set", f"reason={reason}")
-    assert [run.parameters["reason"] for run in server.runs] == reasons
+    assert [run.parameters["reason"] for run in kfp.runs] == reasons
 
 
-def test_wait_reports_the_failed_step_and_its_error(published: KfpServer, tmp_path: Path) -> None:
+def test_wait_reports_the_failed_step_and_its_error(kfp_with_pipeline: KfpServer, tmp_path: Path) -> None:
     with pytest.raises(
         EvernearError, match=r"failed at train: Training cannot continue: the loss is not finite\.$"
     ) as error:
@@ -205,34 +203,36 @@ def test_wait_reports_the_failed_step_and_its_error(published: KfpServer, tmp_pa
     with pytest.raises(EvernearError, match=pattern):  # from the record in the store
         evernear("run", "--set", "source=fail", "--set", f"store={tmp_path.as_uri()}", "--wait")
     assert [run["state"] for run in evernear_json("status")["runs"]] == ["failed", "failed"]
-    output = evernear("status", published.runs[-1].id)
+    output = evernear("status", kfp_with_pipeline.runs[-1].id)
     assert "failed at train: The disk is full.\nNext: evernear pipeline run continuous-training\n" in output
 
 
-def test_stop_stops_a_run(published: KfpServer) -> None:
+def test_stop_stops_a_run(kfp_with_pipeline: KfpServer) -> None:
     started = evernear_json("run", "--set", "source=wait", "--key", "a")
     assert evernear_json("run", "--set", "source=wait", "--key", "a")["id"] == started["id"]
     output = evernear("stop", started["id"])
     assert output.startswith(f"Run {started['id']} is stopping. The run's store is not writable from here")
-    assert published.run(started["id"]).ended.wait(10)
+    assert kfp_with_pipeline.run(started["id"]).ended.wait(10)
     assert evernear("stop", started["id"]) == f"Run {started['id']} has already ended: canceled.\n"
     assert evernear_json("status", started["id"])["state"] == "canceled"
     with pytest.raises(EvernearError, match="was stopped"):
         evernear("run", "--key", "a", "--wait")
 
 
-def test_status_shows_who_stopped_a_run(published: KfpServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_status_shows_who_stopped_a_run(
+    kfp_with_pipeline: KfpServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name, value in {"ACTIONS": "true", "ACTOR": "ada", "EVENT_NAME": "push", "SHA": "5b67dc9f1c0b6c0f"}.items():
         monkeypatch.setenv(f"GITHUB_{name}", value)
     started = evernear_json("run", "--set", "source=wait", "--set", f"store={tmp_path.as_uri()}")
     assert evernear("stop", started["id"]) == f"Run {started['id']} is stopping.\n"
-    assert published.run(started["id"]).ended.wait(10)
+    assert kfp_with_pipeline.run(started["id"]).ended.wait(10)
     status = evernear_json("status", started["id"])
     assert (status["state"], status["outcome"]["state"]) == ("canceled", "stopped")
     assert "stopped by GitHub Actions (push of commit 5b67dc9f1c0b by ada" in evernear("status", started["id"])
 
 
-def test_interrupting_wait_does_not_stop_the_run(published: KfpServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupting_wait_does_not_stop_the_run(kfp_with_pipeline: KfpServer, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupt(_: float) -> None:
         raise KeyboardInterrupt
 
@@ -241,19 +241,19 @@ def test_interrupting_wait_does_not_stop_the_run(published: KfpServer, monkeypat
     with pytest.raises(UserInterruptError, match=r"continues in Kubeflow Pipelines; `evernear pipeline status [^ ]+`"):
         evernear("run", "--set", "source=wait", "--wait")
     monkeypatch.undo()
-    (run,) = published.runs
+    (run,) = kfp_with_pipeline.runs
     assert not run.is_canceling
-    KfpRuns(PipelineSettings(endpoint=published.url)).stop(run.id)
+    KfpRuns(PipelineSettings(endpoint=kfp_with_pipeline.url)).stop(run.id)
 
 
-def test_wait_survives_a_server_restart(published: KfpServer) -> None:
-    published.fail(operation="run_service_get_run", times=6)
+def test_wait_survives_a_server_restart(kfp_with_pipeline: KfpServer) -> None:
+    kfp_with_pipeline.fail(operation="run_service_get_run", times=6)
     completed = invoke("run", "--wait")
     assert completed.exit_code == 0
     assert completed.stdout.splitlines()[1].startswith("The outcome is unknown: ")
 
 
-def test_schedule_replaces_and_removes_schedules(published: KfpServer) -> None:
+def test_schedule_replaces_and_removes_schedules(kfp_with_pipeline: KfpServer) -> None:
     assert evernear("status") == "run  pipeline  version  state  started (UTC)  duration\n"
     assert evernear("schedule", "--cron", "0 3 * * *").startswith(
         "continuous-training 5b67dc9f1c0b6c0f runs at 0 0 3 * * * (seconds first); next run 20"
@@ -287,8 +287,8 @@ def test_schedule_replaces_and_removes_schedules(published: KfpServer) -> None:
         (("status", "--endpoint", "kfp.example.org"), r"Invalid setting pipeline\.endpoint = kfp\.example\.org"),
     ],
 )
-def test_invalid_arguments_are_reported(published: KfpServer, arguments: tuple[str, ...], message: str) -> None:
+def test_invalid_arguments_are_reported(kfp_with_pipeline: KfpServer, arguments: tuple[str, ...], message: str) -> None:
     with pytest.raises(EvernearError, match=message) as error:
         evernear(*arguments)
     assert "\n" not in str(error.value)
-    assert not published.runs
+    assert not kfp_with_pipeline.runs

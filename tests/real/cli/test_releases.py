@@ -22,12 +22,9 @@ def uri(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 @pytest.fixture(scope="module")
-def releases(make_release: MakeRelease) -> list[PackedRelease]:
-    """Three promoted releases, each the parent of the next, and a held one."""
-    packed = [make_release()]
-    for promote in (True, True, False):
-        packed.append(make_release(parent=packed[-1].version, promote=promote))
-    return packed
+def held(make_release: MakeRelease, releases: tuple[PackedRelease, ...]) -> PackedRelease:
+    """A held release, which follows the others."""
+    return make_release(parent=releases[-1].version, promote=False)
 
 
 def evernear(*arguments: str) -> str:
@@ -39,11 +36,13 @@ def evernear(*arguments: str) -> str:
     return completed.output
 
 
-def test_promote_roll_back_list_and_prune(uri: str, releases: list[PackedRelease], tmp_path: Path) -> None:
+def test_promote_roll_back_list_and_prune(
+    uri: str, releases: tuple[PackedRelease, ...], held: PackedRelease, tmp_path: Path
+) -> None:
     options = ("--store", uri)
-    first, second, third, held_release = (release.version for release in releases)
+    first, second, third = (release.version for release in releases)
     registry = Registry(open_store(uri))
-    for release in releases:
+    for release in (*releases, held):
         registry.publish(release.archive)
     assert {each["champion"] for each in json.loads(evernear("list", "--json", *options))} == {False}
 
@@ -54,14 +53,14 @@ def test_promote_roll_back_list_and_prune(uri: str, releases: list[PackedRelease
     assert (champion["version"], champion["previous"]) == (second, first)
 
     with pytest.raises(IntegrityError, match="--force"):
-        evernear("promote", held_release, *options)
+        evernear("promote", held.version, *options)
     with pytest.raises(SettingsError, match="--why"):
-        evernear("promote", held_release, "--force", *options)
-    evernear("promote", held_release, "--force", "--why", "the floor was wrong", *options)
+        evernear("promote", held.version, "--force", *options)
+    evernear("promote", held.version, "--force", "--why", "the floor was wrong", *options)
     assert f"Release {second} is the champion" in evernear("rollback", *options)
 
     rows = evernear("list", *options).splitlines()
-    assert [row.split()[0] for row in rows[1:]] == [first, second, third, held_release]
+    assert [row.split()[0] for row in rows[1:]] == [first, second, third, held.version]
     assert [row.split()[0] for row in rows if "champion" in row] == [second]
     assert "of 20 test images: 17 named right, 0 named wrong, 3 called unknown" in rows[1]
     assert rows[0].split("  ")[-1].strip() == "size"
@@ -76,7 +75,7 @@ def test_promote_roll_back_list_and_prune(uri: str, releases: list[PackedRelease
     assert [(p["version"], p["how"]) for p in promotions] == [
         (first, "promote"),
         (second, "promote"),
-        (held_release, "force"),
+        (held.version, "force"),
         (second, "rollback"),
     ]
     assert "the floor was wrong" in evernear("list", "--history", *options)
@@ -99,12 +98,11 @@ def test_promote_roll_back_list_and_prune(uri: str, releases: list[PackedRelease
     assert sorted(path.name for path in tmp_path.iterdir()) == ["store"]
 
 
-def test_list_marks_held_releases_until_a_person_promotes_them(uri: str, releases: list[PackedRelease]) -> None:
+def test_list_marks_held_releases_until_a_person_promotes_them(uri: str, held: PackedRelease) -> None:
     options = ("--store", uri)
-    held_release = releases[-1]
-    Registry(open_store(uri)).publish(held_release.archive)
+    Registry(open_store(uri)).publish(held.archive)
     assert json.loads(evernear("list", "--json", *options))[0]["state"] == "held"
-    evernear("promote", held_release.version, "--force", "--why", "the floor was wrong", *options)
+    evernear("promote", held.version, "--force", "--why", "the floor was wrong", *options)
     assert json.loads(evernear("list", "--json", *options))[0]["state"] == "champion"
 
 
@@ -115,7 +113,7 @@ def test_unknown_release_is_reported(uri: str) -> None:
     assert evernear("list", "--store", uri).splitlines()[1:] == []
 
 
-def test_anchor_is_printed_and_moved_with_a_reason(uri: str, releases: list[PackedRelease]) -> None:
+def test_anchor_is_printed_and_moved_with_a_reason(uri: str, releases: tuple[PackedRelease, ...]) -> None:
     options = ("--store", uri)
     first, second = (release.version for release in releases[:2])
     registry = Registry(open_store(uri))
@@ -138,7 +136,9 @@ def test_anchor_is_printed_and_moved_with_a_reason(uri: str, releases: list[Pack
     assert (last["how"], last["anchor"], last["why"]) == ("anchor", second, "the classes are harder now")
 
 
-def test_a_pruned_release_is_not_promised_as_target_of_a_rollback(uri: str, releases: list[PackedRelease]) -> None:
+def test_a_pruned_release_is_not_promised_as_target_of_a_rollback(
+    uri: str, releases: tuple[PackedRelease, ...]
+) -> None:
     registry, champion = Registry(open_store(uri)), None
     first, second, third = (release.version for release in releases[:3])
     for release in releases[:3]:
@@ -153,7 +153,7 @@ def test_a_pruned_release_is_not_promised_as_target_of_a_rollback(uri: str, rele
     assert f"A rollback would restore {second}." in evernear("promote", third, "--store", uri)
 
 
-def test_list_names_damage_and_restore_mends_the_pointer(uri: str, releases: list[PackedRelease]) -> None:
+def test_list_names_damage_and_restore_mends_the_pointer(uri: str, releases: tuple[PackedRelease, ...]) -> None:
     store = open_store(uri)
     registry, champion = Registry(store), None
     first, second = (release.version for release in releases[:2])

@@ -17,7 +17,7 @@ NOT_DECODING = {"manifest", "sources"}
 
 
 @pytest.fixture
-def root(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
+def copied_package(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
     """A copy of the package's files that `code_digest` reads."""
     copy = tmp_path / "evernear"
     shutil.copytree(module.ROOT, copy, ignore=shutil.ignore_patterns("__pycache__"))
@@ -36,9 +36,9 @@ def root(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
         ("release/promotions.py", False),
     ],
 )
-def test_only_code_behind_the_result_changes_the_digest(root: Path, file: str, changes: bool) -> None:
+def test_only_code_behind_the_result_changes_the_digest(copied_package: Path, file: str, changes: bool) -> None:
     before = code_digest(CODE)
-    path = root / file
+    path = copied_package / file
     path.write_text(f"{path.read_text()}\nX = 1\n")
     code_digest.cache_clear()
     assert (code_digest(CODE) != before) is changes

@@ -32,7 +32,7 @@ def rename(old: str, new: str) -> Rename:
 
 
 @pytest.fixture
-def images(tmp_path: Path) -> Path:
+def pet_folder(tmp_path: Path) -> Path:
     for number, name in enumerate(["cat/a.png", "cat/deep/b.png", "dog/c.png"]):
         path = tmp_path / "images" / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -44,11 +44,11 @@ def files(images: Path) -> list[str]:
     return sorted(str(path.relative_to(images)) for path in images.rglob("*.png"))
 
 
-def test_renamed_class_moves_and_the_next_run_takes_it(images: Path, store: Store) -> None:
-    target = FolderTarget(images, DataSettings())
+def test_renamed_class_moves_and_the_next_run_takes_it(pet_folder: Path, store: Store) -> None:
+    target = FolderTarget(pet_folder, DataSettings())
     assert rename_class(store, target, rename("cat", "kitten")) == 2
-    assert files(images) == ["dog/c.png", "kitten/a.png", "kitten/deep/b.png"]
-    assert not (images / "cat").exists()
+    assert files(pet_folder) == ["dog/c.png", "kitten/a.png", "kitten/deep/b.png"]
+    assert not (pet_folder / "cat").exists()
     assert with_renames(ClassSettings(), store).renamed == {"cat": "kitten"}
     rename_class(store, target, rename("kitten", "feline"))
     assert with_renames(ClassSettings(), store).renamed == {"cat": "feline", "kitten": "feline"}
@@ -56,21 +56,21 @@ def test_renamed_class_moves_and_the_next_run_takes_it(images: Path, store: Stor
     assert with_renames(ClassSettings(retired=("cat",)), store).renamed == {"kitten": "feline"}
 
 
-def test_killed_renaming_continues(images: Path, store: Store) -> None:
+def test_killed_renaming_continues(pet_folder: Path, store: Store) -> None:
     store.put(RENAMES, Renames(renames=(rename("cat", "kitten"),)).to_json())
-    target = FolderTarget(images, DataSettings())
+    target = FolderTarget(pet_folder, DataSettings())
     target.move("cat/a.png", "kitten/a.png")
     finish_renames(store, target)
-    assert files(images) == ["dog/c.png", "kitten/a.png", "kitten/deep/b.png"]
+    assert files(pet_folder) == ["dog/c.png", "kitten/a.png", "kitten/deep/b.png"]
 
 
 @pytest.mark.parametrize(("old", "new", "reason"), [("cat", "dog", "exists"), ("cow", "ox", "no image of the class")])
 def test_class_is_not_renamed_to_another_and_not_without_images(
-    images: Path, store: Store, old: str, new: str, reason: str
+    pet_folder: Path, store: Store, old: str, new: str, reason: str
 ) -> None:
     with pytest.raises(DataError, match=reason):
-        rename_class(store, FolderTarget(images, DataSettings()), rename(old, new))
-    assert files(images) == ["cat/a.png", "cat/deep/b.png", "dog/c.png"]
+        rename_class(store, FolderTarget(pet_folder, DataSettings()), rename(old, new))
+    assert files(pet_folder) == ["cat/a.png", "cat/deep/b.png", "dog/c.png"]
 
 
 def test_runs_tell_how_they_ended(store: Store) -> None:
@@ -99,7 +99,7 @@ def test_runs_tell_how_they_ended(store: Store) -> None:
     assert [each.run for each in runs.page(3, 1).runs] or runs.page(3, 1).faults
 
 
-def test_rollbacks_stand_among_the_runs(store: Store, images: Path) -> None:
+def test_rollbacks_stand_among_the_runs(store: Store, pet_folder: Path) -> None:
     """A run deployed the first release, a command promoted the second and rolled it back, and
     another run rolled back in a cluster."""
 
@@ -130,7 +130,7 @@ def test_rollbacks_stand_among_the_runs(store: Store, images: Path) -> None:
             ),
         ]
     assert (runs.page(1, 1).runs[0].kind, runs.page(1, 1).total) == ("rollback", 3)
-    settings = load(overrides=[f"store={store.uri}", f"data.source=folder:{images}"], environment={})
+    settings = load(overrides=[f"store={store.uri}", f"data.source=folder:{pet_folder}"], environment={})
     client = console_client(settings, store, LocalRuns(settings, []))
     client.get(f"/?token={TOKEN}")
     text = client.get("/runs").text
@@ -146,8 +146,8 @@ def test_filter_that_no_image_passes_is_empty(tmp_path: Path) -> None:
     assert [answers.digests(kind) for kind in KINDS] == [set(), set(), set()]
 
 
-def test_pages_of_an_empty_store_say_what_is_missing(images: Path, store: Store) -> None:
-    settings = load(overrides=[f"store={store.uri}", f"data.source=folder:{images}"], environment={})
+def test_pages_of_an_empty_store_say_what_is_missing(pet_folder: Path, store: Store) -> None:
+    settings = load(overrides=[f"store={store.uri}", f"data.source=folder:{pet_folder}"], environment={})
     client: TestClient = console_client(settings, store, LocalRuns(settings, []))
     client.get(f"/?token={TOKEN}")
     with_csrf(client)

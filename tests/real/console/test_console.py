@@ -335,14 +335,16 @@ def test_every_page_opens_in_an_empty_store(store: Store, source: Path) -> None:
 
 
 @pytest.fixture
-def released(system: System, make_release: MakeRelease, tmp_path: Path) -> tuple[Store, str]:
+def released_store(system: System, make_release: MakeRelease, tmp_path: Path) -> tuple[Store, str]:
     """A copy of a store with a snapshot and a release of it, and the release's version."""
     copied = copy_store(system, tmp_path / "copy").dataset.store
     return copied, Registry(copied).publish(make_release().archive).manifest.version
 
 
-def test_neighbor_is_shown_until_it_is_forgotten(released: tuple[Store, str], source: Path, system: System) -> None:
-    store, version = released
+def test_neighbor_is_shown_until_it_is_forgotten(
+    released_store: tuple[Store, str], source: Path, system: System
+) -> None:
+    store, version = released_store
     client = signed_in(store, source)
     shown = client.get(f"/try/neighbor/{version}/0")
     assert (shown.status_code, shown.headers["content-type"]) == (200, "image/png")
@@ -356,8 +358,8 @@ def test_neighbor_is_shown_until_it_is_forgotten(released: tuple[Store, str], so
     assert ">forgotten<" in gone.text
 
 
-def test_releases_say_how_many_classes_were_tested(released: tuple[Store, str]) -> None:
-    store, version = released
+def test_releases_say_how_many_classes_were_tested(released_store: tuple[Store, str]) -> None:
+    store, version = released_store
     assert "classes tested" not in signed_in(store, "digits").get("/releases").text
     record = Registry(store).get(version)
     metrics = record.manifest.metrics | {"classes": 10.0, "tested_classes": 8.0}
@@ -366,16 +368,16 @@ def test_releases_say_how_many_classes_were_tested(released: tuple[Store, str]) 
     assert "8 of 10 classes tested" in signed_in(store, "digits").get("/releases").text
 
 
-def test_data_counts_the_images_of_all_splits(released: tuple[Store, str], system: System) -> None:
-    page = signed_in(released[0], "digits").get("/data").text
+def test_data_counts_the_images_of_all_splits(released_store: tuple[Store, str], system: System) -> None:
+    page = signed_in(released_store[0], "digits").get("/data").text
     assert f"{len(system.dataset.manifest.labels)} classes" in page
     assert f"{sum(shard.count for shard in system.dataset.manifest.shards):,} images of" in page
 
 
 def test_data_shows_the_classes_that_were_removed_since_the_live_release(
-    released: tuple[Store, str], system: System, monkeypatch: pytest.MonkeyPatch
+    released_store: tuple[Store, str], system: System, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store, version = released
+    store, version = released_store
     Registry(store).set_champion(version, None)
     counts = dict.fromkeys(system.dataset.manifest.labels, 10) | {"removed-class": 12}
     monkeypatch.setattr(DataPage, "_count", lambda *_: counts)

@@ -4,7 +4,6 @@ where."""
 import json
 import os
 import subprocess
-from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from unittest.mock import patch
@@ -35,14 +34,6 @@ PROXY = {
 }
 
 
-@pytest.fixture
-def kfp() -> Iterator[KfpServer]:
-    with KfpServer() as server:
-        for name in ("continuous_training", "reindex", "promote", "rollback"):
-            server.publish(GOLDEN / f"{name}.yaml", version="c0ffee1")
-        yield server
-
-
 def settings_of(store: Store, source: Path, **others: str) -> Settings:
     values = {"store": store.uri, "data.source": f"folder:{source}", **PROXY, **others}
     return load(overrides=[f"{name}={value}" for name, value in values.items()], environment={})
@@ -50,6 +41,8 @@ def settings_of(store: Store, source: Path, **others: str) -> Settings:
 
 @pytest.fixture
 def in_cluster(store: Store, source: Path, kfp: KfpServer) -> Settings:
+    for name in ("continuous_training", "reindex", "promote", "rollback"):
+        kfp.publish(GOLDEN / f"{name}.yaml", version="c0ffee1")
     address = {"pipeline.endpoint": kfp.url, "target": "kubernetes", "train.epochs": "3"}
     served = {"kubernetes.image": "serve@sha256:" + 64 * "a", "kubernetes.store_claim": "store"}
     return settings_of(store, source, **address, **served)

@@ -20,14 +20,14 @@ COMPOSED, DECOMPOSED = "caf\xe9", "cafe\u0301"
 
 
 @pytest.fixture
-def make_tree(tmp_path: Path, make_image):
-    """``make_tree(folders)`` puts 12 images into each folder, all different."""
+def make_folders(tmp_path: Path, make_image):
+    """``make_folders(folders)`` puts 12 images into each folder, all different."""
 
-    def make_tree(*folders: str) -> Path:
+    def make_folders(*folders: str) -> Path:
         images = {f"{folder}/{number:03}.png": make_image(number) for number, folder in enumerate(folders * 12)}
         return write_files(tmp_path / "given", images)
 
-    return make_tree
+    return make_folders
 
 
 def check(manifest: Manifest, champion: tuple[str, ...] = (), classes: ClassSettings = NO_CHANGES) -> Report:
@@ -37,9 +37,9 @@ def check(manifest: Manifest, champion: tuple[str, ...] = (), classes: ClassSett
 @pytest.mark.parametrize(
     "spelling", [DECOMPOSED, f"{COMPOSED}\xa0", f"{COMPOSED}\u3000 ", f"\ufeff{COMPOSED}\u200b", f" {DECOMPOSED}\n\t"]
 )
-def test_spellings_of_a_name_are_one_class(make_tree, run_ingest, contents, spelling: str) -> None:
+def test_spellings_of_a_name_are_one_class(make_folders, run_ingest, contents, spelling: str) -> None:
     assert class_name(spelling) == COMPOSED
-    manifest = run_ingest(make_tree(COMPOSED, spelling, "th\xe9"))
+    manifest = run_ingest(make_folders(COMPOSED, spelling, "th\xe9"))
     assert manifest.labels == (COMPOSED, "th\xe9")
     assert sorted(contents(manifest).label.values()) == [COMPOSED] * 24 + ["th\xe9"] * 12
     (finding,) = check(manifest).findings
@@ -48,17 +48,17 @@ def test_spellings_of_a_name_are_one_class(make_tree, run_ingest, contents, spel
     assert spelled(COMPOSED) in finding.names[0]
 
 
-def test_spellings_in_train_and_test_are_one_class(make_tree, run_ingest) -> None:
+def test_spellings_in_train_and_test_are_one_class(make_folders, run_ingest) -> None:
     folders = (f"train/{DECOMPOSED}", "train/plum", f"test/{COMPOSED}", "test/plum ")
-    manifest = run_ingest(make_tree(*folders))
+    manifest = run_ingest(make_folders(*folders))
     assert manifest.labels == (COMPOSED, "plum")
     assert manifest.label_counts("test") == {COMPOSED: 12, "plum": 12}
     assert check(manifest).findings[0].rule == "merged_folders"
 
 
-def test_case_and_width_are_different_classes_with_a_warning(make_tree, run_ingest) -> None:
+def test_case_and_width_are_different_classes_with_a_warning(make_folders, run_ingest) -> None:
     manifest = run_ingest(
-        make_tree("Apple", "apple", "\uff21pple", "red apple", "red\xa0apple", "p\xadear", "pear", "kiwi")
+        make_folders("Apple", "apple", "\uff21pple", "red apple", "red\xa0apple", "p\xadear", "pear", "kiwi")
     )
     assert len(manifest.labels) == 8
     report = check(manifest)
@@ -70,9 +70,9 @@ def test_case_and_width_are_different_classes_with_a_warning(make_tree, run_inge
     assert "kiwi" not in finding.message
 
 
-def test_blank_name_is_refused(make_tree, run_ingest) -> None:
+def test_blank_name_is_refused(make_folders, run_ingest) -> None:
     with pytest.raises(DataError, match=r"The name of the class folder '\\u200b ' of given is blank; rename it\."):
-        run_ingest(make_tree("\u200b ", "a", "b"))
+        run_ingest(make_folders("\u200b ", "a", "b"))
 
 
 TWO_LINES, SHOWN = "cat\ndog", r"'cat\ndog', which has a line break"
@@ -99,8 +99,8 @@ def test_label_of_two_lines_in_a_packed_dataset_is_refused(run_ingest, make_imag
 
 
 @pytest.mark.parametrize("write", [write_csv, write_table])
-def test_label_of_two_lines_in_a_table_is_refused(make_tree, run_ingest, write) -> None:
-    tree = make_tree("cat", "dog")
+def test_label_of_two_lines_in_a_table_is_refused(make_folders, run_ingest, write) -> None:
+    tree = make_folders("cat", "dog")
     rows = rows_of(tree)
     rows[3]["label"] = TWO_LINES
     path = write(tree / ("labels.csv" if write is write_csv else "labels.parquet"), rows)
@@ -111,14 +111,14 @@ def test_label_of_two_lines_in_a_table_is_refused(make_tree, run_ingest, write) 
 
 
 @pytest.mark.parametrize("name", ["cat\ndog", "cat\rdog", "a\x1b[31m", "a\x7fb", "a\x85b", "a\u2028b", "a\tb"])
-def test_class_folder_with_a_control_character_is_refused(make_tree, run_ingest, name: str) -> None:
+def test_class_folder_with_a_control_character_is_refused(make_folders, run_ingest, name: str) -> None:
     with pytest.raises(DataError) as refused:
-        run_ingest(make_tree(name, "plum"))
+        run_ingest(make_folders(name, "plum"))
     assert f"The name of a class folder of given is {name!a}, which has a line break or another" in str(refused.value)
 
 
-def test_classes_are_retired_and_renamed_in_any_spelling(make_tree, run_ingest) -> None:
-    manifest = run_ingest(make_tree("th\xe9", "plum"))
+def test_classes_are_retired_and_renamed_in_any_spelling(make_folders, run_ingest) -> None:
+    manifest = run_ingest(make_folders("th\xe9", "plum"))
     for champion in ((COMPOSED, "pear"), (DECOMPOSED, " pear")):
         for retired, old in ((DECOMPOSED, "pear"), (COMPOSED, "pear ")):
             classes = ClassSettings(retired=(retired,), renamed={old: "the\u0301"})

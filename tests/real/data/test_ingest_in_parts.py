@@ -37,14 +37,14 @@ def varied(tree: Path, make_image) -> Path:
 
 
 @pytest.fixture
-def ingest(tmp_path: Path) -> RunIngest:
-    """``ingest(source, run, **settings)`` ingests with ``run`` as what runs the parts."""
+def ingest_in_parts(tmp_path: Path) -> RunIngest:
+    """``ingest_in_parts(source, run, **settings)`` ingests with ``run`` as what runs the parts."""
 
-    def ingest(source: Path | str, run: RunParts = run_parts, **settings: object) -> Manifest:
+    def ingest_in_parts(source: Path | str, run: RunParts = run_parts, **settings: object) -> Manifest:
         source = f"folder:{source}" if isinstance(source, Path) else source
         return ingest_with(source, (tmp_path / "store").as_uri(), run=run, **settings)
 
-    return ingest
+    return ingest_in_parts
 
 
 def tasks(parts: Parts) -> list[Task]:
@@ -64,7 +64,7 @@ def found(manifest: Manifest) -> object:
 
 
 @pytest.mark.parametrize("settings", [{}, {"group": "stem"}])
-def test_snapshot_does_not_depend_on_the_parts(varied: Path, ingest: RunIngest, make_image, settings) -> None:
+def test_snapshot_does_not_depend_on_the_parts(varied: Path, ingest_in_parts: RunIngest, make_image, settings) -> None:
     counts: list[int] = []
 
     def run(parts: Parts, open_here: OpenWorker) -> None:
@@ -75,26 +75,32 @@ def test_snapshot_does_not_depend_on_the_parts(varied: Path, ingest: RunIngest, 
             parts.save_result(number, worker(number, value))
 
     names = {"one": 1000, "three": 27, "many": 3}
-    first = {name: ingest(varied, run, dataset=name, part_names=size, **settings) for name, size in names.items()}
+    first = {
+        name: ingest_in_parts(varied, run, dataset=name, part_names=size, **settings) for name, size in names.items()
+    }
     assert counts == [1, 3, 24]
     assert {"undecodable", "duplicate", "conflicting_labels", "not_an_image"} <= first["one"].problem_counts.keys()
     write_files(varied, {f"1/scene{number // 7}-{number}.png": make_image(number) for number in range(2000, 2012)})
     for path in sorted((varied / "2").glob("scene*"))[::5]:
         path.rename(varied / "1" / path.name)
-    second = {name: ingest(varied, run, dataset=name, part_names=size, **settings) for name, size in names.items()}
+    second = {
+        name: ingest_in_parts(varied, run, dataset=name, part_names=size, **settings) for name, size in names.items()
+    }
     for manifests in (first, second):
         assert [found(manifest) for manifest in manifests.values()] == [found(manifests["one"])] * len(names)
     assert first["one"].digest != second["one"].digest
 
 
-def test_processes_that_open_the_source_themselves_decode_the_same(varied: Path, ingest: RunIngest) -> None:
+def test_processes_that_open_the_source_themselves_decode_the_same(varied: Path, ingest_in_parts: RunIngest) -> None:
     def run(parts: Parts, _: OpenWorker) -> None:
         run_in_processes(parts, open_worker, 2, lambda *_: None)
 
-    assert found(ingest(varied, run, dataset="two", part_names=24)) == found(ingest(varied, dataset="one"))
+    assert found(ingest_in_parts(varied, run, dataset="two", part_names=24)) == found(
+        ingest_in_parts(varied, dataset="one")
+    )
 
 
-def test_snapshot_does_not_depend_on_the_number_of_workers(varied: Path, ingest: RunIngest) -> None:
+def test_snapshot_does_not_depend_on_the_number_of_workers(varied: Path, ingest_in_parts: RunIngest) -> None:
     """Worker *i* of *n* opens the source itself, and runs the parts ``i::n``, as a pod does."""
 
     def ingest_with_workers(workers: int) -> Manifest:
@@ -107,13 +113,13 @@ def test_snapshot_does_not_depend_on_the_number_of_workers(varied: Path, ingest:
             with ThreadPoolExecutor(workers) as pool:
                 list(pool.map(work, range(workers)))
 
-        return ingest(varied, run, dataset=f"of-{workers}", part_names=5)
+        return ingest_in_parts(varied, run, dataset=f"of-{workers}", part_names=5)
 
     one, three, eight = (found(ingest_with_workers(workers)) for workers in (1, 3, 8))
     assert one == three == eight
 
 
-def test_ingest_that_was_killed_ends_as_if_it_began_now(varied, ingest, make_image, monkeypatch) -> None:
+def test_ingest_that_was_killed_ends_as_if_it_began_now(varied, ingest_in_parts, make_image, monkeypatch) -> None:
     """Files that are gone, new or changed since do not matter, and the parts that were finished are
     not read again."""
 
@@ -135,17 +141,19 @@ def test_ingest_that_was_killed_ends_as_if_it_began_now(varied, ingest, make_ima
 
     form = {"size_px": 6, "bit_depth": 16, "part_names": 12}
     with pytest.raises(KeyboardInterrupt):
-        ingest(varied, killed, dataset="killed", **form)
+        ingest_in_parts(varied, killed, dataset="killed", **form)
     read: list[str] = []
     real_read = Folder.read
     monkeypatch.setattr(Folder, "read", lambda folder, name: read.append(name) or real_read(folder, name))
-    continued = ingest(varied, dataset="killed", **form)
+    continued = ingest_in_parts(varied, dataset="killed", **form)
     assert not finished.intersection(read)
-    assert found(continued) == found(ingest(varied, dataset="whole", **form))
+    assert found(continued) == found(ingest_in_parts(varied, dataset="whole", **form))
     assert finished.intersection(read)
 
 
-def test_ingest_that_loses_its_parts_to_another_one_starts_over(varied: Path, ingest: RunIngest, tmp_path) -> None:
+def test_ingest_that_loses_its_parts_to_another_one_starts_over(
+    varied: Path, ingest_in_parts: RunIngest, tmp_path
+) -> None:
     for moment in ("before", "after"):
         others: list[Manifest] = []
 
@@ -153,15 +161,15 @@ def test_ingest_that_loses_its_parts_to_another_one_starts_over(varied: Path, in
             if moment == "after":
                 run_parts(parts, open_here)
             if not others:
-                others.append(ingest(varied, dataset=moment))
+                others.append(ingest_in_parts(varied, dataset=moment))
             run_parts(parts, open_here)
 
-        manifest = ingest(varied, raced, dataset=moment)
+        manifest = ingest_in_parts(varied, raced, dataset=moment)
         assert found(manifest) == found(others[0])
         assert parts_of(tmp_path / "store") == []
 
 
-def test_damaged_result_is_decoded_again(varied: Path, ingest: RunIngest, tmp_path: Path) -> None:
+def test_damaged_result_is_decoded_again(varied: Path, ingest_in_parts: RunIngest, tmp_path: Path) -> None:
     damaged: list[Path] = []
 
     def run(parts: Parts, open_here: OpenWorker) -> None:
@@ -170,18 +178,20 @@ def test_damaged_result_is_decoded_again(varied: Path, ingest: RunIngest, tmp_pa
             damaged.append(next(path for path in parts_of(tmp_path / "store") if path.suffix == ".raw"))
             damaged[0].write_bytes(b"")
 
-    assert found(ingest(varied, run, dataset="damaged")) == found(ingest(varied, dataset="whole"))
+    assert found(ingest_in_parts(varied, run, dataset="damaged")) == found(ingest_in_parts(varied, dataset="whole"))
     assert damaged
 
 
-def test_keys_that_may_not_delete_leave_parts_that_nothing_needs(varied, ingest, tmp_path, monkeypatch) -> None:
+def test_keys_that_may_not_delete_leave_parts_that_nothing_needs(
+    varied, ingest_in_parts, tmp_path, monkeypatch
+) -> None:
     def refused(*_: object) -> None:
         raise StoreError("403")
 
     with monkeypatch.context() as patch:
         patch.setattr(FileStore, "delete", refused)
-        manifest = ingest(varied, dataset="photos")
-        assert ingest(varied, dataset="photos").digest == manifest.digest
+        manifest = ingest_in_parts(varied, dataset="photos")
+        assert ingest_in_parts(varied, dataset="photos").digest == manifest.digest
     store = open_store((tmp_path / "store").as_uri())
     left = {info.key for info in store.list("datasets/photos/parts/")}
     needed = {reference.key for reference in references(store)}
@@ -191,7 +201,9 @@ def test_keys_that_may_not_delete_leave_parts_that_nothing_needs(varied, ingest,
     assert parts_of(tmp_path / "store") == []
 
 
-def test_part_is_limited_by_the_bytes_of_its_files_and_pixels(varied: Path, ingest: RunIngest, monkeypatch) -> None:
+def test_part_is_limited_by_the_bytes_of_its_files_and_pixels(
+    varied: Path, ingest_in_parts: RunIngest, monkeypatch
+) -> None:
     sizes: list[list[int]] = []
 
     def run(parts: Parts, open_here: OpenWorker) -> None:
@@ -199,14 +211,14 @@ def test_part_is_limited_by_the_bytes_of_its_files_and_pixels(varied: Path, inge
         run_parts(parts, open_here)
 
     monkeypatch.setattr(parts_module, "PART_SIZE_BYTES", 2**11)
-    whole = ingest(varied, run, dataset="small")
+    whole = ingest_in_parts(varied, run, dataset="small")
     assert len(sizes[0]) > 3
     assert max(sizes[0]) <= 2**11
-    assert found(ingest(varied, run, dataset="large", size_px=60)) != found(whole)
+    assert found(ingest_in_parts(varied, run, dataset="large", size_px=60)) != found(whole)
     assert len(sizes[1]) == 71, "one image has 3,600 bytes of pixels"
 
 
-def test_file_of_many_images_is_in_one_part(tmp_path: Path, make_image, ingest: RunIngest) -> None:
+def test_file_of_many_images_is_in_one_part(tmp_path: Path, make_image, ingest_in_parts: RunIngest) -> None:
     folder = tmp_path / "tars"
     for number in range(5):
         images = [make_image(100 * number + member) for member in range(8)]
@@ -219,7 +231,7 @@ def test_file_of_many_images_is_in_one_part(tmp_path: Path, make_image, ingest: 
         run_parts(parts, open_here)
 
     source = f"webdataset:{folder}"
-    manifests = [ingest(source, run, dataset=f"of-{size}", part_names=size) for size in (1, 16, 1000)]
+    manifests = [ingest_in_parts(source, run, dataset=f"of-{size}", part_names=size) for size in (1, 16, 1000)]
     assert [len(parts) for parts in names] == [5, 3, 1]
     assert sum(map(len, names[1])) == 5
     assert len({manifest.digest for manifest in manifests}) == 1

@@ -35,7 +35,7 @@ def child(source: str, store: Path, shard_size_bytes: int = 2**16) -> list[str]:
 
 
 @pytest.fixture
-def large(tmp_path: Path, make_image) -> Path:
+def large_folder(tmp_path: Path, make_image) -> Path:
     """A folder of 150 images with 1.5 MB of pixels."""
     images = {f"{number % 3}/{number}.png": make_image(number, (100, 100)) for number in range(150)}
     return write_files(tmp_path / "tree", images)
@@ -57,11 +57,11 @@ def test_full_disk_leaves_the_last_snapshot(tree, run_ingest, make_image, tmp_pa
     assert run_ingest(tree, shard_size_bytes=2**18).count("train") > first.count("train")
 
 
-def test_killed_ingest_can_be_repeated(tmp_path: Path, large: Path, contents) -> None:
-    whole = ingest_with(f"folder:{large}", (tmp_path / "whole").as_uri())
+def test_killed_ingest_can_be_repeated(tmp_path: Path, large_folder: Path, contents) -> None:
+    whole = ingest_with(f"folder:{large_folder}", (tmp_path / "whole").as_uri())
     store = tmp_path / "store"
     shards = store / "datasets" / "tree" / "shards"
-    with subprocess.Popen(child(f"folder:{large}", store), stdout=subprocess.PIPE) as killed:
+    with subprocess.Popen(child(f"folder:{large_folder}", store), stdout=subprocess.PIPE) as killed:
         deadline_s = time.monotonic() + 60
         while not shards.is_dir() or len(list(shards.iterdir())) < 4:
             assert time.monotonic() < deadline_s
@@ -71,7 +71,7 @@ def test_killed_ingest_can_be_repeated(tmp_path: Path, large: Path, contents) ->
     assert killed.returncode == -signal.SIGKILL
     assert not (store / "datasets" / "tree" / "head.json").exists()
 
-    again = ingest_with(f"folder:{large}", store.as_uri())
+    again = ingest_with(f"folder:{large_folder}", store.as_uri())
     assert again.digest == whole.digest
     assert visible_files(store) == visible_files(tmp_path / "whole")
     assert len(contents(again)) == 150
@@ -96,11 +96,11 @@ def test_slower_of_two_concurrent_ingests_fails(tree, run_ingest, make_image, mo
     assert run_ingest(tree) == raced[1]
 
 
-def test_ingests_at_once_leave_the_snapshot_of_one(tmp_path: Path, large: Path, make_image, contents) -> None:
+def test_ingests_at_once_leave_the_snapshot_of_one(tmp_path: Path, large_folder: Path, make_image, contents) -> None:
     """Each of two processes makes the snapshot, or says that the other one did."""
-    source, store, whole = f"folder:{large}", tmp_path / "store", tmp_path / "whole"
+    source, store, whole = f"folder:{large_folder}", tmp_path / "store", tmp_path / "whole"
     for more in (range(0), range(1000, 1030)):
-        write_files(large, {f"1/{number}.png": make_image(number, (100, 100)) for number in more})
+        write_files(large_folder, {f"1/{number}.png": make_image(number, (100, 100)) for number in more})
         digest = ingest_with(source, whole.as_uri()).digest
         both = [subprocess.Popen(child(source, store), stdout=subprocess.PIPE, text=True) for _ in range(2)]
         outputs = [process.communicate()[0].strip() for process in both]
@@ -129,7 +129,7 @@ def with_small_disk(script: str, mount: Path, *arguments: str) -> subprocess.Com
     return completed
 
 
-def test_full_store_disk_is_reported(tmp_path: Path, large: Path) -> None:
+def test_full_store_disk_is_reported(tmp_path: Path, large_folder: Path) -> None:
     store = tmp_path / "disk"
     script = f"""
     "$@"; echo "status $?"
@@ -137,7 +137,7 @@ def test_full_store_disk_is_reported(tmp_path: Path, large: Path) -> None:
     mount -o remount,size=16m none '{store}'
     "$@"; echo "status $?"
     """
-    completed = with_small_disk(script, store, *child(f"folder:{large}", store, 2**18))
+    completed = with_small_disk(script, store, *child(f"folder:{large_folder}", store, 2**18))
     sentence, refused, digest, well = completed.stdout.splitlines()
     assert completed.stderr == ""
     assert sentence.startswith(f"The disk that holds {store}/datasets/tree/parts/")
@@ -146,13 +146,13 @@ def test_full_store_disk_is_reported(tmp_path: Path, large: Path) -> None:
     assert len(digest) == 64
 
 
-def test_full_temporary_directory_is_reported(tmp_path: Path, large: Path) -> None:
+def test_full_temporary_directory_is_reported(tmp_path: Path, large_folder: Path) -> None:
     scratch = tmp_path / "disk"
     script = f"""
     TMPDIR='{scratch}' "$@"; echo "status $?"
     ls -A '{scratch}'
     """
-    arguments = child(f"folder:{large}", tmp_path / "store", 2**24)
+    arguments = child(f"folder:{large_folder}", tmp_path / "store", 2**24)
     completed = with_small_disk(script, scratch, *arguments)
     sentence, status = completed.stdout.splitlines()
     assert completed.stderr == ""

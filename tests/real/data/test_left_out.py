@@ -61,7 +61,7 @@ LITTER_FILES = ("._0.png", ".DS_Store", "Thumbs.db", "desktop.ini", "_SUCCESS", 
 
 
 @pytest.fixture
-def reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def bucket_reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The objects that ingest reads from a bucket."""
     names: list[str] = []
     read = Bucket.read
@@ -165,7 +165,7 @@ def test_images_outside_the_class_folders_are_named(tmp_path: Path, run_ingest, 
 
 
 def test_bucket_reads_only_what_may_be_an_image_and_only_once(
-    tree, run_ingest, make_image, bucket: str, contents, reads: list[str]
+    tree, run_ingest, make_image, bucket: str, contents, bucket_reads: list[str]
 ) -> None:
     write_files(tree / "2", {name: make_image(500 + number) for number, name in enumerate(UNUSUAL)})
     others = [f"1/{name}" for name in ("0.json", "0.txt", "README", "all.tar.gz", "movie.mp4", "broken.png")]
@@ -177,12 +177,12 @@ def test_bucket_reads_only_what_may_be_an_image_and_only_once(
     assert noted(manifest, "not_an_image") == [
         f"1/{name}" for name in ("0.json", "0.txt", "README", "all.tar.gz", "empty", "movie.mp4")
     ]
-    assert {"1/README", "2/a.jpg_large"} <= set(reads)
-    assert not {"1/0.json", "1/0.txt", "1/movie.mp4", "1/all.tar.gz", "1/empty", "classes"} & set(reads)
-    reads.clear()
+    assert {"1/README", "2/a.jpg_large"} <= set(bucket_reads)
+    assert not {"1/0.json", "1/0.txt", "1/movie.mp4", "1/all.tar.gz", "1/empty", "classes"} & set(bucket_reads)
+    bucket_reads.clear()
     open_store(source).put("1/new", b"some words, no pixels")
     second = run_ingest(source)
-    assert sorted(reads) == ["1/broken.png", "1/new"]
+    assert sorted(bucket_reads) == ["1/broken.png", "1/new"]
     assert second.problem_counts["not_an_image"] == 7
     (tree / "1" / "README").write_bytes(make_image(900))
     upload(bucket, tree, "images")
@@ -278,14 +278,14 @@ KINDS: dict[str, Format] = {"folder": "folder", "webdataset": "webdataset", "hug
 
 
 @pytest.fixture(scope="module")
-def dataset(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
+def photo_dataset(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
     directory = tmp_path_factory.mktemp("photos")
     write_images(directory / "photos", 30, size=(8, 8))
     return dataset_of(directory / "photos", directory / "store")
 
 
 @pytest.fixture(params=["disk", "bucket"])
-def root(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
+def source_store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
     """An empty folder or bucket prefix."""
     if request.param == "disk":
         return open_store((tmp_path / "source").as_uri())
@@ -318,60 +318,62 @@ def listed(source: str) -> tuple[set[str], list[str]]:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("nested", ["again", "train/again"])
-def test_nested_output_is_left_out_by_name_and_an_export_itself_is_a_source(kind, nested, dataset, root) -> None:
-    for out in (root, within(root, nested)):
-        export_to(out, dataset, KINDS[kind])
-        names, litter = listed(location(root, kind))
+def test_nested_output_is_left_out_by_name_and_an_export_itself_is_a_source(
+    kind, nested, photo_dataset, source_store
+) -> None:
+    for out in (source_store, within(source_store, nested)):
+        export_to(out, photo_dataset, KINDS[kind])
+        names, litter = listed(location(source_store, kind))
         assert len(names) == 30
         assert not any("again" in name for name in names)
-        assert litter == ([] if out is root else [nested])
+        assert litter == ([] if out is source_store else [nested])
 
 
-def test_rows_of_a_table_that_name_an_output_are_left_out(dataset: Dataset, root: Store) -> None:
+def test_rows_of_a_table_that_name_an_output_are_left_out(photo_dataset: Dataset, source_store: Store) -> None:
     """The table of an export itself is read."""
-    for out in (root, within(root, "again")):
-        export_to(out, dataset)
-    paths = [info.key for info in root.list("") if info.key.endswith(".png")]
+    for out in (source_store, within(source_store, "again")):
+        export_to(out, photo_dataset)
+    paths = [info.key for info in source_store.list("") if info.key.endswith(".png")]
     rows = "".join(f"{path},{path.split('/')[-2]}\n" for path in paths)
-    root.put("labels.csv", f"path,label\n{rows}".encode())
-    names, litter = listed(f"table:{root.uri.removeprefix('file://')}/labels.csv")
+    source_store.put("labels.csv", f"path,label\n{rows}".encode())
+    names, litter = listed(f"table:{source_store.uri.removeprefix('file://')}/labels.csv")
     assert (len(paths), len(names), litter) == (60, 30, ["again"])
-    again = within(root, "again")
+    again = within(source_store, "again")
     again.put("labels.csv", f"path,label\n{rows}".replace("again/", "").encode())
     names, litter = listed(f"table:{again.uri.removeprefix('file://')}/labels.csv")
     assert (len(names), litter) == (30, [])
 
 
-def test_names_that_sort_before_those_of_an_output_are_images(dataset: Dataset, root: Store) -> None:
+def test_names_that_sort_before_those_of_an_output_are_images(photo_dataset: Dataset, source_store: Store) -> None:
     """In a bucket, a marked folder is recognized when its marker is listed."""
-    image = next(Path(dataset.store.uri.removeprefix("file://")).parent.rglob("1.png"))
+    image = next(Path(photo_dataset.store.uri.removeprefix("file://")).parent.rglob("1.png"))
     for name in ("A/1.png", "again-1/1.png", "z/1.png"):
-        root.put(name, image)
-    export_to(within(root, "again"), dataset)
-    assert listed(location(root, "folder")) == ({"A/1.png", "again-1/1.png", "z/1.png"}, ["again"])
+        source_store.put(name, image)
+    export_to(within(source_store, "again"), photo_dataset)
+    assert listed(location(source_store, "folder")) == ({"A/1.png", "again-1/1.png", "z/1.png"}, ["again"])
 
 
-def test_batch_prediction_leaves_outputs_out(dataset: Dataset, root: Store) -> None:
-    export_to(root, dataset)
-    export_to(within(root, "train/again"), dataset)
-    tree = open_tree(location(root, "folder"))
+def test_batch_prediction_leaves_outputs_out(photo_dataset: Dataset, source_store: Store) -> None:
+    export_to(source_store, photo_dataset)
+    export_to(within(source_store, "train/again"), photo_dataset)
+    tree = open_tree(location(source_store, "folder"))
     assert len(list(tree.files())) == 30
     assert "train/again" in tree.skipped.names
 
 
-def test_store_in_the_prefix_of_its_source_is_left_out(dataset: Dataset, root: Store) -> None:
-    export_dataset(dataset, root, "folder")
-    source, store = location(root, "folder"), within(root, "store")
+def test_store_in_the_prefix_of_its_source_is_left_out(photo_dataset: Dataset, source_store: Store) -> None:
+    export_dataset(photo_dataset, source_store, "folder")
+    source, store = location(source_store, "folder"), within(source_store, "store")
     first = dataset_of(source, store)
-    root.put("store/review/originals/0.png", b"\x89PNG\r\n\x1a\n" + b"0" * 100)
+    source_store.put("store/review/originals/0.png", b"\x89PNG\r\n\x1a\n" + b"0" * 100)
     assert dataset_of(source, store).digest == first.digest
     assert listed(source)[1] == ["store"]
 
 
-def test_output_that_lost_its_marker_is_a_folder_like_others(dataset: Dataset, tmp_path: Path) -> None:
+def test_output_that_lost_its_marker_is_a_folder_like_others(photo_dataset: Dataset, tmp_path: Path) -> None:
     source = open_store((tmp_path / "source").as_uri())
     write_images(tmp_path / "source", 30, size=(8, 8))
-    export_to(within(source, "again"), dataset)
+    export_to(within(source, "again"), photo_dataset)
     assert len(listed(f"folder:{tmp_path / 'source'}")[0]) == 30
     (tmp_path / "source" / "again" / MARKER).unlink()
     assert len(listed(f"folder:{tmp_path / 'source'}")[0]) == 60

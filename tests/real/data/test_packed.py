@@ -72,7 +72,7 @@ FORMATS = [("webdataset", write_tar), ("huggingface", write_parquet), ("huggingf
 
 
 @pytest.fixture
-def images(make_image) -> list[bytes]:
+def noise_images(make_image) -> list[bytes]:
     return [make_image(number) for number in range(60)]
 
 
@@ -96,14 +96,14 @@ def labels_of(images: list[bytes]) -> list[str]:
 
 @pytest.mark.parametrize(("kind", "write"), FORMATS)
 def test_files_are_read_once_and_only_new_ones_again(
-    tmp_path, images, make_image, run_ingest, contents, digest_of, opened, kind, write
+    tmp_path, noise_images, make_image, run_ingest, contents, digest_of, opened, kind, write
 ) -> None:
     root = tmp_path / "packed"
     for part in range(3):
-        chosen = images[20 * part : 20 * part + 20]
+        chosen = noise_images[20 * part : 20 * part + 20]
         write(root / f"part-{part}", chosen, labels_of(chosen))
     first = contents(run_ingest(f"{kind}:{root}"))
-    assert set(first.label) == set(map(digest_of, images))
+    assert set(first.label) == set(map(digest_of, noise_images))
     assert len(opened) == 10  # each to be listed, sampled and decoded, and the first for the size of one image
     opened.clear()
     run_ingest(f"{kind}:{root}")
@@ -117,38 +117,44 @@ def test_files_are_read_once_and_only_new_ones_again(
 
 
 @pytest.mark.parametrize(("kind", "write"), FORMATS)
-def test_bucket_and_directory_give_the_same_dataset(tmp_path, images, run_ingest, bucket: str, kind, write) -> None:
+def test_bucket_and_directory_give_the_same_dataset(
+    tmp_path, noise_images, run_ingest, bucket: str, kind, write
+) -> None:
     root = tmp_path / "packed"
-    write(root / "part-0", images, labels_of(images))
+    write(root / "part-0", noise_images, labels_of(noise_images))
     local = run_ingest(f"{kind}:{root}", dataset="local")
     put_folder(open_store(f"s3://{bucket}"), "packed", root)
     assert run_ingest(f"{kind}:s3://{bucket}/packed", dataset="remote").digest == local.digest
 
 
 @pytest.mark.parametrize(("kind", "write"), FORMATS)
-def test_names_of_files_say_the_split(tmp_path, images, run_ingest, contents, digest_of, kind, write) -> None:
+def test_names_of_files_say_the_split(tmp_path, noise_images, run_ingest, contents, digest_of, kind, write) -> None:
     root = tmp_path / "packed"
-    for name, chosen in (("train", images[:30]), ("test", images[30:45]), ("validation", images[45:])):
+    for name, chosen in (
+        ("train", noise_images[:30]),
+        ("test", noise_images[30:45]),
+        ("validation", noise_images[45:]),
+    ):
         write(root / f"{name}-00000-of-00001", chosen, labels_of(chosen))
     found = contents(run_ingest(f"{kind}:{root}"))
-    assert {found.split[digest_of(image)] for image in images[30:45]} == {"test"}
-    assert {found.split[digest_of(image)] for image in images[45:]} == {"gallery"}
-    write(root / "more-00000", images[:3], labels_of(images[:3]))
+    assert {found.split[digest_of(image)] for image in noise_images[30:45]} == {"test"}
+    assert {found.split[digest_of(image)] for image in noise_images[45:]} == {"gallery"}
+    write(root / "more-00000", noise_images[:3], labels_of(noise_images[:3]))
     with pytest.raises(DataError, match="others do not: more-00000"):
         run_ingest(f"{kind}:{root}")
 
 
 @pytest.mark.parametrize(("kind", "write"), FORMATS)
-def test_watcher_opens_only_new_files(tmp_path, images, run_ingest, opened, kind, write) -> None:
+def test_watcher_opens_only_new_files(tmp_path, noise_images, run_ingest, opened, kind, write) -> None:
     root = tmp_path / "packed"
-    write(root / "part-0", images, labels_of(images))
+    write(root / "part-0", noise_images, labels_of(noise_images))
     manifest = run_ingest(f"{kind}:{root}")
     store = open_store(manifest.store_uri)
     values = DataSettings(source=f"{kind}:{root}")
     opened.clear()
     assert diff_source(values, store, [manifest], manifest)[0].new == 0
     assert not opened
-    write(root / "part-1", images[:5], labels_of(images[:5]))
+    write(root / "part-1", noise_images[:5], labels_of(noise_images[:5]))
     assert diff_source(values, store, [manifest], manifest)[0].new == 5
     assert {Path(file).stem for file in opened} == {"part-1"}
 
@@ -172,10 +178,10 @@ def scenes_of(images: list[bytes]) -> list[str]:
 
 @pytest.mark.parametrize(("kind", "write"), GROUPED)
 def test_groups_stay_in_one_split_and_are_remembered(
-    tmp_path, images, make_image, run_ingest, contents, digest_of, opened, kind, write, monkeypatch
+    tmp_path, noise_images, make_image, run_ingest, contents, digest_of, opened, kind, write, monkeypatch
 ) -> None:
     root = tmp_path / "packed"
-    write(root / "part-0", images, labels_of(images), scenes_of(images))
+    write(root / "part-0", noise_images, labels_of(noise_images), scenes_of(noise_images))
     first = run_ingest(f"{kind}:{root}", group="column")
     assert first.groups == 15
     before = contents(first).split
@@ -191,7 +197,7 @@ def test_groups_stay_in_one_split_and_are_remembered(
     assert {Path(file).stem for file in opened} == {"part-1"}
     after = contents(second).split
     for number, image in enumerate(new):
-        assert after[digest_of(image)] == before[digest_of(images[4 * number])]
+        assert after[digest_of(image)] == before[digest_of(noise_images[4 * number])]
     monkeypatch.setattr("evernear.data.ingest.code_digest", lambda *names: "another decoder")
     again = run_ingest(f"{kind}:{root}", group="column")
     assert groups(again) == groups(second), "as decoded again"
@@ -203,9 +209,9 @@ def groups(manifest: Manifest) -> dict[bytes, str]:
 
 
 @pytest.mark.parametrize(("kind", "write"), GROUPED)
-def test_groups_of_removed_and_changed_files_are_forgotten(tmp_path, images, run_ingest, kind, write) -> None:
+def test_groups_of_removed_and_changed_files_are_forgotten(tmp_path, noise_images, run_ingest, kind, write) -> None:
     root = tmp_path / "packed"
-    first, second = images[:30], images[30:]
+    first, second = noise_images[:30], noise_images[30:]
     write(root / "part-0", first, labels_of(first), [f"scene {number // 3}" for number in range(30)])
     write(root / "part-1", second, labels_of(second), [f"other {number // 3}" for number in range(30)])
     assert run_ingest(f"{kind}:{root}", group="column").groups == 20
@@ -216,14 +222,14 @@ def test_groups_of_removed_and_changed_files_are_forgotten(tmp_path, images, run
 
 
 @pytest.mark.parametrize(("kind", "write"), GROUPED)
-def test_groups_of_unchanged_files_may_be_used_later(tmp_path, images, run_ingest, kind, write) -> None:
-    write(tmp_path / "packed" / "a", images, labels_of(images), scenes_of(images))
+def test_groups_of_unchanged_files_may_be_used_later(tmp_path, noise_images, run_ingest, kind, write) -> None:
+    write(tmp_path / "packed" / "a", noise_images, labels_of(noise_images), scenes_of(noise_images))
     assert run_ingest(f"{kind}:{tmp_path / 'packed'}").groups == 0
     assert run_ingest(f"{kind}:{tmp_path / 'packed'}", group="column").groups == 15
 
 
-def test_groups_that_are_not_used_are_said(tmp_path, images) -> None:
-    parquet(tmp_path / "hf" / "a.parquet", list(images), list(labels_of(images)), groups=list(range(60)))
+def test_groups_that_are_not_used_are_said(tmp_path, noise_images) -> None:
+    parquet(tmp_path / "hf" / "a.parquet", list(noise_images), list(labels_of(noise_images)), groups=list(range(60)))
     said: list[str] = []
     ingest_source(
         DataSettings(source=f"huggingface:{tmp_path / 'hf'}"), (tmp_path / "store").as_uri(), warn=said.append
@@ -234,10 +240,10 @@ def test_groups_that_are_not_used_are_said(tmp_path, images) -> None:
     ]
 
 
-def test_values_that_are_no_group_stop_the_ingest_if_groups_are_used(tmp_path, images, run_ingest) -> None:
-    parquet(tmp_path / "hf" / "a.parquet", list(images), list(labels_of(images)), groups=[{"id": 1}] * 60)
-    rows = (json.dumps({"label": label, "group": {"id": 1}}).encode() for label in labels_of(images))
-    pairs = enumerate(zip(images, rows, strict=True))
+def test_values_that_are_no_group_stop_the_ingest_if_groups_are_used(tmp_path, noise_images, run_ingest) -> None:
+    parquet(tmp_path / "hf" / "a.parquet", list(noise_images), list(labels_of(noise_images)), groups=[{"id": 1}] * 60)
+    rows = (json.dumps({"label": label, "group": {"id": 1}}).encode() for label in labels_of(noise_images))
+    pairs = enumerate(zip(noise_images, rows, strict=True))
     tar(tmp_path / "wds" / "a.tar", [m for n, (i, row) in pairs for m in ((f"{n}.png", i), (f"{n}.json", row))])
     for kind, message in (
         ("hf", r"The column group in row 0 of a\.parquet contains {'id': 1}, .* \(its type is struct<id: int64>\)"),
@@ -249,25 +255,27 @@ def test_values_that_are_no_group_stop_the_ingest_if_groups_are_used(tmp_path, i
         assert run_ingest(source).groups == 0
 
 
-def test_reread_lists_an_unchanged_file_again(tmp_path, images, run_ingest, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reread_lists_an_unchanged_file_again(
+    tmp_path, noise_images, run_ingest, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("evernear.data.sources.packed.file_etag", lambda stat: "always the same")
     path = tmp_path / "hf" / "a.parquet"
-    parquet(path, list(images), ["a", "b"] * 30)
+    parquet(path, list(noise_images), ["a", "b"] * 30)
     run_ingest(f"huggingface:{path.parent}")
-    parquet(path, list(images), ["a", "c"] * 30)
+    parquet(path, list(noise_images), ["a", "c"] * 30)
     assert run_ingest(f"huggingface:{path.parent}").labels == ("a", "b")
     assert run_ingest(f"huggingface:{path.parent}", reread=True).labels == ("a", "b", "c")
 
 
-def test_broken_rows_are_named(tmp_path, images, run_ingest) -> None:
-    parquet(tmp_path / "hf" / "a.parquet", [*images, b"no image", None], [*labels_of(images), "1", "2"])
+def test_broken_rows_are_named(tmp_path, noise_images, run_ingest) -> None:
+    parquet(tmp_path / "hf" / "a.parquet", [*noise_images, b"no image", None], [*labels_of(noise_images), "1", "2"])
     manifest = run_ingest(f"huggingface:{tmp_path / 'hf'}")
     assert noted(manifest, "undecodable") == ["a.parquet/000000060", "a.parquet/000000061"]
 
 
-def test_webdataset_metadata_and_litter(tmp_path, images, run_ingest) -> None:
+def test_webdataset_metadata_and_litter(tmp_path, noise_images, run_ingest) -> None:
     members: list[Sample] = [("./._0.jpg", b"fork")]
-    for number, image in enumerate(images[:20]):
+    for number, image in enumerate(noise_images[:20]):
         label = json.dumps({"label": number % 2, "caption": "x"}).encode()
         members += [(f"./{number}.json", label), (f"./{number}.txt", b"a caption"), (f"./{number}.jpg", image)]
     tar(tmp_path / "wds" / "a.tar.gz", members, "w:gz")
@@ -299,8 +307,8 @@ def test_mistakes_in_tars_are_one_sentence(tmp_path, run_ingest, members: list[S
 
 
 @pytest.mark.parametrize("cut", [1, 512, 700, 1024, 5000])
-def test_truncated_tars_are_refused(tmp_path, images, run_ingest, cut: int) -> None:
-    write_tar(tmp_path / "wds" / "a", images, labels_of(images))
+def test_truncated_tars_are_refused(tmp_path, noise_images, run_ingest, cut: int) -> None:
+    write_tar(tmp_path / "wds" / "a", noise_images, labels_of(noise_images))
     path = tmp_path / "wds" / "a.tar"
     data = path.read_bytes().rstrip(b"\0")
     path.write_bytes(data[:-cut])
@@ -308,10 +316,10 @@ def test_truncated_tars_are_refused(tmp_path, images, run_ingest, cut: int) -> N
         run_ingest(f"webdataset:{tmp_path / 'wds'}")
 
 
-def test_mistakes_in_tables_are_one_sentence(tmp_path, images, run_ingest) -> None:
+def test_mistakes_in_tables_are_one_sentence(tmp_path, noise_images, run_ingest) -> None:
     root = tmp_path / "hf"
     root.mkdir()
-    pq.write_table(pa.table({"picture": images[:2], "class": ["a", "b"]}), root / "a.parquet")
+    pq.write_table(pa.table({"picture": noise_images[:2], "class": ["a", "b"]}), root / "a.parquet")
     with pytest.raises(DataError, match=r"a\.parquet has no column label, or several; its columns: picture, class"):
         run_ingest(f"huggingface:{root}")
     pq.write_table(pa.table({"path": ["a.png"], "label": ["a"]}), root / "a.parquet")
@@ -330,7 +338,7 @@ def test_mistakes_in_tables_are_one_sentence(tmp_path, images, run_ingest) -> No
         run_ingest(f"huggingface:{root}")
 
 
-def test_labels_of_packed_files_cannot_be_written(tmp_path, images) -> None:
-    write_tar(tmp_path / "wds" / "a", images, labels_of(images))
+def test_labels_of_packed_files_cannot_be_written(tmp_path, noise_images) -> None:
+    write_tar(tmp_path / "wds" / "a", noise_images, labels_of(noise_images))
     with pytest.raises(SettingsError, match="Labels cannot be written to webdataset:"):
         open_label_target(f"webdataset:{tmp_path / 'wds'}")

@@ -112,7 +112,7 @@ class Sandbox:
 
 
 @pytest.fixture(scope="module")
-def sandbox(make_stub: MakeRelease, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sandbox]:
+def local_sandbox(make_stub: MakeRelease, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sandbox]:
     directory = tmp_path_factory.mktemp("sandbox")
     settings = Settings(workdir=directory / "work", serving=settings_on_free_ports())
     first = make_stub()
@@ -141,43 +141,45 @@ def no_registration(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
-def test_rollout_rollback_and_promotion_fail_no_request(sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
-    before, candidate = sandbox.champion, sandbox.candidate()
-    with sandbox.under_load() as versions:
-        deployed = sandbox.deploy(candidate)
+def test_rollout_rollback_and_promotion_fail_no_request(
+    local_sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before, candidate = local_sandbox.champion, local_sandbox.candidate()
+    with local_sandbox.under_load() as versions:
+        deployed = local_sandbox.deploy(candidate)
     assert (deployed.version, deployed.previous) == (candidate.version, before)
     assert versions == {before, candidate.version}
-    assert sandbox.default == sandbox.champion == candidate.version
-    assert before in sandbox.registered, "it stays registered for a rollback"
-    assert deployment.open_target(sandbox.settings).status() == {
+    assert local_sandbox.default == local_sandbox.champion == candidate.version
+    assert before in local_sandbox.registered, "it stays registered for a rollback"
+    assert deployment.open_target(local_sandbox.settings).status() == {
         "server": "up",
         "url": deployed.url,
         "default": candidate.version,
         "engine": "OpenVINO" if openvino_version() else "TorchScript",
         "ready_workers": 1,
-        "registered": sandbox.registered,
+        "registered": local_sandbox.registered,
         "champion": candidate.version,
-        "store": sandbox.settings.store_uri,
+        "store": local_sandbox.settings.store_uri,
     }
     with no_registration(monkeypatch):
-        with sandbox.under_load() as versions:
-            back = roll_back(sandbox.settings, cause=Cause(by="ada", why="it confuses 3 and 8"))
+        with local_sandbox.under_load() as versions:
+            back = roll_back(local_sandbox.settings, cause=Cause(by="ada", why="it confuses 3 and 8"))
         assert versions == {before, candidate.version}
         assert (back.version, back.smoke_queries) == (before, SMOKE_QUERIES)
-        assert sandbox.default == sandbox.champion == before
-        with sandbox.under_load() as versions:
-            assert promote_release(candidate.version, sandbox.settings).previous == before
+        assert local_sandbox.default == local_sandbox.champion == before
+        with local_sandbox.under_load() as versions:
+            assert promote_release(candidate.version, local_sandbox.settings).previous == before
         assert versions == {before, candidate.version}
-        assert sandbox.default == sandbox.champion == candidate.version
-    history = [(promotion.version, promotion.how, promotion.why) for promotion in sandbox.registry.history()][-3:]
+        assert local_sandbox.default == local_sandbox.champion == candidate.version
+    history = [(promotion.version, promotion.how, promotion.why) for promotion in local_sandbox.registry.history()][-3:]
     assert history == [
         (candidate.version, "deploy", ""),
         (before, "rollback", "it confuses 3 and 8"),
         (candidate.version, "promote", ""),
     ]
     # A repeated deployment, as after a late kill, succeeds:
-    assert sandbox.deploy(candidate).version == candidate.version
-    assert sandbox.champion == candidate.version
+    assert local_sandbox.deploy(candidate).version == candidate.version
+    assert local_sandbox.champion == candidate.version
 
 
 @pytest.mark.parametrize(
@@ -189,20 +191,20 @@ def test_rollout_rollback_and_promotion_fail_no_request(sandbox: Sandbox, monkey
     ],
 )
 def test_failed_candidate_is_removed_and_the_champion_stays_live(
-    sandbox: Sandbox, tmp_path: Path, handler: bytes, sentence: str
+    local_sandbox: Sandbox, tmp_path: Path, handler: bytes, sentence: str
 ) -> None:
-    candidate = forge(sandbox.candidate(), tmp_path / "faulty.mar", handler_py=handler)
-    champion, registered = sandbox.registry.champion(), sandbox.registered
-    with sandbox.under_load() as versions:
+    candidate = forge(local_sandbox.candidate(), tmp_path / "faulty.mar", handler_py=handler)
+    champion, registered = local_sandbox.registry.champion(), local_sandbox.registered
+    with local_sandbox.under_load() as versions:
         with pytest.raises(ServingError, match=sentence):
-            sandbox.deploy(candidate)
-        assert candidate.version in list(sandbox.registry.list()), "an operator may still promote it"
+            local_sandbox.deploy(candidate)
+        assert candidate.version in list(local_sandbox.registry.list()), "an operator may still promote it"
         with pytest.raises(ServingError, match=sentence):
-            promote_release(candidate.version, sandbox.settings)
-    assert versions == {sandbox.champion}
-    assert sandbox.registry.champion() == champion
-    assert sandbox.registered == registered
-    assert not list(model_store(sandbox.home).glob(f"*{candidate.version}*"))
+            promote_release(candidate.version, local_sandbox.settings)
+    assert versions == {local_sandbox.champion}
+    assert local_sandbox.registry.champion() == champion
+    assert local_sandbox.registered == registered
+    assert not list(model_store(local_sandbox.home).glob(f"*{candidate.version}*"))
 
 
 KILLED = """
@@ -220,22 +222,22 @@ deploy_release(Path(sys.argv[1]), Path(sys.argv[2]), Settings.model_validate_jso
 """
 
 
-def test_next_deployment_removes_what_killed_ones_left(sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_next_deployment_removes_what_killed_ones_left(local_sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
     """One was killed while it copied its archive, another after its release had been registered."""
-    copying, registered, candidate = sandbox.candidate(), sandbox.candidate(), sandbox.candidate()
-    words = [sys.executable, "-c", KILLED, copying.archive, copying.verdict, sandbox.settings.model_dump_json()]
+    copying, registered, candidate = local_sandbox.candidate(), local_sandbox.candidate(), local_sandbox.candidate()
+    words = [sys.executable, "-c", KILLED, copying.archive, copying.verdict, local_sandbox.settings.model_dump_json()]
     assert subprocess.run(words, timeout=120).returncode == -signal.SIGKILL
-    assert temporary_files(sandbox)
-    shutil.copy(registered.archive, model_store(sandbox.home) / f"embedding-{registered.version}.mar")
-    Management(sandbox.home).register(f"embedding-{registered.version}.mar", sandbox.settings.serving)
-    assert registered.version in sandbox.registered
-    champion = sandbox.champion
+    assert temporary_files(local_sandbox)
+    shutil.copy(registered.archive, model_store(local_sandbox.home) / f"embedding-{registered.version}.mar")
+    Management(local_sandbox.home).register(f"embedding-{registered.version}.mar", local_sandbox.settings.serving)
+    assert registered.version in local_sandbox.registered
+    champion = local_sandbox.champion
     monkeypatch.setattr(local, "KEEP_REGISTERED", 2)
-    with sandbox.under_load():
-        sandbox.deploy(candidate)
-    assert temporary_files(sandbox) == []
-    assert sandbox.registered == [champion, candidate.version], "the champion and its predecessor"
-    assert sandbox.default == candidate.version
+    with local_sandbox.under_load():
+        local_sandbox.deploy(candidate)
+    assert temporary_files(local_sandbox) == []
+    assert local_sandbox.registered == [champion, candidate.version], "the champion and its predecessor"
+    assert local_sandbox.default == candidate.version
 
 
 def temporary_files(sandbox: Sandbox) -> list[Path]:
@@ -243,119 +245,119 @@ def temporary_files(sandbox: Sandbox) -> list[Path]:
 
 
 def test_release_that_passed_its_smoke_test_stays_loaded_if_the_store_is_unreachable(
-    sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch
+    local_sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    champion, candidate = sandbox.champion, sandbox.candidate()
+    champion, candidate = local_sandbox.champion, local_sandbox.candidate()
 
     def unreachable(*_: object, **__: object) -> None:
         raise TransientStoreError("http://s3 cannot be reached.")
 
-    with monkeypatch.context() as patched, sandbox.under_load() as versions:
+    with monkeypatch.context() as patched, local_sandbox.under_load() as versions:
         patched.setattr(Registry, "set_champion", unreachable)
         with pytest.raises(
             TransientStoreError, match=r"stays in place, but it may not be recorded .* cannot be reached"
         ):
-            sandbox.deploy(candidate)
+            local_sandbox.deploy(candidate)
     assert versions == {champion}
-    assert candidate.version in sandbox.registered
-    with no_registration(monkeypatch), sandbox.under_load():
-        promote_release(candidate.version, sandbox.settings)
-    assert sandbox.default == sandbox.champion == candidate.version
-    roll_back(sandbox.settings)
+    assert candidate.version in local_sandbox.registered
+    with no_registration(monkeypatch), local_sandbox.under_load():
+        promote_release(candidate.version, local_sandbox.settings)
+    assert local_sandbox.default == local_sandbox.champion == candidate.version
+    roll_back(local_sandbox.settings)
 
 
 def test_release_that_does_not_fit_on_the_disk_leaves_no_files(
-    sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch
+    local_sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    champion, candidate, registered = sandbox.champion, sandbox.candidate(), sandbox.registered
-    before = sorted(model_store(sandbox.home).iterdir())
-    full = shutil.disk_usage(sandbox.home)._replace(free=candidate.archive.stat().st_size)
-    with monkeypatch.context() as patched, sandbox.under_load() as versions:
+    champion, candidate, registered = local_sandbox.champion, local_sandbox.candidate(), local_sandbox.registered
+    before = sorted(model_store(local_sandbox.home).iterdir())
+    full = shutil.disk_usage(local_sandbox.home)._replace(free=candidate.archive.stat().st_size)
+    with monkeypatch.context() as patched, local_sandbox.under_load() as versions:
         patched.setattr(shutil, "disk_usage", lambda _: full)
         with pytest.raises(StoreError, match=r"The disk that holds .* is full; free some space and run again\."):
-            sandbox.deploy(candidate)
+            local_sandbox.deploy(candidate)
     assert versions == {champion}
-    assert sandbox.registered == registered
-    assert sorted(model_store(sandbox.home).iterdir()) == before
+    assert local_sandbox.registered == registered
+    assert sorted(model_store(local_sandbox.home).iterdir()) == before
 
 
-def test_running_server_is_used_wherever_it_is(sandbox: Sandbox) -> None:
-    address = deployment.open_target(sandbox.settings).status()["url"]
-    assert address == f"http://127.0.0.1:{sandbox.settings.serving.inference_port}/predictions/embedding"
-    elsewhere = Settings(workdir=sandbox.settings.workdir)
-    assert elsewhere.serving.inference_port != sandbox.settings.serving.inference_port
+def test_running_server_is_used_wherever_it_is(local_sandbox: Sandbox) -> None:
+    address = deployment.open_target(local_sandbox.settings).status()["url"]
+    assert address == f"http://127.0.0.1:{local_sandbox.settings.serving.inference_port}/predictions/embedding"
+    elsewhere = Settings(workdir=local_sandbox.settings.workdir)
+    assert elsewhere.serving.inference_port != local_sandbox.settings.serving.inference_port
     assert deployment.open_target(elsewhere).status()["url"] == address
 
-    champion = sandbox.champion
+    champion = local_sandbox.champion
     assert roll_back(elsewhere).url == address
     assert promote_release(champion, elsewhere).url == address
-    assert sandbox.default == sandbox.champion == champion
+    assert local_sandbox.default == local_sandbox.champion == champion
 
 
 def test_held_release_is_fetched_tested_and_promoted_only_by_force_with_a_reason(
-    sandbox: Sandbox, make_stub: MakeRelease
+    local_sandbox: Sandbox, make_stub: MakeRelease
 ) -> None:
-    candidate, before = make_stub(parent=sandbox.champion, promote=False), sandbox.champion
-    sandbox.registry.publish(candidate.archive)
+    candidate, before = make_stub(parent=local_sandbox.champion, promote=False), local_sandbox.champion
+    local_sandbox.registry.publish(candidate.archive)
     with pytest.raises(IntegrityError, match=r"is hold: A test says so\. To promote it anyway, add --force"):
-        promote_release(candidate.version, sandbox.settings)
+        promote_release(candidate.version, local_sandbox.settings)
     with pytest.raises(SettingsError, match="needs a reason"):
-        promote_release(candidate.version, sandbox.settings, force=True, cause=Cause(by="ada", why=" "))
-    assert sandbox.default == sandbox.champion == before
-    with sandbox.under_load() as versions:  # it is not registered: it is fetched and tested first
+        promote_release(candidate.version, local_sandbox.settings, force=True, cause=Cause(by="ada", why=" "))
+    assert local_sandbox.default == local_sandbox.champion == before
+    with local_sandbox.under_load() as versions:  # it is not registered: it is fetched and tested first
         moved = promote_release(
-            candidate.version, sandbox.settings, force=True, cause=Cause(by="ada", why="the floor was wrong")
+            candidate.version, local_sandbox.settings, force=True, cause=Cause(by="ada", why="the floor was wrong")
         )
     assert versions == {before, candidate.version}
     assert (moved.version, moved.previous) == (candidate.version, before)
     assert moved.smoke_queries == SMOKE_QUERIES
-    assert sandbox.default == sandbox.champion == candidate.version
-    assert before in sandbox.registered
-    last = list(sandbox.registry.history())[-1]
+    assert local_sandbox.default == local_sandbox.champion == candidate.version
+    assert before in local_sandbox.registered
+    last = list(local_sandbox.registry.history())[-1]
     assert (last.how, last.why, last.by) == ("force", "the floor was wrong", "ada")
     with pytest.raises(SettingsError, match="is already the champion"):
-        promote_release(candidate.version, sandbox.settings)
-    assert roll_back(sandbox.settings).version == before
+        promote_release(candidate.version, local_sandbox.settings)
+    assert roll_back(local_sandbox.settings).version == before
 
 
 @pytest.mark.slow
-def test_candidate_replaces_a_champion_with_a_damaged_archive(sandbox: Sandbox) -> None:
-    champion, candidate, broken = sandbox.champion, sandbox.candidate(), sandbox.candidate()
-    store = open_store(sandbox.settings.store_uri)
-    key = sandbox.registry.get(champion).archive_key
+def test_candidate_replaces_a_champion_with_a_damaged_archive(local_sandbox: Sandbox) -> None:
+    champion, candidate, broken = local_sandbox.champion, local_sandbox.candidate(), local_sandbox.candidate()
+    store = open_store(local_sandbox.settings.store_uri)
+    key = local_sandbox.registry.get(champion).archive_key
     archive = store.get(key)
-    torchserve.stop_server(home_of(sandbox.settings.workdir))
-    for stored in model_store(sandbox.home).glob("*.mar"):
+    torchserve.stop_server(home_of(local_sandbox.settings.workdir))
+    for stored in model_store(local_sandbox.home).glob("*.mar"):
         stored.unlink()
     store.put(key, b"damaged")
     with pytest.raises(IntegrityError, match="is damaged"):
-        local.serve_local(sandbox.settings)
-    assert not torchserve.is_running(sandbox.home)
+        local.serve_local(local_sandbox.settings)
+    assert not torchserve.is_running(local_sandbox.home)
 
     faulty = forge(broken, candidate.archive.with_name("faulty.mar"), handler_py=BROKEN)
     with pytest.raises(ServingError, match="rejected POST /models"):
-        sandbox.deploy(faulty)
-    assert sandbox.champion == champion
+        local_sandbox.deploy(faulty)
+    assert local_sandbox.champion == champion
 
-    deployed = sandbox.deploy(candidate)
+    deployed = local_sandbox.deploy(candidate)
     assert (deployed.version, deployed.previous) == (candidate.version, champion)
     assert "is damaged" in str(deployed.champion_fault)
-    assert sandbox.default == sandbox.champion == candidate.version
+    assert local_sandbox.default == local_sandbox.champion == candidate.version
     with pytest.raises(IntegrityError, match="is damaged"):
-        roll_back(sandbox.settings)
-    assert sandbox.default == sandbox.champion == candidate.version
+        roll_back(local_sandbox.settings)
+    assert local_sandbox.default == local_sandbox.champion == candidate.version
     store.put(key, archive)
 
 
 def test_server_killed_during_a_deployment_restarts_with_its_champion(
-    sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch
+    local_sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    champion, candidate = sandbox.champion, sandbox.candidate()
-    state = read_state(sandbox.home)
+    champion, candidate = local_sandbox.champion, local_sandbox.candidate()
+    state = read_state(local_sandbox.home)
     assert state is not None
 
     def die_and_smoke(client: Client, parts: ReleaseParts) -> int:
-        workers = [process for process in torchserve.processes(sandbox.home) if process.pid != state.pid]
+        workers = [process for process in torchserve.processes(local_sandbox.home) if process.pid != state.pid]
         os.kill(state.pid, signal.SIGKILL)
         _, alive = psutil.wait_procs(workers, timeout=20)
         assert alive == [], "workers end with their Java process"
@@ -365,14 +367,14 @@ def test_server_killed_during_a_deployment_restarts_with_its_champion(
     with monkeypatch.context() as patched:
         patched.setattr(local, "smoke", die_and_smoke)
         with pytest.raises(ServingError, match="start it with `evernear serve`"):
-            sandbox.deploy(candidate)
-    assert sandbox.champion == champion
-    assert deployment.open_target(sandbox.settings).status()["server"] == "died"
+            local_sandbox.deploy(candidate)
+    assert local_sandbox.champion == champion
+    assert deployment.open_target(local_sandbox.settings).status()["server"] == "died"
     with pytest.raises(ServerUnreachableError, match="start it with `evernear serve`"):
-        Client.of(sandbox.settings).predict(sandbox.image)
+        Client.of(local_sandbox.settings).predict(local_sandbox.image)
 
-    assert local.serve_local(sandbox.settings) == champion == sandbox.default
-    assert sandbox.registered == [champion]
+    assert local.serve_local(local_sandbox.settings) == champion == local_sandbox.default
+    assert local_sandbox.registered == [champion]
 
 
 def test_serve_requires_a_champion(tmp_path: Path) -> None:

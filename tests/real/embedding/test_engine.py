@@ -23,14 +23,14 @@ pytest.importorskip("openvino")
 
 
 @pytest.fixture
-def images(digits: Dataset) -> Tensor:
+def image_batch(digits: Dataset) -> Tensor:
     return to_tensor(next(digits.blocks("test", 70)).images)
 
 
 @pytest.fixture
-def expected(images: Tensor, network_dir: Path) -> Tensor:
+def expected(image_batch: Tensor, network_dir: Path) -> Tensor:
     with torch.inference_mode():
-        return load_torchscript(network_dir / "network.pt")(images)
+        return load_torchscript(network_dir / "network.pt")(image_batch)
 
 
 def without_openvino(patch: pytest.MonkeyPatch) -> None:
@@ -41,7 +41,7 @@ def without_openvino(patch: pytest.MonkeyPatch) -> None:
 @torch.inference_mode()
 @pytest.mark.parametrize("limit", [None, 16])
 def test_openvino_answers_as_torchscript_for_any_batch(
-    limit: int | None, images: Tensor, expected: Tensor, network_dir: Path, monkeypatch: pytest.MonkeyPatch
+    limit: int | None, image_batch: Tensor, expected: Tensor, network_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     described = describe_network(network_dir)
     assert described.openvino is not None
@@ -52,21 +52,21 @@ def test_openvino_answers_as_torchscript_for_any_batch(
     if limit:
         monkeypatch.setattr(network, "_max_batch_size", limit)
     for count in (1, 7, 70):
-        torch.testing.assert_close(network(images[:count]), expected[:count], atol=1e-5, rtol=0)
+        torch.testing.assert_close(network(image_batch[:count]), expected[:count], atol=1e-5, rtol=0)
     with ThreadPoolExecutor(4) as pool:  # more threads than streams wait
-        for vectors in pool.map(network, [images] * 8):
+        for vectors in pool.map(network, [image_batch] * 8):
             torch.testing.assert_close(vectors, expected, atol=1e-5, rtol=0)
 
 
 @torch.inference_mode()
 def test_without_openvino_torchscript_answers_and_vectors_are_cached_apart(
-    images: Tensor, expected: Tensor, network_dir: Path, monkeypatch: pytest.MonkeyPatch
+    image_batch: Tensor, expected: Tensor, network_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with_openvino = describe_network(network_dir).cache_key
     without_openvino(monkeypatch)
     network = load_network(network_dir)
     assert not isinstance(network, OpenVINONetwork)
-    torch.testing.assert_close(network(images), expected, atol=0, rtol=0)
+    torch.testing.assert_close(network(image_batch), expected, atol=0, rtol=0)
     described = describe_network(network_dir)
     assert described.cache_key == described.identity != with_openvino
 
@@ -88,11 +88,11 @@ class _Unknown(nn.Module):
         return torch.special.bessel_j0(images.float().flatten(1))
 
 
-def test_operation_that_openvino_lacks_is_named_and_torchscript_answers(images: Tensor) -> None:
+def test_operation_that_openvino_lacks_is_named_and_torchscript_answers(image_batch: Tensor) -> None:
     with pytest.raises(RuntimeError, match="bessel_j0"):
-        convert(_Unknown(), images)
+        convert(_Unknown(), image_batch)
     network = compile_network(_Unknown(), (8, 8, 1), streams=1)
-    torch.testing.assert_close(network(images), _Unknown()(images))
+    torch.testing.assert_close(network(image_batch), _Unknown()(image_batch))
 
 
 class _Sums(nn.Module):

@@ -55,7 +55,9 @@ class Run(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def run(digits: Dataset, frozen: TrainSettings, tmp_path_factory: pytest.TempPathFactory, seen: list[int]) -> Run:
+def frozen_run(
+    digits: Dataset, frozen: TrainSettings, tmp_path_factory: pytest.TempPathFactory, seen: list[int]
+) -> Run:
     """Train, probe, export, embed, index, evaluate and archive."""
     directory = tmp_path_factory.mktemp("run")
     names = ("trained", "network", "embeddings", "index", "verdict.json")
@@ -87,23 +89,23 @@ def test_the_progress_of_training_a_head_counts_each_image_and_view_once(digits,
     assert sum(counted) == shown_images(settings, digits)
 
 
-def test_a_frozen_backbone_sees_each_image_once(digits: Dataset, run: Run) -> None:
-    assert run.computed == sum(digits.count(split) for split in SPLITS)
+def test_a_frozen_backbone_sees_each_image_once(digits: Dataset, frozen_run: Run) -> None:
+    assert frozen_run.computed == sum(digits.count(split) for split in SPLITS)
 
 
-def test_another_head_on_the_same_backbone_computes_nothing(digits, frozen, run, tmp_path, seen) -> None:
+def test_another_head_on_the_same_backbone_computes_nothing(digits, frozen, frozen_run, tmp_path, seen) -> None:
     seen.clear()
-    train_network(digits, frozen, tmp_path / "other", run.store, exclude_labels=frozenset("3"))
-    other = export_network(tmp_path / "other", digits, tmp_path / "network", run.store)
+    train_network(digits, frozen, tmp_path / "other", frozen_run.store, exclude_labels=frozenset("3"))
+    other = export_network(tmp_path / "other", digits, tmp_path / "network", frozen_run.store)
     assert seen == []
-    first = describe_network(run.directory / "network")
+    first = describe_network(frozen_run.directory / "network")
     assert (other.identity, other.features_dim) == (first.identity, 96)
     assert other.sha256 != first.sha256
 
 
-def test_cached_embeddings_are_those_of_the_served_network(digits: Dataset, run: Run) -> None:
-    again = list(run.recognizer.embed_split(digits, "test", 100))
-    served = load_network(run.directory / "network")
+def test_cached_embeddings_are_those_of_the_served_network(digits: Dataset, frozen_run: Run) -> None:
+    again = list(frozen_run.recognizer.embed_split(digits, "test", 100))
+    served = load_network(frozen_run.directory / "network")
     for block, embeddings in again:
         np.testing.assert_allclose(embeddings, embed_images(served, block.images), atol=1e-5)
     assert sum(len(block) for block, _ in again) == digits.count("test")

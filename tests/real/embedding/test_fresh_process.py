@@ -38,15 +38,15 @@ def run(network_dir: Path, images: Path, **variables: str) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def images(digits: Dataset, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def images_file(digits: Dataset, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("images") / "images.npy"
     np.save(path, next(digits.blocks("test", 2)).images)
     return path
 
 
 @pytest.fixture(scope="module")
-def printed(frozen_network_dir: Path, images: Path) -> list[str]:
-    return run(frozen_network_dir, images)
+def printed(frozen_network_dir: Path, images_file: Path) -> list[str]:
+    return run(frozen_network_dir, images_file)
 
 
 def test_a_release_is_served_without_timm(printed: list[str], frozen_network_dir: Path) -> None:
@@ -60,8 +60,8 @@ def test_large_tensors_are_in_huge_pages(printed: list[str]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(not HUGE_PAGES.exists(), reason="The kernel has no transparent huge pages.")
-def test_huge_pages_can_be_disabled(frozen_network_dir: Path, images: Path) -> None:
-    assert int(run(frozen_network_dir, images, THP_MEM_ALLOC_ENABLE="0")[1]) == 0
+def test_huge_pages_can_be_disabled(frozen_network_dir: Path, images_file: Path) -> None:
+    assert int(run(frozen_network_dir, images_file, THP_MEM_ALLOC_ENABLE="0")[1]) == 0
 
 
 def test_bfloat16_works_on_a_machine_that_advertises_amx_without_supporting_it(printed: list[str]) -> None:

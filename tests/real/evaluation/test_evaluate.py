@@ -49,7 +49,7 @@ def full(system: System) -> Recognizer:
 
 
 @pytest.fixture(scope="module")
-def embeddings(system: System, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def embeddings_dir(system: System, tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("embeddings")
     embed_dataset(system.network_dir, system.dataset, directory)
     return directory
@@ -61,8 +61,8 @@ def indexed(system: System, embeddings: Path, directory: Path, exclude: frozense
 
 
 @pytest.fixture(scope="module")
-def collapsed(system: System, embeddings: Path, tmp_path_factory: pytest.TempPathFactory) -> Recognizer:
-    return indexed(system, embeddings, tmp_path_factory.mktemp("index"), frozenset({"7"}))
+def collapsed(system: System, embeddings_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Recognizer:
+    return indexed(system, embeddings_dir, tmp_path_factory.mktemp("index"), frozenset({"7"}))
 
 
 def test_anchor_is_measured_on_the_same_queries_and_survives_a_round_trip(system, full, collapsed, tmp_path):
@@ -105,26 +105,26 @@ def failed(evaluation: Evaluation) -> dict[str, str]:
 
 
 @pytest.fixture
-def saved(system: System, full: Recognizer, collapsed: Recognizer, tmp_path) -> Path:
+def saved_evaluation(system: System, full: Recognizer, collapsed: Recognizer, tmp_path) -> Path:
     evaluate_systems(collapsed, ReleasedSystem(full), system.dataset, PROBED).write(tmp_path)
     return tmp_path
 
 
 @pytest.mark.parametrize("content", [None, b"", b"{}", b"PK\x03\x04 no archive"])
-def test_invalid_evaluation_does_not_load(saved: Path, content):
-    (saved / "evaluation.json").unlink()
+def test_invalid_evaluation_does_not_load(saved_evaluation: Path, content):
+    (saved_evaluation / "evaluation.json").unlink()
     if content is not None:
-        (saved / "evaluation.json").write_bytes(content)
+        (saved_evaluation / "evaluation.json").write_bytes(content)
     with pytest.raises(IntegrityError, match="run the evaluate step again"):
-        Evaluation.open(saved)
+        Evaluation.open(saved_evaluation)
 
 
-def test_nan_metric_does_not_load(saved: Path):
-    tree = json.loads((saved / "evaluation.json").read_text())
+def test_nan_metric_does_not_load(saved_evaluation: Path):
+    tree = json.loads((saved_evaluation / "evaluation.json").read_text())
     tree["candidate"]["label_right"]["low"] = math.nan
-    (saved / "evaluation.json").write_text(json.dumps(tree))
+    (saved_evaluation / "evaluation.json").write_text(json.dumps(tree))
     with pytest.raises(IntegrityError, match="not a valid evaluation: candidate"):
-        Evaluation.open(saved)
+        Evaluation.open(saved_evaluation)
 
 
 def test_metrics_are_flat_finite_numbers(system: System, full: Recognizer, collapsed: Recognizer):
@@ -235,9 +235,11 @@ def reason_of_baselines(evaluation: Evaluation) -> str:
     return rule.reason
 
 
-def test_predictions_at_chance_mean_failed_training_where_pixels_do_better(system: System, embeddings: Path, tmp_path):
+def test_predictions_at_chance_mean_failed_training_where_pixels_do_better(
+    system: System, embeddings_dir: Path, tmp_path
+):
     """The index answers at random, but the labels match the images."""
-    with_shuffled_labels(embeddings, tmp_path)
+    with_shuffled_labels(embeddings_dir, tmp_path)
     candidate = indexed(system, tmp_path, tmp_path / "index")
     evaluation = evaluate_systems(candidate, None, system.dataset, PROBED)
     reason = reason_of_baselines(evaluation)
@@ -324,7 +326,7 @@ def test_reviewed_images_that_left_the_test_split_are_no_lost_test_images(
     assert not rule.passed
 
 
-def test_renamed_class_is_compared_under_its_new_name(system: System, embeddings: Path, full: Recognizer, tmp_path):
+def test_renamed_class_is_compared_under_its_new_name(system: System, embeddings_dir: Path, full: Recognizer, tmp_path):
     labels = tuple("seven" if label == "7" else label for label in system.dataset.labels)
     manifest = system.dataset.manifest
     shards = tuple(
@@ -332,7 +334,7 @@ def test_renamed_class_is_compared_under_its_new_name(system: System, embeddings
         for shard in manifest.shards
     )
     renamed = opened(manifest.model_copy(update={"labels": labels, "shards": shards}))
-    build_index(Embeddings.open(embeddings), labels, IndexSettings(), tmp_path)
+    build_index(Embeddings.open(embeddings_dir), labels, IndexSettings(), tmp_path)
     candidate = Recognizer.open(system.network_dir, tmp_path)
     champion = ReleasedSystem(full, system.dataset)
     unchanged = evaluate_systems(candidate, champion, renamed, PROBED)

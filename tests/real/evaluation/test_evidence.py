@@ -68,14 +68,14 @@ def beats_baselines(evaluation: Evaluation, gate: GateSettings | None = None) ->
 
 
 @pytest.fixture(scope="module")
-def scenes(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def scene_photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """20 scenes, each with frames of ten classes."""
     return photograph(tmp_path_factory.mktemp("scenes"), ["abcdefghij"] * 20)
 
 
 @pytest.mark.parametrize("accuracy", [0.08, 1.0])
-def test_two_test_groups_hold_a_first_release_and_name_the_remedy(scenes: Path, tmp_path: Path, accuracy: float):
-    chosen = settings(scenes)
+def test_two_test_groups_hold_a_first_release_and_name_the_remedy(scene_photos: Path, tmp_path: Path, accuracy: float):
+    chosen = settings(scene_photos)
     dataset = ingest(chosen, tmp_path)
     assert dataset.manifest.groups == 20
     evaluation = first_release(dataset, chosen, accuracy)
@@ -89,8 +89,8 @@ def test_two_test_groups_hold_a_first_release_and_name_the_remedy(scenes: Path, 
     assert "--set data.test_fraction=0.2 --set data.dataset=" in rule.reason
 
 
-def test_validation_reports_the_same_before_the_training(scenes: Path, tmp_path: Path):
-    chosen = settings(scenes)
+def test_validation_reports_the_same_before_the_training(scene_photos: Path, tmp_path: Path):
+    chosen = settings(scene_photos)
     dataset = ingest(chosen, tmp_path)
     found = find_few_groups(dataset, chosen)
     assert found == first_release(dataset, chosen, 0.5).few_groups
@@ -200,8 +200,8 @@ def test_enough_groups_are_compared_as_before(tmp_path: Path):
     assert "is not significantly better than the most common class" in bad.reason
 
 
-def test_a_person_may_do_without_the_baselines(scenes: Path, tmp_path: Path):
-    chosen = settings(scenes)
+def test_a_person_may_do_without_the_baselines(scene_photos: Path, tmp_path: Path):
+    chosen = settings(scene_photos)
     evaluation = first_release(ingest(chosen, tmp_path), chosen, 1.0)
     assert beats_baselines(evaluation).setting == "gate.beat_baseline=false"
     rule = beats_baselines(evaluation, GateSettings(beat_baseline=False))

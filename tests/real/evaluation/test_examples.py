@@ -31,12 +31,7 @@ from tests.small_ingest import dataset_of
 
 
 @pytest.fixture(scope="module")
-def recognizer(system: System) -> Recognizer:
-    return Recognizer.open(system.network_dir, system.index_dir)
-
-
-@pytest.fixture(scope="module")
-def measured(system: System, recognizer: Recognizer) -> tuple[Evaluation, Examples]:
+def evaluated(system: System, recognizer: Recognizer) -> tuple[Evaluation, Examples]:
     collector = ExampleCollector(recognizer, system.dataset)
     evaluation = evaluate_systems(
         recognizer, None, system.dataset, OpenSet(held_out=()), batch_size=50, observers=[collector.add]
@@ -59,8 +54,8 @@ def images(dataset: Dataset, split: str) -> dict[bytes, str]:
     }
 
 
-def test_mistakes_are_the_images_not_named_right_with_their_gallery_neighbors(system, recognizer, measured) -> None:
-    evaluation, examples = measured
+def test_mistakes_are_the_images_not_named_right_with_their_gallery_neighbors(system, recognizer, evaluated) -> None:
+    evaluation, examples = evaluated
     answers = evaluation.candidate.answers
     assert 0 < len(examples.mistakes) == min(24, answers.named_wrong + answers.called_unknown)
     assert sum(not mistake.unknown for mistake in examples.mistakes) == min(24, answers.named_wrong)
@@ -95,16 +90,16 @@ def test_neighbors_that_joined_from_the_train_split_are_shown(system: System, tm
     assert all((gallery | train)[pixels] == label for pixels, label in neighbors)
 
 
-def test_histograms_count_every_query(measured: tuple[Evaluation, Examples]) -> None:
-    evaluation, examples = measured
+def test_histograms_count_every_query(evaluated: tuple[Evaluation, Examples]) -> None:
+    evaluation, examples = evaluated
     label_right = evaluation.candidate.label_right
     assert len(examples.distances_right) == len(examples.distances_wrong) == BINS
     assert sum(examples.distances_right) == label_right.count
     assert sum(examples.distances_wrong) == label_right.total - label_right.count
 
 
-def test_map_places_neighbors_together(system: System, measured: tuple[Evaluation, Examples]) -> None:
-    _, examples = measured
+def test_map_places_neighbors_together(system: System, evaluated: tuple[Evaluation, Examples]) -> None:
+    _, examples = evaluated
     test = images(system.dataset, "test")
     assert len(examples.map) == min(MAP_POINTS, system.dataset.count("test")) == examples.map_images.count
     for number in (0, len(examples.map) // 2, len(examples.map) - 1):
@@ -117,8 +112,8 @@ def test_map_places_neighbors_together(system: System, measured: tuple[Evaluatio
     assert (labels[apart.argmin(axis=1)] == labels).mean() > 0.5, "chance is 0.1"
 
 
-def test_samples_are_training_images_of_each_class(system: System, measured: tuple[Evaluation, Examples]) -> None:
-    _, examples = measured
+def test_samples_are_training_images_of_each_class(system: System, evaluated: tuple[Evaluation, Examples]) -> None:
+    _, examples = evaluated
     train = images(system.dataset, "train")
     assert [sample.label for sample in examples.samples] == list(system.dataset.labels)
     for sample in examples.samples:

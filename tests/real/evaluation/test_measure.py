@@ -16,12 +16,7 @@ from tests.releases import System
 
 
 @pytest.fixture(scope="module")
-def recognizer(system: System) -> Recognizer:
-    return Recognizer.open(system.network_dir, system.index_dir, "v1")
-
-
-@pytest.fixture(scope="module")
-def measured(system: System, recognizer: Recognizer) -> tuple[Measurement, Outcomes]:
+def measured_digits(system: System, recognizer: Recognizer) -> tuple[Measurement, Outcomes]:
     return measure(recognizer, system.dataset, batch_size=32)
 
 
@@ -35,8 +30,8 @@ def one_by_one(system: System, recognizer: Recognizer) -> list[tuple[str, Recogn
     ]
 
 
-def test_metrics_match_individual_predictions(measured, one_by_one):
-    measurement, outcomes = measured
+def test_metrics_match_individual_predictions(measured_digits, one_by_one):
+    measurement, outcomes = measured_digits
     correct = [recognition.pred == label for label, recognition in one_by_one]
     near = [[neighbor.label == label for neighbor in recognition.neighbors] for label, recognition in one_by_one]
     assert outcomes.correct.tolist() == correct
@@ -59,16 +54,16 @@ def test_metrics_match_individual_predictions(measured, one_by_one):
         assert (recall.count, recall.total) == (sum(of_class), len(of_class))
 
 
-def test_measurement_records_its_subject(system: System, recognizer: Recognizer, measured):
-    measurement = measured[0]
+def test_measurement_records_its_subject(system: System, recognizer: Recognizer, measured_digits):
+    measurement = measured_digits[0]
     assert measurement.dataset_digest == system.dataset.digest
     assert measurement.network_sha256 == recognizer.gallery.description.network_sha256
     assert measurement.index_digest == recognizer.gallery.description.digest
     assert measurement.queries_sha256 != measure(recognizer, system.dataset, "query")[0].queries_sha256
 
 
-def test_confusion_matrix_is_bounded_and_counts_every_query(measured):
-    measurement = measured[0]
+def test_confusion_matrix_is_bounded_and_counts_every_query(measured_digits):
+    measurement = measured_digits[0]
     columns, rows = measurement.confusion_matrix()
     assert columns == [*measurement.labels, CALLED_UNKNOWN]
     assert sum(map(sum, rows)) == measurement.label_right.total
@@ -94,22 +89,22 @@ def index_without(system: System, tmp_path_factory: pytest.TempPathFactory):
     return make
 
 
-def test_class_outside_the_index_is_never_predicted(system: System, index_without, measured):
+def test_class_outside_the_index_is_never_predicted(system: System, index_without, measured_digits):
     index_dir = index_without(system.dataset.labels, frozenset({"3"}))
     measurement, _ = measure(Recognizer.open(system.network_dir, index_dir), system.dataset)
     assert measurement.known_labels == tuple("012456789")
     assert measurement.class_label_right["3"].count == 0
     assert all(predicted != "3" for _, predicted, _, _ in measurement.confusions)
-    assert measurement.label_right.total == measured[0].label_right.total
+    assert measurement.label_right.total == measured_digits[0].label_right.total
 
 
-def test_labels_are_matched_by_name(system: System, index_without, measured):
+def test_labels_are_matched_by_name(system: System, index_without, measured_digits):
     """A champion may have labels that differ from the dataset's, in a different order."""
     renamed = tuple("gone" if label == "3" else label for label in system.dataset.labels)
     measurement, _ = measure(Recognizer.open(system.network_dir, index_without(renamed)), system.dataset)
     assert measurement.class_label_right["3"].count == 0
     assert {label: recall for label, recall in measurement.class_label_right.items() if label != "3"} == {
-        label: recall for label, recall in measured[0].class_label_right.items() if label != "3"
+        label: recall for label, recall in measured_digits[0].class_label_right.items() if label != "3"
     }
     assert sum(count for _, predicted, count, _ in measurement.confusions if predicted == OTHER_LABEL) > 0
     columns, rows = measurement.confusion_matrix()

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import yaml
 
-from evernear.kubeflow import indexed_job, train_job
+from evernear.kubeflow import connection, indexed_job, train_job
 from evernear.settings.sources import IMAGE_VARIABLE
 from tests import ROOT
 from tests.loopback.kubernetes import LoopbackCluster
@@ -17,7 +17,13 @@ Objects = dict[str, dict[str, Any]]
 
 
 @pytest.fixture
-def manifests(request: pytest.FixtureRequest) -> Objects:
+def short_backoff(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Clients of Kubeflow Pipelines repeat a failed call at once."""
+    monkeypatch.setattr(connection, "BACKOFF_S", 0.01)
+
+
+@pytest.fixture
+def component(request: pytest.FixtureRequest) -> Objects:
     """The objects of the component that the test file names as COMPONENT, by kind."""
     files = (ROOT / "deploy" / "components" / request.module.COMPONENT).glob("*.yaml")
     items = yaml.safe_load_all("\n---\n".join(file.read_text() for file in files if file.stem != "kustomization"))
@@ -25,12 +31,12 @@ def manifests(request: pytest.FixtureRequest) -> Objects:
 
 
 @pytest.fixture
-def loopback(tmp_path: Path, manifests: Objects, monkeypatch: pytest.MonkeyPatch) -> Iterator[LoopbackCluster]:
+def pipeline_cluster(tmp_path: Path, component: Objects, monkeypatch: pytest.MonkeyPatch) -> Iterator[LoopbackCluster]:
     """A cluster with the component; ``KUBECONFIG`` authenticates as the account of the pipeline's
     steps."""
     with LoopbackCluster(tmp_path) as cluster:
         cluster.create({"kind": "Namespace", "metadata": {"name": "kubeflow"}})
-        for manifest in manifests.values():
+        for manifest in component.values():
             cluster.create(manifest, "kubeflow")
         monkeypatch.setenv("KUBECONFIG", str(cluster.kubeconfig("kubeflow/pipeline-runner", namespace="kubeflow")))
         for module in (indexed_job, train_job):
@@ -40,6 +46,6 @@ def loopback(tmp_path: Path, manifests: Objects, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.fixture
-def image(monkeypatch: pytest.MonkeyPatch) -> None:
+def step_image(monkeypatch: pytest.MonkeyPatch) -> None:
     """The image of the pipeline of which this process is a step."""
     monkeypatch.setenv(IMAGE_VARIABLE, IMAGE)

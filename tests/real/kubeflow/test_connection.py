@@ -2,7 +2,6 @@
 
 import socket
 import threading
-from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,16 +19,12 @@ from tests.loopback.kfp import KfpServer
 LIST = "run_service_list_runs"
 
 
+pytestmark = pytest.mark.usefixtures("short_backoff")
+
+
 @pytest.fixture(autouse=True)
-def _short_backoff(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connection, "BACKOFF_S", 0.01)
+def _short_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connection, "TIMEOUT_S", 5.0)
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[KfpServer]:
-    with KfpServer() as server:
-        yield server
 
 
 def connect(url: str, environment: dict[str, str] | None = None, **settings: object) -> Connection:
@@ -38,27 +33,24 @@ def connect(url: str, environment: dict[str, str] | None = None, **settings: obj
 
 
 @pytest.mark.parametrize("status", [429, 500, 502, 503])
-def test_failed_reads_are_retried(server: KfpServer, status: int) -> None:
-    server.calls.clear()
-    server.fail(status=status, times=3)
-    assert connect(server.url).call(LIST).runs is None
-    assert len(server.calls) == 4
+def test_failed_reads_are_retried(kfp: KfpServer, status: int) -> None:
+    kfp.fail(status=status, times=3)
+    assert connect(kfp.url).call(LIST).runs is None
+    assert len(kfp.calls) == 4
 
 
-def test_retries_are_limited(server: KfpServer) -> None:
-    server.calls.clear()
-    server.fail(times=connection.ATTEMPTS)
+def test_retries_are_limited(kfp: KfpServer) -> None:
+    kfp.fail(times=connection.ATTEMPTS)
     with pytest.raises(PipelineServerError, match=r"answered 503: Service unavailable\."):
-        connect(server.url).call(LIST)
-    assert len(server.calls) == connection.ATTEMPTS
+        connect(kfp.url).call(LIST)
+    assert len(kfp.calls) == connection.ATTEMPTS
 
 
-def test_rejected_requests_are_not_retried(server: KfpServer) -> None:
-    server.calls.clear()
+def test_rejected_requests_are_not_retried(kfp: KfpServer) -> None:
     with pytest.raises(PipelineServerError, match=r"answered 400: Invalid sorting field: .tree.") as error:
-        connect(server.url).call(LIST, sort_by="tree")
+        connect(kfp.url).call(LIST, sort_by="tree")
     assert error.value.status == 400
-    assert len(server.calls) == 1
+    assert len(kfp.calls) == 1
 
 
 @pytest.mark.parametrize(
@@ -99,8 +91,8 @@ def test_unreachable_server_error_names_url_and_remedy() -> None:
     )
 
 
-def test_create_requests_that_were_never_sent_are_retried(server: KfpServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    connection_ = connect(server.url)
+def test_create_requests_that_were_never_sent_are_retried(kfp: KfpServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    connection_ = connect(kfp.url)
     service = next(s for s in connection_._services if hasattr(s, LIST))
     address, service.api_client.configuration.host = service.api_client.configuration.host, "http://127.0.0.1:9"
 
@@ -112,12 +104,12 @@ def test_create_requests_that_were_never_sent_are_retried(server: KfpServer, mon
     assert created.display_name == "x"
 
 
-def test_requests_time_out(server: KfpServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requests_time_out(kfp: KfpServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connection, "TIMEOUT_S", 0.2)
     monkeypatch.setattr(connection, "ATTEMPTS", 1)
-    server.fail(delay_s=1.0)
+    kfp.fail(delay_s=1.0)
     with pytest.raises(PipelineServerError, match=r"did not answer within 0\.2 s"):
-        connect(server.url).call(LIST)
+        connect(kfp.url).call(LIST)
 
 
 def test_bearer_token_is_read_from_the_environment() -> None:
@@ -190,6 +182,6 @@ def test_tls_requires_a_trusted_certificate(tmp_path: Path) -> None:
         connect("https://127.0.0.1", ca_file=tmp_path / "gone.pem")
 
 
-def test_https_to_a_port_without_tls_is_no_problem_of_certificates(server: KfpServer) -> None:
+def test_https_to_a_port_without_tls_is_no_problem_of_certificates(kfp: KfpServer) -> None:
     with pytest.raises(PipelineServerError, match=r"does not speak TLS .*use http:// in pipeline\.endpoint"):
-        connect(server.url.replace("http:", "https:")).call(LIST)
+        connect(kfp.url.replace("http:", "https:")).call(LIST)

@@ -23,7 +23,7 @@ from tests.loopback.kubernetes.kinds import JOB, POD_TEMPLATE
 from tests.real.kubeflow.conftest import IMAGE, Objects
 
 COMPONENT = "many-machines"
-pytestmark = pytest.mark.usefixtures("image")
+pytestmark = pytest.mark.usefixtures("step_image")
 # The command of a pod: it writes the results of its parts as `evernear.kubeflow.part` does, without
 # loading a release.
 FINISH = """
@@ -73,7 +73,7 @@ def jobs(cluster: LoopbackCluster) -> list[dict[str, Any]]:
 
 
 def test_job_runs_every_part_with_the_rights_of_the_role(
-    loopback: LoopbackCluster, shared_store: Store, monkeypatch: pytest.MonkeyPatch
+    pipeline_cluster: LoopbackCluster, shared_store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run_command(monkeypatch, "finish()")
     parts, states = plan(shared_store), list[str]()
@@ -82,15 +82,15 @@ def test_job_runs_every_part_with_the_rights_of_the_role(
     assert (seen[0], seen[-1]) == (1, 4)
     assert parts.missing() == []
     assert parts.result(1).value == b"earlier"
-    assert {(call.verb, call.kind.name) for call in loopback.calls} == {
+    assert {(call.verb, call.kind.name) for call in pipeline_cluster.calls} == {
         ("get", "PodTemplate"), ("create", "Job"), ("get", "Job"), ("delete", "Job")
     }  # fmt: skip
-    assert jobs(loopback) == []
+    assert jobs(pipeline_cluster) == []
     assert "3 of 4 parts on up to 2 nodes" in states[0]
 
 
 def test_part_that_failed_for_good_ends_the_step_with_its_sentence(
-    loopback: LoopbackCluster, shared_store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    pipeline_cluster: LoopbackCluster, shared_store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     code = f"""
 open({str(tmp_path)!r} + f"/started-{{number}}", "a").write("x")
@@ -103,11 +103,11 @@ finish()
     with pytest.raises(ClusterError, match=r"^The shard 7 is damaged\.$"):
         run(plan(shared_store), nodes=4)
     assert (tmp_path / "started-2").read_text() == "x", "it is not retried"
-    assert jobs(loopback) == []
+    assert jobs(pipeline_cluster) == []
 
 
 def test_part_that_fails_is_retried_and_a_drained_node_costs_its_part(
-    loopback: LoopbackCluster, shared_store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    pipeline_cluster: LoopbackCluster, shared_store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     code = f"""
 import time
@@ -126,7 +126,7 @@ finish()
     def drain() -> None:
         while not (tmp_path / "started-1").exists():
             time.sleep(0.05)
-        loopback.drain(jobs(loopback)[0]["metadata"]["name"], 1)
+        pipeline_cluster.drain(jobs(pipeline_cluster)[0]["metadata"]["name"], 1)
 
     draining = threading.Thread(target=drain)
     draining.start()
@@ -137,7 +137,7 @@ finish()
 
 
 def test_pods_that_keep_failing_name_the_reason_and_the_template(
-    loopback: LoopbackCluster, shared_store: Store, monkeypatch: pytest.MonkeyPatch
+    pipeline_cluster: LoopbackCluster, shared_store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run_command(monkeypatch, "os._exit(137)")
     monkeypatch.setattr(indexed_job, "RETRIES", 1)
@@ -148,28 +148,36 @@ def test_pods_that_keep_failing_name_the_reason_and_the_template(
 
 
 def test_running_job_is_adopted_and_an_ended_one_is_replaced(
-    loopback: LoopbackCluster, manifests: Objects, shared_store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    pipeline_cluster: LoopbackCluster,
+    component: Objects,
+    shared_store: Store,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     parts = plan(shared_store, parts=2)
     run_command(monkeypatch, f"if os.path.exists({str(tmp_path / 'works')!r}): finish()")
 
-    ended, seen = left_behind(loopback, parts, manifests), set[str]()
-    while not jobs(loopback)[0].get("status", {}).get("conditions"):
+    ended, seen = left_behind(pipeline_cluster, parts, component), set[str]()
+    while not jobs(pipeline_cluster)[0].get("status", {}).get("conditions"):
         time.sleep(0.05)
     (tmp_path / "works").touch()
-    run(parts, report=lambda _: seen.update(job["metadata"]["uid"] for job in jobs(loopback)))
+    run(parts, report=lambda _: seen.update(job["metadata"]["uid"] for job in jobs(pipeline_cluster)))
     assert parts.missing() == []
     assert seen
     assert ended not in seen
 
     parts, seen = plan(shared_store, "runs/run-2/embed", parts=2), set[str]()
-    running = left_behind(loopback, parts, manifests)
-    run(parts, report=lambda _: seen.update(job["metadata"]["uid"] for job in jobs(loopback)))
+    running = left_behind(pipeline_cluster, parts, component)
+    run(parts, report=lambda _: seen.update(job["metadata"]["uid"] for job in jobs(pipeline_cluster)))
     assert seen == {running}
 
 
 def test_failed_job_whose_pods_still_terminate_is_replaced(
-    loopback: LoopbackCluster, manifests: Objects, shared_store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    pipeline_cluster: LoopbackCluster,
+    component: Objects,
+    shared_store: Store,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     code = f"""
 import signal, time
@@ -186,22 +194,22 @@ finish()
 """
     run_command(monkeypatch, code)
     parts, seen = plan(shared_store, parts=2), set[str]()
-    failed = left_behind(loopback, parts, manifests)
-    while not jobs(loopback)[0].get("status", {}).get("conditions"):
+    failed = left_behind(pipeline_cluster, parts, component)
+    while not jobs(pipeline_cluster)[0].get("status", {}).get("conditions"):
         time.sleep(0.05)
-    assert [item["type"] for item in jobs(loopback)[0]["status"]["conditions"]] == ["FailureTarget"]
+    assert [item["type"] for item in jobs(pipeline_cluster)[0]["status"]["conditions"]] == ["FailureTarget"]
     (tmp_path / "works").touch()
-    run(parts, report=lambda _: seen.update(job["metadata"]["uid"] for job in jobs(loopback)))
+    run(parts, report=lambda _: seen.update(job["metadata"]["uid"] for job in jobs(pipeline_cluster)))
     assert parts.missing() == []
     assert seen
     assert failed not in seen
 
 
 def test_pods_that_cannot_start_name_the_reason_and_the_deadline_the_setting(
-    loopback: LoopbackCluster, manifests: Objects, shared_store: Store, monkeypatch: pytest.MonkeyPatch
+    pipeline_cluster: LoopbackCluster, component: Objects, shared_store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     patch = {"template": {"spec": {"nodeSelector": {"example.org/gpu": "yes"}}}}
-    loopback.api.patch(POD_TEMPLATE, patch, "kubeflow", "evernear-parts")
+    pipeline_cluster.api.patch(POD_TEMPLATE, patch, "kubeflow", "evernear-parts")
     monkeypatch.setattr(job_module, "CREATION_TIMEOUT_S", 0.3)
     monkeypatch.setattr(indexed_job, "TIMEOUT_S", 2)
     states: list[str] = []
@@ -212,38 +220,38 @@ def test_pods_that_cannot_start_name_the_reason_and_the_deadline_the_setting(
     ):
         run(plan(shared_store), report=states.append)
     assert any(state.startswith("0 nodes run; event FailedScheduling: 0/1 nodes are available") for state in states)
-    assert jobs(loopback) == []
+    assert jobs(pipeline_cluster) == []
 
 
-def test_steps_of_one_run_have_different_jobs(manifests: Objects, shared_store: Store) -> None:
+def test_steps_of_one_run_have_different_jobs(component: Objects, shared_store: Store) -> None:
     names = {
-        indexed_job.indexed_job(plan(shared_store, folder), 2, manifests["PodTemplate"])["metadata"]["name"]
+        indexed_job.indexed_job(plan(shared_store, folder), 2, component["PodTemplate"])["metadata"]["name"]
         for folder in ("runs/run-1/embed", "runs/run-1/evaluate", "runs/run-2/embed")
     }
     assert len(names) == 3
 
 
 def test_stopped_step_and_deleted_job(
-    loopback: LoopbackCluster, shared_store: Store, monkeypatch: pytest.MonkeyPatch
+    pipeline_cluster: LoopbackCluster, shared_store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = signal.getsignal(signal.SIGTERM)
     run_command(monkeypatch, "import time; time.sleep(60)")
     with pytest.raises(SystemExit) as stopped:
         run(plan(shared_store), report=lambda _: os.kill(os.getpid(), signal.SIGTERM))
     assert stopped.value.code == 128 + signal.SIGTERM
-    assert jobs(loopback) == []
+    assert jobs(pipeline_cluster) == []
     assert signal.getsignal(signal.SIGTERM) == before
 
     def delete(_: str) -> None:
-        for job in jobs(loopback):
-            loopback.api.delete(JOB, "kubeflow", job["metadata"]["name"])
+        for job in jobs(pipeline_cluster):
+            pipeline_cluster.api.delete(JOB, "kubeflow", job["metadata"]["name"])
 
     with pytest.raises(ClusterError, match="was deleted by someone else; run again to continue"):
         run(plan(shared_store, "other"), report=delete)
 
 
-def test_queue_of_kueue_and_image_are_in_the_job(manifests: Objects, shared_store: Store) -> None:
-    template = manifests["PodTemplate"]
+def test_queue_of_kueue_and_image_are_in_the_job(component: Objects, shared_store: Store) -> None:
+    template = component["PodTemplate"]
     labels = indexed_job.indexed_job(plan(shared_store), 8, template)["metadata"]["labels"]
     assert "kueue.x-k8s.io/queue-name" not in labels
     template["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] = "team-a"
@@ -255,24 +263,24 @@ def test_queue_of_kueue_and_image_are_in_the_job(manifests: Objects, shared_stor
 
 @pytest.mark.parametrize("owners", [None, "Always", "IfNotPresent", "Never"])
 def test_images_on_the_node_need_no_registry(
-    loopback: LoopbackCluster, manifests: Objects, shared_store: Store, owners: str | None
+    pipeline_cluster: LoopbackCluster, component: Objects, shared_store: Store, owners: str | None
 ) -> None:
     """Templates of earlier deployments have no policy of their own."""
-    template = manifests["PodTemplate"]
+    template = component["PodTemplate"]
     (container,) = template["template"]["spec"]["containers"]
     container.pop("imagePullPolicy", None)
     if owners:
         container["imagePullPolicy"] = owners
-    loopback.api.delete(POD_TEMPLATE, "kubeflow", "evernear-parts")
-    stored = loopback.api.create(POD_TEMPLATE, template, "kubeflow")
+    pipeline_cluster.api.delete(POD_TEMPLATE, "kubeflow", "evernear-parts")
+    stored = pipeline_cluster.api.create(POD_TEMPLATE, template, "kubeflow")
     assert stored["template"]["spec"]["containers"][0]["imagePullPolicy"] == (owners or "Always")
-    job = loopback.api.create(JOB, indexed_job.indexed_job(plan(shared_store), 2, stored), "kubeflow")
+    job = pipeline_cluster.api.create(JOB, indexed_job.indexed_job(plan(shared_store), 2, stored), "kubeflow")
     (container,) = job["spec"]["template"]["spec"]["containers"]
     assert container["imagePullPolicy"] == (owners if owners == "Never" else "IfNotPresent")
 
 
 def test_missing_template_directory_and_image_have_a_remedy(
-    loopback: LoopbackCluster, shared_store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    pipeline_cluster: LoopbackCluster, shared_store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(indexed_job, "TEMPLATE", "mine")
     with pytest.raises(

@@ -1,7 +1,6 @@
 """Runs through the real ``kfp.Client``, on a loopback server that enforces the published API."""
 
 import threading
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -36,138 +35,139 @@ class Clock:
         return self.now
 
 
+pytestmark = pytest.mark.usefixtures("short_backoff")
+
+
 @pytest.fixture(autouse=True)
-def _short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connection, "BACKOFF_S", 0.01)
+def _short_lock_polls(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client, "LOCK_POLL_S", 0.02)
 
 
-@pytest.fixture
-def server() -> Iterator[KfpServer]:
-    with KfpServer(now=Clock()) as server:
-        server.publish(COMPILED, version="first")
-        yield server
+@pytest.fixture(autouse=True)
+def _first_version(kfp: KfpServer) -> None:
+    kfp.state.now = Clock()
+    kfp.publish(COMPILED, version="first")
 
 
 @pytest.fixture
-def runs(server: KfpServer) -> KfpRuns:
-    return runs_of(server)
+def kfp_runs(kfp: KfpServer) -> KfpRuns:
+    return runs_of(kfp)
 
 
 def runs_of(server: KfpServer, **settings: Any) -> KfpRuns:
     return KfpRuns(PipelineSettings.model_validate({"endpoint": server.url, **settings}))
 
 
-def test_parameters_come_from_the_newest_version(server: KfpServer, runs: KfpRuns, tmp_path: Path) -> None:
+def test_parameters_come_from_the_newest_version(kfp: KfpServer, kfp_runs: KfpRuns, tmp_path: Path) -> None:
     newer = tmp_path / "newer.yaml"
     newer.write_text(COMPILED.read_text().replace("train_accelerators", "train_gpus"))
-    declared = {parameter.name: parameter for parameter in runs.parameters(PIPELINE)}
+    declared = {parameter.name: parameter for parameter in kfp_runs.parameters(PIPELINE)}
     assert declared["store"].type == "STRING"
     assert declared["store"].default == "s3://evernear"
     assert declared["store"].description.startswith("Object store")
     assert declared["settings"].type == "STRUCT"
     assert not any(parameter.required for parameter in declared.values())
     assert "train_accelerators" in declared
-    server.publish(newer, version="second")
-    assert "train_gpus" in {parameter.name for parameter in runs.parameters(PIPELINE)}
-    assert runs.start(PIPELINE, {}, "a").pipeline_version == "second"
+    kfp.publish(newer, version="second")
+    assert "train_gpus" in {parameter.name for parameter in kfp_runs.parameters(PIPELINE)}
+    assert kfp_runs.start(PIPELINE, {}, "a").pipeline_version == "second"
 
 
-def test_start_is_idempotent_per_key(server: KfpServer, runs: KfpRuns) -> None:
-    first = runs.start(PIPELINE, {"store": "file:///store"}, "2026-11-22T08:00:00+00:00 50%")
-    again = runs_of(server).start(PIPELINE, {"store": "file:///elsewhere"}, "2026-11-22T08:00:00+00:00 50%")
-    other = runs.start(PIPELINE, {"store": "file:///store"}, "2026-11-22t08:00:00+00:00 50%")
+def test_start_is_idempotent_per_key(kfp: KfpServer, kfp_runs: KfpRuns) -> None:
+    first = kfp_runs.start(PIPELINE, {"store": "file:///store"}, "2026-11-22T08:00:00+00:00 50%")
+    again = runs_of(kfp).start(PIPELINE, {"store": "file:///elsewhere"}, "2026-11-22T08:00:00+00:00 50%")
+    other = kfp_runs.start(PIPELINE, {"store": "file:///store"}, "2026-11-22t08:00:00+00:00 50%")
     assert first == again
     assert first.key == "2026-11-22T08:00:00+00:00 50%"
     assert first.parameters == {"store": "file:///store"}
     assert (first.pipeline, first.pipeline_version, first.state) == (PIPELINE, "first", State.PENDING)
-    assert first.url == f"{server.url}/#/runs/details/{first.id}"
+    assert first.url == f"{kfp.url}/#/runs/details/{first.id}"
     assert other.id != first.id, "KFP's search ignores case, keys do not"
-    assert [run.id for run in server.runs] == [first.id, other.id]
-    assert [e["display_name"] for e in server.state.experiments.values()] == ["evernear"]
+    assert [run.id for run in kfp.runs] == [first.id, other.id]
+    assert [e["display_name"] for e in kfp.state.experiments.values()] == ["evernear"]
 
 
-def test_concurrent_starts_with_one_key_create_one_run(server: KfpServer, store: Store) -> None:
+def test_concurrent_starts_with_one_key_create_one_run(kfp: KfpServer, store: Store) -> None:
     barrier = threading.Barrier(6)
 
     def start(_: int) -> str:
-        starter = runs_of(server)
+        starter = runs_of(kfp)
         barrier.wait()
         return starter.start(PIPELINE, {}, "proposal-1", store).id
 
     with ThreadPoolExecutor(6) as pool:
         ids = set(pool.map(start, range(6)))
-    assert ids == {run.id for run in server.runs}
+    assert ids == {run.id for run in kfp.runs}
     assert len(ids) == 1
     assert not list(store.list("runs/")), "the lock is released"
 
 
-def test_start_ignores_clones_of_the_run(server: KfpServer, runs: KfpRuns) -> None:
-    started = runs.start(PIPELINE, {}, "a")
-    clone = {**server.run(started.id).resource, "display_name": f"Clone of {started.name}"}
+def test_start_ignores_clones_of_the_run(kfp: KfpServer, kfp_runs: KfpRuns) -> None:
+    started = kfp_runs.start(PIPELINE, {}, "a")
+    clone = {**kfp.run(started.id).resource, "display_name": f"Clone of {started.name}"}
     del clone["created_at"]
-    server.state.create_run(clone)
-    assert runs.start(PIPELINE, {}, "a").id == started.id
-    assert runs.list()[0].key == ""
+    kfp.state.create_run(clone)
+    assert kfp_runs.start(PIPELINE, {}, "a").id == started.id
+    assert kfp_runs.list()[0].key == ""
 
 
-def test_repeated_start_after_a_lost_response_returns_the_run(server: KfpServer, runs: KfpRuns, store: Store) -> None:
-    server.fail(operation=CREATE, status=504, after=True)
+def test_repeated_start_after_a_lost_response_returns_the_run(kfp: KfpServer, kfp_runs: KfpRuns, store: Store) -> None:
+    kfp.fail(operation=CREATE, status=504, after=True)
     with pytest.raises(PipelineServerError, match=r"answered 504.* may exist nevertheless: a start with the key a ret"):
-        runs.start(PIPELINE, {}, "a", store)
-    assert server.calls.count(CREATE) == 1, "create requests are not retried"
-    server.fail(operation=CREATE, status=504, after=True)
+        kfp_runs.start(PIPELINE, {}, "a", store)
+    assert kfp.calls.count(CREATE) == 1, "create requests are not retried"
+    kfp.fail(operation=CREATE, status=504, after=True)
     with pytest.raises(PipelineServerError, match="`evernear pipeline run --key b` returns it"):
-        runs.start(PIPELINE, {}, "b", store, "evernear pipeline run --key b")
+        kfp_runs.start(PIPELINE, {}, "b", store, "evernear pipeline run --key b")
     assert len(list(store.list("runs/starting/"))) == 2
-    assert [runs.start(PIPELINE, {}, key, store).id for key in "ab"] == [run.id for run in server.runs]
+    assert [kfp_runs.start(PIPELINE, {}, key, store).id for key in "ab"] == [run.id for run in kfp.runs]
     assert not list(store.list("runs/")), "the locks of runs that stand go"
 
 
-def test_lock_of_an_unfinished_start_expires(server: KfpServer, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lock_of_an_unfinished_start_expires(kfp: KfpServer, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connection, "TIMEOUT_S", 0.5)
-    short_timeout = runs_of(server)
-    server.fail(operation=CREATE, status=503)
+    short_timeout = runs_of(kfp)
+    kfp.fail(operation=CREATE, status=503)
     with pytest.raises(PipelineServerError, match="answered 503"):
         short_timeout.start(PIPELINE, {}, "a", store)
     assert len(list(store.list("runs/"))) == 1, "the lock stays because the server may still execute the request"
     started = datetime.now(UTC)
-    assert short_timeout.start(PIPELINE, {}, "a", store).id == server.runs[0].id
+    assert short_timeout.start(PIPELINE, {}, "a", store).id == kfp.runs[0].id
     assert datetime.now(UTC) - started > timedelta(seconds=1.0), "the lease is twice the request timeout"
-    assert len(server.runs) == 1
+    assert len(kfp.runs) == 1
     assert not list(store.list("runs/"))
 
 
-def test_rejected_start_releases_the_lock(server: KfpServer, runs: KfpRuns, store: Store) -> None:
-    server.fail(operation=CREATE, status=403)
+def test_rejected_start_releases_the_lock(kfp: KfpServer, kfp_runs: KfpRuns, store: Store) -> None:
+    kfp.fail(operation=CREATE, status=403)
     with pytest.raises(PipelineServerError, match="denied the request"):
-        runs.start(PIPELINE, {}, "a", store)
+        kfp_runs.start(PIPELINE, {}, "a", store)
     assert not list(store.list("runs/"))
-    assert runs.start(PIPELINE, {}, "a", store).state is State.PENDING
+    assert kfp_runs.start(PIPELINE, {}, "a", store).state is State.PENDING
 
 
-def test_start_validates_parameters_before_creating_anything(server: KfpServer, runs: KfpRuns) -> None:
+def test_start_validates_parameters_before_creating_anything(kfp: KfpServer, kfp_runs: KfpRuns) -> None:
     for parameters, sentence in (
         ({"tagret": "local"}, "no parameter 'tagret'; did you mean 'target'?"),
         ({"target": 3}, "target must be a STRING, not 3"),
         ({"settings": "digits"}, "settings must be a STRUCT"),
     ):
         with pytest.raises(SettingsError, match=sentence):
-            runs.start(PIPELINE, parameters, "a")
-    assert not server.runs
-    assert not server.state.experiments
+            kfp_runs.start(PIPELINE, parameters, "a")
+    assert not kfp.runs
+    assert not kfp.state.experiments
 
 
-def test_show_lists_steps_with_their_states(server: KfpServer, runs: KfpRuns) -> None:
-    started = runs.start(PIPELINE, {}, "a")
-    assert runs.show(started.id).steps == ()
-    run = server.run(started.id)
+def test_show_lists_steps_with_their_states(kfp: KfpServer, kfp_runs: KfpRuns) -> None:
+    started = kfp_runs.start(PIPELINE, {}, "a")
+    assert kfp_runs.show(started.id).steps == ()
+    run = kfp.run(started.id)
     run.begin()
     run.task("exit-handler-1", "RUNNING")
     run.task("ingest", "SUCCEEDED")
     run.task("validate", "RUNNING")
     run.task("train", "SKIPPED")
-    run_detail = runs.show(started.id)
+    run_detail = kfp_runs.show(started.id)
     assert run_detail.state is State.RUNNING
     assert run_detail.ended is None, "KFP reports 1970"
     states = {step.name: step.state for step in run_detail.steps}
@@ -182,18 +182,18 @@ def test_show_lists_steps_with_their_states(server: KfpServer, runs: KfpRuns) ->
     assert validate.ended is None
     run.task("validate", "FAILED", error="Images are missing.")
     run.end("FAILED")
-    run_detail = runs.show(started.id)
+    run_detail = kfp_runs.show(started.id)
     assert (run_detail.state, run_detail.steps[1].error) == (State.FAILED, "Images are missing.")
     assert run_detail.ended is not None
     assert run_detail.ended > run_detail.created
 
 
-def test_every_kfp_state_is_mapped(server: KfpServer, runs: KfpRuns) -> None:
-    started = runs.start(PIPELINE, {}, "a")
+def test_every_kfp_state_is_mapped(kfp: KfpServer, kfp_runs: KfpRuns) -> None:
+    started = kfp_runs.start(PIPELINE, {}, "a")
 
     def shown(kfp_state: str) -> State:
-        server.run(started.id).resource["state"] = kfp_state
-        return runs.show(started.id).state
+        kfp.run(started.id).resource["state"] = kfp_state
+        return kfp_runs.show(started.id).state
 
     final = {"CANCELED", "FAILED", "SKIPPED", "SUCCEEDED"}
     for name in ("PENDING", "RUNNING", "PAUSED", "CANCELING", *final):
@@ -202,57 +202,59 @@ def test_every_kfp_state_is_mapped(server: KfpServer, runs: KfpRuns) -> None:
 
 
 def test_runs_are_listed_newest_first(
-    server: KfpServer, runs: KfpRuns, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kfp: KfpServer, kfp_runs: KfpRuns, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(connection, "PAGE_SIZE", 10)
     other = tmp_path / "other.yaml"
     other.write_text(COMPILED.read_text().replace("name: continuous-training", "name: another"))
-    server.publish(other, version="first")
-    template = runs.start(PIPELINE, {}, "0")
-    base = {k: v for k, v in server.run(template.id).resource.items() if k not in ("created_at", "run_id")}
+    kfp.publish(other, version="first")
+    template = kfp_runs.start(PIPELINE, {}, "0")
+    base = {k: v for k, v in kfp.run(template.id).resource.items() if k not in ("created_at", "run_id")}
     for number in range(1, 26):
-        server.state.create_run({**base, "display_name": f"{PIPELINE} [{number}]"})
-    newest = runs.start("another", {}, "x")
-    listed = runs.list(limit=3)
+        kfp.state.create_run({**base, "display_name": f"{PIPELINE} [{number}]"})
+    newest = kfp_runs.start("another", {}, "x")
+    listed = kfp_runs.list(limit=3)
     assert [run.key for run in listed] == ["x", "25", "24"]
     assert listed[0] == newest
-    assert [run.key for run in runs.list(PIPELINE, limit=200)] == [str(n) for n in range(25, -1, -1)], "several pages"
+    assert [run.key for run in kfp_runs.list(PIPELINE, limit=200)] == [str(n) for n in range(25, -1, -1)], (
+        "several pages"
+    )
 
 
-def test_a_run_that_was_stopped_in_the_ui_was_stopped(server: KfpServer, runs: KfpRuns, store: Store) -> None:
+def test_a_run_that_was_stopped_in_the_ui_was_stopped(kfp: KfpServer, kfp_runs: KfpRuns, store: Store) -> None:
     """KFP calls it failed if its tasks have retries, and tells the exit step nothing."""
-    started = runs.start(PIPELINE, {}, "a")
-    server.run(started.id).begin()
-    runs._kfp.call("run_service_terminate_run", run_id=started.id)
+    started = kfp_runs.start(PIPELINE, {}, "a")
+    kfp.run(started.id).begin()
+    kfp_runs._kfp.call("run_service_terminate_run", run_id=started.id)
     finalize(RunRecord(store, started.id), PIPELINE, "RUNNING", "")
-    assert outcome_of(store, runs.show(started.id)) is None, "the run has not ended"
-    server.run(started.id).end("FAILED")
-    stopped = runs.show(started.id)
-    assert (stopped.state, runs.list()[0].state) == (State.CANCELED, State.CANCELED)
+    assert outcome_of(store, kfp_runs.show(started.id)) is None, "the run has not ended"
+    kfp.run(started.id).end("FAILED")
+    stopped = kfp_runs.show(started.id)
+    assert (stopped.state, kfp_runs.list()[0].state) == (State.CANCELED, State.CANCELED)
     outcome = outcome_of(store, stopped)
     assert outcome is not None
     assert outcome.summary() == "stopped in Kubeflow Pipelines."
 
 
-def test_stop_terminates_a_run_once(server: KfpServer, runs: KfpRuns) -> None:
-    started = runs.start(PIPELINE, {}, "a")
-    run = server.run(started.id)
+def test_stop_terminates_a_run_once(kfp: KfpServer, kfp_runs: KfpRuns) -> None:
+    started = kfp_runs.start(PIPELINE, {}, "a")
+    run = kfp.run(started.id)
     run.begin()
-    runs.stop(started.id)
-    assert runs.show(started.id).state is State.CANCELING
-    runs.stop(started.id)
+    kfp_runs.stop(started.id)
+    assert kfp_runs.show(started.id).state is State.CANCELING
+    kfp_runs.stop(started.id)
     run.end("CANCELED")
-    runs.stop(started.id)
-    assert runs.show(started.id).state is State.CANCELED
-    assert server.calls.count("run_service_terminate_run") == 1
+    kfp_runs.stop(started.id)
+    assert kfp_runs.show(started.id).state is State.CANCELED
+    assert kfp.calls.count("run_service_terminate_run") == 1
 
 
 def test_stop_ignores_a_run_that_has_just_ended(
-    server: KfpServer, runs: KfpRuns, monkeypatch: pytest.MonkeyPatch
+    kfp: KfpServer, kfp_runs: KfpRuns, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    started = runs.start(PIPELINE, {}, "a")
-    run = server.run(started.id)
-    original_call = runs._kfp.call
+    started = kfp_runs.start(PIPELINE, {}, "a")
+    run = kfp.run(started.id)
+    original_call = kfp_runs._kfp.call
 
     def end_before_termination(operation: str, **arguments: Any) -> Any:
         if operation == "run_service_terminate_run":
@@ -260,33 +262,33 @@ def test_stop_ignores_a_run_that_has_just_ended(
             run.end("SUCCEEDED")
         return original_call(operation, **arguments)
 
-    monkeypatch.setattr(runs._kfp, "call", end_before_termination)
-    runs.stop(started.id)
-    assert runs.show(started.id).state is State.SUCCEEDED
+    monkeypatch.setattr(kfp_runs._kfp, "call", end_before_termination)
+    kfp_runs.stop(started.id)
+    assert kfp_runs.show(started.id).state is State.SUCCEEDED
 
 
-def test_show_works_after_the_version_is_deleted(server: KfpServer, runs: KfpRuns) -> None:
-    started = runs.start(PIPELINE, {}, "a")
-    run = server.run(started.id)
+def test_show_works_after_the_version_is_deleted(kfp: KfpServer, kfp_runs: KfpRuns) -> None:
+    started = kfp_runs.start(PIPELINE, {}, "a")
+    run = kfp.run(started.id)
     run.begin()
     run.task("ingest", "RUNNING")
-    server.state.versions.clear()
-    server.state.pipelines.clear()
-    run_detail = runs_of(server).show(started.id)
+    kfp.state.versions.clear()
+    kfp.state.pipelines.clear()
+    run_detail = runs_of(kfp).show(started.id)
     assert run_detail.pipeline == run.resource["pipeline_version_reference"]["pipeline_id"]
     assert [step.name for step in run_detail.steps] == ["ingest"]
 
 
-def test_missing_resources_are_reported(server: KfpServer, runs: KfpRuns) -> None:
+def test_missing_resources_are_reported(kfp: KfpServer, kfp_runs: KfpRuns) -> None:
     with pytest.raises(PipelineServerError, match="No run gone at"):
-        runs.show("gone")
+        kfp_runs.show("gone")
     with pytest.raises(PipelineServerError, match="No run gone at"):
-        runs.stop("gone")
+        kfp_runs.stop("gone")
     with pytest.raises(PipelineServerError, match=r'No pipeline "nothing" .*evernear pipeline upload'):
-        runs.start("nothing", {}, "a")
-    server.state.versions.clear()
+        kfp_runs.start("nothing", {}, "a")
+    kfp.state.versions.clear()
     with pytest.raises(PipelineServerError, match="has no version"):
-        runs.parameters(PIPELINE)
+        kfp_runs.parameters(PIPELINE)
 
 
 def test_multi_user_kfp_requires_the_namespace() -> None:

@@ -3,7 +3,7 @@ published API."""
 
 import copy
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta
 from itertools import count
@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from evernear.errors import PipelineServerError, SettingsError
-from evernear.kubeflow import NAMES, connection
+from evernear.kubeflow import NAMES
 from evernear.kubeflow.publish import Publisher, as_manifests, fill_defaults, for_cluster
 from evernear.settings import PipelineSettings
 from tests.loopback.kfp import KfpServer
@@ -25,44 +25,36 @@ COMMIT = "5b67dc9f1c0b6c0f5d9e7a1b2c3d4e5f60718293"
 CREATE = "recurring_run_service_create_recurring_run"
 
 
-@pytest.fixture(autouse=True)
-def _short_backoff(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connection, "BACKOFF_S", 0.01)
+pytestmark = pytest.mark.usefixtures("short_backoff")
 
 
 @pytest.fixture
-def server() -> Iterator[KfpServer]:
-    with KfpServer() as server:
-        yield server
-
-
-@pytest.fixture
-def publisher(server: KfpServer) -> Publisher:
-    return publisher_to(server)
+def publisher(kfp: KfpServer) -> Publisher:
+    return publisher_to(kfp)
 
 
 def publisher_to(server: KfpServer, **settings: Any) -> Publisher:
     return Publisher(PipelineSettings.model_validate({"endpoint": server.url, **settings}))
 
 
-def test_upload_names_the_version_after_the_commit_and_is_idempotent(server: KfpServer, publisher: Publisher) -> None:
+def test_upload_names_the_version_after_the_commit_and_is_idempotent(kfp: KfpServer, publisher: Publisher) -> None:
     first = publisher.upload(COMPILED, COMMIT)
     assert (first.pipeline, first.version, first.new) == (PIPELINE, COMMIT, True)
-    again = publisher_to(server).upload(COMPILED, COMMIT)
+    again = publisher_to(kfp).upload(COMPILED, COMMIT)
     assert again == first.model_copy(update={"new": False})
-    (pipeline,) = server.state.pipelines.values()
-    (version,) = server.state.versions.values()
+    (pipeline,) = kfp.state.pipelines.values()
+    (version,) = kfp.state.versions.values()
     assert (pipeline["name"], pipeline["display_name"]) == (PIPELINE, "Continuous training")
     assert pipeline["description"]
     assert (version["name"], version["display_name"]) == (f"{PIPELINE}-{COMMIT}", COMMIT)
-    assert server.state.files[version["pipeline_version_id"]] == COMPILED
+    assert kfp.state.files[version["pipeline_version_id"]] == COMPILED
 
 
-def test_upload_recognizes_a_version_that_the_server_reformatted(server: KfpServer, publisher: Publisher) -> None:
+def test_upload_recognizes_a_version_that_the_server_reformatted(kfp: KfpServer, publisher: Publisher) -> None:
     """The server turns integers into floats or back, and drops fields with default values."""
     compiled = fill_defaults(COMPILED, {"settings": {"train": {"epochs": 3}}})
     publisher.upload(compiled, COMMIT)
-    (version,) = server.state.versions.values()
+    (version,) = kfp.state.versions.values()
     spec = copy.deepcopy(version["pipeline_spec"])
     parameters = spec["pipeline_spec"]["root"]["inputDefinitions"]["parameters"]
     parameters["settings"]["defaultValue"]["train"]["epochs"] = 3.0
@@ -73,14 +65,14 @@ def test_upload_recognizes_a_version_that_the_server_reformatted(server: KfpServ
     assert not publisher.upload(compiled, COMMIT).new
 
 
-def test_upload_rejects_different_content_under_the_same_version(server: KfpServer, publisher: Publisher) -> None:
+def test_upload_rejects_different_content_under_the_same_version(kfp: KfpServer, publisher: Publisher) -> None:
     publisher.upload(COMPILED, COMMIT)
     changed = for_cluster(PIPELINE, IMAGE.replace("ab", "cd"), PipelineSettings())
     with pytest.raises(
         PipelineServerError, match=f"Version {COMMIT} of the pipeline .* already exists with different content"
     ):
         publisher.upload(changed, COMMIT)
-    assert len(server.state.versions) == 1
+    assert len(kfp.state.versions) == 1
     assert publisher.upload(changed, "another").new
 
 
@@ -106,7 +98,7 @@ def test_what_was_uploaded_last_is_what_starts() -> None:
         assert [upload(older, "a"), upload(older, "a")] == [("a-3", True), ("a-3", False)]
 
 
-def test_an_upload_within_a_second_of_another_is_the_newest(server: KfpServer, publisher: Publisher) -> None:
+def test_an_upload_within_a_second_of_another_is_the_newest(kfp: KfpServer, publisher: Publisher) -> None:
     """KFP's times are whole seconds."""
     newer = for_cluster(PIPELINE, IMAGE.replace("ab", "cd"), PipelineSettings())
     for content, version in ((COMPILED, "a"), (newer, "b"), (COMPILED, "a-2")):
@@ -120,18 +112,18 @@ def every_second() -> Callable[[], datetime]:
     return lambda: next(times)
 
 
-def test_concurrent_uploads_create_one_version(server: KfpServer) -> None:
+def test_concurrent_uploads_create_one_version(kfp: KfpServer) -> None:
     barrier = threading.Barrier(4)
 
     def upload(_: int) -> Any:
-        publisher = publisher_to(server)
+        publisher = publisher_to(kfp)
         barrier.wait()
         return publisher.upload(COMPILED, COMMIT)
 
     with ThreadPoolExecutor(4) as pool:
         uploaded = list(pool.map(upload, range(4)))
     assert sum(version.new for version in uploaded) == 1
-    assert len({version.pipeline_version_id for version in uploaded}) == len(server.state.versions) == 1
+    assert len({version.pipeline_version_id for version in uploaded}) == len(kfp.state.versions) == 1
 
 
 def test_upload_and_schedule_use_the_namespace() -> None:
@@ -147,7 +139,7 @@ def test_upload_and_schedule_use_the_namespace() -> None:
 
 @pytest.mark.parametrize("pipeline", NAMES)
 def test_every_pipeline_uploads_and_starts_without_arguments(
-    server: KfpServer, publisher: Publisher, pipeline: str
+    kfp: KfpServer, publisher: Publisher, pipeline: str
 ) -> None:
     publisher.upload(for_cluster(pipeline, IMAGE, PipelineSettings()), COMMIT)
     required = [p for p in publisher.runs.parameters(pipeline) if p.required]
@@ -176,20 +168,20 @@ def test_manifests_are_reproducible_and_contain_the_pipeline() -> None:
     assert version["spec"]["platformSpec"] == platform
 
 
-def test_schedule_starts_the_version_that_was_newest(server: KfpServer, publisher: Publisher) -> None:
+def test_schedule_starts_the_version_that_was_newest(kfp: KfpServer, publisher: Publisher) -> None:
     uploaded = publisher.upload(COMPILED, COMMIT)
     created = publisher.schedule(PIPELINE, "0 3 * * *", {"target": "local"})
     assert (created.pipeline, created.cron, created.state) == (PIPELINE, "0 0 3 * * *", "enabled")
-    (job,) = server.state.recurring_runs.values()
+    (job,) = kfp.state.recurring_runs.values()
     assert (job["max_concurrency"], job["no_catchup"]) == ("1", True)
-    fired = server.fire(created.id)
+    fired = kfp.fire(created.id)
     assert fired.resource["pipeline_version_reference"]["pipeline_version_id"] == uploaded.pipeline_version_id
     assert fired.parameters == {"target": "local"}
     assert publisher.runs.list()[0].key == "", "scheduled runs have no key"
 
 
 def test_replacing_a_schedule_never_leaves_two_enabled(
-    server: KfpServer, publisher: Publisher, monkeypatch: pytest.MonkeyPatch
+    kfp: KfpServer, publisher: Publisher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     publisher.upload(COMPILED, COMMIT)
     before = publisher.schedule(PIPELINE, "0 3 * * *", {})
@@ -198,7 +190,7 @@ def test_replacing_a_schedule_never_leaves_two_enabled(
 
     def call(operation: str, **arguments: Any) -> Any:
         response = original_call(operation, **arguments)
-        enabled.append(sum(job["status"] == "ENABLED" for job in server.state.recurring_runs.values()))
+        enabled.append(sum(job["status"] == "ENABLED" for job in kfp.state.recurring_runs.values()))
         return response
 
     monkeypatch.setattr(publisher._kfp, "call", call)
@@ -206,23 +198,23 @@ def test_replacing_a_schedule_never_leaves_two_enabled(
     assert max(enabled) == 1
     assert after.id != before.id
     assert publisher.schedules() == [after]
-    assert server.policies == ["ORPHAN"], "other policies would delete the runs of the old schedule"
+    assert kfp.policies == ["ORPHAN"], "other policies would delete the runs of the old schedule"
 
 
-def test_schedule_that_kfp_would_misread_is_refused(server: KfpServer, publisher: Publisher) -> None:
+def test_schedule_that_kfp_would_misread_is_refused(kfp: KfpServer, publisher: Publisher) -> None:
     publisher.upload(COMPILED, COMMIT)
     misread = {"61 3 * * *": "bad minute", "0 3 31 2 *": "bad day-of-month"}
     misread |= dict.fromkeys(("nightly", "", "@daily", "15 0 3 * * *", "TZ=Europe/Berlin 0 3 * * *"), "five fields")
     for cron, reason in misread.items():
         with pytest.raises(SettingsError, match=f"{reason}.*'0 3 \\* \\* \\*' for daily at 3:00"):
             publisher.schedule(PIPELINE, cron, {})
-    assert not server.state.recurring_runs
+    assert not kfp.state.recurring_runs
 
 
-def test_rejected_schedule_keeps_the_old_one_enabled(server: KfpServer, publisher: Publisher) -> None:
+def test_rejected_schedule_keeps_the_old_one_enabled(kfp: KfpServer, publisher: Publisher) -> None:
     publisher.upload(COMPILED, COMMIT)
     before = publisher.schedule(PIPELINE, "0 3 * * *", {})
-    server.fail(operation=CREATE, status=400)
+    kfp.fail(operation=CREATE, status=400)
     with pytest.raises(PipelineServerError):
         publisher.schedule(PIPELINE, "0 4 * * *", {})
     with pytest.raises(SettingsError, match="did you mean 'target'"):
@@ -230,10 +222,10 @@ def test_rejected_schedule_keeps_the_old_one_enabled(server: KfpServer, publishe
     assert publisher.schedules() == [before]
 
 
-def test_lost_response_to_a_schedule_leaves_at_most_one_enabled(server: KfpServer, publisher: Publisher) -> None:
+def test_lost_response_to_a_schedule_leaves_at_most_one_enabled(kfp: KfpServer, publisher: Publisher) -> None:
     publisher.upload(COMPILED, COMMIT)
     publisher.schedule(PIPELINE, "0 3 * * *", {})
-    server.fail(operation=CREATE, status=504, after=True)
+    kfp.fail(operation=CREATE, status=504, after=True)
     with pytest.raises(PipelineServerError, match="is disabled and the new one may not exist; try again"):
         publisher.schedule(PIPELINE, "0 4 * * *", {})
     assert [s.cron for s in publisher.schedules() if s.state == "enabled"] == ["0 0 4 * * *"]
@@ -241,18 +233,18 @@ def test_lost_response_to_a_schedule_leaves_at_most_one_enabled(server: KfpServe
     assert publisher.schedules() == [created]
 
 
-def test_schedules_include_those_created_from_a_file(server: KfpServer, publisher: Publisher) -> None:
+def test_schedules_include_those_created_from_a_file(kfp: KfpServer, publisher: Publisher) -> None:
     publisher.upload(COMPILED, COMMIT)
     created = publisher.schedule(PIPELINE, "0 3 * * *", {})
-    job = server.state.recurring_runs[created.id]
+    job = kfp.state.recurring_runs[created.id]
     del job["pipeline_version_reference"]
     job["pipeline_spec"] = next(yaml.load_all(COMPILED, yaml.CSafeLoader))
     assert publisher.schedules() == [created.model_copy(update={"pipeline_version_id": "", "pipeline_version": ""})]
 
 
-def test_unschedule_deletes_the_schedule(server: KfpServer, publisher: Publisher) -> None:
+def test_unschedule_deletes_the_schedule(kfp: KfpServer, publisher: Publisher) -> None:
     publisher.upload(COMPILED, COMMIT)
     publisher.schedule(PIPELINE, "0 0 * * *", {})
     assert publisher.unschedule(PIPELINE) == 1
     assert publisher.unschedule(PIPELINE) == 0
-    assert not server.state.recurring_runs
+    assert not kfp.state.recurring_runs

@@ -1,7 +1,7 @@
 """Every pipeline is started by everything that starts runs, on a server that checks a run's
 parameters as Kubeflow Pipelines does; and what is known to fail starts nothing."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import UTC, datetime
 from itertools import product
 from pathlib import Path
@@ -37,7 +37,7 @@ PARAMETERS: dict[str, dict[str, str]] = {
 
 
 @pytest.fixture(scope="module")
-def compiled(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+def compiled_files(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     """All pipelines, as an upload without defaults sends them."""
     directory = tmp_path_factory.mktemp("compiled")
     contents = compile_pipelines(None, IMAGE, [], PipelineSettings())
@@ -46,14 +46,12 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     return [directory / f"{name}.yaml" for name in contents]
 
 
-@pytest.fixture
-def server(compiled: list[Path], monkeypatch: pytest.MonkeyPatch) -> Iterator[KfpServer]:
-    with KfpServer() as server:
-        monkeypatch.setenv("EVERNEAR_PIPELINE__ENDPOINT", server.url)
-        monkeypatch.delenv("AWS_ACCESS_KEY_ID", raising=False)
-        for path in compiled:
-            server.publish(path, "c0ffee1")
-        yield server
+@pytest.fixture(autouse=True)
+def _all_pipelines(kfp: KfpServer, compiled_files: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EVERNEAR_PIPELINE__ENDPOINT", kfp.url)
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID", raising=False)
+    for path in compiled_files:
+        kfp.publish(path, "c0ffee1")
 
 
 def invoke(*words: str) -> None:
@@ -129,22 +127,22 @@ CASES = [
 
 
 @pytest.mark.parametrize(("pipeline", "start"), CASES)
-def test_every_pipeline_is_started(pipeline: str, start: Start, server: KfpServer, store: Store) -> None:
-    start(server, pipeline, PARAMETERS[pipeline], store)
-    (run,) = server.runs
+def test_every_pipeline_is_started(pipeline: str, start: Start, kfp: KfpServer, store: Store) -> None:
+    start(kfp, pipeline, PARAMETERS[pipeline], store)
+    (run,) = kfp.runs
     assert run.parameters.items() >= PARAMETERS[pipeline].items()
     assert ("started_by" in run.parameters) is (pipeline != "predict")
 
 
-def test_a_bake_starts_a_rollback_once_and_not_again_after_a_person_stopped_it(server: KfpServer, store: Store) -> None:
-    by_bake(server, "rollback", {}, store)
-    (run,) = server.runs
+def test_a_bake_starts_a_rollback_once_and_not_again_after_a_person_stopped_it(kfp: KfpServer, store: Store) -> None:
+    by_bake(kfp, "rollback", {}, store)
+    (run,) = kfp.runs
     assert run.parameters["started_by"]
     run.begin()
-    KfpRuns(PipelineSettings(endpoint=server.url))._kfp.call("run_service_terminate_run", run_id=run.id)
+    KfpRuns(PipelineSettings(endpoint=kfp.url))._kfp.call("run_service_terminate_run", run_id=run.id)
     run.end("FAILED")
-    by_bake(server, "rollback", {}, store)
-    assert len(server.runs) == 1
+    by_bake(kfp, "rollback", {}, store)
+    assert len(kfp.runs) == 1
 
 
 FROZEN = ("train.frozen=true", "data.source=s3://images")
@@ -171,12 +169,12 @@ FROZEN = ("train.frozen=true", "data.source=s3://images")
     ],
 )
 def test_what_is_known_to_fail_starts_nothing(
-    words: tuple[str, ...], sentence: str, verb: tuple[str, ...], server: KfpServer
+    words: tuple[str, ...], sentence: str, verb: tuple[str, ...], kfp: KfpServer
 ) -> None:
     with pytest.raises(SettingsError, match=sentence):
         invoke(*verb, *words)
-    assert not server.runs
-    assert not server.state.recurring_runs
+    assert not kfp.runs
+    assert not kfp.state.recurring_runs
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ from tests.loopback.kubernetes.kinds import EVENT, ROLE, TRAIN_JOB, TRAINING_RUN
 from tests.real.kubeflow.conftest import IMAGE, Objects
 
 COMPONENT = "multi-node-training"
-pytestmark = pytest.mark.usefixtures("image")
+pytestmark = pytest.mark.usefixtures("step_image")
 TINY = {
     "epochs": 3, "min_steps": 0, "width": 4, "embedding_dim": 16, "batch_size": 128, "nodes": 2,
     "augment": "none",
@@ -34,14 +34,14 @@ TINY = {
 
 
 @pytest.fixture
-def digits(tmp_path: Path) -> Dataset:
+def ingested_digits(tmp_path: Path) -> Dataset:
     manifest = ingest_source(DataSettings(source="digits"), (tmp_path / "store").as_uri())
     save_manifest(manifest, tmp_path / "dataset")
     return Dataset.open(tmp_path / "dataset")
 
 
 @pytest.fixture
-def settings(tmp_path: Path) -> RunSettings:
+def tiny_settings(tmp_path: Path) -> RunSettings:
     return parse(RunSettings, {"store": (tmp_path / "store").as_uri(), "train": TINY})
 
 
@@ -67,48 +67,62 @@ def follow(
     run_train_job("run-1", digits, with_defaults(settings.train, digits), settings, on_epoch, report)
 
 
-def test_exit_code_that_is_not_retried_is_that_of_a_training_error(manifests: Objects) -> None:
-    job = manifests["TrainingRuntime"]["spec"]["template"]["spec"]["replicatedJobs"][0]["template"]["spec"]
+def test_exit_code_that_is_not_retried_is_that_of_a_training_error(component: Objects) -> None:
+    job = component["TrainingRuntime"]["spec"]["template"]["spec"]["replicatedJobs"][0]["template"]["spec"]
     assert job["podFailurePolicy"]["rules"][0]["onExitCodes"]["values"] == [TrainingError.exit_code]
 
 
 def test_nodes_that_keep_failing_are_an_error(
-    loopback: LoopbackCluster, digits: Dataset, settings: RunSettings, monkeypatch: pytest.MonkeyPatch
+    pipeline_cluster: LoopbackCluster,
+    ingested_digits: Dataset,
+    tiny_settings: RunSettings,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     run_command(monkeypatch, "raise SystemExit(1)")
     with pytest.raises(
         TrainingError, match=r"failed: ReachedMaxRestarts: jobset failed due to reaching max restarts\."
     ):
-        follow(digits, settings)
-    assert train_jobs(loopback) == []
+        follow(ingested_digits, tiny_settings)
+    assert train_jobs(pipeline_cluster) == []
 
 
 def test_nodes_that_end_without_training_are_an_error(
-    loopback: LoopbackCluster, digits: Dataset, settings: RunSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    pipeline_cluster: LoopbackCluster,
+    ingested_digits: Dataset,
+    tiny_settings: RunSettings,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     run_command(monkeypatch, "pass")
-    follow(digits, settings)
+    follow(ingested_digits, tiny_settings)
     with pytest.raises(TrainingError, match="2 nodes is not finished: 0 of 3 epochs"):
-        train_network(digits, settings.train, tmp_path / "out", open_store(settings.store_uri))
+        train_network(ingested_digits, tiny_settings.train, tmp_path / "out", open_store(tiny_settings.store_uri))
 
 
 def test_running_train_job_is_adopted_and_a_failed_one_is_replaced(
-    loopback: LoopbackCluster, digits: Dataset, settings: RunSettings, monkeypatch: pytest.MonkeyPatch
+    pipeline_cluster: LoopbackCluster,
+    ingested_digits: Dataset,
+    tiny_settings: RunSettings,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     run_command(monkeypatch, f"raise SystemExit({TrainingError.exit_code})")
 
     def left_behind() -> str:
-        manifest = train_job.train_job("run-1", settings.train, settings)
-        return loopback.api.create(TRAIN_JOB, manifest, "kubeflow")["metadata"]["uid"]
+        manifest = train_job.train_job("run-1", tiny_settings.train, tiny_settings)
+        return pipeline_cluster.api.create(TRAIN_JOB, manifest, "kubeflow")["metadata"]["uid"]
 
     left_behind()
-    while not train_jobs(loopback)[0].get("status", {}).get("conditions"):
+    while not train_jobs(pipeline_cluster)[0].get("status", {}).get("conditions"):
         pass
     run_command(monkeypatch, "pass")
-    follow(digits, settings)
+    follow(ingested_digits, tiny_settings)
 
     running, seen = left_behind(), set[str]()
-    follow(digits, settings, report=lambda _: seen.update(job["metadata"]["uid"] for job in train_jobs(loopback)))
+    follow(
+        ingested_digits,
+        tiny_settings,
+        report=lambda _: seen.update(job["metadata"]["uid"] for job in train_jobs(pipeline_cluster)),
+    )
     assert seen == {running}
 
 
@@ -122,20 +136,20 @@ def refuse(cluster: LoopbackCluster, manifests: Objects, monkeypatch: pytest.Mon
 
 
 def test_refused_job_set_ends_the_step_with_the_event(
-    loopback: LoopbackCluster, manifests: Objects, digits: Dataset, settings: RunSettings,
+    pipeline_cluster: LoopbackCluster, component: Objects, ingested_digits: Dataset, tiny_settings: RunSettings,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     monkeypatch.setattr(job_module, "CREATION_TIMEOUT_S", 0.5)
-    name = train_job.train_job("run-1", settings.train, settings)["metadata"]["name"]
+    name = train_job.train_job("run-1", tiny_settings.train, tiny_settings)["metadata"]["name"]
     for year, subject in ((2101, f"{name}-node-0"), (2001, name), (2101, "another")):
         event = {"metadata": {"name": subject}, "involvedObject": {"kind": "Job", "name": subject, "uid": subject}}
         event |= {"type": "Warning", "reason": "Quota", "message": f"{subject} in {year}"}
-        written = loopback.api.create(EVENT, event, "kubeflow", trusted=True)
+        written = pipeline_cluster.api.create(EVENT, event, "kubeflow", trusted=True)
         written["metadata"]["creationTimestamp"] = f"{year}-01-01T00:00:00Z"
-        loopback.api.store.put(EVENT, written)
-    refuse(loopback, manifests, monkeypatch)
+        pipeline_cluster.api.store.put(EVENT, written)
+    refuse(pipeline_cluster, component, monkeypatch)
     with pytest.raises(TrainingError) as refused:
-        follow(digits, settings)
+        follow(ingested_digits, tiny_settings)
     message = str(refused.value)
     assert "event TrainJobResourcesCreationFailed: TrainJob resources reconciliation failed" in message
     assert "invalid failure policy rule name 'training-error'" in message
@@ -143,28 +157,28 @@ def test_refused_job_set_ends_the_step_with_the_event(
     assert message.count("event Quota") == 1, "neither another object's nor an earlier attempt's"
     assert "Correct the TrainingRuntime refused" in message
     assert "kubeflow-trainer-controller-manager" in message
-    assert train_jobs(loopback) == []
+    assert train_jobs(pipeline_cluster) == []
 
 
 def test_step_that_cannot_list_events_still_names_condition_and_controller(
-    loopback: LoopbackCluster, manifests: Objects, digits: Dataset, settings: RunSettings,
+    pipeline_cluster: LoopbackCluster, component: Objects, ingested_digits: Dataset, tiny_settings: RunSettings,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     """Someone reduced the Role of deploy/ to what they know to be needed."""
     monkeypatch.setattr(job_module, "CREATION_TIMEOUT_S", 0.5)
-    role = loopback.api.get(ROLE, "kubeflow", manifests["Role"]["metadata"]["name"])
-    loopback.api.edit(ROLE, role | {"rules": role["rules"][:1]})
+    role = pipeline_cluster.api.get(ROLE, "kubeflow", component["Role"]["metadata"]["name"])
+    pipeline_cluster.api.edit(ROLE, role | {"rules": role["rules"][:1]})
 
     def add_condition(state: str) -> None:
         if state.startswith("waiting"):
-            (job,) = loopback.api.store.all(TRAIN_JOB)
+            (job,) = pipeline_cluster.api.store.all(TRAIN_JOB)
             condition = {"type": "TrainJobResourcesCreationFailed", "status": "True", "reason": "Refused"}
             condition |= {"message": "not\ncreated.", "lastTransitionTime": now()}
-            loopback.api.edit(TRAIN_JOB, job | {"status": {"conditions": [condition]}})
+            pipeline_cluster.api.edit(TRAIN_JOB, job | {"status": {"conditions": [condition]}})
 
-    refuse(loopback, manifests, monkeypatch)
+    refuse(pipeline_cluster, component, monkeypatch)
     with pytest.raises(TrainingError, match=r"TrainJobResourcesCreationFailed: Refused: not created; .*cannot be read"):
-        follow(digits, settings, report=add_condition)
+        follow(ingested_digits, tiny_settings, report=add_condition)
 
 
 @pytest.mark.parametrize(
@@ -187,20 +201,23 @@ def test_status_counts_jobs_and_not_nodes(status: dict[str, Any], state: str, ha
 
 
 def test_missing_runtime_is_named_without_a_hint_at_permissions(
-    loopback: LoopbackCluster, digits: Dataset, settings: RunSettings, monkeypatch: pytest.MonkeyPatch
+    pipeline_cluster: LoopbackCluster,
+    ingested_digits: Dataset,
+    tiny_settings: RunSettings,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(train_job, "RUNTIME", "missing")
     with pytest.raises(ClusterError, match=r'"missing" not found: specified trainingRuntime must be created') as error:
-        follow(digits, settings)
+        follow(ingested_digits, tiny_settings)
     assert "Role" not in str(error.value)
 
 
-def test_nodes_use_the_image_of_the_pipeline(settings: RunSettings, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nodes_use_the_image_of_the_pipeline(tiny_settings: RunSettings, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(IMAGE_VARIABLE, IMAGE)
-    assert train_job.train_job("run-1", settings.train, settings)["spec"]["trainer"]["image"] == IMAGE
+    assert train_job.train_job("run-1", tiny_settings.train, tiny_settings)["spec"]["trainer"]["image"] == IMAGE
     monkeypatch.setenv(IMAGE_VARIABLE, PLACEHOLDER_IMAGE)
     with pytest.raises(SettingsError, match=r"set the environment variable EVERNEAR_IMAGE="):
-        train_job.train_job("run-1", settings.train, settings)
+        train_job.train_job("run-1", tiny_settings.train, tiny_settings)
 
 
 def test_weights_on_this_machine_cannot_start_several_nodes() -> None:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from evernear.common.store import Store, open_store
+from evernear.common.store import Store
 from evernear.release.registry import Registry
 from tests.releases import PackedRelease, System
 
@@ -31,8 +31,7 @@ def publish(store: Store, system: System, releases: list[PackedRelease]) -> list
     return releases
 
 
-@pytest.fixture(params=["folder", pytest.param("bucket", marks=pytest.mark.slow)])
-def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
-    if request.param == "folder":
-        return open_store((tmp_path / "store").as_uri())
-    return open_store(f"s3://{request.getfixturevalue('bucket')}/team")
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Every test with a store runs with one in a directory and, if slow tests run, in a bucket."""
+    if "store" in metafunc.fixturenames:
+        metafunc.parametrize("store", ["file", pytest.param("s3", marks=pytest.mark.slow)], indirect=True)

@@ -124,7 +124,7 @@ def unpacked(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def workdir(unpacked: Path, tmp_path: Path) -> Path:
+def old_workdir(unpacked: Path, tmp_path: Path) -> Path:
     shutil.copytree(unpacked, tmp_path / "work")
     return tmp_path / "work"
 
@@ -149,10 +149,10 @@ def require_refusal(workdir: Path, *command: str, sentence: str) -> None:
 
 
 @pytest.mark.parametrize("command", [*([*name.split(), *words] for name, words in REFUSES.items()), *ALSO_REFUSES])
-def test_command_refuses_an_old_and_a_newer_store(workdir: Path, command: list[str]) -> None:
-    require_refusal(workdir, *command, sentence=f"evernear {own_version()} here reads format {FORMAT}")
-    upgrade(workdir / "store")
-    require_refusal(workdir, *command, sentence=f"evernear 9.9.9 wrote it in format {FORMAT + 1}")
+def test_command_refuses_an_old_and_a_newer_store(old_workdir: Path, command: list[str]) -> None:
+    require_refusal(old_workdir, *command, sentence=f"evernear {own_version()} here reads format {FORMAT}")
+    upgrade(old_workdir / "store")
+    require_refusal(old_workdir, *command, sentence=f"evernear 9.9.9 wrote it in format {FORMAT + 1}")
 
 
 def upgrade(store: Path) -> None:
@@ -168,11 +168,11 @@ def raised() -> dict[str, object]:
 
 @pytest.mark.parametrize("key", ["head", "manifest", "champion", "record"])
 def test_store_with_one_newer_document_is_not_run_on(
-    key: str, make_stub: MakeRelease, workdir: Path, tmp_path: Path
+    key: str, make_stub: MakeRelease, old_workdir: Path, tmp_path: Path
 ) -> None:
-    shutil.rmtree(workdir / "store")
-    store = FileStore(workdir / "store")
-    manifest = ingest_source(DataSettings(source=f"folder:{workdir / 'images'}"), store.uri)
+    shutil.rmtree(old_workdir / "store")
+    store = FileStore(old_workdir / "store")
+    manifest = ingest_source(DataSettings(source=f"folder:{old_workdir / 'images'}"), store.uri)
     release = make_stub()
     Registry(store).publish(release.archive)
     Registry(store).set_champion(release.version, None)
@@ -185,17 +185,17 @@ def test_store_with_one_newer_document_is_not_run_on(
     }[key]
     store.put(newer, json.dumps(json.loads(store.get(newer)) | raised()).encode())
     for command in ("run", "reindex", "status", "report"):
-        require_refusal(workdir, command, sentence=f"{store.uri}/{newer} is of another version of evernear")
+        require_refusal(old_workdir, command, sentence=f"{store.uri}/{newer} is of another version of evernear")
     with pytest.raises(SystemExit), step("train", "a-run", store.uri):
         current_store(store.uri)
     assert not [*store.list("runs/")]
 
 
-def test_store_whose_first_run_failed_is_not_run_on(workdir: Path) -> None:
+def test_store_whose_first_run_failed_is_not_run_on(old_workdir: Path) -> None:
     """It would have documents of both versions, and could then be neither checked nor pruned."""
-    shutil.rmtree(workdir / "store/datasets")
-    shutil.rmtree(workdir / "store/releases")
-    require_refusal(workdir, *("run", *REFUSES["run"]), sentence="is of another version of evernear")
+    shutil.rmtree(old_workdir / "store/datasets")
+    shutil.rmtree(old_workdir / "store/releases")
+    require_refusal(old_workdir, *("run", *REFUSES["run"]), sentence="is of another version of evernear")
 
 
 # Kinds of documents
@@ -211,14 +211,14 @@ def newer_of(pattern: str) -> bytes:
 
 
 @pytest.mark.parametrize("pattern", [pattern for pattern, compare in KINDS.items() if compare])
-def test_maintenance_refuses_a_store_with_one_newer_document_of_any_kind(workdir: Path, pattern: str) -> None:
-    shutil.rmtree(workdir / "store")
-    key, store = pattern.replace("*", "x"), FileStore(workdir / "store")
+def test_maintenance_refuses_a_store_with_one_newer_document_of_any_kind(old_workdir: Path, pattern: str) -> None:
+    shutil.rmtree(old_workdir / "store")
+    key, store = pattern.replace("*", "x"), FileStore(old_workdir / "store")
     store.put(key, newer_of(pattern).lstrip(b"\n"))
     for command in (("check",), ("check", "--repair"), ("prune",), ("prune", "--dry-run")):
-        require_refusal(workdir, "store", *command, sentence=f"{store.uri}/{key} is of another version")
+        require_refusal(old_workdir, "store", *command, sentence=f"{store.uri}/{key} is of another version")
     for command in (("forget",), ("forget", "--yes")):
-        require_refusal(workdir, *command, sentence=f"evernear 9.9.9 wrote it in format {FORMAT + 1}")
+        require_refusal(old_workdir, *command, sentence=f"evernear 9.9.9 wrote it in format {FORMAT + 1}")
 
 
 def test_every_object_of_a_run_is_of_a_known_kind(unpacked: Path) -> None:
@@ -280,18 +280,18 @@ def test_newer_checkpoint_is_not_trained_on(tmp_path: Path) -> None:
         load_checkpoint(store, "a-key", state)
 
 
-def test_newer_tables_are_not_read(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    store, settings = FileStore(workdir / "store2"), DataSettings(source=f"folder:{workdir / 'images'}")
+def test_newer_tables_are_not_read(old_workdir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store, settings = FileStore(old_workdir / "store2"), DataSettings(source=f"folder:{old_workdir / 'images'}")
     manifest = ingest_source(settings, store.uri)
     monkeypatch.setattr("evernear.common.frozen.FORMAT", FORMAT - 1)
     with pytest.raises(FormatError, match=rf"\.parquet is of another version .* in format {FORMAT}"):
-        local_tables(store, manifest, TABLES, workdir)
+        local_tables(store, manifest, TABLES, old_workdir)
 
 
-def test_store_of_this_version_is_compared_and_accepted(workdir: Path) -> None:
+def test_store_of_this_version_is_compared_and_accepted(old_workdir: Path) -> None:
     """The one document of a later version is found among the others."""
-    store = FileStore(workdir / "store2")
-    ingest_source(DataSettings(source=f"folder:{workdir / 'images'}"), store.uri)
+    store = FileStore(old_workdir / "store2")
+    ingest_source(DataSettings(source=f"folder:{old_workdir / 'images'}"), store.uri)
     require_all_current(store)
     (pattern,) = [each for each in KINDS if each.startswith("review/submitted/")]
     store.put(pattern.replace("*", "x"), newer_of(pattern).lstrip(b"\n"))

@@ -15,14 +15,9 @@ from evernear.common.disk import sha256_bytes
 from evernear.errors import IntegrityError
 from evernear.release.archive_reader import open_parts, open_release, read_part, read_release, read_release_manifest
 from tests.no_files import NO_FILES
-from tests.releases import MakeRelease, PackedRelease, forge
+from tests.releases import PackedRelease, forge
 
 TORCHSERVE = "MAR-INF/MANIFEST.json"
-
-
-@pytest.fixture(scope="module")
-def packed(make_release: MakeRelease) -> PackedRelease:
-    return make_release()
 
 
 def rewrite(packed: PackedRelease, path: Path, change: Callable[[dict[str, bytes]], None]) -> Path:
@@ -111,14 +106,14 @@ def append_to_part(name: str) -> Callable[[dict[str, bytes]], None]:
     ],
 )
 def test_tampered_archive_is_rejected_and_leaves_no_files(
-    packed: PackedRelease, tmp_path: Path, change: Callable[[dict[str, bytes]], None], sentence: str
+    release: PackedRelease, tmp_path: Path, change: Callable[[dict[str, bytes]], None], sentence: str
 ) -> None:
-    assert_rejected(rewrite(packed, tmp_path / "tampered.mar", change), sentence)
+    assert_rejected(rewrite(release, tmp_path / "tampered.mar", change), sentence)
 
 
 @pytest.mark.parametrize("name", ["manifest.json", "handler.py", TORCHSERVE])
-def test_duplicate_member_is_rejected(packed: PackedRelease, tmp_path: Path, name: str) -> None:
-    archive = rewrite(packed, tmp_path / "twice.mar", lambda _: None)
+def test_duplicate_member_is_rejected(release: PackedRelease, tmp_path: Path, name: str) -> None:
+    archive = rewrite(release, tmp_path / "twice.mar", lambda _: None)
     with zipfile.ZipFile(archive, "a") as members, pytest.warns(UserWarning, match="Duplicate name"):
         members.writestr(name, members.read(name))
     assert_rejected(archive, "a duplicate name")
@@ -143,10 +138,10 @@ SIZES, COMPRESSION = slice(20, 28), slice(10, 12)
     ],
 )
 def test_wrong_size_and_compressed_member_are_rejected(
-    packed: PackedRelease, tmp_path: Path, name: str, field: slice, value: bytes, sentence: str
+    release: PackedRelease, tmp_path: Path, name: str, field: slice, value: bytes, sentence: str
 ) -> None:
     """The data is not valid for the compression, so decompressing it would raise another error."""
-    archive = rewrite(packed, tmp_path / "lying.mar", lambda _: None)
+    archive = rewrite(release, tmp_path / "lying.mar", lambda _: None)
     content = bytearray(archive.read_bytes())
     entry = content.rindex(name.encode()) - 46
     assert content[entry : entry + 4] == b"PK\x01\x02"
@@ -155,12 +150,12 @@ def test_wrong_size_and_compressed_member_are_rejected(
     assert_rejected(archive, sentence)
 
 
-def test_overlapping_members_are_rejected(packed: PackedRelease, tmp_path: Path) -> None:
+def test_overlapping_members_are_rejected(release: PackedRelease, tmp_path: Path) -> None:
     """Two names share one uncompressed content, so the archive expands (Fifield 2019, "A better zip
     bomb")."""
-    with zipfile.ZipFile(packed.archive) as members:
+    with zipfile.ZipFile(release.archive) as members:
         network = members.read("network.pt")
-    bomb = forge(packed, tmp_path / "overlap.mar", index_faiss=network, labels_npy=network)
+    bomb = forge(release, tmp_path / "overlap.mar", index_faiss=network, labels_npy=network)
     with zipfile.ZipFile(bomb.archive) as members:
         others = {name: members.read(name) for name in members.namelist() if not name.endswith((".faiss", ".npy"))}
     with zipfile.ZipFile(tmp_path / "overlap.mar", "w") as new:
@@ -185,11 +180,11 @@ def unlisted(name: str, data: bytes) -> bytes:
 
 
 @pytest.mark.parametrize("place", ["before", "behind"])
-def test_member_visible_only_to_torchserve_is_rejected(packed: PackedRelease, tmp_path: Path, place: str) -> None:
+def test_member_visible_only_to_torchserve_is_rejected(release: PackedRelease, tmp_path: Path, place: str) -> None:
     """Java's ZipInputStream follows local headers: TorchServe ran such a handler instead of the
     real one."""
-    content = packed.archive.read_bytes()
-    with zipfile.ZipFile(packed.archive) as members:
+    content = release.archive.read_bytes()
+    with zipfile.ZipFile(release.archive) as members:
         start = members.start_dir
     hidden = unlisted("handler.py", b"import os")
     if place == "before":  # data before a zip file shifts its offsets, which `zipfile` compensates for
@@ -203,9 +198,9 @@ def test_member_visible_only_to_torchserve_is_rejected(packed: PackedRelease, tm
     assert_rejected(tmp_path / "hidden.mar", "its listed members only")
 
 
-def test_member_that_ends_early_for_torchserve_is_rejected(packed: PackedRelease, tmp_path: Path) -> None:
+def test_member_that_ends_early_for_torchserve_is_rejected(release: PackedRelease, tmp_path: Path) -> None:
     """The rest of its content could be an unlisted member."""
-    archive = rewrite(packed, tmp_path / "short.mar", lambda _: None)
+    archive = rewrite(release, tmp_path / "short.mar", lambda _: None)
     content = bytearray(archive.read_bytes())
     with zipfile.ZipFile(archive) as members:
         header = members.getinfo("smoke.json").header_offset
@@ -214,13 +209,13 @@ def test_member_that_ends_early_for_torchserve_is_rejected(packed: PackedRelease
     assert_rejected(archive, "one after another")
 
 
-def test_member_header_with_extra_field_sizes_opens(packed: PackedRelease, tmp_path: Path) -> None:
+def test_member_header_with_extra_field_sizes_opens(release: PackedRelease, tmp_path: Path) -> None:
     """Members over 2 GB store their sizes in an extra field; smaller members may also do so."""
-    with zipfile.ZipFile(packed.archive) as old, zipfile.ZipFile(tmp_path / "large.mar", "w") as new:
+    with zipfile.ZipFile(release.archive) as old, zipfile.ZipFile(tmp_path / "large.mar", "w") as new:
         for name in old.namelist():
             with new.open(name, "w", force_zip64=True) as member:
                 member.write(old.read(name))
-    assert open_release(tmp_path / "large.mar", tmp_path / "opened").manifest == packed.manifest
+    assert open_release(tmp_path / "large.mar", tmp_path / "opened").manifest == release.manifest
 
 
 def test_excessive_member_count_is_rejected_before_listing(tmp_path: Path) -> None:
@@ -231,29 +226,29 @@ def test_excessive_member_count_is_rejected_before_listing(tmp_path: Path) -> No
     assert_rejected(tmp_path / "many.mar", "list of members")
 
 
-def test_zip64_archive_opens(packed: PackedRelease, tmp_path: Path) -> None:
+def test_zip64_archive_opens(release: PackedRelease, tmp_path: Path) -> None:
     """Archives over 4 GB have zip64 records; smaller archives may also have them."""
-    original = packed.archive.read_bytes()
-    with zipfile.ZipFile(packed.archive) as members:
+    original = release.archive.read_bytes()
+    with zipfile.ZipFile(release.archive) as members:
         count, start = len(members.namelist()), members.start_dir
     end = len(original) - 22
     zip64 = struct.pack("<4sQ2H2L4Q", b"PK\x06\x06", 44, 45, 45, 0, 0, count, count, end - start, start)
     locator = struct.pack("<4sLQL", b"PK\x06\x07", 0, end, 1)
     (tmp_path / "large.mar").write_bytes(original[:end] + zip64 + locator + original[end:])
-    assert open_release(tmp_path / "large.mar", tmp_path / "opened").manifest == packed.manifest
+    assert open_release(tmp_path / "large.mar", tmp_path / "opened").manifest == release.manifest
 
 
-def test_total_size_is_bounded(packed: PackedRelease, tmp_path: Path) -> None:
+def test_total_size_is_bounded(release: PackedRelease, tmp_path: Path) -> None:
     with pytest.raises(IntegrityError, match="unpacks to more than 1000 bytes"):
-        open_release(packed.archive, tmp_path / "opened", max_size_bytes=1000)
+        open_release(release.archive, tmp_path / "opened", max_size_bytes=1000)
 
 
 @settings(max_examples=150, deadline=None)
 @given(data=st.data())
 def test_every_damaged_byte_is_detected(
-    packed: PackedRelease, tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+    release: PackedRelease, tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
 ) -> None:
-    content = bytearray(packed.archive.read_bytes())
+    content = bytearray(release.archive.read_bytes())
     position = data.draw(st.integers(0, len(content) - 1))
     content[position] ^= data.draw(st.integers(1, 255))
     directory = tmp_path_factory.mktemp("damaged")
@@ -263,7 +258,7 @@ def test_every_damaged_byte_is_detected(
     except IntegrityError:
         assert not (directory / "opened").exists()
     else:  # a date or an attribute of the zip entry, which does not affect the content
-        assert parts.manifest == packed.manifest
+        assert parts.manifest == release.manifest
         open_parts(parts.directory)
 
 

@@ -15,7 +15,7 @@ from tests.releases import MakeRelease, settings_on_free_ports
 
 
 @pytest.fixture(params=[errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP], ids=errno.errorcode.get)
-def disk(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def linkless_disk(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A directory in which every link and every socket is refused."""
 
     def refuse(*_: Any, **__: Any) -> None:
@@ -34,12 +34,12 @@ def disk(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mon
     return tmp_path
 
 
-def test_release_is_archived_without_links(disk: Path, make_release: MakeRelease) -> None:
+def test_release_is_archived_without_links(linkless_disk: Path, make_release: MakeRelease) -> None:
     assert make_release().archive.stat().st_size > 0
 
 
-def test_sockets_are_elsewhere(disk: Path) -> None:
-    home = home_of(disk)
+def test_sockets_are_elsewhere(linkless_disk: Path) -> None:
+    home = home_of(linkless_disk)
     torchserve.require_startable(settings_on_free_ports(), home)
     assert temporary_directory(home).parent == Path("/tmp")
     assert list(home.glob(".sock*")) == []

@@ -1,5 +1,5 @@
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -16,26 +16,8 @@ from evernear.release.registry import Registry
 from tests.real.common.store.faulty import Fault, lose_response, refuse, start_faulty_proxy
 from tests.releases import MakeRelease, PackedRelease, forge
 
-
-@pytest.fixture
-def registry_store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
-    """A store in a directory, or in a bucket for tests with `ON_BOTH`; both keep one contract."""
-    if getattr(request, "param", "file") == "s3":
-        return open_store(f"s3://{request.getfixturevalue('bucket')}/team")
-    return open_store((tmp_path / "store").as_uri())
-
-
-@pytest.fixture
-def registry(registry_store: Store) -> Registry:
-    return Registry(registry_store)
-
-
-ON_BOTH = pytest.mark.parametrize("registry_store", ["file", "s3"], indirect=True)
-
-
-@pytest.fixture(scope="module")
-def releases(make_release: MakeRelease) -> list[PackedRelease]:
-    return [make_release() for _ in range(3)]
+ON_BOTH = pytest.mark.parametrize("store", ["file", "s3"], indirect=True)
+Releases = Sequence[PackedRelease]
 
 
 def publish(registry: Registry, release: PackedRelease) -> None:
@@ -49,7 +31,7 @@ def champion_of(registry: Registry) -> Champion:
 
 
 @ON_BOTH
-def test_version_is_never_overwritten(registry: Registry, releases: list[PackedRelease], tmp_path: Path) -> None:
+def test_version_is_never_overwritten(registry: Registry, releases: Releases, tmp_path: Path) -> None:
     publish(registry, releases[0])
     publish(registry, releases[0])  # again, as after a lost response
     other = forge(releases[0], tmp_path / "other.mar", smoke_json=b"[]")
@@ -59,13 +41,13 @@ def test_version_is_never_overwritten(registry: Registry, releases: list[PackedR
     assert (tmp_path / "fetched.mar").read_bytes() == releases[0].archive.read_bytes()
 
 
-def test_unknown_version_is_named(registry_store: Store) -> None:
+def test_unknown_version_is_named(store: Store) -> None:
     for version in ("20260101.000000.00000000", "../champion"):
         with pytest.raises(StoreError, match=f"Release {version} does not exist"):
-            Registry(registry_store).get(version)
+            Registry(store).get(version)
 
 
-def test_missing_champion_is_reported_and_can_be_replaced(registry: Registry, releases: list[PackedRelease]) -> None:
+def test_missing_champion_is_reported_and_can_be_replaced(registry: Registry, releases: Releases) -> None:
     missing = champions(registry, releases[:1])
     publish(registry, releases[1])
     registry.store.delete(f"releases/manifests/{missing.version}.json")
@@ -76,9 +58,7 @@ def test_missing_champion_is_reported_and_can_be_replaced(registry: Registry, re
 
 @ON_BOTH
 @pytest.mark.parametrize("first", [True, False])
-def test_exactly_one_concurrent_promotion_succeeds(
-    registry: Registry, releases: list[PackedRelease], first: bool
-) -> None:
+def test_exactly_one_concurrent_promotion_succeeds(registry: Registry, releases: Releases, first: bool) -> None:
     for release in releases:
         publish(registry, release)
     champion = None if first else registry.set_champion(releases[0].version, None)
@@ -102,7 +82,7 @@ def test_exactly_one_concurrent_promotion_succeeds(
 
 
 def test_kill_between_archive_and_record_leaves_no_release(
-    registry: Registry, releases: list[PackedRelease], monkeypatch: pytest.MonkeyPatch
+    registry: Registry, releases: Releases, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Killed(BaseException):
         pass
@@ -119,7 +99,7 @@ def test_kill_between_archive_and_record_leaves_no_release(
     assert list(registry.list()) == [releases[0].version]
 
 
-def champions(registry: Registry, releases: list[PackedRelease]) -> Champion:
+def champions(registry: Registry, releases: Releases) -> Champion:
     """Publish all ``releases``, promote them in order, and return the last champion."""
     champion = None
     for release in releases:
@@ -129,7 +109,7 @@ def champions(registry: Registry, releases: list[PackedRelease]) -> Champion:
     return champion
 
 
-def test_rollbacks_undo_promotions_one_by_one(registry: Registry, releases: list[PackedRelease]) -> None:
+def test_rollbacks_undo_promotions_one_by_one(registry: Registry, releases: Releases) -> None:
     first, second, third = (release.version for release in releases)
     champion = champions(registry, releases)
     champion = registry.roll_back(champion, Cause(by="eve", why="three errs", run="4711"))
@@ -154,7 +134,7 @@ def test_rollbacks_undo_promotions_one_by_one(registry: Registry, releases: list
     ]
 
 
-def test_repeated_rollback_does_not_alternate(registry: Registry, releases: list[PackedRelease]) -> None:
+def test_repeated_rollback_does_not_alternate(registry: Registry, releases: Releases) -> None:
     """After the promotions A, B, A, B, rollbacks lead to A, B, A instead of alternating."""
     first, second, _ = releases
     champion = champions(registry, [first, second])
@@ -168,7 +148,7 @@ def test_repeated_rollback_does_not_alternate(registry: Registry, releases: list
 
 
 def test_kill_before_the_pointer_update_leaves_the_history_unchanged(
-    registry: Registry, releases: list[PackedRelease], monkeypatch: pytest.MonkeyPatch
+    registry: Registry, releases: Releases, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     champion = champions(registry, releases[:2])
     publish(registry, releases[2])
@@ -191,7 +171,7 @@ def test_kill_before_the_pointer_update_leaves_the_history_unchanged(
 
 @pytest.mark.parametrize("fault", [refuse(503, "SlowDown"), lose_response], ids=["refused", "carried out"])
 def test_promotion_waits_for_the_store_and_counts_once(
-    s3_endpoint: str, bucket: str, releases: list[PackedRelease], monkeypatch: pytest.MonkeyPatch, fault: Fault
+    s3_endpoint: str, bucket: str, releases: Releases, monkeypatch: pytest.MonkeyPatch, fault: Fault
 ) -> None:
     monkeypatch.setattr(patience, "PAUSES_S", (0.01, 0.01))
     for module in (s3_connection, s3):
@@ -215,22 +195,22 @@ def test_promotion_waits_for_the_store_and_counts_once(
 
 
 def test_promotion_with_a_lost_response_is_reported_as_done(
-    registry_store: Store, releases: list[PackedRelease], monkeypatch: pytest.MonkeyPatch
+    store: Store, releases: Releases, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    registry, other = Registry(registry_store), Registry(registry_store)
+    registry, other = Registry(store), Registry(store)
     champion = champions(registry, releases[:2])
     publish(registry, releases[2])
-    put_if = registry_store.put_if
+    put_if = store.put_if
 
     def promote_first(key: str, data: bytes, etag: str | None) -> str:
         if key != CHAMPION:
             return put_if(key, data, etag)
-        monkeypatch.setattr(registry_store, "put_if", put_if)
+        monkeypatch.setattr(store, "put_if", put_if)
         put_if(key, data, etag)
         other.set_champion(releases[0].version, other.champion())
         raise ConflictError("Another writer has changed the object.")
 
-    monkeypatch.setattr(registry_store, "put_if", promote_first)
+    monkeypatch.setattr(store, "put_if", promote_first)
     champion = registry.set_champion(releases[2].version, champion)
     assert (champion.version, champion.previous) == (releases[2].version, releases[1].version)
     assert [promotion.version for promotion in registry.history()] == [releases[n].version for n in (0, 1, 2, 0)]
@@ -245,7 +225,7 @@ def six_releases(make_release: MakeRelease) -> list[PackedRelease]:
     return [*releases, make_release(parent=releases[1].version), make_release()]
 
 
-def promote_fifth(registry: Registry, six_releases: list[PackedRelease]) -> None:
+def promote_fifth(registry: Registry, six_releases: Releases) -> None:
     """Publish all, and promote the fifth release after the third."""
     for release in six_releases:
         publish(registry, release)
@@ -259,7 +239,7 @@ def archives(registry: Registry) -> set[str]:
 
 @ON_BOTH
 def test_prune_keeps_champion_parent_rollback_targets_and_newest(
-    registry: Registry, six_releases: list[PackedRelease], tmp_path: Path
+    registry: Registry, six_releases: Releases, tmp_path: Path
 ) -> None:
     promote_fifth(registry, six_releases)
     pruned = [six_releases[0].version, six_releases[3].version]
@@ -282,7 +262,7 @@ def test_prune_keeps_champion_parent_rollback_targets_and_newest(
     registry.roll_back(champion)
 
 
-def test_first_promoted_release_stays_the_anchor(registry: Registry, releases: list[PackedRelease]) -> None:
+def test_first_promoted_release_stays_the_anchor(registry: Registry, releases: Releases) -> None:
     first, second, third = (release.version for release in releases)
     champion = champions(registry, releases[:1])
     assert champion.anchor == first
@@ -296,9 +276,7 @@ def test_first_promoted_release_stays_the_anchor(registry: Registry, releases: l
     assert (champion.version, champion.anchor) == (second, first)
 
 
-def test_moved_anchor_is_in_the_history_and_survives_rollbacks(
-    registry: Registry, releases: list[PackedRelease]
-) -> None:
+def test_moved_anchor_is_in_the_history_and_survives_rollbacks(registry: Registry, releases: Releases) -> None:
     first, second, third = (release.version for release in releases)
     champion = champions(registry, releases)
     champion = registry.set_anchor(second, champion, Cause(by="ann", why="harder classes"))
@@ -312,7 +290,7 @@ def test_moved_anchor_is_in_the_history_and_survives_rollbacks(
 
 
 def test_anchor_is_not_pruned_and_cannot_be_moved_to_a_release_that_is(
-    registry: Registry, six_releases: list[PackedRelease]
+    registry: Registry, six_releases: Releases
 ) -> None:
     champion = champions(registry, six_releases)
     first = six_releases[0].version
@@ -327,7 +305,7 @@ def test_anchor_is_not_pruned_and_cannot_be_moved_to_a_release_that_is(
         registry.set_anchor(champion.version, stale)
 
 
-def test_champion_becomes_the_anchor_if_that_is_removed(registry: Registry, six_releases: list[PackedRelease]) -> None:
+def test_champion_becomes_the_anchor_if_that_is_removed(registry: Registry, six_releases: Releases) -> None:
     champions(registry, six_releases)
     first = six_releases[0].version
     assert remove_releases(registry, [first]) == (first,)
@@ -337,7 +315,7 @@ def test_champion_becomes_the_anchor_if_that_is_removed(registry: Registry, six_
     assert (last.how, last.why) == ("anchor", f"The anchor {first} was removed.")
 
 
-def test_records_of_pruned_releases_are_small(registry: Registry, six_releases: list[PackedRelease]) -> None:
+def test_records_of_pruned_releases_are_small(registry: Registry, six_releases: Releases) -> None:
     """Each release leaves one for ever."""
     promote_fifth(registry, six_releases)
     before = {version: registry.get(version) for version in registry.list()}
@@ -351,7 +329,7 @@ def test_records_of_pruned_releases_are_small(registry: Registry, six_releases: 
         registry.get(second, include_pruned=True)
 
 
-def test_release_of_another_format_is_refused_in_a_sentence(registry: Registry, releases: list[PackedRelease]) -> None:
+def test_release_of_another_format_is_refused_in_a_sentence(registry: Registry, releases: Releases) -> None:
     publish(registry, releases[0])
     key = f"{MANIFESTS}{releases[0].version}.json"
     tree = json.loads(registry.store.get(key))
@@ -362,7 +340,7 @@ def test_release_of_another_format_is_refused_in_a_sentence(registry: Registry, 
         registry.get(releases[0].version)
 
 
-def test_prune_keeps_shared_archives(registry: Registry, six_releases: list[PackedRelease], tmp_path: Path) -> None:
+def test_prune_keeps_shared_archives(registry: Registry, six_releases: Releases, tmp_path: Path) -> None:
     promote_fifth(registry, six_releases)
     oldest, newest = six_releases[0].version, six_releases[5].version
     shared = registry.get(newest)
@@ -376,7 +354,7 @@ def test_prune_keeps_shared_archives(registry: Registry, six_releases: list[Pack
 
 @pytest.mark.parametrize("step", range(1, 9))
 def test_killed_prune_is_safe_and_completed_by_the_next(
-    registry: Registry, six_releases: list[PackedRelease], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int
+    registry: Registry, six_releases: Releases, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int
 ) -> None:
     """Eight writes: the pointer; for each of two releases the tombstone, the record and the
     archive; the pointer."""
@@ -412,7 +390,7 @@ def test_killed_prune_is_safe_and_completed_by_the_next(
     assert all(registry.get(version, include_pruned=True) for version in pruned)
 
 
-def test_stale_promotion_after_a_prune_fails(registry: Registry, six_releases: list[PackedRelease]) -> None:
+def test_stale_promotion_after_a_prune_fails(registry: Registry, six_releases: Releases) -> None:
     """This also applies if the pointer is unchanged: the record is read, then pruned, then
     promoted."""
     promote_fifth(registry, six_releases)
@@ -431,7 +409,7 @@ def test_stale_promotion_after_a_prune_fails(registry: Registry, six_releases: l
 
 
 def test_concurrent_promotion_aborts_a_prune(
-    registry: Registry, six_releases: list[PackedRelease], monkeypatch: pytest.MonkeyPatch
+    registry: Registry, six_releases: Releases, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     promote_fifth(registry, six_releases)
     before = list(registry.list())
@@ -450,17 +428,17 @@ def test_concurrent_promotion_aborts_a_prune(
     assert champion_of(registry).version == six_releases[0].version
 
 
-def test_release_dated_in_the_future_is_older_than_the_others(registry_store: Store) -> None:
+def test_release_dated_in_the_future_is_older_than_the_others(store: Store) -> None:
     """The clock of the machine that packed it was wrong."""
     future, recent, tomorrow = (
         f"{datetime.now(UTC) + timedelta(hours=hours):%Y%m%d.%H%M%S}.0123abcd" for hours in (10_000, -1, 12)
     )
     for version in (future, recent, tomorrow):
-        registry_store.put(f"{MANIFESTS}{version}.json", b"{}")
-    assert list(Registry(registry_store).list()) == [future, recent, tomorrow]
+        store.put(f"{MANIFESTS}{version}.json", b"{}")
+    assert list(Registry(store).list()) == [future, recent, tomorrow]
 
 
-def test_lost_pointer_is_not_taken_for_a_new_registry(registry: Registry, releases: list[PackedRelease]) -> None:
+def test_lost_pointer_is_not_taken_for_a_new_registry(registry: Registry, releases: Releases) -> None:
     champions(registry, releases[:1])
     registry.store.delete(CHAMPION)
     for use in (registry.champion, lambda: list(registry.history()), lambda: prune_releases(registry, 1)):
@@ -469,9 +447,7 @@ def test_lost_pointer_is_not_taken_for_a_new_registry(registry: Registry, releas
 
 
 @pytest.mark.parametrize("damage", [None, b"", b"{}"])
-def test_pointer_is_restored_from_the_history(
-    registry: Registry, releases: list[PackedRelease], damage: bytes | None
-) -> None:
+def test_pointer_is_restored_from_the_history(registry: Registry, releases: Releases, damage: bytes | None) -> None:
     champions(registry, releases[:3])
     registry.store.delete(CHAMPION) if damage is None else registry.store.put(CHAMPION, damage)
     restored = registry.restore()
@@ -484,7 +460,7 @@ def test_pointer_is_restored_from_the_history(
     assert registry.roll_back(back).version == releases[0].version
 
 
-def test_pointer_is_restored_to_a_named_release(registry: Registry, releases: list[PackedRelease]) -> None:
+def test_pointer_is_restored_to_a_named_release(registry: Registry, releases: Releases) -> None:
     champions(registry, releases[:2])
     publish(registry, releases[2])
     registry.store.delete(CHAMPION)
@@ -493,7 +469,7 @@ def test_pointer_is_restored_to_a_named_release(registry: Registry, releases: li
     assert (restored.version, restored.previous, restored.promotion.number) == expected
 
 
-def test_restore_never_reuses_a_number(registry: Registry, releases: list[PackedRelease]) -> None:
+def test_restore_never_reuses_a_number(registry: Registry, releases: Releases) -> None:
     champions(registry, releases[:3])
     registry.store.delete(CHAMPION)
     registry.store.put("releases/history/00000003.json", b"")
@@ -501,13 +477,13 @@ def test_restore_never_reuses_a_number(registry: Registry, releases: list[Packed
     assert (restored.version, restored.promotion.number) == (releases[1].version, 4)
 
 
-def test_intact_pointer_is_not_replaced(registry: Registry, releases: list[PackedRelease]) -> None:
+def test_intact_pointer_is_not_replaced(registry: Registry, releases: Releases) -> None:
     champions(registry, releases[:2])
     with pytest.raises(StoreError, match=f"{releases[1].version}.*nothing to restore"):
         registry.restore(releases[0].version)
 
 
-def test_restore_without_history_needs_a_version(registry: Registry, releases: list[PackedRelease]) -> None:
+def test_restore_without_history_needs_a_version(registry: Registry, releases: Releases) -> None:
     publish(registry, releases[0])
     assert prune_releases(registry, 0) == (), "without a champion, nothing is removed"
     registry.store.put(CHAMPION, b"")
@@ -520,7 +496,7 @@ def test_restore_without_history_needs_a_version(registry: Registry, releases: l
 
 @pytest.mark.parametrize("folder", ["manifests", "history"])
 def test_one_damaged_record_does_not_break_list_history_and_prune(
-    registry: Registry, releases: list[PackedRelease], folder: str
+    registry: Registry, releases: Releases, folder: str
 ) -> None:
     champions(registry, releases[:3])
     damaged = releases[0].version

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from html.parser import HTMLParser
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,7 +13,6 @@ import pytest
 from markupsafe import Markup
 
 from evernear.common.run_record import RunRecord, StepRecord
-from evernear.common.store import open_store
 from evernear.data.validate import validate_dataset
 from evernear.embedding.candidate import Candidate, CandidateName
 from evernear.evaluation.evaluate import Evaluation, ReleasedSystem, evaluate_systems
@@ -190,11 +188,6 @@ def measure(
     collector = ExampleCollector(candidate, system.dataset)
     evaluation = evaluate_systems(candidate, champion, system.dataset, open_set, observers=[collector.add])
     return evaluation, collector.finish(champion.dataset if champion else None)
-
-
-@pytest.fixture
-def record(tmp_path: Path) -> RunRecord:
-    return RunRecord(open_store((tmp_path / "store").as_uri()), "r1")
 
 
 @pytest.fixture
@@ -430,7 +423,7 @@ def test_two_runs_are_compared(run: Run) -> None:
     settings["train"]["epochs"] = 77
     other.save(1.0, settings=settings, archived={"version": CHAMPION}, training={})
     assert find_run(run.record.store, CHAMPION).run == "r2"
-    html = compare_page(find_run(run.record.store, "r1"), find_run(run.record.store, CHAMPION))
+    html = compare_page(find_run(run.record.store, "run"), find_run(run.record.store, CHAMPION))
     check(html)
     for text in ("train.epochs", "77", "which is the same for both"):
         assert text in html

@@ -23,7 +23,7 @@ Images = dict[str, tuple[str, str, str | None]]
 
 
 @pytest.fixture
-def ingest(source: Path) -> Callable[[Store], Manifest]:
+def ingest_into(source: Path) -> Callable[[Store], Manifest]:
     settings = DataSettings(source=f"folder:{source}")
     return lambda store: ingest_source(settings, store.uri)
 
@@ -35,11 +35,11 @@ def images(manifest: Manifest) -> Images:
         return {digest: tuple(row) for digest, *row in books.rows(query)}
 
 
-def test_labels_given_in_review_survive_a_new_store(store: Store, source: Path, ingest, tmp_path: Path) -> None:
+def test_labels_given_in_review_survive_a_new_store(store: Store, source: Path, ingest_into, tmp_path: Path) -> None:
     write_files(
         source, {f"{label}/{number}.png": png(number) for number in range(40) for label in [("cat", "dog")[number % 2]]}
     )
-    answers = Answers(store, open_label_target(ingest(store).source))
+    answers = Answers(store, open_label_target(ingest_into(store).source))
 
     def answer(image: bytes, action: str, label: str = "", *files: str) -> None:
         fields = {"image": sha256(image).hexdigest(), "action": action, "label": label, "files": files}
@@ -49,15 +49,15 @@ def test_labels_given_in_review_survive_a_new_store(store: Store, source: Path, 
     answer(png(201), "label", "bird")
     answer(png(7), "label", "cat", "dog/7.png")
     answer(png(9), "remove", "", "dog/9.png")
-    known = images(ingest(store))
+    known = images(ingest_into(store))
     assert sorted(label for name, label, _ in known.values() if "review-" in name) == ["bird", "bird", "cat"]
 
     head = "datasets/source/head.json"
     store.put(head, json.dumps(json.loads(store.get(head)) | {"format": FORMAT + 1}).encode())
     with pytest.raises(FormatError, match="of another version of evernear and was not changed"):
-        ingest(store)
+        ingest_into(store)
     new = open_store((tmp_path / "new store").as_uri())
-    manifest = ingest(new)
+    manifest = ingest_into(new)
     assert images(manifest) == known
     with opened_books(new, manifest) as books:
         measured = "SELECT count(*) FROM images WHERE reviewed IS NOT NULL AND split IN ('test', 'query')"

@@ -19,11 +19,6 @@ from tests.review_queue import NOW, png
 
 
 @pytest.fixture
-def answers(store: Store, source: Path) -> Answers:
-    return Answers(store, open_label_target(f"folder:{source}"))
-
-
-@pytest.fixture
 def name(answers: Answers) -> Callable[[int, str], Answer]:
     """``name(1, "cat")`` gives the image 1 the label ``cat``."""
 
@@ -37,13 +32,13 @@ def name(answers: Answers) -> Callable[[int, str], Answer]:
 
 
 @pytest.fixture
-def ingest(store: Store, source: Path) -> Callable[..., Manifest]:
+def ingest_with_minimum(store: Store, source: Path) -> Callable[..., Manifest]:
     settings = DataSettings(source=f"folder:{source}")
     return lambda minimum=1: ingest_source(settings, store.uri, minimum=ClassMinimum(minimum))
 
 
 @pytest.fixture
-def built(make_release: MakeRelease) -> Callable[[Manifest], ReleaseManifest]:
+def release_of(make_release: MakeRelease) -> Callable[[Manifest], ReleaseManifest]:
     """A release that was built from a snapshot."""
     packed = make_release().manifest
     return lambda snapshot: packed.model_copy(
@@ -51,12 +46,14 @@ def built(make_release: MakeRelease) -> Callable[[Manifest], ReleaseManifest]:
     )
 
 
-def test_release_that_is_live_again_lacks_the_images_of_later_ones(store, answers, name, ingest, built) -> None:
-    layout = open_label_target(ingest().source).layout
+def test_release_that_is_live_again_lacks_the_images_of_later_ones(
+    store, answers, name, ingest_with_minimum, release_of
+) -> None:
+    layout = open_label_target(ingest_with_minimum().source).layout
     name(1, "cat")
-    older = built(ingest())
+    older = release_of(ingest_with_minimum())
     second = name(2, "bird")
-    newer = built(ingest())
+    newer = release_of(ingest_with_minimum())
     released = ReleasedAnswers(store)
     given = list(answers.latest().values())
     assert released.missing(given, layout, newer) == []
@@ -67,16 +64,16 @@ def test_release_that_is_live_again_lacks_the_images_of_later_ones(store, answer
     assert released.missing(answers.latest().values(), layout, newer) == [renamed]
 
 
-def test_images_that_wait_are_in_no_release(store, answers, name, ingest, built) -> None:
-    layout = open_label_target(ingest().source).layout
+def test_images_that_wait_are_in_no_release(store, answers, name, ingest_with_minimum, release_of) -> None:
+    layout = open_label_target(ingest_with_minimum().source).layout
     waiting = name(1, "brid")
-    assert ReleasedAnswers(store).missing([waiting], layout, built(ingest(10))) == [waiting]
+    assert ReleasedAnswers(store).missing([waiting], layout, release_of(ingest_with_minimum(10))) == [waiting]
 
 
-def test_without_the_snapshot_the_time_of_the_release_decides(store, name, ingest, built) -> None:
-    snapshot = ingest()
+def test_without_the_snapshot_the_time_of_the_release_decides(store, name, ingest_with_minimum, release_of) -> None:
+    snapshot = ingest_with_minimum()
     layout = open_label_target(snapshot.source).layout
     store.delete(manifest_key(snapshot.name, snapshot.digest))
     answer = name(1, "cat")
     given = [answer.model_copy(update={"at": NOW + timedelta(hours=hours)}) for hours in (-1, 1)]
-    assert ReleasedAnswers(store).missing(given, layout, built(snapshot)) == given[1:]
+    assert ReleasedAnswers(store).missing(given, layout, release_of(snapshot)) == given[1:]

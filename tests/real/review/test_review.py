@@ -21,11 +21,6 @@ def answer(item: Item, action: str = "label", label: str = "") -> Answer:
 
 
 @pytest.fixture
-def answers(store: Store, source: Path) -> Answers:
-    return Answers(store, open_label_target(f"folder:{source}"))
-
-
-@pytest.fixture
 def item(store: Store) -> Item:
     """The only one of the queue."""
     log_queries(store, png(1))

@@ -70,7 +70,7 @@ def test_near_duplicates_with_different_labels_come_first() -> None:
 
 
 @pytest.fixture
-def source(tmp_path: Path) -> Path:
+def mislabeled_digits(tmp_path: Path) -> Path:
     """Digits 0 to 3 as files, of which every thirtieth has the next label."""
     images, labels = load_digits()
     for number, (image, label) in enumerate(zip(images[labels < 4], labels[labels < 4], strict=True)):
@@ -94,17 +94,19 @@ def names(source: Path) -> set[str]:
     return {entry.name for entry in open_source(f"folder:{source}").entries()}
 
 
-def test_check_finds_wrong_labels_of_a_source_with_networks_that_have_not_seen_them(store: Store, source: Path) -> None:
-    options = ["--source", f"folder:{source}", "--preset", "quick", "--set", f"store={store.uri}"]
+def test_check_finds_wrong_labels_of_a_source_with_networks_that_have_not_seen_them(
+    store: Store, mislabeled_digits: Path
+) -> None:
+    options = ["--source", f"folder:{mislabeled_digits}", "--preset", "quick", "--set", f"store={store.uri}"]
     refused = CliRunner().invoke(app, ["labels", "check", *options])
     assert isinstance(refused.exception, DataError)
     assert "has not been ingested" in str(refused.exception)
-    ingest_source(DataSettings(source=f"folder:{source}"), store.uri)
+    ingest_source(DataSettings(source=f"folder:{mislabeled_digits}"), store.uri)
     result = CliRunner().invoke(app, ["labels", "check", "--json", *options], catch_exceptions=False)
     checked = json.loads(result.stdout)
     assert checked["images"] == 720
-    listed = {suspect.files[0]: suspect.suggested for suspect in load_suspects(store, f"folder:{source}")}
-    wrong = {name: name[-5] for name in names(source) if name[0] != name[-5]}
+    listed = {suspect.files[0]: suspect.suggested for suspect in load_suspects(store, f"folder:{mislabeled_digits}")}
+    wrong = {name: name[-5] for name in names(mislabeled_digits) if name[0] != name[-5]}
     assert len(wrong) == 24
     correct = [name for name, suggested in listed.items() if wrong.get(name) == suggested]
     assert len(correct) >= 0.8 * len(wrong)
@@ -125,22 +127,22 @@ def test_relabel_of_a_bucket_stays_in_its_split(store: Store, bucket: str) -> No
     assert open_store(uri).get("test/1/b.png") == b"test/1/b.png"
 
 
-def test_relabel_of_a_missing_file_is_refused_and_not_recorded(store: Store, source: Path) -> None:
-    answers = Answers(store, open_label_target(f"folder:{source}"))
+def test_relabel_of_a_missing_file_is_refused_and_not_recorded(store: Store, mislabeled_digits: Path) -> None:
+    answers = Answers(store, open_label_target(f"folder:{mislabeled_digits}"))
     with pytest.raises(DataError, match="no longer in the source"):
-        answers.label(b"", answer(suspect_of(source, "1/gone.png", "0"), label="0"))
+        answers.label(b"", answer(suspect_of(mislabeled_digits, "1/gone.png", "0"), label="0"))
     assert answers.latest() == {}
 
 
-def test_name_that_was_taken_in_the_meantime_is_reported_once(store: Store, source: Path) -> None:
-    suspect = suspect_of(source, "1/000-is-0.png", "0")
-    answers = Answers(store, open_label_target(f"folder:{source}"))
+def test_name_that_was_taken_in_the_meantime_is_reported_once(store: Store, mislabeled_digits: Path) -> None:
+    suspect = suspect_of(mislabeled_digits, "1/000-is-0.png", "0")
+    answers = Answers(store, open_label_target(f"folder:{mislabeled_digits}"))
     answers.label(b"", answer(suspect, label="0"))
-    (source / suspect.files[0]).write_bytes(b"another image")
+    (mislabeled_digits / suspect.files[0]).write_bytes(b"another image")
     with pytest.raises(DataError, match="another image has that name"):
         answers.undo(answer(suspect, "undo"))
-    assert (source / suspect.files[0]).read_bytes() == b"another image"
-    assert f"0/000-is-0-review-{'ab' * 8}.png" in names(source)
+    assert (mislabeled_digits / suspect.files[0]).read_bytes() == b"another image"
+    assert f"0/000-is-0-review-{'ab' * 8}.png" in names(mislabeled_digits)
     answers.recover()
 
 

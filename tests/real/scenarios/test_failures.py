@@ -1,16 +1,10 @@
 """Runs that cannot succeed: one error message, an exit code, and no partial results."""
 
 import subprocess
-from pathlib import Path
 
 import pytest
 
 from tests.real.scenarios.workspace import COMMAND_TIMEOUT_S, EVERNEAR, Workspace, write_digits
-
-
-@pytest.fixture
-def workspace(tmp_path: Path) -> Workspace:
-    return Workspace(tmp_path, EVERNEAR_TARGET="registry")
 
 
 def test_missing_relative_folder_is_named_with_the_current_directory(workspace: Workspace) -> None:

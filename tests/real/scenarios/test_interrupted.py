@@ -6,18 +6,10 @@ import signal
 import socket
 import subprocess
 from contextlib import suppress
-from pathlib import Path
 
 import psutil
-import pytest
 
-from tests.real.scenarios.workspace import COMMAND_TIMEOUT_S, Workspace, write_digits
-
-
-@pytest.fixture
-def workspace(tmp_path: Path) -> Workspace:
-    write_digits(tmp_path / "images")
-    return Workspace(tmp_path, EVERNEAR_TARGET="registry")
+from tests.real.scenarios.workspace import COMMAND_TIMEOUT_S, Workspace
 
 
 def is_alive(process: psutil.Process) -> bool:
@@ -41,17 +33,17 @@ def interrupted(process: subprocess.Popen[str], progress: str = "") -> str:
     return message
 
 
-def test_interrupted_run_reports_what_remains(workspace: Workspace) -> None:
-    temporary = workspace.directory / "tmp"
+def test_interrupted_run_reports_what_remains(digits_workspace: Workspace) -> None:
+    temporary = digits_workspace.directory / "tmp"
     temporary.mkdir()
-    workspace.environment["TMPDIR"] = str(temporary)
-    with workspace.start("run", "--preset", "quick") as process:
-        workspace.await_step("train", process)
-        in_progress = json.loads(workspace.command("status", "--json").stdout)["run"]
+    digits_workspace.environment["TMPDIR"] = str(temporary)
+    with digits_workspace.start("run", "--preset", "quick") as process:
+        digits_workspace.await_step("train", process)
+        in_progress = json.loads(digits_workspace.command("status", "--json").stdout)["run"]
         message = interrupted(process, "waiting up to 10 s for the steps to clean up")
     assert in_progress["step"] in ("train", "probe")
     assert in_progress["process"] == process.pid
-    assert json.loads(workspace.command("status", "--json").stdout)["run"] is None
+    assert json.loads(digits_workspace.command("status", "--json").stdout)["run"] is None
     assert message.startswith("evernear: Interrupted during ")
     assert "train" in message
     assert message.endswith(
@@ -61,11 +53,11 @@ def test_interrupted_run_reports_what_remains(workspace: Workspace) -> None:
     assert not list(temporary.glob("evernear-*")), "the steps clean up"
 
 
-def test_other_commands_can_be_interrupted(workspace: Workspace) -> None:
-    image = next((workspace.directory / "images").rglob("*.png"))
+def test_other_commands_can_be_interrupted(digits_workspace: Workspace) -> None:
+    image = next((digits_workspace.directory / "images").rglob("*.png"))
     with socket.create_server(("127.0.0.1", 0)) as silent:
         port = str(silent.getsockname()[1])
         words = ("--target", "127.0.0.1", "--port", port, "--format", "prep", "--timeout-s", "300")
-        with workspace.start("predict", str(image), *words) as process, silent.accept()[0]:
+        with digits_workspace.start("predict", str(image), *words) as process, silent.accept()[0]:
             message = interrupted(process)
     assert message == "evernear: Interrupted. Nothing is half-written; run the command again to continue."

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from evernear.release.archive_reader import ReleaseParts, open_release
+from evernear.release.archive_reader import open_release
 from evernear.release.manifest import MODEL_CONFIG_FILE
 from evernear.serving import configuration, torchserve
 from evernear.serving.configuration import model_store
@@ -13,12 +13,6 @@ from evernear.serving.endpoints import home_of
 from evernear.settings import Settings
 from tests.releases import MakeRelease, PackedRelease, forge, settings_on_free_ports
 from tests.served import SECRETS, SMALL_HEAP, Served, modules_without_torch, serving
-
-
-@pytest.fixture(scope="session")
-def parts(make_release: MakeRelease, tmp_path_factory: pytest.TempPathFactory) -> ReleaseParts:
-    """A release, unpacked."""
-    return open_release(make_release().archive, tmp_path_factory.mktemp("opened") / "release")
 
 
 @pytest.fixture(scope="session")

@@ -47,7 +47,7 @@ class Indexed:
 
 
 @pytest.fixture(scope="module")
-def built(system: System, tmp_path_factory: pytest.TempPathFactory) -> tuple[Indexed, Indexed]:
+def indexed_twice(system: System, tmp_path_factory: pytest.TempPathFactory) -> tuple[Indexed, Indexed]:
     """Index three classes; then remove images of a and all of c, add d, and index again, as a
     reindex does."""
     root = tmp_path_factory.mktemp("rows")
@@ -102,8 +102,8 @@ def pixels_by_digest(indexed: Indexed) -> dict[str, bytes]:
     }
 
 
-def test_each_row_leads_to_the_image_that_was_indexed_in_it(built: tuple[Indexed, Indexed]) -> None:
-    for indexed in built:
+def test_each_row_leads_to_the_image_that_was_indexed_in_it(indexed_twice: tuple[Indexed, Indexed]) -> None:
+    for indexed in indexed_twice:
         manifest, expected = indexed.manifest, indexed.digests
         joined = Registry(indexed.store).get(indexed.version).manifest.joined_gallery
         assert joined
@@ -117,26 +117,28 @@ def test_each_row_leads_to_the_image_that_was_indexed_in_it(built: tuple[Indexed
         assert [image and image.label for image in found] == [manifest.labels[label] for label in labels]
 
 
-def test_neighbors_of_an_answer_carry_these_rows(built: tuple[Indexed, Indexed]) -> None:
-    embeddings = Embeddings.open(built[1].directory / "embeddings")
-    gallery = Gallery.open(built[1].directory / "index", embeddings.network_sha256)
+def test_neighbors_of_an_answer_carry_these_rows(indexed_twice: tuple[Indexed, Indexed]) -> None:
+    embeddings = Embeddings.open(indexed_twice[1].directory / "embeddings")
+    gallery = Gallery.open(indexed_twice[1].directory / "index", embeddings.network_sha256)
     vectors = np.concatenate([block.embeddings for block in embeddings.blocks("gallery")])
     for row, answer in enumerate(gallery.recognize(vectors, k=1)):
         assert vectors[answer.neighbors[0].row] == pytest.approx(vectors[row], abs=1e-3)
 
 
-def test_row_or_release_that_does_not_exist_has_no_image(built: tuple[Indexed, Indexed]) -> None:
-    images = GalleryImages(built[0].store)
+def test_row_or_release_that_does_not_exist_has_no_image(indexed_twice: tuple[Indexed, Indexed]) -> None:
+    images = GalleryImages(indexed_twice[0].store)
     for row in (-1, 10_000):
         with pytest.raises(IntegrityError, match=f"no row {row}"):
-            images.find(built[0].version, row)
+            images.find(indexed_twice[0].version, row)
     for version in ("20200101.000000.00000000", "../../x", ""):
         assert images.find(version, 0) is None
         assert images.names(version, "00") == ()
 
 
-def test_pruned_release_shows_its_images_as_long_as_its_snapshot_is_stored(built: tuple[Indexed, Indexed]) -> None:
-    store, version = built[0].store, built[0].version
+def test_pruned_release_shows_its_images_as_long_as_its_snapshot_is_stored(
+    indexed_twice: tuple[Indexed, Indexed],
+) -> None:
+    store, version = indexed_twice[0].store, indexed_twice[0].version
     key = f"{MANIFESTS}{version}.json"
     record = store.get(key)
     store.put(f"{PRUNED}{version}.json", record)
@@ -148,8 +150,8 @@ def test_pruned_release_shows_its_images_as_long_as_its_snapshot_is_stored(built
         store.delete(f"{PRUNED}{version}.json")
 
 
-def test_image_has_the_names_of_its_files(built: tuple[Indexed, Indexed]) -> None:
-    images, version = GalleryImages(built[1].store), built[1].version
+def test_image_has_the_names_of_its_files(indexed_twice: tuple[Indexed, Indexed]) -> None:
+    images, version = GalleryImages(indexed_twice[1].store), indexed_twice[1].version
     image = images.find(version, 0)
     assert image
     (name,) = images.names(version, image.digest)

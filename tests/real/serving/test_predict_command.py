@@ -34,7 +34,7 @@ def lines(completed: subprocess.CompletedProcess[str]) -> list[dict[str, object]
 
 
 @pytest.fixture(scope="module")
-def images(served: Served, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def image_folder(served: Served, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder of images named by their labels, one of them in a subfolder."""
     directory = tmp_path_factory.mktemp("images")
     for number, (image, query) in enumerate(served.parts.smoke_queries()):
@@ -46,13 +46,13 @@ def images(served: Served, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("format", ["rest", "grpc"])
-def test_folder_and_file_give_one_line_per_image(served: Served, images: Path, format: str) -> None:
-    image = next(images.glob("*.png"))
-    completed = predict(served, str(image), "--image-file", str(images), "--json", "--format", format)
+def test_folder_and_file_give_one_line_per_image(served: Served, image_folder: Path, format: str) -> None:
+    image = next(image_folder.glob("*.png"))
+    completed = predict(served, str(image), "--image-file", str(image_folder), "--json", "--format", format)
     assert completed.returncode == 0
-    assert completed.stderr == f"Skipped 1 file or folder that is no image in {images}: notes.txt.\n"
+    assert completed.stderr == f"Skipped 1 file or folder that is no image in {image_folder}: notes.txt.\n"
     answers = lines(completed)
-    assert [answer["image"] for answer in answers] == [str(image), *map(str, sorted(images.rglob("*.png")))]
+    assert [answer["image"] for answer in answers] == [str(image), *map(str, sorted(image_folder.rglob("*.png")))]
     for answer in answers:
         assert answer["pred"] == Path(str(answer["image"])).name[0]
         assert answer["version"] == served.manifest.version
@@ -84,22 +84,22 @@ def test_photograph_beyond_the_limit_needs_the_release_to_be_shrunk(served: Serv
     assert "Traceback" not in completed.stderr
 
 
-def test_prints_a_table_with_a_row_per_image(served: Served, images: Path) -> None:
-    (images / "odd [1].png").write_bytes(b"no image")
-    completed = predict(served, "--image-file", str(images))
-    (images / "odd [1].png").unlink()
+def test_prints_a_table_with_a_row_per_image(served: Served, image_folder: Path) -> None:
+    (image_folder / "odd [1].png").write_bytes(b"no image")
+    completed = predict(served, "--image-file", str(image_folder))
+    (image_folder / "odd [1].png").unlink()
     printed = completed.stdout
     assert completed.returncode == 3
-    for image in images.rglob("*.png"):
+    for image in image_folder.rglob("*.png"):
         (line,) = [line for line in printed.splitlines() if str(image) in line]
         assert served.manifest.version in line
     (line,) = [line for line in printed.splitlines() if "odd [1].png" in line]
     assert "not a PNG, JPEG, WebP or HEIC" in line
 
 
-def test_json_output_has_a_line_per_rejected_image(served: Served, images: Path, tmp_path: Path) -> None:
+def test_json_output_has_a_line_per_rejected_image(served: Served, image_folder: Path, tmp_path: Path) -> None:
     (tmp_path / "bad.png").write_bytes(b"no image")
-    good = str(next(images.glob("*.png")))
+    good = str(next(image_folder.glob("*.png")))
     completed = predict(
         served, str(tmp_path / "bad.png"), str(tmp_path / "absent.png"), good, "--json", "--format", "grpc"
     )
@@ -112,9 +112,9 @@ def test_json_output_has_a_line_per_rejected_image(served: Served, images: Path,
 
 @pytest.mark.parametrize("format", ["rest", "grpc"])
 def test_rejections_and_servers_that_may_answer_later_have_distinct_exit_codes(
-    served: Served, images: Path, tmp_path: Path, format: str
+    served: Served, image_folder: Path, tmp_path: Path, format: str
 ) -> None:
-    image = str(next(images.glob("*.png")))
+    image = str(next(image_folder.glob("*.png")))
     (tmp_path / "bad.png").write_bytes(b"no image")
     with socket.create_server(("127.0.0.1", 0)) as silent:
         options = ("--target", "127.0.0.1", "--port", str(silent.getsockname()[1]), "--format", format)
@@ -147,14 +147,16 @@ def test_missing_images_are_reported(served: Served, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("format", ["rest", "grpc"])
-def test_reads_an_image_from_stdin_and_imports_no_heavy_modules(served: Served, images: Path, format: str) -> None:
+def test_reads_an_image_from_stdin_and_imports_no_heavy_modules(
+    served: Served, image_folder: Path, format: str
+) -> None:
     """Checks imports until a prediction is printed, rather than the time."""
     script = (
         "import sys; from evernear.cli.app import app\n"
         "try: app(sys.argv[1:])\n"
         "finally: print(sorted({'torch', 'faiss', 'numpy', 'PIL', 'minio', 'kfp', 'fastapi'} & set(sys.modules)))"
     )
-    image = next(images.glob("*.png"))
+    image = next(image_folder.glob("*.png"))
     command = [sys.executable, "-c", script, "predict", "--image-file", "-", "--json", "--format", format]
     with image.open("rb") as stdin:
         completed = subprocess.run(

@@ -210,7 +210,7 @@ def test_logs_of_server_and_workers_have_no_secret(stub: Served) -> None:
 
 
 @pytest.fixture
-def server(make_stub: MakeRelease, tmp_path: Path) -> Iterator[Served]:
+def fresh_stub(make_stub: MakeRelease, tmp_path: Path) -> Iterator[Served]:
     with serving(make_stub(), tmp_path) as served:
         yield served
 
@@ -267,25 +267,25 @@ def begin_request(server: Served, body: bytes, size_bytes: int) -> http.client.H
     return connection
 
 
-def test_stop_fails_no_request_and_waits_for_one_that_is_being_sent(server: Served) -> None:
+def test_stop_fails_no_request_and_waits_for_one_that_is_being_sent(fresh_stub: Served) -> None:
     """`stop` sends SIGTERM to Java, as a container runtime does."""
-    callers = [Caller(server, keep_alive=number % 3 > 0) for number in range(CLIENTS)]
-    image, _ = server.parts.smoke_queries()[0]
+    callers = [Caller(fresh_stub, keep_alive=number % 3 > 0) for number in range(CLIENTS)]
+    image, _ = fresh_stub.parts.smoke_queries()[0]
     with ThreadPoolExecutor(CLIENTS + 1) as pool:
         calls = [pool.submit(caller.call_until_refused) for caller in callers]
         until(lambda: all(caller.answers >= 5 for caller in callers))
-        connection = begin_request(server, image[:50], len(image))
-        stop = pool.submit(torchserve.stop_server, server.home)
+        connection = begin_request(fresh_stub, image[:50], len(image))
+        stop = pool.submit(torchserve.stop_server, fresh_stub.home)
         for call in calls:
             call.result(timeout=60)
-        assert not torchserve.is_ready(server.home, "embedding")
+        assert not torchserve.is_ready(fresh_stub.home, "embedding")
         time.sleep(2)  # longer than the timeout of idle connections
         connection.send(image[50:])
         answer = connection.getresponse()
         assert (answer.status, answer.getheader("connection")) == (200, "close")
         assert stop.result(timeout=60)
     assert [caller.failures for caller in callers if caller.failures] == []
-    assert torchserve.processes(server.home) == []
+    assert torchserve.processes(fresh_stub.home) == []
 
 
 @pytest.mark.slow
@@ -301,13 +301,13 @@ def test_drain_times_out_on_an_endless_request(
         assert torchserve.processes(server.home) == []
 
 
-def test_server_ends_with_its_owner_even_if_killed(server: Served) -> None:
+def test_server_ends_with_its_owner_even_if_killed(fresh_stub: Served) -> None:
     script = (
         "import sys, time; from pathlib import Path; from evernear.serving import torchserve; "
         "torchserve.adopt(Path(sys.argv[1])); print('adopted', flush=True); time.sleep(600)"
     )
-    owner = subprocess.Popen([sys.executable, "-c", script, str(server.home)], stdout=subprocess.PIPE, text=True)
-    caller = Caller(server, keep_alive=True)
+    owner = subprocess.Popen([sys.executable, "-c", script, str(fresh_stub.home)], stdout=subprocess.PIPE, text=True)
+    caller = Caller(fresh_stub, keep_alive=True)
     try:
         assert owner.stdout is not None
         assert owner.stdout.readline() == "adopted\n"
@@ -320,7 +320,7 @@ def test_server_ends_with_its_owner_even_if_killed(server: Served) -> None:
         owner.communicate()
     calls.join(60)
     assert caller.failures == []
-    _, left = psutil.wait_procs(torchserve.processes(server.home), timeout=30)
+    _, left = psutil.wait_procs(torchserve.processes(fresh_stub.home), timeout=30)
     assert left == []
 
 

@@ -28,7 +28,7 @@ Tree = dict[str, object]
 
 
 @pytest.fixture
-def images(tmp_path: Path) -> Path:
+def run_inputs(tmp_path: Path) -> Path:
     """A dataset of 6 classes of noise, and pretrained weights."""
     import timm
     from safetensors.torch import save_file
@@ -88,25 +88,25 @@ def forbid(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("frozen", [False, True])
 def test_nothing_is_computed_twice_for_the_same_inputs(
-    images: Path, monkeypatch: pytest.MonkeyPatch, frozen: bool
+    run_inputs: Path, monkeypatch: pytest.MonkeyPatch, frozen: bool
 ) -> None:
-    settings = settings_of(images, frozen=frozen)
-    first = run_steps(images, "first", settings)
-    assert not any(REUSED in message for message in summaries(images, "first").values())
+    settings = settings_of(run_inputs, frozen=frozen)
+    first = run_steps(run_inputs, "first", settings)
+    assert not any(REUSED in message for message in summaries(run_inputs, "first").values())
     forbid(monkeypatch)
-    assert run_steps(images, "second", settings) == first
-    again = summaries(images, "second")
+    assert run_steps(run_inputs, "second", settings) == first
+    again = summaries(run_inputs, "second")
     assert set(again) == {"train", "export", "probe"}
     assert all(REUSED in message for message in again.values())
     if frozen:
-        require_no_torch(images, settings)
+        require_no_torch(run_inputs, settings)
 
     with pytest.raises(ComputedAgainError):
-        run_steps(images, "seed", settings_of(images, frozen=frozen, seed=1))
-    weights = images / "model.safetensors"
+        run_steps(run_inputs, "seed", settings_of(run_inputs, frozen=frozen, seed=1))
+    weights = run_inputs / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1] + b"\1")
     with pytest.raises(ComputedAgainError):  # another file of the same name
-        run_steps(images, "weights", settings)
+        run_steps(run_inputs, "weights", settings)
 
 
 def require_no_torch(images: Path, settings: Tree) -> None:
@@ -126,7 +126,7 @@ print({{"torch", "timm", "scipy"}} & set(sys.modules))
 
 
 def test_the_probe_trains_a_head_on_as_many_views_as_the_training_had_time_for(
-    images: Path, monkeypatch: pytest.MonkeyPatch
+    run_inputs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     probed: list[object] = []
 
@@ -139,7 +139,7 @@ def test_the_probe_trains_a_head_on_as_many_views_as_the_training_had_time_for(
     monkeypatch.setattr(steps, "Clock", lambda: Clock(lambda: 0.0))
     for run, end_of_views in (("all", 2.0), ("none", 0.0)):
         monkeypatch.setattr("evernear.embedding.head.VIEWS_SHARE", end_of_views)
-        settings = settings_of(images, minutes=2.0, epochs=None, min_steps=None, layers="head", seed=len(probed))
-        steps.train(run, settings, str(images), str(images / run), str(images / "curves.html"))
-        steps.probe(run, settings, str(images), str(images / "open_set"))
+        settings = settings_of(run_inputs, minutes=2.0, epochs=None, min_steps=None, layers="head", seed=len(probed))
+        steps.train(run, settings, str(run_inputs), str(run_inputs / run), str(run_inputs / "curves.html"))
+        steps.probe(run, settings, str(run_inputs), str(run_inputs / "open_set"))
     assert probed == [4, 0]

@@ -95,35 +95,35 @@ PROMETHEUS = Peer({"app.kubernetes.io/name": "prometheus"}, "monitoring")
 
 
 @pytest.fixture(params=["local", "production"])
-def manifests(request: pytest.FixtureRequest) -> list[Object]:
+def overlay(request: pytest.FixtureRequest) -> list[Object]:
     rendered = objects(request.param)
     return [*rendered, *serving(rendered)]
 
 
-def test_only_clients_and_the_smoke_test_reach_predictions(manifests: list[Object]) -> None:
-    server, prep = component(manifests, "serving"), component(manifests, "prep")
-    loaded = settings_of(manifests)
+def test_only_clients_and_the_smoke_test_reach_predictions(overlay: list[Object]) -> None:
+    server, prep = component(overlay, "serving"), component(overlay, "prep")
+    loaded = settings_of(overlay)
     grpc, http = loaded.serving.grpc_inference_port, loaded.serving.inference_port
-    assert reaches(manifests, CLIENT, prep, loaded.prep.port)
-    assert reaches(manifests, prep, server, grpc)
-    assert reaches(manifests, STEP, server, http)  # the deploy step's smoke test
-    assert not reaches(manifests, OTHER_POD, prep, loaded.prep.port)
-    assert not reaches(manifests, OTHER_POD, server, http)
-    assert not reaches(manifests, CLIENT, server, http)
+    assert reaches(overlay, CLIENT, prep, loaded.prep.port)
+    assert reaches(overlay, prep, server, grpc)
+    assert reaches(overlay, STEP, server, http)  # the deploy step's smoke test
+    assert not reaches(overlay, OTHER_POD, prep, loaded.prep.port)
+    assert not reaches(overlay, OTHER_POD, server, http)
+    assert not reaches(overlay, CLIENT, server, http)
     for port in (loaded.serving.management_port, loaded.serving.grpc_management_port):
-        assert not any(reaches(manifests, peer, server, port) for peer in (prep, CLIENT, STEP, OTHER_POD, PROMETHEUS))
+        assert not any(reaches(overlay, peer, server, port) for peer in (prep, CLIENT, STEP, OTHER_POD, PROMETHEUS))
 
 
 @pytest.mark.parametrize("name", ["slack", "watch"])
-def test_bot_and_watcher_reach_kfp_and_the_internet_but_no_predictions(manifests: list[Object], name: str) -> None:
-    bot = component(manifests, name)
-    loaded = settings_of(manifests)
+def test_bot_and_watcher_reach_kfp_and_the_internet_but_no_predictions(overlay: list[Object], name: str) -> None:
+    bot = component(overlay, name)
+    loaded = settings_of(overlay)
     assert loaded.pipeline.endpoint == "http://ml-pipeline.kubeflow.svc:8888"
-    assert reaches(manifests, bot, KFP, 8888)
-    assert reaches(manifests, bot, INTERNET, 443)
-    assert not reaches(manifests, bot, component(manifests, "serving"), loaded.serving.inference_port)
-    assert not reaches(manifests, bot, component(manifests, "prep"), loaded.prep.port)
-    assert not any(reaches(manifests, peer, bot, port) for peer in (OTHER_POD, CLIENT, STEP) for port in (3000, 8091))
+    assert reaches(overlay, bot, KFP, 8888)
+    assert reaches(overlay, bot, INTERNET, 443)
+    assert not reaches(overlay, bot, component(overlay, "serving"), loaded.serving.inference_port)
+    assert not reaches(overlay, bot, component(overlay, "prep"), loaded.prep.port)
+    assert not any(reaches(overlay, peer, bot, port) for peer in (OTHER_POD, CLIENT, STEP) for port in (3000, 8091))
 
 
 def test_prometheus_reaches_the_metrics_of_the_watcher() -> None:
@@ -131,13 +131,13 @@ def test_prometheus_reaches_the_metrics_of_the_watcher() -> None:
     assert reaches(rendered, PROMETHEUS, component(rendered, "watch"), 8091)
 
 
-def test_every_pod_reaches_dns_and_its_store(manifests: list[Object]) -> None:
-    for name, spec in pod_specs(manifests).items():
+def test_every_pod_reaches_dns_and_its_store(overlay: list[Object]) -> None:
+    for name, spec in pod_specs(overlay).items():
         pod = Peer(spec["labels"])
         if spec["labels"]["app.kubernetes.io/component"] != "object-store":
-            assert reaches(manifests, pod, DNS, 53, "UDP"), name
-            assert reaches(manifests, pod, DNS, 53), name
-            assert reaches(manifests, pod, INTERNET, 443), name
+            assert reaches(overlay, pod, DNS, 53, "UDP"), name
+            assert reaches(overlay, pod, DNS, 53), name
+            assert reaches(overlay, pod, INTERNET, 443), name
 
 
 @pytest.mark.parametrize("name", ["prep", "slack", "watch", "console", "serving"])

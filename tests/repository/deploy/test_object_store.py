@@ -154,7 +154,7 @@ def client(server: SeaweedFS, user: str) -> Minio:
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SeaweedFS]:
+def object_store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SeaweedFS]:
     with trial(tmp_path_factory.mktemp("trial")) as running:
         yield running
 
@@ -185,15 +185,15 @@ def permitted(act: Callable[[], object]) -> bool:
 
 
 @pytest.mark.parametrize("user", ALLOWED)
-def test_user_has_exactly_its_rights(server: SeaweedFS, user: str) -> None:
+def test_user_has_exactly_its_rights(object_store: SeaweedFS, user: str) -> None:
     granted: dict[str, set[str]] = {}
-    store = client(server, user)
+    store = client(object_store, user)
     for action, act in {
         "read": lambda bucket, key: store.get_object(bucket, key).read(),
         "write": lambda bucket, key: store.put_object(bucket, key, BytesIO(b"other"), 5),
         "delete": lambda bucket, key: store.remove_object(bucket, key),
     }.items():
-        fill(server)
+        fill(object_store)
         granted[action] = {path for path in PATHS if permitted(lambda: act(*path.split("/", 1)))}  # noqa: B023
     buckets = ("evernear", "evernear-images")
     granted["list"] = {name for name in buckets if permitted(lambda: list(store.list_objects(name, recursive=True)))}  # noqa: B023
@@ -204,9 +204,9 @@ def test_user_has_exactly_its_rights(server: SeaweedFS, user: str) -> None:
     assert not permitted(lambda: store.set_bucket_policy("evernear", '{"Version": "2012-10-17", "Statement": []}'))
 
 
-def test_anonymous_access_is_denied(server: SeaweedFS) -> None:
-    fill(server)
-    anonymous = Minio(server.endpoint.removeprefix("http://"), secure=False, region="us-east-1")
+def test_anonymous_access_is_denied(object_store: SeaweedFS) -> None:
+    fill(object_store)
+    anonymous = Minio(object_store.endpoint.removeprefix("http://"), secure=False, region="us-east-1")
     for act in (
         lambda: anonymous.get_object("evernear", "releases/champion.json"),
         lambda: anonymous.put_object("evernear", "releases/champion.json", BytesIO(b"x"), 1),
@@ -215,21 +215,23 @@ def test_anonymous_access_is_denied(server: SeaweedFS) -> None:
         assert not permitted(act)
 
 
-def test_only_the_s3_ports_listen_beyond_loopback(server: SeaweedFS) -> None:
-    listening = [item.laddr for item in psutil.Process(server.pid).net_connections("tcp") if item.status == "LISTEN"]
+def test_only_the_s3_ports_listen_beyond_loopback(object_store: SeaweedFS) -> None:
+    listening = [
+        item.laddr for item in psutil.Process(object_store.pid).net_connections("tcp") if item.status == "LISTEN"
+    ]
     outside = {address.port for address in listening if address.ip != "127.0.0.1"}
-    assert outside == {server.ports["s3.port"], server.ports["s3.port.grpc"]}
-    assert {address.port for address in listening} == {*server.ports.values()}
+    assert outside == {object_store.ports["s3.port"], object_store.ports["s3.port.grpc"]}
+    assert {address.port for address in listening} == {*object_store.ports.values()}
     # Without protection, the gRPC port would list policies to anyone and accept new users.
-    with grpc.insecure_channel(f"127.0.0.1:{server.ports['s3.port.grpc']}") as channel:
+    with grpc.insecure_channel(f"127.0.0.1:{object_store.ports['s3.port.grpc']}") as channel:
         ask = channel.unary_unary("/messaging_pb.SeaweedS3IamCache/ListPolicies")
         with pytest.raises(grpc.RpcError) as refused:
             ask(b"", timeout=10)
     assert refused.value.code() == grpc.StatusCode.UNAVAILABLE  # type: ignore[attr-defined]
 
 
-def test_conditional_writes_have_one_winner(server: SeaweedFS, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("AWS_ENDPOINT_URL", server.endpoint)
+def test_conditional_writes_have_one_winner(object_store: SeaweedFS, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", object_store.endpoint)
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "pipeline-key")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "pipeline-secret/+=")
     assert S3Store("evernear", "").race_winners == (1, 1)

@@ -36,7 +36,7 @@ OLD, SLOW, NEW = (f"2026010{day}.000000.00000000" for day in (1, 2, 3))
 
 
 @pytest.fixture
-def cluster(tmp_path: Path) -> Iterator[LoopbackCluster]:
+def overlay_cluster(tmp_path: Path) -> Iterator[LoopbackCluster]:
     """A cluster with the local overlay and every Secret except the inference token."""
     with LoopbackCluster(tmp_path, second_s=1.0) as running:
         kubeflow = {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": "kubeflow"}}
@@ -52,8 +52,8 @@ def cluster(tmp_path: Path) -> Iterator[LoopbackCluster]:
         yield running
 
 
-def test_every_deployment_becomes_available_once_its_secrets_exist(cluster: LoopbackCluster) -> None:
-    admin = config.new_client_from_config(str(cluster.kubeconfig()))
+def test_every_deployment_becomes_available_once_its_secrets_exist(overlay_cluster: LoopbackCluster) -> None:
+    admin = config.new_client_from_config(str(overlay_cluster.kubeconfig()))
     apps, core = client.AppsV1Api(admin), client.CoreV1Api(admin)
 
     def up() -> set[str]:
@@ -68,14 +68,16 @@ def test_every_deployment_becomes_available_once_its_secrets_exist(cluster: Loop
 
 
 def test_deployer_has_exactly_the_rights_that_it_uses(
-    cluster: LoopbackCluster, monkeypatch: pytest.MonkeyPatch
+    overlay_cluster: LoopbackCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("KUBECONFIG", str(cluster.kubeconfig("evernear/evernear-deployer", namespace="evernear")))
+    monkeypatch.setenv(
+        "KUBECONFIG", str(overlay_cluster.kubeconfig("evernear/evernear-deployer", namespace="evernear"))
+    )
     monkeypatch.setattr(rollout, "DIAGNOSIS_INTERVAL_S", 1)
     monkeypatch.setattr(rollout, "FAILURE_GRACE_S", 1)
     settings = _settings()
     api = Cluster.of(settings.kubernetes.namespace)
-    before = len(cluster.calls)
+    before = len(overlay_cluster.calls)
 
     with Lease(KubernetesRecord(api, settings.kubernetes.name, 2)):
         owners = api.get("PodTemplate", settings.kubernetes.name)
@@ -86,11 +88,13 @@ def test_deployer_has_exactly_the_rights_that_it_uses(
         save_last_known_good(api, settings.kubernetes, Revision(OLD, old))
         assert load_last_known_good(api, settings.kubernetes) is not None
     with Lease(KubernetesRecord(api, settings.kubernetes.name, 2)):
-        cluster.set_pod_behavior(NotReady("not yet"), labeled(VERSION, SLOW))  # so that the deployer reads its events
+        overlay_cluster.set_pod_behavior(
+            NotReady("not yet"), labeled(VERSION, SLOW)
+        )  # so that the deployer reads its events
         apply_revision(api, serving_objects(settings, ServedRelease(SLOW, "b" * 64, "c" * 64)))
         with pytest.raises(ClusterError, match="probe"):
             await_rollout(api, settings.kubernetes.model_copy(update={"rollout_timeout_s": 4}))
-        cluster.set_pod_behavior(CrashLoop("no Java\n"), labeled(VERSION, NEW))
+        overlay_cluster.set_pod_behavior(CrashLoop("no Java\n"), labeled(VERSION, NEW))
         new = serving_objects(settings, ServedRelease(NEW, "b" * 64, "c" * 64))
         apply_revision(api, new)
         with pytest.raises(ClusterError, match="no Java"):
@@ -99,15 +103,15 @@ def test_deployer_has_exactly_the_rights_that_it_uses(
 
     used = {
         (call.kind.group, f"{call.kind.plural}/{call.subresource}".rstrip("/"), _name(call), call.verb)
-        for call in cluster.calls[before:]
+        for call in overlay_cluster.calls[before:]
         if call.kind is not None
     }
     used |= {(*target, "create") for *target, verb in used if verb == "patch"}  # an apply may create the object
     assert used == _granted()
 
 
-def test_deployer_has_no_other_rights(cluster: LoopbackCluster, tmp_path: Path) -> None:
-    deployer = config.new_client_from_config(str(cluster.kubeconfig("evernear/evernear-deployer")))
+def test_deployer_has_no_other_rights(overlay_cluster: LoopbackCluster, tmp_path: Path) -> None:
+    deployer = config.new_client_from_config(str(overlay_cluster.kubeconfig("evernear/evernear-deployer")))
     apps, core = client.AppsV1Api(deployer), client.CoreV1Api(deployer)
     forbidden: list[Callable[[], object]] = [
         lambda: core.read_namespaced_secret("evernear-s3", "evernear"),
@@ -123,8 +127,8 @@ def test_deployer_has_no_other_rights(cluster: LoopbackCluster, tmp_path: Path) 
         assert error.value.status == 403
 
 
-def test_pipeline_runner_may_list_pods_of_the_namespace_only(cluster: LoopbackCluster) -> None:
-    step = client.CoreV1Api(config.new_client_from_config(str(cluster.kubeconfig("kubeflow/pipeline-runner"))))
+def test_pipeline_runner_may_list_pods_of_the_namespace_only(overlay_cluster: LoopbackCluster) -> None:
+    step = client.CoreV1Api(config.new_client_from_config(str(overlay_cluster.kubeconfig("kubeflow/pipeline-runner"))))
     step.list_namespaced_pod("evernear")
     for namespace in ("kubeflow", "default"):
         with pytest.raises(client.ApiException, match="Forbidden"):

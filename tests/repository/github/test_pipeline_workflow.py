@@ -49,7 +49,7 @@ def issuer() -> Iterator[str]:
 
 
 @pytest.fixture
-def kfp() -> Iterator[KfpServer]:
+def guarded_kfp() -> Iterator[KfpServer]:
     """A server that accepts only GitHub's token."""
     with KfpServer(token=IDENTITY) as server:
         yield server
@@ -74,7 +74,7 @@ def run_step(name: str, kfp: KfpServer, tmp_path: Path, **variables: str) -> sub
     )
 
 
-def test_push_uploads_and_starts_one_run_with_github_token(kfp: KfpServer, issuer: str, tmp_path: Path) -> None:
+def test_push_uploads_and_starts_one_run_with_github_token(guarded_kfp: KfpServer, issuer: str, tmp_path: Path) -> None:
     identity = {
         "KFP_AUDIENCE": AUDIENCE,
         "ACTIONS_ID_TOKEN_REQUEST_TOKEN": REQUEST_TOKEN,
@@ -82,20 +82,20 @@ def test_push_uploads_and_starts_one_run_with_github_token(kfp: KfpServer, issue
     }
     images = {"TRAIN_IMAGE": TRAIN, "SERVE_IMAGE": SERVE}
     defaults = "store=s3://ours data.source=s3://images\n  target=local\n"  # may span several lines
-    completed = run_step("Upload the pipelines", kfp, tmp_path, PARAMETERS=defaults, **images, **identity)
+    completed = run_step("Upload the pipelines", guarded_kfp, tmp_path, PARAMETERS=defaults, **images, **identity)
     assert completed.returncode == 0, completed.stderr
     assert re.search(r"continuous-training 5b67dc9f1c0b6c0f-[0-9a-f]{8}: uploaded", completed.stdout)
     assert f"::add-mask::{IDENTITY}" in completed.stdout
 
     start = {"PIPELINE": "continuous-training", "PARAMETERS": "train.epochs=3"}
-    completed = run_step("Start a run", kfp, tmp_path, **start, **identity)
+    completed = run_step("Start a run", guarded_kfp, tmp_path, **start, **identity)
     assert completed.returncode == 0, completed.stderr
-    (run,) = kfp.runs
+    (run,) = guarded_kfp.runs
     # A second start with the same key returns this run.
     assert run.resource["display_name"] == "continuous-training [github-4711]"
     assert run.parameters["settings"] == {"train": {"epochs": 3}}
     assert run.parameters["started_by"] == "GitHub Actions (push of commit 5b67dc9f1c0b by ada, workflow run 4711)"
-    assert (tmp_path / "output").read_text().startswith(f"url={kfp.url}")
+    assert (tmp_path / "output").read_text().startswith(f"url={guarded_kfp.url}")
     compiled = run.compiled().read_text()
     assert TRAIN in compiled
     inputs = next(yaml.safe_load_all(compiled))["root"]["inputDefinitions"]["parameters"]
@@ -112,11 +112,11 @@ def test_every_pipeline_can_be_started_by_hand() -> None:
     assert sorted(inputs["pipeline"]["options"]) == sorted(NAMES)
 
 
-def test_job_without_a_github_token_fails(kfp: KfpServer, issuer: str, tmp_path: Path) -> None:
+def test_job_without_a_github_token_fails(guarded_kfp: KfpServer, issuer: str, tmp_path: Path) -> None:
     wrong = {"KFP_AUDIENCE": AUDIENCE, "ACTIONS_ID_TOKEN_REQUEST_TOKEN": "x", "ACTIONS_ID_TOKEN_REQUEST_URL": issuer}
-    completed = run_step("Upload the pipelines", kfp, tmp_path, TRAIN_IMAGE=TRAIN, SERVE_IMAGE=SERVE, **wrong)
+    completed = run_step("Upload the pipelines", guarded_kfp, tmp_path, TRAIN_IMAGE=TRAIN, SERVE_IMAGE=SERVE, **wrong)
     assert completed.returncode == 22, "curl's exit code for an HTTP error"
-    assert not kfp.calls
+    assert not guarded_kfp.calls
 
 
 def test_job_conditions_use_no_environment_variables() -> None:
@@ -127,8 +127,8 @@ def test_job_conditions_use_no_environment_variables() -> None:
     assert not [job["if"] for job in in_environment if "vars." in job.get("if", "")]
 
 
-def test_job_fails_if_the_server_rejects_its_token(kfp: KfpServer, tmp_path: Path) -> None:
+def test_job_fails_if_the_server_rejects_its_token(guarded_kfp: KfpServer, tmp_path: Path) -> None:
     images = {"TRAIN_IMAGE": TRAIN, "SERVE_IMAGE": SERVE}
-    completed = run_step("Upload the pipelines", kfp, tmp_path, KFP_TOKEN="an old one", **images)
+    completed = run_step("Upload the pipelines", guarded_kfp, tmp_path, KFP_TOKEN="an old one", **images)
     assert completed.returncode == 4
     assert "Traceback" not in completed.stderr

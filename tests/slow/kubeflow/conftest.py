@@ -1,5 +1,5 @@
 """The fixtures of `tests.real.kubeflow`."""
 
-from tests.real.kubeflow.conftest import image, loopback, manifests
+from tests.real.kubeflow.conftest import component, pipeline_cluster, step_image
 
-__all__ = ["image", "loopback", "manifests"]
+__all__ = ["component", "pipeline_cluster", "step_image"]

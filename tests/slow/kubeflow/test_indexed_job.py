@@ -14,16 +14,16 @@ from evernear.common.store import open_store
 from evernear.release.registry import Registry
 from tests.command_line import evernear
 from tests.loopback.kubernetes import LoopbackCluster
-from tests.real.kubeflow.test_indexed_job import COMPONENT, jobs, store
+from tests.real.kubeflow.test_indexed_job import COMPONENT, jobs
 from tests.releases import MakeRelease, System
 from tests.slow.kubeflow import small_steps
 
-__all__ = ["COMPONENT", "store"]
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("image")]
+__all__ = ["COMPONENT"]
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("step_image")]
 
 
 def test_pods_predict_what_one_process_predicts(
-    loopback: LoopbackCluster, bucket: str, make_release: MakeRelease, tmp_path: Path
+    pipeline_cluster: LoopbackCluster, bucket: str, make_release: MakeRelease, tmp_path: Path
 ) -> None:
     source, store = open_store(f"s3://{bucket}/photos"), open_store(f"s3://{bucket}/store")
     random = np.random.default_rng(0)
@@ -42,10 +42,12 @@ def test_pods_predict_what_one_process_predicts(
         name = f"part-{number:06}.parquet"
         fetched = open_store(f"s3://{bucket}/out").fetch(name, tmp_path / name)
         assert pq.read_table(fetched).equals(pq.read_table(tmp_path / "local" / name))
-    assert jobs(loopback) == []
+    assert jobs(pipeline_cluster) == []
 
 
-def test_step_ingests_on_nodes_what_it_ingests_alone(loopback: LoopbackCluster, bucket: str, tmp_path: Path) -> None:
+def test_step_ingests_on_nodes_what_it_ingests_alone(
+    pipeline_cluster: LoopbackCluster, bucket: str, tmp_path: Path
+) -> None:
     source, store = open_store(f"s3://{bucket}/photos"), open_store(f"s3://{bucket}/store")
     small_steps.put_photos(source, tmp_path)
     snapshots: list[Any] = []
@@ -54,10 +56,10 @@ def test_step_ingests_on_nodes_what_it_ingests_alone(loopback: LoopbackCluster, 
         snapshots.append((manifest.digest, manifest.problems, manifest.problem_counts))
     assert snapshots[0] == snapshots[1]
     assert snapshots[0][2] == {"undecodable": 1}
-    assert {(call.verb, call.kind.name) for call in loopback.calls} == {
+    assert {(call.verb, call.kind.name) for call in pipeline_cluster.calls} == {
         ("get", "PodTemplate"), ("create", "Job"), ("get", "Job"), ("delete", "Job")
     }  # fmt: skip
-    assert jobs(loopback) == []
+    assert jobs(pipeline_cluster) == []
     ran = RunRecord(store, "on-nodes").find("parts_ingest", PartsRecord)
     assert ran is not None
     assert (ran.nodes, ran.parts, ran.retries) == (3, 7, 0)
@@ -65,7 +67,7 @@ def test_step_ingests_on_nodes_what_it_ingests_alone(loopback: LoopbackCluster, 
 
 
 def test_step_embeds_on_nodes_what_it_embeds_alone(
-    loopback: LoopbackCluster, bucket: str, system: System, tmp_path: Path
+    pipeline_cluster: LoopbackCluster, bucket: str, system: System, tmp_path: Path
 ) -> None:
     store = open_store(f"s3://{bucket}/store")
     dataset = small_steps.put_system(system, store, tmp_path)
@@ -73,7 +75,7 @@ def test_step_embeds_on_nodes_what_it_embeds_alone(
         made = small_steps.embed(run, nodes, system, dataset, store, tmp_path)
         assert made["computed"] == system.dataset.count("gallery") + system.dataset.count("query")
     assert small_steps.embedded(tmp_path / "on-nodes") == small_steps.embedded(tmp_path / "alone")
-    assert jobs(loopback) == []
+    assert jobs(pipeline_cluster) == []
     ran = RunRecord(store, "on-nodes").find("parts_embed", PartsRecord)
     assert ran is not None
     assert (ran.nodes, ran.parts, ran.retries, ran.cpus, ran.memory_bytes) == (2, 3, 0, 2.0, 4 * 2**30)
@@ -82,7 +84,7 @@ def test_step_embeds_on_nodes_what_it_embeds_alone(
 
 
 def test_evaluation_is_the_same_when_nodes_embedded_the_test_split(
-    loopback: LoopbackCluster, bucket: str, system: System, make_release: MakeRelease, tmp_path: Path
+    pipeline_cluster: LoopbackCluster, bucket: str, system: System, make_release: MakeRelease, tmp_path: Path
 ) -> None:
     store, release = open_store(f"s3://{bucket}/store"), make_release()
     dataset = small_steps.put_system(system, store, tmp_path)
@@ -96,4 +98,4 @@ def test_evaluation_is_the_same_when_nodes_embedded_the_test_split(
         assert (len([*store.list("embeddings/")]) == cached) == (nodes > 1), "nodes also embed the test split"
     assert measured[0]["champion"]["name"] == release.version
     assert measured[0] == measured[1]
-    assert jobs(loopback) == []
+    assert jobs(pipeline_cluster) == []

@@ -14,28 +14,34 @@ from evernear.embedding.train import train_network
 from evernear.errors import TrainingError
 from evernear.settings import RunSettings
 from tests.loopback.kubernetes import LoopbackCluster
-from tests.real.kubeflow.test_train_job import COMPONENT, digits, follow, settings, train_jobs
+from tests.real.kubeflow.test_train_job import COMPONENT, follow, ingested_digits, tiny_settings, train_jobs
 
-__all__ = ["COMPONENT", "digits", "settings"]
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("image")]
+__all__ = ["COMPONENT", "ingested_digits", "tiny_settings"]
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("step_image")]
 
 
 def test_two_nodes_train_as_one_process(
-    loopback: LoopbackCluster, digits: Dataset, settings: RunSettings, tmp_path: Path, capfd: pytest.CaptureFixture
+    pipeline_cluster: LoopbackCluster,
+    ingested_digits: Dataset,
+    tiny_settings: RunSettings,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture,
 ) -> None:
     steps.train(
-        "run-1", settings.model_dump(mode="json"), str(tmp_path / "dataset"), str(tmp_path / "out"),
+        "run-1", tiny_settings.model_dump(mode="json"), str(tmp_path / "dataset"), str(tmp_path / "out"),
         str(tmp_path / "curves.html"),
     )  # fmt: skip
-    trained = RunRecord(open_store(settings.store_uri), "run-1").load("training")["epochs"]
-    alone = train_network(digits, settings.train.model_copy(update={"nodes": 1}), tmp_path / "alone").epochs
+    trained = RunRecord(open_store(tiny_settings.store_uri), "run-1").load("training")["epochs"]
+    alone = train_network(
+        ingested_digits, tiny_settings.train.model_copy(update={"nodes": 1}), tmp_path / "alone"
+    ).epochs
     assert [epoch["epoch"] for epoch in trained] == [1, 2, 3]
     assert [epoch["train_loss"] for epoch in trained] == pytest.approx([e.train_loss for e in alone], rel=2e-2)
     assert (tmp_path / "out" / "weights.pt").exists()
-    assert {(call.verb, call.kind.name, call.namespace) for call in loopback.calls} == {
+    assert {(call.verb, call.kind.name, call.namespace) for call in pipeline_cluster.calls} == {
         (verb, "TrainJob", "kubeflow") for verb in ("create", "get", "delete")
     }
-    assert train_jobs(loopback) == []
+    assert train_jobs(pipeline_cluster) == []
     log = capfd.readouterr().out
     assert "2 of 2 nodes ready" in log
     assert "epoch 3/3" in log
@@ -45,27 +51,27 @@ def test_two_nodes_train_as_one_process(
 
 
 def test_training_resumes_after_a_lost_node(
-    loopback: LoopbackCluster, digits: Dataset, settings: RunSettings, tmp_path: Path
+    pipeline_cluster: LoopbackCluster, ingested_digits: Dataset, tiny_settings: RunSettings, tmp_path: Path
 ) -> None:
-    longer = settings.model_copy(update={"train": settings.train.model_copy(update={"epochs": 40})})
+    longer = tiny_settings.model_copy(update={"train": tiny_settings.train.model_copy(update={"epochs": 40})})
 
     def lose_node(epoch: Epoch) -> None:
         if epoch.epoch == 1:
-            loopback.lose_node(train_jobs(loopback)[0]["metadata"]["name"])
+            pipeline_cluster.lose_node(train_jobs(pipeline_cluster)[0]["metadata"]["name"])
 
-    follow(digits, longer, lose_node)
-    resumed = train_network(digits, longer.train, tmp_path / "out", open_store(settings.store_uri))
+    follow(ingested_digits, longer, lose_node)
+    resumed = train_network(ingested_digits, longer.train, tmp_path / "out", open_store(tiny_settings.store_uri))
     assert [epoch.epoch for epoch in resumed.epochs] == list(range(1, 41))
-    lines = NodeLog.of(RunRecord(open_store(settings.store_uri), "run-1"), 0).lines
+    lines = NodeLog.of(RunRecord(open_store(tiny_settings.store_uri), "run-1"), 0).lines
     assert sum("Node 1 of 2 started" in line for line in lines) == 2
     assert sum("epoch 1/40" in line for line in lines) == 1
 
 
 def test_training_error_ends_the_train_job_without_another_start(
-    loopback: LoopbackCluster, digits: Dataset, settings: RunSettings
+    pipeline_cluster: LoopbackCluster, ingested_digits: Dataset, tiny_settings: RunSettings
 ) -> None:
-    diverging = settings.train.model_copy(update={"learning_rate": 1e38})
+    diverging = tiny_settings.train.model_copy(update={"learning_rate": 1e38})
     with pytest.raises(TrainingError, match=r"failed: FailJobSet: .*The loss is not a finite number after epoch 1"):
-        follow(digits, settings.model_copy(update={"train": diverging}))
-    lines = NodeLog.of(RunRecord(open_store(settings.store_uri), "run-1"), 0).lines
+        follow(ingested_digits, tiny_settings.model_copy(update={"train": diverging}))
+    lines = NodeLog.of(RunRecord(open_store(tiny_settings.store_uri), "run-1"), 0).lines
     assert sum("started" in line for line in lines) == 1

@@ -12,11 +12,6 @@ from tests.real.scenarios.workspace import Workspace, write_digits, write_negati
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture
-def workspace(tmp_path: Path) -> Workspace:
-    return Workspace(tmp_path, EVERNEAR_TARGET="registry")
-
-
 def test_bucket_as_source_and_store(workspace: Workspace, bucket: str, s3_endpoint: str) -> None:
     """Images and store are in S3, and nothing of the store is on the local disk."""
     workspace.environment |= {

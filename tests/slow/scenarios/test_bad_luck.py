@@ -8,7 +8,7 @@ import psutil
 import pytest
 
 from evernear.serving.configuration import MAIN_CLASS
-from tests.real.scenarios.workspace import COMMAND_TIMEOUT_S, Workspace, step_processes, write_digits
+from tests.real.scenarios.workspace import COMMAND_TIMEOUT_S, Workspace, step_processes
 
 STEPS = (
     "ingest",
@@ -29,13 +29,11 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(params=["forks", "fresh"])
-def workspace(tmp_path: Path, request: pytest.FixtureRequest) -> Workspace:
+def each_workspace(digits_workspace: Workspace, request: pytest.FixtureRequest) -> Workspace:
     """With both ways to start a step."""
-    write_digits(tmp_path / "images")
-    workspace = Workspace(tmp_path, EVERNEAR_TARGET="registry")
     if request.param == "fresh":
-        workspace.start_steps_afresh()
-    return workspace
+        digits_workspace.start_steps_afresh()
+    return digits_workspace
 
 
 def facts(workspace: Workspace, result: dict) -> tuple[str, str]:
@@ -66,23 +64,23 @@ def kill_at(workspace: Workspace, step: str, victim: str) -> bool:
 @pytest.mark.timeout(3600)  # two dozen runs
 @pytest.mark.parametrize(("steps", "victim"), [(STEPS, "command"), (STEPS[:-1], "step")])
 def test_rerun_after_a_kill_equals_an_uninterrupted_run(
-    workspace: Workspace, tmp_path: Path, steps: tuple[str, ...], victim: str
+    each_workspace: Workspace, tmp_path: Path, steps: tuple[str, ...], victim: str
 ) -> None:
-    hits = [kill_at(workspace, step, victim) for step in steps]
+    hits = [kill_at(each_workspace, step, victim) for step in steps]
     assert sum(hits) > len(steps) / 2, hits
-    after_kills = workspace.run()
+    after_kills = each_workspace.run()
     unbroken = Workspace(tmp_path / "unbroken", EVERNEAR_TARGET="registry")
     unbroken.directory.mkdir()
-    shutil.copytree(workspace.directory / "images", unbroken.directory / "images")
+    shutil.copytree(each_workspace.directory / "images", unbroken.directory / "images")
     result = unbroken.run()
-    assert facts(workspace, after_kills) == facts(unbroken, result)
+    assert facts(each_workspace, after_kills) == facts(unbroken, result)
     assert after_kills["promoted"]
     assert result["promoted"]
 
 
-def test_killed_step_fails_the_run_with_an_error_message(workspace: Workspace) -> None:
-    with workspace.start("run", "--preset", "quick") as process:
-        workspace.await_step("train", process)
+def test_killed_step_fails_the_run_with_an_error_message(each_workspace: Workspace) -> None:
+    with each_workspace.start("run", "--preset", "quick") as process:
+        each_workspace.await_step("train", process)
         for running in step_processes(process):
             running.kill()
         output, _ = process.communicate(timeout=COMMAND_TIMEOUT_S)
@@ -92,37 +90,37 @@ def test_killed_step_fails_the_run_with_an_error_message(workspace: Workspace) -
     assert "run.html" in output
 
 
-def test_temporary_files_are_removed_even_after_a_kill(workspace: Workspace) -> None:
-    temporary = workspace.directory / "tmp"
+def test_temporary_files_are_removed_even_after_a_kill(each_workspace: Workspace) -> None:
+    temporary = each_workspace.directory / "tmp"
     temporary.mkdir()
-    workspace.environment["TMPDIR"] = str(temporary)
-    kill_at(workspace, "ingest", "command")
+    each_workspace.environment["TMPDIR"] = str(temporary)
+    kill_at(each_workspace, "ingest", "command")
     assert list(temporary.rglob("step-*"))
     # The next run also ends early: cleanup does not depend on the outcome.
-    shutil.rmtree(workspace.directory / "images")
-    assert workspace.process("run", "--preset", "quick").returncode != 0
+    shutil.rmtree(each_workspace.directory / "images")
+    assert each_workspace.process("run", "--preset", "quick").returncode != 0
     assert list(temporary.iterdir()) == []
 
 
-def test_crashed_server_is_reported_and_restarts(workspace: Workspace) -> None:
-    workspace.environment["EVERNEAR_TARGET"] = "local"
-    image = str(next((workspace.directory / "images/3").iterdir()))
+def test_crashed_server_is_reported_and_restarts(each_workspace: Workspace) -> None:
+    each_workspace.environment["EVERNEAR_TARGET"] = "local"
+    image = str(next((each_workspace.directory / "images/3").iterdir()))
     try:
-        first = workspace.run()
+        first = each_workspace.run()
         for process in psutil.process_iter(["cmdline"]):
             if MAIN_CLASS in (process.info["cmdline"] or ()) and any(
-                str(workspace.workdir) in word for word in process.info["cmdline"]
+                str(each_workspace.workdir) in word for word in process.info["cmdline"]
             ):
                 process.kill()
                 process.wait(10)
-        assert workspace.refused("predict", image)[0] == 4
-        assert json.loads(workspace.command("status", "--json").stdout)["server"] == "died"
-        second = workspace.run()
+        assert each_workspace.refused("predict", image)[0] == 4
+        assert json.loads(each_workspace.command("status", "--json").stdout)["server"] == "died"
+        second = each_workspace.run()
         assert second["promoted"]
         assert second["release"] != first["release"]
-        assert json.loads(workspace.command("predict", "--json", image).stdout)["version"] == second["release"]
+        assert json.loads(each_workspace.command("predict", "--json", image).stdout)["version"] == second["release"]
     finally:
-        workspace.command("stop")
+        each_workspace.command("stop")
     assert not [
-        p for p in psutil.process_iter(["cmdline"]) if str(workspace.workdir) in " ".join(p.info["cmdline"] or ())
+        p for p in psutil.process_iter(["cmdline"]) if str(each_workspace.workdir) in " ".join(p.info["cmdline"] or ())
     ]

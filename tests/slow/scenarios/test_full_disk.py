@@ -31,7 +31,7 @@ STEPS = (
 
 
 @pytest.fixture(scope="module")
-def workspace(tmp_path_factory: pytest.TempPathFactory) -> Workspace:
+def finished_workspace(tmp_path_factory: pytest.TempPathFactory) -> Workspace:
     """A successful run."""
     directory = tmp_path_factory.mktemp("earlier")
     write_digits(directory / "images")
@@ -41,13 +41,17 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Workspace:
 
 
 @pytest.mark.parametrize("step", STEPS)
-def test_step_reports_a_full_disk(workspace: Workspace, tmp_path: Path, step: str) -> None:
+def test_step_reports_a_full_disk(finished_workspace: Workspace, tmp_path: Path, step: str) -> None:
     script = ["-m", "tests.slow.scenarios.on_small_disks", step]
-    paths = [str(workspace.directory / "result.json"), str(workspace.directory / "images"), str(tmp_path)]
+    paths = [
+        str(finished_workspace.directory / "result.json"),
+        str(finished_workspace.directory / "images"),
+        str(tmp_path),
+    ]
     completed = subprocess.run(
         ["unshare", "--map-root-user", "--mount", sys.executable, *script, *paths],
         cwd=ROOT,
-        env=workspace.environment,
+        env=finished_workspace.environment,
         capture_output=True,
         text=True,
         timeout=COMMAND_TIMEOUT_S,

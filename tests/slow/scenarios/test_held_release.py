@@ -14,17 +14,17 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 
 @pytest.fixture
-def workspace(tmp_path: Path) -> Workspace:
+def six_digits(tmp_path: Path) -> Workspace:
     write_digits(tmp_path / "images", labels="012345", per_class=40)
     return Workspace(tmp_path, EVERNEAR_GATE__ACCURACY_FLOOR="0")
 
 
-def test_every_command_printed_after_a_held_first_release_works(workspace: Workspace) -> None:
-    image = next((workspace.directory / "images" / "3").iterdir())
+def test_every_command_printed_after_a_held_first_release_works(six_digits: Workspace) -> None:
+    image = next((six_digits.directory / "images" / "3").iterdir())
     options = "--preset quick --set target=registry --set gate.accuracy_floor=1.0 --set train.epochs=1"
-    done = workspace.command("run", *options.split())
+    done = six_digits.command("run", *options.split())
     assert done.returncode == 0, done.stderr
-    remembered = (workspace.workdir / FILE).read_text()
+    remembered = (six_digits.workdir / FILE).read_text()
     assert "accuracy_floor = 1.0" in remembered
     reason = re.search(r"  - (Label right: .* below the floor of 100.00%\.)", done.stdout)
     assert reason is not None, done.stdout
@@ -39,25 +39,25 @@ def test_every_command_printed_after_a_held_first_release_works(workspace: Works
     assert page.read_text().startswith("<!doctype html>")
 
     for command in (["predict", str(image)], ["serve"], ["reindex", "--preset", "quick"]):
-        code, message = workspace.refused(*command)
+        code, message = six_digits.refused(*command)
         assert code != 0
         show, promote = (shlex.split(text)[1:] for text in re.findall("`(evernear [^`]*)`", message))
-        assert "below the floor of 100.00%" in workspace.command(*show).stdout
+        assert "below the floor of 100.00%" in six_digits.command(*show).stdout
         assert promote[:2] == ["registry", "promote"]
     assert not [command for command in steps.values() if re.search("--(set (?!gate)|preset|workdir)", command)], (
         "the working directory remembers its settings"
     )
     inspect = words(steps["recognize images without promoting it"].replace("IMAGE", shlex.quote(str(image))))
-    recognized = workspace.command(*inspect)
+    recognized = six_digits.command(*inspect)
     assert recognized.returncode == 0, recognized.stderr
 
-    again = workspace.command(*words(steps["run again with a gate that lets it pass"]))
+    again = six_digits.command(*words(steps["run again with a gate that lets it pass"]))
     assert "is the champion" in again.stdout, again.stdout + again.stderr
     assert "gate.accuracy_floor: 1.0 -> " in again.stderr
-    assert (workspace.workdir / FILE).read_text() == remembered, "a looser gate is for one run"
+    assert (six_digits.workdir / FILE).read_text() == remembered, "a looser gate is for one run"
     for command in (words(steps["promote it anyway"]), promote):
-        assert workspace.command(*command).returncode == 0
-        assert workspace.command("registry", "rollback").returncode == 0
+        assert six_digits.command(*command).returncode == 0
+        assert six_digits.command("registry", "rollback").returncode == 0
 
 
 def words(command: str) -> list[str]:

@@ -9,26 +9,28 @@ import pytest
 
 from tests.real.scenarios.test_interrupted import interrupted
 from tests.real.scenarios.workspace import COMMAND_TIMEOUT_S, Workspace, step_processes
-from tests.slow.scenarios.test_bad_luck import workspace
+from tests.slow.scenarios.test_bad_luck import each_workspace
 
-__all__ = ["workspace"]
+__all__ = ["each_workspace"]
 pytestmark = pytest.mark.slow
 
 
 @pytest.mark.parametrize("step", ["ingest", "train", "deploy"])
-def test_run_resumes_after_an_interrupt(workspace: Workspace, step: str) -> None:
-    workspace.environment["EVERNEAR_TARGET"] = "local"
-    with workspace.start("run", "--preset", "quick") as process:
-        workspace.await_step(step, process)
+def test_run_resumes_after_an_interrupt(each_workspace: Workspace, step: str) -> None:
+    each_workspace.environment["EVERNEAR_TARGET"] = "local"
+    with each_workspace.start("run", "--preset", "quick") as process:
+        each_workspace.await_step(step, process)
         message = interrupted(process)
     assert step in message
     assert ("`evernear status` shows which release is live" in message) is (step == "deploy")
     words = [" ".join(p.info["cmdline"] or ()) for p in psutil.process_iter(["cmdline"])]
-    assert not [line for line in words if str(workspace.workdir) in line], "a TorchServe that was starting is stopped"
+    assert not [line for line in words if str(each_workspace.workdir) in line], (
+        "a TorchServe that was starting is stopped"
+    )
     try:
-        assert workspace.run()["promoted"]
+        assert each_workspace.run()["promoted"]
     finally:
-        workspace.command("stop")
+        each_workspace.command("stop")
 
 
 def training_processes(pipeline: subprocess.Popen[str]) -> list[psutil.Process]:
@@ -40,11 +42,11 @@ def training_processes(pipeline: subprocess.Popen[str]) -> list[psutil.Process]:
     return started
 
 
-def test_training_processes_end_with_the_run(workspace: Workspace) -> None:
+def test_training_processes_end_with_the_run(each_workspace: Workspace) -> None:
     words = ("--set", "train.processes=2", "--set", "train.epochs=1000")
     for end in (signal.SIGINT, signal.SIGKILL):
-        with workspace.start("run", "--preset", "quick", *words) as process:
-            workspace.await_step("train", process)
+        with each_workspace.start("run", "--preset", "quick", *words) as process:
+            each_workspace.await_step("train", process)
             workers: list[psutil.Process] = []
             while len(workers) < 2:
                 assert process.poll() is None

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Workspace, dict]]:
+def live_workspace(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Workspace, dict]]:
     """A workspace whose first release is live."""
     workspace = Workspace(tmp_path_factory.mktemp("served"))
     write_digits(workspace.directory / "images", labels="0123456789")
@@ -24,8 +24,8 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Workspace
     workspace.command("stop")
 
 
-def test_first_run_promotes_and_reports_its_paths(served: tuple[Workspace, dict]) -> None:
-    _, result = served
+def test_first_run_promotes_and_reports_its_paths(live_workspace: tuple[Workspace, dict]) -> None:
+    _, result = live_workspace
     assert result["promoted"] is True
     assert result["state"] == "promoted"
     assert result["next_steps"][0] == ["recognize an image", "evernear predict IMAGE"]
@@ -38,9 +38,9 @@ def test_first_run_promotes_and_reports_its_paths(served: tuple[Workspace, dict]
 
 
 def test_equal_candidate_replaces_the_champion(
-    served: tuple[Workspace, dict],
+    live_workspace: tuple[Workspace, dict],
 ) -> None:
-    workspace, first = served
+    workspace, first = live_workspace
     second = workspace.run()
     assert second["promoted"], second["reasons"]
     assert second["release"] > first["release"]
@@ -50,8 +50,8 @@ def test_equal_candidate_replaces_the_champion(
     assert first["release"] in status["registered"]
 
 
-def test_reindex_adds_a_class_and_rollback_removes_it(served: tuple[Workspace, dict]) -> None:
-    workspace, _ = served
+def test_reindex_adds_a_class_and_rollback_removes_it(live_workspace: tuple[Workspace, dict]) -> None:
+    workspace, _ = live_workspace
     before = json.loads(workspace.command("registry", "show", champion_of(workspace), "--json").stdout)
     write_negatives(workspace.directory / "images", "negative", range(100))
     write_negatives(workspace.directory / "strangers", "negative", range(100, 110))
@@ -117,8 +117,8 @@ def pipeline_arguments(workspace: Workspace) -> dict[str, object]:
     return {name: value for name, value in local_run.pipeline_arguments(settings, {}).items() if name in named}
 
 
-def test_model_trained_on_shuffled_labels_is_not_promoted(served: tuple[Workspace, dict]) -> None:
-    workspace, _ = served
+def test_model_trained_on_shuffled_labels_is_not_promoted(live_workspace: tuple[Workspace, dict]) -> None:
+    workspace, _ = live_workspace
     champion = json.loads(workspace.command("status", "--json").stdout)["champion"]
     write_digits(workspace.directory / "shuffled", labels="0123456789", shuffle_labels=True)
     source = ("--source", f"folder:{workspace.directory / 'shuffled'}", "--set", "data.dataset=shuffled")
@@ -129,8 +129,8 @@ def test_model_trained_on_shuffled_labels_is_not_promoted(served: tuple[Workspac
     assert (status["champion"], status["default"]) == (champion, champion)
 
 
-def test_stop_and_serve_restart_the_champion(served: tuple[Workspace, dict]) -> None:
-    workspace, _ = served
+def test_stop_and_serve_restart_the_champion(live_workspace: tuple[Workspace, dict]) -> None:
+    workspace, _ = live_workspace
     champion = json.loads(workspace.command("status", "--json").stdout)["champion"]
     image = str(next((workspace.directory / "images/5").iterdir()))
     assert workspace.command("stop").returncode == 0

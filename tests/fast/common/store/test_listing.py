@@ -52,12 +52,12 @@ def test_damaged_page_is_rejected(data: bytes) -> None:
 
 
 @pytest.fixture
-def serve(monkeypatch: pytest.MonkeyPatch) -> Callable[[Iterable[str], str], list[str]]:
+def serve_names(monkeypatch: pytest.MonkeyPatch) -> Callable[[Iterable[str], str], list[str]]:
     """Serve the names of a bucket, two in each page. The requests for the folder ``failing``
     fail."""
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
 
-    def serve(names: Iterable[str], failing: str = "") -> list[str]:
+    def serve_names(names: Iterable[str], failing: str = "") -> list[str]:
         later = threading.Event()
 
         def answer(self: S3Connection, bucket: str, prefix: str, token: str = "", delimiter: str = "") -> bytes:
@@ -81,20 +81,20 @@ def serve(monkeypatch: pytest.MonkeyPatch) -> Callable[[Iterable[str], str], lis
         monkeypatch.setattr(S3Connection, "_page", answer)
         return sorted(names)
 
-    return serve
+    return serve_names
 
 
 NAMES = [f"{folder}/{number:02}.png" for folder in range(10) for number in range(11)]
 
 
-def test_folders_listed_at_the_same_time_are_in_order(serve: Callable[..., list[str]]) -> None:
-    names = serve(NAMES)
+def test_folders_listed_at_the_same_time_are_in_order(serve_names: Callable[..., list[str]]) -> None:
+    names = serve_names(NAMES)
     assert [info.key for info in open_store("s3://names").list("")] == names
 
 
-def test_error_in_a_folder_follows_the_names_before_it(serve: Callable[..., list[str]]) -> None:
+def test_error_in_a_folder_follows_the_names_before_it(serve_names: Callable[..., list[str]]) -> None:
     listed = list[str]()
-    serve(NAMES, "4/")
+    serve_names(NAMES, "4/")
     listing = open_store("s3://names").list("")
     with pytest.raises(TransientStoreError, match="no listing"):
         listed.extend(info.key for info in listing)

@@ -19,13 +19,13 @@ ExportTo = Callable[..., None]
 
 
 @pytest.fixture
-def ingest(tmp_path: Path) -> Ingest:
-    """``ingest(source, store)`` ingests a source into a store in the test's directory."""
+def ingest_in_shards(tmp_path: Path) -> Ingest:
+    """``ingest_in_shards(source, store)`` ingests a source into a store in the test's directory."""
 
-    def ingest(source: str, store: str = "store", **settings: object) -> Manifest:
+    def ingest_in_shards(source: str, store: str = "store", **settings: object) -> Manifest:
         return ingest_with(source, (tmp_path / store).as_uri(), **{"shard_size_bytes": SHARD_SIZE_BYTES} | settings)
 
-    return ingest
+    return ingest_in_shards
 
 
 @pytest.fixture(scope="package")

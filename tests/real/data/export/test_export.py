@@ -106,10 +106,10 @@ def test_tars_have_every_image_with_label_split_and_digest(snapshot, export_to, 
 
 
 @pytest.mark.parametrize("form", ["parquet", "webdataset"])
-def test_groups_are_exported_if_there_are_any(form: str, ingest, export_to, tmp_path: Path) -> None:
+def test_groups_are_exported_if_there_are_any(form: str, ingest_in_shards, export_to, tmp_path: Path) -> None:
     write_images(tmp_path / "photos", 60, first=10)
     source = f"folder:{tmp_path / 'photos'}"
-    grouped, plain = ingest(source, group=r"(\d*)\d\.png$"), ingest(source, dataset="plain")
+    grouped, plain = ingest_in_shards(source, group=r"(\d*)\d\.png$"), ingest_in_shards(source, dataset="plain")
     for name, manifest in (("grouped", grouped), ("plain", plain)):
         export_to(tmp_path / name, form, manifest)
     rows = {name: exported(tmp_path / name, form) for name in ("grouped", "plain")}
@@ -124,9 +124,9 @@ def exported(out: Path, form: str) -> Rows:
     return [json.loads(row["json"]) for samples in tar_samples(out).values() for _, row in samples]
 
 
-def test_folders_say_that_they_name_no_groups(ingest, tmp_path: Path) -> None:
+def test_folders_say_that_they_name_no_groups(ingest_in_shards, tmp_path: Path) -> None:
     write_images(tmp_path / "photos", 30, first=10)
-    ingest(f"folder:{tmp_path / 'photos'}", group=r"(\d*)\d\.png$")
+    ingest_in_shards(f"folder:{tmp_path / 'photos'}", group=r"(\d*)\d\.png$")
     command = ("dataset", "export", "--format", "folder", "--out", tmp_path / "out")
     done = evernear(*command, "--store", (tmp_path / "store").as_uri(), "--set", "data.dataset=photos")
     assert done.returncode == 0, done.stderr
@@ -154,22 +154,26 @@ def test_memory_does_not_grow_with_the_number_of_images(form: Format, tmp_path: 
 
 
 @pytest.fixture(scope="module")
-def copied(system: System, tmp_path_factory: pytest.TempPathFactory) -> System:
+def copied_system(system: System, tmp_path_factory: pytest.TempPathFactory) -> System:
     return copy_store(system, tmp_path_factory.mktemp("copied") / "store")
 
 
 @pytest.fixture(scope="module")
-def version(copied: System, make_release: MakeRelease) -> str:
-    return Registry(copied.dataset.store).publish(make_release().archive).manifest.version
+def released_version(copied_system: System, make_release: MakeRelease) -> str:
+    return Registry(copied_system.dataset.store).publish(make_release().archive).manifest.version
 
 
 @pytest.mark.parametrize("form", ["parquet", "webdataset"])
-def test_release_adds_its_embeddings(form: str, copied: System, version: str, export_to, tmp_path, monkeypatch) -> None:
+def test_release_adds_its_embeddings(
+    form: str, copied_system: System, released_version: str, export_to, tmp_path, monkeypatch
+) -> None:
     monkeypatch.setattr(FileStore, "put", only_below(tmp_path))  # the cache of embeddings is read, not written
-    export_to(tmp_path / "out", form, copied.dataset.manifest, version)
-    embedder = ExportedEmbedder(copied.network_dir)
+    export_to(tmp_path / "out", form, copied_system.dataset.manifest, released_version)
+    embedder = ExportedEmbedder(copied_system.network_dir)
     for split in SPLITS:
-        shards = [(copied.dataset.shard_blocks(each), each.count) for each in copied.dataset.shards(split)]
+        shards = [
+            (copied_system.dataset.shard_blocks(each), each.count) for each in copied_system.dataset.shards(split)
+        ]
         blocks = list(embedder.embed(shards))
         digests = [digest.tobytes().hex() for block, _ in blocks for digest in block.digests]
         if form == "parquet":
@@ -193,13 +197,15 @@ def only_below(directory: Path) -> Any:
     return checked
 
 
-def test_release_of_other_images_cannot_embed_a_snapshot(snapshot, version, copied, export_to, tmp_path: Path) -> None:
+def test_release_of_other_images_cannot_embed_a_snapshot(
+    snapshot, released_version, copied_system, export_to, tmp_path: Path
+) -> None:
     shutil.copytree(snapshot.store_uri.removeprefix("file://"), tmp_path / "store")
     own = snapshot.model_copy(update={"store_uri": (tmp_path / "store").as_uri()})
-    record = Registry(copied.dataset.store).fetch(version, tmp_path / "release.mar")
+    record = Registry(copied_system.dataset.store).fetch(released_version, tmp_path / "release.mar")
     assert Registry(open_store(own.store_uri)).publish(tmp_path / "release.mar").manifest == record.manifest
     with pytest.raises(DataError, match=r"takes images of \(8, 8, 1\), and those of the snapshot"):
-        export_to(tmp_path / "out", "parquet", own, version)
+        export_to(tmp_path / "out", "parquet", own, released_version)
     assert files(tmp_path / "out") == {}
 
 
@@ -229,12 +235,12 @@ def test_export_that_failed_is_run_again(form: Format, writes: int, snapshot, ex
     assert files(tmp_path / "out") == files(tmp_path / "whole")
 
 
-def test_other_contents_in_the_output_are_refused(snapshot, ingest, export_to, tmp_path: Path) -> None:
+def test_other_contents_in_the_output_are_refused(snapshot, ingest_in_shards, export_to, tmp_path: Path) -> None:
     export_to(tmp_path / "out", "parquet", snapshot)
     before = files(tmp_path / "out")
     write_images(tmp_path / "photos", 10, first=300)
     earlier = f"has an export of the snapshot {snapshot.digest[:12]} of photos as parquet; choose another --out"
-    for other, form in ((ingest(f"folder:{tmp_path / 'photos'}"), "parquet"), (snapshot, "webdataset")):
+    for other, form in ((ingest_in_shards(f"folder:{tmp_path / 'photos'}"), "parquet"), (snapshot, "webdataset")):
         with pytest.raises(ConflictError, match=earlier):
             export_to(tmp_path / "out", form, other)
     with pytest.raises(ConflictError, match=earlier):
@@ -289,74 +295,76 @@ def groups(manifest: Manifest) -> dict[bytes, str]:
 
 
 @pytest.mark.parametrize("form", SOURCES)
-def test_export_has_the_digest_of_the_snapshot_when_it_is_ingested(snapshot, ingest, export_to, tmp_path, form) -> None:
+def test_export_has_the_digest_of_the_snapshot_when_it_is_ingested(
+    snapshot, ingest_in_shards, export_to, tmp_path, form
+) -> None:
     assert len(snapshot.shards) > len(SPLITS), "several shards of a split"
     export_to(tmp_path / "out", form, snapshot)
-    again = ingest(f"{SOURCES[form]}:{tmp_path / 'out'}", "other")
+    again = ingest_in_shards(f"{SOURCES[form]}:{tmp_path / 'out'}", "other")
     assert again.digest == snapshot.digest
     assert contents(again) == contents(snapshot)
 
 
-def test_gray_images_among_colored_ones_stay_gray(ingest, export_to, tmp_path) -> None:
+def test_gray_images_among_colored_ones_stay_gray(ingest_in_shards, export_to, tmp_path) -> None:
     write_images(tmp_path / "photos", 30, mode="RGB")
     write_images(tmp_path / "photos", 15, first=30)
     # Gray by its pixels, but not by its file.
     with Image.open(tmp_path / "photos" / "2" / "30.png") as gray:
         gray.convert("RGB").save(tmp_path / "photos" / "2" / "33.png")
-    snapshot = ingest(f"folder:{tmp_path / 'photos'}")
+    snapshot = ingest_in_shards(f"folder:{tmp_path / 'photos'}")
     assert snapshot.shape[2] == 3
     export_to(tmp_path / "out", "folder", snapshot)
     modes = [Image.open(BytesIO(path.read_bytes())).mode for path in (tmp_path / "out").rglob("*.png")]
     assert (modes.count("L"), modes.count("RGB")) == (14, 31)
-    assert ingest(f"folder:{tmp_path / 'out'}", "other").digest == snapshot.digest
+    assert ingest_in_shards(f"folder:{tmp_path / 'out'}", "other").digest == snapshot.digest
 
 
 @pytest.mark.parametrize("form", ["parquet", "webdataset"])
-def test_export_of_groups_is_the_same_dataset_when_it_is_ingested(ingest, export_to, tmp_path, form) -> None:
+def test_export_of_groups_is_the_same_dataset_when_it_is_ingested(ingest_in_shards, export_to, tmp_path, form) -> None:
     write_images(tmp_path / "photos", 120, first=10)
-    snapshot = ingest(f"folder:{tmp_path / 'photos'}", group=TENS)
+    snapshot = ingest_in_shards(f"folder:{tmp_path / 'photos'}", group=TENS)
     assert snapshot.groups == 12
     export_to(tmp_path / "out", form, snapshot)
-    again = ingest(f"{SOURCES[form]}:{tmp_path / 'out'}", "other", group="column")
+    again = ingest_in_shards(f"{SOURCES[form]}:{tmp_path / 'out'}", "other", group="column")
     assert again.digest == snapshot.digest
     assert groups(again) == groups(snapshot)
     assert contents(again) == contents(snapshot)
     assert groups(again) == groups(snapshot)
 
 
-def test_images_without_a_group_stay_without_one(ingest, export_to, tmp_path) -> None:
+def test_images_without_a_group_stay_without_one(ingest_in_shards, export_to, tmp_path) -> None:
     write_images(tmp_path / "photos", 50)
-    snapshot = ingest(f"folder:{tmp_path / 'photos'}", group=TENS)
+    snapshot = ingest_in_shards(f"folder:{tmp_path / 'photos'}", group=TENS)
     assert list(groups(snapshot).values()).count("") == snapshot.problem_counts["ungrouped"] == 10
     export_to(tmp_path / "out", "parquet", snapshot)
-    again = ingest(f"huggingface:{tmp_path / 'out'}", "other", group="column")
+    again = ingest_in_shards(f"huggingface:{tmp_path / 'out'}", "other", group="column")
     assert groups(again) == groups(snapshot)
     assert contents(again) == contents(snapshot)
 
 
 @pytest.mark.parametrize("size", [(200, 150), (30, 26)])
-def test_resized_and_grown_datasets_keep_images_labels_and_splits(ingest, export_to, tmp_path, size) -> None:
+def test_resized_and_grown_datasets_keep_images_labels_and_splits(ingest_in_shards, export_to, tmp_path, size) -> None:
     source = f"folder:{tmp_path / 'photos'}"
     write_images(tmp_path / "photos", 30, size=size)
-    ingest(source)
+    ingest_in_shards(source)
     write_images(tmp_path / "photos", 12, first=30, size=size)
     shutil.copytree(tmp_path / "photos" / "2", tmp_path / "photos" / "1")  # label 1 comes after 2, 10 and été
     for path in (tmp_path / "photos" / "2").glob("*.png"):
         path.unlink()
     write_images(tmp_path / "photos", 12, first=90, size=size)
-    grown = ingest(source)
+    grown = ingest_in_shards(source)
     export_to(tmp_path / "out", "folder", grown)
-    first = ingest(f"folder:{tmp_path / 'out'}", "first")
+    first = ingest_in_shards(f"folder:{tmp_path / 'out'}", "first")
     if size[0] < 128:
         assert contents(first) == contents(grown)
     else:  # images have the digest of their original, which the export does not contain
         assert sorted(contents(first).values()) == sorted(contents(grown).values())
     export_to(tmp_path / "again", "folder", first)
-    assert ingest(f"folder:{tmp_path / 'again'}", "second").digest == first.digest
+    assert ingest_in_shards(f"folder:{tmp_path / 'again'}", "second").digest == first.digest
 
 
 @pytest.mark.parametrize("form", SOURCES)
-def test_bucket_has_the_same_digest(snapshot, ingest, export_to, bucket: str, form) -> None:
+def test_bucket_has_the_same_digest(snapshot, ingest_in_shards, export_to, bucket: str, form) -> None:
     export_to(open_store(f"s3://{bucket}/out"), form, snapshot)
     kind = "" if form == "folder" else f"{SOURCES[form]}:"
-    assert ingest(f"{kind}s3://{bucket}/out").digest == snapshot.digest
+    assert ingest_in_shards(f"{kind}s3://{bucket}/out").digest == snapshot.digest

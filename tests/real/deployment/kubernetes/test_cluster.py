@@ -85,7 +85,7 @@ def test_token_from_outside_requires_a_service_url(
 
 
 @pytest.fixture
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+def quick_retries(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "BACKOFF_S", 0.01)
 
 
@@ -99,7 +99,7 @@ def test_unknown_token_is_rejected(loopback: LoopbackCluster, monkeypatch: pytes
         Cluster.of("evernear").get("Deployment", "x")
 
 
-@pytest.mark.usefixtures("quick")
+@pytest.mark.usefixtures("quick_retries")
 def test_retries_are_limited(loopback: LoopbackCluster) -> None:
     loopback.fail(too_many_requests(), times=module.MAX_ATTEMPTS - 1)
     cluster = Cluster.of("evernear")
@@ -131,7 +131,7 @@ def foreign_server(bare: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]
         yield url
 
 
-@pytest.mark.usefixtures("quick")
+@pytest.mark.usefixtures("quick_retries")
 def test_foreign_and_unreachable_servers_are_reported(foreign_server: str, bare: Path) -> None:
     cluster = Cluster.of("evernear")
     with pytest.raises(ClusterError, match=rf"^The server at {foreign_server} is not a Kubernetes API server\.$"):

@@ -91,14 +91,6 @@ class Sandbox:
 
 
 @pytest.fixture(scope="module")
-def releases(make_release: MakeRelease) -> tuple[PackedRelease, PackedRelease, PackedRelease]:
-    """Three successive releases."""
-    first = make_release()
-    second = make_release(parent=first.version)
-    return first, second, make_release(parent=second.version)
-
-
-@pytest.fixture(scope="module")
 def known(releases: tuple[PackedRelease, ...], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Known]:
     """The answers of each release to its stored queries."""
     directory = tmp_path_factory.mktemp("opened")

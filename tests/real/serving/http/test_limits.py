@@ -40,7 +40,7 @@ Serve = Callable[..., AbstractContextManager[int]]
 
 
 @pytest.fixture
-def gate() -> Iterator[threading.Event]:
+def go_on() -> Iterator[threading.Event]:
     """`/wait` answers when it is set."""
     gate = threading.Event()
     yield gate
@@ -48,13 +48,13 @@ def gate() -> Iterator[threading.Event]:
 
 
 @pytest.fixture(params=[H11WithHeadTimeout, LimitedHttpProtocol])
-def serve(request: pytest.FixtureRequest, gate: threading.Event) -> Serve:
+def serve(request: pytest.FixtureRequest, go_on: threading.Event) -> Serve:
     """Runs a server with limits and yields its port."""
 
     async def echo(request: Request) -> Response:
         size_bytes = len(await request.body())
         if request.url.path == "/wait":
-            await asyncio.to_thread(gate.wait)
+            await asyncio.to_thread(go_on.wait)
         return JSONResponse(size_bytes)
 
     def serve(**limits: Any) -> AbstractContextManager[int]:
@@ -68,7 +68,7 @@ def serve(request: pytest.FixtureRequest, gate: threading.Event) -> Serve:
 
 
 @pytest.fixture
-def port(serve: Serve) -> Iterator[int]:
+def echo_port(serve: Serve) -> Iterator[int]:
     with serve() as port:
         yield port
 
@@ -87,22 +87,22 @@ def head(size_bytes: int, fields: bytes = b"") -> bytes:
 
 
 @pytest.mark.parametrize("chunks", [1, 16])
-def test_client_that_sends_all_of_a_large_body_gets_413(port: int, chunks: int) -> None:
-    assert post(port, *[bytes(LIMIT_BYTES // chunks)] * chunks) == (200, str(LIMIT_BYTES))
+def test_client_that_sends_all_of_a_large_body_gets_413(echo_port: int, chunks: int) -> None:
+    assert post(echo_port, *[bytes(LIMIT_BYTES // chunks)] * chunks) == (200, str(LIMIT_BYTES))
     for _ in range(4):
-        assert post(port, *[bytes(8 * LIMIT_BYTES // chunks)] * chunks) == (413, TOO_LARGE)
+        assert post(echo_port, *[bytes(8 * LIMIT_BYTES // chunks)] * chunks) == (413, TOO_LARGE)
 
 
 @pytest.mark.parametrize("fields", [b"", b"Expect: 100-continue\r\n"])
-def test_client_that_declares_a_large_body_is_not_asked_for_it(port: int, fields: bytes) -> None:
-    with Raw.to(port) as client:
+def test_client_that_declares_a_large_body_is_not_asked_for_it(echo_port: int, fields: bytes) -> None:
+    with Raw.to(echo_port) as client:
         answer = client.send(head(LIMIT_BYTES + 1, fields)).answer()
         assert (answer.status, answer.body.decode()) == (413, TOO_LARGE)
 
 
-def test_endless_body_is_discarded_up_to_a_limit(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_endless_body_is_discarded_up_to_a_limit(echo_port: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "MAX_DISCARDED_BYTES", LIMIT_BYTES)
-    with Raw.to(port) as endless:
+    with Raw.to(echo_port) as endless:
 
         def send_much() -> None:
             for _ in range(1024):
@@ -125,7 +125,7 @@ def test_body_that_stalls_after_the_rejection_is_abandoned(serve: Serve) -> None
         assert [answer.status for answer in stalled.send(head(2**30) + b"abc").all_answers()] == [413]
 
 
-def test_total_size_of_bodies_in_flight_is_limited(serve: Serve, gate: threading.Event) -> None:
+def test_total_size_of_bodies_in_flight_is_limited(serve: Serve, go_on: threading.Event) -> None:
     with serve(max_total_size_bytes=100_000) as port, Raw.to(port) as first, Raw.to(port) as second:
         first.send(head(60_000) + bytes(59_999))
         while True:  # until the server has read the first body
@@ -152,23 +152,23 @@ def test_connection_without_a_head_is_closed(
 
 
 def test_slow_response_outlives_the_head_timeout(
-    port: int, gate: threading.Event, monkeypatch: pytest.MonkeyPatch
+    echo_port: int, go_on: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(protocol, "HEAD_TIMEOUT_S", 0.5)
-    with Raw.to(port) as client, Raw.to(port) as silent:
+    with Raw.to(echo_port) as client, Raw.to(echo_port) as silent:
         client.send(request(b"GET /wait"))
         assert silent.socket.recv(1) == b"", "the head timeout has expired"
-        gate.set()
+        go_on.set()
         assert client.answer().status == 200
 
 
-def test_endless_head_is_rejected(port: int) -> None:
-    with Raw.to(port) as endless, suppress(ConnectionError):  # the server may close before it has read all
+def test_endless_head_is_rejected(echo_port: int) -> None:
+    with Raw.to(echo_port) as endless, suppress(ConnectionError):  # the server may close before it has read all
         assert endless.send(b"GET / HTTP/1.1\r\nX: " + b"x" * 1_000_000).answer().status == 400
 
 
 @pytest.fixture(params=["prep", "console", "slack"])
-def server(
+def public_server(
     request: pytest.FixtureRequest, parts: ReleaseParts, tmp_path: Path
 ) -> tuple[uvicorn.Server, str, dict[str, str]]:
     """A server, and path and headers of a request with a body."""
@@ -190,10 +190,10 @@ def server(
 
 
 def test_each_server_limits_heads_and_bodies(
-    server: tuple[uvicorn.Server, str, dict[str, str]], monkeypatch: pytest.MonkeyPatch
+    public_server: tuple[uvicorn.Server, str, dict[str, str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(protocol, "HEAD_TIMEOUT_S", 0.5)
-    limited, path, headers = server
+    limited, path, headers = public_server
     with running(limited) as port:
         with Raw.to(port) as silent:
             assert silent.send(b"GET / HTTP/1.1\r\n").all_answers() == []

@@ -69,20 +69,20 @@ def predictor(stored_releases: ReleaseStore) -> Predictor:
 
 
 @pytest.fixture
-def port(predictor: Predictor) -> Iterator[int]:
+def grpc_port(predictor: Predictor) -> Iterator[int]:
     with grpc_server(predictor) as port:
         yield port
 
 
 def test_rollout_changes_the_preprocessing(
-    stored_releases: ReleaseStore, predictor: Predictor, prep: httpx.Client
+    stored_releases: ReleaseStore, predictor: Predictor, grpc_prep: httpx.Client
 ) -> None:
-    assert prep.post("/predict/label", json=png()).json() == label_response("8", predictor.version)
+    assert grpc_prep.post("/predict/label", json=png()).json() == label_response("8", predictor.version)
     predictor.version = stored_releases.release(2, size_px=16)
-    assert prep.post("/predict/label", json=png()).json() == label_response("16", predictor.version)
-    assert prep.get("/metadata").json()["height_px"] == 16
+    assert grpc_prep.post("/predict/label", json=png()).json() == label_response("16", predictor.version)
+    assert grpc_prep.get("/metadata").json()["height_px"] == 16
     predictor.version = stored_releases.release(1)
-    assert prep.post("/predict/label", json=png()).json() == label_response("8", predictor.version)
+    assert grpc_prep.post("/predict/label", json=png()).json() == label_response("8", predictor.version)
 
 
 def label_response(label: str, version: str) -> dict[str, object]:
@@ -90,22 +90,22 @@ def label_response(label: str, version: str) -> dict[str, object]:
 
 
 def test_rollout_with_the_same_preprocessing_costs_no_second_call(
-    stored_releases: ReleaseStore, predictor: Predictor, prep: httpx.Client
+    stored_releases: ReleaseStore, predictor: Predictor, grpc_prep: httpx.Client
 ) -> None:
-    prep.post("/predict", json=png())
+    grpc_prep.post("/predict", json=png())
     calls = predictor.calls
     predictor.version = stored_releases.release(2)
-    assert prep.post("/predict", json=png()).json()["version"] == predictor.version
+    assert grpc_prep.post("/predict", json=png()).json()["version"] == predictor.version
     assert predictor.calls == calls + 1
 
 
 def test_rollouts_under_load_never_mix_preprocessing(
-    stored_releases: ReleaseStore, predictor: Predictor, port: int
+    stored_releases: ReleaseStore, predictor: Predictor, grpc_port: int
 ) -> None:
     """Release 1 takes 8 pixels and release 2 takes 16, so a prediction with the other width is
     wrong."""
     versions = {stored_releases.release(1): "8", stored_releases.release(2, size_px=16): "16"}
-    with prep_client(stored_releases.settings(port)) as client, ThreadPoolExecutor(8) as pool:
+    with prep_client(stored_releases.settings(grpc_port)) as client, ThreadPoolExecutor(8) as pool:
         answers = [pool.submit(client.post, "/predict", json=png()) for _ in range(300)]
         while not all(answer.done() for answer in answers):
             predictor.version = next(v for v in versions if v != predictor.version)
@@ -122,15 +122,17 @@ def test_rollouts_under_load_never_mix_preprocessing(
 
 
 def test_predictions_of_an_unregistered_release_are_withheld(
-    stored_releases: ReleaseStore, predictor: Predictor, prep: httpx.Client
+    stored_releases: ReleaseStore, predictor: Predictor, grpc_prep: httpx.Client
 ) -> None:
     predictor.version = version = stored_releases.release(2, published=False)
     for path in ("/health", "/metadata", "/label", "/predict/test", "/predict/test/label"):
-        assert f"answers with release {version}, whose preprocessing is not available" in refusal(prep.get(path), 503)
+        assert f"answers with release {version}, whose preprocessing is not available" in refusal(
+            grpc_prep.get(path), 503
+        )
     for path in ("/predict", "/predict/label"):
-        assert "so its prediction may be wrong" in refusal(prep.post(path, json=png()), 503)
+        assert "so its prediction may be wrong" in refusal(grpc_prep.post(path, json=png()), 503)
     stored_releases.release(2)  # finally published
-    assert prep.get("/health").json()["version"] == version
+    assert grpc_prep.get("/health").json()["version"] == version
 
 
 def test_missing_first_release_is_reported(stored_releases: ReleaseStore, tmp_path: Path) -> None:
@@ -141,11 +143,13 @@ def test_missing_first_release_is_reported(stored_releases: ReleaseStore, tmp_pa
         assert predictor.calls == 0
 
 
-def test_damaged_registry_is_reported(stored_releases: ReleaseStore, predictor: Predictor, prep: httpx.Client) -> None:
+def test_damaged_registry_is_reported(
+    stored_releases: ReleaseStore, predictor: Predictor, grpc_prep: httpx.Client
+) -> None:
     (stored_releases.directory / "releases" / "champion.json").write_text("{")
-    assert "is not a valid" in refusal(prep.get("/health"), 503)
+    assert "is not a valid" in refusal(grpc_prep.get("/health"), 503)
     make_champion(stored_releases.uri, predictor.version)
-    assert prep.get("/health").status_code == 200
+    assert grpc_prep.get("/health").status_code == 200
 
 
 def test_predictor_is_reconnected_after_downtime(stored_releases: ReleaseStore, predictor: Predictor) -> None:
@@ -163,21 +167,23 @@ def test_predictor_is_reconnected_after_downtime(stored_releases: ReleaseStore, 
 
 
 def test_slow_predictor_times_out(
-    stored_releases: ReleaseStore, predictor: Predictor, port: int, monkeypatch: pytest.MonkeyPatch
+    stored_releases: ReleaseStore, predictor: Predictor, grpc_port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(remote, "PREP_TIMEOUT_S", 0.3)
     predictor.answer = predictor.wait
-    with prep_client(stored_releases.settings(port)) as prep:
+    with prep_client(stored_releases.settings(grpc_port)) as prep:
         assert "within 0.3 s" in refusal(prep.post("/predict", json=png()), 504)
         assert "within 0.3 s" in refusal(prep.get("/health"), 504)
 
 
-def test_calls_are_not_retried_during_an_outage(stored_releases: ReleaseStore, predictor: Predictor, port: int) -> None:
+def test_calls_are_not_retried_during_an_outage(
+    stored_releases: ReleaseStore, predictor: Predictor, grpc_port: int
+) -> None:
     def fail(_: PredictionsRequest, context: grpc.ServicerContext) -> bytes:
         context.abort(grpc.StatusCode.UNAVAILABLE, "not now")
 
     predictor.answer = fail
-    with prep_client(stored_releases.settings(port)) as client, ThreadPoolExecutor(16) as pool:
+    with prep_client(stored_releases.settings(grpc_port)) as client, ThreadPoolExecutor(16) as pool:
         answers = list(pool.map(lambda _: client.post("/predict", json=png(8)), range(200)))
         assert {answer.status_code for answer in answers} == {503}
         assert {answer.headers["retry-after"] for answer in answers} == {"1"}
@@ -189,7 +195,7 @@ def test_calls_are_not_retried_during_an_outage(stored_releases: ReleaseStore, p
 
 
 def test_concurrent_requests_to_the_predictor_are_limited(
-    stored_releases: ReleaseStore, predictor: Predictor, port: int, monkeypatch: pytest.MonkeyPatch
+    stored_releases: ReleaseStore, predictor: Predictor, grpc_port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     together, most = 0, 0
 
@@ -205,24 +211,24 @@ def test_concurrent_requests_to_the_predictor_are_limited(
 
     predictor.answer = count
     monkeypatch.setattr(pods, "MESSAGES_IN_FLIGHT", 2)
-    with prep_client(stored_releases.settings(port)) as client, ThreadPoolExecutor(8) as pool:
+    with prep_client(stored_releases.settings(grpc_port)) as client, ThreadPoolExecutor(8) as pool:
         answers = list(pool.map(lambda _: client.post("/predict", json=png()).status_code, range(16)))
     assert answers == [200] * 16
     assert most == 2
 
 
-def test_foreign_predictor_is_reported(stored_releases: ReleaseStore, predictor: Predictor, port: int) -> None:
+def test_foreign_predictor_is_reported(stored_releases: ReleaseStore, predictor: Predictor, grpc_port: int) -> None:
     predictor.answer = lambda *_: b"<html>"
-    with prep_client(stored_releases.settings(port)) as client:
+    with prep_client(stored_releases.settings(grpc_port)) as client:
         assert "is not an evernear release" in refusal(client.get("/health"), 503)
     predictor.answer = lambda *_: json.dumps({"code": 400, "type": "x", "message": "Not for you."}).encode()
-    with prep_client(stored_releases.settings(port)) as client:
+    with prep_client(stored_releases.settings(grpc_port)) as client:
         assert "The predictor rejects the requests of this server: Not for you." in refusal(client.get("/health"), 503)
 
 
 @pytest.fixture
-def prep(stored_releases: ReleaseStore, port: int) -> Iterator[httpx.Client]:
-    with prep_client(stored_releases.settings(port)) as client:
+def grpc_prep(stored_releases: ReleaseStore, grpc_port: int) -> Iterator[httpx.Client]:
+    with prep_client(stored_releases.settings(grpc_port)) as client:
         yield client
 
 
@@ -254,24 +260,24 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
     gate.opened.set()
 
 
-def test_small_images_do_not_wait_for_large_ones(gate: Gate, prep: httpx.Client) -> None:
+def test_small_images_do_not_wait_for_large_ones(gate: Gate, grpc_prep: httpx.Client) -> None:
     with ThreadPoolExecutor(4) as pool:
-        large = [pool.submit(prep.post, "/predict", json=LARGE) for _ in range(4)]
+        large = [pool.submit(grpc_prep.post, "/predict", json=LARGE) for _ in range(4)]
         gate.reached.acquire()
         for _ in range(20):
-            assert prep.post("/predict", json=SMALL).status_code == 200
+            assert grpc_prep.post("/predict", json=SMALL).status_code == 200
         assert not any(answer.done() for answer in large)
         gate.opened.set()
         assert {answer.result().status_code for answer in large} == {200}
 
 
 def test_excess_large_images_are_rejected_immediately(
-    stored_releases: ReleaseStore, port: int, gate: Gate, monkeypatch: pytest.MonkeyPatch
+    stored_releases: ReleaseStore, grpc_port: int, gate: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(remote, "LARGE_DECODES", 2)
     monkeypatch.setattr(remote, "PREP_TIMEOUT_S", 60)
     count = 2 + MAX_WAITING_LARGE + 1
-    with prep_client(stored_releases.settings(port)) as prep, ThreadPoolExecutor(count) as pool:
+    with prep_client(stored_releases.settings(grpc_port)) as prep, ThreadPoolExecutor(count) as pool:
         answers = [pool.submit(prep.post, "/predict", json=LARGE) for _ in range(count)]
         excess = next(as_completed(answers)).result()
         assert "Too many large images" in refusal(excess, 503)
@@ -283,10 +289,10 @@ def test_excess_large_images_are_rejected_immediately(
 
 
 def test_waiting_too_long_for_decoding_times_out(
-    stored_releases: ReleaseStore, port: int, gate: Gate, monkeypatch: pytest.MonkeyPatch
+    stored_releases: ReleaseStore, grpc_port: int, gate: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(remote, "PREP_TIMEOUT_S", 2)
-    with prep_client(stored_releases.settings(port)) as prep:
+    with prep_client(stored_releases.settings(grpc_port)) as prep:
         with ThreadPoolExecutor(2) as pool:
             answers = list(pool.map(lambda _: prep.post("/predict", json=LARGE), range(2)))
         assert [refusal(answer, 504) == "No prediction within 2 s." for answer in answers] == [True, True]
@@ -297,8 +303,8 @@ def test_waiting_too_long_for_decoding_times_out(
     assert not gate.reached.acquire(blocking=False)
 
 
-def test_pixel_limits_of_server_and_release_both_apply(stored_releases: ReleaseStore, port: int) -> None:
-    settings = stored_releases.settings(port)
+def test_pixel_limits_of_server_and_release_both_apply(stored_releases: ReleaseStore, grpc_port: int) -> None:
+    settings = stored_releases.settings(grpc_port)
     few = settings.model_copy(update={"serving": settings.serving.model_copy(update={"max_pixels": 1_000})})
     with prep_client(few) as prep:
         assert "1000 are allowed by serving.max_pixels" in refusal(
@@ -315,6 +321,6 @@ def test_pixel_limits_of_server_and_release_both_apply(stored_releases: ReleaseS
         b'{"data":' * 1_000_000,
     ],
 )
-def test_json_without_an_image_is_rejected_cheaply(prep: httpx.Client, body: bytes) -> None:
-    message = refusal(prep.post("/predict", content=body), 422)
+def test_json_without_an_image_is_rejected_cheaply(grpc_prep: httpx.Client, body: bytes) -> None:
+    message = refusal(grpc_prep.post("/predict", content=body), 422)
     assert len(message) < 300

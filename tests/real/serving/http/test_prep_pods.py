@@ -90,7 +90,7 @@ def pods(stored_releases: ReleaseStore, names: Names) -> Iterator[Pods]:
 
 
 @pytest.fixture
-def prep(stored_releases: ReleaseStore, pods: Pods) -> Iterator[httpx.Client]:
+def pods_prep(stored_releases: ReleaseStore, pods: Pods) -> Iterator[httpx.Client]:
     with prep_client(stored_releases.settings(pods.port, predictor_host=NAME)) as client:
         yield client
 
@@ -110,45 +110,45 @@ def wait_for_resolutions(names: Names, count: int) -> None:
         time.sleep(0.01)
 
 
-def test_replaced_pods_are_used(prep: httpx.Client, pods: Pods, names: Names) -> None:
-    assert recovers(prep, names)
+def test_replaced_pods_are_used(pods_prep: httpx.Client, pods: Pods, names: Names) -> None:
+    assert recovers(pods_prep, names)
     pods.delete(A)
     pods.start(C)
     pods.delete(B)
-    assert recovers(prep, names)
+    assert recovers(pods_prep, names)
     assert pods.calls[C]
 
 
-def test_rollout_loses_no_request(prep: httpx.Client, pods: Pods, names: Names) -> None:
-    assert recovers(prep, names)
+def test_rollout_loses_no_request(pods_prep: httpx.Client, pods: Pods, names: Names) -> None:
+    assert recovers(pods_prep, names)
     for old, new in ((A, C), (B, D)):
         pods.start(new)
         wait_for_resolutions(names, 2)
         pods.delete(old)
-        assert [prep.post("/predict", json=png(8)).status_code for _ in range(20)] == [200] * 20
+        assert [pods_prep.post("/predict", json=png(8)).status_code for _ in range(20)] == [200] * 20
     assert pods.calls[C]
     assert pods.calls[D]
 
 
-def test_additional_pod_gets_requests(prep: httpx.Client, pods: Pods, names: Names) -> None:
-    assert recovers(prep, names)
+def test_additional_pod_gets_requests(pods_prep: httpx.Client, pods: Pods, names: Names) -> None:
+    assert recovers(pods_prep, names)
     pods.start(C)
     wait_for_resolutions(names, 2)
     while not pods.calls[C]:  # the test's timeout ends this
-        assert prep.post("/predict", json=png(8)).status_code == 200
+        assert pods_prep.post("/predict", json=png(8)).status_code == 200
 
 
 @pytest.mark.parametrize(
     "resolutions", [pytest.param(4, id="seconds"), pytest.param(60, id="a minute", marks=pytest.mark.slow)]
 )
-def test_first_pod_after_an_outage_is_used(prep: httpx.Client, pods: Pods, names: Names, resolutions: int) -> None:
-    assert recovers(prep, names)
+def test_first_pod_after_an_outage_is_used(pods_prep: httpx.Client, pods: Pods, names: Names, resolutions: int) -> None:
+    assert recovers(pods_prep, names)
     pods.close()
     end = names.queries + resolutions
     while names.queries < end:
-        assert prep.post("/predict", json=png(8)).status_code == 503
+        assert pods_prep.post("/predict", json=png(8)).status_code == 503
     pods.start(D)
-    assert recovers(prep, names)
+    assert recovers(pods_prep, names)
 
 
 @pytest.mark.parametrize("names", [True], indirect=True, ids=["caching name server"])
@@ -163,8 +163,8 @@ def test_fallback_host_answers_while_dns_is_outdated(stored_releases: ReleaseSto
         assert pods.calls[C]
 
 
-def test_failed_resolution_leaves_the_addresses(prep: httpx.Client, names: Names) -> None:
-    assert recovers(prep, names)
+def test_failed_resolution_leaves_the_addresses(pods_prep: httpx.Client, names: Names) -> None:
+    assert recovers(pods_prep, names)
     names.addresses = []
     wait_for_resolutions(names, 2)
-    assert [prep.post("/predict", json=png(8)).status_code for _ in range(4)] == [200] * 4
+    assert [pods_prep.post("/predict", json=png(8)).status_code for _ in range(4)] == [200] * 4

@@ -217,7 +217,7 @@ def test_survives_a_minute_of_fuzzing_without_5xx(served: Served, prep: httpx.Cl
 
 
 @pytest.fixture
-def process(published: Settings) -> Iterator[tuple[subprocess.Popen[str], int]]:
+def prep_process(published: Settings) -> Iterator[tuple[subprocess.Popen[str], int]]:
     """``evernear prep``, as a user starts it."""
     port = settings_on_free_ports().inference_port
     environment = os.environ | {"EVERNEAR_WORKDIR": str(published.workdir), "EVERNEAR_PREP__PORT": str(port)}
@@ -234,9 +234,9 @@ def process(published: Settings) -> Iterator[tuple[subprocess.Popen[str], int]]:
 
 
 def test_process_loads_no_torch_listens_on_loopback_and_exits_cleanly(
-    process: tuple[subprocess.Popen[str], int], tmp_path: Path
+    prep_process: tuple[subprocess.Popen[str], int], tmp_path: Path
 ) -> None:
-    running, port = process
+    running, port = prep_process
     running_process = psutil.Process(running.pid)
     libraries = {Path(mapping.path).name for mapping in running_process.memory_maps()}
     assert not [name for name in libraries if "torch" in name or "faiss" in name]
@@ -251,8 +251,8 @@ def test_process_loads_no_torch_listens_on_loopback_and_exits_cleanly(
     assert running.wait(30) in (0, -signal.SIGTERM)
 
 
-def test_ctrl_c_exits_with_a_message(process: tuple[subprocess.Popen[str], int]) -> None:
-    running, _ = process
+def test_ctrl_c_exits_with_a_message(prep_process: tuple[subprocess.Popen[str], int]) -> None:
+    running, _ = prep_process
     running.send_signal(signal.SIGINT)
     _, received = running.communicate(timeout=60)
     assert (running.returncode, received) == (
@@ -262,8 +262,10 @@ def test_ctrl_c_exits_with_a_message(process: tuple[subprocess.Popen[str], int])
 
 
 @pytest.mark.slow
-def test_memory_stays_below_the_pods_limit(process: tuple[subprocess.Popen[str], int], published: Settings) -> None:
-    running, port = process
+def test_memory_stays_below_the_pods_limit(
+    prep_process: tuple[subprocess.Popen[str], int], published: Settings
+) -> None:
+    running, port = prep_process
     limit = published.prep.max_request_size_bytes
     images = [make() for make in hostile.largest_valid_files(published.serving.max_pixels).values()]
     bodies = [body for image in images if len(body := json.dumps(encoded(image)).encode()) <= limit]

@@ -57,7 +57,7 @@ def app() -> Iterator[Echo]:
 
 
 @pytest.fixture
-def port(app: Echo) -> Iterator[int]:
+def protocol_port(app: Echo) -> Iterator[int]:
     config = uvicorn.Config(app, http=LimitedHttpProtocol, loop="asyncio", ws="none", lifespan="off", log_config=None)
     with running(uvicorn.Server(config)) as port:
         yield port
@@ -88,55 +88,55 @@ def status_of_rejection(port: int, data: bytes) -> int:
     ],
     ids=["header", "target", "headers", "extension of a chunk", "trailer", "trailers"],
 )
-def test_endless_text_without_a_body_is_rejected(port: int, data: bytes) -> None:
-    assert status_of_rejection(port, data) == 400
+def test_endless_text_without_a_body_is_rejected(protocol_port: int, data: bytes) -> None:
+    assert status_of_rejection(protocol_port, data) == 400
 
 
-def test_body_of_many_chunks_is_read(port: int) -> None:
-    with Raw.to(port) as client:
+def test_body_of_many_chunks_is_read(protocol_port: int) -> None:
+    with Raw.to(protocol_port) as client:
         client.send(request(b"POST /", CHUNKED) + b"1;a=b\r\nx\r\n" * 100_000 + b"0\r\n\r\n")
         assert json.loads(client.answer().body)["size"] == 100_000
 
 
-def test_fields_after_the_body_are_no_headers(port: int) -> None:
-    with Raw.to(port) as client:
+def test_fields_after_the_body_are_no_headers(protocol_port: int) -> None:
+    with Raw.to(protocol_port) as client:
         client.send(request(b"POST /", CHUNKED) + b"2\r\nab\r\n0\r\nX-Late: 1\r\n\r\n" + request(b"GET /next"))
         assert json.loads(client.answer().body) == {"headers": ["host", "transfer-encoding"], "size": 2, "path": "/"}
         assert json.loads(client.answer().body)["path"] == "/next"
 
 
-def test_pipelined_requests_are_answered_in_their_order(port: int) -> None:
-    with Raw.to(port) as client:
+def test_pipelined_requests_are_answered_in_their_order(protocol_port: int) -> None:
+    with Raw.to(protocol_port) as client:
         client.send(b"".join(request(b"POST /%d" % number, body=b"ab") for number in range(MAX_PIPELINED)))
         paths = [json.loads(client.answer().body)["path"] for _ in range(MAX_PIPELINED)]
     assert paths == [f"/{number}" for number in range(MAX_PIPELINED)]
 
 
-def test_endless_pipelining_is_rejected(port: int, app: Echo) -> None:
-    assert status_of_rejection(port, request(b"GET /wait") + request(b"GET /") * 1_000) == 400
+def test_endless_pipelining_is_rejected(protocol_port: int, app: Echo) -> None:
+    assert status_of_rejection(protocol_port, request(b"GET /wait") + request(b"GET /") * 1_000) == 400
     app.gate.set()
     assert app.calls <= 2
 
 
-def test_application_learns_that_its_client_is_gone(port: int, app: Echo) -> None:
-    with Raw.to(port) as client:
+def test_application_learns_that_its_client_is_gone(protocol_port: int, app: Echo) -> None:
+    with Raw.to(protocol_port) as client:
         client.send(request(b"GET /wait"))
         app.waiting.wait()
     assert app.gone.wait(60)
 
 
-def test_application_learns_nothing_about_a_client_that_has_its_response(port: int, app: Echo) -> None:
-    with Raw.to(port) as client:
+def test_application_learns_nothing_about_a_client_that_has_its_response(protocol_port: int, app: Echo) -> None:
+    with Raw.to(protocol_port) as client:
         client.send(request(b"GET /", b"Connection: close\r\n"))
         assert len(client.all_answers()) == 1
     assert not app.gone.is_set()
 
 
 @pytest.mark.parametrize("upgrade", [b"h2c", b"websocket"])
-def test_request_for_an_upgrade_is_answered_with_its_body(port: int, upgrade: bytes) -> None:
+def test_request_for_an_upgrade_is_answered_with_its_body(protocol_port: int, upgrade: bytes) -> None:
     """As Java's HttpClient sends it."""
     headers = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: %s\r\nHTTP2-Settings: AAEA\r\n" % upgrade
-    with Raw.to(port) as client:
+    with Raw.to(protocol_port) as client:
         for size in (3, 300_000):
             client.send(request(b"POST /path", headers, b"a" * size))
             answer = json.loads(client.answer().body)
@@ -145,9 +145,9 @@ def test_request_for_an_upgrade_is_answered_with_its_body(port: int, upgrade: by
         assert json.loads(client.answer().body)["path"] == "/next"
 
 
-def test_pipelined_request_for_an_upgrade_is_rejected(port: int, app: Echo) -> None:
+def test_pipelined_request_for_an_upgrade_is_rejected(protocol_port: int, app: Echo) -> None:
     upgrade = request(b"GET /", b"Connection: Upgrade\r\nUpgrade: h2c\r\n")
-    assert status_of_rejection(port, request(b"GET /wait") + upgrade) == 400
+    assert status_of_rejection(protocol_port, request(b"GET /wait") + upgrade) == 400
 
 
 @pytest.mark.parametrize(
@@ -163,12 +163,12 @@ def test_pipelined_request_for_an_upgrade_is_rejected(port: int, app: Echo) -> N
     ],
     ids=["two lengths", "two values", "sign", "space", "NUL", "target", "TLS"],
 )
-def test_ambiguous_request_is_rejected(port: int, data: bytes) -> None:
-    assert status_of_rejection(port, data) == 400
+def test_ambiguous_request_is_rejected(protocol_port: int, data: bytes) -> None:
+    assert status_of_rejection(protocol_port, data) == 400
 
 
-def test_half_closed_connection_ends(port: int) -> None:
-    with socket.create_connection(("127.0.0.1", port), 30) as client:
+def test_half_closed_connection_ends(protocol_port: int) -> None:
+    with socket.create_connection(("127.0.0.1", protocol_port), 30) as client:
         client.sendall(b"GET / HTTP/1.1\r\n")
         client.shutdown(socket.SHUT_WR)
         assert client.recv(1) == b""

@@ -20,7 +20,7 @@ from tests.releases import PackedRelease, forge
 
 
 @pytest.fixture
-def settings(release: PackedRelease, tmp_path: Path) -> Settings:
+def fetch_settings(release: PackedRelease, tmp_path: Path) -> Settings:
     store = (tmp_path / "store").as_uri()
     Registry(open_store(store)).publish(release.archive)
     return Settings(workdir=tmp_path / "work", store=store)
@@ -30,22 +30,22 @@ def archive_in(settings: Settings) -> Path:
     return home_of(settings.workdir) / "model-store" / "embedding.mar"
 
 
-def test_fetch_downloads_and_verifies_a_release(release: PackedRelease, settings: Settings) -> None:
-    assert pod.fetch_release(release.version, sha256_file(release.archive), settings) == release.manifest
-    assert archive_in(settings).read_bytes() == release.archive.read_bytes()
-    fetched = pod.release(settings)
+def test_fetch_downloads_and_verifies_a_release(release: PackedRelease, fetch_settings: Settings) -> None:
+    assert pod.fetch_release(release.version, sha256_file(release.archive), fetch_settings) == release.manifest
+    assert archive_in(fetch_settings).read_bytes() == release.archive.read_bytes()
+    fetched = pod.release(fetch_settings)
     assert fetched.manifest == release.manifest
     assert len(fetched.smoke_queries()) == 8
     remaining = {path.name for path in fetched.directory.iterdir()}
     images = {f"smoke-{number:02d}.png" for number in range(8)}
     assert remaining == {"manifest.json", "preprocessing.json", "smoke.json", *images}
-    assert {path.name for path in home_of(settings.workdir).iterdir()} == {"model-store"}
+    assert {path.name for path in home_of(fetch_settings.workdir).iterdir()} == {"model-store"}
 
 
-def test_restarted_container_needs_no_store(release: PackedRelease, settings: Settings) -> None:
+def test_restarted_container_needs_no_store(release: PackedRelease, fetch_settings: Settings) -> None:
     sha256 = sha256_file(release.archive)
-    pod.fetch_release(release.version, sha256, settings)
-    without_store = settings.model_copy(update={"store": "s3://bucket/at-no-endpoint"})
+    pod.fetch_release(release.version, sha256, fetch_settings)
+    without_store = fetch_settings.model_copy(update={"store": "s3://bucket/at-no-endpoint"})
     assert pod.fetch_release(release.version, sha256, without_store) == release.manifest
 
 
@@ -92,16 +92,16 @@ def replace_release(release: PackedRelease, store: Store, directory: Path) -> st
 )
 def test_fetch_rejects_anything_but_the_release(
     release: PackedRelease,
-    settings: Settings,
+    fetch_settings: Settings,
     tmp_path: Path,
     change: Callable[[PackedRelease, Store, Path], str],
     sentence: str,
 ) -> None:
-    sha256 = change(release, open_store(settings.store_uri), tmp_path)
+    sha256 = change(release, open_store(fetch_settings.store_uri), tmp_path)
     with pytest.raises(IntegrityError, match=sentence):
-        pod.fetch_release(release.version, sha256, settings)
-    assert not archive_in(settings).exists()
-    assert list(home_of(settings.workdir).glob(".*")) == []
+        pod.fetch_release(release.version, sha256, fetch_settings)
+    assert not archive_in(fetch_settings).exists()
+    assert list(home_of(fetch_settings.workdir).glob(".*")) == []
 
 
 @pytest.mark.skipif(not can_contain(), reason="the kernel does not allow unprivileged namespaces")
@@ -120,37 +120,41 @@ def test_fetch_reads_from_a_read_only_directory_store(release: PackedRelease, tm
     assert f"Release {release.version} does not exist" in failed.stderr
 
 
-def test_fetch_reports_a_missing_release(settings: Settings) -> None:
+def test_fetch_reports_a_missing_release(fetch_settings: Settings) -> None:
     with pytest.raises(StoreError, match=r"Release 20200101\.000000\.00000000 does not exist"):
-        pod.fetch_release("20200101.000000.00000000", "0" * 64, settings)
+        pod.fetch_release("20200101.000000.00000000", "0" * 64, fetch_settings)
 
 
-def test_fetch_removes_leftovers_and_other_archives(release: PackedRelease, settings: Settings) -> None:
-    home = home_of(settings.workdir)
-    leftovers = [home / ".fetch-killed" / "release.mar", home / "model-store" / "another.mar", archive_in(settings)]
+def test_fetch_removes_leftovers_and_other_archives(release: PackedRelease, fetch_settings: Settings) -> None:
+    home = home_of(fetch_settings.workdir)
+    leftovers = [
+        home / ".fetch-killed" / "release.mar",
+        home / "model-store" / "another.mar",
+        archive_in(fetch_settings),
+    ]
     for file in leftovers:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_bytes(b"half")
-    pod.fetch_release(release.version, sha256_file(release.archive), settings)
+    pod.fetch_release(release.version, sha256_file(release.archive), fetch_settings)
     assert [path.name for path in (home / "model-store").iterdir()] == ["embedding.mar"]
     assert not leftovers[0].parent.exists()
-    assert archive_in(settings).read_bytes() == release.archive.read_bytes()
+    assert archive_in(fetch_settings).read_bytes() == release.archive.read_bytes()
 
 
 @pytest.mark.parametrize("make", [*NO_FILES, Path.touch])
 def test_serve_rejects_files_next_to_the_release_until_the_next_fetch(
-    release: PackedRelease, settings: Settings, make: Callable[[Path], None]
+    release: PackedRelease, fetch_settings: Settings, make: Callable[[Path], None]
 ) -> None:
     """The server would load a file, and block on a pipe."""
     sha256 = sha256_file(release.archive)
     with pytest.raises(ServingError, match="run `evernear pod fetch` first"):
-        pod.serve_pod(settings, without_token=True)
-    pod.fetch_release(release.version, sha256, settings)
-    make(archive_in(settings).with_name("x.mar"))
+        pod.serve_pod(fetch_settings, without_token=True)
+    pod.fetch_release(release.version, sha256, fetch_settings)
+    make(archive_in(fetch_settings).with_name("x.mar"))
     with pytest.raises(ServingError, match="or other files next to it; run `evernear pod fetch` first"):
-        pod.serve_pod(settings, without_token=True)
-    pod.fetch_release(release.version, sha256, settings)
-    assert list(archive_in(settings).parent.iterdir()) == [archive_in(settings)]
+        pod.serve_pod(fetch_settings, without_token=True)
+    pod.fetch_release(release.version, sha256, fetch_settings)
+    assert list(archive_in(fetch_settings).parent.iterdir()) == [archive_in(fetch_settings)]
 
 
 @pytest.mark.parametrize(
@@ -165,19 +169,19 @@ def test_serve_rejects_files_next_to_the_release_until_the_next_fetch(
 )
 def test_serve_rejects_an_invalid_token(
     release: PackedRelease,
-    settings: Settings,
+    fetch_settings: Settings,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     content: bytes | None,
     sentence: str,
 ) -> None:
-    pod.fetch_release(release.version, sha256_file(release.archive), settings)
+    pod.fetch_release(release.version, sha256_file(release.archive), fetch_settings)
     monkeypatch.delenv(TOKEN_FILE_VARIABLE, raising=False)
     if content is not None:
         (tmp_path / "token").write_bytes(content)
         monkeypatch.setenv(TOKEN_FILE_VARIABLE, str(tmp_path / "token"))
     with pytest.raises(SettingsError, match=sentence):
-        pod.serve_pod(settings)
+        pod.serve_pod(fetch_settings)
     monkeypatch.setenv(TOKEN_FILE_VARIABLE, "/somewhere/token")
     with pytest.raises(SettingsError, match="drop one of them"):
-        pod.serve_pod(settings, without_token=True)
+        pod.serve_pod(fetch_settings, without_token=True)

@@ -45,7 +45,7 @@ def tokens(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def settings(slack: SlackServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Settings:
+def bot_settings(slack: SlackServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Settings:
     monkeypatch.setattr(server, "POLL_S", 0.05)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -69,8 +69,8 @@ def serving(settings: Settings, runs: MemoryRuns) -> Iterator[None]:
     assert not thread.is_alive()
 
 
-def test_socket_mode_from_command_to_run(slack: SlackServer, settings: Settings, runs: MemoryRuns) -> None:
-    with serving(settings, runs):
+def test_socket_mode_from_command_to_run(slack: SlackServer, bot_settings: Settings, runs: MemoryRuns) -> None:
+    with serving(bot_settings, runs):
         assert not {"SLACK_BOT_TOKEN", "SLACK_APP_TOKEN"} & set(os.environ), "other processes do not inherit them"
         command = envelope(ADA.types("/retrain", CHANNEL, slack.response_url(CHANNEL)))
         assert slack.deliver_envelope(command) == {"envelope_id": command["envelope_id"]}
@@ -103,7 +103,7 @@ def test_socket_mode_from_command_to_run(slack: SlackServer, settings: Settings,
     ],
 )
 def test_process_prompts_with_kfp_and_ends_on_a_signal(
-    slack: SlackServer, settings: Settings, tmp_path: Path, sent: signal.Signals, status: int, last_line: str
+    slack: SlackServer, bot_settings: Settings, tmp_path: Path, sent: signal.Signals, status: int, last_line: str
 ) -> None:
     config = tmp_path / "evernear.toml"
     sections = f'[permissions]\nstart = ["{ADA.id}"]\n[slack]\napi_url = "{slack.api_url}"'
@@ -117,7 +117,7 @@ def test_process_prompts_with_kfp_and_ends_on_a_signal(
                 until(lambda: slack.links == 1)
                 assert slack.deliver(ADA.types("/retrain", CHANNEL, slack.response_url(CHANNEL))) is not None
                 until(lambda: slack.messages)
-                assert heartbeat.is_recent(settings)
+                assert heartbeat.is_recent(bot_settings)
                 process.send_signal(sent)
                 log = process.communicate(timeout=60)[1].splitlines()
             finally:
@@ -127,18 +127,18 @@ def test_process_prompts_with_kfp_and_ends_on_a_signal(
     assert not [line for line in log if "Traceback" in line or BOT_TOKEN in line]
 
 
-def test_refusal_is_part_of_the_acknowledgement(slack: SlackServer, settings: Settings, runs: MemoryRuns) -> None:
-    settings = settings.model_copy(update={"permissions": PermissionSettings()})
-    with serving(settings, runs):
+def test_refusal_is_part_of_the_acknowledgement(slack: SlackServer, bot_settings: Settings, runs: MemoryRuns) -> None:
+    bot_settings = bot_settings.model_copy(update={"permissions": PermissionSettings()})
+    with serving(bot_settings, runs):
         acknowledgement = slack.deliver(ADA.types("/retrain", CHANNEL, slack.response_url(CHANNEL)))
     assert acknowledgement is not None
     assert "no one may start runs" in acknowledgement["payload"]["text"]
 
 
-def test_http_mode_accepts_only_signed_requests(slack: SlackServer, settings: Settings, runs: MemoryRuns) -> None:
-    settings = settings.model_copy(update={"slack": settings.slack.model_copy(update={"mode": "http"})})
-    url = f"http://127.0.0.1:{settings.slack.port}"
-    with serving(settings, runs), httpx.Client(base_url=url) as client:
+def test_http_mode_accepts_only_signed_requests(slack: SlackServer, bot_settings: Settings, runs: MemoryRuns) -> None:
+    bot_settings = bot_settings.model_copy(update={"slack": bot_settings.slack.model_copy(update={"mode": "http"})})
+    url = f"http://127.0.0.1:{bot_settings.slack.port}"
+    with serving(bot_settings, runs), httpx.Client(base_url=url) as client:
         payload = ADA.types("/retrain", CHANNEL, slack.response_url(CHANNEL))
         body, headers = signed(payload, SIGNING_SECRET)
 
@@ -172,11 +172,11 @@ def test_http_mode_accepts_only_signed_requests(slack: SlackServer, settings: Se
 
 
 def test_refused_request_is_logged_once_a_minute_with_the_variable_and_both_clocks(
-    slack: SlackServer, settings: Settings, runs: MemoryRuns, caplog: pytest.LogCaptureFixture
+    slack: SlackServer, bot_settings: Settings, runs: MemoryRuns, caplog: pytest.LogCaptureFixture
 ) -> None:
-    settings = settings.model_copy(update={"slack": settings.slack.model_copy(update={"mode": "http"})})
-    url = f"http://127.0.0.1:{settings.slack.port}{EVENTS_PATH}"
-    with serving(settings, runs):
+    bot_settings = bot_settings.model_copy(update={"slack": bot_settings.slack.model_copy(update={"mode": "http"})})
+    url = f"http://127.0.0.1:{bot_settings.slack.port}{EVENTS_PATH}"
+    with serving(bot_settings, runs):
         for secret, sent_s in (("another secret", time.time()), (SIGNING_SECRET, 4e9), (SIGNING_SECRET, 1e19)):
             body, headers = signed(ADA.types("/retrain", CHANNEL, slack.response_url(CHANNEL)), secret, sent_s)
             assert httpx.post(url, content=body, headers=headers).status_code == 401
@@ -190,60 +190,60 @@ def test_refused_request_is_logged_once_a_minute_with_the_variable_and_both_cloc
     assert "The request is of 10000000000000000000 s after 1970" in caplog.text
 
 
-def test_check_of_the_certificate_is_answered(slack: SlackServer, settings: Settings, runs: MemoryRuns) -> None:
+def test_check_of_the_certificate_is_answered(slack: SlackServer, bot_settings: Settings, runs: MemoryRuns) -> None:
     """Slack sends it without a signature."""
-    settings = settings.model_copy(update={"slack": settings.slack.model_copy(update={"mode": "http"})})
-    url = f"http://127.0.0.1:{settings.slack.port}{EVENTS_PATH}"
-    with serving(settings, runs):
+    bot_settings = bot_settings.model_copy(update={"slack": bot_settings.slack.model_copy(update={"mode": "http"})})
+    url = f"http://127.0.0.1:{bot_settings.slack.port}{EVENTS_PATH}"
+    with serving(bot_settings, runs):
         assert httpx.post(url, data={"ssl_check": "1", "token": "old"}).status_code == 200
         assert httpx.get(url, params={"ssl_check": "1", "token": "old"}).status_code == 200
         assert httpx.post(url, data={"text": "ssl_check=1"}).status_code == 401
 
 
-def test_process_waits_until_slack_is_available(slack: SlackServer, settings: Settings, runs: MemoryRuns) -> None:
+def test_process_waits_until_slack_is_available(slack: SlackServer, bot_settings: Settings, runs: MemoryRuns) -> None:
     slack.is_down = True
     threading.Timer(0.5, setattr, (slack, "is_down", False)).start()
-    with serving(settings, runs):
+    with serving(bot_settings, runs):
         assert slack.links == 1
     assert slack.calls.count("auth.test") >= 2
 
 
 def test_connecting_respects_a_rate_limit(
-    slack: SlackServer, settings: Settings, runs: MemoryRuns, monkeypatch: pytest.MonkeyPatch
+    slack: SlackServer, bot_settings: Settings, runs: MemoryRuns, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     waits_s: list[float] = []
     monkeypatch.setattr(builtin_handlers, "time", SimpleNamespace(sleep=waits_s.append))
     slack.faults["apps.connections.open"] = Fault("ratelimited", 429, retry_after_s=30)
-    with serving(settings, runs):
+    with serving(bot_settings, runs):
         assert [round(wait_s) >= 30 for wait_s in waits_s] == [True]
 
 
-def test_refused_token_ends_the_process(slack: SlackServer, settings: Settings) -> None:
+def test_refused_token_ends_the_process(slack: SlackServer, bot_settings: Settings) -> None:
     slack.faults["auth.test"] = Fault("invalid_auth", times=None)
     with pytest.raises(SlackError, match="configure the bot token of the installed app"):
-        serve_slack(settings, MemoryRuns(), threading.Event())
+        serve_slack(bot_settings, MemoryRuns(), threading.Event())
 
 
-def test_missing_or_wrong_token_is_named(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_or_wrong_token_is_named(bot_settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("SLACK_APP_TOKEN")
     with pytest.raises(SettingsError, match="SLACK_APP_TOKEN is missing"):
-        serve_slack(settings, MemoryRuns(), threading.Event())
+        serve_slack(bot_settings, MemoryRuns(), threading.Event())
     monkeypatch.setenv("SLACK_BOT_TOKEN", "xoxp-of-a-user")
     with pytest.raises(SettingsError, match="SLACK_BOT_TOKEN is not the right token: it must begin with xoxb-"):
-        serve_slack(settings, MemoryRuns(), threading.Event())
+        serve_slack(bot_settings, MemoryRuns(), threading.Event())
 
 
-def test_used_port_is_named(slack: SlackServer, settings: Settings) -> None:
-    with socket.create_server(("127.0.0.1", settings.slack.port)):
-        used_port = settings.model_copy(update={"slack": settings.slack.model_copy(update={"mode": "http"})})
+def test_used_port_is_named(slack: SlackServer, bot_settings: Settings) -> None:
+    with socket.create_server(("127.0.0.1", bot_settings.slack.port)):
+        used_port = bot_settings.model_copy(update={"slack": bot_settings.slack.model_copy(update={"mode": "http"})})
         with pytest.raises(ServingError, match=r"slack\.port"):
             serve_slack(used_port, MemoryRuns(), threading.Event())
 
 
-def test_heartbeat_expires(settings: Settings) -> None:
-    assert not heartbeat.is_recent(settings)
-    heartbeat.write(settings)
-    assert heartbeat.is_recent(settings)
+def test_heartbeat_expires(bot_settings: Settings) -> None:
+    assert not heartbeat.is_recent(bot_settings)
+    heartbeat.write(bot_settings)
+    assert heartbeat.is_recent(bot_settings)
     old = time.time() - heartbeat.MAX_AGE_S - 1
-    os.utime(settings.workdir / "slack.health", (old, old))
-    assert not heartbeat.is_recent(settings)
+    os.utime(bot_settings.workdir / "slack.health", (old, old))
+    assert not heartbeat.is_recent(bot_settings)

@@ -19,23 +19,22 @@ from tests.releases import MakeRelease, PackedRelease
 EndRun = Callable[[bool], PostedMessage]
 
 
-@pytest.fixture
-def registry(bot: Bot) -> Registry:
-    return Registry(bot.store)
-
-
 @pytest.fixture(scope="module")
-def packed(make_release: MakeRelease) -> dict[bool, list[PackedRelease]]:
+def releases_by_verdict(make_release: MakeRelease) -> dict[bool, list[PackedRelease]]:
     """Real releases by verdict; packing one takes a second."""
     return {True: [make_release() for _ in range(3)], False: [make_release(promote=False)]}
 
 
 @pytest.fixture
 def end_run(
-    bot: Bot, slack: SlackServer, runs: MemoryRuns, registry: Registry, packed: dict[bool, list[PackedRelease]]
+    bot: Bot,
+    slack: SlackServer,
+    runs: MemoryRuns,
+    registry: Registry,
+    releases_by_verdict: dict[bool, list[PackedRelease]],
 ) -> EndRun:
     """End a run with a release, promoted or held, and return the message with its verdict."""
-    next_of = {promote: iter(releases) for promote, releases in packed.items()}
+    next_of = {promote: iter(releases) for promote, releases in releases_by_verdict.items()}
 
     def run(promote: bool) -> PostedMessage:
         champion, release = registry.champion(), next(next_of[promote])

@@ -1,7 +1,6 @@
 """The bot with the real KFP client and a KFP API on loopback."""
 
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,15 +25,9 @@ SERVED = {"image": "serve@sha256:" + 64 * "a", "store_claim": "store"}
 
 
 @pytest.fixture
-def kfp(tmp_path: Path) -> Iterator[KfpServer]:
-    (tmp_path / GOLDEN.name).write_bytes(fill_defaults(GOLDEN.read_bytes(), {"source": "s3://images"}))
-    with KfpServer() as server:
-        server.publish(tmp_path / GOLDEN.name, version="c0ffee1")
-        yield server
-
-
-@pytest.fixture
 def kfp_bot(slack: SlackServer, kfp: KfpServer, tmp_path: Path) -> Bot:
+    (tmp_path / GOLDEN.name).write_bytes(fill_defaults(GOLDEN.read_bytes(), {"source": "s3://images"}))
+    kfp.publish(tmp_path / GOLDEN.name, version="c0ffee1")
     return Bot(slack, KfpRuns(PipelineSettings(endpoint=kfp.url)), tmp_path, start=(ADA.id,), promote=(ADA.id,))
 
 

@@ -21,7 +21,7 @@ from evernear.triggers.watch.baker import BAKER, Baker, PodMetrics, addresses, p
 from tests.real.serving.fake_servers import http_server
 from tests.real.triggers.memory_runs import RunsInMemory
 from tests.real.triggers.watch.watched import NOON, memory_runs
-from tests.releases import MakeRelease, PackedRelease
+from tests.releases import PackedRelease
 
 POLL = timedelta(seconds=10)
 ADA = Cause(by="Ada", why="by hand")
@@ -102,15 +102,8 @@ class Cluster:
         return run
 
 
-@pytest.fixture(scope="module")
-def releases(make_release: MakeRelease) -> tuple[PackedRelease, ...]:
-    first = make_release()
-    second = make_release(parent=first.version)
-    return first, second, make_release(parent=second.version)
-
-
 @pytest.fixture
-def cluster(tmp_path: Path, releases: tuple[PackedRelease, ...]) -> Cluster:
+def live_cluster(tmp_path: Path, releases: tuple[PackedRelease, ...]) -> Cluster:
     """The first release has been live for five minutes."""
     cluster = Cluster(tmp_path, releases)
     cluster.promote(0)
@@ -118,61 +111,61 @@ def cluster(tmp_path: Path, releases: tuple[PackedRelease, ...]) -> Cluster:
     return cluster
 
 
-def test_planted_rise_is_rolled_back_within_a_minute(cluster: Cluster) -> None:
-    good, bad = cluster.releases[0].version, cluster.releases[1].version
-    cluster.unknown[bad] = 0.24
-    cluster.promote(1)
-    began, rolled_back = cluster.serve(6)
+def test_planted_rise_is_rolled_back_within_a_minute(live_cluster: Cluster) -> None:
+    good, bad = live_cluster.releases[0].version, live_cluster.releases[1].version
+    live_cluster.unknown[bad] = 0.24
+    live_cluster.promote(1)
+    began, rolled_back = live_cluster.serve(6)
     assert began == (
         f"The bake of release {bad} began, compared with 3,000 requests of the hour before; it ends at 12:20:10 UTC."
     )
     rule = "Rule unknown: 24.0% of 300 images are unknown, compared with 4.0% of 3,000 before the rollout."
     assert rolled_back == f"Release {bad} is rolled back to {good}. {rule}"
-    assert cluster.run.pipeline == "rollback"
-    assert cluster.run.parameters == {
-        "store": cluster.store.uri,
+    assert live_cluster.run.pipeline == "rollback"
+    assert live_cluster.run.parameters == {
+        "store": live_cluster.store.uri,
         "release": bad,
         "reason": rule,
         "started_by": BAKER,
     }
     # Slack follows the request and posts the outcome of the run, with the reason.
-    (request,) = RequestStore(cluster.store).list()
+    (request,) = RequestStore(live_cluster.store).list()
     assert (request.state, request.run, request.reasons, request.is_proposal) == (
         "started",
-        cluster.run.id,
+        live_cluster.run.id,
         (rule,),
         True,
     )
     # The run rolls back, and nothing else happens.
-    cluster.roll_back(Cause(by=BAKER, why=rule, run=cluster.run.id))
+    live_cluster.roll_back(Cause(by=BAKER, why=rule, run=live_cluster.run.id))
     ended = f"Release {bad} was rolled back to {good} by {BAKER}. Release {good} is not baked: it was live before."
-    assert cluster.serve(200) == [ended]
-    assert len(cluster.runs.runs) == 1  # type: ignore[union-attr]
+    assert live_cluster.serve(200) == [ended]
+    assert len(live_cluster.runs.runs) == 1  # type: ignore[union-attr]
 
 
-def test_equal_release_passes(cluster: Cluster) -> None:
-    version = cluster.promote(1)
-    _, passed = cluster.serve(91)
+def test_equal_release_passes(live_cluster: Cluster) -> None:
+    version = live_cluster.promote(1)
+    _, passed = live_cluster.serve(91)
     assert passed == (
         f"Release {version} passed its bake: 0.0% errors and 4.0% unknown of 8,900 requests, compared with 0.0% errors "
         "and 4.0% unknown of 3,000 requests before."
     )
-    state, _ = BakeStore(cluster.store).load()
+    state, _ = BakeStore(live_cluster.store).load()
     assert state is not None
     assert (state.last, state.bake) == (passed, None)
-    assert cluster.serve(100) == []
+    assert live_cluster.serve(100) == []
 
 
 @pytest.mark.parametrize(
     ("missing", "reason"),
     [("requests", "it got no requests"), ("pods", "no pod of it answered at its metrics port")],
 )
-def test_bake_that_counts_nothing_ends_without_a_verdict(cluster: Cluster, missing: str, reason: str) -> None:
-    version = cluster.promote(1)
+def test_bake_that_counts_nothing_ends_without_a_verdict(live_cluster: Cluster, missing: str, reason: str) -> None:
+    version = live_cluster.promote(1)
     if missing == "pods":
-        cluster.pods = {}
-    cluster.requests = 0
-    assert cluster.serve(90)[-1] == f"The bake of release {version} ended without a verdict: {reason}."
+        live_cluster.pods = {}
+    live_cluster.requests = 0
+    assert live_cluster.serve(90)[-1] == f"The bake of release {version} ended without a verdict: {reason}."
 
 
 def test_without_a_reference_only_errors_are_compared(tmp_path: Path, releases: tuple[PackedRelease, ...]) -> None:
@@ -197,34 +190,34 @@ def test_first_release_is_not_baked(tmp_path: Path, releases: tuple[PackedReleas
 
 
 @pytest.mark.parametrize("polls", [1, 2, 3, 4, 5])
-def test_killed_baker_is_continued_by_the_next(cluster: Cluster, polls: int) -> None:
+def test_killed_baker_is_continued_by_the_next(live_cluster: Cluster, polls: int) -> None:
     """Pods keep their counters, so that the next process counts the requests of the time
     between."""
-    cluster.unknown[cluster.releases[1].version] = 0.24
-    cluster.promote(1)
-    cluster.serve(polls)
-    cluster.restarted()
-    cluster.serve(9)
-    assert cluster.run.parameters["release"] == cluster.releases[1].version
+    live_cluster.unknown[live_cluster.releases[1].version] = 0.24
+    live_cluster.promote(1)
+    live_cluster.serve(polls)
+    live_cluster.restarted()
+    live_cluster.serve(9)
+    assert live_cluster.run.parameters["release"] == live_cluster.releases[1].version
 
 
 @pytest.mark.parametrize("step", ["add", "_request", "_start_rollback"])
 def test_baker_killed_during_the_rollback_is_continued(
-    cluster: Cluster, step: str, monkeypatch: pytest.MonkeyPatch
+    live_cluster: Cluster, step: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def die(*_: Any) -> Any:
         raise KeyboardInterrupt
 
-    cluster.unknown[cluster.releases[1].version] = 0.24
-    cluster.promote(1)
+    live_cluster.unknown[live_cluster.releases[1].version] = 0.24
+    live_cluster.promote(1)
     with monkeypatch.context() as patched:
         patched.setattr(Breaches if step == "add" else Baker, step, die)
         with pytest.raises(KeyboardInterrupt):
-            cluster.serve(20)
-    cluster.restarted()
-    cluster.serve(1)
-    assert cluster.run.parameters["release"] == cluster.releases[1].version
-    assert Breaches(cluster.store).find(cluster.releases[1].version) is not None
+            live_cluster.serve(20)
+    live_cluster.restarted()
+    live_cluster.serve(1)
+    assert live_cluster.run.parameters["release"] == live_cluster.releases[1].version
+    assert Breaches(live_cluster.store).find(live_cluster.releases[1].version) is not None
 
 
 def serve_until_breach(cluster: Cluster) -> None:
@@ -235,132 +228,134 @@ def serve_until_breach(cluster: Cluster) -> None:
         cluster.serve(1)
 
 
-def test_rollback_is_started_once_although_the_response_is_lost(cluster: Cluster) -> None:
-    assert cluster.runs
-    cluster.runs.lost_answers = 1
+def test_rollback_is_started_once_although_the_response_is_lost(live_cluster: Cluster) -> None:
+    assert live_cluster.runs
+    live_cluster.runs.lost_answers = 1
     with pytest.raises(PipelineServerError):
-        serve_until_breach(cluster)
-    cluster.serve(5)
-    assert len(cluster.runs.runs) == 1
+        serve_until_breach(live_cluster)
+    live_cluster.serve(5)
+    assert len(live_cluster.runs.runs) == 1
 
 
-def test_failed_rollback_is_started_again_later(cluster: Cluster) -> None:
-    assert cluster.runs
-    serve_until_breach(cluster)
-    cluster.runs.end(cluster.run.id, State.FAILED)
-    cluster.serve(2)
-    assert len(cluster.runs.runs) == 1
-    cluster.serve(1)
-    assert [run.state for run in reversed(cluster.runs.runs)] == [State.RUNNING, State.FAILED]
-    cluster.runs.end(cluster.runs.runs[1].id, State.CANCELED)  # a person stopped it
-    cluster.serve(100)
-    assert len(cluster.runs.runs) == 2
+def test_failed_rollback_is_started_again_later(live_cluster: Cluster) -> None:
+    assert live_cluster.runs
+    serve_until_breach(live_cluster)
+    live_cluster.runs.end(live_cluster.run.id, State.FAILED)
+    live_cluster.serve(2)
+    assert len(live_cluster.runs.runs) == 1
+    live_cluster.serve(1)
+    assert [run.state for run in reversed(live_cluster.runs.runs)] == [State.RUNNING, State.FAILED]
+    live_cluster.runs.end(live_cluster.runs.runs[1].id, State.CANCELED)  # a person stopped it
+    live_cluster.serve(100)
+    assert len(live_cluster.runs.runs) == 2
 
 
-def test_rollback_of_a_person_ends_the_bake(cluster: Cluster) -> None:
-    version = cluster.promote(1)
-    cluster.serve(10)
-    good = cluster.roll_back(ADA)
-    assert cluster.serve(100) == [
+def test_rollback_of_a_person_ends_the_bake(live_cluster: Cluster) -> None:
+    version = live_cluster.promote(1)
+    live_cluster.serve(10)
+    good = live_cluster.roll_back(ADA)
+    assert live_cluster.serve(100) == [
         f"The bake of release {version} ended without a verdict: Ada moved the champion. "
         f"Release {good} is not baked: it was live before."
     ]
 
 
-def test_second_deployment_is_compared_with_the_last_release_that_passed(cluster: Cluster) -> None:
+def test_second_deployment_is_compared_with_the_last_release_that_passed(live_cluster: Cluster) -> None:
     """The release in between has not completed its bake:
     both could have the same fault."""
     for number in (1, 2):
-        cluster.unknown[cluster.releases[number].version] = 0.24
-    cluster.promote(1)
-    cluster.serve(2)
-    version = cluster.promote(2)
-    began, rolled_back = cluster.serve(10)
-    assert began.startswith(f"The bake of release {cluster.releases[1].version} ended without a verdict")
+        live_cluster.unknown[live_cluster.releases[number].version] = 0.24
+    live_cluster.promote(1)
+    live_cluster.serve(2)
+    version = live_cluster.promote(2)
+    began, rolled_back = live_cluster.serve(10)
+    assert began.startswith(f"The bake of release {live_cluster.releases[1].version} ended without a verdict")
     assert f"The bake of release {version} began, compared with 3,000 requests" in began
-    assert rolled_back.startswith(f"Release {version} is rolled back to {cluster.releases[1].version}. Rule unknown")
+    assert rolled_back.startswith(
+        f"Release {version} is rolled back to {live_cluster.releases[1].version}. Rule unknown"
+    )
 
 
-def test_restarted_and_added_pods_count_from_their_first_poll(cluster: Cluster) -> None:
-    version = cluster.promote(1)
-    cluster.serve(5)
-    restarted, _ = cluster.pods
-    cluster.pods[restarted] = PodCounters(version=version, figures=Figures(answered=8, predictions=8))
-    cluster.pods["10.0.9.9"] = PodCounters(
+def test_restarted_and_added_pods_count_from_their_first_poll(live_cluster: Cluster) -> None:
+    version = live_cluster.promote(1)
+    live_cluster.serve(5)
+    restarted, _ = live_cluster.pods
+    live_cluster.pods[restarted] = PodCounters(version=version, figures=Figures(answered=8, predictions=8))
+    live_cluster.pods["10.0.9.9"] = PodCounters(
         version=version, figures=Figures(answered=9000, predictions=9000, unknown=9000)
     )
-    passed = cluster.serve(86)[-1]
+    passed = live_cluster.serve(86)[-1]
     assert "0.0% errors and 4.0% unknown" in passed
 
 
-def test_pods_of_the_release_before_do_not_count_in_a_rolling_update(cluster: Cluster) -> None:
-    old = dict(cluster.pods)
-    cluster.unknown[cluster.releases[0].version] = 0.04
-    version = cluster.promote(1)
-    cluster.unknown[version] = 0.24
-    cluster.pods |= old
-    _, rolled_back = cluster.serve(6)
+def test_pods_of_the_release_before_do_not_count_in_a_rolling_update(live_cluster: Cluster) -> None:
+    old = dict(live_cluster.pods)
+    live_cluster.unknown[live_cluster.releases[0].version] = 0.04
+    version = live_cluster.promote(1)
+    live_cluster.unknown[version] = 0.24
+    live_cluster.pods |= old
+    _, rolled_back = live_cluster.serve(6)
     assert "24.0% of 300 images are unknown, compared with 4.0% of 3,000" in rolled_back
 
 
-def test_applied_settings_do_not_end_the_bake(cluster: Cluster) -> None:
-    version = cluster.promote(1)
-    cluster.serve(5)
-    champion = cluster.registry.champion()
+def test_applied_settings_do_not_end_the_bake(live_cluster: Cluster) -> None:
+    version = live_cluster.promote(1)
+    live_cluster.serve(5)
+    champion = live_cluster.registry.champion()
     assert champion is not None
-    cluster.registry.record_settings(champion, ADA)
-    assert cluster.serve(86)[-1].startswith(f"Release {version} passed its bake")
+    live_cluster.registry.record_settings(champion, ADA)
+    assert live_cluster.serve(86)[-1].startswith(f"Release {version} passed its bake")
 
 
-def test_watcher_that_starts_too_late_says_so(cluster: Cluster) -> None:
-    version = cluster.promote(1)
-    cluster.now += timedelta(hours=2)
-    assert cluster.serve(5) == [f"Release {version} was not baked: no watcher ran in time after its rollout."]
+def test_watcher_that_starts_too_late_says_so(live_cluster: Cluster) -> None:
+    version = live_cluster.promote(1)
+    live_cluster.now += timedelta(hours=2)
+    assert live_cluster.serve(5) == [f"Release {version} was not baked: no watcher ran in time after its rollout."]
 
 
-def test_release_is_not_deployed_again_without_a_person(cluster: Cluster) -> None:
-    bad = cluster.releases[1]
-    cluster.unknown[bad.version] = 0.24
-    cluster.promote(1)
-    cluster.serve(6)
-    cluster.roll_back(Cause(by=BAKER))
-    cluster.serve(1)
-    breaches = Breaches(cluster.store)
+def test_release_is_not_deployed_again_without_a_person(live_cluster: Cluster) -> None:
+    bad = live_cluster.releases[1]
+    live_cluster.unknown[bad.version] = 0.24
+    live_cluster.promote(1)
+    live_cluster.serve(6)
+    live_cluster.roll_back(Cause(by=BAKER))
+    live_cluster.serve(1)
+    breaches = Breaches(live_cluster.store)
     with pytest.raises(
         ConflictError, match=rf"Release {bad.version} is not deployed. It was rolled back .*: Rule unknown"
     ):
         breaches.require_none(bad.manifest)
     # Another run with the same network and index makes the same release under another version.
     with pytest.raises(ConflictError, match=rf"Release {bad.version}, which is the same one, was rolled back"):
-        breaches.require_none(cluster.releases[2].manifest)
+        breaches.require_none(live_cluster.releases[2].manifest)
     breaches.overrule(bad.version, ADA)
     breaches.require_none(bad.manifest)
-    cluster.promote(1, "promote", ADA)
+    live_cluster.promote(1, "promote", ADA)
     expected = f"Release {bad.version} is not baked: Ada promoted it after a bake had rolled it back."
-    assert cluster.serve(100) == [expected]
+    assert live_cluster.serve(100) == [expected]
 
 
-def test_two_watchers_count_no_request_twice(cluster: Cluster) -> None:
-    first, second = cluster.baker, cluster.restarted()
-    cluster.promote(1)
+def test_two_watchers_count_no_request_twice(live_cluster: Cluster) -> None:
+    first, second = live_cluster.baker, live_cluster.restarted()
+    live_cluster.promote(1)
     conflicts = 0
     for _ in range(100):
-        cluster.now += POLL
+        live_cluster.now += POLL
         for baker in (first, second):
             try:
                 baker.poll()
             except ConflictError:
                 conflicts += 1
     assert conflicts
-    state, _ = BakeStore(cluster.store).load()
+    state, _ = BakeStore(live_cluster.store).load()
     assert state is not None
     assert state.last.endswith("it got no requests.")
 
 
-def test_store_failure_leaves_the_bake_as_it_was(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    cluster.unknown[cluster.releases[1].version] = 0.24
-    cluster.promote(1)
-    cluster.serve(5)
+def test_store_failure_leaves_the_bake_as_it_was(live_cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    live_cluster.unknown[live_cluster.releases[1].version] = 0.24
+    live_cluster.promote(1)
+    live_cluster.serve(5)
 
     def fail(*_: Any) -> Any:
         raise StoreError("The store is down.")
@@ -369,14 +364,14 @@ def test_store_failure_leaves_the_bake_as_it_was(cluster: Cluster, monkeypatch: 
         patched.setattr(Registry, "champion", fail)
         for _ in range(3):
             with pytest.raises(StoreError):
-                cluster.serve(1)
-    cluster.serve(1)
-    assert cluster.run.parameters["release"] == cluster.releases[1].version
+                live_cluster.serve(1)
+    live_cluster.serve(1)
+    assert live_cluster.run.parameters["release"] == live_cluster.releases[1].version
 
 
-def test_reference_is_the_last_hour(cluster: Cluster) -> None:
+def test_reference_is_the_last_hour(live_cluster: Cluster) -> None:
     """The mix of images changes in the course of a day."""
-    version = cluster.releases[0].version
+    version = live_cluster.releases[0].version
     state, figures = BakeState(version=version, number=1), Figures()
     for minute in range(180):
         of_minute = Figures(answered=100, predictions=100, unknown=90 if minute < 119 else 4)
@@ -431,7 +426,9 @@ def test_names_are_resolved_to_all_addresses() -> None:
     assert addresses("evernear-serving-pods.invalid", 8082) == []
 
 
-def test_without_a_pipeline_server_this_process_rolls_back(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_pipeline_server_this_process_rolls_back(
+    live_cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from evernear import deployment
 
     calls: list[tuple[str, str]] = []
@@ -441,16 +438,16 @@ def test_without_a_pipeline_server_this_process_rolls_back(cluster: Cluster, mon
         raise StoreError("The cluster is down.")
 
     monkeypatch.setattr(deployment, "roll_back", roll_back)
-    cluster.runs = None
-    cluster.restarted()
-    bad = cluster.releases[1].version
-    cluster.unknown[bad] = 0.24
-    cluster.promote(1)
+    live_cluster.runs = None
+    live_cluster.restarted()
+    bad = live_cluster.releases[1].version
+    live_cluster.unknown[bad] = 0.24
+    live_cluster.promote(1)
     with pytest.raises(StoreError):
-        cluster.serve(10)
+        live_cluster.serve(10)
     ((expected, why),) = calls
     assert expected == bad
     assert why.startswith("Rule unknown")
-    cluster.serve(int(baker_module.FIRST_RETRY_S / POLL.total_seconds()) - 1)  # waits before the next attempt
+    live_cluster.serve(int(baker_module.FIRST_RETRY_S / POLL.total_seconds()) - 1)  # waits before the next attempt
     with pytest.raises(StoreError):
-        cluster.serve(1)
+        live_cluster.serve(1)

@@ -13,17 +13,12 @@ from evernear.release.registry import Registry
 from tests.forks import CONTEXT
 from tests.real.common.store.conftest import altering_proxy, faulty_proxy
 from tests.real.common.store.faulty import FaultyProxy
-from tests.releases import MakeRelease, PackedRelease
+from tests.releases import PackedRelease
 from tests.slow.common.store.contender import compete
 
 __all__ = ["altering_proxy", "faulty_proxy"]
 PROCESSES = 4
 pytestmark = pytest.mark.slow
-
-
-@pytest.fixture(scope="module")
-def releases(make_release: MakeRelease) -> list[PackedRelease]:
-    return [make_release(), make_release()]
 
 
 @pytest.fixture(params=["refuses early", "real"])
@@ -40,7 +35,7 @@ def contended_store(request: pytest.FixtureRequest) -> tuple[str, int]:
 
 @pytest.mark.parametrize("in_lockstep", [True, False], ids=["all at once", "each at its own pace"])
 def test_contended_promotions_neither_fail_nor_get_lost(
-    contended_store: tuple[str, int], releases: list[PackedRelease], in_lockstep: bool
+    contended_store: tuple[str, int], releases: tuple[PackedRelease, ...], in_lockstep: bool
 ) -> None:
     uri, promotions = contended_store
     registry = Registry(open_store(uri))
