@@ -113,6 +113,7 @@ def test_limit_above_the_cpu_count_is_ignored(tmp_path: Path, monkeypatch: pytes
     assert threads.available_cpus(larger) == 2
 
 
+@pytest.mark.slow
 def test_every_library_uses_one_thread_per_cpu_without_spinning() -> None:
     words = ("env", "OMP_DISPLAY_ENV=TRUE", "sh", "-c", 'exec "$@" 2>&1', "sh")
     output = run_isolated(ASK_THE_LIBRARIES, words)

@@ -434,6 +434,7 @@ def test_printed_urls_open_their_pages(store: Store, source: Path, tmp_path: Pat
             process.terminate()
 
 
+@pytest.mark.slow
 def test_second_start_shows_the_link_of_the_running_console(store: Store, source: Path, tmp_path: Path) -> None:
     (port,) = free_ports(1)
     options = ["--port", str(port), "--source", f"folder:{source}", "--set", f"store={store.uri}"]

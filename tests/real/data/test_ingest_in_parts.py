@@ -63,6 +63,7 @@ def found(manifest: Manifest) -> object:
     return manifest.digest, manifest.problems, manifest.problem_counts, manifest.groups
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", [{}, {"group": "stem"}])
 def test_snapshot_does_not_depend_on_the_parts(varied: Path, ingest_in_parts: RunIngest, make_image, settings) -> None:
     counts: list[int] = []
@@ -91,6 +92,7 @@ def test_snapshot_does_not_depend_on_the_parts(varied: Path, ingest_in_parts: Ru
     assert first["one"].digest != second["one"].digest
 
 
+@pytest.mark.slow
 def test_processes_that_open_the_source_themselves_decode_the_same(varied: Path, ingest_in_parts: RunIngest) -> None:
     def run(parts: Parts, _: OpenWorker) -> None:
         run_in_processes(parts, open_worker, 2, lambda *_: None)

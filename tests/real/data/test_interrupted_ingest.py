@@ -96,6 +96,7 @@ def test_slower_of_two_concurrent_ingests_fails(tree, run_ingest, make_image, mo
     assert run_ingest(tree) == raced[1]
 
 
+@pytest.mark.slow
 def test_ingests_at_once_leave_the_snapshot_of_one(tmp_path: Path, large_folder: Path, make_image, contents) -> None:
     """Each of two processes makes the snapshot, or says that the other one did."""
     source, store, whole = f"folder:{large_folder}", tmp_path / "store", tmp_path / "whole"

@@ -176,6 +176,7 @@ def scenes_of(images: list[bytes]) -> list[str]:
     return [f"scene {number // 4}" for number in range(len(images))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "write"), GROUPED)
 def test_groups_stay_in_one_split_and_are_remembered(
     tmp_path, noise_images, make_image, run_ingest, contents, digest_of, opened, kind, write, monkeypatch

@@ -68,6 +68,7 @@ def test_file_has_the_time_of_the_source(grouped, tmp_path: Path) -> None:
     assert {name: (tmp_path / "photos" / name).stat().st_mtime_ns // 1000 for name, _ in rows} == dict(rows)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("threads", "memory_bytes", "partition_rows"),
     [(1, 2**31, 10**6), (4, 2**31, 10**6), (2, 2**26, 10**6), (4, 2**27, 10)],

@@ -218,6 +218,7 @@ def test_weights_come_from_a_store(digits: Dataset, weights: Path, tmp_path: Pat
     assert load_trained(tmp_path)[0].pretrained_sha256 == sha256_file(weights)
 
 
+@pytest.mark.slow
 def test_weights_that_evernear_trained_are_weights_of_the_backbone(digits: Dataset, tmp_path: Path) -> None:
     # In bfloat16, oneDNN returns NaN for taps of a kernel that see only padding.
     train_network(digits, with_defaults(settings(), digits, precision="float32"), tmp_path / "first")
@@ -257,6 +258,7 @@ def test_the_first_stages_stay_as_they_are_if_only_the_last_are_trained(digits, 
     assert changed == {"layer2", "layer3", "layer4"}
 
 
+@pytest.mark.slow
 def test_a_frozen_network_recognizes_classes_that_it_was_not_pretrained_on(taught: Path, tmp_path: Path) -> None:
     write_digits(tmp_path / "new", "".join(sorted(NEW)), per_class=5)
     changes = ["train.backbone=test_resnet", f"train.weights={taught}", "train.backbone_size_px=16"]

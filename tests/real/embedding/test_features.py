@@ -93,6 +93,7 @@ def test_a_frozen_backbone_sees_each_image_once(digits: Dataset, frozen_run: Run
     assert frozen_run.computed == sum(digits.count(split) for split in SPLITS)
 
 
+@pytest.mark.slow
 def test_another_head_on_the_same_backbone_computes_nothing(digits, frozen, frozen_run, tmp_path, seen) -> None:
     seen.clear()
     train_network(digits, frozen, tmp_path / "other", frozen_run.store, exclude_labels=frozenset("3"))
@@ -103,6 +104,7 @@ def test_another_head_on_the_same_backbone_computes_nothing(digits, frozen, froz
     assert other.sha256 != first.sha256
 
 
+@pytest.mark.slow
 def test_cached_embeddings_are_those_of_the_served_network(digits: Dataset, frozen_run: Run) -> None:
     again = list(frozen_run.recognizer.embed_split(digits, "test", 100))
     served = load_network(frozen_run.directory / "network")

@@ -49,10 +49,12 @@ def printed(frozen_network_dir: Path, images_file: Path) -> list[str]:
     return run(frozen_network_dir, images_file)
 
 
+@pytest.mark.slow
 def test_a_release_is_served_without_timm(printed: list[str], frozen_network_dir: Path) -> None:
     assert printed[0] == f"(2, {describe_network(frozen_network_dir).embedding_dim})"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not HUGE_PAGES.exists(), reason="The kernel has no transparent huge pages.")
 def test_large_tensors_are_in_huge_pages(printed: list[str]) -> None:
     assert int(printed[1]) > 0
@@ -64,6 +66,7 @@ def test_huge_pages_can_be_disabled(frozen_network_dir: Path, images_file: Path)
     assert int(run(frozen_network_dir, images_file, THP_MEM_ALLOC_ENABLE="0")[1]) == 0
 
 
+@pytest.mark.slow
 def test_bfloat16_works_on_a_machine_that_advertises_amx_without_supporting_it(printed: list[str]) -> None:
     """Such a machine would kill the process with SIGILL."""
     assert printed[2:] == ["bfloat16 works"]

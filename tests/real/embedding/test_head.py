@@ -48,6 +48,7 @@ def features_of(dataset: Dataset, settings: Recipe, store: Store | None = None) 
     return FrozenFeatures(network, architecture, store)
 
 
+@pytest.mark.slow
 def test_weights_alone_train_a_head_on_features_that_are_computed_once(
     digits: Dataset, of_head: Recipe, tmp_path: Path, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -64,6 +64,7 @@ def broken(classes: int, dim: int) -> nn.Module:
     raise ValueError("odd dimension")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("members", [1, 2])
 @pytest.mark.parametrize("function", ["pairs", "centers"])
 def test_loss_of_ones_own_trains_the_network(digits: Dataset, tmp_path: Path, function: str, members: int) -> None:

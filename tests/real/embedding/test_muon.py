@@ -44,6 +44,7 @@ def test_adamw_is_that_of_torch_also_after_it_was_saved() -> None:
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(*optimized, strict=True))
 
 
+@pytest.mark.slow
 def test_an_optimizer_starts_without_the_compiler() -> None:
     script = """
 import sys

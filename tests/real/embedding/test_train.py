@@ -239,6 +239,7 @@ def test_the_learning_rate_rises_to_the_peak_and_falls_to_zero(digits: Dataset) 
 VARIANTS = [{"muon": True}, {"augment": "none", "precision": "float32"}, {"label_smoothing": 0.1, "patch_px": 2}]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("changed", VARIANTS, ids=str)
 def test_every_recipe_learns(digits: Dataset, tiny: TrainSettings, tmp_path: Path, changed: dict[str, object]) -> None:
     result = train_network(digits, with_defaults(tiny, digits, min_steps=60, **changed), tmp_path)
@@ -392,6 +393,7 @@ def test_load_rejects_changed_weights(trained_dir: Path, tmp_path: Path) -> None
         load_trained(tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("processes", "muon", "tolerance"),
     [

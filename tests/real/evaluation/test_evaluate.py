@@ -348,6 +348,7 @@ def test_renamed_class_is_compared_under_its_new_name(system: System, embeddings
     assert any("Renamed: 7 to seven." in reason for reason in verdict.reasons)
 
 
+@pytest.mark.slow
 def test_retired_class_is_left_out_of_the_comparison(system: System, full: Recognizer, tmp_path: Path):
     images = tmp_path / "images"
     for split in SPLITS:

@@ -107,6 +107,7 @@ CASES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("labels", "significance"), [*zip(CASES.values(), (0.1, 0.02, 0.1, 0.02, 0.02), strict=True)], ids=CASES
 )

@@ -148,6 +148,7 @@ def test_steps_of_a_server_with_other_threads_start_afresh(tmp_path: Path) -> No
         assert not step["torch"]
 
 
+@pytest.mark.slow
 def test_steps_start_afresh_without_a_server(tmp_path: Path) -> None:
     """A user's module that hides a library may end it."""
     for step in two_steps(tmp_path, torch="raise SystemExit('this is my own torch.py')"):

@@ -318,6 +318,7 @@ def test_affected_champion_is_refused_and_nothing_is_deleted(prepared: Prepared,
     assert content(prepared) == before
 
 
+@pytest.mark.slow
 def test_releases_are_not_deleted_without_a_champion(prepared: Prepared):
     before = content(prepared)
     with pytest.raises(StoreError, match="only while another one is live"):

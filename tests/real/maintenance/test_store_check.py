@@ -214,6 +214,7 @@ def test_dataset_without_an_intact_snapshot_starts_over(
     assert ingest_source(folder_source, store.uri).digest == manifest.digest
 
 
+@pytest.mark.slow
 def test_lost_tables_are_made_again_with_the_same_splits(store: Store, folder_source: DataSettings) -> None:
     manifest = with_history(folder_source, store)
     before = splits(manifest, store)

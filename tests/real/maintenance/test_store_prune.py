@@ -177,6 +177,7 @@ def test_damaged_record_keeps_everything_that_it_may_need(file_store, growing_so
     assert pruning.kept
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("deletions", [0, 1, 3, 5, 7])
 def test_interrupted_prune_loses_nothing(file_store, growing_source, system, make_release, deletions) -> None:
     made = publish(file_store, system, [make_release() for _ in range(3)])

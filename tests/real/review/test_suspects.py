@@ -94,6 +94,7 @@ def names(source: Path) -> set[str]:
     return {entry.name for entry in open_source(f"folder:{source}").entries()}
 
 
+@pytest.mark.slow
 def test_check_finds_wrong_labels_of_a_source_with_networks_that_have_not_seen_them(
     store: Store, mislabeled_digits: Path
 ) -> None:

@@ -86,6 +86,7 @@ def forbid(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(probe, "probe_open_set", fail)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("frozen", [False, True])
 def test_nothing_is_computed_twice_for_the_same_inputs(
     run_inputs: Path, monkeypatch: pytest.MonkeyPatch, frozen: bool
@@ -125,6 +126,7 @@ print({{"torch", "timm", "scipy"}} & set(sys.modules))
     assert completed.stdout.splitlines()[-1] == "set()"
 
 
+@pytest.mark.slow
 def test_the_probe_trains_a_head_on_as_many_views_as_the_training_had_time_for(
     run_inputs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

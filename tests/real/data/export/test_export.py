@@ -163,6 +163,7 @@ def released_version(copied_system: System, make_release: MakeRelease) -> str:
     return Registry(copied_system.dataset.store).publish(make_release().archive).manifest.version
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["parquet", "webdataset"])
 def test_release_adds_its_embeddings(
     form: str, copied_system: System, released_version: str, export_to, tmp_path, monkeypatch
@@ -342,6 +343,7 @@ def test_images_without_a_group_stay_without_one(ingest_in_shards, export_to, tm
     assert contents(again) == contents(snapshot)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [(200, 150), (30, 26)])
 def test_resized_and_grown_datasets_keep_images_labels_and_splits(ingest_in_shards, export_to, tmp_path, size) -> None:
     source = f"folder:{tmp_path / 'photos'}"
@@ -363,6 +365,7 @@ def test_resized_and_grown_datasets_keep_images_labels_and_splits(ingest_in_shar
     assert ingest_in_shards(f"folder:{tmp_path / 'again'}", "second").digest == first.digest
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", SOURCES)
 def test_bucket_has_the_same_digest(snapshot, ingest_in_shards, export_to, bucket: str, form) -> None:
     export_to(open_store(f"s3://{bucket}/out"), form, snapshot)

@@ -423,6 +423,7 @@ def test_release_that_passed_its_smoke_test_stays_live_if_the_store_is_unreachab
     assert deployment.roll_back(sandbox.settings).version == first.version
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["deploy", "promote", "apply", "rollback"])
 def test_step_that_runs_again_does_not_act_twice(sandbox: Sandbox, how: str) -> None:
     """Argo runs a step again after a lost node, even if its first attempt has moved the

@@ -95,6 +95,7 @@ def test_socket_mode_from_command_to_run(slack: SlackServer, bot_settings: Setti
     assert len([posted for posted in slack.messages if posted.thread is None]) == 2, "the prompt and the mention"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("sent", "status", "last_line"),
     [

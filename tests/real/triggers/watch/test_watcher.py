@@ -157,6 +157,7 @@ def test_unanswered_proposal_grows_and_does_not_multiply(watched: WatchedSystem)
     assert after.figures["new_train_images"] == pytest.approx(240)
 
 
+@pytest.mark.slow
 def test_proposal_of_drift_survives_checks_that_miss_it(watched: WatchedSystem) -> None:
     watched.ask(negatives(180))
     watched.watcher(drift_window_s=3600).check()
@@ -479,6 +480,7 @@ def test_held_training_is_not_repeated_without_more_images(watched: WatchedSyste
     assert len(watched.runs.runs) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("outcome", "ended"),
     [("failed", "failed"), ("stopped", "was stopped"), ("rolled back", "was rolled back"), ("", "led to no release")],
@@ -554,6 +556,7 @@ def test_touched_files_do_not_repeat_a_failed_run(watched: WatchedSystem, touch:
     assert len(watched.runs.runs) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ending", ["held", "failed", "reindexed"])
 def test_files_that_a_run_has_read_are_new_only_if_their_images_are(
     watched: WatchedSystem, trained: tuple[Path, System], tmp_path: Path, touch: Callable[[], None], ending: str
