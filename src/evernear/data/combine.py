@@ -29,35 +29,45 @@ from evernear.data.writer import Change, ShardWriter, group_number
 from evernear.errors import MissingObjectError
 from evernear.settings import DataSettings
 
-# The files of all sources as they are read now. ``former`` is the image of an unchanged file before
-# it was read again.
-_READ = """
-CREATE TABLE read AS
-SELECT $source AS source, l.name, l.etag, l.size_bytes,
-  CASE WHEN k.name IS NULL THEN l.modified ELSE k.modified END AS modified, l.label, l.given_split, l.given_group,
-  l."group", CASE WHEN k.unchanged THEN k.digest ELSE r.digest END AS digest, r.fault, false AS unread,
-  k.digest AS former, k.unchanged IS NOT TRUE AND r.name IS NULL AS missing, r.position, r.plan, r.part, r.row,
-  r.width_px, r.height_px, r.flaws
-FROM listed l LEFT JOIN known k USING (name) LEFT JOIN results r ON r.name = l.name AND r.etag = l.etag;
-INSERT INTO read BY NAME
-SELECT source, name, etag, size_bytes, modified, label, given_split, given_group, "group", digest, fault, unread,
-  digest AS former, false AS missing
-FROM old_files WHERE source <> $source AND NOT waiting;
-DROP TABLE known CASCADE;
+# The changed files as they are read now. ``former`` is the image of an unchanged file before it was
+# read again.
+_CHANGED_FILES = """
+CREATE TABLE changed_files AS
+SELECT $source AS source, c.name, c.etag, c.size_bytes, c.modified, c.label, c.given_split, c.given_group, c."group",
+  CASE WHEN c.unchanged THEN c.former ELSE r.digest END AS digest, r.fault, false AS unread, c.former,
+  NOT c.unchanged AND r.name IS NULL AS missing, r.position, r.plan, r.part, r.row, r.width_px, r.height_px, r.flaws
+FROM changed c LEFT JOIN results r ON r.name = c.name AND r.etag = c.etag WHERE NOT c.gone;
 """
-# ``copies``: the files of images with several files. ``found``: the images that the files contain.
-# If labels conflict, ``other_label`` is not ``label``.
+# ``read``: the files of all sources. ``touched``: the files of images for which anything may
+# change: one of their files changed, or their rows were made again from a shard.
+_ALL_READ = """
+CREATE VIEW read AS FROM changed_files;
+CREATE VIEW touched AS FROM read;
+"""
+_READ = """
+CREATE VIEW read AS
+FROM changed_files UNION ALL BY NAME
+SELECT source, name, etag, size_bytes, modified, label, given_split, given_group, "group", digest, fault, unread,
+  digest AS former
+FROM old_files ANTI JOIN changed USING (source, name) WHERE NOT waiting;
+CREATE TABLE affected AS
+SELECT digest FROM changed_files UNION SELECT old_digest FROM changed
+UNION SELECT digest FROM stored_files JOIN renamed USING (source) WHERE current IS NULL
+UNION SELECT digest FROM old_images WHERE width_px = 0;
+CREATE VIEW touched AS FROM read SEMI JOIN affected USING (digest);
+"""
+# ``copies``: the files of images with several files. ``found``: the images that ``touched`` files
+# contain. If labels conflict, ``other_label`` is not ``label``.
 _FOUND = r"""
-CREATE TABLE copies AS
-SELECT * FROM read
-SEMI JOIN (SELECT digest FROM read WHERE digest IS NOT NULL GROUP BY digest HAVING count(*) > 1) USING (digest);
+CREATE TABLE copied AS SELECT digest FROM read WHERE digest IS NOT NULL GROUP BY digest HAVING count(*) > 1;
+CREATE TABLE copies AS FROM read SEMI JOIN copied USING (digest);
 CREATE MACRO by_review(name) AS
 contains(name, 'review-') AND regexp_full_match(name, '(?s)(.*/)?review-[0-9a-f]{16}\.[^./]+');
 CREATE VIEW found AS
 SELECT digest, label, label AS other_label, "group", position, by_review(name) AS by_review,
   CASE WHEN given_split IN ('test', 'query') THEN given_split END AS measured, given_split, former, plan, part, row,
   width_px, height_px, flaws
-FROM read ANTI JOIN copies USING (digest) WHERE digest IS NOT NULL
+FROM touched ANTI JOIN copies USING (digest) WHERE digest IS NOT NULL
 UNION ALL
 SELECT c.*, r.given_split, r.former, r.plan, r.part, r.row, r.width_px, r.height_px, r.flaws
 FROM (
@@ -81,7 +91,7 @@ SELECT *, split IN ('test', 'query') AND reviewed IS NOT NULL AS moves FROM (
     a.digest IS NOT NULL AS again,
     CASE WHEN i.reviewed IS NOT NULL THEN i.reviewed WHEN f.by_review IS NOT TRUE THEN NULL
       WHEN i.split IN ('test', 'query') THEN i.split ELSE coalesce(f.measured, '') END AS reviewed
-  FROM old_images i LEFT JOIN found f USING (digest) LEFT JOIN again a USING (digest)
+  FROM old_images i SEMI JOIN affected USING (digest) LEFT JOIN found f USING (digest) LEFT JOIN again a USING (digest)
 )
 WHERE gone OR label <> old_label OR "group" IS DISTINCT FROM old_group OR reviewed IS DISTINCT FROM old_reviewed
   OR split IN ('test', 'query') AND reviewed IS NOT NULL;
@@ -212,9 +222,10 @@ def combine(
         MissingObjectError: a pending file has no result, because it has changed or vanished.
     """
     db = draft.db
-    db.run(_READ, source=draft.source)
-    if changed := db.value("SELECT count(*) FROM read WHERE missing"):
+    db.run(_CHANGED_FILES, source=draft.source)
+    if changed := db.value("SELECT count(*) FROM changed_files WHERE missing"):
         raise MissingObjectError(f"{quantity(changed, 'file')} of the source changed or vanished during the ingest.")
+    db.run(_ALL_READ if draft.is_new else _READ)
     db.run(_FOUND)
     numbers = {label: number for number, label in enumerate(labels)}
     if draft.is_new:

@@ -103,14 +103,15 @@ _LISTING = pa.schema({
 _LISTED = r"""
 CREATE VIEW listed AS
 SELECT name, etag, label, given_split, size_bytes, given_group, "group",
-  CASE WHEN modified_us <> 0 THEN make_timestamp(modified_us) END AS modified,
-  (CASE given_split WHEN 'test' THEN 0 WHEN 'query' THEN 1 WHEN 'gallery' THEN 2 ELSE 3 END::BIGINT << 56) + CASE
-    WHEN in_order() THEN 0
-    WHEN regexp_matches(name, '(^|/)[0-9]{9,16}-[0-9a-f]{64}\.[^./]+$')
-      THEN regexp_extract(name, '(^|/)([0-9]{9,16})-[0-9a-f]{64}\.[^./]+$', 2)::BIGINT
-    ELSE ('0x' || left(sha256(name), 14))::BIGINT
-  END AS turn
-FROM listing
+  CASE WHEN modified_us <> 0 THEN make_timestamp(modified_us) END AS modified
+FROM listing;
+CREATE MACRO turn(given_split, name) AS
+(CASE given_split WHEN 'test' THEN 0 WHEN 'query' THEN 1 WHEN 'gallery' THEN 2 ELSE 3 END::BIGINT << 56) + CASE
+  WHEN in_order() THEN 0
+  WHEN regexp_matches(name, '(^|/)[0-9]{9,16}-[0-9a-f]{64}\.[^./]+$')
+    THEN regexp_extract(name, '(^|/)([0-9]{9,16})-[0-9a-f]{64}\.[^./]+$', 2)::BIGINT
+  ELSE ('0x' || left(sha256(name), 14))::BIGINT
+END
 """
 _LISTED_TWICE = """
 CREATE TABLE listed_once AS

@@ -204,10 +204,10 @@ RESULTS = pa.schema([
 ])  # fmt: skip
 _BEST_RESULTS = """
 CREATE TABLE best_results AS
-SELECT plan, part, row, row_number() OVER (ORDER BY turn, name) - 1 AS position, name, etag, digest, width_px,
-  height_px, flaws, fault
+SELECT plan, part, row, row_number() OVER (ORDER BY turn(given_split, name), name) - 1 AS position, name, etag, digest,
+  width_px, height_px, flaws, fault
 FROM (
-  SELECT r.*, p.turn FROM results r JOIN pending p USING (name, etag)
+  SELECT r.*, p.given_split FROM results r JOIN pending p USING (name, etag)
   QUALIFY row_number() OVER (PARTITION BY r.name ORDER BY r.digest IS NULL, r.plan) = 1
 );
 CREATE OR REPLACE VIEW results AS SELECT * FROM best_results;

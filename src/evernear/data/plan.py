@@ -5,8 +5,8 @@ The working tables of an ingest are in a scratch database:
 
 - ``old_files``, ``old_images``, ``old_removed`` and ``old_notes``: those of the previous snapshot;
 - ``listed``: what the source lists now (`evernear.data.list`);
-- ``known``: those of its files that the previous snapshot has with the same etag;
-- ``pending``: the others, and the known files that are not ``unchanged``, which must be read;
+- ``changed``: those of its files that are not as in the previous snapshot, and those that are gone;
+- ``pending``: those of them that must be read;
 - ``results``: the results of the parts (`evernear.data.parts`);
 - ``read``: the files of all sources, as they are now (`evernear.data.combine`);
 - ``images``, ``removed`` and ``notes``: those of the new snapshot (`evernear.data.combine`).
@@ -41,14 +41,28 @@ CREATE VIEW old_removed AS SELECT * FROM stored_removed;
 CREATE TABLE slots (slot INTEGER, shard VARCHAR);
 CREATE VIEW old_images AS SELECT i.*, slot FROM stored_images i JOIN slots USING (shard);
 """
-# Files with the same etag as before. An unchanged one keeps its image. A broken file is read again,
-# because it may have been mended without a change that the listing shows.
-_KNOWN = """
-CREATE TABLE known AS
-SELECT o.name, o.digest, o.modified, NOT ($reread OR o.unread OR o.fault IS NOT NULL) AS unchanged
-FROM old_files o JOIN listed l USING (name) WHERE o.source = $source AND NOT o.waiting AND o.etag = l.etag;
-CREATE VIEW pending AS SELECT * FROM listed l ANTI JOIN (SELECT name FROM known WHERE unchanged) USING (name);
+# Files of the source that are new, ``gone``, or not as before. With the same etag, a file is
+# ``unchanged``, so it keeps its image and its time. A broken file is read again, because it may
+# have been mended without a change that the listing shows.
+_CHANGED = """
+CREATE TABLE changed AS
+SELECT $source AS source, name, l.etag, l.label, l.given_split, l.size_bytes, l.given_group, l."group",
+  CASE WHEN o.etag = l.etag THEN o.modified ELSE l.modified END AS modified,
+  o.etag IS NOT DISTINCT FROM l.etag AND NOT o.again AS unchanged,
+  CASE WHEN o.etag = l.etag THEN o.digest END AS former, o.digest AS old_digest, l.name IS NULL AS gone
+FROM listed l FULL JOIN (
+  SELECT *, $reread OR unread OR fault IS NOT NULL AS again FROM old_files WHERE source = $source AND NOT waiting
+) o USING (name)
+WHERE l.name IS NULL OR o.name IS NULL OR o.again OR o.etag <> l.etag OR o.label <> l.label
+  OR o.size_bytes <> l.size_bytes OR o.given_split IS DISTINCT FROM l.given_split
+  OR o.given_group IS DISTINCT FROM l.given_group OR o."group" IS DISTINCT FROM l."group";
 """
+# Without a previous snapshot, these are all files.
+_ALL_CHANGED = """
+CREATE VIEW changed AS
+SELECT *, false AS unchanged, NULL::BLOB AS former, NULL::BLOB AS old_digest, false AS gone FROM listed;
+"""
+_PENDING = "CREATE VIEW pending AS SELECT * FROM changed WHERE NOT gone AND NOT unchanged"
 # Files that wait and were decoded before are remembered, so that `evernear forget` does not treat
 # their images as removed.
 _WAITING = """
@@ -144,7 +158,8 @@ def open_draft(
 def plan(draft: Draft, listing: Listing, *, reread: bool) -> int:
     """Find the files that must be read, and those that wait. Return the number of the former."""
     db = draft.db
-    db.run(_KNOWN, source=draft.source, reread=reread)
+    db.run(_ALL_CHANGED if draft.is_new else _CHANGED, source=draft.source, reread=reread)
+    db.run(_PENDING)
     _name(db, "left_out", pa.table({"name": pa.array(listing.admission.left_out, pa.string())}))
     db.run(_WAITING, source=draft.source)
     rows = [(rule, name, 1) for rule, note in listing.notes.items() for name in note.names]
@@ -165,7 +180,7 @@ def _name(db: Database, table: str, rows: ArrowTable) -> None:
 
 _TO_DECODE = """
 SELECT name, etag, label, given_split, size_bytes FROM pending p ANTI JOIN decoded d USING (name, etag)
-ORDER BY turn, name
+ORDER BY turn(given_split, name), name
 """
 
 
@@ -185,7 +200,7 @@ def sample(db: Database, count: int) -> list[FileEntry]:
     """``count`` of the source's files, in the mixed order of decoding."""
     query = """
         SELECT name, etag, label, given_split, size_bytes FROM listed
-        ORDER BY turn & ((1::BIGINT << 56) - 1), name LIMIT $n
+        ORDER BY turn(given_split, name) & ((1::BIGINT << 56) - 1), name LIMIT $n
     """
     return list(starmap(FileEntry, db.rows(query, n=count)))
 

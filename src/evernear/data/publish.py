@@ -38,6 +38,12 @@ FROM images JOIN shards USING (slot);
 CREATE OR REPLACE VIEW removed_out AS SELECT digest, split, "group", reviewed FROM removed;
 CREATE OR REPLACE VIEW notes_out AS SELECT source, rule, name, count FROM notes;
 """
+# Whether the tables differ from those of the previous snapshot.
+_DIFFER = """
+SELECT EXISTS (FROM changed) OR EXISTS (FROM renamed)
+  OR (SELECT count(*) FROM old_files WHERE waiting) <> (SELECT count(*) FROM waiting)
+  OR EXISTS (FROM notes EXCEPT ALL FROM old_notes) OR EXISTS (FROM old_notes EXCEPT ALL FROM notes)
+"""
 _SORTED: Mapping[Table, str] = {
     "files": """
         SELECT *, CASE WHEN $digits > 0 THEN left(sha256(name), $digits) ELSE '' END AS prefix FROM files_out
@@ -60,7 +66,9 @@ SELECT reviewed, label, count(*) FROM images WHERE reviewed <> '' GROUP BY 1, 2 
 def write_tables(
     db: Database, shards: Mapping[int, Shard], store: Store, parent: Manifest | None, name: str, scratch: Path
 ) -> dict[str, tuple[Partition, ...]]:
-    """Store the tables of an ingest, after `evernear.data.combine.combine`."""
+    """Store the tables of an ingest, after `evernear.data.combine.combine`, if they changed."""
+    if parent is not None and not db.value(_DIFFER):
+        return parent.tables
     db.run(_FILES)
     db.run(_IMAGES)
     numbers, names = [*shards], [shard.sha256 for shard in shards.values()]
