@@ -632,7 +632,7 @@ def assert_unavailable(server: Server, images: list[bytes], reason: str) -> None
 
 @pytest.mark.slow
 def test_startup_errors_are_one_sentence(
-    release: PackedRelease, store: str, service: dict[str, Server], tmp_path_factory: pytest.TempPathFactory
+    release: PackedRelease, champion_store: str, service: dict[str, Server], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     empty = tmp_path_factory.mktemp("empty")
     broken = tmp_path_factory.mktemp("broken") / "release.mar"
@@ -643,11 +643,11 @@ def test_startup_errors_are_one_sentence(
         (3, "has 0 release archives", ["--model_dir", str(empty)]),
         (3, "release.mar is not a release", ["--model_dir", str(broken)]),
         (4, "No release has been promoted yet", ["--store", empty.as_uri()]),
-        (4, f"Release {version} does not exist", ["--store", store, "--release", version]),
+        (4, f"Release {version} does not exist", ["--store", champion_store, "--release", version]),
         (
             4,
             f"Port {port} on 127.0.0.1 is in use",
-            ["--store", store, "--predictor_host", "127.0.0.1", "--http_port", port],
+            ["--store", champion_store, "--predictor_host", "127.0.0.1", "--http_port", port],
         ),
         (2, "unrecognized arguments: --modeldir", ["--modeldir", str(empty)]),
         (2, "invalid choice: '2'", ["--enable_grpc", "2"]),
