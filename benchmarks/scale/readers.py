@@ -372,9 +372,11 @@ def write_evernear(case: Case, path: Path) -> None:
         writer = ShardWriter(FileStore(path), "benchmark", case.shape, SHARD_BYTES, {}, labels, Path(scratch))
         source = images_of(case)
         while block := list(itertools.islice(source, 1024)):
-            images = np.stack([image for image, _ in block])
-            writer.append("train", images, [label for _, label in block], [0] * len(block), [bytes(32)] * len(block))
-        writer.append("gallery", np.zeros((1, *case.shape), np.uint8), [0], [0], [bytes(32)])
+            images, labels_of = np.stack([image for image, _ in block]), np.array([label for _, label in block])
+            count = len(block)
+            writer.append("train", images, labels_of, np.zeros(count, np.int64), np.zeros((count, 32), np.uint8))
+        one = np.zeros(1, np.int64)
+        writer.append("gallery", np.zeros((1, *case.shape), np.uint8), one, one, np.zeros((1, 32), np.uint8))
         writer.close()
         manifest = Manifest(
             name="benchmark",
