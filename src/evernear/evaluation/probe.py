@@ -173,7 +173,7 @@ def probe_open_set(
         "held_out": tuple(sorted(frozenset[str]().union(*held_out[: len(draws)]))),
         "added_in_halves": in_halves,
     }
-    return assess(draws, index_settings).model_copy(update=update)
+    return assess(draws, index_settings, query).model_copy(update=update)
 
 
 def with_more_queries(dataset: Dataset) -> Dataset:
@@ -190,8 +190,9 @@ def with_more_queries(dataset: Dataset) -> Dataset:
     return Dataset(dataset.manifest.model_copy(update={"shards": shards}), dataset.store)
 
 
-def assess(draws: Sequence[Draw], settings: IndexSettings) -> OpenSet:
-    """Choose the threshold, and measure its effect on the test images of ``draws``.
+def assess(draws: Sequence[Draw], settings: IndexSettings, queries: int | None = None) -> OpenSet:
+    """Choose the threshold, and measure its effect on the test images of ``draws``. ``queries``:
+    see `threshold_of`.
 
     Distances are relative to `unit_of` a draw's known query images, because the distances of two
     networks differ. The threshold is the largest that accepts at most
@@ -214,7 +215,9 @@ def assess(draws: Sequence[Draw], settings: IndexSettings) -> OpenSet:
     # `threshold_rejecting` would take the largest distance of few images, which is often an outlier
     sparing_known = float(np.quantile(known_queries, 1 - settings.false_reject_rate, method="lower"))
     limit = max(accepting, sparing_known)
-    limits = [(draw, threshold_of(draw.known_for_calibration, limit, settings.false_reject_rate)) for draw in draws]
+    limits = [
+        (draw, threshold_of(draw.known_for_calibration, limit, settings.false_reject_rate, queries)) for draw in draws
+    ]
     accepted_queries = np.concatenate([draw.unknown_for_calibration <= threshold for draw, threshold in limits])
     is_farther, accepts_most = of_images[0] > 0.5, bool(accepted_queries.mean() > MOST_ACCEPTED)
     separates = is_farther and not accepts_most

@@ -180,6 +180,7 @@ def test_one_odd_image_of_few_does_not_determine_the_threshold(count: int):
     assert threshold_of(odd, 1.2, 0.05) == pytest.approx(usual, abs=0.02)
     many = np.linspace(0.4, 0.6, 200, dtype=np.float32)
     assert threshold_of(many, 0.5, 0.05) == pytest.approx(0.59, abs=0.01)  # the rank of its images
+    assert threshold_of(many, 0.5, 0.05, count) < 0.4  # a release with fewer will not raise its own
 
 
 CLOSE = st.lists(st.floats(0.0, 2.0, width=32), min_size=1, max_size=40) | st.lists(
