@@ -80,13 +80,12 @@ def threshold_of(
     """The threshold of a network with ``known_distances`` (N,) of query images, N >= 1.
 
     It is raised if it would reject more than ``false_reject_rate`` of new known images, according
-    to `threshold_rejecting`, unless there are so few that the farthest image alone would decide:
-    four random splits of 200 photographs then accepted 18% to 100% of images of unseen classes. A
-    probe with more queries than the release gives the number of the release's ``queries``, so that
-    it measures what the release will do.
+    to `threshold_rejecting`, unless there are too few query images for its rank. A probe with more
+    queries than the release gives the number of the release's ``queries``, so that it measures what
+    the release will do.
     """
     threshold = between(known_distances, relative_threshold * unit_of(known_distances))
-    if ((queries or len(known_distances)) + 1) * false_reject_rate < 2:
+    if ((queries or len(known_distances)) + 1) * false_reject_rate < 1:
         return threshold
     return max(threshold, threshold_rejecting(known_distances, false_reject_rate))
 

@@ -20,6 +20,7 @@ from evernear.index.calibrate import (
     threshold_at,
     threshold_of,
     threshold_rejecting,
+    unit_of,
 )
 from evernear.index.description import MAX_DISTANCE, Calibration, IndexDescription, describe_threshold
 from evernear.settings import IndexSettings
@@ -172,15 +173,11 @@ def test_the_threshold_of_a_probe_is_relative_to_the_releases_own_queries(make_e
     assert describe_threshold(off.threshold) == "unknown switched off"
 
 
-@pytest.mark.parametrize("count", [9, 20, 38])
-def test_one_odd_image_of_few_does_not_determine_the_threshold(count: int):
-    near = np.linspace(0.4, 0.6, count, dtype=np.float32)
-    usual = threshold_of(near, 1.2, 0.05)
-    odd = np.append(near[:-1], np.float32(1.9))
-    assert threshold_of(odd, 1.2, 0.05) == pytest.approx(usual, abs=0.02)
-    many = np.linspace(0.4, 0.6, 200, dtype=np.float32)
-    assert threshold_of(many, 0.5, 0.05) == pytest.approx(0.59, abs=0.01)  # the rank of its images
-    assert threshold_of(many, 0.5, 0.05, count) < 0.4  # a release with fewer will not raise its own
+def test_a_probe_raises_its_threshold_only_if_the_release_has_enough_queries():
+    near = np.append(np.linspace(0.4, 0.6, 59), 1.9).astype(np.float32)
+    given = threshold_of(near, 0.5, 0.05, queries=18)
+    assert given == pytest.approx(0.5 * unit_of(near), abs=0.01)
+    assert threshold_of(near, 0.5, 0.05, queries=19) == threshold_of(near, 0.5, 0.05) == pytest.approx(0.59, abs=0.01)
 
 
 CLOSE = st.lists(st.floats(0.0, 2.0, width=32), min_size=1, max_size=40) | st.lists(
@@ -205,7 +202,7 @@ def test_threshold_stays_between_0_and_the_largest_distance(make_embeddings: Mak
     assert build_index(embeddings, LABELS, IndexSettings(), tmp_path, relative_threshold=-1).threshold == 0
 
 
-@pytest.mark.parametrize(("queries", "rejected"), [(38, 38), (39, 1), (199, 9)])
+@pytest.mark.parametrize(("queries", "rejected"), [(18, 18), (19, 0), (199, 9)])
 def test_enough_queries_raise_a_threshold_that_would_reject_too_many(make_embeddings, tmp_path, queries, rejected):
     embeddings = make_embeddings({"gallery": blobs(1, 60), "query": blobs(2, queries)})
     described = build_index(embeddings, LABELS, IndexSettings(), tmp_path, relative_threshold=0)
@@ -319,7 +316,7 @@ def rejected_of_new_scenes(threshold: float, dataset: Dataset) -> float:
 
 
 def build_both(
-    dataset: Dataset, made: Embeddings, groups: GroupNumbers, directory: Path, false_reject_rate: float = 0.05
+    dataset: Dataset, made: Embeddings, groups: GroupNumbers, directory: Path
 ) -> tuple[IndexDescription, IndexDescription]:
     """Indexes whose thresholds rest on groups, and on images alone."""
 
@@ -327,7 +324,7 @@ def build_both(
         return build_index(
             made,
             dataset.labels,
-            IndexSettings(false_reject_rate=false_reject_rate),
+            IndexSettings(),
             directory / name,
             relative_threshold=0.5,
             groups=groups,
@@ -352,7 +349,7 @@ def test_only_queries_of_scenes_that_the_gallery_lacks_set_the_threshold(folder,
     elsewhere = of_splits["train"] | of_splits["gallery"]
     numbers = next(iter(dataset.blocks("query", 10_000))).groups.tolist()
     assert seen == {digest.tobytes() for digest, number in zip(digests, numbers, strict=True) if number in elsewhere}
-    with_groups, images_alone = build_both(dataset, made, groups, tmp_path, false_reject_rate=0.1)
+    with_groups, images_alone = build_both(dataset, made, groups, tmp_path)
     gaps = calibration_gaps(dataset, ["a", "b", "c"], len(seen))
     assert f"; calibrated without query images of 1 class; calibrated without {len(seen)} query images" in gaps
     assert "every query image is of a group" in calibration_gaps(dataset, ["a", "b"], len(digests))

@@ -104,6 +104,7 @@ def product(s3_endpoint: str, bucket: str, tmp_path: Path) -> Iterator[Product]:
         EVERNEAR_DATA__SOURCE=f"s3://{bucket}/images",
         EVERNEAR_STORE=f"s3://{bucket}/store",
         EVERNEAR_WATCH__NEW_TRAIN_IMAGES="50",
+        EVERNEAR_EVALUATION__PROBE_EPOCHS="6",  # after one, another network accepts half of the unseen images
         EVERNEAR_SLACK__MODE="http",
         EVERNEAR_SLACK__PORT=str(bot_port),
         EVERNEAR_SLACK__CHANNEL=CHANNEL,
