@@ -115,7 +115,7 @@ class Manifest(Document):
     groups: int = 0
     """Number of image groups (``data.group``). Images without a group are not counted."""
     seen_groups: tuple[int, ...] = ()
-    """The numbers of the groups with images in the query split, and in train or gallery."""
+    """The numbers of the groups with images in several of the splits train, gallery and query."""
     problems: tuple[Problem, ...] = ()
     problem_counts: dict[str, int] = {}
     reviewed: int = 0

@@ -140,9 +140,9 @@ def probe_open_set(
     classes to the gallery, as a reindex would, and asks with other images of them.
 
     ``on_draw`` is called before the first and after each draw with the numbers of completed and of
-    all draws. Features
-    of a frozen backbone are read from ``store``. If ``train.minutes`` is set, ``clock`` measures
-    the time, and no draw begins that is unlikely to end in it. ``views``: see `recipe_of_probe`.
+    all draws. Features of a frozen backbone are read from ``store``. If ``train.minutes`` is set,
+    ``clock`` measures the time, and no draw begins that is unlikely to end in it. ``views``: see
+    `recipe_of_probe`.
     """
     manifest = dataset.manifest
     counts = [manifest.label_counts(split) for split in SPLITS]

@@ -1,3 +1,4 @@
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -349,6 +350,12 @@ def test_only_queries_of_scenes_that_the_gallery_lacks_set_the_threshold(folder,
     elsewhere = of_splits["train"] | of_splits["gallery"]
     numbers = next(iter(dataset.blocks("query", 10_000))).groups.tolist()
     assert seen == {digest.tobytes() for digest, number in zip(digests, numbers, strict=True) if number in elsewhere}
+    in_splits = Counter(
+        group
+        for split in ("train", "gallery", "query")
+        for group in set(next(iter(dataset.blocks(split, 10_000))).groups.tolist())
+    )
+    assert dataset.manifest.seen_groups == tuple(sorted(group for group, splits in in_splits.items() if splits > 1))
     with_groups, images_alone = build_both(dataset, made, groups, tmp_path)
     gaps = calibration_gaps(dataset, ["a", "b", "c"], len(seen))
     assert f"; calibrated without query images of 1 class; calibrated without {len(seen)} query images" in gaps
