@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image, ImageFile
+from PIL import Image, ImageFile, UnidentifiedImageError
 
 from evernear.common.frozen import Frozen
 from evernear.data.encoded_image import PIXEL_SIZE_BYTES, EncodedImage, broken
@@ -258,6 +258,8 @@ def _digest(mode: str, width_px: int, height_px: int, pixels: Iterable[bytes]) -
 def _pillow_errors(name: str) -> Generator[None]:
     try:
         yield
+    except UnidentifiedImageError:  # whose message contains the address of an object
+        raise broken(name, "its header is damaged") from None
     except _BROKEN as error:
         raise broken(name, str(error).rstrip(".") or type(error).__name__) from None
 

@@ -121,7 +121,7 @@ class Evaluation(Document):
     def false_accepts(self) -> Proportion | Interval | None:
         """Share of images of unseen classes that the candidate accepts. With the champion's network
         and threshold, it follows from the champion's share, and the number of classes."""
-        if self.open_set.threshold is None:
+        if not self.open_set.is_reused:
             return self.open_set.false_accepts
         before, known = self.champion_false_accepts, len(self.champion.known_labels) if self.champion else 0
         return near_any(before, len(self.candidate.known_labels) / known) if before and known else before

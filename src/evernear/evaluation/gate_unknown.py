@@ -61,7 +61,7 @@ def false_reject_rule(evaluation: Evaluation, settings: GateSettings) -> Rule:
 def false_accept_rule(evaluation: Evaluation) -> Rule | None:
     """None without a champion, or if the candidate reuses its network and its threshold."""
     name, now, before = "false_accepts", evaluation.open_set.false_accepts, evaluation.champion_false_accepts
-    if evaluation.champion is None or evaluation.open_set.threshold is not None:
+    if evaluation.champion is None or evaluation.open_set.is_reused:
         return None
     if now is None or before is None:
         reason = sentences.TOO_FEW_CLASSES if now is None else sentences.CHAMPION_STATES_NONE

@@ -56,11 +56,11 @@ class OpenSet(Frozen):
     """Whether unknown is off because a threshold that spares the known images would accept most
     images of held-out classes, although these are significantly farther away."""
     threshold: float | None = None
-    """Threshold of the release whose network is reused, which is
+    """That of a frozen backbone, or of the release whose network is reused, or
     `evernear.index.description.MAX_DISTANCE` if the distances do not separate unseen classes."""
     relative_threshold: float | None = None
     """The threshold as a multiple of `evernear.index.calibrate.unit_of` known query images, so that
-    it holds for another network."""
+    it holds for another trained network."""
     reject_rate: float | None = None
     """Share of known query images that this threshold rejects."""
     required_reject_rate: float | None = None
@@ -89,10 +89,15 @@ class OpenSet(Frozen):
     scenes than the half in the gallery, instead of test and query images."""
 
     @property
+    def is_reused(self) -> bool:
+        """Whether the threshold is the champion's, whose network is reused without a probe."""
+        return self.threshold is not None and not self.draws
+
+    @property
     def separates(self) -> bool:
         """Whether images of the held-out classes are significantly farther from the gallery than
         known images are. Other classes may be different, as the interval of ``auroc`` shows."""
-        return self.relative_threshold is not None
+        return bool(self.draws) and self.threshold != MAX_DISTANCE
 
     def summary(self) -> str:
         """Empty if there was no probe."""
@@ -148,9 +153,9 @@ class OpenSet(Frozen):
     def describe_kept_threshold(self) -> str:
         """What to expect of images of unseen classes after a reindex, or empty if the champion does
         not state it."""
-        if self.threshold is None or self.expected_false_accepts is None:
+        if not self.is_reused or self.expected_false_accepts is None:
             return ""
-        if self.threshold >= MAX_DISTANCE:
+        if self.threshold == MAX_DISTANCE:
             return "Unknown stays switched off, and every image counts as known."
         unseen = self._unseen(self.expected_false_accepts)
         return f"{unseen}: the threshold stays, and each class that is added accepts more."

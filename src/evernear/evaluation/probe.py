@@ -111,11 +111,6 @@ class Draw(NamedTuple):
         known, unknown = (len(np.unique(sample.clusterings[0])) for sample in (self.known, self.unknown))
         return (known + unknown) / known
 
-    @property
-    def unit(self) -> float:
-        """See `unit_of`."""
-        return unit_of(self.known_for_calibration)
-
 
 def probe_open_set(
     dataset: Dataset,
@@ -173,7 +168,7 @@ def probe_open_set(
         "held_out": tuple(sorted(frozenset[str]().union(*held_out[: len(draws)]))),
         "added_in_halves": in_halves,
     }
-    return assess(draws, index_settings, query).model_copy(update=update)
+    return assess(draws, index_settings, one_scale=recipe.keeps_backbone).model_copy(update=update)
 
 
 def with_more_queries(dataset: Dataset) -> Dataset:
@@ -190,12 +185,12 @@ def with_more_queries(dataset: Dataset) -> Dataset:
     return Dataset(dataset.manifest.model_copy(update={"shards": shards}), dataset.store)
 
 
-def assess(draws: Sequence[Draw], settings: IndexSettings, queries: int | None = None) -> OpenSet:
-    """Choose the threshold, and measure its effect on the test images of ``draws``. ``queries``:
-    see `threshold_of`.
+def assess(draws: Sequence[Draw], settings: IndexSettings, *, one_scale: bool = False) -> OpenSet:
+    """Choose the threshold, and measure its effect on the test images of ``draws``.
 
-    Distances are relative to `unit_of` a draw's known query images, because the distances of two
-    networks differ. The threshold is the largest that accepts at most
+    The distances of two trained networks differ, so they are relative to `unit_of` a draw's known
+    query images. Those of a frozen backbone have ``one_scale``, also with a head on it, and the
+    threshold holds for the release as it is. It is the largest that accepts at most
     ``settings.false_accept_rate`` of the images of unseen classes. If it would reject more than
     ``settings.false_reject_rate`` of the known images, it is raised, because known images take
     precedence. If it then accepts more than `MOST_ACCEPTED` of the others, no image is called
@@ -207,8 +202,9 @@ def assess(draws: Sequence[Draw], settings: IndexSettings, queries: int | None =
     known_of_draw = float(np.mean([draw.known.independent for draw in draws]))  # the draws use the same test images
     value, *of_images = auroc_interval(placements, known_of_draw, unknown.independent, CONFIDENCE)
     of_classes = _interval_of_classes(value, placements, known, unknown)
+    units = [1.0 if one_scale else unit_of(draw.known_for_calibration) for draw in draws]
     known_queries, unknown_queries = (
-        np.concatenate([distances / draw.unit for distances, draw in zip(column, draws, strict=True)])
+        np.concatenate([distances / unit for distances, unit in zip(column, units, strict=True)])
         for column in zip(*((draw.known_for_calibration, draw.unknown_for_calibration) for draw in draws), strict=True)
     )
     accepting = threshold_at(unknown_queries, settings.false_accept_rate)
@@ -216,7 +212,8 @@ def assess(draws: Sequence[Draw], settings: IndexSettings, queries: int | None =
     sparing_known = float(np.quantile(known_queries, 1 - settings.false_reject_rate, method="lower"))
     limit = max(accepting, sparing_known)
     limits = [
-        (draw, threshold_of(draw.known_for_calibration, limit, settings.false_reject_rate, queries)) for draw in draws
+        (draw, limit if one_scale else threshold_of(draw.known_for_calibration, limit, settings.false_reject_rate))
+        for draw in draws
     ]
     accepted_queries = np.concatenate([draw.unknown_for_calibration <= threshold for draw, threshold in limits])
     is_farther, accepts_most = of_images[0] > 0.5, bool(accepted_queries.mean() > MOST_ACCEPTED)
@@ -239,8 +236,8 @@ def assess(draws: Sequence[Draw], settings: IndexSettings, queries: int | None =
         false_accepts_at_95=_false_accepts_at_95(known, unknown),
         roc=roc(known.distances, unknown.distances),
         accepts_most=is_farther and accepts_most,
-        threshold=None if separates else MAX_DISTANCE,
-        relative_threshold=limit if separates else None,
+        threshold=(limit if one_scale else None) if separates else MAX_DISTANCE,
+        relative_threshold=None if one_scale or not separates else limit,
         reject_rate=float((known_queries > limit).mean()) if separates else None,
         required_reject_rate=float((known_queries > accepting).mean()),
         stated_false_accept_rate=settings.false_accept_rate,

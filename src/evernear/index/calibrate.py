@@ -35,8 +35,8 @@ def calibrate(
 
     ``relative_threshold`` is that of `evernear.evaluation.probe`, as a multiple of `unit_of` its
     known images. With the unit of ``queries``, it becomes a distance of this network, which was
-    trained longer than the probe's (`threshold_of`). ``threshold`` is that of a release
-    whose network is reused, and does not change.
+    trained longer than the probe's (`threshold_of`). ``threshold`` is that of a frozen backbone's
+    probe, or of a release whose network is reused, and does not change.
 
     If there are too few classes for a probe, both are None, and impostors replace it: each query
     counts as unknown once, at the distance to the nearest vector of a *different* class. The
@@ -74,18 +74,14 @@ def calibrate(
     )
 
 
-def threshold_of(
-    known_distances: Floats, relative_threshold: float, false_reject_rate: float, queries: int | None = None
-) -> float:
+def threshold_of(known_distances: Floats, relative_threshold: float, false_reject_rate: float) -> float:
     """The threshold of a network with ``known_distances`` (N,) of query images, N >= 1.
 
     It is raised if it would reject more than ``false_reject_rate`` of new known images, according
-    to `threshold_rejecting`, unless there are too few query images for its rank. A probe with more
-    queries than the release gives the number of the release's ``queries``, so that it measures what
-    the release will do.
+    to `threshold_rejecting`, unless there are too few query images for its rank.
     """
     threshold = between(known_distances, relative_threshold * unit_of(known_distances))
-    if ((queries or len(known_distances)) + 1) * false_reject_rate < 1:
+    if (len(known_distances) + 1) * false_reject_rate < 1:
         return threshold
     return max(threshold, threshold_rejecting(known_distances, false_reject_rate))
 

@@ -5,7 +5,7 @@ from io import BytesIO
 
 import numpy as np
 import pytest
-from PIL import Image, ImageOps
+from PIL import Image, ImageOps, UnidentifiedImageError
 
 from evernear.data.image_file import inspect
 from evernear.data.preprocess import (
@@ -43,6 +43,8 @@ def outcome(read: Callable[[], Image.Image]) -> tuple[str, bytes] | str:
         return image.mode, image.tobytes()
     except DataError as error:
         return str(error)
+    except UnidentifiedImageError:
+        return "x.png is a broken image (its header is damaged)."
     except (OSError, SyntaxError) as error:
         return f"x.png is a broken image ({str(error).rstrip('.')})."
 

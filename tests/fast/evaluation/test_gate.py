@@ -22,6 +22,7 @@ from evernear.evaluation.measure import Outcomes
 from evernear.evaluation.open_set import OpenSet, stated_false_accepts
 from evernear.evaluation.statistics import Proportion, exact_proportion, proportion
 from evernear.evaluation.verdict import Rule, Verdict
+from evernear.index.description import MAX_DISTANCE
 from evernear.settings import GateSettings
 
 SETTINGS = GateSettings()
@@ -87,8 +88,12 @@ def with_candidate(evaluation: Evaluation, **changes: object) -> Evaluation:
 
 
 def accepting(evaluation: Evaluation, count: int, total: int) -> Evaluation:
-    """The probe accepts ``count`` of ``total`` images of unseen classes."""
-    open_set = evaluation.open_set.model_copy(update={"false_accepts": proportion(count, total, 0.95)})
+    """The probe accepts ``count`` of ``total`` images of unseen classes. It accepts all because
+    unknown is switched off."""
+    threshold = MAX_DISTANCE if count == total else None
+    open_set = evaluation.open_set.model_copy(
+        update={"false_accepts": proportion(count, total, 0.95), "threshold": threshold}
+    )
     return evaluation.model_copy(update={"open_set": open_set})
 
 
@@ -198,6 +203,13 @@ def test_neither_known_nor_unseen_images_are_bought_with_the_other(unknown, acce
     for rule in failed(verdict).values():
         assert rule.reason.endswith(" If this is intended, promote the release.")
         assert not rule.setting
+
+
+def test_release_without_unknown_states_that_it_accepts_all(passing: Evaluation):
+    off = accepting(passing, 100, 100)
+    assert stated_false_accepts(off.metrics()).value == 1
+    later = passing.model_copy(update={"champion_false_accepts": stated_false_accepts(off.metrics())})
+    assert "false_accepts" not in failed(decide(accepting(later, 100, 100), SETTINGS))
 
 
 def test_few_known_images_that_are_newly_refused_do_not_hold():

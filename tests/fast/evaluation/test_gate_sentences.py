@@ -18,6 +18,7 @@ from evernear.evaluation.compare import PairedCounts, mcnemar_worse
 from evernear.evaluation.evaluate import AnchorEvaluation, Evaluation
 from evernear.evaluation.gate import decide
 from evernear.evaluation.measure import Outcomes
+from evernear.evaluation.open_set import OpenSet
 from evernear.evaluation.statistics import Interval, proportion
 from evernear.settings import ClassSettings, GateSettings
 
@@ -180,7 +181,7 @@ def changes_of_systems(draw: np.random.Generator, evaluation: Evaluation) -> dic
         changes["open_set"] = evaluation.open_set.model_copy(update={"false_accepts": proportion(250, 2000, 0.95)})
         changes["champion_false_accepts"] = Interval(value=0.1, low=0.099, high=0.101)
     elif maybe(draw, 0.1):
-        changes["open_set"] = evaluation.open_set.model_copy(update={"threshold": 1.0})
+        changes["open_set"] = OpenSet(held_out=(), threshold=1.0)
     if maybe(draw, 0.2):
         changes["anchor"] = random_anchor(draw, evaluation)
     return changes | {

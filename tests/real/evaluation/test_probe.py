@@ -268,6 +268,16 @@ def test_each_draw_is_compared_with_itself():
     assert "in 2 draws" in two.summary()
 
 
+def test_draws_of_one_scale_share_the_threshold():
+    """In the second draw, the known images are nearer, which is no reason for another threshold."""
+    near, far = NEAR / 2, FAR / 2
+    measured = assess([draw_of(near, far), draw_of(near / 2, far)], IndexSettings(), one_scale=True)
+    assert measured.relative_threshold is None
+    assert measured.threshold == pytest.approx(np.quantile(far, 0.05), abs=0.01)
+    accepted = np.concatenate([far, far]) <= measured.threshold
+    assert measured.false_accepts.count == accepted.sum()
+
+
 def test_frames_of_few_scenes_do_not_prove_that_distances_separate():
     """Three scenes of 100 frames: as images they separate significantly, as scenes they do not."""
     rng = np.random.default_rng(1)
@@ -390,6 +400,8 @@ def test_a_frozen_backbone_has_more_queries_and_only_train_images_in_its_gallery
     probed = probe_open_set(dataset, settings, EvaluationSettings(), IndexSettings(), store=store)
     assert probed.calibrated_unknown == asked.count("query")
     assert probed.calibrated_known == (probed.draws - 1) * asked.count("query")
+    assert probed.relative_threshold is None
+    assert probed.threshold is not None
 
 
 def test_a_class_without_train_images_keeps_the_gallery(system: System):
