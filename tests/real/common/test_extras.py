@@ -100,6 +100,7 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("library", COMMANDS)
 def test_command_without_its_extra_says_what_to_install(library: str, ended: Path) -> None:
     _, extra = COMMANDS[library]

@@ -102,6 +102,7 @@ def test_processes_that_open_the_source_themselves_decode_the_same(varied: Path,
     )
 
 
+@pytest.mark.slow
 def test_snapshot_does_not_depend_on_the_number_of_workers(varied: Path, ingest_in_parts: RunIngest) -> None:
     """Worker *i* of *n* opens the source itself, and runs the parts ``i::n``, as a pod does."""
 

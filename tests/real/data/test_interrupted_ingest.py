@@ -45,7 +45,9 @@ def visible_files(store: Path) -> set[str]:
     return {path.name for path in store.rglob("*") if path.is_file() and ".staging" not in path.parts}
 
 
-@pytest.mark.parametrize("file_size_bytes", [2**14, 2**15, 2**16])
+@pytest.mark.parametrize(
+    "file_size_bytes", [2**14, *(pytest.param(size, marks=pytest.mark.slow) for size in (2**15, 2**16))]
+)
 def test_full_disk_leaves_the_last_snapshot(tree, run_ingest, make_image, tmp_path: Path, file_size_bytes: int) -> None:
     first = run_ingest(tree)
     write_files(tree, {f"1/{number}.png": make_image(number) for number in range(1000, 2000)})
@@ -130,6 +132,7 @@ def with_small_disk(script: str, mount: Path, *arguments: str) -> subprocess.Com
     return completed
 
 
+@pytest.mark.slow
 def test_full_store_disk_is_reported(tmp_path: Path, large_folder: Path) -> None:
     store = tmp_path / "disk"
     script = f"""
@@ -181,7 +184,7 @@ def read_files(monkeypatch: pytest.MonkeyPatch, interrupt_after: int = 10**9) ->
     return files
 
 
-@pytest.mark.parametrize("has_parent", [False, True])
+@pytest.mark.parametrize("has_parent", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_interrupted_ingest_skips_finished_parts(tmp_path, make_image, run_ingest, monkeypatch, has_parent) -> None:
     root = tmp_path / "tree"
     monkeypatch.setattr("evernear.data.form._SAMPLED_FILES", 1)

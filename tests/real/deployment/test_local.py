@@ -244,6 +244,7 @@ def temporary_files(sandbox: Sandbox) -> list[Path]:
     return [*sandbox.home.glob(".*"), *model_store(sandbox.home).glob(".*")]
 
 
+@pytest.mark.slow
 def test_release_that_passed_its_smoke_test_stays_loaded_if_the_store_is_unreachable(
     local_sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:

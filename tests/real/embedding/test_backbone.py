@@ -89,6 +89,7 @@ def test_common_backbones_export_as_torchscript(name: str, tmp_path: Path) -> No
     torch.testing.assert_close(scripted.norm(dim=1), torch.ones(3))
 
 
+@pytest.mark.slow
 def test_training_starts_from_the_weights_of_the_file_and_describes_them(digits, weights, tmp_path) -> None:
     import timm
 
@@ -118,6 +119,7 @@ def torch_state(path: Path) -> dict[str, torch.Tensor]:
     return load_file(path)
 
 
+@pytest.mark.slow
 def test_a_frozen_network_is_the_backbone_with_whitened_features(
     digits: Dataset, weights: Path, frozen_dir: Path, frozen_network_dir: Path, tmp_path: Path
 ) -> None:

@@ -45,7 +45,9 @@ def test_without_query_images_the_pretrained_network_is_released() -> None:
     assert prefer({"pretrained": none, "head": none}) == "pretrained"
 
 
-@pytest.mark.parametrize("preferred", ["pretrained", "head", "fine-tuned"])
+@pytest.mark.parametrize(
+    "preferred", ["pretrained", *(pytest.param(name, marks=pytest.mark.slow) for name in ("head", "fine-tuned"))]
+)
 @pytest.mark.usefixtures("short_head")
 def test_the_chosen_network_is_written_and_all_are_counted(
     digits: Dataset,
@@ -71,6 +73,7 @@ def test_the_chosen_network_is_written_and_all_are_counted(
     assert chosen.architecture.frozen is (preferred != "fine-tuned")
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("short_head")
 def test_fine_tuning_that_cannot_learn_enough_ends_early_and_is_no_candidate(
     digits: Dataset, frozen: TrainSettings, tmp_path: Path, store: Store, monkeypatch: pytest.MonkeyPatch

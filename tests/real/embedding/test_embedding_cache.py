@@ -132,6 +132,7 @@ def test_corrected_labels_and_removed_images_take_effect(growing, network_dir, t
     assert embed_newest(network_dir, growing, tmp_path / "corrected", batch_sizes) == 199
 
 
+@pytest.mark.slow
 def test_a_shard_without_its_first_image_is_embedded_again(growing, network_dir, tmp_path, batch_sizes) -> None:
     embed_newest(network_dir, growing, tmp_path / "first", batch_sizes)
     dataset = growing.ingest()
@@ -170,6 +171,7 @@ def test_the_same_weights_exported_by_another_process_use_the_cache(
     assert embed_newest(tmp_path / "network", growing, tmp_path / "again", batch_sizes) == 200
 
 
+@pytest.mark.slow
 def test_a_damaged_cache_object_is_rejected(growing, network_dir, tmp_path, batch_sizes) -> None:
     embed_newest(network_dir, growing, tmp_path / "first", batch_sizes)
     folder = f"embeddings/{describe_network(network_dir).identity}/"
@@ -276,6 +278,7 @@ def test_same_call_continues_and_computes_no_part_twice(sharded, network_dir, st
     assert other.folder != parts.folder  # more images join the gallery
 
 
+@pytest.mark.slow
 def test_pod_embeds_with_the_network_and_the_dataset_of_the_store(sharded, network_dir, bucket, tmp_path) -> None:
     store = open_store(f"s3://{bucket}/store")
     for info in sharded.store.list(""):

@@ -81,6 +81,7 @@ def features_of(directory: Path, store: Store | None = None) -> FrozenFeatures:
     return FrozenFeatures(network, trained.architecture, store)
 
 
+@pytest.mark.slow
 def test_the_progress_of_training_a_head_counts_each_image_and_view_once(digits, frozen, tmp_path, store) -> None:
     head = frozen.model_copy(update={"frozen": False, "epochs": 1, "min_steps": 60})
     settings = with_defaults(head, digits, views=1)
@@ -137,6 +138,7 @@ def test_views_are_cached_beside_the_plain_images(digits, frozen_dir, store, see
     assert seen == []
 
 
+@pytest.mark.slow
 def test_features_depend_on_weights_and_input_size(digits, frozen, frozen_dir, tmp_path) -> None:
     for name, changes in {"again": {"seed": 5}, "size": {"backbone_size_px": 8}}.items():
         train_network(digits, frozen.model_copy(update=changes), tmp_path / name)

@@ -83,6 +83,7 @@ def test_weights_alone_train_a_head_on_features_that_are_computed_once(
         np.testing.assert_allclose(of_digest[digest.tobytes()], vector, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_the_same_seed_trains_the_same_head(digits: Dataset, of_head: Recipe, tmp_path: Path, store: Store) -> None:
     for name, seed in (("first", 0), ("again", 0), ("other", 1)):
         train_network(digits, of_head.model_copy(update={"seed": seed}), tmp_path / name, store)
@@ -114,6 +115,7 @@ def test_views_end_with_the_time_and_say_so(digits: Dataset, of_head: Recipe, st
     assert head.warnings == ("The time was enough for 0 of 3 augmented views.",)
 
 
+@pytest.mark.slow
 def test_a_head_keeps_the_whitened_features_unless_the_dimensions_are_set(digits, of_head, tmp_path, store) -> None:
     settings = of_head.model_copy(update={"embedding_dim": None})
     images, architecture = TrainingImages(digits, frozenset()), choose_architecture(digits, settings)

@@ -49,6 +49,7 @@ def test_training_learns_and_reports_every_epoch(digits: Dataset, tiny: TrainSet
     assert not network.training
 
 
+@pytest.mark.slow
 def test_each_member_of_an_ensemble_learns_as_it_would_alone(digits: Dataset, tiny: TrainSettings, tmp_path) -> None:
     settings = tiny.model_copy(update={"members": 2, "min_steps": 100})
     result = train_network(digits, with_defaults(settings, digits, label_smoothing=0.1), tmp_path)

@@ -188,6 +188,7 @@ def test_classes_that_could_fail_are_told_from_those_that_could_not(tmp_path: Pa
     assert reason.endswith("Too few images to tell for b.")
 
 
+@pytest.mark.slow
 def test_enough_groups_are_compared_as_before(tmp_path: Path):
     source = photograph(tmp_path / "source", ["abcdefghij"] * 20)
     chosen = settings(source, test_fraction=0.4)

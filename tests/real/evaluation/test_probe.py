@@ -425,7 +425,7 @@ def pretrained(system: System, tmp_path_factory: pytest.TempPathFactory) -> Reci
     return with_defaults(settings, system.dataset, views=1)
 
 
-@pytest.mark.parametrize("frozen", [True, False])
+@pytest.mark.parametrize("frozen", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_it_embeds_as_the_exported_network(system, pretrained, tmp_path, frozen) -> None:
     dataset, store = system.dataset, open_store((tmp_path / "store").as_uri())
     recipe, index, held_out = pretrained.model_copy(update={"frozen": frozen}), IndexSettings(k=1), frozenset("37")

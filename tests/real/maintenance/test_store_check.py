@@ -66,7 +66,7 @@ def lose(store: Store, key: str, how: str) -> None:
         store.put(key, b"" if how == "empty" else b"x" + store.get(key)[1:])
 
 
-@pytest.mark.parametrize("how", ["lost", "empty", "changed"])
+@pytest.mark.parametrize("how", ["lost", *(pytest.param(how, marks=pytest.mark.slow) for how in ("empty", "changed"))])
 def test_lost_shards_are_found_and_read_again_into_the_same_splits(store, folder_source, how) -> None:
     manifest = with_history(folder_source, store)
     assert check_store(store) == []

@@ -201,6 +201,7 @@ def test_interrupted_prune_loses_nothing(file_store, growing_source, system, mak
     assert [*Registry(file_store).list()] == [made[0].version, made[2].version]
 
 
+@pytest.mark.slow
 def test_unfinished_ingest_stays_until_another_one_finishes(file_store, growing_source, monkeypatch) -> None:
     ingest_three(growing_source, file_store)
     write_images(folder_of(growing_source), 6, seed=3)

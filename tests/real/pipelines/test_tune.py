@@ -47,6 +47,7 @@ def test_feasible_values_are_text_with_their_distribution(capsys: pytest.Capture
     }
 
 
+@pytest.mark.slow
 def test_a_trial_prints_the_metric_that_katib_reads(
     capsys: pytest.CaptureFixture[str], tmp_path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -356,6 +356,7 @@ def test_tables_of_a_thousand_classes_are_bounded(run: Run) -> None:
     assert len(html) < 1_000_000
 
 
+@pytest.mark.slow
 def test_largest_page_is_small_enough_to_send(run: Run) -> None:
     """Photographs compress better than noise, which is the worst case of every image format."""
     from evernear.evaluation import example_collector as module

@@ -8,6 +8,7 @@ import subprocess
 from contextlib import suppress
 
 import psutil
+import pytest
 
 from tests.real.scenarios.workspace import COMMAND_TIMEOUT_S, Workspace
 
@@ -33,6 +34,7 @@ def interrupted(process: subprocess.Popen[str], progress: str = "") -> str:
     return message
 
 
+@pytest.mark.slow
 def test_interrupted_run_reports_what_remains(digits_workspace: Workspace) -> None:
     temporary = digits_workspace.directory / "tmp"
     temporary.mkdir()

@@ -133,6 +133,7 @@ def test_folders_say_that_they_name_no_groups(ingest_in_shards, tmp_path: Path) 
     assert "The folders do not name the images' groups; --format parquet and webdataset do." in done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["parquet", "webdataset", "folder"])
 def test_memory_does_not_grow_with_the_number_of_images(form: Format, tmp_path: Path) -> None:
     """The same shard is exported again and again."""

@@ -104,6 +104,7 @@ def test_fetch_rejects_anything_but_the_release(
     assert list(home_of(fetch_settings.workdir).glob(".*")) == []
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not can_contain(), reason="the kernel does not allow unprivileged namespaces")
 def test_fetch_reads_from_a_read_only_directory_store(release: PackedRelease, tmp_path: Path) -> None:
     """Like a mounted PersistentVolumeClaim; here in place of the Secret, which is read-only."""

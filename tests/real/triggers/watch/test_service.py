@@ -254,7 +254,9 @@ def test_metrics_are_those_of_the_last_check() -> None:
     }
 
 
-@pytest.mark.parametrize(("number", "exit_code"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(
+    ("number", "exit_code"), [pytest.param(signal.SIGTERM, 0, marks=pytest.mark.slow), (signal.SIGINT, 130)]
+)
 def test_process_ends_after_its_check(tmp_path: Path, number: signal.Signals, exit_code: int) -> None:
     settings = make_settings(tmp_path)
     command = [

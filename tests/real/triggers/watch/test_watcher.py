@@ -127,6 +127,7 @@ def test_declined_cause_does_not_silence_another(watched: WatchedSystem) -> None
     assert watched.proposals[-1].causes == ("training_images", "drift")
 
 
+@pytest.mark.slow
 def test_declined_drift_is_proposed_again_for_another_release(
     watched: WatchedSystem, trained: tuple[Path, System], tmp_path: Path
 ) -> None:
@@ -139,6 +140,7 @@ def test_declined_drift_is_proposed_again_for_another_release(
     assert watched.watcher().check().proposal == watched.proposals[-1].id != watched.proposals[0].id
 
 
+@pytest.mark.slow
 def test_unanswered_proposal_grows_and_does_not_multiply(watched: WatchedSystem) -> None:
     watched.add("3", MANY[:200])
     watched.watcher().check()
@@ -523,6 +525,7 @@ def test_run_whose_ingest_could_not_read_the_source_is_repeated(
     assert len(watched.runs.runs) == runs
 
 
+@pytest.mark.slow
 def test_run_is_repeated_after_another_one_led_to_a_release(
     watched: WatchedSystem, trained: tuple[Path, System], tmp_path: Path
 ) -> None:
