@@ -3,8 +3,9 @@ classes that are accepted as known.
 
 One threshold moves both, in opposite directions. Each rule therefore compares with the champion, so
 that a candidate cannot buy fewer refused known images with more accepted unseen images, or the
-reverse. A threshold rests on few images and varies between equally good networks, so an increase
-counts if it is significant and larger than `LARGEST_INCREASE`.
+reverse. A threshold rests on few images and varies between equally good networks. The intervals
+therefore include its spread, without which one of 13 equally good candidates trained on digits
+was held, and an increase counts if it is significant and larger than `LARGEST_INCREASE`.
 """
 
 from typing import NamedTuple

@@ -74,7 +74,8 @@ class OpenSet(Frozen):
     """Number of images of held-out classes that determined the threshold."""
     false_accepts: Proportion | None = None
     """Proportion of test images of held-out classes that are accepted at the threshold, or all if
-    no image is called unknown. The intervals of all figures include the spread between classes."""
+    no image is called unknown. The intervals of all figures include the spread between classes, and
+    this one that of the threshold, which depends on the known images that set it."""
     expected_false_accepts: Interval | None = None
     """The proportion to expect of a release that knows all classes
     (`evernear.evaluation.statistics.expected_share`)."""

@@ -1,5 +1,6 @@
 """The open-set probe, which measures how well distances separate unseen classes from known ones."""
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
@@ -222,7 +223,10 @@ def assess(draws: Sequence[Draw], settings: IndexSettings, *, one_scale: bool = 
         limits = [(draw, MAX_DISTANCE) for draw in draws]
     accepted = np.concatenate([draw.unknown.distances <= threshold for draw, threshold in limits])
     rejected = np.concatenate([draw.known.distances > threshold for draw, threshold in limits])
-    false_accepts = _share(accepted, unknown.clusterings)
+    at_threshold = _share(accepted, unknown.clusterings)
+    relative = np.concatenate([draw.unknown.distances / unit for draw, unit in zip(draws, units, strict=True)])
+    ends = quantile_limits(known_queries, len(known_queries) / len(draws), 1 - settings.false_reject_rate)
+    within = [float((relative <= max(accepting, end)).mean()) for end in ends]
     return OpenSet(
         held_out=(),
         draws=len(draws),
@@ -244,11 +248,33 @@ def assess(draws: Sequence[Draw], settings: IndexSettings, *, one_scale: bool = 
         stated_false_reject_rate=settings.false_reject_rate,
         calibrated_known=len(known_queries),
         calibrated_unknown=len(unknown_queries),
-        false_accepts=false_accepts,
-        expected_false_accepts=expected_share(false_accepts, float(np.mean([draw.classes for draw in draws]))),
+        false_accepts=_including(at_threshold, *within) if separates else at_threshold,
+        expected_false_accepts=expected_share(at_threshold, float(np.mean([draw.classes for draw in draws]))),
         false_rejects=_share(rejected, known.clusterings),
         added_recognized=_added_recognized(limits),
     )
+
+
+def quantile_limits(distances: Distances, images: float, share: float) -> tuple[float, float]:
+    """The distances of known images (N,) between which the quantile ``share`` of all such images
+    lies, by the binomial distribution of its rank (David and Nagaraja 2003, section 7.1).
+    ``images`` is the number of different ones."""
+    from scipy.stats import binom
+
+    ranks = binom.interval(CONFIDENCE, round(images), share)
+    low, high = np.quantile(distances, [rank / round(images) for rank in ranks], method="lower")
+    return float(low), float(high)
+
+
+def _including(share: Proportion, low: float, high: float) -> Proportion:
+    """``share`` with an interval that includes the spread of the threshold, at whose limits the
+    share is ``low`` and ``high``."""
+    value = share.value
+    below, above = (
+        math.hypot(value - share.low, value - min(low, value)),
+        math.hypot(share.high - value, max(high, value) - value),
+    )
+    return share.model_copy(update={"low": max(0.0, value - below), "high": min(1.0, value + above)})
 
 
 def _added_recognized(limits: Sequence[tuple[Draw, float]]) -> Interval | None:

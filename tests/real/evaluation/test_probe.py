@@ -268,6 +268,19 @@ def test_each_draw_is_compared_with_itself():
     assert "in 2 draws" in two.summary()
 
 
+def test_interval_of_the_accepted_images_contains_the_spread_of_a_threshold_from_few_known_images():
+    """Three odd ones of 20 known images set the threshold, which says little. With 40 times as
+    many of each kind, the share is certain."""
+    known = np.append(np.linspace(0.2, 0.8, 17), [1.1, 1.15, 1.2]).astype(np.float32)
+    unknown = np.linspace(0.9, 1.4, 200, dtype=np.float32)
+    few, many = (
+        assess([draw_of(np.repeat(known, times), unknown)], IndexSettings()).false_accepts for times in (1, 40)
+    )
+    assert few.low == 0
+    assert few.high > few.value > 0.4
+    assert many.low > 0.25
+
+
 def test_draws_of_one_scale_share_the_threshold():
     """In the second draw, the known images are nearer, which is no reason for another threshold."""
     near, far = NEAR / 2, FAR / 2
