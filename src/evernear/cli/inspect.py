@@ -8,16 +8,18 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from evernear.cli.options import JsonOption, group, options_of
-from evernear.cli.releases import registry_of, safe
+from evernear.cli.options import JsonOption, group, options_of, registry_settings_anywhere
+from evernear.cli.releases import registry_beside, safe
 from evernear.common.disk import open_regular
 from evernear.common.output import print_json, print_line
 from evernear.errors import DataError, IntegrityError, PredictionRejectedError
+from evernear.serving.responses import Rejection
 from evernear.serving.responses import answer as in_words
+from evernear.settings import Settings
 
 if TYPE_CHECKING:
     from evernear.release.registry import Registry
-    from evernear.serving.responses import Prediction, Rejection
+    from evernear.serving.responses import Prediction
 
 BATCH = 32
 app = group("inspect", "Recognize images with a release, without a server.")
@@ -25,9 +27,9 @@ ReleaseArgument = Annotated[str, typer.Argument(metavar="RELEASE", help="A .mar 
 
 
 @app.command()
-@options_of(registry_of)
+@options_of(registry_settings_anywhere)
 def run(
-    registry: "Registry",
+    settings: Settings,
     release: ReleaseArgument,
     images: Annotated[list[Path], typer.Option("--image", metavar="FILE", help="PNG, JPEG, WebP or HEIC; repeatable.")],
     more: Annotated[list[Path] | None, typer.Argument(metavar="[FILE]...", help="More images.")] = None,
@@ -37,23 +39,23 @@ def run(
     as_json: JsonOption = False,
 ) -> None:
     """Use a release to recognize images, without a server."""
+    registry = registry_beside(release, settings)
     with (
         _archive(release, registry) as archive,
         tempfile.TemporaryDirectory(prefix="evernear-inspect-") as temporary,
     ):
         # Use a copy, so that the file cannot change between the check and the loading.
         copy = Path(temporary) / "release.mar"
-        with open_regular(archive) as source, copy.open("wb") as target:
-            shutil.copyfileobj(source, target)
-        if not trust and not registry.contains(copy):
-            raise IntegrityError(
-                f"{release} is not in the registry {registry.uri}, and loading it can run arbitrary code. "
-                "`evernear registry show` is safe; add --trust if you trust the source of the file."
-            )
-        from evernear.release.archive_reader import open_release
-        from evernear.serving.core import Predictor
-
+        _copy(archive, copy)
         try:
+            if not trust and not registry.contains(copy):
+                raise IntegrityError(
+                    f"{release} is not in the registry {registry.uri}, and loading it can run arbitrary code. "
+                    "`evernear registry show` is safe; add --trust if you trust the source of the file."
+                )
+            from evernear.release.archive_reader import open_release
+            from evernear.serving.core import Predictor
+
             core = Predictor.open(open_release(copy, Path(temporary) / "release"))
         except IntegrityError as error:
             raise IntegrityError(str(error).replace(str(copy), release)) from None
@@ -80,12 +82,21 @@ def _archive(release: str, registry: "Registry") -> Generator[Path]:
         yield Path(temporary) / "release.mar"
 
 
-def _read(image: Path) -> bytes:
+def _copy(archive: Path, copy: Path) -> None:
+    try:
+        source = open_regular(archive)
+    except OSError as error:
+        raise DataError(f"{archive} cannot be read as a release: {error.strerror}.") from None
+    with source, copy.open("wb") as target:
+        shutil.copyfileobj(source, target)
+
+
+def _read(image: Path) -> "bytes | Rejection":
     try:
         with open_regular(image) as file:
             return file.read()
     except OSError as error:
-        raise DataError(f"{image} cannot be read: {error.strerror}.") from None
+        return Rejection(message=f"The file cannot be read: {error.strerror}.")
 
 
 def _print_answer(file: Path, answer: "Prediction | Rejection", as_json: bool) -> bool:

@@ -152,8 +152,22 @@ def registry_settings(
     store: StoreOption = None, config: ConfigOption = None, overrides: SetOption = None, workdir: WorkdirOption = None
 ) -> Settings:
     """``--store`` selects the ``registry`` target: the local server may use another store."""
-    registry_only = [f"store={store}", "target=registry"] if store else []
-    return local_settings(config, [*(overrides or []), *registry_only], workdir)
+    return local_settings(config, [*(overrides or []), *_registry_only(store)], workdir)
+
+
+@wraps(registry_settings)
+def registry_settings_anywhere(
+    store: str | None = None,
+    config: Path | None = None,
+    overrides: list[str] | None = None,
+    workdir: Path | None = None,
+) -> Settings:
+    """Like `registry_settings`, for a command that also works without a working directory."""
+    return settings_anywhere(config, [*(overrides or []), *_registry_only(store)], workdir)
+
+
+def _registry_only(store: str | None) -> list[str]:
+    return [f"store={store}", "target=registry"] if store else []
 
 
 def new_run_layers(

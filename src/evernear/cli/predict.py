@@ -2,12 +2,10 @@
 ``batch-predict`` without one."""
 
 import csv
-import re
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
-from ipaddress import AddressValueError, IPv6Address
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TextIO
 
@@ -35,6 +33,7 @@ from evernear.errors import (
 )
 from evernear.serving.responses import answer as in_words
 from evernear.settings import DataSettings, Settings, parse
+from evernear.settings.section import host_name
 from evernear.settings.serving import MODEL_NAME
 
 if TYPE_CHECKING:
@@ -55,6 +54,8 @@ def _path(text: str) -> Path:
     """Reject an empty path (an unset variable), which would be the current directory."""
     if not text:
         raise SettingsError('The path of an image is empty; name a file or a folder, or "." for this directory.')
+    if "://" in text:
+        raise SettingsError(f"{text} is not a file; download it, or recognize a bucket with `evernear batch-predict`.")
     return Path(text)
 
 
@@ -104,6 +105,8 @@ def predict(
         return
     if tls and target is None:
         raise SettingsError("--tls requires --target.")
+    if as_json and as_csv:
+        raise SettingsError("--csv and --json exclude each other.")
     as_ = "json" if as_json else "csv" if as_csv else "table"
     try:
         server = _with_overrides(_server(settings, target, format, tls), port, timeout_s, model_name)
@@ -114,7 +117,7 @@ def predict(
             files = _named_files([*(images or []), *(image_files or [])])
             exit_code = _print_answers(_predict_all(client, files, version, settings.store_uri), len(files), as_)
     except ServerUnreachableError as error:
-        raise (error if target else _with_champion(error, settings)) from None
+        raise (error if target or port else _with_champion(error, settings)) from None
     if exit_code:
         sys.exit(exit_code)
 
@@ -159,17 +162,17 @@ def _with_champion(error: ServerUnreachableError, settings: Settings) -> Evernea
 def _host(target: str) -> str:
     """Accept a host name or IP address, without a scheme or port."""
     try:
-        return target if re.fullmatch(r"[\w.-]+", target) else str(IPv6Address(target.strip("[]")))
-    except AddressValueError:
+        return host_name(target)
+    except ValueError:
         raise SettingsError(
             f"--target {target!r} is not a host name; pass the port as --port, and --tls instead of https."
         ) from None
 
 
 def _with_overrides(target: "Target", port: int | None, timeout_s: float | None, model: str | None) -> "Target":
-    return replace(
-        target, port=port or target.port, timeout_s=timeout_s or target.timeout_s, model=model or target.model
-    )
+    if port:
+        target = replace(target, port=port, hint="check its host and port")
+    return replace(target, timeout_s=timeout_s or target.timeout_s, model=model or target.model)
 
 
 def _files(paths: list[Path]) -> Iterator[Path]:
@@ -311,9 +314,13 @@ def _print_metadata(metadata: "Metadata", as_json: bool) -> None:
     if as_json:
         print_json(metadata)
         return
-    for name, value in metadata.model_dump().items():
-        text = ", ".join(map(str, value)) if isinstance(value, tuple) else value
-        print_line(f"{name:<14} {text}")
+    fields = metadata.model_dump(mode="json")
+    metrics = fields.pop("metrics")
+    for name, value in fields.items():
+        print_line(f"{name:<14} {', '.join(value) if isinstance(value, list) else value}")
+    print_line("metrics")
+    for name, value in sorted(metrics.items()):
+        print_line(f"  {name:<28} {value:g}")
 
 
 @options_of(registry_settings)

@@ -7,7 +7,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from evernear.cli.options import JsonOption, group, options_of, registry_settings, releases
+from evernear.cli.options import (
+    JsonOption,
+    group,
+    options_of,
+    registry_settings,
+    registry_settings_anywhere,
+    releases,
+    require_workdir,
+)
 from evernear.common.output import print_json, print_line, print_table, printable, quantity
 from evernear.errors import IntegrityError, SettingsError
 from evernear.evaluation.headline import headline
@@ -31,6 +39,16 @@ def registry_of(*args: Any, **options: Any) -> "Registry":
     from evernear.release.registry import Registry
 
     return Registry(current_store(registry_settings(*args, **options).store_uri))
+
+
+def registry_beside(release: str, settings: Settings) -> "Registry":
+    """The registry, whose working directory must exist unless ``release`` is a file."""
+    from evernear.common.store.current import current_store
+    from evernear.release.registry import Registry
+
+    if not Path(release).is_file() and not settings.store:
+        require_workdir(settings.workdir)
+    return Registry(current_store(settings.store_uri))
 
 
 @app.command(name="list")
@@ -78,13 +96,15 @@ def list_(
         for release in releases
     ]
     rows += [(version, "-", "-", "damaged", "-", "-") for version in faults]
+    if not rows:
+        print_line(f"No release is in {registry.uri} yet.", sys.stderr)
     print_table(("version", "created (UTC)", "test images", "state", "parent", "size"), rows)
 
 
 @app.command()
-@options_of(registry_of)
+@options_of(registry_settings_anywhere)
 def show(
-    registry: "Registry",
+    settings: Settings,
     release: Annotated[
         str,
         typer.Argument(metavar="RELEASE", help="A version in the registry, or a .mar file.", autocompletion=releases),
@@ -95,6 +115,7 @@ def show(
     For a .mar file, also show its signature, preprocessing and index, without running its code."""
     from evernear.release.manifest import is_version
 
+    registry = registry_beside(release, settings)
     if Path(release).is_file() or not is_version(release):
         _show_archive(Path(release), as_json)
     else:
@@ -303,6 +324,8 @@ def _print_history(registry: "Registry", as_json: bool) -> None:
         )
         for p in promotions
     ]
+    if not rows:
+        print_line(f"No release has been promoted in {registry.uri} yet.", sys.stderr)
     print_table(("since (UTC)", "version", "previous", "anchor", "how", "by", "run", "why"), rows)
 
 

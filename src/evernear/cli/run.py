@@ -318,7 +318,8 @@ def runs(settings: Settings, as_json: JsonOption = False) -> None:
     from evernear.common.store.current import current_store
     from evernear.reporting.runs import RunList
 
-    listed = RunList(current_store(settings.store_uri)).page(0, SHOWN_RUNS)
+    store = current_store(settings.store_uri)
+    listed = RunList(store).page(0, SHOWN_RUNS)
     for fault in listed.faults:
         print_line(fault, sys.stderr)
     if as_json:
@@ -335,6 +336,8 @@ def runs(settings: Settings, as_json: JsonOption = False) -> None:
         )
         for each in listed.runs
     ]
+    if not rows:
+        print_line(f"No run is in {store.uri} yet.", sys.stderr)
     print_table(("begun", "run", "kind", "state", "right", "wrong", "unknown", "images", "duration"), rows)
     for each in listed.runs[:1]:
         if each.state != "promoted" or not each.run:

@@ -157,13 +157,12 @@ def token(settings: Settings) -> None:
 @options_of(settings_anywhere)
 def prep(settings: Settings) -> None:
     """Run the preprocessing server, which decodes images and forwards them to TorchServe."""
-    from evernear.serving.endpoints import host_and_port
     from evernear.serving.http.prep import serve_prep
 
     log_to_stderr(logging.INFO if settings.log_format == "json" else logging.WARNING, settings.log_format)
-    url = f"http://{host_and_port(settings.prep.host, settings.prep.port)}"
-    print_line(f"Send images to {url}/predict; {url}/openapi.json describes the API.")
     with message_on_interrupt(
         "Interrupted. All requests in flight were answered; `evernear prep` starts the server again."
     ):
-        serve_prep(settings)
+        serve_prep(
+            settings, lambda url: print_line(f"Send images to {url}/predict; {url}/openapi.json describes the API.")
+        )

@@ -4,7 +4,6 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
 from importlib import resources
 from ipaddress import ip_address
-from pathlib import Path
 
 import uvicorn
 from starlette.applications import Starlette
@@ -25,7 +24,7 @@ from evernear.console.runs_page import RunsPage
 from evernear.console.web import Predictor, error_response
 from evernear.errors import EvernearError, SettingsError
 from evernear.serving.endpoints import host_and_port, listening_socket
-from evernear.serving.http.limits import limited_server
+from evernear.serving.http.limits import limited_server, require_usable_tls
 from evernear.settings.serving import MAX_BODIES_SIZE_BYTES
 from evernear.settings.triggers import ConsoleSettings
 
@@ -48,25 +47,10 @@ def require_private(settings: ConsoleSettings) -> None:
         )
 
 
-def _require_usable(certificate: Path | None, key: Path | None) -> None:
-    """Require that both files are readable and unencrypted. OpenSSL prompts for the password of an
-    encrypted file."""
-    for name, path in (("certificate", certificate), ("private_key", key)):
-        try:
-            content = path.read_bytes() if path else b""
-        except OSError as error:
-            raise SettingsError(f"console.{name} = {path} cannot be read: {error.strerror}.") from None
-        if b"ENCRYPTED" in content:
-            raise SettingsError(
-                f"console.{name} = {path} needs a password; `openssl pkey -in {path} -out PLAIN_KEY` writes it without "
-                "one."
-            )
-
-
 def serve_console(app: Starlette, settings: ConsoleSettings, on_bound: Callable[[str], None]) -> None:
     """Serve until SIGTERM or Ctrl-C. ``on_bound`` receives the URL."""
     require_private(settings)
-    _require_usable(settings.certificate, settings.private_key)
+    require_usable_tls({"console.certificate": settings.certificate, "console.private_key": settings.private_key})
     server = create_server(app, settings)
     with listening_socket(settings.host, settings.port, "console.port") as listener:
         address, port = listener.getsockname()[:2]
@@ -76,7 +60,7 @@ def serve_console(app: Starlette, settings: ConsoleSettings, on_bound: Callable[
 
 def create_server(app: Starlette, settings: ConsoleSettings) -> uvicorn.Server:
     """The caller runs the server with listening sockets."""
-    server = limited_server(
+    return limited_server(
         app,
         max_size_bytes=MAX_BODIES_SIZE_BYTES,
         upload_timeout_s=UPLOAD_TIMEOUT_S,
@@ -84,14 +68,6 @@ def create_server(app: Starlette, settings: ConsoleSettings) -> uvicorn.Server:
         ssl_certfile=settings.certificate,
         ssl_keyfile=settings.private_key,
     )
-    try:
-        server.config.load()
-    except OSError as error:  # ssl.SSLError is an OSError
-        raise SettingsError(
-            f"console.certificate and console.private_key cannot be used ({error}); they are PEM files of a "
-            "certificate and of the key to it."
-        ) from None
-    return server
 
 
 def create_console_app(backend: Backend, sign_in: SignIn) -> Starlette:

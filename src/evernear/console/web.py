@@ -15,7 +15,15 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
 
 from evernear.common.output import printable
-from evernear.errors import BusyError, ConflictError, DataError, EvernearError, ServerUnreachableError, SettingsError
+from evernear.errors import (
+    BusyError,
+    ConflictError,
+    DataError,
+    EvernearError,
+    MissingObjectError,
+    ServerUnreachableError,
+    SettingsError,
+)
 from evernear.evaluation.headline import headline
 from evernear.serving.decoding import OverloadedError
 from evernear.serving.http.remote import Remote, torchserve_backend
@@ -74,6 +82,8 @@ async def error_response(request: Request, error: Exception) -> Response:
     match error:
         case HTTPException():
             status, sentence = error.status_code, str(error.detail)
+        case MissingObjectError():
+            status, sentence = 404, str(error)
         case ConflictError() | BusyError():
             status, sentence = 409, str(error)
         case OverloadedError():

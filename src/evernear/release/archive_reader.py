@@ -172,7 +172,8 @@ def _zip(archive: Path) -> Generator[zipfile.ZipFile]:
         with _BoundedReader(open_regular(archive).detach()) as file, zipfile.ZipFile(file) as members:
             yield members
     except (zipfile.BadZipFile, OSError, RuntimeError, EOFError, ValueError, struct.error) as error:
-        raise IntegrityError(f"{archive} cannot be read as a release: {printable(str(error), QUOTED_MAX)}.") from None
+        reason = getattr(error, "strerror", None) or str(error)
+        raise IntegrityError(f"{archive} cannot be read as a release: {printable(reason, QUOTED_MAX)}.") from None
 
 
 def _read_manifest(members: zipfile.ZipFile, archive: Path) -> ReleaseManifest:

@@ -22,7 +22,7 @@ from evernear.common.disk import sha256_file
 from evernear.common.store import Store
 from evernear.common.store.base import owner_of
 from evernear.common.store.patience import patient
-from evernear.errors import ConflictError, IntegrityError, StoreError
+from evernear.errors import ConflictError, IntegrityError, MissingObjectError, StoreError
 from evernear.index.description import collection_owner
 from evernear.release.archive_reader import read_release_manifest
 from evernear.release.manifest import is_version
@@ -86,7 +86,7 @@ class Registry:
         champion = self.champion()
         if champion is not None and champion.version == version:
             fault += ", although it is the champion; promote another one with `evernear registry promote VERSION`"
-        raise StoreError(f"Release {version} {fault}.")
+        raise MissingObjectError(f"Release {version} {fault}.")
 
     def find(self, version: str) -> Record | None:
         """The record of a release, which may be pruned, or None if the store has none."""
@@ -177,7 +177,7 @@ class Registry:
                 )
             version = newest.version
         if not self.is_published(version):
-            raise StoreError(f"Release {version} does not exist in {self.store.uri}, or was pruned.")
+            raise MissingObjectError(f"Release {version} does not exist in {self.store.uri}, or was pruned.")
         previous, undo_to = (newest.version, newest.number) if newest else (None, None)
         anchor = (newest.anchor or newest.version) if newest else None
         if newest is not None and newest.version == version:

@@ -14,7 +14,7 @@ from evernear.common.run_record import LEFT_OUT_FILE, RunRecord, StepRecord
 from evernear.common.store import Store
 from evernear.data.validate import Report
 from evernear.embedding.candidate import Candidate
-from evernear.errors import StoreError
+from evernear.errors import MissingObjectError, StoreError
 from evernear.evaluation.evaluate import Evaluation
 from evernear.evaluation.examples import Examples, ReplayExamples
 from evernear.evaluation.headline import AnswerCounts, headline
@@ -91,7 +91,7 @@ class RunReport:
         """Read the record of a run that has ended."""
         outcome = record.find("outcome", RunOutcome)
         if outcome is None:
-            raise StoreError(f"{record.store.uri} has no outcome of a run {record.run}; it may not have ended.")
+            raise MissingObjectError(f"{record.store.uri} has no outcome of a run {record.run}; it may not have ended.")
         evaluation = record.find("evaluation", Evaluation)
         return RunReport(
             outcome=outcome,

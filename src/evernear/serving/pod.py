@@ -215,7 +215,8 @@ def _token_file(without_token: bool) -> Path | None:
     try:
         text = file.read_text().strip()
     except (OSError, UnicodeDecodeError) as error:
-        raise SettingsError(f"{TOKEN_FILE_VARIABLE}={name} cannot be read: {error}.") from None
+        reason = getattr(error, "strerror", None) or "it is not text"
+        raise SettingsError(f"{TOKEN_FILE_VARIABLE}={name} cannot be read: {reason}.") from None
     if not TOKEN.fullmatch(text):
         raise SettingsError(
             f"{TOKEN_FILE_VARIABLE}={name} has no valid token: 16 or more letters, digits and -._~+/, as printed by "

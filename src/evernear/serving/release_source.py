@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from evernear.common.store import open_store
-from evernear.errors import IntegrityError, StoreError
+from evernear.errors import IntegrityError
 from evernear.release.archive_reader import ARCHIVE_FILE, ReleaseParts, open_release, read_release_manifest
 from evernear.release.manifest import ReleaseManifest
 from evernear.release.registry import Registry
@@ -42,15 +42,11 @@ class ReleaseSource:
         return Registry(open_store(self.store_uri))
 
     def _version(self, registry: Registry) -> str:
-        if self.version:
-            return self.version
-        champion = registry.champion()
-        if champion is None:
-            raise StoreError("No release has been promoted yet; `evernear registry list` shows the releases.")
-        return champion.version
+        return self.version or registry.require_champion().version
 
     def _archive(self) -> Path:
         archives = [self.path] if self.path.is_file() else sorted(self.path.glob("*.mar"))
         if len(archives) != 1:
-            raise IntegrityError(f"{self.path} has {len(archives)} release archives (.mar); name a single one.")
+            fault = f"has {len(archives)} release archives (.mar)" if self.path.exists() else "does not exist"
+            raise IntegrityError(f"{self.path} {fault}; name one with --model_dir, or a registry with --store.")
         return archives[0]

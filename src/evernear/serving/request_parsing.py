@@ -26,6 +26,9 @@ FIELDS = ("body", "data", "image", "file")
 # An 8 x 8 grayscale PNG image.
 EXAMPLE_IMAGE = "iVBORw0KGgoAAAANSUhEUgAAAAgAAAAICAAAAADhZOFXAAAADElEQVR4AWNgoA4AAABIAAE8O4AtAAAAAElFTkSuQmCC"
 _MAX_REASON_LENGTH = 200
+_JSON_STARTS = b"{[ \n\r\t"
+_AS_BODY = "send it as the body with Content-Type image/png, image/jpeg, image/webp or image/heic"
+_AS_JSON = 'as JSON {"data": "<base64>"}'
 _COMPRESSED = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "Zstandard"}
 """Signatures of compressed bodies. Deflate and Brotli data have none."""
 _TO_STANDARD_ALPHABET = str.maketrans("-_", "+/", " \t\r\n")
@@ -41,7 +44,6 @@ class ImageRequest(msgspec.Struct, forbid_unknown_fields=True):
     data: Annotated[
         str,
         msgspec.Meta(
-            min_length=1,
             description="A PNG, JPEG, WebP or HEIC file of any size, gray or color, in base64.",
             examples=[EXAMPLE_IMAGE],
         ),
@@ -79,10 +81,18 @@ def compression(body: bytes) -> str | None:
     return kind and f"The request's body is compressed with {kind}; send it uncompressed."
 
 
-def image_from_json(body: bytes) -> bytes:
-    """Extract the image file from an `ImageRequest`."""
+def image_from_body(media_type: str, body: bytes) -> bytes:
+    """The image file that is the body, or that an `ImageRequest` contains. JSON is also detected by
+    its first byte, with which no image file begins, so a wrong media type is harmless."""
     if compressed := compression(body):
         raise RequestError(compressed)
+    if not body or media_type.startswith("multipart/"):
+        raise RequestError(f"The request has no image; {_AS_BODY}, or {_AS_JSON}.")
+    is_json = body[:1] in _JSON_STARTS or media_type.startswith("application/json")
+    return _image_from_json(body) if is_json else body
+
+
+def _image_from_json(body: bytes) -> bytes:
     try:
         request = _STRICT.decode(body)
     except (ValueError, RecursionError) as error:  # msgspec.DecodeError and UnicodeDecodeError are ValueErrors
@@ -128,15 +138,13 @@ def image_from_fields(fields: Mapping[str, bytes]) -> bytes | Rejection:
     if data is None:
         return Rejection(
             type="NoImage",
-            message="The request has no image; send it as the body with Content-Type image/png, image/jpeg, "
-            "image/webp or image/heic, "
-            'as a multipart field "data", or as JSON {"data": "<base64>"}.',
+            message=f'The request has no image; {_AS_BODY}, as a multipart field "data", or {_AS_JSON}.',
         )
     if not data:
-        return Rejection(type="NoImage", message="The request's image is empty.")
+        return Rejection(type="NoImage", message="The image is empty.")
     if compressed := compression(data):
         return Rejection(type="Compressed", message=compressed)
-    if data[:1] not in b"{ \n\r\t":
+    if data[:1] not in _JSON_STARTS:
         return data
     try:
         return decode_base64(_LENIENT.decode(data).data)

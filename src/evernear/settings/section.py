@@ -1,5 +1,7 @@
 """The base class and the limits that the settings sections share."""
 
+import re
+from ipaddress import AddressValueError, IPv6Address
 from pathlib import Path
 from typing import Annotated
 
@@ -11,9 +13,25 @@ MAX_PIXELS = 89_478_485
 """Upper bound of ``max_pixels``: Pillow treats larger images as decompression bombs."""
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 PixelLimit = Annotated[int, Field(ge=64, le=MAX_PIXELS, description="Largest width times height of an image.")]
-Host = Annotated[str, AfterValidator(lambda host: host.removeprefix("[").removesuffix("]"))]
-"""A host name or IP address. Brackets around IPv6 are optional."""
 Port = Annotated[int, Field(ge=1, le=65535)]
+
+
+def host_name(text: str) -> str:
+    """A host name or IP address. Brackets around IPv6 are optional.
+
+    Raises:
+        ValueError: it is another text, such as a URL.
+    """
+    host = text.removeprefix("[").removesuffix("]")
+    if re.fullmatch(r"[\w.-]*", host):
+        return host
+    try:
+        return str(IPv6Address(host))
+    except AddressValueError:
+        raise ValueError("it is not a host name; leave out the scheme and the port") from None
+
+
+Host = Annotated[str, AfterValidator(host_name)]
 
 
 def expanded(path: Path) -> Path:

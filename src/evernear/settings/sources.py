@@ -201,7 +201,9 @@ def _sentence(model: type[BaseModel], error: ValidationError) -> str:
         message = _FORMS.get(fault["type"]) or reason[0].lower() + reason[1:]
         if not key:  # several sections contradict each other
             return f"Invalid settings: {message}."
-        return f"Invalid setting {key} = {printable(str(fault['input']), 100)}: {message}."
+        # Settings of a section may contradict each other.
+        value = "" if isinstance(fault["input"], dict) else f" = {printable(str(fault['input']), 100)}"
+        return f"Invalid setting {key}{value}: {message}."
     known = known_keys(model)
     # For a key without its section (epochs), suggest the key with the section (train.epochs).
     matches = [k for k in known if k.endswith(f".{key}")] or difflib.get_close_matches(key, known, n=1, cutoff=0.0)

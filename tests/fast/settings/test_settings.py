@@ -20,6 +20,12 @@ def load(**arguments: object) -> settings.Settings:
         ("epochs=3", "No setting 'epochs'; did you mean 'train.epochs'?"),
         ("gaet.significance=0.1", "No setting 'gaet.significance'; did you mean 'gate.significance'?"),
         ("train.epochs=many", "Invalid setting train.epochs = many: "),
+        (
+            "prep.predictor_host=http://x",
+            "Invalid setting prep.predictor_host = http://x: it is not a host name; leave",
+        ),
+        ("serving.host=localhost:80", "Invalid setting serving.host = localhost:80: it is not a host name;"),
+        ("console.certificate=c.pem", "Invalid setting console: certificate and private_key belong together;"),
         ("train.epochs=-1", "Invalid setting train.epochs = -1: "),
         ("train.epochs", "has no '='"),
         (

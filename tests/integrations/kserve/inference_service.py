@@ -82,12 +82,14 @@ class Server:
             self.process.send_signal(signal.SIGCONT)
 
     def get(self, path: str) -> httpx.Response:
-        assert self._client is not None
-        return self._client.get(path)
+        return self.request("GET", path)
 
     def post(self, path: str, **body: Any) -> httpx.Response:
+        return self.request("POST", path, **body)
+
+    def request(self, method: str, path: str, **body: Any) -> httpx.Response:
         assert self._client is not None
-        return self._client.post(path, **body)
+        return self._client.request(method, path, **body)
 
     def predict(self, images: Sequence[bytes], **headers: str) -> httpx.Response:
         """Predict with v1."""
@@ -99,11 +101,12 @@ class Server:
         return self.post("/v2/models/embedding/infer", json={"inputs": list(inputs)})
 
     def grpc(self, method: str, request: Any, answer: str) -> Any:
-        """Call a method of v2 over gRPC; ``answer`` is the name of the response message."""
+        """Call a method of v2 over gRPC, also with bytes that are no message; ``answer`` is the
+        name of the response message."""
         with grpc.insecure_channel(f"127.0.0.1:{self.grpc_port}") as channel:
             call = channel.unary_unary(
                 f"/inference.GRPCInferenceService/{method}",
-                request_serializer=type(request).SerializeToString,
+                request_serializer=None if isinstance(request, bytes) else type(request).SerializeToString,
                 response_deserializer=getattr(open_inference_pb2, answer).FromString,
             )
             return call(request, timeout=60)

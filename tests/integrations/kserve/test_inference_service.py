@@ -20,9 +20,11 @@ import pytest
 from PIL import Image
 
 from evernear.embedding import openvino_version
+from evernear.errors import SettingsError
 from evernear.release.archive_reader import ReleaseParts
 from evernear.serving.core import Predictor
 from evernear.serving.http import open_inference, open_inference_pb2
+from evernear.serving.http.kserve import arguments, serve_container
 from evernear.serving.responses import Neighbor, Prediction
 from tests import hostile
 from tests.collector import CLIENT_SPAN, Collector, attributes, parent
@@ -155,8 +157,10 @@ class TestAnswers:
         response = transformer.infer(pixels(prepared(smoke_images)))
         assert (response.status_code, response.json()) == (
             400,
-            {"error": "Send image files; only the predictor accepts pixels."},
+            {"error": 'Send one input: "images", BYTES [N]; only the predictor accepts pixels.'},
         )
+        inputs = transformer.get("/v2/models/embedding").json()["inputs"]
+        assert inputs == [{"name": "images", "datatype": "BYTES", "shape": [-1]}]
 
     def test_accepts_a_request_without_images(self, each_server: Server) -> None:
         assert each_server.predict([]).json() == {"predictions": []}
@@ -340,7 +344,13 @@ class TestBadRequests:
             each_server.infer_grpc("images", "BYTES", shape, raw=raw)
         assert exc_info.value.code() == grpc.StatusCode.INVALID_ARGUMENT
 
-    @pytest.mark.parametrize("length", ["5", "-1", "x", "99999"])
+    def test_message_that_is_none_is_an_invalid_argument(self, each_server: Server) -> None:
+        with pytest.raises(grpc.RpcError) as exc_info:
+            each_server.grpc("ModelInfer", b"\xff\xff", "ModelInferResponse")
+        assert exc_info.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+        assert exc_info.value.details() == "The message is no inference.ModelInferRequest."
+
+    @pytest.mark.parametrize("length", ["5", "-1", "x", "99999", "9" * 5000])
     def test_wrong_size_of_the_json_before_binary_data_is_400(self, each_server: Server, length: str) -> None:
         response = each_server.post(
             "/v2/models/embedding/infer",
@@ -348,6 +358,7 @@ class TestBadRequests:
             headers={"Inference-Header-Content-Length": length, "Content-Type": "application/octet-stream"},
         )
         assert response.status_code == 400
+        assert length == "5" or response.json()["error"].endswith("content-length does not fit the body.")
 
     @pytest.mark.parametrize(
         ("size", "data"), [(5, b""), (1, b"ab"), (-1, b""), ("4", b"abcd"), (4, b"abcd"), (8, b"\xff\0\0\0abcd")]
@@ -478,6 +489,8 @@ class TestOperation:
 
     def test_requests_beside_predictions(self, each_server: Server, release: PackedRelease) -> None:
         assert each_server.get("/v1/models").json() == {"models": ["embedding"]}
+        head = each_server.request("HEAD", "/health")
+        assert (head.status_code, head.content) == (200, b"")
         assert each_server.get("/v2/models/embedding/infer").status_code == 405
         assert each_server.post("/v1/models/embedding/x:predict").status_code == 404
         assert each_server.get("/v2/health/live").json() == {"live": True}
@@ -630,6 +643,27 @@ def assert_unavailable(server: Server, images: list[bytes], reason: str) -> None
     assert reason in exc_info.value.details()
 
 
+@pytest.mark.parametrize(
+    ("argument", "sentence"),
+    [
+        ("--batch_size=0", "--batch_size: '0' is not a number of at least 1"),
+        ("--large_decodes=x", "--large_decodes: 'x' is not a number of at least 1"),
+        ("--predictor_request_retries=-1", "--predictor_request_retries: '-1' is not a number of at least 0"),
+        ("--upload_timeout_seconds=nan", "'nan' is not a number from 0.001 to 3600.0"),
+        ("--http_port=99999", "--http_port: '99999' is not a number from 1 to 65535"),
+        ("--predictor_host=http://127.0.0.1:9081", "'http://127.0.0.1:9081' is not HOST or HOST:PORT"),
+        ("--predictor_host=a:b:c", "'a:b:c' is not HOST or HOST:PORT"),
+        ("--ssl_certfile=none.pem", "--ssl_certfile = none.pem cannot be read: No such file or directory."),
+        (f"--ssl_certfile={__file__}", "--ssl_certfile and --ssl_keyfile cannot be used ("),
+        (f"--ssl_keyfile={__file__}", f"--ssl_keyfile = {__file__} needs --ssl_certfile."),
+    ],
+)
+def test_unusable_argument_is_one_sentence(argument: str, sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises((SystemExit, SettingsError)) as ended:
+        serve_container(arguments().parse_args([argument]))
+    assert sentence in capsys.readouterr().err + str(ended.value)
+
+
 @pytest.mark.slow
 def test_startup_errors_are_one_sentence(
     release: PackedRelease, champion_store: str, service: dict[str, Server], tmp_path_factory: pytest.TempPathFactory
@@ -641,19 +675,20 @@ def test_startup_errors_are_one_sentence(
     port = str(running.http_port)
     starts = [
         (3, "has 0 release archives", ["--model_dir", str(empty)]),
+        (3, "none does not exist; name one with --model_dir", ["--model_dir", str(empty / "none")]),
         (3, "release.mar is not a release", ["--model_dir", str(broken)]),
-        (4, "No release has been promoted yet", ["--store", empty.as_uri()]),
+        (4, f"No release has been promoted in {empty.as_uri()} yet", ["--store", empty.as_uri()]),
         (4, f"Release {version} does not exist", ["--store", champion_store, "--release", version]),
         (
             4,
             f"Port {port} on 127.0.0.1 is in use",
-            ["--store", champion_store, "--predictor_host", "127.0.0.1", "--http_port", port],
+            [*("--store", champion_store, "--predictor_host", "127.0.0.1", "--http_port", port), "--enable_grpc=false"],
         ),
         (2, "unrecognized arguments: --modeldir", ["--modeldir", str(empty)]),
         (2, "invalid choice: '2'", ["--enable_grpc", "2"]),
     ]
-    for code, sentence, arguments in starts:
-        command = [sys.executable, "-m", "evernear.serving.http", *arguments]
+    for code, sentence, words in starts:
+        command = [sys.executable, "-m", "evernear.serving.http", *words]
         ended = subprocess.run(command, capture_output=True, text=True, timeout=120)
         assert ended.returncode == code, ended.stderr
         assert sentence in ended.stderr

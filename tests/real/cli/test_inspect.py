@@ -86,6 +86,16 @@ def test_show_imports_neither_torch_nor_faiss_and_leaves_no_files(release: Packe
     assert list(tmp_path.iterdir()) == []
 
 
+def test_archive_needs_no_working_directory(release: PackedRelease, tmp_path: Path) -> None:
+    shown = command_line.evernear("registry", "show", release.archive, cwd=tmp_path)
+    assert (shown.returncode, shown.stderr) == (0, "")
+    run = command_line.evernear("inspect", "run", release.archive, "--image", "x", cwd=tmp_path)
+    assert "is not in the registry" in error_of(run, 3)
+    absent = command_line.evernear("registry", "show", release.version, cwd=tmp_path)
+    assert "The working directory evernear-work does not exist" in error_of(absent, 2)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_run_reproduces_the_stored_answers(
     release: PackedRelease, registry: Registry, image: Path, tmp_path: Path
 ) -> None:
@@ -176,8 +186,8 @@ def test_invalid_archive_is_rejected(release: PackedRelease, tmp_path: Path, con
         archive.write_bytes(data)
     rejected = f" {archive} {'is not a release' if content == 'half' else 'cannot be read'}"
     assert rejected in error_of(evernear("registry", "show", archive), 3)
-    error = error_of(evernear("inspect", "run", archive, "--image", archive, "--trust"), 4 if content is None else 3)
-    assert rejected in error
+    for trust in ([], ["--trust"]):
+        assert rejected in error_of(evernear("inspect", "run", archive, "--image", archive, *trust), 3)
 
 
 def edited(packed: PackedRelease, name: str, **changes: object) -> bytes:
@@ -225,4 +235,5 @@ def test_show_escapes_control_characters(release: PackedRelease, tmp_path: Path)
 def test_special_file_is_no_image(release: PackedRelease, tmp_path: Path, make: Callable[[Path], None]) -> None:
     make(tmp_path / "x")
     completed = evernear("inspect", "run", release.archive, "--trust", "--image", tmp_path / "x")
-    assert "x cannot be read" in error_of(completed, DataError.exit_code)
+    assert completed.returncode == DataError.exit_code
+    assert completed.stdout.startswith(f"{tmp_path / 'x'}: The file cannot be read: ")

@@ -12,6 +12,7 @@ from evernear.common.store import open_store
 from evernear.errors import EvernearError, IntegrityError, SettingsError, StoreError
 from evernear.release.pruning import prune_releases
 from evernear.release.registry import Registry
+from tests import command_line
 from tests.releases import MakeRelease, PackedRelease
 
 
@@ -110,7 +111,11 @@ def test_unknown_release_is_reported(uri: str) -> None:
     for arguments in (("show", "20260101.000000.00000000"), ("promote", "latest")):
         with pytest.raises(StoreError, match=f"Release {arguments[1]} does not exist"):
             evernear(*arguments, "--store", uri)
-    assert evernear("list", "--store", uri).splitlines()[1:] == []
+    assert evernear("list", "--store", uri).splitlines()[0] == f"No release is in {uri} yet."
+    assert (
+        evernear("list", "--history", "--store", uri).splitlines()[0] == f"No release has been promoted in {uri} yet."
+    )
+    assert command_line.evernear("runs", environment={"EVERNEAR_STORE": uri}).stderr == f"No run is in {uri} yet.\n"
 
 
 def test_anchor_is_printed_and_moved_with_a_reason(uri: str, releases: tuple[PackedRelease, ...]) -> None:

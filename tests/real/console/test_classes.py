@@ -159,3 +159,8 @@ def test_pages_of_an_empty_store_say_what_is_missing(pet_folder: Path, store: St
     assert client.get("/data/class?class=cat").status_code == 400
     assert client.get("/runs/compare?run=a").status_code == 400
     assert client.get("/runs/page/a").status_code == 400
+    for name in ("a", "..%2Fa", "%00", "a" * 300):
+        assert client.get(f"/runs/compare?run={name}&run=b").status_code == 404
+        assert client.get(f"/mistakes/image/{name}/1").status_code == 404
+    assert client.get("/runs/page/%00").status_code == 404
+    assert client.get("/runs/page/" + "a" * 300).status_code == 400

@@ -5,6 +5,7 @@ import json
 import socket
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -79,7 +80,8 @@ def test_unknown_model_or_version_is_named_in_the_error(served: Served, format: 
 @pytest.mark.parametrize("token", [None, "x"])
 def test_invalid_token_is_rejected(served: Served, format: Format, token: str | None) -> None:
     target = replace(Target.local(served.settings, format), token=lambda: token)
-    with Client(target) as client, pytest.raises(PredictionRejectedError, match="Token Authorization failed"):
+    what = "the token" if token else "a request without a token"
+    with Client(target) as client, pytest.raises(PredictionRejectedError, match=f"refuses {what}; set EVERNEAR_TOKEN"):
         client.predict(b"x")
 
 
@@ -186,6 +188,32 @@ def test_foreign_server_is_reported(body: bytes) -> None:
             client.predict(b"x")
 
 
+def test_server_of_another_kind_is_named() -> None:
+    with http_server(status=404, body=b'{"error": "Not Found"}') as port, Client(plain(port, "rest")) as client:
+        with pytest.raises(PredictionRejectedError) as exc_info:
+            client.predict(b"x")
+        assert str(exc_info.value) == f"http://127.0.0.1:{port} answers: Not Found."
+    server = grpc.server(ThreadPoolExecutor(1))
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    try:
+        with Client(plain(port, "grpc")) as client, pytest.raises(ServingError) as exc_info:
+            client.predict(b"x")
+        assert str(exc_info.value) == (
+            f"The server at 127.0.0.1:{port} answers gRPC, but is another one; check its host and port."
+        )
+    finally:
+        server.stop(None).wait()
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_unusable_authorities_are_one_sentence(format: Format, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SSL_CERT_FILE", "/nowhere")
+    with pytest.raises(SettingsError) as exc_info:
+        Client(plain(NOTHING_LISTENS, format, tls=True))
+    assert str(exc_info.value) == "SSL_CERT_FILE=/nowhere cannot be used: No such file or directory."
+
+
 def test_grpc_retries_until_the_server_is_reachable() -> None:
     calls: list[float] = []
 
@@ -240,7 +268,7 @@ def test_remote_token_is_read_from_the_environment(
     key = read_key(served.home, "inference")
     target = Target.remote(served.settings, "127.0.0.1", "grpc")
     with Client(target) as client:
-        with pytest.raises(PredictionRejectedError, match="Token"):
+        with pytest.raises(PredictionRejectedError, match="refuses a request without a token"):
             client.predict(image)
         monkeypatch.setenv("EVERNEAR_TOKEN", key)
         assert client.predict(image).pred == query.pred

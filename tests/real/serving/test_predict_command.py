@@ -137,13 +137,23 @@ def test_prints_metadata_of_the_local_server(served: Served) -> None:
     assert printed["version"] == served.manifest.version
     assert printed["labels"] == list(served.manifest.labels)
     assert (printed["height_px"], printed["channels"]) == (8, 1)
-    assert "threshold" in predict(served, "--metadata").stdout
+    printed_text = predict(served, "--metadata").stdout
+    assert "threshold" in printed_text
+    assert "{" not in printed_text, "not Python's notation"
 
 
 def test_missing_images_are_reported(served: Served, tmp_path: Path) -> None:
     assert "No image: pass files" in predict(served).stderr
     assert "contains no image" in predict(served, "--image-file", str(tmp_path)).stderr
     assert "--tls requires --target" in predict(served, "x.png", "--tls").stderr
+    assert "--csv and --json exclude each other" in predict(served, "x.png", "--csv", "--json").stderr
+    assert "http://host/x.png is not a file; download it" in predict(served, "http://host/x.png").stderr
+
+
+def test_another_port_is_not_answered_with_the_advice_to_start_the_server(served: Served, image_folder: Path) -> None:
+    image = str(next(image_folder.glob("*.png")))
+    completed = predict(served, image, "--port", "9")
+    assert completed.stderr == "evernear: No server answers at http://127.0.0.1:9; check its host and port.\n"
 
 
 @pytest.mark.parametrize("format", ["rest", "grpc"])

@@ -14,7 +14,7 @@ from pydantic import Field
 
 from evernear.common.disk import disk_errors, sha256_bytes, staged_file
 from evernear.common.frozen import Document
-from evernear.errors import ConflictError, IntegrityError, MissingObjectError, StoreError
+from evernear.errors import ConflictError, IntegrityError, MissingObjectError
 
 CHUNK_BYTES = 2**20
 
@@ -115,11 +115,11 @@ def check_sha256(actual: str, expected: str | None, name: str) -> None:
 
 
 def check_key(key: str) -> None:
-    """Reject a key with a segment that is empty or starts with a dot."""
+    """Reject a key that no object can have: with a segment that is empty or starts with a dot."""
     segments = key.split("/")
     # Leading dots are the store's own. This also excludes "." and "..".
-    if not all(segments) or any(segment.startswith(".") or "\\" in segment for segment in segments):
-        raise StoreError(f"{key!r} is not a valid key: a segment is empty or starts with a dot.")
+    if not all(segments) or any(name.startswith(".") or "\\" in name or "\0" in name for name in segments):
+        raise MissingObjectError(f"{key!r} is not a valid key: a segment is empty or starts with a dot.")
 
 
 def conflict(uri: str, key: str) -> ConflictError:

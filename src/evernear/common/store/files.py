@@ -1,3 +1,4 @@
+import errno
 import hashlib
 import os
 import time
@@ -46,6 +47,10 @@ class FileStore(Store):
                     data = file.read()
             except FileNotFoundError:
                 return None
+            except OSError as error:
+                if error.errno == errno.ENAMETOOLONG:  # no object can have this name
+                    return None
+                raise
         return data, sha256_bytes(data)
 
     def fetch(self, key: str, path: Path, sha256: str | None = None) -> Path:

@@ -106,8 +106,12 @@ def token_of_environment() -> str | None:
         return None
     try:
         return _token_in(Path(file))
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise SettingsError(f"{TOKEN_FILE_VARIABLE}={file} cannot be read: {error}.") from None
+    except OSError as error:
+        raise SettingsError(f"{TOKEN_FILE_VARIABLE}={file} cannot be read: {error.strerror}.") from None
+    except (ValueError, KeyError, TypeError):
+        raise SettingsError(
+            f"{TOKEN_FILE_VARIABLE}={file} has no token: neither the token alone, nor a TorchServe key_file.json."
+        ) from None
 
 
 @reread
@@ -127,7 +131,16 @@ def tls_context() -> ssl.SSLContext:
     try:
         return ssl.create_default_context(cafile=authorities_file())
     except OSError as error:
-        raise SettingsError(f"SSL_CERT_FILE={authorities_file()} cannot be used: {error}.") from None
+        reason = error.strerror or error
+        raise SettingsError(f"SSL_CERT_FILE={authorities_file()} cannot be used: {reason}.") from None
+
+
+def token_refused(target: Target) -> PredictionRejectedError:
+    what = "the token" if target.token() else "a request without a token"
+    return PredictionRejectedError(
+        f"The server at {target.address} refuses {what}; set {TOKEN_VARIABLE} to what `evernear token` prints on its "
+        "machine."
+    )
 
 
 GRPC_FRAME_BYTES = 448  # upper bound for the rest of a message: names, lengths and a trace context

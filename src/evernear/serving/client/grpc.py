@@ -27,7 +27,7 @@ from evernear.errors import (
     ServerUnreachableError,
     ServingError,
 )
-from evernear.serving.client import Target, authorities_file, require_bounded
+from evernear.serving.client import Target, authorities_file, require_bounded, tls_context, token_refused
 from evernear.serving.client.inference_pb2 import PredictionResponse, PredictionsRequest
 from evernear.serving.endpoints import host_and_port
 from evernear.serving.responses import EMBEDDING_FIELD, PIXELS_FIELD, PREPROCESSING_FIELD, Prediction, Rejection
@@ -126,12 +126,8 @@ PREDICTIONS = "/org.pytorch.serve.grpc.inference.InferenceAPIsService/Prediction
 Answer = TypeVar("Answer")
 _PREDICTIONS = TypeAdapter(list[Prediction])
 PREDICTIONS_METHOD = (PREDICTIONS, PredictionsRequest.SerializeToString, PredictionResponse.FromString)
-_REJECTED = {
-    grpc.StatusCode.INVALID_ARGUMENT,
-    grpc.StatusCode.NOT_FOUND,
-    grpc.StatusCode.PERMISSION_DENIED,
-    grpc.StatusCode.UNAUTHENTICATED,
-}
+_REJECTED = {grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.NOT_FOUND}
+_TOKEN_REFUSED = {grpc.StatusCode.PERMISSION_DENIED, grpc.StatusCode.UNAUTHENTICATED}
 _REJECTED_BY_JAVA = ("ModelNotFoundException", "ModelVersionNotFoundException", "BadRequestException")
 
 
@@ -164,6 +160,7 @@ class Channel:
         target, api = self._target, self._api
         options = channel_options(target.address, target.attempts)
         if target.tls:
+            tls_context()  # raises a SettingsError for an unusable file
             credentials = grpc.ssl_channel_credentials(Path(authorities_file()).read_bytes())
             channel = api.secure_channel(address, credentials, options=options)
         else:
@@ -267,6 +264,10 @@ def _error(target: Target, error: Any) -> EvernearError:
         # gRPC says so too if the connection is lost, and TorchServe if no worker is ready.
         why = "" if "failed to connect" in details.lower() else f" ({reason.rstrip('.')})"
         return ServerUnreachableError(f"No server answers gRPC at {target.address}{why}; {target.hint}.")
+    if code in _TOKEN_REFUSED:
+        return token_refused(target)
+    if code is grpc.StatusCode.UNIMPLEMENTED:
+        return ServingError(f"The server at {target.address} answers gRPC, but is another one; {target.hint}.")
     if code in _REJECTED or details.rstrip(".()").endswith(_REJECTED_BY_JAVA):
         return PredictionRejectedError(reason)
     return ServingError(f"{target.address} failed: {reason}")

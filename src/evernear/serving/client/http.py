@@ -3,7 +3,7 @@
 import base64
 import json
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http import HTTPStatus
 from typing import Any, TypeVar
 
@@ -18,7 +18,7 @@ from evernear.errors import (
     ServingError,
     SettingsError,
 )
-from evernear.serving.client import Target, tls_context
+from evernear.serving.client import Target, tls_context, token_refused
 from evernear.serving.responses import EMBEDDING_FIELD, Metadata, Prediction, Rejection
 
 Document = TypeVar("Document", bound=Frozen)
@@ -106,13 +106,29 @@ def _parse(kind: type[Document], target: Target, response: httpx.Response) -> Do
         raise ServingError(f"The server at {target.url} is not {server}.") from None
 
 
+class _KServeError(Frozen, extra="ignore"):
+    error: str
+
+
+def _reason(response: httpx.Response) -> str:
+    """A sentence. TorchServe's own ones have no period."""
+    for kind, field in ((Rejection, "message"), (_KServeError, "error")):
+        with suppress(ValidationError):
+            return getattr(kind.model_validate_json(response.content), field).rstrip(".") + "."
+    return f"{response.status_code} {response.reason_phrase}."
+
+
 def status_error(target: Target, response: httpx.Response) -> ServingError:
-    try:
-        reason = Rejection.model_validate_json(response.content).message
-    except ValidationError:
-        reason = f"{response.status_code} {response.reason_phrase}."
-    if response.status_code == HTTPStatus.GATEWAY_TIMEOUT:
-        return ServerTimeoutError(reason)
+    reason = _reason(response)
+    match response.status_code:
+        case HTTPStatus.GATEWAY_TIMEOUT:
+            return ServerTimeoutError(reason)
+        case HTTPStatus.UNAUTHORIZED | HTTPStatus.FORBIDDEN:
+            return token_refused(target)
+        case HTTPStatus.NOT_FOUND | HTTPStatus.METHOD_NOT_ALLOWED:  # also of a server that is another one
+            return PredictionRejectedError(f"{target.url} answers: {reason}")
+        case _:
+            pass
     return (
         ServingError(f"{target.url} failed: {reason}") if response.is_server_error else PredictionRejectedError(reason)
     )

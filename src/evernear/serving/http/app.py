@@ -81,6 +81,8 @@ class Application:
 
     async def _answer_logged(self, scope: Scope, receive: Receive, send: Send) -> None:
         started_s = time.monotonic()
+        if scope["method"] == "HEAD":
+            scope = {**scope, "method": "GET"}  # uvicorn leaves out the body
         service: Service = self._app.state.service
         headers: dict[bytes, bytes] = dict(scope["headers"])
         client_id = headers.get(b"x-request-id", b"")

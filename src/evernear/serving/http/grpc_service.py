@@ -5,6 +5,7 @@ from typing import Any
 
 import grpc
 from google.protobuf.json_format import ParseDict
+from google.protobuf.message import DecodeError
 from starlette.exceptions import HTTPException
 
 from evernear.errors import EvernearError
@@ -28,8 +29,9 @@ async def start_grpc(service: Service, address: str, max_request_size_bytes: int
     )
     handlers = {
         method.name: grpc.unary_unary_rpc_method_handler(
-            _answered(service, method.name, answer, getattr(pb, method.output_type.name)),
-            request_deserializer=getattr(pb, method.input_type.name).FromString,
+            _answered(
+                service, method.name, answer, getattr(pb, method.input_type.name), getattr(pb, method.output_type.name)
+            ),
             response_serializer=getattr(pb, method.output_type.name).SerializeToString,
         )
         for method, answer in zip(SERVICE.methods, _methods(service), strict=True)
@@ -46,7 +48,9 @@ def _methods(service: Service) -> list[Callable[[Any], Awaitable[Any]]]:
     async def infer(request: pb.ModelInferRequest) -> pb.ModelInferResponse:
         parsed = open_inference.parse_grpc(request)
         release = await service.release(request.model_name, request.model_version)
-        images = open_inference.images_of(parsed, release.preprocessing, service.max_images)
+        images = open_inference.images_of(
+            parsed, release.preprocessing, service.max_images, pixels=service.backend.accepts_pixels
+        )
         results = await service.recognize(images)
         return open_inference.grpc_response(parsed, request.model_name, release.version, results)
 
@@ -61,17 +65,17 @@ def _methods(service: Service) -> list[Callable[[Any], Awaitable[Any]]]:
 
 
 def _answered(
-    service: Service, name: str, method: Callable[[Any], Awaitable[Any]], message: Any
-) -> Callable[[Any, Any], Awaitable[Any]]:
-    """Trace and count a method, and convert its errors to statuses."""
+    service: Service, name: str, method: Callable[[Any], Awaitable[Any]], asked: Any, message: Any
+) -> Callable[[bytes, Any], Awaitable[Any]]:
+    """Parse the requests of a method, trace and count it, and convert its errors to statuses."""
     telemetry = service.telemetry
 
-    async def call(request: Any, context: Any) -> Any:
+    async def call(request: bytes, context: Any) -> Any:
         parent = next((value for key, value in context.invocation_metadata() or () if key == TRACE_FIELD), "")
         with request_span(telemetry.tracer, parent) as span:
             response, status, reason = None, 200, ""
             try:
-                response = await method(request)
+                response = await method(_parsed(asked, request))
             except (EvernearError, HTTPException) as error:
                 status, reason, _ = status_of(error)
             telemetry.requests.labels(name, status).inc()
@@ -85,3 +89,11 @@ def _answered(
         return response
 
     return call
+
+
+def _parsed(kind: Any, data: bytes) -> Any:
+    """gRPC itself would answer a malformed message with a traceback in the log."""
+    try:
+        return kind.FromString(data)
+    except DecodeError:
+        raise open_inference.invalid(f"The message is no {kind.DESCRIPTOR.full_name}.") from None

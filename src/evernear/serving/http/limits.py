@@ -5,14 +5,17 @@
 
 import asyncio
 import socket
-from collections.abc import Awaitable, Callable
+import ssl
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import uvicorn
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from evernear.errors import SettingsError
 from evernear.serving.http.protocol import LimitedHttpProtocol
 from evernear.settings.serving import MAX_BODIES_SIZE_BYTES
 
@@ -68,6 +71,32 @@ def limited_server(
         **options,
     )
     return server(config)
+
+
+def require_usable_tls(files: Mapping[str, Path | None]) -> None:
+    """Require that ``files``, a certificate and its key, are readable and unencrypted, and belong
+    together. OpenSSL prompts for the password of an encrypted file. The keys are the settings."""
+    (certificate_name, certificate), (key_name, key) = files.items()
+    for name, path in files.items():
+        try:
+            content = path.read_bytes() if path else b""
+        except OSError as error:
+            raise SettingsError(f"{name} = {path} cannot be read: {error.strerror}.") from None
+        if b"ENCRYPTED" in content:
+            raise SettingsError(
+                f"{name} = {path} needs a password; `openssl pkey -in {path} -out PLAIN_KEY` writes it without one."
+            )
+    if not (certificate or key):
+        return
+    if not certificate:
+        raise SettingsError(f"{key_name} = {key} needs {certificate_name}.")
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key)
+    except OSError as error:  # ssl.SSLError is an OSError
+        raise SettingsError(
+            f"{certificate_name} and {key_name} cannot be used ({error}); they are PEM files of a certificate and of "
+            "the key to it."
+        ) from None
 
 
 class BodyLimits:

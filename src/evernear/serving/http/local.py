@@ -25,6 +25,8 @@ _log = logging.getLogger(__name__)
 class Local:
     """A loaded `Predictor`, which recognizes the images of concurrent requests in batches."""
 
+    accepts_pixels = True
+
     def __init__(
         self,
         predictor: Predictor,

@@ -5,6 +5,7 @@ A request carries one tensor: ``images`` (BYTES, shape (N,)) or ``pixels`` (UINT
 represent errors. An invalid image therefore fails the whole request.
 """  # noqa: W505
 
+import re
 import struct
 from collections.abc import Iterable, Iterator, Sequence
 from http import HTTPStatus
@@ -130,17 +131,19 @@ def parse_grpc(request: ModelInferRequest) -> InferRequest:
     return InferRequest(request.id or str(uuid4()), inputs, outputs)
 
 
-def images_of(request: InferRequest, shape: Preprocessing, max_images: int) -> Files | Pixels:
-    """The images of a request. ``shape`` is that of ``pixels``.
+def images_of(request: InferRequest, shape: Preprocessing, max_images: int, *, pixels: bool) -> Files | Pixels:
+    """The images of a request. ``shape`` is that of ``pixels``, if the server accepts them.
 
     Raises:
         HTTPException: the tensor is not an expected one (400), or has too many images (413).
     """
-    tensors = {(tensor.name, tensor.datatype): tensor for tensor in request.inputs}
-    if len(request.inputs) != 1 or not tensors.keys() <= {(IMAGES, "BYTES"), (PIXELS, "UINT8")}:
-        raise invalid(f'Send one input: "{IMAGES}", BYTES [N], or "{PIXELS}", UINT8 [N, H, W, C].')
+    accepted = _inputs(shape, pixels=pixels)
+    names = [(tensor.name, tensor.datatype) for tensor in request.inputs]
+    if len(names) != 1 or names[0] not in accepted:
+        other = f', or "{PIXELS}", UINT8 [N, H, W, C]' if pixels else "; only the predictor accepts pixels"
+        raise invalid(f'Send one input: "{IMAGES}", BYTES [N]{other}.')
     (tensor,) = request.inputs
-    expected = (shape.height_px, shape.width_px, shape.channels) if tensor.name == PIXELS else ()
+    expected = accepted[names[0]]
     dims = tensor.shape
     if not dims or dims[0] < 0 or tuple(dims[1:]) != expected:
         raise invalid(f'"{tensor.name}" has the shape {dims}; expected {["N", *expected]}.'.replace("'", ""))
@@ -215,13 +218,17 @@ def predictions_of_grpc(response: ModelInferResponse) -> list[Prediction]:
     return _rows(Tensor(output.name, output.datatype, list(output.shape), raw) for output, raw in pairs)
 
 
-def tensors(release: ReleaseManifest) -> dict[str, list[dict[str, Any]]]:
+def tensors(release: ReleaseManifest, *, pixels: bool) -> dict[str, list[dict[str, Any]]]:
     """The alternative inputs and the outputs, for the metadata of a model."""
-    shape = release.preprocessing
-    pixels = (-1, shape.height_px, shape.width_px, shape.channels)
-    inputs = ((IMAGES, "BYTES", (-1,)), (PIXELS, "UINT8", pixels))
+    accepted = _inputs(release.preprocessing, pixels=pixels)
+    inputs = ((name, datatype, (-1, *shape)) for (name, datatype), shape in accepted.items())
     outputs = ((name, datatype, (-1,) * rank) for name, (datatype, rank) in OUTPUTS.items())
     return {"inputs": [*map(_described, inputs)], "outputs": [*map(_described, outputs)]}
+
+
+def _inputs(shape: Preprocessing, *, pixels: bool) -> dict[tuple[str, str], tuple[int, ...]]:
+    """The shape of one image, by the name and the datatype of its tensor."""
+    return {(IMAGES, "BYTES"): ()} | ({(PIXELS, "UINT8"): shape.shape} if pixels else {})
 
 
 def _described(tensor: tuple[str, str, tuple[int, ...]]) -> dict[str, Any]:
@@ -254,7 +261,7 @@ def file_of(encoded: str) -> bytes | Rejection:
 def _split(body: bytes, header_length: str | None) -> tuple[bytes, bytes]:
     if header_length is None:
         return body, b""
-    length = int(header_length)
+    length = int(header_length) if re.fullmatch("[0-9]{1,18}", header_length) else -1
     if not 0 <= length <= len(body):
         raise ValueError(f"the header {HEADER_LENGTH} does not fit the body")
     return body[:length], body[length:]
@@ -266,6 +273,8 @@ def _with_binary(tensors: list[Tensor], binary: bytes) -> list[Tensor]:
         size = tensor.parameters and tensor.parameters.binary_data_size
         if isinstance(tensor.data, bytes) or (size or 0) > len(binary):
             raise ValueError(f"the data of {tensor.name!r} are no list, or do not fit the body")
+        if size is not None and tensor.data:
+            raise ValueError(f"the data of {tensor.name!r} are in the JSON and after it")
         if size is not None:
             tensor.data, binary = binary[:size], binary[size:]
     if binary:

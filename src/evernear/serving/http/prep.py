@@ -1,13 +1,13 @@
 """The preprocessing server: the application in front of TorchServe, without torch."""
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing, asynccontextmanager
 
 import uvicorn
 
 from evernear.common.processes import exempt_loaded_objects
 from evernear.serving.decoding import pool_size_bytes
-from evernear.serving.endpoints import listening_socket
+from evernear.serving.endpoints import host_and_port, listening_socket
 from evernear.serving.http.app import create_server
 from evernear.serving.http.remote import targets_of, torchserve_backend
 from evernear.serving.http.service import Service
@@ -19,11 +19,13 @@ PROCESS_SIZE_BYTES = 128 * 2**20
 """Memory before the first request: 97 MiB (``benchmarks/hostile_traffic.py``), rounded up."""
 
 
-def serve_prep(settings: Settings) -> None:
-    """Serve until SIGTERM or Ctrl-C, then finish in-flight requests."""
+def serve_prep(settings: Settings, on_bound: Callable[[str], None]) -> None:
+    """Serve until SIGTERM or Ctrl-C, then finish in-flight requests. ``on_bound`` receives the
+    URL."""
     targets_of(settings)
     with listening_socket(settings.prep.host, settings.prep.port, "prep.port") as listener:
         server = create_prep_server(settings)
+        on_bound(f"http://{host_and_port(settings.prep.host, settings.prep.port)}")
         exempt_loaded_objects()
         server.run(sockets=[listener])
 

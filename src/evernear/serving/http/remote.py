@@ -7,11 +7,9 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import lru_cache
-from http import HTTPStatus
 from typing import Any, TypeVar
 
 import numpy as np
-from starlette.exceptions import HTTPException
 
 from evernear.data.preprocess import Pixels
 from evernear.errors import (
@@ -81,6 +79,8 @@ class Remote:
     wrong preprocessing, and a rollout that does not change it causes no extra work.
     """
 
+    accepts_pixels = False
+
     def __init__(
         self, pods: Sequence[Pod], releases: Releases, telemetry: Telemetry, limits: tuple[int, int], timeout_s: float
     ) -> None:
@@ -123,7 +123,7 @@ class Remote:
             StoreError: the registry is unreachable.
         """
         if not isinstance(images, list):
-            raise HTTPException(HTTPStatus.BAD_REQUEST, "Send image files; only the predictor accepts pixels.")
+            raise TypeError("This backend accepts no pixels.")
         return await self._in_time(self._recognize(images))
 
     async def aclose(self) -> None:

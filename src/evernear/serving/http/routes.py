@@ -23,7 +23,7 @@ from evernear.serving.http import open_inference
 from evernear.serving.http.decoder import Files
 from evernear.serving.http.open_inference import HEADER_LENGTH, file_of, invalid, require_few_images
 from evernear.serving.http.service import Service, parsed
-from evernear.serving.request_parsing import compression, image_from_json, image_request_schema
+from evernear.serving.request_parsing import compression, image_from_body, image_request_schema
 from evernear.serving.responses import Metadata, Prediction, Rejection
 
 EXAMPLE_VERSION = "20261120.162250.af2fb66c"
@@ -171,7 +171,9 @@ async def models(service: CurrentService) -> dict[str, list[str]]:
 @kserve_router.get("/v2/models/{model}/versions/{version}")
 async def model_metadata(service: CurrentService, model: str, version: str = "") -> dict[str, Any]:
     release = await service.release(model, version)
-    return {"name": model, "versions": [release.version], "platform": ""} | open_inference.tensors(release)
+    return {"name": model, "versions": [release.version], "platform": ""} | open_inference.tensors(
+        release, pixels=service.backend.accepts_pixels
+    )
 
 
 @kserve_router.get("/v1/models/{model}")
@@ -202,8 +204,8 @@ async def infer(request: Request) -> Response:
     service, names, body = await _service(request), request.path_params, await _body(request)
     infer = await parsed(lambda body: open_inference.parse_rest(body, request.headers.get(HEADER_LENGTH)), body)
     release = await service.release(names["model"], names.get("version", ""))
-    shape = release.preprocessing
-    images = await parsed(lambda _: open_inference.images_of(infer, shape, service.max_images), body)
+    shape, pixels = release.preprocessing, service.backend.accepts_pixels
+    images = await parsed(lambda _: open_inference.images_of(infer, shape, service.max_images, pixels=pixels), body)
     results = await service.recognize(images)
     request.state.release = release.version
     content, head_size = open_inference.rest_response(infer, service.model, release.version, results)
@@ -230,8 +232,8 @@ async def _body(request: Request) -> bytes:
 
 
 async def _image(request: Request) -> bytes:
-    body, is_file = await _body(request), request.headers.get("content-type", "").startswith("image/")
-    return body if is_file else await parsed(image_from_json, body)
+    media_type = request.headers.get("content-type", "").lower()
+    return await parsed(partial(image_from_body, media_type), await _body(request))
 
 
 async def _recognize(request: Request, service: Service, image: bytes) -> Prediction:

@@ -31,6 +31,9 @@ class Backend(Protocol):
     """Recognizes images. All methods raise `EvernearError`, or `HTTPException` for a status that no
     `EvernearError` stands for."""
 
+    accepts_pixels: bool
+    """Whether `recognize` accepts images that another server has prepared."""
+
     async def expected_release(self) -> ReleaseManifest:
         """The release that the next prediction is expected from."""
         ...

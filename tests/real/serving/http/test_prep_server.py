@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from io import StringIO
 from pathlib import Path
+from typing import Any
 
 import httpx
 import psutil
@@ -140,7 +141,7 @@ def test_predict_test_recognizes_a_stored_query(served: Served, prep: httpx.Clie
         (encoded(JPEG[:900]), 400, "The image is a broken image"),
         ({"data": "***"}, 400, 'The text under "data" is not base64.'),
         ({"data": "\u00e4"}, 400, 'The text under "data" is not base64.'),
-        ({"data": ""}, 422, "Expected `str` of length >= 1 - at `$.data`."),
+        ({"data": ""}, 400, "The image is empty."),
         ({"data": 3}, 422, "Expected `str`, got `int` - at `$.data`."),
         ({}, 422, "Object missing required field `data`."),
         ({"data": "AA==", "image": 1}, 422, "Object contains unknown field `image`."),
@@ -160,6 +161,20 @@ def test_invalid_json_gets_one_message(prep: httpx.Client, body: bytes) -> None:
     answer = prep.post("/predict", content=body, headers={"Content-Type": "application/json"})
     assert answer.status_code in (400, 422)
     assert answer.json()["message"]
+
+
+@pytest.mark.parametrize(
+    "media_type", ["IMAGE/JPEG", "application/octet-stream", "application/x-www-form-urlencoded", ""]
+)
+def test_image_file_is_recognized_whatever_its_media_type(prep: httpx.Client, media_type: str) -> None:
+    assert prep.post("/predict", content=JPEG, headers={"Content-Type": media_type}).status_code == 200
+
+
+@pytest.mark.parametrize("request_", [{"content": b""}, {"files": {"data": JPEG}}])
+def test_request_without_an_image_is_told_how_to_send_one(prep: httpx.Client, request_: dict[str, Any]) -> None:
+    answer = prep.post("/predict", **request_)
+    assert answer.status_code == 422
+    assert answer.json()["message"].startswith("The request has no image; send it as the body with Content-Type")
 
 
 def test_rejected_body_is_counted(prep: httpx.Client, published: Settings) -> None:
@@ -247,6 +262,7 @@ def test_process_loads_no_torch_listens_on_loopback_and_exits_cleanly(
     second = command_line.evernear("prep", "--workdir", str(tmp_path), environment=variables)
     assert second.returncode == 4
     assert f"Port {port} on 127.0.0.1 is in use" in second.stderr
+    assert second.stdout == "", "the URL is printed once it works"
     running.send_signal(signal.SIGTERM)
     assert running.wait(30) in (0, -signal.SIGTERM)
 
