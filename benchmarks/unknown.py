@@ -303,7 +303,7 @@ def ask_evernear(folder: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
     given = pipeline_arguments(chosen, {})["settings"]
     store, out = (folder / "store").as_uri(), {name: str(folder / name) for name in ARTIFACTS}
     started_s = time.perf_counter()
-    _, settings = steps.ingest("first", store, {}, given, out["dataset"])
+    _, settings = steps.ingest("first", store, {"target": "registry"}, given, out["dataset"])
     steps.train("first", settings, out["dataset"], out["trained"], out["curves"])
     steps.probe("first", settings, out["dataset"], out["open_set"])
     steps.export("first", settings, out["dataset"], out["trained"], out["network"])
@@ -319,7 +319,7 @@ def ask_evernear(folder: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
     shutil.copytree(folder / "added", folder / "photos", dirs_exist_ok=True)
     for name in ("dataset", "embeddings", "index"):
         shutil.rmtree(out[name])
-    steps.ingest("second", store, {}, settings, out["dataset"])
+    steps.ingest("second", store, {"target": "registry"}, settings, out["dataset"])
     steps.embed("second", settings, out["dataset"], out["network"], out["embeddings"])
     steps.index("second", settings, out["dataset"], out["embeddings"], out["open_set"], out["index"])
     recognizer = Recognizer.open(Path(out["network"]), Path(out["index"]))

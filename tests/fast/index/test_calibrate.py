@@ -144,10 +144,11 @@ def test_threshold_rejects_no_more_known_than_stated_and_as_many_as_it_can(dista
 
 
 def test_new_known_images_are_rejected_no_more_often_than_stated():
-    """The mean over calibrations; the plain quantile of 40 images would reject 7.3%."""
+    """The mean over calibrations, of which the next higher rank would reject 3.3% with 29 images.
+    The plain quantile would reject 8.2%."""
     rng = np.random.default_rng(0)
-    rejected = [(rng.random(500) > threshold_rejecting(rng.random(40), 0.05)).mean() for _ in range(400)]
-    assert 0.04 < np.mean(rejected) < 0.055
+    rejected = [(rng.random(500) > threshold_rejecting(rng.random(29), 0.05)).mean() for _ in range(1000)]
+    assert 0.045 < np.mean(rejected) < 0.055
 
 
 def test_known_images_take_precedence_over_impostors(make_embeddings, index_settings, tmp_path):
@@ -187,12 +188,13 @@ CLOSE = st.lists(st.floats(0.0, 2.0, width=32), min_size=1, max_size=40) | st.li
 
 @pytest.mark.parametrize("choose", [threshold_at, threshold_rejecting])
 @given(distances=CLOSE | DISTANCES, rate=st.floats(0.001, 0.999))
-def test_threshold_lies_between_two_distances_and_near_one_of_them(choose, distances, rate):
+def test_threshold_lies_between_two_distances(choose, distances, rate):
     values = np.array(distances, np.float32)
     threshold = choose(values, rate)
     nearest = np.abs(values.astype(np.float64) - threshold).min()
     if 0 < threshold < MAX_DISTANCE:
-        assert EQUAL / 3 < nearest <= MARGIN * 1.001
+        assert nearest > EQUAL / 3
+        assert choose is threshold_rejecting or nearest <= MARGIN * 1.001
         assert ((values > threshold) == (values.astype(np.float64) > threshold)).all(), "exact in float32"
 
 
