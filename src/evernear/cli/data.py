@@ -209,9 +209,11 @@ def check(
             print_line(f"  {damage.reason} Needed by {', '.join(damage.needed_by)}.")
             for sentence in filter(None, (damage.repaired, damage.consequence)):
                 print_line(f"  {sentence}")
-        print_line(f"{opened.uri}: {quantity(len(found), 'object')} missing or damaged." if found else "Intact.")
+        repaired = sum(bool(damage.repaired) for damage in found)
+        end = f", {repaired:,} repaired." if repair else "."
+        print_line(f"{opened.uri}: {quantity(len(found), 'object')} missing or damaged{end}" if found else "Intact.")
     if any(damage.consequence for damage in found):
-        if not repair:
+        if not repair and any(damage.is_repairable for damage in found):
             print_line("Repair it with `evernear store check --repair`.", sys.stderr)
         raise typer.Exit(IntegrityError.exit_code)
 
@@ -286,7 +288,12 @@ def forget(
             f"The champion {'is now' if yes else 'becomes'} the anchor, which the gate compares candidates with: "
             f"{forgotten.anchor}, the anchor until now, is deleted."
         )
-    if yes:
+    if not any(forgotten.model_dump(exclude={"unreadable"}).values()):
+        print_line(
+            "Nothing to delete: the newest snapshot of each dataset has all images of the earlier ones. If you deleted"
+            " files from the source, run the whole pipeline with `evernear run` first."
+        )
+    elif yes:
         print_line("Deleted. Run directories and artifacts of Kubeflow Pipelines may have copies.")
     elif forgotten.champion:
         print_line("Nothing can be deleted: the champion is affected. Train and promote a release without the images.")

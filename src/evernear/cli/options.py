@@ -239,12 +239,16 @@ def one_run(
         typer.Option(
             "--rename",
             metavar="OLD=NEW",
-            help="A class of the champion that has a new name; repeatable. A = in the old name is written \\=.",
+            help="A class of the champion that has a new name; repeatable. A = in the old name is written `\\=`.",
         ),
     ] = None,
 ) -> Tree:
     """The fields of `OneRun` that are true of this run alone."""
-    classes = {"retired": retire or [], "renamed": dict(map(_old_and_new, rename or []))}
+    pairs = [*map(_old_and_new, rename or [])]
+    renamed = dict(pairs)
+    if contrary := [old for old, new in pairs if renamed[old] != new]:
+        raise SettingsError(f"--rename gives {contrary[0]!r} two new names; give it one.")
+    classes = {"retired": retire or [], "renamed": renamed}
     tree = {"reread": reread, "moved_from": moved_from or "", "classes": classes}
     return parse(OneRun, tree).model_dump(mode="json", exclude_defaults=True)
 

@@ -2,6 +2,7 @@
 images, changes since the live release, and images that ingest left out. The Releases page promotes
 a release or rolls back, with a reason."""
 
+import shlex
 from collections.abc import Callable
 from functools import lru_cache
 from io import BytesIO
@@ -13,12 +14,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from evernear.common.store import FileStore, Store
 from evernear.console.access import User, require
 from evernear.console.backend import PAGE_RELEASES, Backend
 from evernear.console.runs import Done
 from evernear.console.web import Form, Predictor, action, field, page, page_number, png
 from evernear.data.books import opened_books
-from evernear.data.example_queries import DUCKDB, PANDAS
+from evernear.data.example_queries import duckdb_query, pandas_query
 from evernear.data.manifest import Manifest, find_manifest
 from evernear.data.preprocess import Pixels
 from evernear.data.shards import Dataset
@@ -78,7 +80,7 @@ class DataPage:
             source=self._backend.settings.data.source,
             renamed=self._backend.renamed(),
             fault=self._backend.fault,
-            **_queries(manifest),
+            **_queries(self._backend.store, manifest),
             **self._waiting(manifest, trained),
         )
 
@@ -117,14 +119,16 @@ def _counts(manifest: Manifest) -> dict[str, int]:
     return dict(sorted(manifest.images_by_class().items()))
 
 
-def _queries(manifest: Manifest | None) -> dict[str, object]:
-    """What the page says about the tables of the snapshot."""
+def _queries(store: Store, manifest: Manifest | None) -> dict[str, object]:
+    """What the page says about the tables of the snapshot. Those in a bucket are copied first."""
     if manifest is None:
         return {}
-    folder = f"{manifest.store_uri.removeprefix('file://')}/{DATASETS}{manifest.name}"
-    values = {"dataset": folder, "group": "the name of a group"}
-    queries = {"duckdb": DUCKDB.format(**values), "pandas": PANDAS.format(**values)}
-    return {"folder": folder, "tables": manifest.tables, **queries}
+    key, group = f"{DATASETS}{manifest.name}", "the name of a group"
+    place = str(store.path(key)) if isinstance(store, FileStore) else f"{store.uri}/{key}"
+    folder = place if isinstance(store, FileStore) else manifest.name
+    copy = f"aws s3 sync --exclude 'shards/*' {shlex.quote(place)} {folder}" if folder != place else ""
+    queries = {"duckdb": duckdb_query(folder, group), "pandas": pandas_query(folder, group)}
+    return {"folder": place, "copy": copy, "tables": manifest.tables, **queries}
 
 
 _SAMPLES = """

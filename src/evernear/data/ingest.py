@@ -48,6 +48,7 @@ from evernear.data.list import (
     labels_of,
     list_source,
     require_groups,
+    require_moved,
     require_one_source,
 )
 from evernear.data.manifest import SPLITS, Manifest, is_photographic
@@ -156,6 +157,7 @@ def _ingest(
         tempfile.TemporaryDirectory(prefix="evernear-ingest-") as directory,
     ):
         scratch, parent = Path(directory), snapshots.head()
+        require_moved(parent, snapshots.name, settings.source, moved_from)
         with closing(open_working(scratch, store, snapshots.name)) as db:
             draft = open_draft(db, store, parent, settings.source, moved_from, scratch)
             if not settings.dataset:

@@ -19,9 +19,10 @@ import pyarrow as pa
 
 from evernear.common.output import named, quantity
 from evernear.common.text import class_name
+from evernear.data.books import source_uri
 from evernear.data.database import ArrowTable, Database, batched
 from evernear.data.groups import DOMINANT_SHARE, LARGE_GROUPS, LargeGroup, grouping
-from evernear.data.manifest import SmallClasses
+from evernear.data.manifest import Manifest, SmallClasses
 from evernear.data.sources import ArraySource, FileSource, name_of
 from evernear.data.sources.base import FileEntry, NameSample
 from evernear.data.sources.names import answer_in
@@ -145,10 +146,12 @@ def list_source(
     count, names = db.row("SELECT count(*), count(DISTINCT name) FROM listing")
     if not count:
         left_out = _left_out(source) if is_files else ""
-        raise DataError(
-            f"{uri} contains no image in a class folder; put PNG, JPEG, WebP or HEIC files under <class>/ or "
-            f"<split>/<class>/.{left_out}{_waiting(listing.admission)}"
+        found = (
+            "contains no image in a class folder; put PNG, JPEG, WebP or HEIC files under <class>/ or <split>/<class>/"
+            if _has_class_folders(uri)
+            else "names no image with a label; give each image a row with its path and its label"
         )
+        raise DataError(f"{uri} {found}.{left_out}{_waiting(listing.admission)}")
     if count > names:
         db.run(_LISTED_TWICE)
     db.run(f"CREATE MACRO in_order() AS {isinstance(source, PackedFiles)}")
@@ -185,9 +188,10 @@ def labels_of(db: Database, known: Sequence[str], uri: str, source: str, admissi
     listed = {label for (label,) in db.rows(_LABELS, source=source)}
     if len(listed) < 2:
         only = min(listed)
+        remedy = f" If {only!r} contains the class folders, use it as the source." if _has_class_folders(uri) else ""
         raise DataError(
-            f"{uri} contains images of only one class ({only!r}); a recognizer needs at least two. If {only!r} contains"
-            f" the class folders, use it as the source.{_waiting(admission)}"
+            f"{uri} contains images of only one class ({only!r}); a recognizer needs at least two.{remedy}"
+            f"{_waiting(admission)}"
         )
     return [*known, *sorted(listed.difference(known), key=_natural_order)]
 
@@ -199,6 +203,22 @@ def require_one_source(others: Sequence[str], name: str, source: str) -> None:
             f"The dataset {name!r} was made from {others[0]}, and {source} would be added to it. If the images have"
             f" moved, add --moved-from {shlex.quote(others[0])}. If they belong together, set data.dataset={name}."
             " Otherwise start over with another --workdir or store."
+        )
+
+
+def require_moved(parent: Manifest | None, name: str, source: str, moved_from: str) -> None:
+    """Reject a ``moved_from`` that the dataset does not know, because its images would get new
+    splits. The ``source`` is known if the move is repeated."""
+    known = parent.decoders if parent else {}
+    if moved_from and not known.keys() & {source_uri(source), source_uri(moved_from)}:
+        found = (
+            f"The dataset {name!r} was made from {named(list(known))}"
+            if known
+            else f"The store has no dataset {name!r}"
+        )
+        raise SettingsError(
+            f"{found}, so no image has moved from {moved_from}. Correct --moved-from (or data.dataset, the name of the"
+            " dataset), or leave it out to draw new splits."
         )
 
 
@@ -219,6 +239,12 @@ def require_groups(source: ArraySource | FileSource, settings: DataSettings, db:
         return
     first, name = db.row('SELECT min("group"), min(name) FROM listed')
     if not first:
+        if settings.group == COLUMN:
+            raise DataError(
+                f"data.group={COLUMN}, but {settings.source} names the group of no image, such as {name}; name it in"
+                " the column group of a table or a Hugging Face dataset, or in the field group of a WebDataset's .json,"
+                " or leave data.group out."
+            )
         raise DataError(
             f"data.group={settings.group} finds a group in none of the names of {settings.source}, such as"
             f" {name}; correct it, or leave it out."
@@ -227,8 +253,8 @@ def require_groups(source: ArraySource | FileSource, settings: DataSettings, db:
     if "test" in source.chosen_splits and not db.value(_DIVIDED_CLASS):
         raise DataError(
             f"data.group={settings.group} makes one group of all images of a class, such as {first}, and a group is"
-            " in one split, so no image would be left to test; set a pattern that distinguishes scenes, or leave it"
-            " out."
+            " in one split, so no image would be left to test;"
+            f" {'name' if settings.group == COLUMN else 'set a pattern that distinguishes'} scenes, or leave it out."
         )
     db.run(_LISTED_GROUPS)
     large = next((LargeGroup._make(row) for row in db.rows(LARGE_GROUPS)), None) if is_new else None
@@ -246,9 +272,13 @@ def require_groups(source: ArraySource | FileSource, settings: DataSettings, db:
         )
 
 
+def _has_class_folders(uri: str) -> bool:
+    return uri.partition(":")[0] in ("folder", "s3")
+
+
 def _left_out(source: FileSource) -> str:
-    """A sentence about files that are not images in a class folder, or an empty string."""
-    notes = [note for rule, note in source.notes.items() if rule in ("no_class", "not_an_image", "litter")]
+    """A sentence about files that are not images of a class, or an empty string."""
+    notes = [note for rule, note in source.notes.items() if rule in ("no_class", "no_label", "not_an_image", "litter")]
     count = sum(note.count for note in notes)
     if not count:
         return ""
@@ -260,7 +290,7 @@ def _waiting(admission: Admission) -> str:
     return f" {sentence}." if (sentence := admission.small_classes().sentence()) else ""
 
 
-def _natural_order(label: str) -> tuple[list[str | int], str]:
+def _natural_order(label: str) -> tuple[list[tuple[int, str]], str]:
     """Sort key that sorts 2 before 10. Labels that differ only in case also have a fixed order."""
-    words = re.split(r"(\d+)", label.lower())
-    return [int(word) if i % 2 else word for i, word in enumerate(words)], label
+    words = [word.lstrip("0") if i % 2 else word for i, word in enumerate(re.split(r"(\d+)", label.lower()))]
+    return [(len(word) if i % 2 else 0, word) for i, word in enumerate(words)], label

@@ -293,8 +293,12 @@ def _vanished(totals: dict[str, int], champion_labels: Sequence[str], classes: C
         yield _finding("vanished_class", message, leftover, len(leftover))
     missing = [label for label in classes.current_labels(champion_labels) if not totals.get(label)]
     if missing:
+        former = {
+            new: f"{old} (renamed to {new})" for old, new in classes.renamed.items() if new not in champion_labels
+        }
+        names = _listed([former.get(label, label) for label in missing])
         message = (
-            f"The live release has the classes {_listed(missing)}, but no image of them is left;"
+            f"The live release has the classes {names}, but no image of them is left;"
             " bring them back, or run with --retire CLASS or --rename OLD=NEW if that is on purpose."
         )
         yield _finding("vanished_class", message, missing, len(missing))

@@ -53,6 +53,11 @@ class Damage(Frozen):
         return any(owner.startswith(NEWEST) for owner in self.needed_by)
 
     @property
+    def is_repairable(self) -> bool:
+        """Whether `repair` can act on it. Other damage has a `consequence` that says what helps."""
+        return not self.repaired and (self.in_newest or self.key.startswith(MANIFESTS))
+
+    @property
     def dataset(self) -> str:
         """The dataset that the object belongs to, or empty."""
         return self.key.split("/")[1] if self.key.startswith(DATASETS) else ""

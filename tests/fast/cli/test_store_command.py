@@ -32,9 +32,19 @@ def test_check_names_damage_and_repair_mends_it(lost: Path, tmp_path: Path) -> N
     assert json.loads(CliRunner().invoke(app, [*command, "--json"]).stdout)[0]["needed_by"]
     repaired = CliRunner().invoke(app, [*command, "--repair"])
     assert repaired.exit_code == 0
+    assert "1 object missing or damaged, 1 repaired." in repaired.output
     assert re.search(rf"^repaired +datasets/digits/shards/{lost.name}$", repaired.output, re.MULTILINE)
     intact = CliRunner().invoke(app, command)
     assert (intact.exit_code, intact.output) == (0, "Intact.\n")
+
+
+def test_repair_is_offered_only_for_damage_that_it_mends(tmp_path: Path) -> None:
+    (tmp_path / "store/releases").mkdir(parents=True)
+    (tmp_path / "store/releases/champion.json").write_text("no JSON")
+    found = CliRunner().invoke(app, ["store", "check", "--workdir", str(tmp_path)])
+    assert found.exit_code == IntegrityError.exit_code
+    assert "until `evernear registry restore` writes it again" in found.output
+    assert "Repair it" not in found.output
 
 
 def test_status_of_a_directory_that_does_not_exist_fails(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from evernear.data.ingest import ingest_source
 from evernear.data.manifest import Manifest
 from evernear.data.snapshots import Snapshots
 from evernear.data.source_diff import diff_source
-from evernear.errors import DataError
+from evernear.errors import DataError, SettingsError
 from evernear.maintenance.forget import find
 from evernear.review.suspects import newest_dataset
 from evernear.settings import DataSettings, Settings
@@ -66,6 +66,15 @@ def test_unchanged_images_are_new_to_nobody_after_a_move(tmp_path: Path, store: 
     assert newest_dataset(store, Settings(data=settings)).digest == first.digest
     head = Snapshots(store, "images").head()
     assert head.source == new
+
+
+def test_mistyped_earlier_location_draws_no_new_splits(tmp_path: Path, store: Store, first: Manifest) -> None:
+    new, mistyped = move(tmp_path, "new/images"), f"folder:{tmp_path / 'old' / 'imagse'}"
+    for name, found in ("", "The store has no dataset 'imagse'"), ("images", f"'images' was made from {first.source}"):
+        with pytest.raises(SettingsError, match=rf"{found}, so no image has moved from {mistyped}\. Correct --moved-f"):
+            ingest_source(DataSettings(source=new, dataset=name), store.uri, moved_from=mistyped)
+    assert Snapshots(store, "images").head() == first
+    assert Snapshots(store, "imagse").head() is None
 
 
 def test_message_offers_the_move(tmp_path: Path, store: Store, first: Manifest) -> None:

@@ -200,7 +200,7 @@ def test_classes_removed_or_renamed_on_purpose_have_not_vanished(tree, run_inges
         return [finding.message for finding in report.findings]
 
     assert messages({"2": "two"}) == []
-    assert "has the classes gone, but no image" in messages({"2": "gone"})[0]
+    assert "has the classes 2 (renamed to gone), but no image" in messages({"2": "gone"})[0]
     assert messages({"2": "two", "twoo": "2nd"}) == [
         "Classes that the live release does not have are declared retired or renamed (--retire, --rename): "
         "twoo; correct the names, or drop the option."

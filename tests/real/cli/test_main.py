@@ -48,6 +48,11 @@ def test_other_words_name_the_command_that_is_meant(word: str, meant: str) -> No
     assert f"Did you mean `evernear {meant}`?" in " ".join(completed.output.split())
 
 
+def test_help_shows_the_escape_of_a_renamed_class() -> None:
+    words = CliRunner().invoke(app, ["reindex", "--help"]).output.replace("│", "").split()
+    assert r"the old name is written \=." in " ".join(words)
+
+
 def test_no_arguments_show_the_help() -> None:
     completed = CliRunner().invoke(app, [])
     assert "Continuously train and deploy" in completed.output

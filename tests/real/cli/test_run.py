@@ -192,6 +192,7 @@ def test_note_has_its_own_line(terminal: bool) -> None:
     ("options", "message"),
     [
         (["--rename", "old"], "--rename 'old' is not OLD=NEW"),
+        (["--rename", "old=new", "--rename", "old=newer"], "--rename gives 'old' two new names; give it one."),
         (["--rename", r"a\=b"], "is not OLD=NEW; a = in the old name is written"),
         (["--rename", "a=b", "--retire", "b"], "'b' is both retired and renamed"),
         (["--rename", "a=b", "--rename", "b=c"], "'b' is both the old and the new name"),

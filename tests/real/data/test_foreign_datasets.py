@@ -267,6 +267,7 @@ def test_class_names_of_a_table_and_of_groups(hub, tmp_path: Path) -> None:
         b'{"info": {"features": {"label": {"_type": "ClassLabel", "names": {"0": "ant"}}}}}',
         b'{"info": {"features": {"label": {"_type": "Unknown"}, "gone": {"_type": "ClassLabel", "names": ["a"]}}}}',
         b'{"info": {"features": {"label": [[[]]]}}}',
+        b"[" * 100_000,
     ],
 )
 def test_metadata_of_another_form_is_ignored(hub, tmp_path: Path, metadata: bytes) -> None:
@@ -404,7 +405,10 @@ def test_configurations_that_the_readme_names(hub, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"configurations of a dataset: en, fr\..*copy .*data/en_test-00000-of-00001"):
         hub()
     assert hub(split_folders={"fr_train": "none"}).labels == {"en": 4}
-    (tmp_path / "README.md").write_text("---\nconfigs: [}\n---\n")  # not YAML
+    for header in ("configs: [}", "date: 2024-02-30", f"a: {'[' * 5000}"):  # no YAML, no date, too deep
+        (tmp_path / "README.md").write_text(f"---\n{header}\n---\n")
+        assert hub().labels == {"en": 4, "fr": 2}
+    (tmp_path / "dataset_dict.json").write_text("[" * 100_000)
     assert hub().labels == {"en": 4, "fr": 2}
 
 
@@ -436,6 +440,9 @@ def test_a_test_file_without_a_label_column(hub, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"test-0\.parquet has no column label.* --set data\.split_folders\.test=none"):
         hub()
     assert hub(split_folders={"test": "none"}).labels == {"ant": 1, "bee": 1}
+    write(tmp_path / "train-0.parquet", rows(["x"]).drop_columns(["label"]))
+    with pytest.raises(DataError, match=r"train-0\.parquet has no column label.*\(`rename_column` of datasets\)\.$"):
+        hub(split_folders={"test": "none"})
 
 
 def test_a_tar_of_test_images_without_labels(wds, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import io
 import json
+import lzma
 import tarfile
 from pathlib import Path
 
@@ -296,6 +297,7 @@ def test_webdataset_metadata_and_litter(tmp_path, noise_images, run_ingest) -> N
         ),
         ([("0.jpg", b"x"), ("0.cls", b"\xff")], r"a\.tar/0\.cls is not UTF-8"),
         ([("0.jpg", b"x"), ("0.json", b"{")], r"a\.tar/0\.json is not JSON"),
+        ([("0.jpg", b"x"), ("0.json", b"[" * 100_000)], r"a\.tar/0\.json is not JSON"),
         ([("0.jpg", b"x"), ("0.cls", b"1"), ("0.jpg", b"y")], r"contains two images called 0\.jpg"),
         ([("0.cls", b"1")], "contains no image with a label in tars"),
         ([("\udcff.jpg", b"x"), ("\udcff.cls", b"1")], "is not UTF-8; rename it"),
@@ -315,6 +317,16 @@ def test_truncated_tars_are_refused(tmp_path, noise_images, run_ingest, cut: int
     path.write_bytes(data[:-cut])
     with pytest.raises(DataError, match=r"a\.tar is (damaged|truncated|not a complete tar)"):
         run_ingest(f"webdataset:{tmp_path / 'wds'}")
+
+
+def test_corrupt_compression_is_one_sentence(tmp_path, noise_images, run_ingest) -> None:
+    write_tar(tmp_path / "wds" / "a", noise_images, labels_of(noise_images))
+    path = tmp_path / "wds" / "a.tar"
+    data = lzma.compress(path.read_bytes())
+    for start in (0, len(data) // 2):
+        path.write_bytes(data[:start] + b"\xff" * 16 + data[start + 16 :])
+        with pytest.raises(DataError, match=r"a\.tar is not a complete tar \([^\n:]+\); write it again\.$"):
+            run_ingest(f"webdataset:{tmp_path / 'wds'}")
 
 
 def test_mistakes_in_tables_are_one_sentence(tmp_path, noise_images, run_ingest) -> None:

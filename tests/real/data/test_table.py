@@ -150,15 +150,16 @@ def test_split_column_decides_the_split(tree, run_ingest, contents, digest_of) -
 def test_settings_answer_for_an_unknown_split(tree, run_ingest) -> None:
     rows = [row | {"split": ("train", "fold 1", "fold 2")[number % 3]} for number, row in enumerate(rows_of(tree))]
     source = f"table:{write_csv(tree / 'labels.csv', rows)}"
-    with pytest.raises(DataError, match=r"The split 'fold 1' in line 3 of labels.csv is unknown"):
+    with pytest.raises(DataError, match=r"The split 'fold 1' in line 3 of labels.csv is unknown") as caught:
         run_ingest(source)
+    assert """--set 'data.split_folders={"fold 1": "test"}'""" in str(caught.value)
     manifest = run_ingest(source, split_folders={"fold 1": "test", "fold 2": "none"})
     assert manifest.count("test") == 12
     assert sum(shard.count for shard in manifest.shards) == 24
 
 
 def test_table_without_a_group_column_is_refused_for_groups(tree, run_ingest) -> None:
-    with pytest.raises(DataError, match=r"data.group=column finds a group in none of the names"):
+    with pytest.raises(DataError, match=r"labels\.csv names the group of no image, such as 1/000\.png; name it in the"):
         run_ingest(f"table:{write_csv(tree / 'labels.csv', rows_of(tree))}", group="column")
 
 
@@ -227,12 +228,24 @@ def test_left_out_rows_are_counted_and_named(tree, table, run_ingest) -> None:
         ("path,label\n1/000.png,a\n1,b\n", "files that do not exist in .*: 1; correct the paths"),
         ("path,label\n1\\000.png,a\n2/001.png,b\n", r"Separate folders by / instead of \\"),
         ("path,label,split\n1/000.png,a,test\n2/001.png,b,test\n", "but no image in train"),
+        (
+            "path,label\n",
+            r"names no image with a label; give each image a row with its path and its label\.$",
+        ),
+        ("path,label\n1/000.png,\n", "names no image with a label.* 1 file was left out: 1/000.png"),
+        ("path,label\n1/000.png,a\n", r"images of only one class \('a'\); a recognizer needs at least two\.$"),
     ],
 )
 def test_mistakes_are_one_sentence(table, run_ingest, text: str, message: str) -> None:
     source = table(text)
     with pytest.raises(DataError, match=message):
         run_ingest(source)
+
+
+def test_numbers_of_any_length_are_in_order(tree, table, run_ingest) -> None:
+    labels = [f"{'9' * 5000}", "10", "0002", "1"]
+    rows = [f"{row['path']},{label}" for row, label in zip(rows_of(tree), labels, strict=False)]
+    assert run_ingest(table("\n".join(["path,label", *rows]))).labels == (*labels[::-1],)
 
 
 def test_other_encodings_are_refused(tree, run_ingest) -> None:

@@ -1,6 +1,7 @@
 """The tables of a snapshot, as others open them, and what they do not depend on."""
 
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from evernear.data import database, tables
-from evernear.data.example_queries import DUCKDB, PANDAS
+from evernear.data.example_queries import duckdb_query, pandas_query
 from evernear.data.tables import SCHEMAS, TABLES
 from tests.dataset_images import write_files
 
@@ -33,20 +34,20 @@ def test_document_shows_the_queries_of_the_console() -> None:
     blocks = re.findall(
         r"```(?:sql|python)\n(.*?)```", DOCUMENT.read_text().partition("## The tables of a dataset")[2], re.DOTALL
     )
-    assert blocks == [text.format(dataset=DATASET, group=GROUP) for text in (DUCKDB, PANDAS)]
+    assert blocks == [query(DATASET, GROUP) for query in (duckdb_query, pandas_query)]
 
 
 def test_queries_find_counts_groups_and_reasons(grouped, tmp_path: Path) -> None:
-    dataset = tmp_path / "store/datasets/photos"
-    values = {"dataset": dataset, "group": GROUP}
+    dataset = f'{tmp_path}/it\'s "my" {{1}} [store]\\photos'
+    shutil.copytree(tmp_path / "store/datasets/photos", dataset)
     with duckdb.connect() as db:
-        results = [db.execute(text).fetchall() for text in DUCKDB.format(**values).split(";\n") if text.strip()]
+        results = [db.execute(text).fetchall() for text in duckdb_query(dataset, GROUP).split(";\n") if text.strip()]
     counts, images, left_out = results[-3:]
     assert counts == [(label, count) for label, count in sorted(grouped.label_counts("test").items()) if count]
     assert [label for _, label, _, _ in images] == ["b"] * 3
     assert {shard for _, _, shard, _ in images} <= {shard.sha256 for shard in grouped.shards}
     assert [name for name, _ in left_out] == ["a/broken.png"]
-    program = PANDAS.format(**values) + "print(len(images[images['group'] == 'scene-17']), len(files))\n"
+    program = pandas_query(dataset, GROUP) + "print(len(images[images['group'] == 'scene-17']), len(files))\n"
     shown = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
     assert shown.splitlines()[-1] == "3 91"
     assert "a/broken.png" in shown

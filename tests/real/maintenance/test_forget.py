@@ -380,7 +380,10 @@ def test_command_lists_first_and_deletes_with_yes(prepared: Prepared):
     assert deleted["anchor"] == prepared.trained
     champion = Registry(prepared.store).champion()
     assert champion.anchor == prepared.retrained
-    assert "images       0" in evernear("forget", *store).stdout
+    nothing = evernear("forget", *store).stdout
+    assert "images       0" in nothing
+    assert "--yes" not in nothing
+    assert "Nothing to delete" in nothing
 
 
 def test_one_damaged_record_does_not_break_the_rest(prepared: Prepared) -> None:

@@ -52,7 +52,7 @@ def class_names(schema: Any) -> Mapping[str, Sequence[str]]:
     """The names of class numbers by column, as `datasets` writes them, if the form is known."""
     try:
         metadata: Any = json.loads((schema.metadata or {}).get(b"huggingface", b"null"))
-    except ValueError:
+    except (ValueError, RecursionError):
         return {}
     match metadata:
         case {"info": {"features": {**features}}}:

@@ -79,7 +79,8 @@ class HuggingFace(PackedFiles):
         if image is None or label is None:
             what = "image, with the bytes of an image" if image is None else "label"
             word = split_word(table.name)
-            leave_out = f" To leave this split out, add --set data.split_folders.{word}=none." if word else ""
+            is_needed = word in ("", "train", "training")
+            leave_out = "" if is_needed else f" To leave this split out, add {split_option(word, 'none')}."
             raise DataError(
                 f"{table.name} has no column {what}, or several; its columns: {', '.join(names)}. Rename the right one"
                 f" to {'image' if image is None else 'label'} (`rename_column` of datasets).{leave_out}"
@@ -171,7 +172,7 @@ def _file_name(entry: Any) -> str:
 def _json(data: bytes) -> Any:
     try:
         return json.loads(data)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
 
 
@@ -209,7 +210,7 @@ def _named_configurations(files: Collection[str], readme: bytes) -> Mapping[str,
     found = re.match(r"(?s)\ufeff?---\s*\n(.*?)\n---\s*(?:\n|$)", readme.decode(errors="replace"))
     try:
         header: Any = yaml.safe_load(found[1]) if found else None
-    except yaml.YAMLError:
+    except (yaml.YAMLError, ValueError, RecursionError):  # PyYAML passes on that a date does not exist
         return {}
     match header:
         case {"configs": [*configs]}:

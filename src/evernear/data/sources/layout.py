@@ -323,8 +323,8 @@ class NamedSplits:
         if split is None:
             raise DataError(
                 f"The split {word!r} in {where} of {self._name} is unknown; write train, test, validation, gallery or"
-                f" query, or add --set data.split_folders.{word.strip()}=test (or another split, or none to leave its"
-                " images out)."
+                f" query, or add {split_option(word.strip(), 'test')} (or another split, or none to leave its images"
+                " out)."
             )
         self._used.add(split)
         return split

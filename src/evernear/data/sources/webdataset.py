@@ -8,6 +8,7 @@ field in ``.json``. Without this field, the label is the text in ``.cls``. The g
 """
 
 import json
+import lzma
 import posixpath
 import tarfile
 import zlib
@@ -143,7 +144,7 @@ class _Labels:
         text = self._text(stem, ".json")
         try:
             fields: Any = json.loads(text or "{}")
-        except ValueError:
+        except (ValueError, RecursionError):
             raise DataError(f"{self._file}/{stem}.json is not JSON; write it again.") from None
         return fields if isinstance(fields, dict) else {}
 
@@ -190,8 +191,9 @@ def _opened(path: Path, file: str) -> Generator[tarfile.TarFile]:
         try:
             with tarfile.open(path) as tar:
                 yield tar
-        except (tarfile.TarError, EOFError, zlib.error) as error:
-            raise DataError(f"{file} is not a complete tar ({error}); write it again.") from None
+        except (tarfile.TarError, EOFError, zlib.error, lzma.LZMAError) as error:
+            reason = str(error).splitlines()[0].rstrip(":")  # the others say why each compression does not fit
+            raise DataError(f"{file} is not a complete tar ({reason}); write it again.") from None
 
 
 def _require_end(tar: tarfile.TarFile, file: str) -> None:
