@@ -35,9 +35,11 @@ _LEFT_OUT_NOTES = ("no_class", "no_label", "not_an_image")
 # and files whose content is not an image. ``twins``: images with several files.
 _TABLES = """
 CREATE OR REPLACE VIEW named AS
-SELECT CASE WHEN (SELECT count(DISTINCT source) > 1 FROM read) THEN source || '/' || name ELSE name END AS name,
-  digest, label, given_split, fault, unread
-FROM read;
+SELECT origin || name AS name, digest, label, given_split,
+  CASE WHEN starts_with(fault, name) THEN origin || fault ELSE fault END AS fault, unread
+FROM (
+  SELECT *, CASE WHEN (SELECT count(DISTINCT source) > 1 FROM read) THEN source || '/' ELSE '' END AS origin FROM read
+);
 CREATE OR REPLACE VIEW noted AS
 SELECT rule, CASE WHEN (SELECT count(DISTINCT source) > 1 FROM read) THEN source || '/' || name ELSE name END AS name,
   count

@@ -9,7 +9,7 @@ from evernear.common.store import open_store
 from evernear.data.sources import open_source
 from evernear.data.sources.folder import DEFAULTS, Bucket, Folder
 from evernear.data.sources.layout import SPLIT_WORDS, Layout
-from evernear.data.sources.names import answer_in
+from evernear.data.sources.names import answer_in, is_skipped
 from evernear.errors import DataError, SettingsError, StoreError
 from evernear.settings import DataSettings
 
@@ -139,7 +139,7 @@ def open_label_target(source: str, settings: DataSettings = DEFAULTS) -> LabelTa
 
 def require_folder_name(label: str) -> None:
     """Require that ``label`` can be the name of a class folder."""
-    unusable = not label or len(label.encode()) > 200 or label != label.strip() or label.startswith(".")
+    unusable = not label or len(label.encode()) > 200 or label != label.strip() or is_skipped(label)
     if unusable or not label.isprintable() or "/" in label or "\\" in label or label.lower() in SPLIT_WORDS:
         raise SettingsError(f"{label!r} cannot be the name of a class; use a plain name without slashes.")
 

@@ -138,12 +138,14 @@ def test_removed_class_keeps_its_number(tree, run_ingest, contents) -> None:
 
 def test_two_sources_form_one_dataset(tree, tmp_path: Path, run_ingest, make_image, contents, digest_of) -> None:
     run_ingest(tree, dataset="both")
-    other = write_files(tmp_path / "other", {"3/x.png": make_image(2000), "3/y.png": make_image(0)})
+    other = write_files(tmp_path / "other", {"3/x.png": make_image(2000), "3/y.png": make_image(0), "3/z.png": b""})
     manifest = run_ingest(other, dataset="both")  # the second image is also in the first source, as class 1
     images = contents(manifest)
     assert images.label[digest_of(make_image(2000))] == "3"
-    assert manifest.problem_counts == {"conflicting_labels": 1}
-    assert manifest.problems[0].names == (f"folder:{tmp_path}/other/3/y.png", f"folder:{tree}/1/000.png")
+    assert manifest.problem_counts == {"conflicting_labels": 1, "undecodable": 1}
+    empty, conflict = manifest.problems
+    assert empty.detail == f"{empty.names[0]} is empty."
+    assert conflict.names == (f"folder:{tmp_path}/other/3/y.png", f"folder:{tree}/1/000.png")
     assert len(images) == 36
 
 

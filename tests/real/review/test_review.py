@@ -83,7 +83,7 @@ def test_source_with_split_folders_gets_training_images(store: Store, tmp_path: 
     assert (tmp_path / "given" / splits[0] / "cat" / f"review-{item.id[:16]}.png").read_bytes() == png(9)
 
 
-@pytest.mark.parametrize("label", ["", "../up", "a/b", ".hidden", "train", "a\nb", " a", "x" * 300])
+@pytest.mark.parametrize("label", ["", "../up", "a/b", ".hidden", "train", "a\nb", " a", "x" * 300, "__MACOSX"])
 def test_unusable_class_name_is_refused_and_nothing_is_recorded(
     store: Store, source: Path, item: Item, label: str
 ) -> None:
