@@ -4,7 +4,6 @@ import sys
 import time
 from datetime import datetime
 from itertools import islice
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -100,16 +99,16 @@ def record_of(run: "Run", runs: "KfpRuns") -> "RunRecord | None":
 
 def store_of(arguments: dict[str, object], runs: "KfpRuns", pipeline: str) -> "Store | None":
     """The run's store, or None without access keys for it or without its directory."""
-    from evernear.common.store import open_store
+    from evernear.common.store import FileStore, open_store
     from evernear.common.store.current import current_store
 
     default = next((p.default for p in runs.parameters(pipeline) if p.name == "store"), "")
     uri = str(arguments.get("store") or default)
-    if uri.startswith("file://") and not Path(uri.removeprefix("file://")).is_dir():
-        return None
     try:
         store = open_store(uri)
     except SettingsError:
+        return None
+    if isinstance(store, FileStore) and not store.root.is_dir():
         return None
     # Anonymous requests could reach someone else's bucket with this name.
     return None if uri.startswith("s3://") and not store.identity else current_store(uri)

@@ -88,7 +88,10 @@ ANY_NUMBER = ClassMinimum()
 def dataset_name(settings: DataSettings, source: ArraySource | FileSource, moved_from: str = "") -> str:
     name = settings.dataset or (name_of(moved_from) if moved_from else source.name)
     if not re.fullmatch(r"[a-z0-9][a-z0-9._-]{0,62}", name):
-        raise SettingsError(f"data.dataset={name!r} is not valid: use lower-case letters, digits, '.', '_' and '-'.")
+        raise SettingsError(
+            f"data.dataset={name!r} is not valid: use at most 63 lower-case letters, digits, '.', '_' and '-', and"
+            " begin with a letter or a digit."
+        )
     return name
 
 

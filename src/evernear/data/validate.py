@@ -328,13 +328,16 @@ def _pretrained(manifest: Manifest) -> Iterator[Finding]:
 def _empty_splits(manifest: Manifest, counts: Counts) -> Iterator[Finding]:
     empty = [split for split in SPLITS if not any(counts[split].values())]
     if empty:
-        remedy = "add images or raise its share (data.*_fraction)"
+        remedy = "add images, or raise its share (data.*_fraction)"
         if manifest.groups:
             groups = quantity(manifest.groups, "group")
             remedy = (
                 f"a group is in one split, and data.group makes {groups}: add other scenes, or choose smaller groups"
             )
-        message = f"No images in the split {_listed(empty)}; {remedy}."
+        message = (
+            f"No images in the split {_listed(empty)}; {remedy} in a new dataset (--set data.dataset=NAME), because"
+            " images never change their splits."
+        )
         yield _finding("empty_split", message, empty, len(empty))
 
 

@@ -292,7 +292,11 @@ def test_empty_split_and_missing_class_are_reported(tmp_path: Path, run_ingest, 
     report = check(run_ingest(tmp_path / "tree", query_fraction=0.0))
     messages = {finding.rule: (finding.severity, finding.message) for finding in report.findings}
     assert messages == {
-        "empty_split": ("error", "No images in the split query; add images or raise its share (data.*_fraction)."),
+        "empty_split": (
+            "error",
+            "No images in the split query; add images, or raise its share (data.*_fraction) in a new dataset"
+            " (--set data.dataset=NAME), because images never change their splits.",
+        ),
         "missing_in_gallery": (
             "error",
             "Classes without an image in train or the gallery cannot be recognized: c; add training images of them, or"
