@@ -62,9 +62,10 @@ def _resize(settings: DataSettings, parent: Manifest | None) -> Resize:
         return settings.resize or "auto"
     if settings.resize in (None, parent.resize):
         return parent.resize
+    by = "without data.resize" if parent.resize == "auto" else f"by data.resize={parent.resize}"
     raise DataError(
-        f"The images of the dataset {parent.name!r} were resized by data.resize={parent.resize}, and the settings ask "
-        f"for {settings.resize}; give the new one another name (data.dataset)."
+        f"The images of the dataset {parent.name!r} were resized {by}, and the settings ask for {settings.resize};"
+        " leave it out, or start over with another --workdir or store."
     )
 
 
@@ -74,8 +75,8 @@ def _bit_depth(settings: DataSettings, sample: "_Sample", parent: Manifest | Non
         return asked or sample.bit_depth()
     if asked not in (None, parent.bit_depth):
         raise DataError(
-            f"The 16-bit images of the dataset {parent.name!r} were read with data.bit_depth={parent.bit_depth}, "
-            f"and the settings ask for {asked}; leave it out, or start over with another --workdir or store."
+            f"16-bit images of the dataset {parent.name!r} are read with data.bit_depth={parent.bit_depth}, and the"
+            f" settings ask for {asked}; leave it out, or start over with another --workdir or store."
         )
     return parent.bit_depth
 

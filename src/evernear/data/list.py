@@ -212,17 +212,17 @@ def require_one_source(others: Sequence[str], name: str, source: str) -> None:
 def require_moved(parent: Manifest | None, name: str, source: str, moved_from: str) -> None:
     """Reject a ``moved_from`` that the dataset does not know, because its images would get new
     splits. The ``source`` is known if the move is repeated."""
-    known = parent.decoders if parent else {}
-    if moved_from and not known.keys() & {source_uri(source), source_uri(moved_from)}:
-        found = (
-            f"The dataset {name!r} was made from {named(list(known))}"
-            if known
-            else f"The store has no dataset {name!r}"
-        )
-        raise SettingsError(
-            f"{found}, so no image has moved from {moved_from}. Correct --moved-from (or data.dataset, the name of the"
-            " dataset), or leave it out to draw new splits."
-        )
+    known = {*parent.decoders} if parent else set[str]()
+    is_repaired = parent is not None and not known  # `store check --repair` forgets the sources
+    if not moved_from or is_repaired or known & {source_uri(source), source_uri(moved_from)}:
+        return
+    made = (
+        f"The dataset {name!r} was made from {named(sorted(known))}" if known else f"The store has no dataset {name!r}"
+    )
+    raise SettingsError(
+        f"{made}, so no image has moved from {moved_from}. Correct --moved-from (or data.dataset, the name of the"
+        " dataset), or leave it out to draw new splits."
+    )
 
 
 _DIVIDED_CLASS = """

@@ -174,6 +174,11 @@ def test_later_ingest_keeps_size_and_resizing(tmp_path: Path, run_ingest) -> Non
     assert second.problem_counts == {"letterboxed": 9}
     with pytest.raises(DataError, match=r"resized by data\.resize=letterbox, and the settings ask for crop"):
         run_ingest(tmp_path / "images", resize="crop")
+    run_ingest(tmp_path / "images", dataset="chosen")
+    with pytest.raises(
+        DataError, match=r"resized without data\.resize, and the settings ask for crop; leave it out, or"
+    ):
+        run_ingest(tmp_path / "images", dataset="chosen", resize="crop")
 
 
 def test_memory_does_not_grow_with_image_size(tmp_path: Path, run_ingest) -> None:

@@ -7,6 +7,7 @@ import pytest
 
 from evernear.common.store import Store
 from evernear.data.ingest import ingest_source
+from evernear.data.list import require_moved
 from evernear.data.manifest import Manifest
 from evernear.data.snapshots import Snapshots
 from evernear.data.source_diff import diff_source
@@ -75,6 +76,7 @@ def test_mistyped_earlier_location_draws_no_new_splits(tmp_path: Path, store: St
             ingest_source(DataSettings(source=new, dataset=name), store.uri, moved_from=mistyped)
     assert Snapshots(store, "images").head() == first
     assert Snapshots(store, "imagse").head() is None
+    require_moved(first.model_copy(update={"decoders": {}}), "images", new, mistyped)  # a repair forgets the sources
 
 
 def test_message_offers_the_move(tmp_path: Path, store: Store, first: Manifest) -> None:
