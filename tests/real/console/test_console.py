@@ -16,9 +16,9 @@ from PIL import Image
 from starlette.requests import Request
 from starlette.testclient import TestClient
 
-from evernear.common.store import Store
+from evernear.common.store import Store, open_store
 from evernear.console.access import SignIn
-from evernear.console.pages import DataPage
+from evernear.console.pages import DataPage, _queries
 from evernear.console.runs import LocalRuns
 from evernear.console.server import require_private
 from evernear.data.sources import open_source
@@ -372,6 +372,17 @@ def test_data_counts_the_images_of_all_splits(released_store: tuple[Store, str],
     page = signed_in(released_store[0], "digits").get("/data").text
     assert f"{len(system.dataset.manifest.labels)} classes" in page
     assert f"{sum(shard.count for shard in system.dataset.manifest.shards):,} images of" in page
+
+
+def test_data_shows_queries_that_run_for_any_store(system: System, tmp_path: Path, bucket: str) -> None:
+    manifest = system.dataset.manifest
+    store = open_store((tmp_path / "it's my store").as_uri())
+    folder = f"{tmp_path}/it's my store/datasets/{manifest.name}"
+    assert _queries(store, manifest).items() >= {"folder": folder, "copy": ""}.items()
+    shown = _queries(open_store(f"s3://{bucket}/my store"), manifest)
+    source = f"'s3://{bucket}/my store/datasets/{manifest.name}'"
+    assert shown["copy"] == f"aws s3 sync --exclude 'shards/*' {source} {manifest.name}"
+    assert str(shown["duckdb"]).startswith(f"SET VARIABLE dataset = '{manifest.name}/';")
 
 
 def test_data_shows_the_classes_that_were_removed_since_the_live_release(
