@@ -1,6 +1,7 @@
 """Tables of names and labels: the dataset of the same folder, and one sentence for each mistake."""
 
 import csv
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -282,6 +283,20 @@ def test_links_out_of_the_folder_are_noted(tree, table, tmp_path, run_ingest) ->
     text = "path,label\n" + "".join(f"{row['path']},{row['label']}\n" for row in rows_of(tree))
     text += "".join(f"2/{path.name},2\n" for path in sorted(outside.iterdir()))
     assert noted(run_ingest(table(text)), "outside_link") == [f"2 -> {outside}"]
+
+
+def test_each_link_is_counted_once(tree, table, tmp_path) -> None:
+    outside, rows = os.fsdecode(os.fsencode(tmp_path) + b"/out\xffside"), "path,label\n"
+    for folder in "xy":
+        Path(outside, folder).mkdir(parents=True)
+        Path(outside, folder, "0.png").write_bytes(b"")
+        rows += "".join(f"link{number:02}/{folder}/0.png,{folder}\n" for number in range(22))
+    for number in range(22):
+        (tree / f"link{number:02}").symlink_to(outside)
+    source = Table(table(rows).removeprefix("table:"), DataSettings())
+    assert len(list(source.entries())) == 44
+    assert source.notes["outside_link"].count == 22
+    assert source.notes["outside_link"].names[0] == rf"link00 -> {tmp_path}/out\xffside"
 
 
 def test_labels_of_a_table_cannot_be_written(table) -> None:

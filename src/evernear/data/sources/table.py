@@ -117,13 +117,13 @@ class Table(FileSource):
             yield from self._present(db, splits)
 
     def _present(self, db: Database, splits: NamedSplits) -> Iterator[FileEntry]:
-        missing, folder, outputs = NameSample(), "", set[str]()
+        missing, folder, outputs, links = NameSample(), "", set[str](), set[str]()
         for name, label, split, bucket, etag, size_bytes, group, modified_us in db.stream(_FOUND):
             if not bucket:
                 etag, size_bytes, modified_us = self._stat(name)
                 if (parent := posixpath.dirname(name)) != folder:
                     folder = parent
-                    self._note_link(folder)
+                    links.add(self._link_around(folder))
                 if output := self._output_around(folder):
                     outputs.add(output)
                     continue
@@ -133,6 +133,8 @@ class Table(FileSource):
                 yield FileEntry(name, etag, label, splits.explicit(split), size_bytes, group, modified_us)
         for output in outputs:
             self._notes["litter"].add(output)
+        for link in links - {""}:
+            self._notes["outside_link"].add(link)
         self._require_present(missing)
 
     def read(self, name: str) -> bytes:
@@ -248,16 +250,16 @@ class Table(FileSource):
         paths = ("/".join(parts[:depth]) for depth in range(1, len(parts) + 1))
         return next((path for path in paths if path and is_output(f"{self._root}/{path}")), "")
 
-    def _note_link(self, folder: str) -> None:
+    def _link_around(self, folder: str) -> str:
+        """The link that leads out of the table's folder, and its target, or an empty string."""
         root = os.path.realpath(self._root)
         if os.path.commonpath([root, os.path.realpath(os.path.join(root, folder))]) == root:  # noqa: PTH118
-            return
+            return ""
         parts = folder.split("/")
         paths = ["/".join(parts[:depth]) for depth in range(1, len(parts) + 1)]
         link = next(path for path in paths if Path(root, path).is_symlink())
-        name = f"{link} -> {Path(root, link).readlink()}"
-        if name not in self._notes["outside_link"].names:
-            self._notes["outside_link"].add(name)
+        target = os.fsencode(Path(root, link).readlink()).decode(errors="backslashreplace")
+        return f"{link} -> {target}"
 
     def _find_objects(self, db: Database, bucket: str) -> None:
         own_bucket, _, root = self._root.removeprefix(_S3).partition("/")
