@@ -46,7 +46,7 @@ def export(
 
     opened, output = current_store(settings.store_uri), open_store(output_uri(out))
     manifest = select_snapshot(opened, settings.data.dataset, snapshot, release)
-    require_outside(output, settings.data.source, manifest.source)
+    require_outside(output, settings.data.source, manifest.source, store_uri=opened.uri)
     if form == "folder" and release:
         raise SettingsError(
             "Folders have no place for embeddings; use another --format, or "

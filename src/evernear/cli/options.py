@@ -279,7 +279,11 @@ def output_uri(out: str) -> str:
     """The store URI for ``--out``, which is a directory or ``s3://bucket/prefix``."""
     if not out:
         raise SettingsError("--out is empty; name a directory or s3://bucket/prefix.")
-    return out if out.startswith(("s3://", "file://")) else Path(out).expanduser().resolve().as_uri()
+    if out.startswith(("s3://", "file://")):
+        return out
+    if "://" in out:
+        raise SettingsError(f"--out {out} is neither a directory nor s3://bucket/prefix.")
+    return Path(out).expanduser().resolve().as_uri()
 
 
 @contextmanager

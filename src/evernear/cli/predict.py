@@ -363,7 +363,7 @@ def batch_predict(
         part_images=part_images or PART_IMAGES,
     )
     output = open_store(output_uri(out))
-    require_outside(output, settings.data.source)
+    require_outside(output, settings.data.source, store_uri=settings.store_uri)
     run = _runner(processes, nodes, shared.source, settings.store_uri, output.uri)
     with message_on_interrupt("Interrupted. Finished parts stay; run the command again to continue."):
         parts = plan_predictions(shared, output)

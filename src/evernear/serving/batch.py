@@ -113,7 +113,7 @@ def plan_predictions(shared: Shared, out: Store) -> Parts:
         ConflictError: ``out`` contains other files, or predictions for a different source or
             release.
     """
-    require_outside(out, shared.source)
+    require_outside(out, shared.source, store_uri=shared.store_uri)
     contents = f"predictions of {shared.source} by release {shared.version}"
     parts = Parts.find(out, FOLDER)
     if parts is not None:

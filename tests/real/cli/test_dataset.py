@@ -8,7 +8,7 @@ import pytest
 from evernear.common.store import open_store
 from evernear.data.ingest import ingest_source
 from evernear.data.manifest import Manifest
-from evernear.errors import MissingObjectError
+from evernear.errors import MissingObjectError, SettingsError
 from evernear.release.export_dataset import select_snapshot
 from evernear.release.registry import Registry
 from evernear.settings import DataSettings
@@ -48,6 +48,16 @@ def test_newest_snapshot_is_exported(tmp_path: Path, snapshots: tuple[Manifest, 
         "release": "",
         "images": 60,
     }
+
+
+def test_output_is_a_directory_or_a_bucket(tmp_path: Path, snapshots: tuple[Manifest, Manifest]) -> None:
+    store = (tmp_path / "store").as_uri()
+    for out, message in (
+        ("http://host/out", "is neither a directory nor s3"),
+        (f"{store}/out", f"in the store {store};"),
+    ):
+        ended = evernear("dataset", "export", "--format", "folder", "--out", out, "--store", store)
+        assert (ended.returncode, message in ended.stderr) == (SettingsError.exit_code, True), ended.stderr
 
 
 def test_snapshot_is_chosen_by_the_start_of_its_digest(tmp_path: Path, snapshots: tuple[Manifest, Manifest]) -> None:

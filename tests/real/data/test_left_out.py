@@ -8,7 +8,7 @@ import boto3
 import pytest
 
 from evernear.common.outputs import MARKER, claim
-from evernear.common.store import Store, open_store
+from evernear.common.store import FileStore, Store, open_store
 from evernear.data.export import Format, export_dataset
 from evernear.data.image_tree import open_tree
 from evernear.data.shards import Dataset
@@ -408,5 +408,7 @@ def test_output_in_a_source_is_refused(source: str, out: str, is_inside: bool, t
         with pytest.raises(SettingsError, match=r"is in the source .*; choose a --out outside of it"):
             require_outside(open_store(out), "digits", source)
     else:
-        require_outside(open_store(out), "digits", source)
+        require_outside(open_store(out), "digits", source, store_uri=open_store(out).uri + "-store")
+    with pytest.raises(SettingsError, match=r"out is in the store file://.*/my%20store; choose a --out outside of it"):
+        require_outside(FileStore(tmp_path / "my store/datasets/out"), store_uri=(tmp_path / "my store").as_uri())
     shutil.rmtree(photos)

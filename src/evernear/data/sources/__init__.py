@@ -37,18 +37,21 @@ def name_of(source: str) -> str:
     return dataset_name(Path(location).name)
 
 
-def require_outside(out: Store, *sources: str) -> None:
+def require_outside(out: Store, *sources: str, store_uri: str = "") -> None:
+    """Require that ``out`` is neither in one of the sources nor in the store. A bucket is not
+    compared with the store, which may be its root."""
     uri = out.root.resolve().as_uri() if isinstance(out, FileStore) else out.uri
-    for source in sources:
-        root = _root_uri(source)
+    directory = store_uri if store_uri.startswith("file:") else ""
+    for what, place in (*(("source", source) for source in sources), ("store", directory)):
+        root = _root_uri(place)
         if root and f"{uri}/".startswith(f"{root}/"):
-            raise SettingsError(f"{out.uri} is in the source {source}; choose a --out outside of it.")
+            raise SettingsError(f"{out.uri} is in the {what} {place}; choose a --out outside of it.")
 
 
 def _root_uri(source: str) -> str:
     """The URI of the folder that a source lists, or an empty string if it lists none."""
     kind, _, location = source.partition(":")
-    if kind == "s3":
+    if kind in ("s3", "file"):
         return source.rstrip("/")
     if kind not in PATH_KINDS or kind == "table" or not location:
         return ""
