@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import pyarrow as pa
 
+from evernear.common.output import quantity
 from evernear.data.database import Database, batched
 from evernear.data.groups import FEWEST_GROUPS, LARGE_GROUPS, LargeGroup
 from evernear.data.manifest import Problem
@@ -178,6 +179,9 @@ def list_left_out(db: Database) -> Iterator[tuple[str, str]]:
         query = "SELECT name FROM noted WHERE rule = $rule AND name IS NOT NULL ORDER BY name"
         for (name,) in db.stream(query, rule=rule):
             yield name, f"{name} {_NOTES[rule]}."
+        unnamed = "SELECT coalesce(sum(count), 0)::BIGINT FROM noted WHERE rule = $rule AND name IS NULL"
+        if more := db.value(unnamed, rule=rule):  # a listing names the first ones (`NameSample`)
+            yield "", f"{quantity(more, 'more file')}: each {_NOTES[rule]}."
 
 
 def _list_sizes(db: Database, height_px: int, width_px: int, resize: Resize) -> set[str]:

@@ -216,6 +216,7 @@ def test_files_left_out_are_grouped_by_reason_and_all_are_named_in_a_file(
     words = {f"1/words {number}.png": b"words" for number in range(12)}
     others = {f"2/{number}.gif": make_image(number, kind="GIF") for number in range(3)}
     write_files(tree, words | others | {"2/notes": b"text", "loose.png": make_image(501)})
+    write_files(tree, {f"1/text {number}.txt": b"text" for number in range(22)})
     (tree / "10" / "copy.png").write_bytes(make_image(900))
     (tree / "2" / "copy.png").write_bytes(make_image(900))
     left_out = tmp_path / "left_out.csv"
@@ -227,8 +228,10 @@ def test_files_left_out_are_grouped_by_reason_and_all_are_named_in_a_file(
     )
     with left_out.open(newline="") as file:
         rows = {row["path"]: row["reason"] for row in csv.DictReader(file)}
-    assert rows.keys() == {*words, *others, "2/notes", "loose.png", "10/copy.png", "2/copy.png"}
-    assert rows["2/notes"] == "2/notes is not an image of a class."
+    texts = sorted(f"1/text {number}.txt" for number in range(22))[:20]
+    assert rows.keys() == {*words, *others, *texts, "", "loose.png", "10/copy.png", "2/copy.png"}
+    assert rows[texts[0]] == "1/text 0.txt is not an image of a class."
+    assert rows[""] == "3 more files: each is not an image of a class."
     assert rows["10/copy.png"] == "10/copy.png has several labels."
     assert rows["loose.png"] == "loose.png is in no class folder."
 
