@@ -648,6 +648,7 @@ def assert_unavailable(server: Server, images: list[bytes], reason: str) -> None
     [
         ("--batch_size=0", "--batch_size: '0' is not a number of at least 1"),
         ("--large_decodes=x", "--large_decodes: 'x' is not a number of at least 1"),
+        ("--max_request_size_bytes=2147483648", "'2147483648' is not a number from 1 to 2147483647"),
         ("--predictor_request_retries=-1", "--predictor_request_retries: '-1' is not a number of at least 0"),
         ("--upload_timeout_seconds=nan", "'nan' is not a number from 0.001 to 3600.0"),
         ("--http_port=99999", "--http_port: '99999' is not a number from 1 to 65535"),

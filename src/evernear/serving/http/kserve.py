@@ -32,6 +32,7 @@ from evernear.settings.serving import (
 )
 
 MAX_TIMEOUT_S = 3600.0
+MAX_MESSAGE_BYTES = 2**31 - 1  # of gRPC
 MakeBackend = Callable[[Telemetry], Any]
 """Creates the backend in the event loop of the server."""
 
@@ -68,7 +69,12 @@ def arguments() -> argparse.ArgumentParser:
         default=0,
         help="Further attempts to connect to the predictor.",
     )
-    add("--max_request_size_bytes", type=count, default=serving.max_request_size_bytes, help="Size of a request.")
+    add(
+        "--max_request_size_bytes",
+        type=_number(int, 1, MAX_MESSAGE_BYTES),
+        default=serving.max_request_size_bytes,
+        help="Size of a request.",
+    )
     add("--max_images", type=count, default=MAX_IMAGES, help="Images in one request.")
     add("--batch_size", type=count, default=serving.batch_size, help="Images of concurrent requests in a batch.")
     add("--queue_size", type=count, default=QUEUE_SIZE, help="Images that may wait; further requests get 503.")
