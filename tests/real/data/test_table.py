@@ -154,6 +154,8 @@ def test_settings_answer_for_an_unknown_split(tree, run_ingest) -> None:
     with pytest.raises(DataError, match=r"The split 'fold 1' in line 3 of labels.csv is unknown") as caught:
         run_ingest(source)
     assert """--set 'data.split_folders={"fold 1": "test"}'""" in str(caught.value)
+    with pytest.raises(DataError, match=r"split_folders names fold 3, but no image of labels\.csv has this split"):
+        run_ingest(source, split_folders={"fold 1": "test", "fold 2": "none", "fold 3": "test"})
     manifest = run_ingest(source, split_folders={"fold 1": "test", "fold 2": "none"})
     assert manifest.count("test") == 12
     assert sum(shard.count for shard in manifest.shards) == 24

@@ -312,6 +312,7 @@ class NamedSplits:
     def __init__(self, name: str, settings: DataSettings) -> None:
         self._name, self._given = name, settings.split_folders
         self._used: set[NamedSplit] = set()
+        self._words: set[str] = set()
         self.chosen_splits: tuple[Split, ...] = SPLITS
 
     def add(self, word: str, where: str) -> NamedSplit:
@@ -327,10 +328,17 @@ class NamedSplits:
                 " out)."
             )
         self._used.add(split)
+        self._words.add(word.strip())
         return split
 
     def finish(self) -> None:
         """Determine the splits to which ingest assigns images, after the last `add`."""
+        for word, split in self._given.items():
+            if split != "none" and word not in self._words:
+                raise DataError(
+                    f"data.split_folders names {word}, but no image of {self._name} has this split; correct the name or"
+                    " remove the setting."
+                )
         used = {self._split(split) for split in self._used} - {None}
         if used and not self._used & {"train", ""}:
             raise DataError(
