@@ -38,23 +38,29 @@ SELECT $source AS source, c.name, c.etag, c.size_bytes, c.modified, c.label, c.g
   NOT c.unchanged AND r.name IS NULL AS missing, r.position, r.plan, r.part, r.row, r.width_px, r.height_px, r.flaws
 FROM changed c LEFT JOIN results r ON r.name = c.name AND r.etag = c.etag WHERE NOT c.gone;
 """
-# ``read``: the files of all sources. ``touched``: the files of images for which anything may
-# change: one of their files changed, or their rows were made again from a shard.
+# ``read``: the files of all sources. ``affected``: the images for which anything may change: one of
+# their files changed, or their rows were made again from a shard; ``again``: their pixels must be
+# stored again, because other code decodes them. ``touched``: the files of these images.
+#
+# A statement for all files or images makes a table before the next one groups, sorts or joins them
+# again, because DuckDB runs out of memory if one statement does several of these.
 _ALL_READ = """
 CREATE VIEW read AS FROM changed_files;
 CREATE VIEW touched AS FROM read;
 """
 _READ = """
-CREATE VIEW read AS
+CREATE TABLE read AS
 FROM changed_files UNION ALL BY NAME
 SELECT source, name, etag, size_bytes, modified, label, given_split, given_group, "group", digest, fault, unread,
   digest AS former
 FROM old_files ANTI JOIN changed USING (source, name) WHERE NOT waiting;
 CREATE TABLE affected AS
-SELECT digest FROM changed_files UNION SELECT old_digest FROM changed
-UNION SELECT digest FROM stored_files JOIN renamed USING (source) WHERE current IS NULL
-UNION SELECT digest FROM old_images WHERE width_px = 0;
-CREATE VIEW touched AS FROM read SEMI JOIN affected USING (digest);
+SELECT digest, bool_or(again) AS again FROM (
+  SELECT digest, false AS again FROM changed_files UNION ALL SELECT old_digest, $decode_again FROM changed
+  UNION ALL SELECT digest, false FROM stored_files JOIN renamed USING (source) WHERE current IS NULL
+  UNION ALL SELECT digest, false FROM old_images WHERE width_px = 0
+) WHERE digest IS NOT NULL GROUP BY digest;
+CREATE TABLE touched AS FROM read SEMI JOIN affected USING (digest);
 """
 # ``copies``: the files of images with several files. ``found``: the images that ``touched`` files
 # contain. If labels conflict, ``other_label`` is not ``label``.
@@ -63,7 +69,7 @@ CREATE TABLE copied AS SELECT digest FROM read WHERE digest IS NOT NULL GROUP BY
 CREATE TABLE copies AS FROM read SEMI JOIN copied USING (digest);
 CREATE MACRO by_review(name) AS
 contains(name, 'review-') AND regexp_full_match(name, '(?s)(.*/)?review-[0-9a-f]{16}\.[^./]+');
-CREATE VIEW found AS
+CREATE TABLE found AS
 SELECT digest, label, label AS other_label, "group", position, by_review(name) AS by_review,
   CASE WHEN given_split IN ('test', 'query') THEN given_split END AS measured, given_split, former, plan, part, row,
   width_px, height_px, flaws
@@ -76,22 +82,18 @@ FROM (
   FROM copies GROUP BY digest
 ) c LEFT JOIN copies r USING (position);
 """
-# Images of the source whose pixels must be stored again, because other code decodes them.
-_AGAIN = """
-CREATE TABLE again AS
-SELECT DISTINCT digest FROM old_files WHERE $decode_again AND source = $source AND digest IS NOT NULL;
-"""
 # What becomes of the earlier images for which anything changes. ``moves``: an image from review
 # leaves the splits that measure.
 _CHANGES = """
+CREATE TABLE affected_images AS
+SELECT digest, slot, split, label, "group", reviewed, again FROM old_images JOIN affected USING (digest);
 CREATE TABLE changes AS
 SELECT *, split IN ('test', 'query') AND reviewed IS NOT NULL AS moves FROM (
   SELECT i.digest, i.slot, i.split, i.label AS old_label, i."group" AS old_group, i.reviewed AS old_reviewed, f.label,
-    f."group", f.digest IS NULL OR f.label <> f.other_label OR a.digest IS NOT NULL AS gone,
-    a.digest IS NOT NULL AS again,
+    f."group", f.digest IS NULL OR f.label <> f.other_label OR i.again AS gone, i.again,
     CASE WHEN i.reviewed IS NOT NULL THEN i.reviewed WHEN f.by_review IS NOT TRUE THEN NULL
       WHEN i.split IN ('test', 'query') THEN i.split ELSE coalesce(f.measured, '') END AS reviewed
-  FROM old_images i SEMI JOIN affected USING (digest) LEFT JOIN found f USING (digest) LEFT JOIN again a USING (digest)
+  FROM affected_images i LEFT JOIN found f USING (digest)
 )
 WHERE gone OR label <> old_label OR "group" IS DISTINCT FROM old_group OR reviewed IS DISTINCT FROM old_reviewed
   OR split IN ('test', 'query') AND reviewed IS NOT NULL;
@@ -120,14 +122,14 @@ FROM found f WHERE f.digest = kept.digest AND kept.width_px = 0 AND f.position I
 _NEW = """
 CREATE VIEW past AS
 SELECT digest, split, reviewed FROM old_removed UNION ALL SELECT digest, split, reviewed FROM changes WHERE again;
-CREATE VIEW new_images AS
+CREATE TABLE fresh AS
+FROM found ANTI JOIN kept USING (digest) WHERE position IS NOT NULL AND label = other_label;
+CREATE TABLE new_images AS
 SELECT f.position, f.plan, f.part, f.row, f.digest, f.label, f."group", f.given_split, f.width_px, f.height_px, f.flaws,
   coalesce(own.split, former.split) AS earlier_split,
   CASE WHEN own.reviewed IS NOT NULL THEN own.reviewed WHEN NOT f.by_review THEN NULL
     WHEN own.split IN ('test', 'query') THEN own.split ELSE coalesce(f.measured, '') END AS reviewed
-FROM found f ANTI JOIN kept USING (digest) LEFT JOIN past own ON own.digest = f.digest
-  LEFT JOIN past former ON former.digest = f.former
-WHERE f.position IS NOT NULL AND f.label = f.other_label;
+FROM fresh f LEFT JOIN past own ON own.digest = f.digest LEFT JOIN past former ON former.digest = f.former;
 """
 _IMAGES = """
 CREATE VIEW images AS SELECT * FROM kept UNION ALL SELECT * FROM placed;
@@ -225,14 +227,13 @@ def combine(
     db.run(_CHANGED_FILES, source=draft.source)
     if changed := db.value("SELECT count(*) FROM changed_files WHERE missing"):
         raise MissingObjectError(f"{quantity(changed, 'file')} of the source changed or vanished during the ingest.")
-    db.run(_ALL_READ if draft.is_new else _READ)
+    db.run(_ALL_READ if draft.is_new else _READ, decode_again=decode_again)
     db.run(_FOUND)
     numbers = {label: number for number, label in enumerate(labels)}
     if draft.is_new:
         db.create("changes", _CHANGED)
         db.create("kept", _PLACED)
     else:
-        db.run(_AGAIN, decode_again=decode_again, source=draft.source)
         db.run(_CHANGES)
         _rewrite(db, writer, numbers)
         db.run(_KEPT)
