@@ -16,7 +16,7 @@ from evernear.settings.layers import FILE
 CREATES = (("run",), ("demo",))
 ANYWHERE = ("demo", "deployment", "doctor", "pipeline", "pod", "prep", "run", "slack", "trial", "tune")
 """The first words of the commands that do not need a working directory."""
-VALUES = {"format": "folder", "keep": "1"}
+VALUES = {"release": "20260101.000000.00000000", "format": "folder", "keep": "1"}
 
 
 def commands(command: Any, name: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
