@@ -76,7 +76,7 @@ def test_token_from_outside_requires_a_service_url(
 
     with http_server(do_POST=answer) as port:
         monkeypatch.setenv("EVERNEAR_SERVICE_URL", f"http://127.0.0.1:{port}")
-        with pytest.raises(Exception, match="401"):
+        with pytest.raises(Exception, match=r"refuses the token; set EVERNEAR_TOKEN"):
             service_client(cluster, make_settings(token_secret="token")).predict(b"image")
     assert requests == ["Bearer secret"]
     monkeypatch.setenv("EVERNEAR_SERVICE_URL", "evernear.example")
