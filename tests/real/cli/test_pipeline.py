@@ -108,6 +108,7 @@ def test_upload_sets_defaults(kfp: KfpServer) -> None:
         evernear(*UPLOAD, "--set", "sources=x")
 
 
+@pytest.mark.slow
 def test_facts_about_the_cluster_are_set_at_upload(kfp: KfpServer, monkeypatch: pytest.MonkeyPatch) -> None:
     evernear(*UPLOAD)
     evernear(*UPLOAD, "--set", "pipeline.train_memory=64Gi", "--set", "train.epochs=3")

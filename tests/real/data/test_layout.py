@@ -58,6 +58,7 @@ def ingest_with(run_ingest, root: Path, settings: DataSettings) -> Manifest:
     return run_ingest(root, layout=settings.layout, split_folders=settings.split_folders)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("folders", "split_folders"),
     [

@@ -164,6 +164,7 @@ def test_images_outside_the_class_folders_are_named(tmp_path: Path, run_ingest, 
     assert noted(manifest, "not_an_image") == ["test/labels.csv"]
 
 
+@pytest.mark.slow
 def test_bucket_reads_only_what_may_be_an_image_and_only_once(
     tree, run_ingest, make_image, bucket: str, contents, bucket_reads: list[str]
 ) -> None:

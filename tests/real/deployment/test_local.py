@@ -222,6 +222,7 @@ deploy_release(Path(sys.argv[1]), Path(sys.argv[2]), Settings.model_validate_jso
 """
 
 
+@pytest.mark.slow
 def test_next_deployment_removes_what_killed_ones_left(local_sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
     """One was killed while it copied its archive, another after its release had been registered."""
     copying, registered, candidate = local_sandbox.candidate(), local_sandbox.candidate(), local_sandbox.candidate()
@@ -386,6 +387,7 @@ def test_serve_requires_a_champion(tmp_path: Path) -> None:
     assert not torchserve.stop_server(home_of(settings.workdir))
 
 
+@pytest.mark.slow
 def test_failed_first_release_leaves_no_server(make_stub: MakeRelease, tmp_path: Path) -> None:
     settings = Settings(workdir=tmp_path / "work", serving=settings_on_free_ports())
     broken = forge(make_stub(), tmp_path / "broken.mar", handler_py=BROKEN)

@@ -93,6 +93,7 @@ def test_fine_tuning_that_cannot_learn_enough_ends_early_and_is_no_candidate(
     )
 
 
+@pytest.mark.slow
 def test_nothing_is_chosen_without_pretrained_weights_or_training(
     digits: Dataset, frozen: TrainSettings, tmp_path: Path, store: Store
 ) -> None:

@@ -141,6 +141,7 @@ def test_steps_are_forks_of_a_server_with_one_thread(tmp_path: Path) -> None:
         assert step["threads"] == 1
 
 
+@pytest.mark.slow
 def test_steps_of_a_server_with_other_threads_start_afresh(tmp_path: Path) -> None:
     thread = "import threading, time; threading.Thread(target=time.sleep, args=(600,), daemon=True).start()"
     for step in two_steps(tmp_path, sitecustomize=thread):

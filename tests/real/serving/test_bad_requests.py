@@ -149,6 +149,7 @@ def test_bad_request_is_rejected_alone_with_a_message(served: Served, target: Re
             assert json.loads(answer.body)["pred"] == query.pred
 
 
+@pytest.mark.slow
 def test_survives_two_thousand_malformed_requests_without_5xx(served: Served, target: RequestTarget) -> None:
     workers = served.management.describe("embedding").workers
     sent: set[Request] = set()

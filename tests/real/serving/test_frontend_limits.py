@@ -94,6 +94,7 @@ def test_bodies_without_a_token_are_not_stored(stub: Served) -> None:
         assert predicts(stub)
 
 
+@pytest.mark.slow
 def test_heap_fits_all_requests_in_flight_and_more_are_rejected(stub: Served) -> None:
     """Forms are parsed twice."""
     begin, end = FORM
@@ -267,6 +268,7 @@ def test_lone_requests_do_not_wait_and_those_for_a_busy_worker_form_a_batch(
         assert client.predict(image, delayed.version)  # alone again, after a batch of several
 
 
+@pytest.mark.slow
 def test_a_worker_that_takes_too_long_is_replaced(stub: Served, make_stub: MakeRelease, tmp_path: Path) -> None:
     config = {MODEL_CONFIG_FILE: b"batchSize: 2\nresponseTimeout: 2\n"}
     release, hold = forge(make_stub(), tmp_path / "release.mar", **config), tmp_path / "hold"

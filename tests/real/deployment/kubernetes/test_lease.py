@@ -232,6 +232,7 @@ def test_lease_survives_lost_responses_and_short_outages(
     assert holder(record) == ""
 
 
+@pytest.mark.slow
 def test_overdue_renewal_that_fails_stops_the_deployment(
     loopback: LoopbackCluster, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -256,6 +256,7 @@ def test_kfp_outage_during_a_run_is_reported_once(bot: Bot, slack: SlackServer, 
     assert "*Failed*" in prompt.text
 
 
+@pytest.mark.slow
 def test_slack_outage_loses_nothing(bot: Bot, slack: SlackServer, runs: MemoryRuns) -> None:
     bot.command(ADA, "/retrain")
     slack.is_down = True

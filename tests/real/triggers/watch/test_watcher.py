@@ -753,6 +753,7 @@ def test_check_without_acting_changes_nothing(watched: WatchedSystem) -> None:
     assert sorted(path for path in (watched.directory / "store").rglob("*")) == before
 
 
+@pytest.mark.slow
 def test_query_logs_are_shipped_and_old_ones_removed(watched: WatchedSystem) -> None:
     waiting = logged_queries(home_of(watched.settings().workdir))
     waiting.mkdir(parents=True)
