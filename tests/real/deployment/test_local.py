@@ -351,6 +351,7 @@ def test_candidate_replaces_a_champion_with_a_damaged_archive(local_sandbox: San
     store.put(key, archive)
 
 
+@pytest.mark.slow
 def test_server_killed_during_a_deployment_restarts_with_its_champion(
     local_sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -199,6 +199,7 @@ def test_connection_without_a_request_is_closed(hasty: Served, sent: bytes) -> N
         assert client.send(sent).all_answers() == []
 
 
+@pytest.mark.slow
 def test_connection_in_use_stays_open(hasty: Served) -> None:
     with connections(hasty, 1) as (client,):
         deadline_s = time.monotonic() + 4

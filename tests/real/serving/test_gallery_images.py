@@ -150,6 +150,7 @@ def test_pruned_release_shows_its_images_as_long_as_its_snapshot_is_stored(
         store.delete(f"{PRUNED}{version}.json")
 
 
+@pytest.mark.slow
 def test_image_has_the_names_of_its_files(indexed_twice: tuple[Indexed, Indexed]) -> None:
     images, version = GalleryImages(indexed_twice[1].store), indexed_twice[1].version
     image = images.find(version, 0)

@@ -375,6 +375,7 @@ def test_server_writes_the_query_log(served: Served) -> None:
     assert directory.stat().st_mode & 0o077 == 0
 
 
+@pytest.mark.slow
 def test_server_that_stops_writes_the_queries_since_the_last_file(make_release: MakeRelease, tmp_path: Path) -> None:
     with serving(make_release(), tmp_path) as server:
         image, _ = server.parts.smoke_queries()[0]

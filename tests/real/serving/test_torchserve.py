@@ -267,6 +267,7 @@ def begin_request(server: Served, body: bytes, size_bytes: int) -> http.client.H
     return connection
 
 
+@pytest.mark.slow
 def test_stop_fails_no_request_and_waits_for_one_that_is_being_sent(fresh_stub: Served) -> None:
     """`stop` sends SIGTERM to Java, as a container runtime does."""
     callers = [Caller(fresh_stub, keep_alive=number % 3 > 0) for number in range(CLIENTS)]

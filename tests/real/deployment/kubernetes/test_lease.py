@@ -215,6 +215,7 @@ def test_second_deployment_is_told_the_holder_and_the_start(cluster: Cluster) ->
     }  # fmt: skip
 
 
+@pytest.mark.slow
 def test_lease_survives_lost_responses_and_short_outages(
     loopback: LoopbackCluster, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
