@@ -42,8 +42,8 @@ FROM changed c LEFT JOIN results r ON r.name = c.name AND r.etag = c.etag WHERE 
 # their files changed, or their rows were made again from a shard; ``again``: their pixels must be
 # stored again, because other code decodes them. ``touched``: the files of these images.
 #
-# A statement for all files or images makes a table before the next one groups, sorts or joins them
-# again, because DuckDB runs out of memory if one statement does several of these.
+# Each join of all files or images makes a table, because DuckDB runs out of memory if the same
+# statement also groups or sorts the result, or joins it again.
 _ALL_READ = """
 CREATE VIEW read AS FROM changed_files;
 CREATE VIEW touched AS FROM read;

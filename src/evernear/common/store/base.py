@@ -119,7 +119,9 @@ def check_key(key: str) -> None:
     segments = key.split("/")
     # Leading dots are the store's own. This also excludes "." and "..".
     if not all(segments) or any(name.startswith(".") or "\\" in name or "\0" in name for name in segments):
-        raise MissingObjectError(f"{key!r} is not a valid key: a segment is empty or starts with a dot.")
+        raise MissingObjectError(
+            f"{key!r} is not a valid key: a segment is empty, starts with a dot, or contains a backslash."
+        )
 
 
 def conflict(uri: str, key: str) -> ConflictError:
