@@ -127,7 +127,7 @@ class Decoder:
                         entry=entry,
                         digest=picture.digest(),
                         size=picture.image.size,
-                        flaws=picture.flaws(),
+                        flaws=picture.flaws(self._form.shape[2]),
                         pixels=to_array(reduced, *self._form.shape, self._form.resize),
                     )
             except DataError as error:

@@ -41,6 +41,10 @@ REDUCING_GAP = 2
 _BAND_PIXELS = 2**20
 _MIN_SPAN = 16
 """Minimum range of gray values, out of 256. An image with a smaller range is faint."""
+_COLOR_CELLS = 16
+_MIN_COLOR = 8
+"""Minimum mean difference between an image's channels, in a thumbnail of that many cells a side.
+Gray photographs in JPEG files and slightly tinted scans have less."""
 
 # Exceptions that decoders raise for broken files, according to the source code of Pillow and
 # pillow-heif.
@@ -108,6 +112,8 @@ class Flaw(IntFlag):
     FAINT = 2
     """After the reduction to 8 bits, fewer than `_MIN_SPAN` values are left of more contrast."""
     CLIPPED = 4
+    GRAYED = 8
+    """A color image is stored in gray."""
 
 
 class Picture(NamedTuple):
@@ -123,10 +129,13 @@ class Picture(NamedTuple):
         """Files whose images become equal only after the reduction differ."""
         return self.identity or image_digest(self.image)
 
-    def flaws(self) -> Flaw:
+    def flaws(self, channels: int = 3) -> Flaw:
+        """The flaws of the image when it is stored with ``channels``."""
         span = int(np.ptp(np.asarray(self.image.getextrema()), axis=-1).max())
         before = span if self.span is None else self.span
         flaws = Flaw.CLIPPED if self.clipped else Flaw.NONE
+        if channels == 1 and _is_colored(self.image):
+            flaws |= Flaw.GRAYED
         if before == 0:
             return flaws | Flaw.CONSTANT
         return flaws | Flaw.FAINT if span < min(before, _MIN_SPAN) else flaws
@@ -314,6 +323,13 @@ def _load_plain_png(file: EncodedImage) -> Image.Image | None:
 
 def _mode(image: Image.Image) -> Literal["L", "RGB"]:
     return "L" if image.mode in ("L", "LA", "1") or image.mode.startswith("I") else "RGB"
+
+
+def _is_colored(image: Image.Image) -> bool:
+    if image.mode == "L":
+        return False
+    thumbnail = np.asarray(image.resize((_COLOR_CELLS, _COLOR_CELLS), Image.Resampling.BOX))
+    return float(np.ptp(thumbnail, axis=-1).mean()) > _MIN_COLOR
 
 
 def _has_transparency(image: Image.Image) -> bool:

@@ -112,6 +112,11 @@ PROBLEMS = {
         "images have 16-bit values beyond the dataset's range (data.bit_depth) and were clipped",
         "; look at",
     ),
+    "grayed": (
+        "image is in color and was stored in gray, like the dataset",
+        "images are in color and were stored in gray, like the dataset",
+        "",
+    ),
 }
 """The text for a single file, the text for several files, and the words before the names of the
 files. If the last words are empty, the message mentions one affected file as an example."""

@@ -106,6 +106,7 @@ _OF_IMAGES = {
     "constant_image": _ImageProblem(int(Flaw.CONSTANT), text="has one value in all its pixels"),
     "low_contrast": _ImageProblem(int(Flaw.FAINT), text="lost its contrast when it was reduced to 8 bits"),
     "clipped": _ImageProblem(int(Flaw.CLIPPED), text="has values beyond the bit depth of the dataset"),
+    "grayed": _ImageProblem(int(Flaw.GRAYED), text="is in color and was stored in gray"),
     "cropped": _ImageProblem(resized="crop"),
     "letterboxed": _ImageProblem(resized="letterbox"),
     "stretched": _ImageProblem(resized="stretch"),

@@ -57,7 +57,10 @@ SCHEMAS: Mapping[Table, ArrowSchema] = {
         group=(pa.string(), "The group of the image, which is in one split, or null."),
         width_px=(pa.int32(), "The width of the image before it was resized."),
         height_px=(pa.int32(), "The height of the image before it was resized."),
-        flaws=(pa.int32(), "Bits: 1 for one value in all pixels, 2 for lost contrast, 4 for clipped values."),
+        flaws=(
+            pa.int32(),
+            "Bits: 1 for one value in all pixels, 2 for lost contrast, 4 for clipped values, 8 for lost color.",
+        ),
         reviewed=(pa.string(), "Of an image from review, the measured split that it left, or empty; otherwise null."),
         shard=(pa.string(), "The sha256 of the shard that contains the pixels: shards/<shard>.npy."),
         row=(pa.int32(), "The row of the image in its shard, from 0."),

@@ -73,8 +73,8 @@ RULES = {
     "outside_link": Rule("info", "A link leads to a folder outside of the source. Its images are used."),
     "pixels": Rule(
         "warn",
-        "All pixels of an image have the same value, or a 16-bit or transparent image lost its contrast or its largest "
-        "values.",
+        "All pixels of an image have the same value, a 16-bit or transparent image lost its contrast or its largest "
+        "values, or a color image is in a gray dataset.",
     ),
     "imbalance": Rule("warn", f"The largest class has more than {MAX_IMBALANCE} times the images of the smallest."),
     "from_scratch": Rule(
@@ -84,7 +84,7 @@ RULES = {
 RULE_OF = {
     **dict.fromkeys(("cropped", "letterboxed", "stretched", "upscaled"), "resized"),
     **dict.fromkeys(("hidden_folder", "litter", "no_class", "no_label", "not_an_image"), "left_out"),
-    **dict.fromkeys(("clipped", "constant_image", "low_contrast"), "pixels"),
+    **dict.fromkeys(("clipped", "constant_image", "grayed", "low_contrast"), "pixels"),
 }
 """The rule of each kind of problem that has another name."""
 

@@ -381,6 +381,16 @@ def test_copies_constant_images_and_empty_classes_are_noted(tree, run_ingest, co
     assert "2/flat.png has one value in all its pixels." in {problem.detail for problem in manifest.problems}
 
 
+def test_color_images_in_a_gray_dataset_are_a_finding(tree: Path, run_ingest) -> None:
+    Image.new("RGB", (6, 5), (200, 60, 10)).save(tree / "2" / "orange.png")
+    gradient = Image.linear_gradient("L").resize((6, 5))
+    gradient.convert("RGB").save(tree / "2" / "gray-as-rgb.jpg")
+    manifest = run_ingest(tree)
+    assert manifest.shape[2] == 1
+    details = [problem.detail for problem in manifest.problems if problem.kind == "grayed"]
+    assert details == ["2/orange.png is in color and was stored in gray."]
+
+
 def test_image_in_two_splits_is_held_out(tmp_path: Path, run_ingest, make_image, contents, digest_of) -> None:
     names = {number: f"{'train' if number % 3 else 'test'}/{'ab'[number % 2]}/{number}.png" for number in range(30)}
     root = write_files(tmp_path / "given", {name: make_image(number) for number, name in names.items()})
