@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from evernear.evaluation.probe import Distances, Draw, Sample
+from evernear.evaluation.assess import Distances, Draw, Sample
 
 
 def draw_of(known: Distances, unknown: Distances, classes: int = 2) -> Draw:

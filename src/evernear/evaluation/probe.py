@@ -1,11 +1,10 @@
 """The open-set probe, which measures how well distances separate unseen classes from known ones."""
 
-import math
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import NamedTuple, Self
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,96 +20,26 @@ from evernear.embedding.embed import gallery_of
 from evernear.embedding.freeze import Pretrained, fit_last_layer, open_pretrained
 from evernear.embedding.recipe import PROBE_DRAWS, Recipe, recipe_of_probe
 from evernear.embedding.train import train_network
+from evernear.evaluation.assess import Added, Distances, Draw, Sample, assess, concatenate
 from evernear.evaluation.measure import BATCH_SIZE
 from evernear.evaluation.open_set import ADDED_IMAGES, OpenSet
-from evernear.evaluation.statistics import (
-    CONFIDENCE,
-    Auroc,
-    Clusters,
-    Interval,
-    Placements,
-    Proportion,
-    auroc_interval,
-    effective_images,
-    effective_totals,
-    expected_share,
-    false_accepts_at,
-    place,
-    proportion,
-    roc,
-    spread_of_mean,
-    sum_of_spreads,
-)
 from evernear.evaluation.trained import TrainedRecognizer, open_recognizer, with_gallery
-from evernear.index.calibrate import threshold_at, threshold_of, unit_of
-from evernear.index.description import MAX_DISTANCE
 from evernear.index.search import Gallery
 from evernear.index.vectors import digests_outside, move_toward, noise_of_means
 from evernear.settings import EvaluationSettings, IndexSettings, TrainSettings
 
-Distances = NDArray[np.float32]
 ADDED_FROM: tuple[Split, ...] = ("gallery", "train")
 FEWEST_KNOWN = 2
 """Minimum number of classes that remain for training. Calibration requires two classes in the
 gallery."""
 TIME_OF_FLIP = 2.0
 """Time to embed an image together with its mirror image, relative to that of the image alone."""
-MOST_ACCEPTED = 0.9
-"""Share of images of unseen classes above which a threshold is no use."""
 SCENE = 0.9
 """Two images of a class show one scene if their distance is less than this share of the median. The
 nearest of 40 images had 0.65 to 0.7 in groceries, and 0.83 to 0.89 in three sets without scenes."""
 FEWEST_HELD_OUT = 2
 """Number of classes to hold out by default with fewer than ten classes. With more, a fifth of
 them."""
-
-
-class Sample(NamedTuple):
-    """Images from one split in one draw, either all of known classes or all of held-out classes."""
-
-    distances: Distances
-    """Distance of each image (N,) to the nearest gallery vector."""
-    clusterings: tuple[Clusters, ...]
-    """The class of each image and, with ``data.group``, its group."""
-
-    @property
-    def independent(self) -> float:
-        """The number of independent images, estimated by `effective_totals` if they have groups."""
-        if len(self.clusterings) == 1:
-            return float(len(self.distances))
-        return float(effective_totals(np.zeros_like(self.clusterings[-1]), self.clusterings[-1], 1)[0])
-
-    def select(self, mask: NDArray[np.bool_]) -> Self:
-        return self._replace(
-            distances=self.distances[mask], clusterings=tuple(clusters[mask] for clusters in self.clusterings)
-        )
-
-
-class Added(NamedTuple):
-    """Images of the held-out classes that ask after the classes joined the gallery."""
-
-    sample: Sample
-    right: NDArray[np.bool_]
-    """Whether the label is right (N,)."""
-
-
-class Draw(NamedTuple):
-    """Distances that are measured with one network, which was not trained on the held-out
-    classes."""
-
-    known: Sample
-    unknown: Sample
-    known_for_calibration: Distances
-    unknown_for_calibration: Distances
-    """Query and gallery images of the held-out classes."""
-    added: Added | None = None
-    """None if no image of the held-out classes is left to ask with."""
-
-    @property
-    def classes(self) -> float:
-        """The number of all classes, relative to that of the known ones."""
-        known, unknown = (len(np.unique(sample.clusterings[0])) for sample in (self.known, self.unknown))
-        return (known + unknown) / known
 
 
 def probe_open_set(
@@ -186,144 +115,6 @@ def with_more_queries(dataset: Dataset) -> Dataset:
     return Dataset(dataset.manifest.model_copy(update={"shards": shards}), dataset.store)
 
 
-def assess(draws: Sequence[Draw], settings: IndexSettings, *, one_scale: bool = False) -> OpenSet:
-    """Choose the threshold, and measure its effect on the test images of ``draws``.
-
-    The distances of two trained networks differ, so they are relative to `unit_of` a draw's known
-    query images. Those of a frozen backbone have ``one_scale``, also with a head on it, and the
-    threshold holds for the release as it is. It is the largest that accepts at most
-    ``settings.false_accept_rate`` of the images of unseen classes. If it would reject more than
-    ``settings.false_reject_rate`` of the known images, it is raised, because known images take
-    precedence. If it then accepts more than `MOST_ACCEPTED` of the others, no image is called
-    unknown. In the result, ``held_out`` is empty.
-    """
-    known, unknown = (_concatenate(samples) for samples in zip(*(draw[:2] for draw in draws), strict=True))
-    by_draw = [place(draw.known.distances, draw.unknown.distances) for draw in draws]
-    placements = Placements(*(np.concatenate(column) for column in zip(*by_draw, strict=True)))
-    known_of_draw = float(np.mean([draw.known.independent for draw in draws]))  # the draws use the same test images
-    value, *of_images = auroc_interval(placements, known_of_draw, unknown.independent, CONFIDENCE)
-    of_classes = _interval_of_classes(value, placements, known, unknown)
-    units = [1.0 if one_scale else unit_of(draw.known_for_calibration) for draw in draws]
-    known_queries, unknown_queries = (
-        np.concatenate([distances / unit for distances, unit in zip(column, units, strict=True)])
-        for column in zip(*((draw.known_for_calibration, draw.unknown_for_calibration) for draw in draws), strict=True)
-    )
-    accepting = threshold_at(unknown_queries, settings.false_accept_rate)
-    # `threshold_rejecting` would take the largest distance of few images, which is often an outlier
-    sparing_known = float(np.quantile(known_queries, 1 - settings.false_reject_rate, method="lower"))
-    limit = max(accepting, sparing_known)
-    limits = [
-        (draw, limit if one_scale else threshold_of(draw.known_for_calibration, limit, settings.false_reject_rate))
-        for draw in draws
-    ]
-    accepted_queries = np.concatenate([draw.unknown_for_calibration <= threshold for draw, threshold in limits])
-    is_farther, accepts_most = of_images[0] > 0.5, bool(accepted_queries.mean() > MOST_ACCEPTED)
-    separates = is_farther and not accepts_most
-    if not separates:
-        limits = [(draw, MAX_DISTANCE) for draw in draws]
-    accepted = np.concatenate([draw.unknown.distances <= threshold for draw, threshold in limits])
-    rejected = np.concatenate([draw.known.distances > threshold for draw, threshold in limits])
-    at_threshold = _share(accepted, unknown.clusterings)
-    relative = np.concatenate([draw.unknown.distances / unit for draw, unit in zip(draws, units, strict=True)])
-    ends = quantile_limits(known_queries, len(known_queries) / len(draws), 1 - settings.false_reject_rate)
-    within = [float((relative <= max(accepting, end)).mean()) for end in ends]
-    return OpenSet(
-        held_out=(),
-        draws=len(draws),
-        auroc=Auroc(
-            value=value,
-            low=min(of_images[0], of_classes[0]),
-            high=max(of_images[1], of_classes[1]),
-            known=len(known.distances),
-            unknown=len(unknown.distances),
-        ),
-        false_accepts_at_95=_false_accepts_at_95(known, unknown),
-        roc=roc(known.distances, unknown.distances),
-        accepts_most=is_farther and accepts_most,
-        threshold=(limit if one_scale else None) if separates else MAX_DISTANCE,
-        relative_threshold=None if one_scale or not separates else limit,
-        reject_rate=float((known_queries > limit).mean()) if separates else None,
-        required_reject_rate=float((known_queries > accepting).mean()),
-        stated_false_accept_rate=settings.false_accept_rate,
-        stated_false_reject_rate=settings.false_reject_rate,
-        calibrated_known=len(known_queries),
-        calibrated_unknown=len(unknown_queries),
-        false_accepts=_including(at_threshold, *within) if separates else at_threshold,
-        expected_false_accepts=expected_share(at_threshold, float(np.mean([draw.classes for draw in draws]))),
-        false_rejects=_share(rejected, known.clusterings),
-        added_recognized=_added_recognized(limits),
-    )
-
-
-def quantile_limits(distances: Distances, images: float, share: float) -> tuple[float, float]:
-    """The distances of known images (N,) between which the quantile ``share`` of all such images
-    lies, by the binomial distribution of its rank (David and Nagaraja 2003, section 7.1).
-    ``images`` is the number of different ones."""
-    from scipy.stats import binom
-
-    ranks = binom.interval(CONFIDENCE, round(images), share)
-    low, high = np.quantile(distances, [rank / round(images) for rank in ranks], method="lower")
-    return float(low), float(high)
-
-
-def _including(share: Proportion, low: float, high: float) -> Proportion:
-    """``share`` with an interval that includes the spread of the threshold, at whose limits the
-    share is ``low`` and ``high``."""
-    value = share.value
-    below, above = (
-        math.hypot(value - share.low, value - min(low, value)),
-        math.hypot(share.high - value, max(high, value) - value),
-    )
-    return share.model_copy(update={"low": max(0.0, value - below), "high": min(1.0, value + above)})
-
-
-def _added_recognized(limits: Sequence[tuple[Draw, float]]) -> Interval | None:
-    """The share of images of added classes that are named right within the threshold of their
-    draw."""
-    asked = [(draw.added, limit) for draw, limit in limits if draw.added]
-    if not asked:
-        return None
-    recognized = np.concatenate([added.right & (added.sample.distances <= limit) for added, limit in asked])
-    return expected_share(_share(recognized, _concatenate([added.sample for added, _ in asked]).clusterings))
-
-
-def _interval_of_classes(value: float, placements: Placements, known: Sample, unknown: Sample) -> tuple[float, float]:
-    """Interval limits for the area ``value``. The known and the held-out classes are regarded as
-    samples of all classes."""
-    from scipy.special import expit, logit
-
-    if not 0 < value < 1:
-        return value, value
-    half = sum_of_spreads(
-        [
-            spread_of_mean(placements.known_below, known.clusterings),
-            spread_of_mean(placements.beyond_known, unknown.clusterings),
-        ]
-    ).half_width(CONFIDENCE)
-    return float(expit(logit(value) - half)), float(expit(logit(value) + half))
-
-
-def _false_accepts_at_95(known: Sample, unknown: Sample) -> Interval:
-    measured = false_accepts_at(known.distances, unknown.distances, 0.95, CONFIDENCE)
-    accepted = unknown.distances <= np.quantile(known.distances, 0.95, method="inverted_cdf")
-    of_classes = _share(accepted, unknown.clusterings)
-    return measured.model_copy(
-        update={"low": min(measured.low, of_classes.low), "high": max(measured.high, of_classes.high)}
-    )
-
-
-def _share(outcomes: NDArray[np.bool_], clusterings: Sequence[Clusters]) -> Proportion:
-    """The share of ``outcomes`` (N,) that are true, with an interval that includes the spread
-    between classes."""
-    effective = effective_images(outcomes, clusterings, CONFIDENCE)
-    return proportion(int(outcomes.sum()), len(outcomes), CONFIDENCE, effective)
-
-
-def _concatenate(samples: Sequence[Sample]) -> Sample:
-    distances, clusterings = zip(*samples, strict=True)
-    return Sample(np.concatenate(distances), tuple(np.concatenate(each) for each in zip(*clusterings, strict=True)))
-
-
 def choose_held_out(labels: Sequence[str], wanted: int, draws: int, seed: int) -> list[frozenset[str]]:
     """Choose ``wanted`` of ``labels`` for each draw, without choosing a label twice. A draw gets
     fewer labels if fewer than `FEWEST_KNOWN` classes would otherwise be left. If the labels are
@@ -355,7 +146,7 @@ def _measure_draw(
         queries = queries.select(outside)
     ask = _ask_in_halves if in_halves else _ask_added
     others = OtherImages(
-        _concatenate([of_test.unknown, of_query.unknown]), np.concatenate([of_test.embeddings, of_query.embeddings])
+        concatenate([of_test.unknown, of_query.unknown]), np.concatenate([of_test.embeddings, of_query.embeddings])
     )
     return Draw(
         of_test.known,
@@ -398,7 +189,7 @@ def _measure_split(
             Asked(images.select(~unknown), block.digests[~unknown], images.select(unknown), embeddings[unknown])
         )
     known, digests, unseen, embedded = zip(*parts, strict=True)
-    return Asked(_concatenate(known), np.concatenate(digests), _concatenate(unseen), np.concatenate(embedded))
+    return Asked(concatenate(known), np.concatenate(digests), concatenate(unseen), np.concatenate(embedded))
 
 
 class AddedVectors(NamedTuple):
@@ -460,7 +251,7 @@ def _ask_in_halves(gallery: Gallery, added: AddedVectors, others: OtherImages) -
             labels, distances = _answers_with(gallery, joining, vectors[~half])
             parts.append(Added(Sample(distances, (np.full(len(labels), label, np.int32),)), labels == label))
     samples, right = zip(*parts, strict=True)
-    return Added(_concatenate(samples), np.concatenate(right))
+    return Added(concatenate(samples), np.concatenate(right))
 
 
 def half_of_scenes(vectors: NDArray[np.float32]) -> NDArray[np.bool_]:

@@ -18,6 +18,7 @@ from evernear.embedding.embed import embed_dataset
 from evernear.embedding.embeddings import DESCRIPTION_FILE, Embeddings, EmbeddingsDescription
 from evernear.errors import IntegrityError
 from evernear.evaluation import evaluate
+from evernear.evaluation.assess import assess
 from evernear.evaluation.evaluate import (
     AnchorEvaluation,
     Evaluation,
@@ -28,7 +29,6 @@ from evernear.evaluation.evaluate import (
 )
 from evernear.evaluation.gate import decide
 from evernear.evaluation.open_set import OpenSet
-from evernear.evaluation.probe import assess
 from evernear.evaluation.recognizer import Recognizer
 from evernear.evaluation.verdict import Rule
 from evernear.index.build import build_index

@@ -19,16 +19,13 @@ from evernear.embedding.export import export_network
 from evernear.embedding.recipe import PROBE_DRAWS, Recipe, recipe_of_probe, with_defaults
 from evernear.embedding.train import train_network
 from evernear.evaluation import probe as probe_module
+from evernear.evaluation.assess import Added, Draw, Sample, assess
 from evernear.evaluation.open_set import OpenSet
 from evernear.evaluation.probe import (
-    Added,
     AddedVectors,
-    Draw,
     OtherImages,
-    Sample,
     _ask_added,
     _ask_in_halves,
-    assess,
     choose_held_out,
     choose_opener,
     half_of_scenes,

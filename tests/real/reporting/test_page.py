@@ -15,6 +15,7 @@ from markupsafe import Markup
 from evernear.common.run_record import RunRecord, StepRecord
 from evernear.data.validate import validate_dataset
 from evernear.embedding.candidate import Candidate, CandidateName
+from evernear.evaluation.assess import assess
 from evernear.evaluation.evaluate import Evaluation, ReleasedSystem, evaluate_systems
 from evernear.evaluation.example_collector import ExampleCollector
 from evernear.evaluation.examples import BINS, TILE_PX, Examples, LiveDistances, Sample, Tiles
@@ -23,7 +24,6 @@ from evernear.evaluation.headline import AnswerCounts
 from evernear.evaluation.live_accuracy import LiveAccuracy
 from evernear.evaluation.measure import CALLED_UNKNOWN
 from evernear.evaluation.open_set import OpenSet
-from evernear.evaluation.probe import assess
 from evernear.evaluation.recognizer import Recognizer
 from evernear.evaluation.statistics import proportion
 from evernear.evaluation.verdict import Verdict
