@@ -89,10 +89,10 @@ def check_labels(
     from evernear.reporting.countdowns import Trainings
     from evernear.review import suspects
 
+    dataset = suspects.newest_dataset(current_store(settings.store_uri), settings)
     print_line("Two networks are trained, which takes about as long as the probe of a run.", sys.stderr)
     networks = Trainings("network", lambda line: print_line(line, sys.stderr))
-    store = current_store(settings.store_uri)
-    result = suspects.check_labels(store, settings, datetime.now(UTC), networks.on_step, networks.on_training)
+    result = suspects.check_labels(dataset, settings, datetime.now(UTC), networks.on_step, networks.on_training)
     if as_json:
         print_json(result.model_dump(mode="json"))
         return

@@ -85,6 +85,10 @@ def _archive(release: str, registry: "Registry") -> Generator[Path]:
 def _copy(archive: Path, copy: Path) -> None:
     try:
         source = open_regular(archive)
+    except FileNotFoundError:
+        raise DataError(
+            f"{archive} is neither a file nor the version of a release; `evernear registry list` shows the versions."
+        ) from None
     except OSError as error:
         raise DataError(f"{archive} cannot be read as a release: {error.strerror}.") from None
     with source, copy.open("wb") as target:

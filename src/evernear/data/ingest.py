@@ -18,11 +18,12 @@ restored. A model may already have been trained on the image.
 import csv
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import closing, suppress
+from collections.abc import Callable, Generator, Iterator
+from contextlib import closing, contextmanager, suppress
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 from uuid import uuid4
 
 from evernear.common.disk import disk_errors
@@ -33,6 +34,7 @@ from evernear.common.parts import run_parts
 from evernear.common.step_results import code_digest
 from evernear.common.store import open_store
 from evernear.data.combine import (
+    StoredPixels,
     combine,
     count_decoded_again,
     list_arrays,
@@ -40,10 +42,12 @@ from evernear.data.combine import (
     swapped_classes,
 )
 from evernear.data.database import Database
+from evernear.data.decoding import ImageForm
 from evernear.data.form import choose_form
 from evernear.data.list import (
     ANY_NUMBER,
     ClassMinimum,
+    Listing,
     dataset_name,
     labels_of,
     list_source,
@@ -53,11 +57,11 @@ from evernear.data.list import (
 )
 from evernear.data.manifest import SPLITS, Manifest, is_photographic
 from evernear.data.parts import RunParts, decode_in_parts, load_results, parts_folder, planned_form, stored_pixels
-from evernear.data.plan import earlier_shards, open_draft, open_working, plan
+from evernear.data.plan import Draft, earlier_shards, open_draft, open_working, plan
 from evernear.data.problems import list_left_out, list_problems
 from evernear.data.publish import describe, write_tables
 from evernear.data.snapshots import Snapshots
-from evernear.data.sources import FileSource, open_source
+from evernear.data.sources import ArraySource, FileSource, open_source
 from evernear.data.sources.packed import PackedFiles
 from evernear.data.writer import ShardWriter
 from evernear.errors import MissingObjectError, SettingsError, StoreError
@@ -110,125 +114,194 @@ def ingest_source(
     """
     if settings.test_fraction + settings.gallery_fraction + settings.query_fraction >= 1:
         raise SettingsError("data.test_fraction, gallery_fraction and query_fraction leave nothing to train on.")
-    ingest = partial(
-        _ingest,
-        settings,
-        store_uri,
-        report,
-        warn,
-        run,
-        minimum,
-        (max_size_px, photo_size_px),
-        reread=reread,
-        moved_from=moved_from,
-        left_out=left_out,
-    )
+    sizes_px = max_size_px, photo_size_px
+    asked = _Asked(settings, store_uri, report, warn, run, minimum, sizes_px, reread, moved_from, left_out)
     afresh = uuid4().hex
     # Finished parts are used again, unless one may be damaged.
     for attempt in (afresh if reread else "", afresh if reread else "", afresh):
         try:
-            return ingest(attempt=attempt)
+            return _ingest(asked, attempt)
         except MissingObjectError as lost:  # a file vanished, or a different ingest deleted the parts when it published
             report(f"{lost} Listing the source again.")
-    return ingest(attempt=afresh)
+    return _ingest(asked, afresh)
 
 
-def _ingest(
-    settings: DataSettings,
-    store_uri: str,
-    report: Callable[[str], None],
-    warn: Callable[[str], None],
-    run: RunParts,
-    minimum: ClassMinimum,
-    sizes_px: tuple[int, int],
-    *,
-    reread: bool,
-    moved_from: str,
-    left_out: Path | None,
-    attempt: str,
-) -> Manifest:
+class _Asked(NamedTuple):
+    """The arguments of `ingest_source`. ``sizes_px`` are ``max_size_px`` and ``photo_size_px``."""
+
+    settings: DataSettings
+    store_uri: str
+    report: Callable[[str], None]
+    warn: Callable[[str], None]
+    run: RunParts
+    minimum: ClassMinimum
+    sizes_px: tuple[int, int]
+    reread: bool
+    moved_from: str
+    left_out: Path | None
+
+
+class _Work(NamedTuple):
+    """What the stages of an ingest share. ``decoder`` is a hash of the code that decodes images."""
+
+    asked: _Asked
+    source: ArraySource | FileSource
+    snapshots: Snapshots
+    parent: Manifest | None
+    db: Database
+    draft: Draft
+    decoder: str
+    scratch: Path
+
+
+class _Listed(NamedTuple):
+    listing: Listing
+    labels: list[str]
+
+
+class _Planned(NamedTuple):
+    """``pending`` is the number of files to decode, or 0 if it is unknown. ``folder`` is that of
+    the parts."""
+
+    pending: int
+    decode_again: bool
+    folder: str
+
+
+class _Decoded(NamedTuple):
+    form: ImageForm
+    pixels: StoredPixels
+
+
+def _ingest(asked: _Asked, attempt: str) -> Manifest:
     """Run `ingest_source`. The parts of earlier calls with the same ``attempt`` are reused."""
+    with _open_work(asked) as work:
+        listed = _list(work)
+        planned = _plan(work, listed, attempt)
+        decoded = _decode_parts(work, planned)
+        writer = _combine(work, listed, planned, decoded)
+        manifest = _publish(work, listed, decoded, writer)
+        # The parts of other ingests that started from the newest snapshot may still be useful.
+        useful = work.snapshots.parts_folder(manifest)
+        with suppress(StoreError):  # the pipeline's keys may lack permission to delete, and prune deletes later
+            work.snapshots.delete_parts(lambda key: key.startswith(f"{planned.folder}/") or not key.startswith(useful))
+        return manifest
+
+
+@contextmanager
+def _open_work(asked: _Asked) -> Generator[_Work]:
+    settings = asked.settings
     source = open_source(settings.source, settings)
-    store = open_store(store_uri)
+    store = open_store(asked.store_uri)
     mark(store, "a store of datasets and releases")
-    snapshots = Snapshots(store, dataset_name(settings, source, moved_from))
+    snapshots = Snapshots(store, dataset_name(settings, source, asked.moved_from))
     with (
         disk_errors(tempfile.gettempdir()),
         tempfile.TemporaryDirectory(prefix="evernear-ingest-") as directory,
     ):
         scratch, parent = Path(directory), snapshots.head()
-        require_moved(parent, snapshots.name, settings.source, moved_from)
+        require_moved(parent, snapshots.name, settings.source, asked.moved_from)
         with closing(open_working(scratch, store, snapshots.name)) as db:
-            draft = open_draft(db, store, parent, settings.source, moved_from, scratch)
-            if not settings.dataset:
-                require_one_source(draft.other_sources, snapshots.name, settings.source)
-            if isinstance(source, PackedFiles) and not reread:
-                source.remembered = draft.members
-            listing = list_source(source, db, settings.source, settings.group, minimum)
-            labels = labels_of(db, draft.labels, settings.source, draft.source, listing.admission)
-            require_groups(source, settings, db, draft.is_new)
-            if not settings.group and listing.names_groups:
-                warn(
-                    f"the groups that {settings.source} names are not used: the images of a group stay in one split"
-                    " only with --set data.group=column, from the first ingest on"
-                )
-
+            draft = open_draft(db, store, parent, settings.source, asked.moved_from, scratch)
             decoder = code_digest(DECODING_CODE, DECODING_LIBRARIES)
-            decode_again = draft.decoders.get(draft.source) != decoder
-            if decode_again and parent and count_decoded_again(db, draft.source):
-                report("decoding all images again: evernear or Pillow decodes them in another way than before")
-            pending = plan(draft, listing, reread=reread or decode_again or not isinstance(source, FileSource))
+            yield _Work(asked, source, snapshots, parent, db, draft, decoder, scratch)
 
-            folder = parts_folder(snapshots, settings, parent, f"{decoder} {moved_from}", sizes_px, attempt)
-            form = planned_form(snapshots.store, folder)
-            form = form or choose_form(settings, source, db, parent, *sizes_px)
-            shards = earlier_shards(draft, parent)
-            writer = ShardWriter(store, snapshots.name, form.shape, SHARD_SIZE_BYTES, shards, labels, scratch)
-            if isinstance(source, FileSource):
-                progress = _Progress(report, pending)
-                plans = decode_in_parts(source, settings, form, db, pending, store, folder, run, progress.add)
-                load_results(plans, db)
-                pixels = partial(stored_pixels, plans, scratch=scratch)
-            else:
-                pixels = list_arrays(source, form, db)
-            added = _Progress(report, pending, " combined")
-            combine(draft, settings, source.chosen_splits, labels, pixels, writer, added.add, decode_again=decode_again)
-            for swap in swapped_classes(db):
-                warn(swap)
-            if parent is not None and settings.size_px is None:
-                for sentence in _small_photographs(form.shape, db, max(sizes_px)):
-                    warn(sentence)
 
-            report("writing the manifest")
-            problems, counts = list_problems(db, draft.source, *form.shape[:2], form.resize)
-            if left_out is not None:
-                _write_left_out(db, left_out)
-            manifest = Manifest(
-                name=snapshots.name,
-                store_uri=store.uri,
-                source=settings.source,
-                created=datetime.now(UTC).isoformat(timespec="seconds"),
-                parent=parent.digest if parent else None,
-                shape=form.shape,
-                resize=form.resize,
-                bit_depth=form.bit_depth,
-                shards=tuple(shard for split in SPLITS for shard in writer.shards.values() if shard.split == split),
-                tables=write_tables(db, writer.shards, store, parent, snapshots.name, scratch),
-                decoders={**draft.decoders, draft.source: decoder},
-                problems=tuple(problems),
-                problem_counts=counts,
-                **describe(db, tuple(labels)),
-            )
-            small_classes = listing.admission.small_classes(manifest.images_by_class())
-            manifest = manifest.model_copy(update={"small_classes": small_classes})
-            if settings.group and manifest.groups == sum(map(manifest.count, SPLITS)):
-                warn(f"data.group={settings.group} makes a group of every image, so it has no effect")
-            manifest = snapshots.publish(manifest)
-            # The parts of other ingests that started from the newest snapshot may still be useful.
-            useful = snapshots.parts_folder(manifest)
-            with suppress(StoreError):  # the pipeline's keys may lack permission to delete, and prune deletes later
-                snapshots.delete_parts(lambda key: key.startswith(f"{folder}/") or not key.startswith(useful))
-            return manifest
+def _list(work: _Work) -> _Listed:
+    asked, source, db, draft = work.asked, work.source, work.db, work.draft
+    settings = asked.settings
+    if not settings.dataset:
+        require_one_source(draft.other_sources, work.snapshots.name, settings.source)
+    if isinstance(source, PackedFiles) and not asked.reread:
+        source.remembered = draft.members
+    listing = list_source(source, db, settings.source, settings.group, asked.minimum)
+    labels = labels_of(db, draft.labels, settings.source, draft.source, listing.admission)
+    require_groups(source, settings, db, draft.is_new)
+    if not settings.group and listing.names_groups:
+        asked.warn(
+            f"the groups that {settings.source} names are not used: the images of a group stay in one split"
+            " only with --set data.group=column, from the first ingest on"
+        )
+    return _Listed(listing, labels)
+
+
+def _plan(work: _Work, listed: _Listed, attempt: str) -> _Planned:
+    asked, draft, parent = work.asked, work.draft, work.parent
+    decode_again = draft.decoders.get(draft.source) != work.decoder
+    if decode_again and parent and count_decoded_again(work.db, draft.source):
+        asked.report("decoding all images again: evernear or Pillow decodes them in another way than before")
+    read_all = asked.reread or decode_again or not isinstance(work.source, FileSource)
+    pending = plan(draft, listed.listing, reread=read_all)
+    decoding = f"{work.decoder} {asked.moved_from}"
+    folder = parts_folder(work.snapshots, asked.settings, parent, decoding, asked.sizes_px, attempt)
+    return _Planned(pending, decode_again, folder)
+
+
+def _decode_parts(work: _Work, planned: _Planned) -> _Decoded:
+    asked, source, db = work.asked, work.source, work.db
+    store, folder = work.snapshots.store, planned.folder
+    form = planned_form(store, folder) or choose_form(asked.settings, source, db, work.parent, *asked.sizes_px)
+    if not isinstance(source, FileSource):
+        return _Decoded(form, list_arrays(source, form, db))
+    progress = _Progress(asked.report, planned.pending)
+    plans = decode_in_parts(source, asked.settings, form, db, planned.pending, store, folder, asked.run, progress.add)
+    load_results(plans, db)
+    return _Decoded(form, partial(stored_pixels, plans, scratch=work.scratch))
+
+
+def _combine(work: _Work, listed: _Listed, planned: _Planned, decoded: _Decoded) -> ShardWriter:
+    asked, db, form = work.asked, work.db, decoded.form
+    shards = earlier_shards(work.draft, work.parent)
+    snapshots = work.snapshots
+    writer = ShardWriter(
+        snapshots.store, snapshots.name, form.shape, SHARD_SIZE_BYTES, shards, listed.labels, work.scratch
+    )
+    combine(
+        work.draft,
+        asked.settings,
+        work.source.chosen_splits,
+        listed.labels,
+        decoded.pixels,
+        writer,
+        _Progress(asked.report, planned.pending, " combined").add,
+        decode_again=planned.decode_again,
+    )
+    for swap in swapped_classes(db):
+        asked.warn(swap)
+    if work.parent is not None and asked.settings.size_px is None:
+        for sentence in _small_photographs(form.shape, db, max(asked.sizes_px)):
+            asked.warn(sentence)
+    return writer
+
+
+def _publish(work: _Work, listed: _Listed, decoded: _Decoded, writer: ShardWriter) -> Manifest:
+    asked, db, draft, snapshots = work.asked, work.db, work.draft, work.snapshots
+    settings, parent, form = asked.settings, work.parent, decoded.form
+    asked.report("writing the manifest")
+    problems, counts = list_problems(db, draft.source, *form.shape[:2], form.resize)
+    if asked.left_out is not None:
+        _write_left_out(db, asked.left_out)
+    manifest = Manifest(
+        name=snapshots.name,
+        store_uri=snapshots.store.uri,
+        source=settings.source,
+        created=datetime.now(UTC).isoformat(timespec="seconds"),
+        parent=parent.digest if parent else None,
+        shape=form.shape,
+        resize=form.resize,
+        bit_depth=form.bit_depth,
+        shards=tuple(shard for split in SPLITS for shard in writer.shards.values() if shard.split == split),
+        tables=write_tables(db, writer.shards, snapshots.store, parent, snapshots.name, work.scratch),
+        decoders={**draft.decoders, draft.source: work.decoder},
+        problems=tuple(problems),
+        problem_counts=counts,
+        **describe(db, tuple(listed.labels)),
+    )
+    small_classes = listed.listing.admission.small_classes(manifest.images_by_class())
+    manifest = manifest.model_copy(update={"small_classes": small_classes})
+    if settings.group and manifest.groups == sum(map(manifest.count, SPLITS)):
+        asked.warn(f"data.group={settings.group} makes a group of every image, so it has no effect")
+    return snapshots.publish(manifest)
 
 
 def _small_photographs(shape: tuple[int, int, int], db: Database, photo_size_px: int) -> Iterator[str]:

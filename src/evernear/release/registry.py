@@ -85,8 +85,10 @@ class Registry:
         fault = "was pruned" if pruned else f"does not exist in {self.store.uri}"
         champion = self.champion()
         if champion is not None and champion.version == version:
-            fault += ", although it is the champion; promote another one with `evernear registry promote VERSION`"
-        raise MissingObjectError(f"Release {version} {fault}.")
+            remedy = ", although it is the champion; promote another one with `evernear registry promote VERSION`."
+        else:
+            remedy = ". `evernear registry list` shows the releases."
+        raise MissingObjectError(f"Release {version} {fault}{remedy}")
 
     def find(self, version: str) -> Record | None:
         """The record of a release, which may be pruned, or None if the store has none."""

@@ -64,23 +64,23 @@ def newest_dataset(store: Store, settings: Settings) -> Dataset:
     name = dataset_name(settings.data, open_source(settings.data.source))
     manifest = Snapshots(store, name).head()
     if manifest is None or manifest.source != settings.data.source:
-        raise DataError(f"{settings.data.source} has not been ingested into {store.uri}; start a run first.")
+        raise DataError(f"{settings.data.source} has not been ingested into {store.uri}; run `evernear run` first.")
     return Dataset(manifest, store)
 
 
 def check_labels(
-    store: Store,
+    dataset: Dataset,
     settings: Settings,
     now: AwareDatetime,
     on_step: OnStep | None = None,
     on_network: Callable[[int, int], None] = lambda _done, _total: None,
 ) -> Suspects:
-    """Look for wrong labels in the newest snapshot of the source, and save the result in the
+    """Look for wrong labels in the newest snapshot of the source, and save the result in its
     store. ``on_step`` and ``on_network`` follow the training of the networks."""
     from evernear.embedding.recipe import recipe_of_probe
     from evernear.evaluation.label_errors import embed_folds, find_label_errors
 
-    dataset = newest_dataset(store, settings)
+    store = dataset.store
     recipe = recipe_of_probe(settings.train, dataset, settings.evaluation.probe_epochs)
     if recipe.keeps_backbone:  # otherwise, each fold would compute the features of all views
         recipe = recipe.model_copy(update={"frozen": True})
