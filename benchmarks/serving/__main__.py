@@ -120,7 +120,7 @@ def main() -> None:
     if unresponsive := [
         f"{name} at {clients}" for (name, clients), rounds in cells.items() if not all(c.rps for c in rounds)
     ]:
-        raise SystemExit(f"No response in time from {', '.join(unresponsive)}; raise --seconds.")
+        raise SystemExit(f"No response in time from {', '.join(unresponsive)}.")
     result = summarize(cells) | {"gallery": served.gallery_size, "load_ceiling_rps": round(ceiling)}
     name = "_".join(["serving", *filter(None, [arguments.photographs]), *["busy"] * arguments.busy])
     if arguments.set:
