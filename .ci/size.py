@@ -49,9 +49,9 @@ LEARNED = {
         tests/integrations/mlflow/requirements-mlflow.lock tests/repository/deploy/kustomize/package-lock.json""",
     "environments": "actionlint axe clients core kustomize main mlflow",
     "formats of documents": """Answer AuditEvent BakeState Breach DatasetHead Evaluation Examples IndexDescription
-        LabeledQuery Manifest NodeLog NodeTask PartsRecord Period Plan Pointer Promotion Record ReleaseManifest
-        Renames ReplayExamples Report Request RunOutcome ScheduleState StepRecord StepResult StopRecord StoreIdentity
-        Submission Suspects Verdict _Holder""",
+        LabeledQuery Manifest NearDuplicatePairs NodeLog NodeTask PartsRecord Period Plan Pointer Promotion Record
+        ReleaseManifest Renames ReplayExamples Report Request RunOutcome ScheduleState StepRecord StepResult StopRecord
+        StoreIdentity Submission Suspects Verdict _Holder""",
     "kinds of records in a store": """_evernear.txt checkpoints datasets doctor.json embeddings live-labels maintenance
         parts queries releases review runs store.json triggers weights""",
 }

@@ -112,7 +112,7 @@ def validate(run: str, settings: Tree, dataset: str, report: str) -> None:
         data = Dataset.open(Path(dataset))
         known = champion_labels(record.store, data)
         running.report("comparing the test images with train and gallery")
-        near_duplicates = find_near_duplicates(data, chosen.data.group)
+        near_duplicates, pairs = find_near_duplicates(data, chosen.data.group)
         few = None if known else find_few_groups(data, chosen)
         result = validate_dataset(
             data,
@@ -124,7 +124,7 @@ def validate(run: str, settings: Tree, dataset: str, report: str) -> None:
             few_groups=f"The gate will hold a first release. {few.sentence()}" if few else "",
         )
         write_atomically(Path(report), result.markdown())
-        record.save(validation=result)
+        record.save(validation=result, near_duplicates=pairs)
         for note in result.notes():
             running.note(note)
         running.summary = result.summary()

@@ -15,7 +15,7 @@ from evernear.common.disk import write_atomically
 from evernear.common.output import printable
 from evernear.errors import FormatError, IntegrityError
 
-FORMAT = 11
+FORMAT = 12
 """The format of all documents in a store. Raise it if you change one of them, such as a field of a
 `Document`, a column of a table or the content of a checkpoint."""
 _QUOTED_MAX_CHARACTERS = 200

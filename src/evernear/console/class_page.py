@@ -18,7 +18,7 @@ from evernear.common.text import class_name
 from evernear.console.access import require
 from evernear.console.backend import Backend
 from evernear.console.naming import Naming, SourceImage, at_once
-from evernear.console.web import Form, action, field, page, page_number, png
+from evernear.console.web import Form, action, field, list_page, page, png
 from evernear.data.books import opened_books, source_uri
 from evernear.data.manifest import Manifest, Shard, Split
 from evernear.data.preprocess import Pixels
@@ -110,7 +110,7 @@ class ClassPage:
         images = self.images(label)
         staying = [image for image in images.values() if not _has_left(image, label, latest)]
         chosen = list(filter(self._filter(shown_only), staying))
-        number = page_number(request)
+        number, pages = list_page(request, len(chosen), PAGE_IMAGES)
         first = PAGE_IMAGES * (number - 1)
         shown = chosen[first : first + PAGE_IMAGES]
         read_date = answers.target.modified if answers else lambda _: None
@@ -124,7 +124,7 @@ class ClassPage:
             total=len(staying),
             chosen=len(chosen),
             number=number,
-            pages=max(1, -(-len(chosen) // PAGE_IMAGES)),
+            pages=pages,
             filters=FILTERS,
             shown_only=shown_only,
             address=lambda **changed: _address(label, **{"filter": shown_only, "page": number, **changed}),

@@ -120,7 +120,7 @@ def _answer(image: str, kind: str, label: str, who: str, at: datetime, known: So
         raise DataError("The form is invalid; reload the page.") from None
     if known and kind == "label" and label == known.label:
         raise DataError(f"The image already has the label {label}; choose another, or keep it.")
-    if kind == "remove" and not answer.files:
+    if kind in ("keep", "remove") and not answer.files:
         raise DataError("The image is no longer in the source.")
     return answer
 

@@ -18,7 +18,7 @@ from evernear.common.store import FileStore, Store
 from evernear.console.access import User, require
 from evernear.console.backend import PAGE_RELEASES, Backend
 from evernear.console.runs import Done
-from evernear.console.web import Form, Predictor, action, field, page, page_number, png
+from evernear.console.web import Form, Predictor, action, field, list_page, page, png
 from evernear.data.books import opened_books
 from evernear.data.example_queries import duckdb_query, pandas_query
 from evernear.data.manifest import Manifest, find_manifest
@@ -62,7 +62,8 @@ class DataPage:
         listed = dict(sorted({**counts, **removed}.items()))
         query = request.query_params.get("class", "").strip()
         wanted = [label for label in listed if query.casefold() in label.casefold()]
-        first = PAGE_CLASSES * (page_number(request) - 1)
+        number, pages = list_page(request, len(wanted), PAGE_CLASSES)
+        first = PAGE_CLASSES * (number - 1)
         return page(
             request,
             template,
@@ -73,8 +74,8 @@ class DataPage:
             removed=sorted(removed),
             images=sum(counts.values()),
             new=max(0, sum(counts.values()) - sum(released.values())) if released else 0,
-            number=first // PAGE_CLASSES + 1,
-            more=len(wanted) > first + PAGE_CLASSES,
+            number=number,
+            pages=pages,
             query=query,
             samples=range(SAMPLES),
             source=self._backend.settings.data.source,

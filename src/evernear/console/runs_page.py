@@ -7,7 +7,7 @@ from starlette.routing import Route
 from evernear.common.run_record import RunRecord
 from evernear.console.backend import Backend
 from evernear.console.web import page, page_number
-from evernear.errors import DataError
+from evernear.errors import DataError, MissingObjectError
 from evernear.reporting.page import compare_page
 from evernear.reporting.runs import RunList
 
@@ -32,14 +32,13 @@ class RunsPage:
         ]
 
     def _show(self, request: Request) -> Response:
-        number = page_number(request)
-        listed = self._runs.page(PAGE_RUNS * (number - 1), PAGE_RUNS)
+        listed = self._runs.page(PAGE_RUNS * (page_number(request) - 1), PAGE_RUNS)
         return page(
             request,
             "runs.html.j2",
             runs=listed.runs,
             faults=listed.faults,
-            number=number,
+            number=listed.first // PAGE_RUNS + 1,
             pages=max(1, -(-listed.total // PAGE_RUNS)),
         )
 
@@ -55,7 +54,9 @@ class RunsPage:
         run = request.path_params["run"]
         html = RunRecord(self._backend.store, run).get("run.html")
         if html is None:
-            raise DataError(f"Run {run} has no page: it is in progress, was killed, or its images were forgotten.")
+            raise MissingObjectError(
+                f"Run {run} has no page: it is in progress, was killed, or its images were forgotten."
+            )
         return _run_page(html)
 
 

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from functools import cache, lru_cache
 from http import HTTPStatus
-from typing import Any
+from typing import Any, cast
 from urllib.parse import parse_qs
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
@@ -14,7 +14,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
 
-from evernear.common.output import printable
+from evernear.common.output import printable, quantity
 from evernear.errors import (
     BusyError,
     ConflictError,
@@ -72,6 +72,13 @@ def page_number(request: Request) -> int:
     return max(1, int(number)) if number.isdecimal() and len(number) < 6 else 1
 
 
+def list_page(request: Request, total: int, size: int) -> tuple[int, int]:
+    """The number of the page of a list of ``total`` items, and the number of pages. Beyond the end
+    is the last page, because a list becomes shorter while users answer."""
+    pages = max(1, -(-total // size))
+    return min(page_number(request), pages), pages
+
+
 def png(image: bytes) -> Response:
     """A PNG response that browsers may cache, because the URL identifies the content."""
     return Response(image, media_type="image/png", headers={"Cache-Control": "private, max-age=604800, immutable"})
@@ -112,6 +119,7 @@ def _environment() -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
+    cast(dict[str, Any], environment.globals).update(quantity=quantity)
     environment.filters.update(name=_isolated, headline=headline, time=lambda at: f"{at:%Y-%m-%d %H:%M} UTC")
     return environment
 

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from evernear.common.frozen import Frozen
+from evernear.common.frozen import Document, Frozen
 from evernear.common.output import quantity
 from evernear.data.groups import propose_group
 from evernear.data.manifest import Shard, Split
@@ -41,6 +41,14 @@ class NearDuplicatePair(Frozen):
     correlation: float
 
 
+class NearDuplicatePairs(Document):
+    """Pictures for the run page, which `evernear forget` deletes with it."""
+
+    remedy = "run the validate step again"
+
+    pairs: tuple[NearDuplicatePair, ...]
+
+
 class NearDuplicates(Frozen):
     """The number of test images that have a near-duplicate in the train or gallery split."""
 
@@ -50,7 +58,6 @@ class NearDuplicates(Frozen):
     seen: int
     """Number of train and gallery images with which the test images were compared."""
     seen_images: int
-    pairs: tuple[NearDuplicatePair, ...] = ()
     advice: str = ""
     """Advice on how to keep near-duplicates in one split. Empty up to `MAX_SHARE`."""
 
@@ -70,15 +77,17 @@ class NearDuplicates(Frozen):
         ).rstrip()
 
 
-def find_near_duplicates(dataset: Dataset, group: str = "") -> NearDuplicates:
+def find_near_duplicates(dataset: Dataset, group: str = "") -> tuple[NearDuplicates, NearDuplicatePairs]:
     """Compare at most `TEST_MAX` test images with at most `MAX_READ_BYTES` of train and gallery
-    images, evenly spaced, in constant memory. ``group`` is ``data.group``."""
+    images, evenly spaced, in constant memory. Return some of the pairs. ``group`` is
+    ``data.group``."""
     total = dataset.count("test")
     step = max(1, -(-total // TEST_MAX))
     tests = [_every(block, step, start) for start, block in _numbered(_blocks(dataset, dataset.shards("test")))]
     seen_images = sum(map(dataset.count, _SEEN))
     if not total or not seen_images:
-        return NearDuplicates(found=0, compared=0, test_images=total, seen=0, seen_images=seen_images)
+        none = NearDuplicates(found=0, compared=0, test_images=total, seen=0, seen_images=seen_images)
+        return none, NearDuplicatePairs(pairs=())
     digests = np.concatenate([digests for _, digests in tests])
     queries = np.concatenate([vectors for vectors, _ in tests])
     best = np.zeros(len(queries), np.float32)
@@ -101,12 +110,13 @@ def find_near_duplicates(dataset: Dataset, group: str = "") -> NearDuplicates:
         test_images=total,
         seen=seen,
         seen_images=seen_images,
-        pairs=_pairs(dataset, digests, pictures),
     )
+    pairs = NearDuplicatePairs(pairs=_pairs(dataset, digests, pictures))
     if not result.is_leak:
-        return result
+        return result, pairs
     named = [(digests[row].tobytes(), partners[row].tobytes()) for row in rows[:_NAMED_PAIRS]]
-    return result.model_copy(update={"advice": propose_group(dataset, named, result.found / result.compared, group)})
+    advice = propose_group(dataset, named, result.found / result.compared, group)
+    return result.model_copy(update={"advice": advice}), pairs
 
 
 def reduced(images: Pixels) -> NDArray[np.float32]:

@@ -419,7 +419,7 @@ def near_duplicates_found(report: Report | None, dataset: Dataset, group: str) -
     is cached, there is no report on its snapshot."""
     if report and report.near_duplicates and report.dataset_digest == dataset.digest:
         return report.near_duplicates
-    return find_near_duplicates(dataset, group)
+    return find_near_duplicates(dataset, group)[0]
 
 
 def _near_duplicates(near_duplicates: NearDuplicates | None) -> Iterator[Finding]:

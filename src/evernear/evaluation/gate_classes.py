@@ -49,9 +49,8 @@ def _above_floor(candidate: Measurement, floor: float) -> _Finding:
         for label, share in shares.items()
         if floor and proportion(0, share.total, CONFIDENCE, share.effective).high >= floor
     ]
-    decided = [label for label in shares if label not in undecided]
-    worst = min(decided or undecided, key=lambda label: shares[label].value)
-    could_fail = bool(decided)
+    worst = min(shares, key=lambda label: (shares[label].value, shares[label].low))
+    could_fail = len(undecided) < len(shares)
     return _Finding(True, could_fail, sentences.classes_above(candidate, floor, worst, undecided, could_fail))
 
 
@@ -71,10 +70,10 @@ def _no_drop(evaluation: Evaluation, champion: Measurement, level: float) -> _Fi
     }
     if fallen:
         return _Finding(False, True, sentences.classes_fell(fallen))
-    decided = [label for label, pairs in classes.items() if _could_drop(pairs, champion, label, level)]
-    largest = max(decided or classes, key=lambda label: drops[label])
-    could_fail, others = bool(decided), len(classes) - len(decided)
-    reason = sentences.classes_did_not_fall(largest, drops[largest], others, could_fail)
+    undecided = sum(not _could_drop(pairs, champion, label, level) for label, pairs in classes.items())
+    largest = max(classes, key=lambda label: drops[label])
+    could_fail = undecided < len(classes)
+    reason = sentences.classes_did_not_fall(largest, drops[largest], undecided, could_fail)
     return _Finding(True, could_fail, reason)
 
 

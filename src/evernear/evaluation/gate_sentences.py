@@ -207,7 +207,7 @@ def classes_did_not_fall(label: str, drop: float, undecided: int, could_fail: bo
     change = f"the worst change is {0.0 - drop:+.1%} for {label}."
     if not could_fail:
         return f"Too few images to tell whether label right fell by more than {LARGEST_DROP:.1%} for a class; {change}"
-    others = f" Too few images to tell for {quantity(undecided, 'other class', 'other classes')}." if undecided else ""
+    others = f" Too few images to tell for {quantity(undecided, 'class', 'classes')}." if undecided else ""
     return f"Label right fell significantly and by more than {LARGEST_DROP:.1%} for no class; {change}{others}"
 
 
@@ -341,8 +341,8 @@ def missed(evaluation: Evaluation, baselines: Sequence[Baseline], level: float, 
         )
     return (
         f"{text} Predictions are unrelated to the labels, and so is the nearest image by pixels: the labels do not "
-        "match the images, as if they were shuffled, or there are too few images to learn from; look at some of them, "
-        "add more, or start from a pretrained backbone (train.weights)."
+        "match the images, as if they were shuffled, the test images look different from the others, or there are too "
+        "few images to learn from; look at some of them, add more, or start from a pretrained backbone (train.weights)."
     )
 
 

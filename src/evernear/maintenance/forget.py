@@ -24,6 +24,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path, PurePosixPath
 
 import numpy as np
@@ -44,7 +45,6 @@ from evernear.data.writer import shard_key
 from evernear.embedding.embeddings import EMBEDDINGS_PREFIX, cached_digests
 from evernear.errors import ConflictError, IntegrityError
 from evernear.evaluation.answer_table import ANSWERS_FILE
-from evernear.evaluation.verdict import Verdict
 from evernear.maintenance.kinds import require_all_current
 from evernear.release.manifest import NETWORK_DESCRIPTION_FILE
 from evernear.release.pruning import remove_releases
@@ -54,7 +54,7 @@ from evernear.review.queue import ORIGINALS, SUBMITTED, Submission
 from evernear.review.suspects import SUSPECTS, Suspects
 from evernear.serving.query_log_files import QUERIES, LoggedQuery, closed_at, parse_file
 
-PAGES = (ANSWERS_FILE, "examples.json", "replay.json", "run.html")
+PAGES = (ANSWERS_FILE, "examples.json", "near_duplicates.json", "replay.json", "run.html")
 Digests = NDArray[np.bytes_]
 
 
@@ -223,21 +223,27 @@ class _Forgetting:
                     yield info.key
 
     def _stale_pages(self) -> Iterator[str]:
-        """Run pages and samples, unless their snapshot is known to be clean."""
+        """Run pages and samples, unless their snapshots are known to be clean."""
         clean = {manifest.digest for dataset in self._datasets for manifest in dataset.clean}
+        snapshots = cache(self._snapshots_of)
         for info in self._store.list(RUNS):
             run, _, name = info.key.removeprefix(RUNS).partition("/")
-            if name in PAGES:
-                verdict: Verdict | None = None
-                with suppress(IntegrityError):
-                    verdict = RunRecord(self._store, run).find("verdict", Verdict)
-                if verdict is None or verdict.dataset_digest not in clean:
-                    yield info.key
+            if name in PAGES and not snapshots(run) <= clean:
+                yield info.key
         suspects = self._store.find(SUSPECTS)
         with suppress(IntegrityError):
             if suspects is None or Suspects.from_json(suspects[0], SUSPECTS).dataset_digest in clean:
                 return
         yield SUSPECTS
+
+    def _snapshots_of(self, run: str) -> set[str]:
+        """The snapshots whose images the pages of a run may show: none if the run failed before
+        it validated one, and an unknown one if its record is damaged."""
+        record = RunRecord(self._store, run)
+        with suppress(IntegrityError):
+            documents = record.load("validation"), record.load("evaluation").get("candidate", {})
+            return {document["dataset_digest"] for document in documents if document}
+        return {""}
 
     def _affected_queries(self) -> Iterator[tuple[str, tuple[bytes, int]]]:
         for info in self._store.list(QUERIES) if self._labels else ():

@@ -11,7 +11,7 @@ from typing import Any, cast
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from evernear.common.output import printable
+from evernear.common.output import printable, quantity
 from evernear.common.progress import duration
 from evernear.common.run_record import RunRecord
 from evernear.evaluation.examples import SHEET_COLUMNS, Examples, Sheet
@@ -115,6 +115,7 @@ def _environment() -> Environment:
         anchor_of=anchor_of,
         columns=SHEET_COLUMNS,
         glossary=GLOSSARY,
+        quantity=quantity,
         term=term,
         describe_threshold=describe_threshold,
         false_reject_rates=FALSE_REJECT_RATES,

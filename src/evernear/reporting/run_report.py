@@ -12,6 +12,7 @@ from evernear.common.parts import STEPS_IN_PARTS, PartsRecord
 from evernear.common.progress import duration
 from evernear.common.run_record import LEFT_OUT_FILE, RunRecord, StepRecord
 from evernear.common.store import Store
+from evernear.data.near_duplicates import NearDuplicatePair, NearDuplicatePairs
 from evernear.data.validate import Report
 from evernear.embedding.candidate import Candidate
 from evernear.errors import MissingObjectError, StoreError
@@ -78,6 +79,7 @@ class RunReport:
     examples: Examples | None
     replayed: ReplayExamples | None
     validation: Report | None
+    near_duplicates: tuple[NearDuplicatePair, ...]
     left_out: str
     """The file beside the page that names all files that were left out, or empty."""
     training: Mapping[str, Any]
@@ -93,6 +95,7 @@ class RunReport:
         if outcome is None:
             raise MissingObjectError(f"{record.store.uri} has no outcome of a run {record.run}; it may not have ended.")
         evaluation = record.find("evaluation", Evaluation)
+        near_duplicates = record.find("near_duplicates", NearDuplicatePairs)
         return RunReport(
             outcome=outcome,
             steps=tuple(step for step in record.steps() if step.step != EXIT_STEP or step.ended),
@@ -101,6 +104,7 @@ class RunReport:
             examples=record.find("examples", Examples),
             replayed=record.find("replay", ReplayExamples),
             validation=record.find("validation", Report),
+            near_duplicates=near_duplicates.pairs if near_duplicates else (),
             left_out=LEFT_OUT_FILE if record.has(LEFT_OUT_FILE) else "",
             training=record.load("training"),
             settings=flat(record.load("settings")),

@@ -57,6 +57,8 @@ class ListedRun(Frozen):
 
 class Runs(NamedTuple):
     runs: Sequence[ListedRun]
+    first: int
+    """The number of the first of ``runs``."""
     total: int
     faults: Sequence[str]
     """A message for each damaged record."""
@@ -73,8 +75,8 @@ class RunList:
         self._promotions: dict[int, Promotion] = {}
 
     def page(self, first: int, count: int) -> Runs:
-        """``count`` runs from the number ``first`` on, newest first. Only their records are
-        read."""
+        """``count`` runs from the number ``first`` on, newest first, or the last page of ``count``
+        beyond the end. Only their records are read."""
         champion, objects = self._pointer.find(), self._objects()
         changes = self._changes(champion) if champion else []
         last = {run: max(info.modified for info in of_run.values()) for run, of_run in objects.items()}
@@ -86,10 +88,11 @@ class RunList:
             _, run, promotion = entry
             return _of_promotion(promotion) if promotion else _listed(self._store, run, objects[run])
 
+        first = min(first, max(0, len(newest) - 1) // count * count)
         listed = list(read_all(read, newest[first : first + count]))
         live = champion.version if champion else ""
         found = [_with_live(each, live) for each in listed if isinstance(each, ListedRun)]
-        return Runs(found, len(newest), [each for each in listed if isinstance(each, str)])
+        return Runs(found, first, len(newest), [each for each in listed if isinstance(each, str)])
 
     def _changes(self, champion: Champion) -> list[Promotion]:
         """The promotions that no run made."""

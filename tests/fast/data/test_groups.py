@@ -298,14 +298,14 @@ def bursts(root: Path, name: str, shown: int = 30) -> Path:
 def test_near_duplicates_are_seen_and_a_pattern_is_proposed(tmp_path: Path, run_ingest, name: str, proposed: str):
     source = bursts(tmp_path / "bursts", name)
     manifest = run_ingest(source)
-    found = find_near_duplicates(opened(manifest))
+    found, shown = find_near_duplicates(opened(manifest))
     assert found.is_leak
-    assert 0 < len(found.pairs) <= 6
+    assert 0 < len(shown.pairs) <= 6
     assert f"Ingest them with --set {proposed}, which makes 30 groups" in found.advice
     setting = proposed.strip("'").removeprefix("data.group=")
     manifest = run_ingest(source, group=setting, dataset="grouped")
-    found = find_near_duplicates(opened(manifest), setting)
-    assert (found.found, found.pairs, found.advice) == (0, (), "")
+    found, shown = find_near_duplicates(opened(manifest), setting)
+    assert (found.found, shown.pairs, found.advice) == (0, (), "")
 
 
 def test_advice_does_not_repeat_the_setting(tmp_path: Path, run_ingest):
@@ -319,7 +319,7 @@ def test_advice_does_not_repeat_the_setting(tmp_path: Path, run_ingest):
 
 
 def burst_advice(source: Path | str, run_ingest, **settings: str) -> str:
-    return find_near_duplicates(opened(run_ingest(source, **settings)), settings.get("group", "")).advice
+    return find_near_duplicates(opened(run_ingest(source, **settings)), settings.get("group", ""))[0].advice
 
 
 def test_successive_numbers_of_a_camera_are_proposed_as_groups(tmp_path: Path, run_ingest):
@@ -380,6 +380,6 @@ def test_names_that_do_not_tell_the_scene_get_no_pattern(tmp_path: Path, run_ing
 def test_digits_have_groups_by_their_names_and_no_near_duplicates_to_speak_of(run_ingest):
     manifest = run_ingest("digits", group=r"digits\[(\d+)\d\]")
     assert manifest.groups == 179
-    found = find_near_duplicates(opened(manifest))
+    found, _ = find_near_duplicates(opened(manifest))
     assert 0 < found.compared == found.test_images
     assert not found.is_leak

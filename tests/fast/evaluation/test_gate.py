@@ -16,6 +16,7 @@ from benchmarks import gate as simulation
 from evernear.common.frozen import stamp
 from evernear.data.near_duplicates import NearDuplicates
 from evernear.errors import IntegrityError
+from evernear.evaluation.compare import PairedCounts
 from evernear.evaluation.evaluate import Evaluation
 from evernear.evaluation.gate import decide
 from evernear.evaluation.measure import Outcomes
@@ -278,6 +279,22 @@ def test_reason_names_the_largest_class_regression():
     reasons = {rule.name: rule.reason for rule in verdict.rules}
     assert reasons["class_recall"].endswith("the worst change is -1.0% for 1.")
     assert "9 improvements and 1 regression, not significantly worse" in reasons["no_worse"]
+
+
+def test_worst_class_and_largest_fall_may_be_of_few_images(passing: Evaluation):
+    """Class 4 is wrong on both of its two images, and class 3 on one of a hundred."""
+    shares = {"3": proportion(99, 100, 0.95), "4": proportion(0, 2, 0.95)}
+    pairs = {
+        "3": PairedCounts(queries=100, regressions=1, improvements=0),
+        "4": PairedCounts(queries=2, regressions=2, improvements=0),
+    }
+    comparison = passing.comparison.model_copy(update={"classes": pairs})
+    few = with_candidate(passing, class_label_right=shares).model_copy(update={"comparison": comparison})
+    settings = SETTINGS.model_copy(update={"class_recall_floor": 0.5})
+    reason = next(rule.reason for rule in decide(few, settings).rules if rule.name == "class_recall")
+    assert "for no class; the worst is 4 with 0.00%" in reason
+    assert "Too few images to tell for 4." in reason
+    assert reason.endswith("the worst change is -100.0% for 4. Too few images to tell for 1 class.")
 
 
 def test_single_error_in_a_small_class_is_not_a_collapse():

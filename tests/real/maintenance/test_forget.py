@@ -142,11 +142,14 @@ def release(
     packed = make_archive(candidate, ServingSettings(), HANDLER, directory / "release", NOW + timedelta(seconds=number))
     Registry(store).publish(packed.archive)
     record_run(RunRecord(store, f"run-{number}"), verdict)
+    store.put(f"runs/failed-{number}/run.html", b"a page of a run that read no image")
     return network, packed.manifest.version, described.collection.name if described.collection else ""
 
 
 def record_run(record: RunRecord, verdict: Verdict) -> None:
-    record.save(verdict=verdict.model_dump(mode="json"), examples={"images": "a sheet"}, metrics={})
+    pictures = {"examples": {"images": "a sheet"}, "near_duplicates": {"pairs": "a test image"}}
+    snapshot = {"dataset_digest": verdict.dataset_digest}
+    record.save(validation=snapshot, evaluation={"candidate": snapshot}, metrics={}, **pictures)
     with TemporaryDirectory() as directory:
         with AnswerWriter(Path(directory) / ANSWERS_FILE, ("cat",)):
             pass
@@ -253,7 +256,7 @@ def test_nothing_in_the_store_has_a_removed_image(prepared: Prepared, milvus_uri
     assert [info.key for info in prepared.store.list(SUBMITTED)] == [f"{SUBMITTED}{64 * '0'}.json"]
     assert [info.key for info in prepared.store.list(ORIGINALS)] == [f"{ORIGINALS}{64 * '0'}"]
     assert min(forgotten.shards, forgotten.embeddings, forgotten.checkpoints, forgotten.parts) > 0
-    assert forgotten.pages == 4
+    assert forgotten.pages == 5
     assert not any(find(prepared.store).model_dump(exclude={"labels"}).values())
 
 
@@ -269,6 +272,7 @@ def test_objects_without_removed_images_remain(prepared: Prepared):
         registry.roll_back(champion)
     assert prepared.store.find("runs/run-2/run.html")
     assert not prepared.store.find("runs/run-0/examples.json")
+    assert not prepared.store.find("runs/run-0/near_duplicates.json")
     assert not prepared.store.find("runs/run-0/answers.parquet")
     _, queries = parse_file(prepared.store.get(LOG), LOG)
     assert [(query.pred, bool(query.image)) for query in queries] == [("a", True), ("c", False)]
