@@ -13,10 +13,11 @@ from urllib.parse import quote, urlsplit
 import kfp
 import kfp_server_api
 import urllib3
-from kfp.client import KF_PIPELINES_SA_TOKEN_ENV, KF_PIPELINES_SA_TOKEN_PATH, ServiceAccountTokenVolumeCredentials
+from kfp.client import KF_PIPELINES_SA_TOKEN_ENV, KF_PIPELINES_SA_TOKEN_PATH
+from kfp.client.token_credentials_base import TokenCredentialsBase
 from kfp_server_api.exceptions import ApiException
 
-from evernear.common.environment import usable
+from evernear.common.environment import authorities, secret_file, server_parts, usable
 from evernear.common.output import root_cause
 from evernear.common.retry import doubling, retry
 from evernear.errors import PipelineServerError, SettingsError
@@ -34,6 +35,7 @@ BACKOFF_CAP_S = 8.0
 PAGE_SIZE = 100
 MAX_PAGES = 20
 """Pages to read from a list."""
+CHECK_ENDPOINT = "check pipeline.endpoint"
 
 
 class Connection:
@@ -117,21 +119,27 @@ class Connection:
         try:
             # The timeout is a pair, because the generated client ignores a single float.
             response, _, headers = method(**arguments, _request_timeout=(TIMEOUT_S, TIMEOUT_S))
-        except OSError as error:  # reading the mounted token failed, which happens for each request
-            raise PipelineServerError(f"Cannot read the token for {self.url}: {error}.") from None
+        except ValueError as error:
+            raise PipelineServerError(f"{self.url} is not Kubeflow Pipelines 2 ({error}); {CHECK_ENDPOINT}.") from None
         # An authenticating proxy returns its login page with status 200, which kfp would parse as
         # an empty list.
         if not headers.get("Content-Type", "").startswith("application/json"):
-            raise PipelineServerError(
-                f"{self.url} returned a web page, probably a login page, instead of JSON: "
-                f"renew {COOKIES_VARIABLE} or {TOKEN_VARIABLE}, and check that pipeline.endpoint is the API's URL.",
-                401,
-            )
+            raise PipelineServerError(self._describe_login("returned a web page, probably a login page,"), 401)
+        if response is None:
+            raise PipelineServerError(f"{self.url} is not Kubeflow Pipelines 2 (it sent null); {CHECK_ENDPOINT}.")
         return response
+
+    def _describe_login(self, answer: str) -> str:
+        return (
+            f"{self.url} {answer} instead of JSON: renew {COOKIES_VARIABLE} or {TOKEN_VARIABLE}, and check that "
+            "pipeline.endpoint is the API's URL."
+        )
 
     def _describe_connection_error(self, error: urllib3.exceptions.HTTPError) -> str:
         reason = getattr(error, "reason", None) or error
         match reason:
+            case urllib3.exceptions.ResponseError():  # too many redirects
+                return self._describe_login("redirected again and again, probably to a login page,")
             case urllib3.exceptions.SSLError() if "CERTIFICATE" not in str(reason).upper():
                 hint = "if it is an HTTP port, use http:// in pipeline.endpoint"
                 return f"{self.url} does not speak TLS ({root_cause(reason)}); {hint}."
@@ -147,7 +155,7 @@ class Connection:
     def _describe_rejection(self, error: ApiException) -> str:
         message = _message(error)
         if error.status == 404 and _is_foreign(error):
-            return f"{self.url} is not Kubeflow Pipelines: it answered 404 ({message}); check pipeline.endpoint."
+            return f"{self.url} is not Kubeflow Pipelines 2: it answered 404 ({message}); {CHECK_ENDPOINT}."
         match error.status:
             case 401:
                 hint = f"set {TOKEN_VARIABLE} or {COOKIES_VARIABLE} to valid credentials"
@@ -164,6 +172,8 @@ class Connection:
 def _endpoint(settings: PipelineSettings, environment: Mapping[str, str]) -> str:
     if settings.endpoint:
         url = settings.endpoint.rstrip("/")
+        if server_parts(url) is None:
+            raise SettingsError(f"pipeline.endpoint = {url} is not of the form https://host:port/path.")
     elif environment.get("KUBERNETES_SERVICE_HOST"):
         url = IN_CLUSTER
     else:
@@ -184,8 +194,8 @@ def _endpoint(settings: PipelineSettings, environment: Mapping[str, str]) -> str
 def _client(settings: PipelineSettings, url: str, environment: Mapping[str, str]) -> kfp_server_api.ApiClient:
     token, cookies = usable(TOKEN_VARIABLE, environment) or None, usable(COOKIES_VARIABLE, environment) or None
     mounted = _mounted_token(environment)
-    if settings.ca_file is not None and not settings.ca_file.is_file():
-        raise SettingsError(f"The CA file {settings.ca_file} (pipeline.ca_file) does not exist.")
+    if settings.ca_file is not None:
+        authorities("pipeline.ca_file", settings.ca_file)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # "only works with Kubeflow Pipeline v2.0.0-beta.2 and later"
         client = kfp.Client(
@@ -195,7 +205,7 @@ def _client(settings: PipelineSettings, url: str, environment: Mapping[str, str]
             namespace=settings.namespace or "-",
             existing_token=token,
             cookies=cookies,
-            credentials=ServiceAccountTokenVolumeCredentials(str(mounted)) if mounted else None,
+            credentials=_MountedToken(mounted) if mounted else None,
             ssl_ca_cert=str(settings.ca_file) if settings.ca_file else None,
         )
     # The generated API client inside kfp.Client supports timeouts and response headers, unlike
@@ -207,9 +217,24 @@ def _client(settings: PipelineSettings, url: str, environment: Mapping[str, str]
     return api_client
 
 
+class _MountedToken(TokenCredentialsBase):
+    """A pod's service account token, which the kubelet replaces. kfp's own class logs errors and
+    goes on without a token."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def refresh_api_key_hook(self, config: Any) -> None:
+        """Called for each request."""
+        try:
+            config.api_key["authorization"] = secret_file(KF_PIPELINES_SA_TOKEN_ENV, self._path)
+        except SettingsError as error:  # it may be there again for the next request
+            raise PipelineServerError(str(error)) from None
+
+
 def _mounted_token(environment: Mapping[str, str]) -> Path | None:
     """The pod's service account token file, or None without it or if other credentials are set."""
-    mounted = Path(environment.get(KF_PIPELINES_SA_TOKEN_ENV, KF_PIPELINES_SA_TOKEN_PATH))
+    mounted = Path(environment.get(KF_PIPELINES_SA_TOKEN_ENV) or KF_PIPELINES_SA_TOKEN_PATH)
     overridden = environment.get(TOKEN_VARIABLE) or environment.get(COOKIES_VARIABLE)
     return mounted if not overridden and mounted.exists() else None
 
@@ -248,7 +273,8 @@ def _message(error: ApiException) -> str:
     """The message in the API's JSON response, in which uploads differ from other operations."""
     try:
         body = json.loads(error.body or "")
-        message = body.get("message") or body["error_message"]
-    except (ValueError, KeyError, AttributeError, TypeError):
-        message = error.reason or "no reason given"
-    return message.strip().splitlines()[0].rstrip(".")
+        message = str(body.get("message") or body.get("error_message") or "").strip()
+    except (ValueError, AttributeError):
+        message = ""
+    message = message or str(error.reason or "no reason given")
+    return message.splitlines()[0].rstrip(".")

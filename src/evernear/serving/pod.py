@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from evernear.common.disk import disk_errors, sha256_file
+from evernear.common.environment import text_file
 from evernear.common.store import open_store
 from evernear.data.preprocess import decode_size_bytes
 from evernear.errors import IntegrityError, ServingError, SettingsError
@@ -212,12 +213,7 @@ def _token_file(without_token: bool) -> Path | None:
             "use --without-token."
         )
     file = Path(name).absolute()
-    try:
-        text = file.read_text().strip()
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or "it is not text"
-        raise SettingsError(f"{TOKEN_FILE_VARIABLE}={name} cannot be read: {reason}.") from None
-    if not TOKEN.fullmatch(text):
+    if not TOKEN.fullmatch(text_file(TOKEN_FILE_VARIABLE, file)):
         raise SettingsError(
             f"{TOKEN_FILE_VARIABLE}={name} has no valid token: 16 or more letters, digits and -._~+/, as printed by "
             "`openssl rand -hex 32`."

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from evernear.common import processes
-from evernear.common.environment import through_proxy, usable, with_absolute_locations
+from evernear.common.environment import secret, through_proxy, usable, with_absolute_locations
+from evernear.common.masking import mask
 from evernear.errors import EvernearError, SettingsError
 from evernear.kubeflow import local_run
 from evernear.serving import configuration
@@ -138,6 +139,27 @@ def test_proxy_is_named_without_its_login(
     assert through_proxy("https://hub.example/weights") == sentence
     monkeypatch.setenv("NO_PROXY", "hub.example")
     assert through_proxy("https://hub.example/weights") == ""
+
+
+def test_secret_in_a_file_is_read_like_one_in_a_variable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "token"
+    monkeypatch.setenv("SOME_TOKEN", "")
+    monkeypatch.setenv("SOME_TOKEN_FILE", str(file))
+    for content, reason in {
+        b"": "is empty",
+        b"\n": "is empty",
+        b"\xff": "cannot be read: it is not text",
+        b"first-half\nsecond-half": "contains a line break",
+    }.items():
+        file.write_bytes(content)
+        with pytest.raises(SettingsError, match=f"^SOME_TOKEN_FILE={file} {reason}") as raised:
+            secret("SOME_TOKEN")
+        assert "second-half" not in str(raised.value)
+    file.write_text("in-the-file\n")
+    assert secret("SOME_TOKEN") == "in-the-file"
+    assert mask("in-the-file") == "***"
+    monkeypatch.setenv("SOME_TOKEN", "in-the-variable")
+    assert secret("SOME_TOKEN") == "in-the-variable"
 
 
 def test_unusable_secret_is_refused_by_name() -> None:

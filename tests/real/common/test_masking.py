@@ -232,7 +232,7 @@ def test_failing_run_writes_no_secret(tmp_path: Path) -> None:
     del workspace.environment["EVERNEAR_DATA__SOURCE"]
     failed = workspace.process("run", "--source", "s3://bucket/images", "--set", "target=registry")
     assert failed.returncode == 2, failed.stderr
-    assert "S3 at http://***@127.0.0.1:9 cannot be used: username in endpoint is not allowed." in failed.stderr
+    assert "AWS_ENDPOINT_URL='http://***@127.0.0.1:9' is not of the form https://host:port." in failed.stderr
     written = [path for path in workspace.workdir.rglob("*") if path.is_file()]
     assert any(path.name == "run.html" for path in written)
     assert not {path.name for path in written if b"wJalrXUt" in path.read_bytes()}

@@ -5,6 +5,7 @@ import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -15,6 +16,7 @@ from evernear.kubeflow.connection import Connection
 from evernear.settings import PipelineSettings
 from tests.certificates import write_certificate
 from tests.loopback.kfp import KfpServer
+from tests.real.serving.fake_servers import http_server
 
 LIST = "run_service_list_runs"
 
@@ -73,9 +75,32 @@ def test_server_that_is_not_kfp_is_named(answer: bytes) -> None:
         threading.Thread(target=other.serve_forever, daemon=True).start()
         runs = KfpRuns(PipelineSettings(endpoint=f"http://127.0.0.1:{other.server_port}"))
         for call in (lambda: runs.parameters("continuous-training"), runs.list, lambda: runs.show("run")):
-            with pytest.raises(PipelineServerError, match=r"is not Kubeflow Pipelines: .*check pipeline\.endpoint"):
+            with pytest.raises(PipelineServerError, match=r"is not Kubeflow Pipelines 2: .*check pipeline\.endpoint"):
                 call()
         other.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("status", "headers", "body", "sentence"),
+    [
+        (302, {"Location": "/login"}, b"", r"redirected again and again, probably to a login page"),
+        (200, {}, b"null", r"is not Kubeflow Pipelines 2 \(it sent null\); check pipeline\.endpoint"),
+        (200, {}, b"\xff", r"is not Kubeflow Pipelines 2 \(.*decode.*\); check pipeline\.endpoint"),
+        (400, {}, b'{"message": null}', r"answered 400: Bad Request\.$"),
+        (400, {}, b'{"message": " ", "error_message": ""}', r"answered 400: Bad Request\.$"),
+    ],
+)
+def test_odd_answers_end_in_a_sentence(status: int, headers: dict[str, str], body: bytes, sentence: str) -> None:
+    def answer(handler: Any) -> None:
+        handler.send_response(status)
+        for name, value in {"Content-Type": "application/json", "Content-Length": str(len(body)), **headers}.items():
+            handler.send_header(name, value)
+        handler.end_headers()
+        handler.wfile.write(body)
+
+    with http_server(do_GET=answer) as port, pytest.raises(PipelineServerError, match=sentence) as error:
+        connect(f"http://127.0.0.1:{port}").call(LIST)
+    assert "\n" not in str(error.value)
 
 
 def test_unreachable_server_error_names_url_and_remedy() -> None:
@@ -132,9 +157,10 @@ def test_mounted_token_is_read_for_each_request(tmp_path: Path) -> None:
             connection_.call(LIST)
         mounted.write_text("new")  # the kubelet rotates it
         assert connection_.call(LIST).runs is None
-        mounted.unlink()
-        with pytest.raises(PipelineServerError, match=r"Cannot read the token for http.*"):
-            connection_.call(LIST)
+        for break_, reason in ((mounted.unlink, "cannot be read: No such file"), (mounted.touch, "is empty")):
+            break_()
+            with pytest.raises(PipelineServerError, match=rf"^KF_PIPELINES_SA_TOKEN_PATH={mounted} {reason}"):
+                connection_.call(LIST)
 
 
 def test_login_page_is_an_error_and_not_an_empty_list() -> None:
@@ -170,6 +196,9 @@ def test_endpoint_defaults_to_the_service_only_inside_a_cluster() -> None:
     assert connect("https://api.example.org", ui_url="https://ui.example.org/").ui_url == "https://ui.example.org"
     with pytest.raises(SettingsError, match=r"set pipeline\.endpoint, for example"):
         connect("")
+    for url in ("http://[kfp", "http://kfp:port", "http://localhost:8080/#/runs"):  # the last is a page of the UI
+        with pytest.raises(SettingsError, match=r"^pipeline\.endpoint = .* is not of the form https://host:port/path"):
+            connect(url)
 
 
 def test_tls_requires_a_trusted_certificate(tmp_path: Path) -> None:
@@ -178,7 +207,7 @@ def test_tls_requires_a_trusted_certificate(tmp_path: Path) -> None:
         with pytest.raises(PipelineServerError, match=r"is not trusted .*pipeline\.ca_file"):
             connect(server.url).call(LIST)
         assert connect(server.url, ca_file=certificate).call(LIST).runs is None
-    with pytest.raises(EvernearError, match=r"The CA file .*gone\.pem .*does not exist"):
+    with pytest.raises(EvernearError, match=r"^pipeline\.ca_file=.*gone\.pem cannot be used: No such file"):
         connect("https://127.0.0.1", ca_file=tmp_path / "gone.pem")
 
 

@@ -25,7 +25,7 @@ from minio.credentials.credentials import Credentials
 from minio.credentials.providers import AWSConfigProvider, EnvAWSProvider, IamAwsProvider, Provider
 from minio.error import ServerError
 
-from evernear.common.environment import proxy_of, proxy_options, usable
+from evernear.common.environment import proxy_of, proxy_options, secret_file, server_address, server_parts, usable
 from evernear.common.masking import remember
 from evernear.common.output import root_cause
 from evernear.errors import SettingsError, StoreError, TransientStoreError
@@ -207,12 +207,14 @@ def _web_identity(environment: Mapping[str, str], certificates: Path) -> Keys | 
     if not role:
         raise SettingsError("AWS_WEB_IDENTITY_TOKEN_FILE is set without AWS_ROLE_ARN; set the role that it may assume.")
     region = environment.get("AWS_REGION") or environment.get("AWS_DEFAULT_REGION")
-    server = environment.get("AWS_ENDPOINT_URL_STS") or environment.get("AWS_ENDPOINT_URL") or ""
-    if "AWS_ENDPOINT_URL_STS" not in environment and (urlsplit(server).hostname or "").endswith("amazonaws.com"):
+    name = "AWS_ENDPOINT_URL_STS" if environment.get("AWS_ENDPOINT_URL_STS") else "AWS_ENDPOINT_URL"
+    server = environment.get(name, "")
+    host = server_address(name, server).hostname or "" if server else ""
+    if name == "AWS_ENDPOINT_URL" and host.endswith("amazonaws.com"):
         server = ""  # S3's own address, which is not that of STS
 
     def make() -> Provider:
-        _remember_token(file, "AWS_WEB_IDENTITY_TOKEN_FILE")
+        secret_file("AWS_WEB_IDENTITY_TOKEN_FILE", Path(file))
         client = _client(server or "https://sts.amazonaws.com", certificates)
         return IamAwsProvider(custom_endpoint=server.rstrip("/") or None, http_client=client, region=region)
 
@@ -237,7 +239,7 @@ def _container(environment: Mapping[str, str]) -> Keys | None:
     def make() -> Provider:
         file = environment.get("AWS_CONTAINER_AUTHORIZATION_TOKEN_FILE")
         if file:
-            _remember_token(file, "AWS_CONTAINER_AUTHORIZATION_TOKEN_FILE")
+            secret_file("AWS_CONTAINER_AUTHORIZATION_TOKEN_FILE", Path(file))
         return IamAwsProvider(custom_endpoint=uri, http_client=_client(uri, None))
 
     return Keys("the role of this container", make, "check its role (ECS task role, EKS Pod Identity association)")
@@ -249,6 +251,8 @@ def _instance(environment: Mapping[str, str]) -> Keys | None:
     if environment.get("AWS_EC2_METADATA_DISABLED", "").lower() == "true":
         return None
     uri = environment.get("AWS_EC2_METADATA_SERVICE_ENDPOINT", "").rstrip("/")
+    if uri:
+        server_address("AWS_EC2_METADATA_SERVICE_ENDPOINT", uri)
     if not uri and not environment.get("AWS_EXECUTION_ENV") and not _is_made_by_amazon():
         return None
 
@@ -275,21 +279,15 @@ def _is_made_by_amazon() -> bool:
 
 
 def _may_send_token(uri: str) -> bool:
-    parts = urlsplit(uri)
+    parts = server_parts(uri)
+    if parts is None:
+        return False
     host = parts.hostname or ""
     try:
         is_loopback = ipaddress.ip_address(host).is_loopback
     except ValueError:
         is_loopback = False
     return parts.scheme == "https" or (parts.scheme == "http" and (is_loopback or host in _CONTAINER_HOSTS))
-
-
-def _remember_token(file: str, variable: str) -> None:
-    try:
-        remember(Path(file).read_text().strip())
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not text"
-        raise SettingsError(f"{variable}={file} cannot be read: {reason}.") from None
 
 
 def _now() -> datetime:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import urllib3
+import yaml
 from kubernetes import config
 from kubernetes.client import ApiClient, Configuration
 from kubernetes.client.exceptions import ApiException, OpenApiException
@@ -66,6 +67,7 @@ RESOURCES = {
 """The API version and the plural resource name of each kind in use."""
 _MISSING_PERMISSION = re.compile(r'is forbidden: User ".*" cannot ')
 """A 403 response from the authorizer, and not from admission control (webhooks, quotas)."""
+_ANONYMOUS = 'User "system:anonymous"'
 
 
 class Cluster:
@@ -90,7 +92,8 @@ class Cluster:
             else:
                 config.load_kube_config(_kubeconfig(), client_configuration=configuration)
             namespace = namespace or _own_namespace(inside=inside)
-        except (ConfigException, OSError) as error:
+        # The client parses a kubeconfig that is not YAML, or YAML of another shape, without checks.
+        except (ConfigException, OSError, yaml.YAMLError, ValueError, TypeError, KeyError, AttributeError) as error:
             raise ClusterError(_no_credentials(error)) from None
         configuration.retries = urllib3.Retry(
             MAX_ATTEMPTS - 1,
@@ -221,7 +224,7 @@ class Cluster:
     def _call(self, method: str, path: str, body: Tree | None = None, query: dict[str, str] | None = None) -> Tree:
         with self._errors():
             content = self._send(method, path, body, query)
-        if not isinstance(content, dict):
+        if not isinstance(content, dict) or "kind" not in content:
             raise ClusterError(f"The server at {self.host} is not a Kubernetes API server.")
         return cast("Tree", content)
 
@@ -285,6 +288,10 @@ class Cluster:
                 remedy = (
                     "; docs/kubernetes.md has the Role that is needed" if _MISSING_PERMISSION.search(message) else ""
                 )
+                if _ANONYMOUS in message:
+                    remedy = (
+                        "; the request had no credentials: check the kubeconfig's user and the command that it runs"
+                    )
                 return ClusterError(f"The API server refuses: {message}{remedy}.")
             case 404:
                 return ClusterError(f"The API server answered 404: {message}.", 404)
@@ -329,13 +336,13 @@ def _own_namespace(*, inside: bool) -> str:
     if inside:
         return NAMESPACE_FILE.read_text().strip()
     _, current = config.list_kube_config_contexts(_kubeconfig())
-    return current["context"].get("namespace", "default")
+    return current["context"].get("namespace") or "default"
 
 
 def _no_credentials(error: Exception) -> str:
     kubeconfig = _kubeconfig()
-    if Path(kubeconfig).exists():
-        return f"The kubeconfig {kubeconfig} cannot be used: {str(error).rstrip('.')}."
+    if any(Path(path).exists() for path in kubeconfig.split(os.pathsep) if path):
+        return f"The kubeconfig {kubeconfig} cannot be used: {' '.join(str(error).split()).rstrip('.')}."
     return (
         "No cluster is configured: this process does not run in a pod with a service account, and"
         f" {kubeconfig} does not exist; set KUBECONFIG."

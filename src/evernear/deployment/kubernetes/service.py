@@ -2,10 +2,10 @@
 
 import os
 import time
-from urllib.parse import urlsplit
 
 from pydantic import ValidationError
 
+from evernear.common.environment import server_address
 from evernear.deployment.kubernetes.cluster import Cluster
 from evernear.deployment.target import PredictionClient, smoke
 from evernear.errors import ClusterError, EvernearError, PredictionRejectedError, ServingError, SettingsError
@@ -42,11 +42,9 @@ def service_client(cluster: Cluster, settings: RunSettings) -> PredictionClient:
     """A client of the URL in ``EVERNEAR_SERVICE_URL`` if it is set, otherwise of the Service's DNS
     name inside the cluster, and of the API server's proxy outside."""
     if text := os.environ.get(SERVICE_URL_VARIABLE):
-        url = urlsplit(text)
-        if url.scheme not in ("http", "https") or not url.hostname:
-            raise SettingsError(f"{SERVICE_URL_VARIABLE} is {text!r}, not a URL such as http://HOST:PORT.")
+        url = server_address(SERVICE_URL_VARIABLE, text)
         port = url.port or (443 if url.scheme == "https" else 80)
-        return Client(_target(settings, url.hostname, port, tls=url.scheme == "https"))
+        return Client(_target(settings, url.hostname or "", port, tls=url.scheme == "https"))
     if cluster.inside:
         return Client(_target(settings, _host(settings), settings.serving.inference_port))
     if settings.kubernetes.token_secret:

@@ -8,13 +8,12 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from evernear.common.environment import usable
-from evernear.common.masking import remember
+from evernear.common.environment import secret
 from evernear.common.output import printable
 from evernear.errors import SettingsError, StoreError, TransientStoreError
 from evernear.index.description import Collection
 from evernear.settings import IndexSettings
-from evernear.settings.sources import MILVUS_TOKEN_FILE_VARIABLE, MILVUS_TOKEN_VARIABLE, MILVUS_URI_VARIABLE
+from evernear.settings.sources import MILVUS_TOKEN_VARIABLE, MILVUS_URI_VARIABLE
 
 Client = Any
 """``pymilvus.MilvusClient``, whose methods are annotated as both synchronous and asynchronous."""
@@ -57,13 +56,7 @@ def address(uri: str) -> str:
 def _token() -> str:
     """The token from the environment, or an empty string. It is sent only to the address in the
     environment, because a release could name someone else's server."""
-    token, file = usable(MILVUS_TOKEN_VARIABLE), os.environ.get(MILVUS_TOKEN_FILE_VARIABLE)
-    if file and not token:
-        try:
-            token = Path(file).read_text().strip()
-        except (OSError, ValueError) as error:
-            raise SettingsError(f"{MILVUS_TOKEN_FILE_VARIABLE}={file} cannot be read: {error}.") from None
-        remember(token)
+    token = secret(MILVUS_TOKEN_VARIABLE)
     if token and not os.environ.get(MILVUS_URI_VARIABLE):
         raise SettingsError(
             f"A token for Milvus is set, but not {MILVUS_URI_VARIABLE}, the server that it is for; set it as well."

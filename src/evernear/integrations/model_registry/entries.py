@@ -12,6 +12,7 @@ from urllib.parse import quote
 
 import httpx
 
+from evernear.common.environment import secret_file
 from evernear.common.plugins import rejection
 from evernear.common.run_record import RunRecord
 from evernear.common.store import Store
@@ -74,7 +75,7 @@ def _register(store: Store, version: str, description: str, facts: dict[str, str
 def _model_registry() -> httpx.Client:
     headers = {}
     if path := os.environ.get(TOKEN_FILE):
-        headers["Authorization"] = f"Bearer {Path(path).read_text().strip()}"
+        headers["Authorization"] = f"Bearer {secret_file(TOKEN_FILE, Path(path))}"
     base = os.environ[ADDRESS].rstrip("/") + REGISTRY_API
     return httpx.Client(base_url=base, headers=headers, timeout=TIMEOUT_S)
 

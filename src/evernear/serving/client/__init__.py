@@ -13,8 +13,7 @@ from typing import Any, Literal
 import certifi
 
 from evernear.common.disk import open_regular, reread
-from evernear.common.environment import usable
-from evernear.common.masking import remember
+from evernear.common.environment import authorities, text_file, usable, valid_secret
 from evernear.errors import DataError, PredictionRejectedError, SettingsError
 from evernear.serving.endpoints import endpoints, home_of, host_and_port, read_key, start_hint
 from evernear.serving.responses import Metadata, Prediction
@@ -108,31 +107,30 @@ def token_of_environment() -> str | None:
         return _token_in(Path(file))
     except OSError as error:
         raise SettingsError(f"{TOKEN_FILE_VARIABLE}={file} cannot be read: {error.strerror}.") from None
-    except (ValueError, KeyError, TypeError):
-        raise SettingsError(
-            f"{TOKEN_FILE_VARIABLE}={file} has no token: neither the token alone, nor a TorchServe key_file.json."
-        ) from None
 
 
 @reread
 def _token_in(path: Path) -> str:
-    text = path.read_text().strip()
-    token = str(json.loads(text)["inference"]["key"]) if text.startswith("{") else text
-    remember(token)
-    return token
+    token = text_file(TOKEN_FILE_VARIABLE, path)
+    try:
+        token = str(json.loads(token)["inference"]["key"]) if token.startswith("{") else token
+    except (ValueError, KeyError, TypeError):
+        token = ""
+    if not token:
+        raise SettingsError(
+            f"{TOKEN_FILE_VARIABLE}={path} has no token: neither the token alone, nor a TorchServe key_file.json."
+        )
+    return valid_secret(f"{TOKEN_FILE_VARIABLE}={path}", token)
 
 
-def authorities_file() -> str:
+def authorities_file() -> Path:
     """The CA file: ``SSL_CERT_FILE``, or by default, certifi's list of public CAs."""
-    return os.environ.get("SSL_CERT_FILE") or certifi.where()
+    named = os.environ.get("SSL_CERT_FILE")
+    return authorities("SSL_CERT_FILE", Path(named)) if named else Path(certifi.where())
 
 
 def tls_context() -> ssl.SSLContext:
-    try:
-        return ssl.create_default_context(cafile=authorities_file())
-    except OSError as error:
-        reason = error.strerror or error
-        raise SettingsError(f"SSL_CERT_FILE={authorities_file()} cannot be used: {reason}.") from None
+    return ssl.create_default_context(cafile=authorities_file())
 
 
 def token_refused(target: Target) -> PredictionRejectedError:

@@ -7,6 +7,7 @@ the same request. If the store is unavailable, the bot tells the user that nothi
 import logging
 from collections.abc import Callable
 from functools import partial
+from http.client import HTTPException
 from typing import Any
 
 from slack_bolt import Ack, App, BoltContext, BoltResponse, Respond
@@ -110,8 +111,9 @@ def _add_button(app: App, services: Services, action: str) -> None:
 
 
 def _explain(error: Exception, body: Payload, respond: Respond) -> BoltResponse | None:
-    """Tell the user why nothing was done. An internal error is not acknowledged, so that Slack
-    reports a failure, and neither is an event, so that Slack delivers it again."""
+    """Tell the user why nothing was done. An internal error, or one that cannot be told, is not
+    acknowledged, so that Slack reports a failure, and neither is an event, so that Slack delivers
+    it again."""
     if not isinstance(error, EvernearError):
         _log.error("internal error in a delivery of Slack", exc_info=error)
         return None
@@ -124,8 +126,7 @@ def _explain(error: Exception, body: Payload, respond: Respond) -> BoltResponse 
     message = line(text)
     if "command" in body:
         return BoltResponse(status=200, body={"response_type": "ephemeral", "text": message.text})
-    _respond(respond, message)
-    return BoltResponse(status=200, body="")
+    return BoltResponse(status=200, body="") if _respond(respond, message) else None
 
 
 def _text(command: Payload) -> str:
@@ -136,5 +137,14 @@ def _acknowledge(ack: Ack, message: Message | None) -> BoltResponse:
     return ack(text=message.text, blocks=message.blocks) if message else ack()
 
 
-def _respond(respond: Respond, message: Message) -> None:
-    respond(text=message.text, blocks=message.blocks, response_type="ephemeral", replace_original=False)
+def _respond(respond: Respond, message: Message) -> bool:
+    """Show ``message`` to the user alone. False if Slack does not accept it: a response URL is
+    valid for 30 minutes and five messages."""
+    try:
+        answer = respond(text=message.text, blocks=message.blocks, response_type="ephemeral", replace_original=False)
+        fault = "" if answer.status_code == 200 else f"status {answer.status_code}"
+    except (OSError, HTTPException, ValueError) as error:  # ValueError: the request has no response URL
+        fault = str(error)
+    if fault:
+        _log.warning("Slack did not accept a response (%s): %s", fault, message.text)
+    return not fault

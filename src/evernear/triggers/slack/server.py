@@ -9,20 +9,20 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from http.client import HTTPException
-from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 import uvicorn
 from slack_bolt import App
 from slack_bolt.adapter.socket_mode import SocketModeHandler
 from slack_bolt.adapter.starlette.handler import to_bolt_request, to_starlette_response
+from slack_sdk.signature import SignatureVerifier
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request as HttpRequest
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
-from evernear.common.masking import remember
+from evernear.common.environment import secret
 from evernear.common.retry import doubling
 from evernear.common.store.current import current_store
 from evernear.errors import SettingsError, SlackError
@@ -55,6 +55,8 @@ REFUSAL_INTERVAL_S = 60.0
 SHUTDOWN_S = 25
 """Time to finish at shutdown. The timeout is less than the 30 s that Kubernetes gives a pod to shut
 down."""
+_UNKNOWN_FORM = (AttributeError, KeyError, RecursionError, TypeError, ValueError)
+"""What Bolt raises for a request whose JSON is another than it knows."""
 _T = TypeVar("_T")
 _log = logging.getLogger(__name__)
 
@@ -62,15 +64,8 @@ _log = logging.getLogger(__name__)
 def _secret(name: str, prefix: str = "") -> str:
     """The variable ``name``, or the file that ``name_FILE`` names. It is removed from the
     environment, so that child processes do not inherit it."""
-    value = os.environ.pop(name, "")
-    file = os.environ.get(f"{name}_FILE", "")
-    if not value and file:
-        try:
-            value = Path(file).read_text()
-        except OSError as error:
-            raise SettingsError(f"{name}_FILE={file} cannot be read: {error.strerror}.") from None
-    value = value.strip()
-    remember(value)
+    value = secret(name)
+    os.environ.pop(name, None)
     if not value:
         raise SettingsError(f"{name} is missing; set it, or {name}_FILE to a file that contains it (docs/slack.md).")
     if not value.startswith(prefix):
@@ -101,7 +96,7 @@ def serve_slack(
     app = _connect(lambda: create_slack_app(unretried, "" if is_socket else secret, services), stop)
     if app is None:
         return
-    connection = _socket_mode(app, secret, slack, stop) if is_socket else _http_mode(app, settings.slack)
+    connection = _socket_mode(app, secret, slack, stop) if is_socket else _http_mode(app, secret, settings.slack)
     with connection as is_connected, _polling(Worker(services), woken) as polled_s:
         _log.info("The bot is up, in mode %s.", settings.slack.mode)
         _beat(settings, is_connected, polled_s, stop)
@@ -175,10 +170,10 @@ def _socket_mode(app: App, app_token: str, slack: SlackClient, stop: threading.E
 
 
 @contextmanager
-def _http_mode(app: App, settings: SlackSettings) -> Generator[Callable[[], bool]]:
+def _http_mode(app: App, signing_secret: str, settings: SlackSettings) -> Generator[Callable[[], bool]]:
     """Listen for requests from Slack, behind a proxy that terminates TLS. Yields a function that
     returns whether the server is up."""
-    server = create_server(app)
+    server = create_server(app, signing_secret)
     with listening_socket(settings.host, settings.port, "slack.port") as listener:
         _log.info("Listening for Slack at http://%s:%d%s.", *listener.getsockname()[:2], EVENTS_PATH)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
@@ -188,6 +183,14 @@ def _http_mode(app: App, settings: SlackSettings) -> Generator[Callable[[], bool
         finally:
             server.should_exit = True
             thread.join(SHUTDOWN_S)
+
+
+def _is_signed(verifier: SignatureVerifier, body: bytes, timestamp: str, signature: str) -> bool:
+    try:
+        text = body.decode()
+    except UnicodeDecodeError:
+        return False
+    return signature.isascii() and verifier.is_valid(text, timestamp, signature)
 
 
 class _Refusals:
@@ -215,11 +218,11 @@ class _Refusals:
         )
 
 
-def create_server(app: App) -> uvicorn.Server:
-    """Serve ``app`` over HTTP. Bolt checks that each request is signed and at most five minutes
-    old."""
+def create_server(app: App, signing_secret: str) -> uvicorn.Server:
+    """Serve ``app`` over HTTP. Only requests that are signed and at most five minutes old reach
+    Bolt, which parses a request before it checks the signature."""
 
-    refusals = _Refusals()
+    refusals, verifier = _Refusals(), SignatureVerifier(signing_secret)
 
     async def events(request: HttpRequest) -> Response:
         body = await request.body()
@@ -229,15 +232,16 @@ def create_server(app: App) -> uvicorn.Server:
         if request.method == "GET":
             return PlainTextResponse("Slack posts events.", status_code=405)
         timestamp = request.headers.get("x-slack-request-timestamp", "")
-        if not timestamp.isdecimal() or len(timestamp) > 20:  # Bolt parses the timestamp before it checks the signature
+        if not timestamp.isdecimal() or len(timestamp) > 20:
+            return PlainTextResponse("Not signed.", status_code=401)
+        if not _is_signed(verifier, body, timestamp, request.headers.get("x-slack-signature", "")):
+            refusals.log(int(timestamp))
             return PlainTextResponse("Not signed.", status_code=401)
         try:
-            bolt_request = to_bolt_request(request, body)
-        except ValueError:
-            return PlainTextResponse("Not text.", status_code=400)
-        answer = await run_in_threadpool(app.dispatch, bolt_request)
-        if answer.status == 401:
-            refusals.log(int(timestamp))
+            answer = await run_in_threadpool(lambda: app.dispatch(to_bolt_request(request, body)))
+        except _UNKNOWN_FORM as error:
+            _log.warning("Slack sent a request of an unknown form (%s); nothing was done.", type(error).__name__)
+            return PlainTextResponse("Unknown form.", status_code=400)
         return to_starlette_response(answer)
 
     async def health(_: HttpRequest) -> Response:

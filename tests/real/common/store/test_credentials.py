@@ -167,6 +167,8 @@ def test_valid_keys_outlast_an_outage_of_their_server(
         ("pod identity", "AWS_CONTAINER_AUTHORIZATION_TOKEN_FILE", r"AUTHORIZATION_TOKEN_FILE=.* No such file"),
         ("ecs", "AWS_CONTAINER_AUTHORIZATION_TOKEN", r"There are no keys for .* 400 AccessDeniedException; check its"),
         ("pod identity", "AWS_CONTAINER_CREDENTIALS_FULL_URI", r"is neither https:// nor on this machine"),
+        ("web identity", "AWS_ENDPOINT_URL_STS", r"AWS_ENDPOINT_URL_STS='http://\[wrong' is not of the form"),
+        ("instance", "AWS_EC2_METADATA_SERVICE_ENDPOINT", r"_ENDPOINT='http://\[wrong' is not of the form"),
         (
             "profile",
             "AWS_PROFILE",
@@ -178,7 +180,7 @@ def test_refusal_is_one_sentence_without_the_token(
     source: str, variable: str, sentence: str, use: Use, aws: LoopbackAWS, bucket: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     use(source)
-    monkeypatch.setenv(variable, "http://wrong")
+    monkeypatch.setenv(variable, "http://[wrong" if "ENDPOINT" in variable else "http://wrong")
     with pytest.raises((StoreError, SettingsError), match=sentence) as raised:
         S3Store(bucket, "prefix").get("x")
     assert "\n" not in str(raised.value)

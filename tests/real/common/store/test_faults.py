@@ -247,7 +247,7 @@ def test_https_requires_a_trusted_certificate(
         assert store.get("x") == store.get("y") == store.reader()("x") == DATA
         assert by_reader(faulty_proxy)[-3:] == [False, False, True]
     monkeypatch.setenv("AWS_CA_BUNDLE", str(authority.with_name("absent.pem")))
-    with pytest.raises(SettingsError, match=r"The certificate file .*absent\.pem .* does not exist"):
+    with pytest.raises(SettingsError, match=r"^AWS_CA_BUNDLE=.*absent\.pem cannot be used: No such file"):
         S3Store(bucket, "prefix")
 
 
@@ -257,7 +257,14 @@ def test_https_requires_a_trusted_certificate(
         ("AWS_SECRET_ACCESS_KEY", "", "secret key must not be empty"),
         ("AWS_ACCESS_KEY_ID", "", "AWS_SECRET_ACCESS_KEY is set without AWS_ACCESS_KEY_ID"),
         ("AWS_REGION", "nowhere land", "invalid region"),
+        ("AWS_ENDPOINT_URL", "http://[minio:9000", "AWS_ENDPOINT_URL='http://.minio:9000' is not of the form"),
+        ("AWS_ENDPOINT_URL", "http://minio:port", "is not of the form"),
+        ("AWS_ENDPOINT_URL", "http://minio:9000?region=x", "is not of the form"),
+        ("AWS_ENDPOINT_URL", "http://:9000", "is not of the form"),
+        ("AWS_CA_BUNDLE", "/", "AWS_CA_BUNDLE=/ cannot be used: Is a directory"),
+        ("AWS_CA_BUNDLE", __file__, "cannot be used: .*no certificate"),
         ("HTTP_PROXY", "socks5://127.0.0.1:1", "HTTP_PROXY or HTTPS_PROXY is not of the form"),
+        ("HTTP_PROXY", "http://proxy:port", "HTTP_PROXY or HTTPS_PROXY is not of the form"),
     ],
 )
 def test_invalid_environment_is_named(

@@ -1,6 +1,7 @@
 """Credentials, and one sentence for each error of the API server."""
 
 import http.server
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -31,9 +32,10 @@ def test_missing_credentials_error_names_the_kubeconfig(bare: Path) -> None:
     with pytest.raises(ClusterError, match=rf"{bare}/\.kube/config does not exist; set KUBECONFIG"):
         Cluster.of("evernear")
     (bare / ".kube").mkdir()
-    (bare / ".kube" / "config").write_text("nonsense: true")
-    with pytest.raises(ClusterError, match=rf"The kubeconfig {bare}/\.kube/config cannot be used: "):
-        Cluster.of("evernear")
+    for nonsense in ("nonsense: true", "", "[a", "a:\n\t- b", "- a", "text", "\0"):
+        (bare / ".kube" / "config").write_text(nonsense)
+        with pytest.raises(ClusterError, match=rf"^The kubeconfig {bare}/\.kube/config cannot be used: .*\.$"):
+            Cluster.of("evernear")
 
 
 def test_pod_uses_its_service_account_unless_kubeconfig_is_set(
@@ -79,9 +81,10 @@ def test_token_from_outside_requires_a_service_url(
         with pytest.raises(Exception, match=r"refuses the token; set EVERNEAR_TOKEN"):
             service_client(cluster, make_settings(token_secret="token")).predict(b"image")
     assert requests == ["Bearer secret"]
-    monkeypatch.setenv("EVERNEAR_SERVICE_URL", "evernear.example")
-    with pytest.raises(SettingsError, match=r"EVERNEAR_SERVICE_URL is 'evernear.example', not a URL such as http://"):
-        service_client(cluster, make_settings())
+    for url in ("evernear.example", "http://evernear:port", "http://[evernear", "http://evernear/path"):
+        monkeypatch.setenv("EVERNEAR_SERVICE_URL", url)
+        with pytest.raises(SettingsError, match=r"^EVERNEAR_SERVICE_URL='.*' is not of the form https://host:port\.$"):
+            service_client(cluster, make_settings())
 
 
 @pytest.fixture
@@ -116,7 +119,7 @@ def foreign_server(bare: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]
     def welcome(handler: Any) -> None:
         handler.send_response(200)
         handler.end_headers()
-        handler.wfile.write(b"<html>Welcome to nginx</html>")
+        handler.wfile.write(b'{"hello": "world"}' if handler.path.endswith("/pods?") else b"<html>Welcome</html>")
 
     with http_server(do_GET=welcome) as port:
         url = f"http://127.0.0.1:{port}"
@@ -131,11 +134,37 @@ def foreign_server(bare: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]
         yield url
 
 
+def test_request_without_credentials_names_the_kubeconfig(
+    loopback: LoopbackCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The client logs why the kubeconfig's command failed, and goes on without a token."""
+    refused = {"kind": "Status", "code": 403, "message": 'x is forbidden: User "system:anonymous" cannot get x'}
+    body = json.dumps(refused).encode()
+
+    def refuse(handler: Any) -> None:
+        handler.send_response(403)
+        handler.send_header("Content-Length", str(len(body)))
+        handler.end_headers()
+        handler.wfile.write(body)
+
+    tree = yaml.safe_load(loopback.kubeconfig().read_text())
+    tree["users"][0]["user"] = {"exec": {"apiVersion": "client.authentication.k8s.io/v1", "command": "no-such-plugin"}}
+    with http_server(do_GET=refuse) as port:
+        tree["clusters"][0]["cluster"] = {"server": f"http://127.0.0.1:{port}"}
+        kubeconfig = loopback.kubeconfig()
+        kubeconfig.write_text(yaml.safe_dump(tree))
+        monkeypatch.setenv("KUBECONFIG", str(kubeconfig))
+        with pytest.raises(ClusterError, match=r"no credentials: check the kubeconfig's user and the command"):
+            Cluster.of("evernear").get("Deployment", "x")
+
+
 @pytest.mark.usefixtures("quick_retries")
 def test_foreign_and_unreachable_servers_are_reported(foreign_server: str, bare: Path) -> None:
     cluster = Cluster.of("evernear")
     with pytest.raises(ClusterError, match=rf"^The server at {foreign_server} is not a Kubernetes API server\.$"):
         cluster.get("Deployment", "x")
+    with pytest.raises(ClusterError, match=r"is not a Kubernetes API server\.$"):
+        cluster.list("Pod")
     kubeconfig = bare / "config"
     kubeconfig.write_text(kubeconfig.read_text().replace(foreign_server, "http://127.0.0.1:1"))
     cluster = Cluster.of("evernear")

@@ -186,7 +186,7 @@ def public_server(
             return create_console_server(client.app, ConsoleSettings()), "/try", headers
         case _:
             app = App(token="xoxb-1", signing_secret="0", token_verification_enabled=False)
-            return create_slack_server(app), EVENTS_PATH, {}
+            return create_slack_server(app, "0"), EVENTS_PATH, {}
 
 
 def test_each_server_limits_heads_and_bodies(

@@ -51,6 +51,20 @@ def test_request_that_cannot_be_stored_is_refused(bot: Bot, slack: SlackServer, 
     assert len(runs.started) == 1
 
 
+@pytest.mark.parametrize("url", ["http://127.0.0.1:9/gone", "", "expired"])
+def test_refusal_that_cannot_be_told_is_not_acknowledged(
+    bot: Bot, slack: SlackServer, caplog: pytest.LogCaptureFixture, url: str
+) -> None:
+    """So that Slack shows the failed click. A response URL expires."""
+    click = slack.button(bot.prompt(), "Start training").by(ADA)
+    bot.store.is_down = True
+    click["response_url"] = f"{slack.url}/expired" if url == "expired" else url
+    assert bot.deliver(click).status == 500
+    (line,) = [record for record in caplog.records if record.name.startswith("evernear.triggers")][-1:]
+    assert "Slack did not accept a response" in line.getMessage()
+    assert not any(record.exc_info for record in caplog.records)
+
+
 def test_copies_of_a_command_prompt_once(bot: Bot, slack: SlackServer) -> None:
     payload = ADA.types("/retrain", "C0TRAINING", slack.response_url("C0TRAINING"))
     for wait_s in (0, 60, 300):

@@ -16,6 +16,7 @@ from types import SimpleNamespace
 import httpx
 import pytest
 from slack_sdk.http_retry import builtin_handlers
+from slack_sdk.signature import SignatureVerifier
 
 from evernear.errors import ServingError, SettingsError, SlackError
 from evernear.settings import Settings
@@ -150,7 +151,7 @@ def test_http_mode_accepts_only_signed_requests(slack: SlackServer, bot_settings
         assert post(body, **{"x-slack-signature": "v0=0"}) == 401
         assert post(body, **{"x-slack-request-timestamp": "yesterday"}) == 401
         assert post(body, **{"x-slack-request-timestamp": "1" * 5000}) == 401
-        assert post(b"\xff\xfe") == 400
+        assert post(b"\xff\xfe") == 401
         assert post("x" * (server.MAX_REQUEST_SIZE_BYTES + 1)) == 413
         for offset_s in (-302, 302):
             old, stale = signed(payload, SIGNING_SECRET, time.time() + offset_s)
@@ -170,6 +171,25 @@ def test_http_mode_accepts_only_signed_requests(slack: SlackServer, bot_settings
             assert client.post(EVENTS_PATH, content=click, headers=signature).status_code == 200
         until(lambda: runs.started)
         assert len(runs.started) == 1
+
+
+def test_request_of_an_unknown_form_is_refused(
+    slack: SlackServer, bot_settings: Settings, runs: MemoryRuns, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Before it is parsed if it is unsigned: anyone may send it."""
+    bot_settings = bot_settings.model_copy(update={"slack": bot_settings.slack.model_copy(update={"mode": "http"})})
+    url = f"http://127.0.0.1:{bot_settings.slack.port}{EVENTS_PATH}"
+    verifier, sent = SignatureVerifier(SIGNING_SECRET), str(int(time.time()))
+    with serving(bot_settings, runs):
+        for body in ("payload=null", "payload=%7B", "payload=[]", "payload=" + 100_000 * "["):
+            own = verifier.generate_signature(timestamp=sent, body=body)
+            for signature, status in (("v0=0", 401), ("v0=\xe9", 401), (own, 400)):
+                headers = {"x-slack-request-timestamp": sent, "x-slack-signature": signature}
+                encoded = httpx.Headers(headers, encoding="latin-1")
+                assert httpx.post(url, content=body, headers=encoded).status_code == status, body[:20]
+    lines = [record.getMessage() for record in caplog.records]
+    assert sum("of an unknown form" in line for line in lines) == 4
+    assert not any(record.exc_info for record in caplog.records)
 
 
 def test_refused_request_is_logged_once_a_minute_with_the_variable_and_both_clocks(
