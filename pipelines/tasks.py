@@ -66,7 +66,7 @@ POLICIES = {
     "rollback": TaskPolicy(2 * HOUR_S, queries_release=True, searches_gallery=True),
     "promote": TaskPolicy(2 * HOUR_S, queries_release=True, searches_gallery=True),
     "predict": TaskPolicy(PARTS_S, searches_gallery=True),
-    "notify": TaskPolicy(HOUR_S // 2),  # more than it may wait for the store
+    "notify": TaskPolicy(HOUR_S // 2, searches_gallery=True),  # more than it may wait for the store; sets Milvus' alias
 }
 
 

@@ -94,7 +94,8 @@ def promote_release(
 def require_reason(why: str) -> None:
     """Check the reason of a promotion that overrules the verdict."""
     if not why.strip():
-        raise SettingsError("Promoting against a verdict needs a reason; add --why 'the reason'.")
+        option = "--why 'the reason' (in the promote pipeline: --set reason='the reason')"
+        raise SettingsError(f"Promoting against a verdict needs a reason; add {option}.")
 
 
 def apply(settings: RunSettings, *, cause: Cause | None = None) -> Deployment:

@@ -26,6 +26,7 @@ OLDEST, NEWEST = "1.30", "1.37"
 DIGEST = "sha256:" + "0" * 64
 PARTS: dict[str, tuple[str, ...]] = {
     "local": ("overlays/local",),
+    "local, console": ("overlays/local", "components/console"),
     "production": ("overlays/production",),
     "production, ingress": ("overlays/production", "components/ingress"),
     "production, console": ("overlays/production", "components/console"),

@@ -44,7 +44,9 @@ from tests.repository.deploy.rendered import (
 FOREIGN_ACCOUNTS = {"kubeflow/pipeline-runner"}
 """Accounts that a RoleBinding may name although evernear does not create them."""
 SECRETS: dict[str, Object] = {
-    secret["metadata"]["name"]: secret for secret in yaml.safe_load_all((DEPLOY / "secrets.example.yaml").read_text())
+    secret["metadata"]["name"]: secret
+    for secret in yaml.safe_load_all((DEPLOY / "secrets.example.yaml").read_text())
+    if secret["metadata"]["namespace"] == "evernear"
 }
 OURS = re.compile(r"registry\.invalid/evernear-[a-z]+@")
 

@@ -153,7 +153,7 @@ def test_pods_reach_what_hands_out_the_keys_of_a_role_only_with_its_component(na
 
 
 def test_only_pods_with_keys_reach_the_trial_store() -> None:
-    rendered = objects("local")
+    rendered = objects("local, console")
     manifests = [*rendered, *serving(rendered)]
     store = component(manifests, "object-store")
     (port,) = (item["targetPort"] for item in named(manifests, "Service")["evernear-seaweedfs"]["spec"]["ports"])

@@ -62,7 +62,8 @@ def test_every_deployment_becomes_available_once_its_secrets_exist(overlay_clust
 
     expected = named(LOCAL, "Deployment").keys()
     until(lambda: up() == expected - {"evernear-prep"})  # it mounts the token
-    (token,) = (secret for secret in SECRETS if secret["metadata"]["name"] == "evernear-token")
+    name = {"name": "evernear-token", "namespace": "evernear"}
+    (token,) = (secret for secret in SECRETS if secret["metadata"] == name)
     core.create_namespaced_secret("evernear", token | {"stringData": {"token": "x"}})
     until(lambda: up() == expected)
 

@@ -141,8 +141,26 @@ def test_secrets_are_not_parameters_and_every_step_has_store_credentials(compile
         assert {"AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"} <= variables
         verifies = name in ("deploy", "rollback", "promote")
         assert ("EVERNEAR_TOKEN" in variables) == verifies, "only tasks that request predictions get the token"
+        if verifies or name == "notify":  # both set the alias of the champion's collection
+            assert {"EVERNEAR_MILVUS_URI", "EVERNEAR_MILVUS_TOKEN"} <= variables, name
     suspicious = [name for name in compiled.parameters if "key" in name or "password" in name or "token" in name]
     assert suspicious == []
+
+
+def test_every_secret_of_a_step_is_in_the_example() -> None:
+    example = [*yaml.safe_load_all((ROOT / "deploy/secrets.example.yaml").read_text())]
+    documented = {
+        secret["metadata"]["name"]: secret["stringData"].keys()
+        for secret in example
+        if secret["metadata"]["namespace"] == "kubeflow"
+    }
+    read: dict[str, set[str]] = {}
+    for pipeline in map(Compiled, PIPELINES):
+        for name in pipeline.tasks:
+            for secret in pipeline.pod(name)["secretAsEnv"]:
+                read.setdefault(secret["secretName"], set()).update(key["secretKey"] for key in secret["keyToEnv"])
+    assert read.keys() == documented.keys()
+    assert all(keys and keys <= read[name] for name, keys in documented.items())
 
 
 def test_no_task_counts_on_retries_of_the_platform(compiled: Compiled) -> None:
