@@ -32,12 +32,13 @@ def status(
     from evernear.release.registry import Registry
     from evernear.serving.endpoints import home_of
 
-    champion = Registry(current_store(settings.store_uri)).champion()
+    registry = Registry(current_store(settings.store_uri))
+    champion = registry.champion()
     last = last_outcome(settings.workdir)
     state: dict[str, Any] = {"run": progress(settings.workdir), "last_run": last.summary() if last else None}
     state |= open_target(settings).status()
-    since = champion and f"{champion.promotion.since:%Y-%m-%d %H:%M} UTC, {champion.promotion.sentence()}"
-    state["champion_since"] = since or None
+    made = registry.pointer.made_live(champion) if champion else None
+    state["champion_since"] = f"{made.since:%Y-%m-%d %H:%M} UTC, {made.sentence()}" if made else None
     if following := follow_state(home_of(settings.workdir)):
         state["follows"] = following.fault or f"the champion, release {following.version} since {following.since:%F %T}"
     state["live_accuracy"] = _live_accuracy(settings, state["champion"]) if state["champion"] else None

@@ -263,6 +263,11 @@ class Releases:
                 break
         return found
 
+    def rollback_target(self, champion: Champion | None) -> str:
+        """The release that a rollback restores. Empty if there is none, or if it was pruned."""
+        previous = champion.previous if champion else None
+        return previous if previous and self._registry.is_published(previous) else ""
+
     def find(self, version: str) -> Record | None:
         """The record of a release or pruned release, or None if the store has no such record."""
         try:

@@ -28,7 +28,7 @@ from evernear.errors import DataError
 from evernear.evaluation.answer_table import KINDS, Kind
 from evernear.review.answers import Answer
 from evernear.review.queue import read_all
-from evernear.review.renames import Rename, rename_class
+from evernear.review.renames import Rename, files_to_rename, rename_class
 from evernear.review.suspects import picture
 
 PAGE_IMAGES = 60
@@ -93,11 +93,14 @@ class ClassPage:
         new = class_name(field(form, "new"))
         if not new or new == label:
             raise DataError("Type the new name of the class first.")
+        live, store = self._backend.live(), self._backend.store
+        known = tuple(map(class_name, live.labels)) if live else ()
         if field(form, "confirmed") != "yes":
-            return page(request, "rename_question.html.j2", label=label, new=new, files=len(target.files(label)))
+            files = files_to_rename(store, target, label, new, known)
+            return page(request, "rename_question.html.j2", label=label, new=new, files=len(files))
         with self._backend.lock:
             rename = Rename(old=label, new=new, who=user.name, at=self._backend.now())
-            count = rename_class(self._backend.store, target, rename)
+            count = rename_class(store, target, rename, known)
         response = self._content(request, "class_content.html.j2", f"{quantity(count, 'file')} moved to {new}.")
         response.headers["HX-Retarget"] = "#review"
         return response

@@ -230,6 +230,7 @@ class ReleasesPage:
             request,
             template,
             champion=champion,
+            target=self._backend.releases.rollback_target(champion),
             releases=releases,
             faults=faults,
             promoted={promotion.version for promotion in history},

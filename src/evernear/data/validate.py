@@ -153,8 +153,8 @@ def validate_dataset(
 def require_valid(report: Report) -> None:
     errors = [finding for finding in report.findings if finding.severity == "error"]
     if errors:
-        messages = "; ".join(finding.message.removesuffix(".") for finding in errors)
-        raise DataError(f"The data cannot be used: {messages}.{_remedy(report, errors)}")
+        messages = " ".join(f"{finding.message.removesuffix('.')}." for finding in errors)
+        raise DataError(f"The data cannot be used: {messages}{_remedy(report, errors)}")
 
 
 def _remedy(report: Report, errors: Iterable[Finding]) -> str:
@@ -298,8 +298,8 @@ def _vanished(totals: dict[str, int], champion_labels: Sequence[str], classes: C
         }
         names = _listed([former.get(label, label) for label in missing])
         message = (
-            f"The live release has the classes {names}, but no image of them is left;"
-            " bring them back, or run with --retire CLASS or --rename OLD=NEW if that is on purpose."
+            f"No image is left of {names}, which the live release knows; bring the images back, or run with --retire"
+            " CLASS or --rename OLD=NEW if that is on purpose."
         )
         yield _finding("vanished_class", message, missing, len(missing))
 

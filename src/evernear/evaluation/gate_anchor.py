@@ -85,8 +85,9 @@ def no_worse_than_anchor_rule(anchor: Anchor, candidate: Measurement, settings: 
         bound=float(budget),
         reason=sentences.anchor(
             anchor.choice,
-            anchor.measurement,
             pairs,
+            right=right,
+            queries=candidate.label_right.total,
             is_champion=anchor.is_champion,
             budget=budget,
             level=level,

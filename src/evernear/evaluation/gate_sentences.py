@@ -134,9 +134,10 @@ NO_SHARED_IMAGES = "The test split contains no image of a class that it and the 
 
 def anchor(
     choice: AnchorChoice,
-    measurement: Measurement,
     pairs: PairedCounts,
     *,
+    right: int,
+    queries: int,
     is_champion: bool,
     budget: int,
     level: float,
@@ -144,6 +145,8 @@ def anchor(
     could_fail: bool,
     passed: bool,
 ) -> str:
+    """``right`` is the number of the compared images whose label the anchor has right, and
+    ``queries`` the number of all test images."""
     reasons: list[str] = []
     if choice.former:
         reasons.append(
@@ -153,9 +156,12 @@ def anchor(
         reasons.append("Too few images to tell whether the candidate is worse than the anchor.")
     if is_tested:
         verb = "is not" if pairs.p_worse > level else "is"
+        known = (
+            f" on the {quantity(pairs.queries, 'image')} of classes that both know" if pairs.queries < queries else ""
+        )
         reasons.append(
             f"The candidate {verb} significantly worse than the anchor {choice.version}, whose label right is "
-            f"{measurement.label_right.value:.2%}: {pairs.changes()}, {pairs.p_in_words()}, level {level:g}."
+            f"{right / pairs.queries:.2%}{known}: {pairs.changes()}, {pairs.p_in_words()}, level {level:g}."
         )
     unit = "test image" if pairs.groups is None else "group of test images"
     units = "test images" if pairs.groups is None else "groups of test images"

@@ -33,6 +33,7 @@ from pathlib import PurePosixPath
 
 from evernear.common.frozen import Frozen
 from evernear.common.lease import Lease, StoreRecord
+from evernear.common.output import quantity
 from evernear.common.parts import PARTS
 from evernear.common.run_record import ABANDONED_AFTER, EXIT_STEP, RUNS, STARTING, RunRecord, may_be_active, this_host
 from evernear.common.step_results import CHECKPOINTS
@@ -224,7 +225,7 @@ def _runs(store: Store, listed: Sequence[ObjectInfo], keep: int, versions: Colle
     kept = {STARTING, *sorted(last, key=lambda run: (last[run], run))[-keep:]}
     kept.update(run for run in archived if run not in kept and _version(store, run) in versions)
     going = [info for info in listed if info.key.removeprefix(RUNS).partition("/")[0] not in kept]
-    return _group("records of runs", f"not of the newest {keep} runs or of a remaining release", going)
+    return _group("records of runs", f"not of the newest {quantity(keep, 'run')} or of a remaining release", going)
 
 
 def _version(store: Store, run: str) -> str | None:

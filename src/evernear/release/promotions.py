@@ -245,6 +245,14 @@ class ChampionPointer:
             promotion = self.find_in_history(promotion.number - 1)
         return None
 
+    def made_live(self, champion: Champion) -> Promotion:
+        """The promotion since which ``champion`` is live. Moving the anchor and applying settings
+        are later entries about the same release."""
+        promotion = champion.promotion
+        while promotion.how in ("apply", "anchor") and (before := self.find_in_history(promotion.number - 1)):
+            promotion = before
+        return promotion
+
     def find_in_history(self, number: int) -> Promotion | None:
         """None if the promotion's entry is missing or damaged."""
         key = history_key(number)

@@ -30,6 +30,8 @@ EXIT_STEP = "notify"
 
 
 FEW_EPOCHS = 10
+_RULES_OF_DATA = {"same_test_set", "test_images_unseen", "classes_kept"}
+"""Rules that no longer training can pass."""
 CONFUSION_MATRIX = "confusion.png"
 """The image in a run's record that shows the candidate's confusion matrix in Slack."""
 SHARED_OPTIONS = ("--workdir", "--config", "--set")
@@ -64,7 +66,8 @@ class RunOutcome(Document):
     gate_settings: tuple[str, ...] = ()
     """``key=value`` settings with which the gate would have promoted a held candidate, if any."""
     few_epochs: int = 0
-    """The ``train.epochs`` of a held run if that is less than `FEW_EPOCHS`."""
+    """The ``train.epochs`` of a held run if that is less than `FEW_EPOCHS`, and if longer training
+    may pass the rules that failed."""
     command: tuple[str, ...] = ()
     """The arguments of an ``evernear`` command that repeats the run on this machine. Empty for a
     run on KFP."""
@@ -244,6 +247,9 @@ def _settings_of(rules: Iterable[dict[str, Any]]) -> tuple[str, ...]:
 
 
 def _few_epochs(record: RunRecord) -> int:
+    failed = {rule["name"] for rule in record.load("verdict").get("rules", ()) if not rule["passed"]}
+    if failed and failed <= _RULES_OF_DATA:
+        return 0
     epochs = record.load("settings").get("train", {}).get("epochs") or 0
     return epochs if epochs < FEW_EPOCHS else 0
 

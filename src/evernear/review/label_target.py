@@ -5,6 +5,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from evernear.common.disk import disk_errors, missing_directory, write_atomically
+from evernear.common.output import printable
 from evernear.common.store import open_store
 from evernear.data.sources import open_source
 from evernear.data.sources.folder import DEFAULTS, Bucket, Folder
@@ -15,6 +16,7 @@ from evernear.settings import DataSettings
 
 _MISSING = (errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG)
 """Error numbers for a path that does not exist and cannot exist at this time."""
+_MAX_NAME_BYTES = 200
 
 
 class FolderTarget:
@@ -139,9 +141,18 @@ def open_label_target(source: str, settings: DataSettings = DEFAULTS) -> LabelTa
 
 def require_folder_name(label: str) -> None:
     """Require that ``label`` can be the name of a class folder."""
-    unusable = not label or len(label.encode()) > 200 or label != label.strip() or is_skipped(label)
-    if unusable or not label.isprintable() or "/" in label or "\\" in label or label.lower() in SPLIT_WORDS:
-        raise SettingsError(f"{label!r} cannot be the name of a class; use a plain name without slashes.")
+    shown = printable(label, 100)
+    if not label or label != label.strip() or is_skipped(label) or label.lower() in SPLIT_WORDS:
+        remedy = "use a name that means no hidden, system or split folder"
+    elif len(label.encode()) > _MAX_NAME_BYTES:
+        remedy = f"shorten it to {_MAX_NAME_BYTES} bytes"
+    elif "/" in label or "\\" in label:
+        remedy = "use a name without slashes"
+    elif printable(label) != label:  # a joiner within an emoji is printable
+        remedy = "use a name without invisible characters"
+    else:
+        return
+    raise SettingsError(f"'{shown}' cannot be the name of a class; {remedy}.")
 
 
 def _files(source: Folder | Bucket, label: str) -> list[str]:

@@ -43,20 +43,37 @@ def load_renames(store: Store) -> tuple[tuple[Rename, ...], str | None]:
     return Renames.from_json(stored[0], f"{store.uri}/{RENAMES}").renames, stored[1]
 
 
-def rename_class(store: Store, target: LabelTarget, rename: Rename) -> int:
-    """Record ``rename`` and move the files of the class. Return their number.
+def files_to_rename(store: Store, target: LabelTarget, old: str, new: str, live: Iterable[str]) -> list[str]:
+    """The files of the class ``old`` that move if it becomes ``new``. ``live`` are the classes of
+    the live release.
 
     Raises:
         SettingsError: the new name is not usable as a folder name.
-        DataError: the source has no file of the class, or a class with the new name.
+        DataError: the source has no file of the class, or the source or the live release has
+            another class with the new name.
+    """
+    require_folder_name(new)
+    files = target.files(old)
+    if not files:
+        raise DataError(f"The source has no image of the class {old}.")
+    if target.files(new):
+        raise DataError(f"The class {new} exists. Select the images, and move them there.")
+    if new in live and new_names(load_renames(store)[0]).get(new) != old:
+        raise DataError(
+            f"The live release calls other images {new}, so the next run would mistake one class for the other. Choose "
+            "another name, or rename the class once a release without that name is live."
+        )
+    return files
+
+
+def rename_class(store: Store, target: LabelTarget, rename: Rename, live: Iterable[str] = ()) -> int:
+    """Record ``rename`` and move the files of the class. Return their number.
+
+    Raises:
+        SettingsError, DataError: those of `files_to_rename`.
         ConflictError: somebody else renamed a class in the meantime.
     """
-    require_folder_name(rename.new)
-    files = target.files(rename.old)
-    if not files:
-        raise DataError(f"The source has no image of the class {rename.old}.")
-    if target.files(rename.new):
-        raise DataError(f"The class {rename.new} exists. Select the images, and move them there.")
+    files = files_to_rename(store, target, rename.old, rename.new, live)
     renames, etag = load_renames(store)
     store.put_if(RENAMES, Renames(renames=(*renames, rename)).to_json(), etag)
     finish_renames(store, target)

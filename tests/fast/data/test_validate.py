@@ -39,7 +39,7 @@ def test_errors_stop_with_a_message_that_names_the_files(tree, run_ingest, make_
         require_valid(report)
     sentence, remedy = str(exc_info.value).split(", add --set ")
     assert sentence == (
-        "The data cannot be used: 2 files cannot be decoded and were left out; fix or remove 1/cut.png, 2/words.png;"
+        "The data cannot be used: 2 files cannot be decoded and were left out; fix or remove 1/cut.png, 2/words.png."
         " 1 image has several labels and was left out; keep the right one of 1/again.png, 2/001.png."
         " To use the data without the files that were left out"
     )
@@ -178,7 +178,7 @@ def test_missing_champion_class_is_an_error(tree, run_ingest) -> None:
     first = run_ingest(tree)
     shutil.rmtree(tree / "2")
     second = run_ingest(tree)
-    with pytest.raises(DataError, match="The live release has the classes 2, but no image of them is left"):
+    with pytest.raises(DataError, match="No image is left of 2, which the live release knows"):
         require_valid(check(second, ("1", "2", "10")))
     # A class that no release contains may be removed.
     assert check(second, ("1", "10")).findings == ()
@@ -200,7 +200,7 @@ def test_classes_removed_or_renamed_on_purpose_have_not_vanished(tree, run_inges
         return [finding.message for finding in report.findings]
 
     assert messages({"2": "two"}) == []
-    assert "has the classes 2 (renamed to gone), but no image" in messages({"2": "gone"})[0]
+    assert "No image is left of 2 (renamed to gone), which" in messages({"2": "gone"})[0]
     assert messages({"2": "two", "twoo": "2nd"}) == [
         "Classes that the live release does not have are declared retired or renamed (--retire, --rename): "
         "twoo; correct the names, or drop the option."

@@ -177,6 +177,13 @@ def test_held_run_of_few_epochs_is_advised_to_train_longer(
         assert first.purpose == "look at its worst mistakes"
 
 
+def test_longer_training_is_not_advised_where_the_data_holds_a_run(record: RunRecord) -> None:
+    leaked = {"name": "test_images_unseen", "passed": False, "reason": "Leaked."}
+    for rules, epochs in (([leaked], 0), ([leaked, {"name": "no_worse", "passed": False, "reason": "Worse."}], 2)):
+        record.save(verdict=HOLD | {"rules": rules}, archived={"version": VERSION}, settings={"train": {"epochs": 2}})
+        assert finalize(record, "continuous-training", "SUCCEEDED", "").few_epochs == epochs
+
+
 def test_next_steps_of_a_local_run_repeat_only_where_it_is() -> None:
     words = ("run", "--retire", "cat", "--workdir=my w", "--set", "store=s3://b/p", "--set=train.epochs=3")
     setting = "gate.beat_baseline=false"

@@ -139,6 +139,7 @@ def test_anchor_is_printed_and_moved_with_a_reason(uri: str, releases: tuple[Pac
         evernear("anchor", second, "--why", "again", *options)
     last = json.loads(evernear("list", "--history", "--json", *options))[-1]
     assert (last["how"], last["anchor"], last["why"]) == ("anchor", second, "the classes are harder now")
+    assert registry.pointer.made_live(registry.require_champion()).how == "promote"
 
 
 def test_a_pruned_release_is_not_promised_as_target_of_a_rollback(

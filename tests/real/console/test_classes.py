@@ -73,6 +73,18 @@ def test_class_is_not_renamed_to_another_and_not_without_images(
     assert files(pet_folder) == ["cat/a.png", "cat/deep/b.png", "dog/c.png"]
 
 
+def test_a_class_is_not_renamed_to_the_name_of_another_class_of_the_live_release(
+    store: Store, pet_folder: Path
+) -> None:
+    """Otherwise a swap of two names compares the images of one class with those of the other."""
+    target = FolderTarget(pet_folder, DataSettings())
+    live = ("cat", "dog")
+    rename_class(store, target, rename("cat", "kitten"), live)
+    with pytest.raises(DataError, match="The live release calls other images cat"):
+        rename_class(store, target, rename("dog", "cat"), live)
+    assert rename_class(store, target, rename("kitten", "cat"), live) == 2, "its own earlier name"
+
+
 def test_runs_tell_how_they_ended(store: Store) -> None:
     started = datetime(2026, 11, 1, tzinfo=UTC)
     for name, outcome in {

@@ -124,7 +124,7 @@ def test_classes_are_retired_and_renamed_in_any_spelling(make_folders, run_inges
             classes = ClassSettings(retired=(retired,), renamed={old: "the\u0301"})
             assert classes.current_labels(champion) == ("th\xe9",)
             require_valid(check(manifest, champion, classes))
-    with pytest.raises(DataError, match="no image of them is left"):
+    with pytest.raises(DataError, match="No image is left of"):
         require_valid(check(manifest, (DECOMPOSED,)))
     assert ClassSettings(renamed={DECOMPOSED: COMPOSED}).current(DECOMPOSED) == COMPOSED
     with pytest.raises(ValueError, match="both retired and renamed"):

@@ -11,7 +11,7 @@ from evernear.data.sources import open_source
 from evernear.errors import ConflictError, DataError, SettingsError, StoreError
 from evernear.review import queue as queue_module
 from evernear.review.answers import ANSWERS, PENDING, Answer, Answers
-from evernear.review.label_target import LabelTarget, open_label_target
+from evernear.review.label_target import LabelTarget, open_label_target, require_folder_name
 from evernear.review.queue import Item, Queue
 from tests.review_queue import NOW, log_queries, png
 
@@ -92,6 +92,19 @@ def test_unusable_class_name_is_refused_and_nothing_is_recorded(
         Answers(store, open_label_target(f"folder:{source}")).label(item.image, answer(item, label=label))
     assert store.find(ANSWERS) is None
     assert names(source) == before
+
+
+def test_names_with_joined_emoji_are_usable_and_a_refusal_says_why() -> None:
+    require_folder_name("\N{WOMAN}\N{ZERO WIDTH JOINER}\N{EAR OF RICE}")
+    for label, remedy in (
+        ("x" * 5000, "shorten it"),
+        ("a/b", "slashes"),
+        ("a\u202eb", "invisible"),
+        ("Train", "split"),
+    ):
+        with pytest.raises(SettingsError, match=remedy) as error:
+            require_folder_name(label)
+        assert len(str(error.value)) < 250
 
 
 class KilledError(Exception):

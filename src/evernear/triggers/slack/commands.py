@@ -8,8 +8,9 @@ from evernear.common.audit import request_id
 from evernear.errors import StoreError
 from evernear.evaluation.headline import headline
 from evernear.kubeflow.runs import Run
-from evernear.release.promotions import Champion
+from evernear.release.promotions import Champion, Promotion
 from evernear.release.records import Record
+from evernear.release.registry import Registry
 from evernear.settings.triggers import Right
 from evernear.triggers.requests import TRAINING
 from evernear.triggers.slack.blocks import (
@@ -78,9 +79,8 @@ def status(call: Call) -> Message:
     services = call.services
     active = [run for run in services.runs.list(limit=50) if not run.state.is_final]
     pending = sum(request.state == "pending" for request in services.requests.list())
-    return status_message(
-        services.registry.champion(), active, pending, _watcher_status(services), now=services.clock()
-    )
+    live = _made_live(services.registry)
+    return status_message(live, active, pending, _watcher_status(services), now=services.clock())
 
 
 @command("/evernear runs", "the newest runs", is_query=True)
@@ -91,8 +91,8 @@ def runs(call: Call) -> Message:
 @command("/evernear champion", "the live release, its answers on the test images and its promotion", is_query=True)
 def champion(call: Call) -> Message:
     registry = call.services.registry
-    current = registry.champion()
-    return champion_message(current, registry.get(current.version, include_pruned=True) if current else None)
+    live = _made_live(registry)
+    return champion_message(live, registry.get(live.version, include_pruned=True) if live else None)
 
 
 @command(
@@ -140,14 +140,10 @@ def help_message() -> Message:
     return Message(text=f"{intro} Commands: {names}.", blocks=(section("\n".join([intro, *lines, review])),))
 
 
-def status_message(
-    current: Champion | None, active: Sequence[Run], pending: int, watcher: str, now: datetime
-) -> Message:
+def status_message(live: Promotion | None, active: Sequence[Run], pending: int, watcher: str, now: datetime) -> Message:
     running = ", ".join(f"{link(run.url, run.name)} for {duration(now - run.created)}" for run in active)
     lines = [
-        f"*Live release* {escape(current.version)} since {date(current.promotion.since)}"
-        if current
-        else "*Live release* none yet",
+        f"*Live release* {escape(live.version)} since {date(live.since)}" if live else "*Live release* none yet",
         f"*Active runs* {running or 'none'}",
         f"*Open prompts* {pending or 'none'}",
         f"*Watcher* {escape(watcher)}",
@@ -164,12 +160,17 @@ def runs_message(newest: Sequence[Run], now: datetime) -> Message:
     return Message(text="The newest runs", blocks=(section(join_lines(lines) or "No runs yet."),))
 
 
-def champion_message(current: Champion | None, record: Record | None) -> Message:
-    if current is None or record is None:
+def _made_live(registry: Registry) -> Promotion | None:
+    current = registry.champion()
+    return registry.pointer.made_live(current) if current else None
+
+
+def champion_message(promotion: Promotion | None, record: Record | None) -> Message:
+    """``promotion`` made the champion live."""
+    if promotion is None or record is None:
         return line("No release has been promoted yet.")
-    promotion, metrics = current.promotion, record.manifest.metrics
-    how = "anchor moved" if promotion.how == "anchor" else promotion.how
-    text = f"*{escape(promotion.version)}* is live since {date(promotion.since)}: {escape(how)} by " + (
+    metrics = record.manifest.metrics
+    text = f"*{escape(promotion.version)}* is live since {date(promotion.since)}: {escape(promotion.how)} by " + (
         escape(promotion.by) or "an unknown person"
     )
     if promotion.why:

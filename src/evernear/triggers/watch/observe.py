@@ -168,7 +168,7 @@ class Observer:
         return Observation(
             champion=pointer.version if pointer else None,
             source=data.source if data else "",
-            champion_since=pointer.promotion.since if pointer else None,
+            champion_since=self._registry.pointer.made_live(pointer).since if pointer else None,
             changes=changes,
             drift=drift,
             live=live,

@@ -84,9 +84,9 @@ def all_messages() -> Iterator[tuple[str, Message]]:
         yield "stopping", runs.stopping(request(), started_run)
     yield "help_message", commands.help_message()
     yield "runs_message", commands.runs_message(all_runs, NOW + timedelta(hours=1))
-    yield "champion_message", commands.champion_message(champion(), record)
+    yield "champion_message", commands.champion_message(champion().promotion, record)
     yield "rollback_message", commands.rollback_message(champion())
-    yield "status_message", commands.status_message(champion(), all_runs, 1, f"on by {HOSTILE}", NOW)
+    yield "status_message", commands.status_message(champion().promotion, all_runs, 1, f"on by {HOSTILE}", NOW)
 
 
 def dicts(message: Message) -> list[dict[str, Any]]:
@@ -162,4 +162,4 @@ def test_verdict_counts_the_answers_and_says_how_many_classes_were_tested() -> N
     ) in str(dicts(message))
     manifest = SimpleNamespace(metrics=metrics, labels=tuple("abcdefghij"))
     record = cast("Record", SimpleNamespace(manifest=manifest))
-    assert "8 of 10 classes tested" in str(dicts(commands.champion_message(champion(), record)))
+    assert "8 of 10 classes tested" in str(dicts(commands.champion_message(champion().promotion, record)))
