@@ -143,6 +143,7 @@ def log_to_stderr(level: int, log_format: Literal["text", "json"]) -> None:
     lines = LogFormatter("%(asctime)s %(levelname)s %(name)s %(message)s")
     handler.setFormatter(lines if log_format == "text" else JsonFormatter())
     logging.basicConfig(level=level, handlers=[handler])
+    logging.getLogger("urllib3").setLevel(logging.ERROR)  # it warns of every retry, and the last one is an error
 
 
 def print_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> None:

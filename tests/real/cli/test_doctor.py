@@ -81,9 +81,10 @@ def test_slack_check_covers_tokens_and_scopes(monkeypatch: pytest.MonkeyPatch, t
         assert code == 0, message
         assert "slack.channel is not set" in message
         slack.faults["auth.test"] = Fault("invalid_auth")
-        assert "configure the bot token of the installed app" in with_tokens()[1]
+        assert "set SLACK_BOT_TOKEN to the token of the installed app" in with_tokens()[1]
         slack.faults["apps.connections.open"] = Fault("invalid_auth")
-        assert with_tokens()[0] == 1
+        code, message = with_tokens()
+        assert (code, "set SLACK_APP_TOKEN to the token of the installed app" in message) == (1, True)
         monkeypatch.setattr("tests.loopback.slack.server.SCOPES", "chat:write,commands")
         code, message = with_tokens()
         assert code == 1

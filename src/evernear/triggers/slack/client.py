@@ -117,7 +117,8 @@ def _refusal(call: str, error: SlackApiError) -> SlackError:
             "deploy/slack/manifest.yaml and install it again."
         )
     if code in _TOKEN_REFUSED:
-        return SlackError(f"{refused}{code}; configure the bot token of the installed app.")
+        name = "SLACK_APP_TOKEN" if call == "apps.connections.open" else "SLACK_BOT_TOKEN"
+        return SlackError(f"{refused}{code}; set {name} to the token of the installed app (docs/slack.md).")
     return SlackError(f"{refused}{code}.", "not_writable" if code in _NOT_WRITABLE else "")
 
 

@@ -179,7 +179,7 @@ class Observer:
         """The data settings. If no source is configured, the source of the champion's snapshot is
         used."""
         data = self.settings.data
-        if "source" in data.model_fields_set:
+        if "source" in data.model_fields_set and data.source:
             return data
         if champion is None and (self.settings.pipeline.endpoint or "KUBERNETES_SERVICE_HOST" in os.environ):
             raise SettingsError("No source is configured and no release is live yet; set data.source.")

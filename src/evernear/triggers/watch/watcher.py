@@ -246,7 +246,7 @@ class WatchService:
             self._report("Paused; `evernear watch --on` resumes it.")
             return ""
         report = self.last.report = self._watcher.check()
-        self._report(f"{report.action}: {' '.join(report.reasons)}")
+        self._report(": ".join([report.action, *filter(None, [" ".join(report.reasons)])]))
         return " ".join(report.faults)
 
     def _bake(self) -> str:

@@ -241,7 +241,7 @@ def test_connecting_respects_a_rate_limit(
 
 def test_refused_token_ends_the_process(slack: SlackServer, bot_settings: Settings) -> None:
     slack.faults["auth.test"] = Fault("invalid_auth", times=None)
-    with pytest.raises(SlackError, match="configure the bot token of the installed app"):
+    with pytest.raises(SlackError, match="set SLACK_BOT_TOKEN to the token of the installed app"):
         serve_slack(bot_settings, MemoryRuns(), threading.Event())
 
 

@@ -404,6 +404,7 @@ def test_source_of_the_champion_is_watched_unless_the_settings_name_one(watched:
     assert report.source == f"folder:{watched.images}"
     assert report.figures["new_files"] == len(MANY)
     assert watched.runs.runs[0].parameters["source"] == f"folder:{watched.images}"
+    assert watcher(source="").check(act=False).source == report.source, "an empty variable names none"
     report = watcher(source="digits").check(act=False)
     assert (report.source, report.figures["listed_files"]) == ("digits", 1797)
 
