@@ -30,6 +30,7 @@ from evernear.common.progress import (
     EVENTS_VARIABLE,
     Event,
     RunCommand,
+    progress,
     prune_runs,
     read_events,
     run_directories,
@@ -49,6 +50,7 @@ POLL_S = 0.1
 PAGE_FILE = "run.html"
 _EVENTS = "events.jsonl"
 LAST_OUTPUT_BYTES = 8192
+_UNENDED = "before it ended: it was interrupted or killed. The next run continues it."
 LOG_TIMEOUT_S = 10.0
 """Seconds to wait for the complete log after all steps. A leftover process may keep it open."""
 CLEAN_UP_S = 10.0
@@ -321,11 +323,16 @@ def pipeline_arguments(settings: Settings, once: Tree) -> Tree:
 
 
 def last_outcome(workdir: Path) -> RunOutcome | None:
-    """The outcome of the last run in ``workdir`` that ended, or None before the first."""
+    """The outcome of the last run in ``workdir`` that is not in progress, or None before the
+    first."""
+    running = progress(workdir)
     directories = run_directories(workdir) if (workdir / "runs").is_dir() else []
-    outcomes = (path for directory in reversed(directories) for path in directory.glob("*/notify/outcome*"))
-    newest = next(outcomes, None)
-    return RunOutcome.load(newest) if newest else None
+    ended = [each for each in directories if running is None or str(each) != running.directory]
+    if not ended:
+        return None
+    for path in ended[-1].glob("*/notify/outcome*"):
+        return RunOutcome.load(path)
+    return RunOutcome(run=ended[-1].name, state="stopped", reasons=(_UNENDED,))
 
 
 def _result(directory: Path, steps_s: dict[str, float], wall_s: float) -> RunResult:

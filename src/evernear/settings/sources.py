@@ -206,5 +206,5 @@ def _sentence(model: type[BaseModel], error: ValidationError) -> str:
         return f"Invalid setting {key}{value}: {message}."
     known = known_keys(model)
     # For a key without its section (epochs), suggest the key with the section (train.epochs).
-    matches = [k for k in known if k.endswith(f".{key}")] or difflib.get_close_matches(key, known, n=1, cutoff=0.0)
-    return f"No setting {key!r}; did you mean {matches[0]!r}?"
+    matches = [k for k in known if k.endswith(f".{key}")] or difflib.get_close_matches(key, known, n=1)
+    return f"No setting {key!r}; {f'did you mean {matches[0]!r}?' if matches else 'remove it, or correct its name.'}"

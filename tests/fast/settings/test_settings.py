@@ -18,6 +18,7 @@ def load(**arguments: object) -> settings.Settings:
     [
         ("train.epoch=3", "No setting 'train.epoch'; did you mean 'train.epochs'?"),
         ("epochs=3", "No setting 'epochs'; did you mean 'train.epochs'?"),
+        ("qqq=3", "No setting 'qqq'; remove it, or correct its name."),
         ("gaet.significance=0.1", "No setting 'gaet.significance'; did you mean 'gate.significance'?"),
         ("train.epochs=many", "Invalid setting train.epochs = many: "),
         (

@@ -129,6 +129,7 @@ def test_line_shows_the_local_run_and_its_failure(store: Store, source: Path) ->
     refused = client.post("/review/reindex")
     assert (refused.status_code, "already in progress" in refused.text) == (409, True)
     (source.parent / "run.pid").unlink()
+    assert "The last run: stopped before it ended: it was interrupted" in client.get("/review/reindex").text
     outcome = RunOutcome(run="run-1", state="failed", step="embed", reasons=("Out of memory.",))
     (directory / "run-1/notify").mkdir(parents=True)
     outcome.save(directory / "run-1/notify/outcome")
