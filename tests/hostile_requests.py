@@ -14,7 +14,7 @@ from typing import Any
 
 from PIL import Image
 
-from tests import hostile
+from tests import heic, hostile
 from tests.dataset_images import saved
 
 Headers = tuple[tuple[bytes, bytes], ...]
@@ -186,6 +186,8 @@ def real_images() -> tuple[bytes, ...]:
         hostile.png(40, 30, 16, interlaced=True),
         hostile.animated(),
         hostile.progressive(64, 64, 3, 12),
+        heic.single(),
+        heic.tiled(2, 2, (100, 90)),
     )
 
 
