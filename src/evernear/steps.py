@@ -318,7 +318,7 @@ def probe(run: str, settings: Tree, dataset: str, open_set: str) -> None:
                 clock,
                 views,
             )
-            sentences = " ".join(filter(None, [result.summary(), result.rests_on(), result.describe_added()]))
+            sentences = " ".join(filter(None, [result.summary(), result.describe_added()]))
             summary = sentences.removesuffix(".") or "too few classes to hold one out"
             return Computed(summary, result.model_dump(mode="json"))
 
