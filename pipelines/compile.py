@@ -65,7 +65,7 @@ def _for_cluster(options: argparse.Namespace) -> int:
         settings = load(config=options.config, overrides=of_cluster, remembered=False).pipeline
         compiled = compile_pipelines(options.pipelines, options.image, defaults, settings)
         if options.kubernetes_native:
-            version = default_version(options.version, settings)
+            version = default_version(options.version, settings, defaults)
             compiled = {name: as_manifests(each, version, options.namespace) for name, each in compiled.items()}
         for name, content in compiled.items():
             _write((options.output or Path()) / f"{name}.yaml", content)

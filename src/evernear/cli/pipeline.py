@@ -112,15 +112,15 @@ def upload(
     """Upload pipelines as a new version that uses this image. Each option sets the default of its
     parameter.
 
-    The version's name ends in a hash of the settings that describe the cluster, such as
-    pipeline.task_memory. The newest version with the same name and content is left unchanged. An
-    older one is uploaded again with a number after its name, so that it starts.
+    The version's name ends in a hash of these defaults and of the settings that describe the
+    cluster, such as pipeline.task_memory. The newest version with the same name and content is left
+    unchanged. An older one is uploaded again with a number after its name, so that it starts.
     """
     from evernear.kubeflow.publish import compile_pipelines, default_version, words_of_section
 
     of_server, defaults = words_of_section(defaults)
     server = _server_settings(of_server, endpoint, namespace, config)
-    named = default_version(version, server)
+    named = default_version(version, server, defaults)
     from evernear.kubeflow.publish import Publisher
 
     compiled = compile_pipelines(pipelines, image, defaults, server)

@@ -314,18 +314,19 @@ def _set_limits(resources: dict[str, Any], settings: PipelineSettings) -> None:
         resources.pop(deprecated)
 
 
-def default_version(version: str | None, settings: PipelineSettings) -> str:
+def default_version(version: str | None, settings: PipelineSettings, defaults: Iterable[str] = ()) -> str:
     """The name of a version that users name ``version``, or by default the git commit."""
     reasons: list[str] = []
     if named := version or git_commit(reasons.append):
-        return cluster_version(named, settings)
+        return uploaded_version(named, settings, defaults)
     (reason,) = reasons or ["evernear is not installed from a git checkout."]
     raise SettingsError(f"The version has no default name, so pass --version: {reason}")
 
 
-def cluster_version(version: str, settings: PipelineSettings) -> str:
-    """Differs for clusters with different settings."""
-    values = json.dumps(settings.cluster, sort_keys=True)
+def uploaded_version(version: str, settings: PipelineSettings, defaults: Iterable[str] = ()) -> str:
+    """Differs for clusters with different settings, and for different ``defaults``, the words
+    ``key=value`` of an upload."""
+    values = json.dumps([settings.cluster, sorted(defaults)], sort_keys=True)
     return f"{version}-{sha256_bytes(values.encode())[:8]}"
 
 

@@ -19,7 +19,7 @@ from evernear.common.store import open_store
 from evernear.errors import EvernearError, PipelineServerError, SettingsError, UserInterruptError
 from evernear.kubeflow import GOLDEN, NAMES, connection
 from evernear.kubeflow.client import KfpRuns
-from evernear.kubeflow.publish import cluster_version, fill_defaults
+from evernear.kubeflow.publish import fill_defaults, uploaded_version
 from evernear.reporting.notify import finalize
 from evernear.settings import PipelineSettings
 from tests.loopback.kfp import KfpServer, RunControl
@@ -148,7 +148,7 @@ def test_run_overrides_only_the_parameters_that_are_set(kfp: KfpServer) -> None:
 
 
 def test_upload_run_and_status_of_a_held_release(kfp: KfpServer, tmp_path: Path) -> None:
-    version = cluster_version("5b67dc9f1c0b6c0f", PipelineSettings())
+    version = uploaded_version("5b67dc9f1c0b6c0f", PipelineSettings())
     assert evernear(*UPLOAD).splitlines() == [f"{name} {version}: uploaded." for name in NAMES]
     assert [version["new"] for version in evernear_json(*UPLOAD)] == [False] * len(NAMES)
     with pytest.raises(PipelineServerError, match="already exists with different content"):

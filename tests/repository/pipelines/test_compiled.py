@@ -12,7 +12,7 @@ import yaml
 from evernear.common.store import patience
 from evernear.errors import SettingsError
 from evernear.kubeflow import GOLDEN, NAMES, PIPELINES
-from evernear.kubeflow.publish import cluster_version, for_cluster
+from evernear.kubeflow.publish import for_cluster, uploaded_version
 from evernear.settings import PipelineSettings
 from evernear.settings.sources import IMAGE_VARIABLE
 from pipelines.compile import main as compile_main
@@ -211,12 +211,20 @@ def test_every_task_has_resource_limits_and_only_training_requests_accelerators(
 
 def test_change_of_the_cluster_is_another_version() -> None:
     def version(**settings: str) -> str:
-        return cluster_version("c0ffee", PipelineSettings.model_validate(settings))
+        return uploaded_version("c0ffee", PipelineSettings.model_validate(settings))
 
     assert version() == version(endpoint="https://kfp.example.org") == version(task_cpu="2")
     changed = [version(**{name: "8"}) for name in PipelineSettings().cluster]
     assert len({version(), *changed}) == 1 + len(changed)
     assert all(name.startswith("c0ffee-") for name in changed)
+
+
+def test_change_of_the_defaults_is_another_version() -> None:
+    """So that a changed KFP_PARAMETERS of the workflow needs no new commit."""
+    first, second = ["store=s3://a", "source=s3://b"], ["store=s3://a", "source=s3://c"]
+    names = [uploaded_version("c0ffee", PipelineSettings(), defaults) for defaults in ((), first, second, first[::-1])]
+    assert len({*names[:3]}) == 3
+    assert names[1] == names[3]
 
 
 def test_steps_that_read_images_mount_the_scratch_volume(compiled: Compiled) -> None:
