@@ -52,6 +52,8 @@ class KfpRuns:
         existing = self._kfp.find("pipeline_service_get_pipeline_by_name", **by_name)
         if existing is None:
             hint = "upload it with `evernear pipeline upload`"
+            if not self._namespace:
+                hint += ", or set pipeline.namespace on a multi-user server"
             raise PipelineServerError(f'No pipeline "{pipeline}" at {self._kfp.url}; {hint}.')
         newest = self.newest_of(existing.pipeline_id)
         if newest is None:

@@ -17,7 +17,7 @@ from kfp.client import KF_PIPELINES_SA_TOKEN_ENV, KF_PIPELINES_SA_TOKEN_PATH
 from kfp.client.token_credentials_base import TokenCredentialsBase
 from kfp_server_api.exceptions import ApiException
 
-from evernear.common.environment import authorities, secret_file, server_parts, usable
+from evernear.common.environment import authorities, secret_file, usable
 from evernear.common.output import root_cause
 from evernear.common.retry import doubling, retry
 from evernear.errors import PipelineServerError, SettingsError
@@ -172,8 +172,6 @@ class Connection:
 def _endpoint(settings: PipelineSettings, environment: Mapping[str, str]) -> str:
     if settings.endpoint:
         url = settings.endpoint.rstrip("/")
-        if server_parts(url) is None:
-            raise SettingsError(f"pipeline.endpoint = {url} is not of the form https://host:port/path.")
     elif environment.get("KUBERNETES_SERVICE_HOST"):
         url = IN_CLUSTER
     else:

@@ -4,7 +4,7 @@ from typing import Self
 
 from pydantic import Field, model_validator
 
-from evernear.settings.section import LocalPath, Section
+from evernear.settings.section import LocalPath, Section, ServerUrl
 
 _CPU = r"^[0-9]+(\.[0-9]+|m)?$"
 _MEMORY = r"^[0-9]+(\.[0-9]+)?([KMGT]i?)?$"
@@ -79,9 +79,8 @@ class PipelineSettings(Section):
     `evernear pipeline upload` writes them into the pipelines.
     """
 
-    endpoint: str = Field(
+    endpoint: ServerUrl = Field(
         default="",
-        pattern=r"^(https?://[^\s]+)?$",
         description="URL of the KFP API; if empty, ml-pipeline.kubeflow of the cluster that this process runs in.",
     )
     namespace: str = Field(default="", description="The user's namespace, on a multi-user KFP.")

@@ -7,6 +7,7 @@ from typing import Annotated
 
 from pydantic import AfterValidator, Field
 
+from evernear.common.environment import server_parts
 from evernear.common.frozen import Frozen
 
 MAX_PIXELS = 89_478_485
@@ -32,6 +33,16 @@ def host_name(text: str) -> str:
 
 
 Host = Annotated[str, AfterValidator(host_name)]
+
+
+def _server_url(text: str) -> str:
+    if text and server_parts(text) is None:
+        raise ValueError("it is not of the form https://host:port/path")
+    return text
+
+
+ServerUrl = Annotated[str, AfterValidator(_server_url)]
+"""The URL of a server, or an empty string."""
 
 
 def expanded(path: Path) -> Path:

@@ -5,7 +5,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
-from evernear.settings.section import Host, LocalPath, Section
+from evernear.settings.section import Host, LocalPath, Section, ServerUrl
 
 Right = Literal["label", "start", "promote"]
 
@@ -76,7 +76,7 @@ class SlackSettings(Section):
     )
     host: Host = Field(default="127.0.0.1", description="Address to bind in mode http.")
     port: int = Field(default=3000, ge=0, le=65535, description="Port of the HTTP server; 0: any free one.")
-    api_url: str = Field(
+    api_url: ServerUrl = Field(
         default="https://slack.com/api/", description="URL of Slack's Web API; GovSlack uses another one."
     )
 

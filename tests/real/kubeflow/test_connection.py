@@ -13,7 +13,7 @@ from evernear.errors import EvernearError, PipelineServerError, SettingsError
 from evernear.kubeflow import connection
 from evernear.kubeflow.client import KfpRuns
 from evernear.kubeflow.connection import Connection
-from evernear.settings import PipelineSettings
+from evernear.settings import PipelineSettings, load
 from tests.certificates import write_certificate
 from tests.loopback.kfp import KfpServer
 from tests.real.serving.fake_servers import http_server
@@ -197,8 +197,10 @@ def test_endpoint_defaults_to_the_service_only_inside_a_cluster() -> None:
     with pytest.raises(SettingsError, match=r"set pipeline\.endpoint, for example"):
         connect("")
     for url in ("http://[kfp", "http://kfp:port", "http://localhost:8080/#/runs"):  # the last is a page of the UI
-        with pytest.raises(SettingsError, match=r"^pipeline\.endpoint = .* is not of the form https://host:port/path"):
-            connect(url)
+        with pytest.raises(
+            SettingsError, match=r"pipeline\.endpoint = .*: it is not of the form https://host:port/path"
+        ):
+            load(environment={"EVERNEAR_PIPELINE__ENDPOINT": url})
 
 
 def test_tls_requires_a_trusted_certificate(tmp_path: Path) -> None:
