@@ -197,7 +197,10 @@ def _cause(cluster: Cluster, resource: Tree, failed: Tree, parts: Parts) -> str:
     name = resource["metadata"]["name"]
     reason = f"The Job {name} failed: {failed['reason']}: {failed.get('message', '').rstrip('.')}."
     if failed["reason"] in ("MaxFailedIndexesExceeded", "FailedIndexes"):
-        return f"{reason} If a pod ran out of memory, raise its limit in the PodTemplate {TEMPLATE}."
+        return (
+            f"{reason} If a pod ran out of memory, raise its limit in the PodTemplate {TEMPLATE}. If it cannot read "
+            "the store, correct the Secrets that the PodTemplate names."
+        )
     if failed["reason"] == "DeadlineExceeded":
         warnings = "".join(f" {warning}." for warning in job.newest_warnings(cluster, resource))
         return f"{reason}{warnings} Correct the PodTemplate {TEMPLATE} if needed, and run again; finished parts stay."

@@ -142,7 +142,7 @@ def test_pods_that_keep_failing_name_the_reason_and_the_template(
     run_command(monkeypatch, "os._exit(137)")
     monkeypatch.setattr(indexed_job, "RETRIES", 1)
     with pytest.raises(
-        ClusterError, match=r"MaxFailedIndexesExceeded: .* raise its limit in the PodTemplate evernear-parts"
+        ClusterError, match=r"MaxFailedIndexesExceeded: .* raise its limit in the PodTemplate .* correct the Secrets"
     ):
         run(plan(shared_store))
 
