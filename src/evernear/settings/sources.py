@@ -193,12 +193,22 @@ def known_keys(model: type[BaseModel], prefix: str = "") -> list[str]:
     return keys
 
 
+def _description(model: type[BaseModel], names: tuple[int | str, ...]) -> str:
+    """Of the setting with these names, section by section."""
+    field = model.model_fields[str(names[0])]
+    if len(names) > 1 and isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+        return _description(field.annotation, names[1:])
+    return re.sub(r"(?<!\.)\.$", "", field.description or "")
+
+
 def _sentence(model: type[BaseModel], error: ValidationError) -> str:
     fault = error.errors(include_url=False)[0]
     key = ".".join(str(part) for part in fault["loc"]).replace("__", ".")
     if fault["type"] != "extra_forbidden":
         reason = fault["msg"].removeprefix("Value error, ")
         message = _FORMS.get(fault["type"]) or reason[0].lower() + reason[1:]
+        if fault["type"] == "string_pattern_mismatch":
+            message = f"it does not match {fault['ctx']['pattern']} ({_description(model, fault['loc'])})"
         if not key:  # several sections contradict each other
             return f"Invalid settings: {message}."
         # Settings of a section may contradict each other.

@@ -28,6 +28,9 @@ def load(**arguments: object) -> settings.Settings:
         ("serving.host=localhost:80", "Invalid setting serving.host = localhost:80: it is not a host name;"),
         ("console.certificate=c.pem", "Invalid setting console: certificate and private_key belong together;"),
         ("train.epochs=-1", "Invalid setting train.epochs = -1: "),
+        ("kubernetes.cpu=two", "two: it does not match ^[0-9]+(\\.[0-9]+|m)?$ (CPU request and limit of a pod)."),
+        ("kubernetes.image=serve:latest", "(Serving image by digest, REF@sha256:...)."),
+        ("slack.api_url=slack.com", "slack.api_url = slack.com: it is not of the form https://host:port/path."),
         ("train.epochs", "has no '='"),
         (
             "train=3",
