@@ -207,8 +207,8 @@ def _sentence(model: type[BaseModel], error: ValidationError) -> str:
     if fault["type"] != "extra_forbidden":
         reason = fault["msg"].removeprefix("Value error, ")
         message = _FORMS.get(fault["type"]) or reason[0].lower() + reason[1:]
-        if fault["type"] == "string_pattern_mismatch":
-            message = f"it does not match {fault['ctx']['pattern']} ({_description(model, fault['loc'])})"
+        if pattern := fault.get("ctx", {}).get("pattern"):
+            message = f"it does not match {pattern} ({_description(model, fault['loc'])})"
         if not key:  # several sections contradict each other
             return f"Invalid settings: {message}."
         # Settings of a section may contradict each other.
