@@ -199,7 +199,7 @@ class Answers:
         """A repeated move has no effect."""
         image, present = self.target.read(old), self.target.read(new)
         if image is None and present is None:
-            raise DataError(f"{old} is no longer in the source; run `evernear labels check` again.")
+            raise DataError(f"{old} is no longer in the source; pages show it until the next run.")
         if image is None:
             return
         if present not in (None, image):

@@ -56,8 +56,8 @@ class FolderTarget:
         except StoreError as error:
             if isinstance(error.__cause__, OSError) and error.__cause__.errno == errno.ENAMETOOLONG:
                 raise DataError(
-                    f"{path.name} is too long a name for the file system; shorten the name of the image, then run"
-                    " `evernear labels check` again."
+                    f"{path.name} is too long a name for the file system; shorten the name of the image, then start a"
+                    " run."
                 ) from None
             raise
 
