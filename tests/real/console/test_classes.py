@@ -6,12 +6,14 @@ from types import SimpleNamespace
 from typing import cast
 
 import pytest
+from starlette.requests import Request
 from starlette.testclient import TestClient
 
 from evernear.common.run_record import OUTCOME, RunRecord, StepRecord
 from evernear.common.store import Store
 from evernear.console.backend import ReleaseAnswers
 from evernear.console.runs import LocalRuns
+from evernear.console.web import list_page
 from evernear.errors import DataError
 from evernear.evaluation.answer_table import ANSWERS_FILE, KINDS, AnswerTable, AnswerWriter
 from evernear.release.manifest import ReleaseManifest
@@ -159,6 +161,11 @@ def test_filter_that_no_image_passes_is_empty(tmp_path: Path) -> None:
     assert [answers.digests(kind) for kind in KINDS] == [set(), set(), set()]
 
 
+def test_a_page_beyond_the_end_of_a_list_is_the_last() -> None:
+    request = Request({"type": "http", "query_string": b"page=900", "headers": []})
+    assert [list_page(request, total, 60) for total in (130, 60, 0)] == [(3, 3), (1, 1), (1, 1)]
+
+
 def test_pages_of_an_empty_store_say_what_is_missing(pet_folder: Path, store: Store) -> None:
     settings = load(overrides=[f"store={store.uri}", f"data.source=folder:{pet_folder}"], environment={})
     client: TestClient = console_client(settings, store, LocalRuns(settings, []))
@@ -172,6 +179,7 @@ def test_pages_of_an_empty_store_say_what_is_missing(pet_folder: Path, store: St
     assert client.get("/data/class?class=cat").status_code == 400
     assert client.get("/runs/compare?run=a").status_code == 400
     assert client.get("/runs/page/a").status_code == 404
+    assert client.post("/review", data={"image": "1" * 64, "action": "keep"}).status_code == 400
     for name in ("a", "..%2Fa", "%00", "a" * 300):
         assert client.get(f"/runs/compare?run={name}&run=b").status_code == 404
         assert client.get(f"/mistakes/image/{name}/1").status_code == 404

@@ -354,6 +354,7 @@ def test_tables_of_a_thousand_classes_are_bounded(run: Run) -> None:
     assert re.search(r"9\d\d more classes, with at least", html)
     matrix = html[html.index('class="confusion"') : html.index('id="mistakes"')]
     assert matrix.count("<tr>") == 1 + 31
+    assert matrix.count('class="right"') == 30, "the mistakes among other classes are not right"
     assert len(html) < 1_000_000
 
 
