@@ -323,6 +323,7 @@ class _Explained:
     status, in a sentence with the URL, which may contain a token."""
 
     def urlopen(self, method: str, url: str, *args: Any, **kwargs: Any) -> urllib3.BaseHTTPResponse:
+        kwargs["redirect"] = False  # the request contains a token
         response: urllib3.BaseHTTPResponse = super().urlopen(method, url, *args, **kwargs)  # pyright: ignore
         if response.status >= 300:
             server, code = urlsplit(url), _CODE.search(response.data[:10_000].decode(errors="replace"))

@@ -12,7 +12,7 @@ from email.utils import parsedate_to_datetime
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
-from urllib.parse import unquote_plus, urlsplit
+from urllib.parse import unquote_plus, urljoin, urlsplit
 from xml.etree import ElementTree
 from xml.etree.ElementTree import ParseError
 from xml.sax.saxutils import unescape
@@ -55,7 +55,9 @@ _BAD_KEYS = frozenset(
 _ARCHIVED = "InvalidObjectState"  # also a 403
 _CLOCK = "RequestTimeTooSkewed"
 _DAMAGED = frozenset({"BadDigest", "IncompleteBody", "InvalidDigest", "XAmzContentSHA256Mismatch"})
-_OTHER_REGION = frozenset({"AuthorizationHeaderMalformed", "PermanentRedirect", "IllegalLocationConstraintException"})
+_OTHER_REGION = frozenset(
+    {"AuthorizationHeaderMalformed", "IllegalLocationConstraintException", "PermanentRedirect", "TemporaryRedirect"}
+)
 
 
 class ListedObject(NamedTuple):
@@ -371,12 +373,29 @@ def not_s3(endpoint: str, content: str) -> StoreError:
     )
 
 
+def _redirected(url: str, location: str) -> StoreError:
+    """The error for a redirect, such as that of an ingress to HTTPS, or to a login page."""
+    here, there = urlsplit(url), urlsplit(urljoin(url, location))
+    server = f"{here.scheme}://{here.netloc}"
+    if (here.scheme, here.netloc) == (there.scheme, there.netloc):
+        return not_s3(server, f"a redirect to {there.path}")
+    return StoreError(
+        f"{server} redirects to {there.scheme}://{there.netloc}, and a signed request cannot follow; set"
+        f" {endpoint_name()} to that server."
+    )
+
+
 class _OnlyS3:
-    """Accepts no response of another server as an object, a listing or a successful write."""
+    """Accepts no response of another server as an object, a listing or a successful write, and
+    follows no redirect of a signed request, at whose end the signature would be missing."""
 
     def urlopen(self, method: str, url: str, *args: Any, **kwargs: Any) -> urllib3.BaseHTTPResponse:
+        kwargs["redirect"] = "authorization" not in map(str.lower, kwargs.get("headers") or ())
         response: urllib3.BaseHTTPResponse = super().urlopen(method, url, *args, **kwargs)  # pyright: ignore
         kind = response.headers.get("content-type", "").lower()
+        if (location := response.get_redirect_location()) and "xml" not in kind:
+            response.release_conn()
+            raise _redirected(url, location)
         if 200 <= response.status < 204 and kind.startswith(_OTHER_CONTENT) and "etag" not in response.headers:
             response.release_conn()
             content = "a web page" if "html" in kind else "content"

@@ -95,6 +95,24 @@ def test_server_that_is_not_s3_is_named(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_redirect_is_no_problem_of_permissions(monkeypatch: pytest.MonkeyPatch, operation: str) -> None:
+    """An ingress redirects to HTTPS, where a request without its signature is denied."""
+    denied = b"<Error><Code>AccessDenied</Code><Message>Access Denied</Message></Error>"
+    with serving(answer(403, "application/xml", denied)) as target:
+
+        def redirect(request: BaseHTTPRequestHandler) -> None:
+            request.send_response(308)
+            request.send_header("Location", f"{target}{request.path}")
+            request.send_header("Content-Length", "0")
+            request.end_headers()
+
+        with serving(redirect) as url:
+            monkeypatch.setenv("AWS_ENDPOINT_URL", url)
+            with pytest.raises(StoreError, match=f"{url} redirects to {target}, .*; set AWS_ENDPOINT_URL"):
+                OPERATIONS[operation](S3Store("bucket", "prefix"))
+
+
 def test_plain_http_port_is_no_problem_of_certificates(monkeypatch: pytest.MonkeyPatch) -> None:
     with serving(ANSWERS["console"]) as url:
         monkeypatch.setenv("AWS_ENDPOINT_URL", url.replace("http:", "https:"))
