@@ -26,6 +26,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 
 import pyarrow as pa
 
@@ -51,11 +52,13 @@ from evernear.settings import DataSettings
 _PAGE = 20_000
 _MAX_TOUCHED = 200
 _MAX_TOUCHED_BYTES = 2**28
+_NO_NAMES: Mapping[str, str] = MappingProxyType({})
 _TABLES: tuple[Table, ...] = ("files", "images")
 _LISTED = pa.schema([
     ("name", pa.string()), ("etag", pa.string()), ("label", pa.string()), ("given_split", pa.string()),
     ("size_bytes", pa.int64()),
 ])  # fmt: skip
+_RENAMED = pa.schema([("before", pa.string()), ("after", pa.string())])
 # What is not the same in a snapshot: its tables are ``files`` and ``images``, and ``old_files``
 # those of the newest one. The part of an etag before a space stays when the mode or the owner of a
 # file changes. In a table, unlike in a folder, the name stays the same if the label changes. A file
@@ -64,7 +67,7 @@ _COMPARED = """
 CREATE OR REPLACE TABLE compared AS
 SELECT l.*, r.digest, r.name IS NOT NULL AND $has_newest
     AND (l.size_bytes = r.size_bytes OR split_part(l.etag, ' ', 1) = split_part(r.etag, ' ', 1))
-    AND (r.digest IS NULL OR i.label IS NOT DISTINCT FROM l.label) AS unchanged,
+    AND (r.digest IS NULL OR coalesce(n.after, i.label) IS NOT DISTINCT FROM l.label) AS unchanged,
   split_part(l.etag, ' ', 1) <> split_part(r.etag, ' ', 1) OR r.digest IS NULL AND r.etag <> l.etag AS touched
 FROM listed l LEFT JOIN (SELECT name, etag, label FROM files WHERE source = $source AND NOT waiting) k USING (name)
   LEFT JOIN (
@@ -72,6 +75,7 @@ FROM listed l LEFT JOIN (SELECT name, etag, label FROM files WHERE source = $sou
     WHERE source = $source AND NOT waiting AND (digest IS NOT NULL OR NOT unread)
   ) r USING (name)
   LEFT JOIN images i ON i.digest = r.digest
+  LEFT JOIN renamed n ON n.before = i.label
 WHERE k.name IS NULL OR k.label <> l.label OR split_part(k.etag, ' ', 1) <> split_part(l.etag, ' ', 1)
 """
 _GONE = """
@@ -122,10 +126,11 @@ def diff_source(
     newest: Manifest | None = None,
     minimum: ClassMinimum = ANY_NUMBER,
     cache: Path | None = None,
+    renamed: Mapping[str, str] = _NO_NAMES,
 ) -> list[SourceDiff]:
     """List ``settings.source`` once, and compare the listing with each of the snapshots in
     ``store``. None stands for an empty snapshot. Files of classes that wait because of ``minimum``
-    do not count.
+    do not count. ``renamed`` has the new names of classes: their images are not new.
 
     If ``newest`` is set, the newest snapshot, at most 200 of the files that were only touched are
     read. Memory use does not grow with the number of files. Tables from a bucket are copied to
@@ -153,6 +158,8 @@ def diff_source(
                 source.remembered = lambda file, etag: members(db, uri, file, etag)
             listing = _list(db, source, minimum)
             db.attach("old_files", latest.get("files", []), SCHEMAS["files"])
+            db.create("renamed", _RENAMED)
+            db.insert("renamed", pa.table([[*renamed], [*renamed.values()]], _RENAMED))
             diffs, touched = list[SourceDiff](), _Touched()
             for files, manifest in zip(earlier, manifests, strict=True):
                 for table in _TABLES:

@@ -60,6 +60,18 @@ def test_diff_reads_no_image(tree: Path, run_ingest, count: Count) -> None:
     assert count(tree, manifest).new == 1
 
 
+def test_images_of_a_renamed_class_are_not_new(tree: Path, run_ingest) -> None:
+    """A run has ingested them, and the network was trained on the snapshot before."""
+    trained = run_ingest(tree)
+    (tree / "2").rename(tree / "two")
+    newest = run_ingest(tree)
+    settings, store = DataSettings(source=f"folder:{tree}"), open_store(trained.store_uri)
+    images = len(list((tree / "two").iterdir()))
+    for renamed, new in (({}, images), ({"2": "two"}, 0)):
+        (diff,) = diff_source(settings, store, [trained], newest, renamed=renamed)
+        assert diff.new == new
+
+
 @pytest.fixture
 def count_touched(tmp_path: Path) -> Count:
     """As ``count``, with the newest snapshot, so that touched files are sampled."""

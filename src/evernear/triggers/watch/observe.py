@@ -32,8 +32,9 @@ from evernear.release.drift_baseline import DriftBaseline
 from evernear.release.manifest import DRIFT_BASELINE_FILE, ReleaseManifest
 from evernear.release.registry import Registry
 from evernear.review.live_labels import labels_of_release
+from evernear.review.renames import with_renames
 from evernear.serving.live_queries import Queries, live_queries, reference_queries
-from evernear.settings import DataSettings, Settings
+from evernear.settings import ClassSettings, DataSettings, Settings
 from evernear.triggers.watch.drift import Measure, Shift, independent_queries, measure_drift
 
 DRIFT_WINDOW_S = 24 * 3600.0
@@ -196,7 +197,8 @@ class Observer:
         newest = Snapshots(self.store, indexed.name).head() or indexed
         minimum = self._minimum(champion.labels)
         compared = [indexed] if indexed.digest == trained.digest else [indexed, trained]
-        diffs = diff_source(data, self.store, compared, newest, minimum, self.cache)
+        renamed = with_renames(ClassSettings(), self.store, newest.labels).renamed
+        diffs = diff_source(data, self.store, compared, newest, minimum, self.cache, renamed)
         gallery, train = diffs[0], diffs[-1]
         known = set(map(class_name, champion.labels))
         new_classes = {label: count for label, count in gallery.labels.items() if label not in known}
