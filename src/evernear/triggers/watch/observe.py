@@ -197,7 +197,7 @@ class Observer:
         newest = Snapshots(self.store, indexed.name).head() or indexed
         minimum = self._minimum(champion.labels)
         compared = [indexed] if indexed.digest == trained.digest else [indexed, trained]
-        renamed = with_renames(ClassSettings(), self.store, newest.labels).renamed
+        renamed = with_renames(ClassSettings(), self.store, newest.images_by_class()).renamed
         diffs = diff_source(data, self.store, compared, newest, minimum, self.cache, renamed)
         gallery, train = diffs[0], diffs[-1]
         known = set(map(class_name, champion.labels))

@@ -23,9 +23,10 @@ from evernear.index.build import build_index
 from evernear.kubeflow.runs import Run, State
 from evernear.release.registry import Registry
 from evernear.review.answers import Answer, Answers
-from evernear.review.label_target import open_label_target
+from evernear.review.label_target import FolderTarget, open_label_target
 from evernear.review.live_labels import import_labels
 from evernear.review.queue import SUBMITTED
+from evernear.review.renames import Rename, rename_class
 from evernear.serving.configuration import logged_queries
 from evernear.serving.endpoints import home_of
 from evernear.serving.query_log_files import LoggedQuery, Period
@@ -223,6 +224,19 @@ def test_training_images_are_counted_since_the_training_after_a_reindex(
     report = watched.watcher().check()
     assert report.figures["new_gallery_images"] == pytest.approx(200 * 0.2)
     assert report.figures["new_train_images"] == pytest.approx(400 * 0.6)
+
+
+def test_images_of_a_class_renamed_in_the_console_are_not_new_to_its_network(
+    watched: WatchedSystem, trained: tuple[Path, System], tmp_path: Path
+) -> None:
+    target = FolderTarget(watched.images, watched.settings().data)
+    rename_class(watched.store, target, Rename(old="3", new="three", who="ann", at=watched.now))
+    try:
+        reindexed(watched, trained[1], tmp_path)
+        figures = watched.watcher().check().figures
+    finally:
+        (watched.images / "three").rename(watched.images / "3")
+    assert (figures["new_train_images"], figures["new_gallery_images"], figures["new_classes"]) == (0, 0, 0)
 
 
 def reindexed(watched: WatchedSystem, system: System, directory: Path) -> None:
