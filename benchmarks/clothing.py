@@ -106,7 +106,7 @@ def train_torchvision(source: Path, side: int, cpu_s: float, seed: int) -> dict[
             return network(batch).float()
 
     steps, started_s = 0, time.process_time()
-    for images, labels in batches(list(training)):
+    for images, labels in batches([training[number] for number in range(len(training))]):
         progress = (time.process_time() - started_s) / cpu_s
         if progress >= 1:
             break

@@ -29,6 +29,7 @@ from evernear.data.shards import Dataset
 from evernear.embedding.data_loader import embed_images, one_torch_thread
 from evernear.embedding.embed import embed_dataset
 from evernear.embedding.export import NETWORK_FILE, export_network, load_network
+from evernear.embedding.network import Network
 from evernear.embedding.train import train_network
 from evernear.settings import Settings
 
@@ -101,7 +102,7 @@ def compare(dataset: Dataset, settings: Settings, scratch: Path, repeats: int) -
     }
 
 
-def network_speed(network: torch.nn.Module, images: NDArray[np.uint8]) -> float:
+def network_speed(network: Network, images: NDArray[np.uint8]) -> float:
     """Images per second of the network alone, in batches of all ``images``."""
     calls = math.ceil(NETWORK_IMAGES / len(images))
     with one_torch_thread() as threads, ThreadPoolExecutor(threads) as pool:

@@ -131,7 +131,7 @@ def correlation(shared: float, error_rate: float) -> float:
     limit = -NormalDist().inv_cdf(error_rate)
 
     def excess(correlation: float) -> float:
-        both = multivariate_normal.cdf([-limit, -limit], cov=[[1, correlation], [correlation, 1]])
+        both = multivariate_normal.cdf([-limit, -limit], cov=[[1, correlation], [correlation, 1]])  # pyright: ignore[reportArgumentType]
         return float(both) / error_rate - shared
 
     return float(brentq(excess, 0.0, 0.999)) if shared else 0.0  # pyright: ignore[reportArgumentType]

@@ -26,7 +26,7 @@ from benchmarks import machine
 from evernear.common.parts import Parts
 from evernear.common.store import FileStore
 from evernear.common.store.base import put_folder
-from evernear.data.manifest import Manifest, manifest_key
+from evernear.data.manifest import Manifest, Split, manifest_key
 from evernear.data.shards import Dataset
 from evernear.data.writer import ShardWriter
 from evernear.embedding.embed import combine_embeddings, network_folder, plan_embedding
@@ -116,7 +116,7 @@ def run_worker(parts: Parts, index: int, workers: int) -> Took:
     return Took(time.monotonic() - started_s, usage.ru_utime + usage.ru_stime)
 
 
-def write_dataset(store: FileStore, name: str, shape: tuple[int, int, int], counts: dict[str, int]) -> Dataset:
+def write_dataset(store: FileStore, name: str, shape: tuple[int, int, int], counts: dict[Split, int]) -> Dataset:
     """Random images, without a source."""
     with tempfile.TemporaryDirectory() as scratch:
         labels = [f"label-{number}" for number in range(LABELS)]
@@ -126,8 +126,9 @@ def write_dataset(store: FileStore, name: str, shape: tuple[int, int, int], coun
             for start in range(0, count, 256):
                 size = min(256, count - start)
                 images = generator.integers(0, 256, (size, *shape), np.uint8)
-                digests = [next(numbers).to_bytes(32, "big") for _ in range(size)]
-                writer.append(split, images, [row % LABELS for row in range(start, start + size)], [0] * size, digests)
+                digests = np.frombuffer(b"".join(next(numbers).to_bytes(32, "big") for _ in range(size)), np.uint8)
+                of_labels = np.arange(start, start + size) % LABELS
+                writer.append(split, images, of_labels, np.zeros_like(of_labels), digests.reshape(size, 32))
         writer.close()
         shards = tuple(writer.shards.values())
     manifest = Manifest(

@@ -11,7 +11,7 @@ import gc
 import math
 import re
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -184,7 +184,7 @@ async def _grpc_clients(target: Target, concurrency: int, loop: _Loop) -> list[C
 
 def _cpu_seconds(processes: Sequence[psutil.Process]) -> dict[str, float]:
     """Return CPU seconds by program name, which separates java from its Python workers."""
-    seconds: Counter[str] = Counter()
+    seconds = defaultdict[str, float](float)
     for process in processes:
         times = process.cpu_times()
         seconds["frontend" if process.name().startswith("java") else "python"] += times.user + times.system
