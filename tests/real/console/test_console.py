@@ -39,7 +39,8 @@ from tests.review_queue import NOW, log_queries, png
 
 
 def open_console(store: Store, source: str, *overrides: str, address: str = "127.0.0.1", **headers: str) -> TestClient:
-    settings = load(overrides=[f"store={store.uri}", f"data.source={source}", *overrides], environment={})
+    options = [f"store={store.uri}", f"workdir={store.uri.removeprefix('file://')}-work", f"data.source={source}"]
+    settings = load(overrides=[*options, *overrides], environment={})
     return console_client(settings, store, LocalRuns(settings, ()), address=address, **headers)
 
 

@@ -184,7 +184,7 @@ def test_classes_that_could_fail_are_told_from_those_that_could_not(tmp_path: Pa
     chosen = settings(source, group="", test_fraction=0.15)
     evaluation = first_release(ingest(chosen, tmp_path), chosen, 1.0, grouped=False)
     reason = next(rule for rule in decide(evaluation, chosen.gate).rules if rule.name == "class_recall").reason
-    assert reason.startswith("Label right is significantly below 50% for no class; the worst is a with 100.00% ")
+    assert reason.startswith("Label right is significantly below 50% for no class; the worst is b with 100.00% ")
     assert reason.endswith("Too few images to tell for b.")
 
 

@@ -328,7 +328,7 @@ def test_evaluate_replays_stored_queries_and_the_run_page_shows_changed_answers(
     assert [rule.name for rule in verdict.rules if not rule.passed] == ["same_test_set"], "replay is information"
     finalize(record, "continuous-training", "SUCCEEDED", "", ("run",))
     html = run_page(record)
-    assert f"The candidate answered the {replay.queries} newest stored queries" in html
+    assert f"The candidate answered the newest {replay.queries} stored queries" in html
     rows = html.partition('<table class="replayed">')[2].partition("</table>")[0]
     assert rows.count("<tr><td>") == min(24, replay.changed)
     assert "<td>0 at 0.10</td>" in rows

@@ -527,7 +527,7 @@ def test_status_and_render_show_the_live_release_and_the_manifests_even_without_
             "kubernetes.replicas_min": 1,
         }.items()
     ]
-    status = CliRunner().invoke(app, ["status", *flags])
+    status = CliRunner().invoke(app, ["status", "--workdir", str(tmp_path), *flags])
     assert ["release", sandbox.releases[0].version] in [line.split() for line in status.output.splitlines()]
     rendered = CliRunner().invoke(app, ["deployment", "render", *flags])
     assert rendered.output.count("\nkind: ") == 7, rendered.output
