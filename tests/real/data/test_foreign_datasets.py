@@ -397,6 +397,7 @@ configs:
 """
 
 
+@pytest.mark.slow
 def test_configurations_that_the_readme_names(hub, tmp_path: Path) -> None:
     for name in ("en_train", "en_test", "fr_train"):
         write(tmp_path / "data" / f"{name}-00000-of-00001.parquet", rows([name[:2]] * 2))

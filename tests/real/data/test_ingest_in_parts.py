@@ -154,6 +154,7 @@ def test_ingest_that_was_killed_ends_as_if_it_began_now(varied, ingest_in_parts,
     assert finished.intersection(read)
 
 
+@pytest.mark.slow
 def test_ingest_that_loses_its_parts_to_another_one_starts_over(
     varied: Path, ingest_in_parts: RunIngest, tmp_path
 ) -> None:
@@ -204,6 +205,7 @@ def test_keys_that_may_not_delete_leave_parts_that_nothing_needs(
     assert parts_of(tmp_path / "store") == []
 
 
+@pytest.mark.slow
 def test_part_is_limited_by_the_bytes_of_its_files_and_pixels(
     varied: Path, ingest_in_parts: RunIngest, monkeypatch
 ) -> None:

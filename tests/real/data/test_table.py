@@ -125,6 +125,7 @@ def test_difference_from_a_file_that_nobody_sees_is_shown(
         run_ingest(source)
 
 
+@pytest.mark.slow
 def test_table_in_a_bucket_and_objects_of_any_bucket(tree, run_ingest, bucket: str) -> None:
     store = open_store(f"s3://{bucket}/some/images")
     put_folder(open_store(f"s3://{bucket}"), "some/images", tree)

@@ -214,6 +214,7 @@ def test_reread_of_equal_files_stores_nothing(tree, run_ingest, read, tmp_path: 
     assert files() == before
 
 
+@pytest.mark.slow
 def test_reread_applies_to_buckets(tree, run_ingest, read, bucket: str) -> None:
     put_folder(open_store(f"s3://{bucket}"), "images", tree)
     first = run_ingest(f"s3://{bucket}/images")

@@ -68,12 +68,12 @@ def member(directory: Path) -> "TimmMember":
     return timm_member
 
 
-COMMON = ["resnet18", "mobilenetv3_small_100", "vit_tiny_patch16_224"]
+COMMON = ["test_vit", "resnet18", "mobilenetv3_small_100", "vit_tiny_patch16_224"]
 
 
 @pytest.mark.parametrize(
     "name",
-    [TINY_RESNET, "test_efficientnet", "test_vit", *(pytest.param(name, marks=pytest.mark.slow) for name in COMMON)],
+    [TINY_RESNET, "test_efficientnet", *(pytest.param(name, marks=pytest.mark.slow) for name in COMMON)],
 )
 def test_common_backbones_export_as_torchscript(name: str, tmp_path: Path) -> None:
     torch.manual_seed(0)

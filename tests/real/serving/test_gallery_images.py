@@ -117,6 +117,7 @@ def test_each_row_leads_to_the_image_that_was_indexed_in_it(indexed_twice: tuple
         assert [image and image.label for image in found] == [manifest.labels[label] for label in labels]
 
 
+@pytest.mark.slow
 def test_neighbors_of_an_answer_carry_these_rows(indexed_twice: tuple[Indexed, Indexed]) -> None:
     embeddings = Embeddings.open(indexed_twice[1].directory / "embeddings")
     gallery = Gallery.open(indexed_twice[1].directory / "index", embeddings.network_sha256)

@@ -41,6 +41,7 @@ def test_check_accepts_a_usable_cluster_without_changing_it(
     assert not [call for call in loopback.calls if call.verb == "patch" and call.query.get("dryRun") != "All"]
 
 
+@pytest.mark.slow
 def test_each_missing_right_is_reported(loopback: LoopbackCluster, make_settings: MakeSettings) -> None:
     messages: dict[str, str] = {}
     for right, rules in ROLES_LACKING.items():

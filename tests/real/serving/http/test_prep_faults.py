@@ -99,6 +99,7 @@ def test_rollout_with_the_same_preprocessing_costs_no_second_call(
     assert predictor.calls == calls + 1
 
 
+@pytest.mark.slow
 def test_rollouts_under_load_never_mix_preprocessing(
     stored_releases: ReleaseStore, predictor: Predictor, grpc_port: int
 ) -> None:

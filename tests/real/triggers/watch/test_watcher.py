@@ -205,6 +205,7 @@ def test_training_takes_precedence_over_a_reindex(watched: WatchedSystem) -> Non
     assert report.figures["new_classes"] == 1
 
 
+@pytest.mark.slow
 def test_training_images_are_counted_since_the_training_after_a_reindex(
     watched: WatchedSystem, trained: tuple[Path, System], tmp_path: Path
 ) -> None:
