@@ -246,8 +246,8 @@ class ChampionPointer:
         return None
 
     def made_live(self, champion: Champion) -> Promotion:
-        """The promotion since which ``champion`` is live. Moving the anchor and applying settings
-        are later entries about the same release."""
+        """The promotion that made ``champion`` live. Entries that move the anchor or apply settings
+        may follow it."""
         promotion = champion.promotion
         while promotion.how in ("apply", "anchor") and (before := self.find_in_history(promotion.number - 1)):
             promotion = before

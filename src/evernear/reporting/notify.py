@@ -31,7 +31,7 @@ EXIT_STEP = "notify"
 
 FEW_EPOCHS = 10
 _RULES_OF_DATA = {"same_test_set", "test_images_unseen", "classes_kept"}
-"""Rules that no longer training can pass."""
+"""Rules that fail because of the data, however long the network is trained."""
 CONFUSION_MATRIX = "confusion.png"
 """The image in a run's record that shows the candidate's confusion matrix in Slack."""
 SHARED_OPTIONS = ("--workdir", "--config", "--set")

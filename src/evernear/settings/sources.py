@@ -194,7 +194,7 @@ def known_keys(model: type[BaseModel], prefix: str = "") -> list[str]:
 
 
 def _description(model: type[BaseModel], names: tuple[int | str, ...]) -> str:
-    """Of the setting with these names, section by section."""
+    """The description of the setting whose sections and name are given in order."""
     field = model.model_fields[str(names[0])]
     if len(names) > 1 and isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
         return _description(field.annotation, names[1:])

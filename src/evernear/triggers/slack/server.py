@@ -56,7 +56,7 @@ SHUTDOWN_S = 25
 """Time to finish at shutdown. The timeout is less than the 30 s that Kubernetes gives a pod to shut
 down."""
 _UNKNOWN_FORM = (AttributeError, KeyError, RecursionError, TypeError, ValueError)
-"""What Bolt raises for a request whose JSON is another than it knows."""
+"""Raised by Bolt if the JSON of a request has a structure that it does not expect."""
 _T = TypeVar("_T")
 _log = logging.getLogger(__name__)
 
@@ -240,7 +240,7 @@ def create_server(app: App, signing_secret: str) -> uvicorn.Server:
         try:
             answer = await run_in_threadpool(lambda: app.dispatch(to_bolt_request(request, body)))
         except _UNKNOWN_FORM as error:
-            _log.warning("Slack sent a request of an unknown form (%s); nothing was done.", type(error).__name__)
+            _log.warning("Slack sent a request of an unknown form (%s), which was ignored.", type(error).__name__)
             return PlainTextResponse("Unknown form.", status_code=400)
         return to_starlette_response(answer)
 
