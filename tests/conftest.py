@@ -24,6 +24,7 @@ from filelock import FileLock
 from pydantic import BaseModel
 from xdist.scheduler import LoadFileScheduling
 
+from evernear.common import masking
 from evernear.common.run_record import RunRecord
 from evernear.common.store import Store, open_store
 from evernear.settings import Settings, layers
@@ -132,6 +133,16 @@ def writes_without_sync() -> Iterator[None]:
     """Do not wait until the disk has each file: a test cannot cut the power."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", lambda _: None)
+        yield
+
+
+@pytest.fixture(autouse=True)
+def remembers_no_secret_of_another_test() -> Iterator[None]:
+    """Masking lasts as long as a process, which here runs many tests."""
+    remembered, forms = masking._remembered, masking._forms  # pyright: ignore[reportPrivateUsage]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(masking, "_remembered", set(remembered))
+        patch.setattr(masking, "_forms", forms)
         yield
 
 

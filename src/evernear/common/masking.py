@@ -15,7 +15,7 @@ import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from pathlib import Path
-from typing import IO, Any, TextIO
+from typing import IO, Any, TextIO, cast
 from urllib.parse import quote, unquote
 
 MASK = "***"
@@ -130,6 +130,18 @@ def mask(text: str) -> str:
     for form in _forms:
         text = text.replace(form, MASK)
     return _mask_forms(text)
+
+
+def mask_values(value: Any) -> Any:
+    """A JSON value with secrets masked in its strings. The names of its fields are kept: a document
+    without a field that is called like a password could not be read again."""
+    if isinstance(value, str):
+        return mask(value)
+    if isinstance(value, Mapping):
+        return {name: mask_values(each) for name, each in cast("Mapping[str, Any]", value).items()}
+    if isinstance(value, list | tuple):
+        return [mask_values(each) for each in cast("list[Any]", value)]
+    return value
 
 
 def has_form_of_secret(text: str) -> bool:

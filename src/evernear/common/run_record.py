@@ -23,7 +23,7 @@ from typing import Any, Literal, TypeVar
 from pydantic import AwareDatetime, BaseModel
 
 from evernear.common.frozen import Document, Frozen, require_stamp, stamp
-from evernear.common.masking import mask
+from evernear.common.masking import mask_values
 from evernear.common.store import Store
 from evernear.errors import IntegrityError
 
@@ -150,7 +150,7 @@ class RunRecord:
         for name, document in documents.items():
             if document is not None:
                 tree = document.model_dump(mode="json") if isinstance(document, BaseModel) else document
-                self.store.put(self._key(name), mask(json.dumps(stamp() | dict(tree), indent=2)).encode())
+                self.store.put(self._key(name), json.dumps(mask_values(stamp() | dict(tree)), indent=2).encode())
 
     def load(self, name: str) -> dict[str, Any]:
         """Empty if it was not recorded."""

@@ -63,6 +63,13 @@ def test_secret_is_masked_in_every_form(form: str) -> None:
     assert mask(mask(form)) == MASK
 
 
+def test_document_is_read_again_although_a_field_is_called_like_the_password(tmp_path: Path) -> None:
+    remember("expected")
+    record = RunRecord(open_store(tmp_path.as_uri()), "run")
+    record.save(probe={"expected_false_accepts": [1, "not as expected"]})
+    assert record.load("probe") == {"expected_false_accepts": [1, f"not as {MASK}"]}
+
+
 @pytest.mark.parametrize("before", ["", "a:", "me:", "user:"])
 def test_secret_is_masked_in_a_basic_authorization(before: str) -> None:
     remember(SECRET)
