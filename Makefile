@@ -28,9 +28,8 @@ AXE_SHA256 := e6b0ce02b84d892e2e33e403485e7f3d6c29e2be6df65daf44d89ba564139745
 # tests/conftest.py starts the longest tests first, in random order otherwise.
 PYTEST_OPTIONS := --numprocesses 6 --dist loadfile --no-loadscope-reorder
 PYTEST := $(BIN)/pytest $(PYTEST_OPTIONS)
-# Each further process imports all test files, and fast tests wait only for the threads of their ingests.
-FAST := --numprocesses 4 tests/fast
-TESTS := tests/real
+# tests/fast first, so that it is collected before torch is imported, which is refused there.
+TESTS := tests/fast tests/real
 # The rooms whose slow tests `make test-slow` runs, for example ROOMS="embedding serving"; empty: all.
 ROOMS ?=
 # Nothing in an environment names its directory, so that a clone can be moved, and its path can contain any character in
@@ -52,11 +51,9 @@ demo: .venv/.demo ## Run the pipeline on scikit-learn's digits, and recognize im
 	$(BIN)/evernear demo --source "$$SOURCE" --workdir "$$WORKDIR" $(if $(KEEP),--keep)
 
 test: .venv/.installed ## Run the tests of the code, except those of the integrations
-	$(PYTEST) $(FAST)
 	$(PYTEST) $(TESTS)
 
 test-core: .venv/core/.installed ## Run the tests of `make test` without the libraries of the integrations
-	.venv/core/bin/pytest $(PYTEST_OPTIONS) $(FAST)
 	.venv/core/bin/pytest $(PYTEST_OPTIONS) $(TESTS)
 
 test-integrations: .venv/.installed .venv/clients/.installed $(if $(NPM),.venv/axe/.installed) ## Run the tests of the integrations and of KServe's servers

@@ -9,6 +9,7 @@ import time
 from collections.abc import Generator, Sequence
 from importlib.machinery import ModuleSpec
 from pathlib import Path
+from threading import current_thread, main_thread
 from typing import Any
 
 import pytest
@@ -31,7 +32,7 @@ _running: str | None = None
 
 
 def _refuse(action: str) -> None:
-    if _running:
+    if _running and current_thread() is main_thread():  # others are of servers that tests in tests/real share
         pytest.fail(f"{_running} may not {action}: move it to tests/real.")
 
 
@@ -68,7 +69,13 @@ def _run(name: str, path: Path) -> Generator[None, Any, Any]:
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, Any, Any]:
+def pytest_runtest_setup(item: pytest.Item) -> Generator[None, Any, Any]:
+    return (yield from _run(item.nodeid, item.path))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None, Any, Any]:
+    """But not the teardown, which may stop the servers of tests in tests/real."""
     return (yield from _run(item.nodeid, item.path))
 
 
