@@ -14,7 +14,7 @@ import re
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, lru_cache
 from importlib.util import find_spec
 
 from evernear.data.encoded_image import EncodedImage, broken, max_segments, too_many_segments
@@ -330,9 +330,11 @@ def _inspect(container: _Container) -> EncodedImage:
         descriptor, streams = b"", [_Stream.read(container, primary)]
         coded_pixels = max(width_px * height_px, streams[0].pixels)
     else:
-        descriptor = container.content(primary)
-        streams = [_Stream.read(container, tile) for tile in container.tiles()]
-        _require_tiles([stream.properties.size(name) for stream in streams], descriptor, (width_px, height_px), name)
+        descriptor, tiles = container.content(primary), container.tiles()
+        _require_tiles(
+            [container.properties(tile).size(name) for tile in tiles], descriptor, (width_px, height_px), name
+        )
+        streams = [_Stream.read(container, tile) for tile in tiles]
         coded_pixels = width_px * height_px + max(stream.pixels for stream in streams)
     cropped_px = _cropped_size(properties, name)
     return EncodedImage(
@@ -396,17 +398,18 @@ class _Stream:
             raise unsupported(name, "has tiles of another type")
         if item != container.primary and (properties.orientation > 1 or b"clap" in properties.boxes):
             raise unsupported(name, "rotates or crops its tiles")
-        parameters, sps, length_size = _parameters(properties.boxes.get(b"hvcC", b""), name)
-        pixels, deep = _sps(sps)
+        parameters, length_size, pixels, deep = _parameters(properties.boxes.get(b"hvcC", b""), name)
         coded = properties.size(name)
         if pixels > (coded[0] + _CODING_UNIT_PX) * (coded[1] + _CODING_UNIT_PX):
             raise broken(name, "its size is that of another picture")
         return _Stream(pixels, deep, parameters, _slices(container.units(item, length_size), name), properties)
 
 
-def _parameters(content: bytes, name: str) -> tuple[bytes, bytes, int]:
+@lru_cache(maxsize=8)  # the tiles of a picture usually have the same ones
+def _parameters(content: bytes, name: str) -> tuple[bytes, int, int, bool]:
     """Keep one parameter set for the sequence, and those of the video and the picture. Return the
-    content of the new hvcC, the first set, and the number of bytes of a length in the stream."""
+    content of the new hvcC, the number of bytes of a length in the stream, and what `_sps` returns
+    for the first set."""
     if len(content) > MAX_PARAMETERS_SIZE_BYTES:
         raise DataError(
             f"{name} is a HEIC file with more than {MAX_PARAMETERS_SIZE_BYTES} bytes of parameters; save it again."
@@ -427,7 +430,7 @@ def _parameters(content: bytes, name: str) -> tuple[bytes, bytes, int]:
     for kind, units in arrays.items():
         parts.append(struct.pack(">BH", 0x80 | kind, len(units)))
         parts += [struct.pack(">H", len(unit)) + unit for unit in units]
-    return b"".join(parts), arrays[_SPS][0], length_size
+    return b"".join(parts), length_size, *_sps(arrays[_SPS][0])
 
 
 def _nal_type(unit: bytes) -> int | None:
