@@ -3,6 +3,7 @@ package evernear;
 import io.netty.channel.ChannelHandlerContext;
 import io.netty.channel.ChannelInboundHandlerAdapter;
 import io.netty.handler.codec.http.FullHttpRequest;
+import io.netty.handler.codec.http.HttpHeaderNames;
 import io.netty.handler.codec.http.HttpHeaderValues;
 import io.netty.handler.codec.http.HttpResponseStatus;
 import io.netty.handler.codec.http.HttpUtil;
@@ -17,7 +18,7 @@ import org.pytorch.serve.util.NettyUtils;
 
 /**
  * Rejects forms that TorchServe cannot parse, for which it would return 500, and forms with several images, of which it
- * would answer one.
+ * would answer one. A body that curl sends without a Content-Type is an image rather than a URL-encoded form.
  */
 final class Form extends ChannelInboundHandlerAdapter {
     // FIELDS in request_parsing.py
@@ -33,7 +34,10 @@ final class Form extends ChannelInboundHandlerAdapter {
     public void channelRead(ChannelHandlerContext context, Object message) {
         FullHttpRequest request = (FullHttpRequest) message;
         try {
-            if (!isForm(request) || countImages(request) <= 1) {
+            if (isUrlEncoded(request)) {
+                request.headers().set(HttpHeaderNames.CONTENT_TYPE, HttpHeaderValues.APPLICATION_OCTET_STREAM);
+            }
+            if (!isMultipart(request) || countImages(request) <= 1) {
                 context.fireChannelRead(message);
                 return;
             }
@@ -52,11 +56,14 @@ final class Form extends ChannelInboundHandlerAdapter {
         context.writeAndFlush(Rejection.of(HttpResponseStatus.BAD_REQUEST, type, sentence));
     }
 
-    private static boolean isForm(FullHttpRequest request) throws UnreadableException {
+    private static boolean isUrlEncoded(FullHttpRequest request) {
+        CharSequence type = HttpUtil.getMimeType(request);
+        return HttpHeaderValues.APPLICATION_X_WWW_FORM_URLENCODED.contentEqualsIgnoreCase(type);
+    }
+
+    private static boolean isMultipart(FullHttpRequest request) throws UnreadableException {
         try {
-            return HttpPostRequestDecoder.isMultipart(request)
-                    || HttpHeaderValues.APPLICATION_X_WWW_FORM_URLENCODED.contentEqualsIgnoreCase(
-                            HttpUtil.getMimeType(request));
+            return HttpPostRequestDecoder.isMultipart(request);
         } catch (RuntimeException fault) {
             throw new UnreadableException();
         }
