@@ -7,7 +7,8 @@ macOS decomposes accented letters in folder names (``e`` and an accent), other s
 import csv
 import re
 import unicodedata
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from difflib import get_close_matches
 from pathlib import Path
 
 from evernear.common.disk import disk_errors
@@ -49,6 +50,14 @@ def lookalike_key(name: str) -> str:
 def spelled(name: str) -> str:
     """``name`` in quotes, with non-ASCII characters' code points, as in ``'caf\\xe9' (café)``."""
     return ascii(name) if name.isascii() else f"{name!a} ({name})"
+
+
+def unknown_name(name: str, known: Collection[str]) -> str:
+    """The end of a sentence that rejects ``name``: the one among ``known`` that may be meant, if
+    any. The name of a setting may lack its section."""
+    names = {each.rpartition(".")[2]: each for each in known} | {each: each for each in known}
+    close = get_close_matches(name, names, n=1)
+    return f"did you mean {names[close[0]]!r}?" if close else "remove it, or correct its name."
 
 
 _MAX_NAMES = 5

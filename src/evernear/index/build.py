@@ -171,7 +171,7 @@ def _size_bytes(factory: str, size: int, dim: int) -> int:
 
 
 def _mb(size_bytes: int) -> str:
-    return f"{size_bytes / 1e6:,.0f} MB"
+    return f"{size_bytes / 1e6:,.0f} MB" if size_bytes >= 1e6 else f"{size_bytes / 1e3:,.0f} kB"
 
 
 def build_index(

@@ -1,7 +1,6 @@
 """Start, list, show and stop runs on a Kubeflow Pipelines server."""
 
 import copy
-import difflib
 import re
 import time
 import uuid
@@ -14,6 +13,7 @@ from typing import Any
 from evernear.common.disk import sha256_bytes
 from evernear.common.run_record import RUNS, STARTING
 from evernear.common.store import Store
+from evernear.common.text import unknown_name
 from evernear.errors import ConflictError, PipelineServerError, SettingsError, StoreError
 from evernear.kubeflow import connection
 from evernear.kubeflow.connection import Connection
@@ -302,9 +302,7 @@ def arguments_for(version: Any, values: Mapping[str, Any]) -> dict[str, Any]:
     values = {name: value for name, value in values.items() if name != STARTED_BY or name in declared}
     for name, value in values.items():
         if name not in declared:
-            matches = difflib.get_close_matches(name, declared, n=1, cutoff=0.0)
-            hint = f"; did you mean {matches[0]!r}?" if matches else "."
-            raise SettingsError(f"The pipeline has no parameter {name!r}{hint}")
+            raise SettingsError(f"The pipeline has no parameter {name!r}; {unknown_name(name, declared)}")
         if not declared[name].accepts(value):
             raise SettingsError(f"The pipeline parameter {name} must be a {declared[name].type}, not {value!r}.")
     if missing := [name for name, parameter in declared.items() if parameter.required and name not in values]:

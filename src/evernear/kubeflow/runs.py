@@ -6,7 +6,6 @@ names, as in ``section.key``. A setting that is a pipeline parameter
 The others keep the pipeline's defaults, which may have been set at upload.
 """
 
-import difflib
 import json
 import os
 import shlex
@@ -18,6 +17,7 @@ from pydantic import AwareDatetime
 
 from evernear.common.frozen import Frozen
 from evernear.common.store import Store
+from evernear.common.text import unknown_name
 from evernear.errors import SettingsError
 from evernear.kubeflow import NAMES
 from evernear.kubeflow.parameters import nonempty, resolve, settings_of
@@ -248,9 +248,7 @@ def _unknown(key: str, by_name: Mapping[str, Parameter]) -> str:
             f"The pipeline has no parameter {key!r}. If it should, another version of evernear uploaded it; upload it "
             "again."
         )
-    known = [*by_name, *_setting_keys()]
-    matches = [k for k in known if k.endswith(f".{key}")] or difflib.get_close_matches(key, known, n=1, cutoff=0.0)
-    return f"No parameter or setting {key!r}; did you mean {matches[0]!r}?"
+    return f"No parameter or setting {key!r}; {unknown_name(key, [*by_name, *_setting_keys()])}"
 
 
 def _value(parameter: Parameter, text: str) -> Any:

@@ -3,7 +3,7 @@ derives it from the run's record in the store (`evernear.common.run_record`)."""
 
 import os
 import shlex
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
 from evernear.common.frozen import Document
@@ -128,7 +128,8 @@ class RunOutcome(Document):
     def _next_steps_after_hold(self, candidate: str, place: Place) -> Iterator[NextStep]:
         """What makes a better model, then what looks at this one, last what ignores the gate."""
         if self.command and self.few_epochs:
-            longer = self._same_command("--preset", "default", "--set", "train.epochs=null")
+            words = _without("--preset", self.command)
+            longer = shlex.join(["evernear", *words, "--preset", "default", "--set", "train.epochs=null"])
             yield NextStep(f"train longer than {quantity(self.few_epochs, 'epoch')}, with the default preset", longer)
         if self.command and place != "run page":
             yield NextStep("look at its worst mistakes", self._command("report", "--open"))
@@ -161,6 +162,15 @@ class RunOutcome(Document):
 
     def _live_despite_failure(self) -> str:
         return f" Nevertheless, release {self.release} {self.release_state()}." if self.release else ""
+
+
+def _without(option: str, words: Sequence[str]) -> list[str]:
+    """``words`` of a command without an option and its value."""
+    return [
+        word
+        for before, word in zip(("", *words), words, strict=False)
+        if option not in (before, word) and not word.startswith(f"{option}=")
+    ]
 
 
 def load_outcome(store: Store, run: str) -> RunOutcome | None:

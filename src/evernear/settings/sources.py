@@ -1,6 +1,5 @@
 """The sources of settings, and the error messages for invalid settings."""
 
-import difflib
 import os
 import re
 import tomllib
@@ -16,6 +15,7 @@ from pydantic_settings import EnvSettingsSource
 
 from evernear.common.masking import has_form_of_secret
 from evernear.common.output import printable
+from evernear.common.text import unknown_name
 from evernear.errors import SettingsError
 
 ENV_PREFIX = "EVERNEAR_"
@@ -213,8 +213,5 @@ def _sentence(model: type[BaseModel], error: ValidationError) -> str:
             return f"Invalid settings: {message}."
         # Settings of a section may contradict each other.
         value = "" if isinstance(fault["input"], dict) else f" = {printable(str(fault['input']), 100)}"
-        return f"Invalid setting {key}{value}: {message}."
-    known = known_keys(model)
-    # For a key without its section (epochs), suggest the key with the section (train.epochs).
-    matches = [k for k in known if k.endswith(f".{key}")] or difflib.get_close_matches(key, known, n=1)
-    return f"No setting {key!r}; {f'did you mean {matches[0]!r}?' if matches else 'remove it, or correct its name.'}"
+        return f"Invalid setting {key}{value}: {message}" + "." * (message[-1] not in "?.")
+    return f"No setting {key!r}; {unknown_name(key, known_keys(model))}"

@@ -1,12 +1,12 @@
 """The settings of the ``validation`` section, and the rules that it adjusts."""
 
-import difflib
 import json
 import shlex
 from typing import Annotated, Literal, NamedTuple, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
+from evernear.common.text import unknown_name
 from evernear.settings.section import Section
 
 MAX_IMBALANCE = 10
@@ -93,8 +93,7 @@ def _known_rule(name: str) -> str:
     if name in RULE_OF:
         raise ValueError(f"{name} is part of the rule {RULE_OF[name]}; name that one")
     if name not in RULES:
-        (nearest,) = difflib.get_close_matches(name, RULES, n=1, cutoff=0.0)
-        raise ValueError(f"no rule has this name; the nearest is {nearest!r}")
+        raise ValueError(f"no rule has this name; {unknown_name(name, RULES)}")
     return name
 
 

@@ -171,7 +171,7 @@ def test_held_run_of_few_epochs_is_advised_to_train_longer(
     first = outcome.next_steps()[0]
     if shown:
         assert first.purpose == f"train longer than {shown}, with the default preset"
-        assert first.command == "evernear run --preset quick --preset default --set train.epochs=null"
+        assert first.command == "evernear run --preset default --set train.epochs=null"
         assert load(preset="default", environment={}, overrides=["train.epochs=null"]) == load(environment={})
     else:
         assert first.purpose == "look at its worst mistakes"

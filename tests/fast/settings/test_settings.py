@@ -50,7 +50,7 @@ def test_typo_is_reported_with_a_suggestion(override: str, sentence: str) -> Non
 @pytest.mark.parametrize(
     ("overrides", "sentence"),
     [
-        (['validation.off=["imbalanc"]'], r"validation\.off\.0 = imbalanc: .* the nearest is 'imbalance'"),
+        (['validation.off=["imbalanc"]'], r"validation\.off\.0 = imbalanc: .* did you mean 'imbalance'\?$"),
         (
             ['validation.off=["imbalance"]', 'validation.warn=["pixels", "imbalance"]'],
             "the rule imbalance is in the lists warn and off; keep it in one of them",

@@ -36,7 +36,7 @@ from tests.releases import System
 
 NEAR_AND_FAR = np.linspace(0, 1, 50, dtype=np.float32), np.linspace(0.5, 1.5, 50, dtype=np.float32)
 ALIKE = NEAR_AND_FAR[0], NEAR_AND_FAR[0]
-REASON = "Flat was chosen because exact search of 0 MB is fast enough."
+REASON = "Flat was chosen because exact search of "
 CHAMPION = "20260101.000000.00000000"
 CANDIDATE = "20260102.000000.00000000"
 HOSTILE = "<script>alert(1)</script> \x1b[31m \u202egod"
