@@ -278,7 +278,7 @@ def _publish(work: _Work, listed: _Listed, decoded: _Decoded, writer: ShardWrite
     asked, db, draft, snapshots = work.asked, work.db, work.draft, work.snapshots
     settings, parent, form = asked.settings, work.parent, decoded.form
     asked.report("writing the manifest")
-    problems, counts = list_problems(db, draft.source, *form.shape[:2], form.resize)
+    problems, counts = list_problems(db, draft.source, work.source.chosen_splits, *form.shape[:2], form.resize)
     if asked.left_out is not None:
         _write_left_out(db, asked.left_out)
     manifest = Manifest(

@@ -36,6 +36,11 @@ PROBLEMS = {
         "images are in several splits, and each was added to one of them",
         "; keep one of",
     ),
+    "earlier_split": (
+        "image stays in the split of an earlier ingest, although the source now names another one",
+        "images stay in the splits of an earlier ingest, although the source now names others",
+        ":",
+    ),
     "conflicting_labels": (
         "image has several labels and was left out",
         "images have several labels and were left out",
@@ -122,6 +127,7 @@ PROBLEMS = {
 files. If the last words are empty, the message mentions one affected file as an example."""
 
 ADVICE = {
+    "earlier_split": " To use the new splits, start a new dataset (--set data.dataset=NAME).",
     "nested_folder": " If the innermost folders are the classes, add --set data.layout=innermost; if the labels are"
     " right, add {off}.",
 }

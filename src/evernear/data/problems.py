@@ -1,7 +1,7 @@
 """The problems of a dataset, as queries over the tables of an ingest, because duplicates and
 conflicts involve several images, and the sentences about them."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import pyarrow as pa
@@ -9,7 +9,7 @@ import pyarrow as pa
 from evernear.common.output import quantity
 from evernear.data.database import Database, batched
 from evernear.data.groups import FEWEST_GROUPS, LARGE_GROUPS, LargeGroup
-from evernear.data.manifest import Problem
+from evernear.data.manifest import SPLITS, Problem, Split
 from evernear.data.preprocess import Flaw, Resize, choose_resize
 from evernear.data.sources.names import is_reviewed
 
@@ -129,15 +129,25 @@ _GROUP_LABELS = """
 CREATE OR REPLACE TABLE group_labels AS
 SELECT coalesce("group", '') AS name, label, count(*) AS images FROM images GROUP BY 1, 2
 """
+# Images of a source whose files name another split, unless a copy names theirs. Without a given
+# split, ingest chooses one.
+_TOLD = """
+CREATE OR REPLACE TABLE told AS
+SELECT name, digest,
+  CASE WHEN given_split IS NULL THEN list_contains($chosen, split) ELSE given_split = split END AS agrees
+FROM read JOIN images USING (digest) WHERE source = $source AND reviewed IS NULL
+"""
+_DISAGREEING = "SELECT min(name) AS name FROM told GROUP BY digest HAVING NOT bool_or(agrees)"
 _UNGROUPED = """
 SELECT min(name) FROM read WHERE source = $source AND digest IS NOT NULL GROUP BY digest HAVING min("group") IS NULL
 """
 
 
 def list_problems(
-    db: Database, source: str, height_px: int, width_px: int, resize: Resize
+    db: Database, source: str, chosen_splits: Sequence[Split], height_px: int, width_px: int, resize: Resize
 ) -> tuple[list[Problem], dict[str, int]]:
-    """Some problems of each kind, and the number of all."""
+    """Some problems of each kind, and the number of all. ``chosen_splits`` are those of
+    ``source``, to which ingest assigns images."""
     db.run(_TABLES)
     problems: list[Problem] = []
     counts: dict[str, int] = {}
@@ -156,7 +166,7 @@ def list_problems(
             for name, width, height in rows:
                 detail = f"{name} {problem.text.format(width=width, height=height)}."
                 problems.append(Problem(kind=kind, names=(name,), detail=detail))
-    for kind, names, count, text in _group_problems(db, source):
+    for kind, names, count, text in (*_earlier_splits(db, source, chosen_splits), *_group_problems(db, source)):
         counts[kind] = count
         problems += [Problem(kind=kind, names=(name,), detail=f"{name} {text}.") for name in names]
     rules = "SELECT rule, sum(count)::BIGINT FROM noted WHERE rule <> 'empty_folder' GROUP BY 1 ORDER BY 1"
@@ -201,6 +211,18 @@ def _list_sizes(db: Database, height_px: int, width_px: int, resize: Resize) -> 
                 if flaw & problem.flaw or kind == problem.resized or (is_upscaled and problem.upscaled)
             )
     return occurring
+
+
+def _earlier_splits(
+    db: Database, source: str, chosen_splits: Sequence[Split]
+) -> Iterator[tuple[str, list[str], int, str]]:
+    """As `_group_problems` does. An image of an earlier ingest never moves."""
+    if len(chosen_splits) == len(SPLITS):
+        return
+    db.run(_TOLD, source=source, chosen=list(chosen_splits))
+    count, names = db.first(_DISAGREEING, _MAX_LISTED_OF_OTHERS)
+    if count:
+        yield "earlier_split", [name for (name,) in names], count, "stays in the split of an earlier ingest"
 
 
 def _group_problems(db: Database, source: str) -> Iterator[tuple[str, list[str], int, str]]:

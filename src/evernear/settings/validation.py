@@ -32,7 +32,11 @@ RULES = {
         "size and were enlarged.",
     ),
     "duplicate": Rule("warn", "An image occurs more than once. It is used once."),
-    "duplicate_across_splits": Rule("warn", "An image is in several splits. It is added to one of them."),
+    "duplicate_across_splits": Rule(
+        "warn",
+        "An image is in several splits, or the source now names another one than at an earlier ingest. It is in one of "
+        "them, and never moves.",
+    ),
     "near_duplicate": Rule(
         "warn",
         "More test images than usual are nearly the same as an image of train or gallery. The "
@@ -84,6 +88,7 @@ RULES = {
 RULE_OF = {
     **dict.fromkeys(("cropped", "letterboxed", "stretched", "upscaled"), "resized"),
     **dict.fromkeys(("hidden_folder", "litter", "no_class", "no_label", "not_an_image"), "left_out"),
+    "earlier_split": "duplicate_across_splits",
     **dict.fromkeys(("clipped", "constant_image", "grayed", "low_contrast"), "pixels"),
 }
 """The rule of each kind of problem that has another name."""

@@ -1,5 +1,6 @@
 import hashlib
 import itertools
+import re
 import shutil
 from collections import Counter
 from pathlib import Path
@@ -15,10 +16,11 @@ from evernear.data.ingest import ingest_source
 from evernear.data.manifest import Manifest, manifest_key
 from evernear.data.preprocess import Picture, decode_inspected
 from evernear.data.reduction import BitDepth
+from evernear.data.validate import validate_dataset
 from evernear.errors import DataError, FormatError, IntegrityError
-from evernear.settings import DataSettings
+from evernear.settings import DataSettings, ValidationSettings
 from tests.dataset_images import write_files
-from tests.small_ingest import dataset_of, ingest_small, ingest_with
+from tests.small_ingest import dataset_of, ingest_small, ingest_with, opened
 
 
 @pytest.fixture
@@ -173,6 +175,31 @@ def test_image_moved_to_another_split_keeps_its_split(tmp_path, run_ingest, make
     assert contents(manifest).split == before
     assert before[digest_of(make_image(0))] != "test"
     assert manifest.problem_counts == {"duplicate_across_splits": 1}
+
+
+def test_split_that_the_source_names_later_is_said_to_have_no_effect(tree, run_ingest, tmp_path: Path) -> None:
+    before = run_ingest(tree)
+    inside = {path: path.relative_to(tree) for path in sorted(tree.rglob("*.png"))}
+    moved = {path: ("train", "test")[number % 3 == 0] for number, path in enumerate(inside)}
+    for path, split in moved.items():
+        target = tree / split / inside[path]
+        target.parent.mkdir(parents=True, exist_ok=True)
+        path.rename(target)
+    for folder in {path.parent for path in inside}:
+        folder.rmdir()
+    after = run_ingest(tree)
+    assert after.count("test") == before.count("test")
+    report = validate_dataset(opened(after), ValidationSettings())
+    (message,) = [f.message for f in report.findings if f.rule == "duplicate_across_splits"]
+    assert re.match(
+        r"\d+ images stay in the splits of an earlier ingest, although the source now names others: test/.* and more\."
+        r" To use the new splits, start a new dataset \(--set data\.dataset=NAME\)\.",
+        message,
+    )
+    assert run_ingest(tree).problem_counts == after.problem_counts  # at each ingest
+    again = run_ingest(tree, dataset="again")
+    assert again.count("test") == list(moved.values()).count("test")
+    assert again.problem_counts == {}
 
 
 def test_changed_image_shape_requires_another_store(tree, run_ingest, tmp_path: Path) -> None:
