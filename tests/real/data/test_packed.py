@@ -299,7 +299,18 @@ def test_webdataset_metadata_and_litter(tmp_path, noise_images, run_ingest) -> N
         ([("0.jpg", b"x"), ("0.json", b"{")], r"a\.tar/0\.json is not JSON"),
         ([("0.jpg", b"x"), ("0.json", b"[" * 100_000)], r"a\.tar/0\.json is not JSON"),
         ([("0.jpg", b"x"), ("0.cls", b"1"), ("0.jpg", b"y")], r"contains two images called 0\.jpg"),
-        ([("0.cls", b"1")], "contains no image with a label in tars"),
+        (
+            [("0.cls", b"1"), ("0.npy", b"x"), ("1.cls", b"1")],
+            r"no image with a label in tars\. The sample 0 of a\.tar has the members 0\.cls, 0\.npy, and none is",
+        ),
+        (
+            [("0.cls", b"1"), ("1.cls", b"1"), ("0.jpg", b"x"), ("1.jpg", b"x")],
+            r"The members of the sample 0 of a\.tar are not adjacent, .* `tar --sort=name`",
+        ),
+        (
+            [("0.cls", b"1"), ("0.jpg", b"x"), ("1.jpg", b"x"), ("2.cls", b"1"), ("2.jpg", b"x"), ("1.json", b"{}")],
+            r"The members of the sample 1 of a\.tar are not adjacent",
+        ),
         ([("\udcff.jpg", b"x"), ("\udcff.cls", b"1")], "is not UTF-8; rename it"),
     ],
 )

@@ -36,6 +36,7 @@ class WebDataset(PackedFiles):
     kind = "tars"
 
     def _members(self, path: Path, file: str) -> Iterator[Member]:
+        without_label, without_image, has_images = set[str](), dict[str, list[str]](), False
         with _opened(path, file) as tar:
             for key, infos in groupby(self._used(tar, file), key=lambda info: _split_name(info.name)[0]):
                 images: list[tarfile.TarInfo] = []
@@ -48,11 +49,25 @@ class WebDataset(PackedFiles):
                         labels.add(stem, suffix.lower(), info.size, lambda info=info: _content(tar, info))
                     elif has_image_suffix(f"image{suffix}"):
                         images.append(info)
+                has_images = has_images or bool(images)
+                if labels and not images:
+                    without_image.setdefault(key, names)
                 for member in self._of_sample(file, key, images, labels):
                     if not member.label:
+                        without_label.add(key)
                         self._advice = self._advice or _advice(file, key, names, member.name)
                     yield member
             _require_end(tar, file)
+        if divided := without_label & without_image.keys():
+            raise DataError(
+                f"The members of the sample {min(divided)} of {file} are not adjacent, so its image has no label; write"
+                " the tar again with its members sorted by name, as `tar --sort=name` does."
+            )
+        if without_image and not has_images:
+            key, names = next(iter(without_image.items()))
+            self._advice = (
+                self._advice or f" The sample {key} of {file} has the members {named(names)}, and none is an image."
+            )
 
     def _of_sample(self, file: str, key: str, images: list[tarfile.TarInfo], labels: "_Labels") -> Iterator[Member]:
         """The images of a sample. With dots in names, several samples share a key."""
@@ -119,6 +134,9 @@ class _Labels:
     def __init__(self, file: str, uses_groups: bool) -> None:
         self._file, self._uses_groups = file, uses_groups
         self._contents: defaultdict[str, dict[str, bytes | int]] = defaultdict(dict)
+
+    def __len__(self) -> int:
+        return len(self._contents)
 
     def add(self, stem: str, suffix: str, size: int, read: Callable[[], bytes]) -> None:
         self._contents[stem][suffix] = size if size > _MAX_LABEL_BYTES else read()
