@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 import tarfile
 from collections import Counter
 from collections.abc import Callable
@@ -339,6 +340,35 @@ def test_a_saved_dataset_is_complete(hub, tmp_path: Path) -> None:
         hub()
 
 
+@pytest.mark.parametrize(
+    ("files", "missing"),
+    [
+        (("train-00000-of-00003.parquet", "train-00002-of-00003.parquet"), "train-00001-of-00003.parquet"),
+        (("data/train-00001-of-00002.parquet",), "data/train-00000-of-00002.parquet"),
+        (("train-1-of-2.parquet",), "train-0-of-2.parquet"),
+        (("train-2-of-2.parquet",), "train-1-of-2.parquet"),
+        (("train-00000-of-00002-0123456789abcdef.parquet",), "train-00001-of-00002.parquet"),
+    ],
+)
+def test_missing_files_of_a_dataset_are_named(hub, tmp_path: Path, files: tuple[str, ...], missing: str) -> None:
+    for name in files:
+        write(tmp_path / name, rows(NAMES))
+    message = (
+        rf"contains {len(files)} of the \d files of .*train-\*-of-\d+\.parquet, and {re.escape(missing)} is missing"
+    )
+    with pytest.raises(DataError, match=message):
+        hub()
+    for name in files:  # the way on that the message names
+        (tmp_path / name).rename(tmp_path / re.sub(r"-of-\d+", "", name))
+    assert hub().labels == dict.fromkeys(NAMES, len(files))
+
+
+def test_files_that_an_earlier_upload_left_behind_are_complete(hub, tmp_path: Path) -> None:
+    for name in ("train-00000-of-00001-0123456789abcdef.parquet", "train-00000-of-00001-fedcba9876543210.parquet"):
+        write(tmp_path / name, rows(NAMES))
+    assert hub().labels == dict.fromkeys(NAMES, 2)
+
+
 def test_a_selection_of_rows_is_refused(hub, tmp_path: Path) -> None:
     save(tmp_path, "dataset.arrow", _indices_data_files=[{"filename": "indices.arrow"}])
     with pytest.raises(DataError, match=r"state\.json refers to a selection of the rows .* flatten_indices\(\)"):
@@ -370,7 +400,8 @@ def test_a_configuration_with_another_number_of_files(hub, tmp_path: Path) -> No
         write(tmp_path / "b" / f"train-0000{number}-of-00002.parquet", rows(["bee"]))
     with pytest.raises(DataError, match="several configurations of a dataset: a, b"):
         hub()
-    (tmp_path / "b" / "train-00000-of-00002.parquet").rename(tmp_path / "b" / "train-b-0.parquet")
+    for number in range(2):
+        (tmp_path / "b" / f"train-0000{number}-of-00002.parquet").rename(tmp_path / "b" / f"train-b-{number}.parquet")
     assert hub().labels == {"ant": 1, "bee": 2}  # the names differ
 
 

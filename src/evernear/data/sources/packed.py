@@ -34,6 +34,8 @@ from evernear.settings.data import DataSettings
 
 _WITH_NOTES = " notes"
 _OF_EXPORT = (MARKER, ".staging/")
+# A file of several, as `datasets` names them. Earlier versions appended a hash.
+_OF_SEVERAL = re.compile(r"(.*)-(\d+)-of-(\d+)(?:-[0-9a-f]{16})?(\.[a-z.]+)", re.IGNORECASE)
 _METADATA = frozenset(
     {"dataset_dict.json", "dataset_info.json", "dataset_infos.json", "state.json"}
     | {".gitattributes", ".gitignore", "LICENSE", "README.md"}
@@ -200,8 +202,26 @@ class PackedFiles(FileSource):
         if not files:
             but = f", except {named(sorted(litter))}, which belong to no dataset" if litter else ""
             raise DataError(f"{self._location} contains no {self.kind} ({', '.join(self.suffixes)}){but}.")
+        self._require_complete([file.name for file in files])
         splits.finish()
         return sorted(files), splits
+
+    def _require_complete(self, names: Sequence[str]) -> None:
+        """Reject ``train-00000-of-00003`` without the others, whose images would be missing."""
+        numbers: defaultdict[tuple[str, ...], dict[int, str]] = defaultdict(dict)
+        for name in names:
+            if counted := _OF_SEVERAL.fullmatch(name):
+                start, number, total, end = counted.groups()
+                numbers[start, total, end][int(number)] = name
+        for (start, total, end), own in numbers.items():
+            if len(own) < int(total):
+                first = 0 if 0 in own or int(total) not in own else 1  # some tools count from 1
+                missing = next(number for number in range(first, int(total) + first) if number not in own)
+                raise DataError(
+                    f"{self._location} contains {len(own):,} of the {int(total):,} files of {start}-*-of-{total}{end},"
+                    f" and {start}-{missing:0{len(total)}}-of-{total}{end} is missing; copy the whole dataset, or take"
+                    f" -of-{total} out of the names to use only these files."
+                )
 
     def _all_files(self) -> Iterator[tuple[str, str]]:
         if self._store is not None:
