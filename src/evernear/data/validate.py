@@ -32,6 +32,9 @@ _PRETRAINED_COMMAND = (
 )
 _ORDER = ("error", "warn", "info")
 
+_MISSING_VALUES = frozenset({"nan", "NaN", "null", "NULL", "None", "<NA>", "NA", "N/A", "#N/A", "NaT"})
+"""As Python, pandas, databases and spreadsheets write them. ``none`` may be a class."""
+_LIST_MARKS = " '\"[]"
 _LEFT_OUT = ("undecodable", "conflicting_labels")
 """Rules about images that were left out, which occur in any large dataset."""
 _EXPECTED = frozenset({"litter", "not_an_image"})
@@ -275,12 +278,40 @@ def _imbalance(present: Mapping[str, int]) -> Iterator[Finding]:
 def _similar(totals: dict[str, int]) -> Iterator[Finding]:
     """Names that people may confuse. `class_name` has already merged equivalent spellings."""
     alike: defaultdict[str, list[str]] = defaultdict(list)
-    for label in sorted(label for label, count in totals.items() if count):
-        alike[lookalike_key(label)].append(label)
-    groups = [" and ".join(map(spelled, labels)) for labels in alike.values() if len(labels) > 1]
+    labels = sorted(label for label, count in totals.items() if count)
+    for label in labels:
+        alike[_without_zeros(lookalike_key(label))].append(label)
+    groups = [" and ".join(map(spelled, group)) for group in alike.values() if len(group) > 1]
     if groups:
         message = f"Names of different classes look alike: {_listed(groups)}; rename one of them if they are one class."
         yield _finding("similar_classes", message, groups, len(groups))
+    if missing := [label for label in labels if label in _MISSING_VALUES]:
+        shown = [f"{label} ({quantity(totals[label], 'image')})" for label in missing]
+        message = (
+            f"Names of classes are written like missing values: {_listed(shown)}; if these images have no label, leave"
+            " it empty in a table or dataset, or move them out of the class folders."
+        )
+        yield _finding("similar_classes", message, missing, len(missing))
+    names = {label.strip(_LIST_MARKS) for label in labels}
+    joined = [label for label in labels if len(parts := _parts(label)) > 1 and parts <= names]
+    if joined:
+        shown = [f"{label} ({quantity(totals[label], 'image')})" for label in joined]
+        message = (
+            f"Names of classes join names of others: {_listed(shown)}. An image has one label; give these images the"
+            " right one, or leave them out."
+        )
+        yield _finding("similar_classes", message, joined, len(joined))
+
+
+def _without_zeros(name: str) -> str:
+    """Spreadsheets write 007 as 7, and pandas writes 7 as 7.0 in a column with missing values."""
+    number = re.fullmatch(r"(-?)0*(\d+)(?:\.0+)?", name)
+    return number[1] + number[2] if number else name
+
+
+def _parts(label: str) -> set[str]:
+    """The names that a label may join, as cat and dog of ``cat|dog`` or ``['cat', 'dog']``."""
+    return {part.strip(_LIST_MARKS) for part in re.split(r"[|;,]", label)}
 
 
 def _vanished(totals: dict[str, int], champion_labels: Sequence[str], classes: ClassSettings) -> Iterator[Finding]:

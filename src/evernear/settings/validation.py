@@ -72,7 +72,11 @@ RULES = {
     ),
     "merged_folders": Rule("info", "Folders or labels are one class, because their names look the same."),
     "duplicate_row": Rule("info", "A row of a table repeats another."),
-    "similar_classes": Rule("warn", "Names of classes differ only in case, width or characters that nobody sees."),
+    "similar_classes": Rule(
+        "warn",
+        "Names of classes differ only in case, width, zeros (7 and 07 and 7.0) or characters that nobody sees, are "
+        "written like missing values (nan), or join names of others (cat|dog).",
+    ),
     "nested_folder": Rule("warn", "A class folder contains folders, which may be classes. See data.layout."),
     "outside_link": Rule("info", "A link leads to a folder outside of the source. Its images are used."),
     "pixels": Rule(

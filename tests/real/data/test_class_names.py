@@ -70,6 +70,25 @@ def test_case_and_width_are_different_classes_with_a_warning(make_folders, run_i
     assert "kiwi" not in finding.message
 
 
+@pytest.mark.parametrize(
+    ("names", "said"),
+    [
+        (("1", "1.0", "2", "2.5"), "look alike: '1' and '1.0'; rename"),
+        (("007", "7", "-7", "70"), "look alike: '007' and '7'; rename"),
+        (("nan", "None", "bee", "cat"), "like missing values: None (12 images), nan (12 images); if"),
+        (("cat", "dog", "cat|dog", "cat|cow", "cat|cat"), "join names of others: cat|dog (12 images). An image"),
+        (("['cat']", "['dog']", "['cat', 'dog']"), "join names of others: ['cat', 'dog'] (12 images). An image"),
+        (("salt", "pepper", "salt, pepper", "a, b"), "join names of others: salt, pepper (12 images). An image"),
+    ],
+)
+def test_names_that_are_probably_mistakes_are_shown(make_folders, run_ingest, names, said: str) -> None:
+    report = check(run_ingest(make_folders(*names)))
+    require_valid(report)
+    (finding,) = report.findings
+    assert (finding.rule, finding.severity) == ("similar_classes", "warn")
+    assert said in finding.message
+
+
 def test_blank_name_is_refused(make_folders, run_ingest) -> None:
     with pytest.raises(DataError, match=r"The name of the class folder '\\u200b ' of given is blank; rename it\."):
         run_ingest(make_folders("\u200b ", "a", "b"))
