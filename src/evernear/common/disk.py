@@ -67,6 +67,21 @@ def sha256_file(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+GIT_LFS_POINTER = b"version https://git-lfs.github.com/spec/"
+"""Begins the file that a clone without Git LFS has in the place of a large one."""
+
+
+def git_lfs_pointer(name: str) -> DataError:
+    return DataError(f"{name} is a Git LFS pointer without the file's content; run `git lfs pull` in its repository.")
+
+
+def require_no_pointer(path: Path, name: str) -> None:
+    """Reject a Git LFS pointer, of which a decoder would say that it is damaged."""
+    with disk_errors(path), path.open("rb") as file:
+        if file.read(len(GIT_LFS_POINTER)) == GIT_LFS_POINTER:
+            raise git_lfs_pointer(name)
+
+
 def missing_directory(what: str, path: Path) -> DataError:
     """The error for a ``path`` at which no directory is."""
     return DataError(f"The {what} {path} {'is a file, not a directory' if path.exists() else 'does not exist'}.")

@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 
-from evernear.common.disk import disk_errors
+from evernear.common.disk import disk_errors, require_no_pointer
 from evernear.errors import DataError
 
 _SPACES = "".join(char for char in map(chr, range(0x3001)) if char.isspace())
@@ -61,6 +61,7 @@ def unknown_name(name: str, known: Collection[str]) -> str:
 
 
 _MAX_NAMES = 5
+_UTF_8 = "utf-8-sig"
 _SEPARATOR_LINE = re.compile(r'"?sep=(.)[\s,;"]*', re.IGNORECASE)
 _TEXT_FORMULA = re.compile(r'="([^"]*)"')
 """A number written as a formula, so that a spreadsheet keeps its leading zeros."""
@@ -73,6 +74,7 @@ def csv_rows(file: Path, name: str) -> Iterator[tuple[int, list[str]]]:
     Excel's first line ``sep=;``. Spaces around a value, and empty columns and rows at the end, are
     dropped. Memory does not grow with the file.
     """
+    require_no_pointer(file, name)
     with disk_errors(file), file.open(encoding=_encoding(file), newline="") as text:
         lines = 0
         try:
@@ -98,9 +100,9 @@ def csv_rows(file: Path, name: str) -> Iterator[tuple[int, list[str]]]:
                     )
                 yield lines, (cells + [""] * len(columns))[: len(columns)]
         except UnicodeError:
-            raise DataError(
-                f"{name} is not UTF-8 after line {lines:,}; save it as CSV UTF-8, or convert it with `iconv`."
-            ) from None
+            line = _undecodable_line(file) if text.encoding == _UTF_8 else 0
+            where = f"Line {line:,} of {name}" if line else name
+            raise DataError(f"{where} is not UTF-8; save it as CSV UTF-8, or convert it with `iconv`.") from None
         except csv.Error as error:
             raise DataError(f"{name} is not valid CSV after line {lines:,} ({error}); correct it.") from None
 
@@ -116,7 +118,18 @@ def _encoding(file: Path) -> str:
             case [0, _]:
                 return "utf-16-be"
             case _:
-                return "utf-8-sig"
+                return _UTF_8
+
+
+def _undecodable_line(file: Path) -> int:
+    """The number of the first line that is not UTF-8. The reader decodes blocks, not lines."""
+    with file.open("rb") as lines:
+        for number, line in enumerate(lines, 1):
+            try:
+                line.decode()
+            except UnicodeError:
+                return number
+    return 0
 
 
 def _value(cell: str) -> str:

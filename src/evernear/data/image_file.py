@@ -20,6 +20,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Literal
 
+from evernear.common.disk import GIT_LFS_POINTER, git_lfs_pointer
 from evernear.data.encoded_image import HALVED_PIXEL_COST, EncodedImage, broken, max_segments, too_many_segments
 from evernear.data.heic import SIGNATURE as HEIC_SIGNATURE
 from evernear.data.heic import inspect_heic
@@ -99,6 +100,8 @@ def inspect(data: bytes, max_pixels: int, name: str = "The image", setting: str 
         image = inspect_webp(data, name)
     elif HEIC_SIGNATURE.match(data):
         image = inspect_heic(data, name)
+    elif data.startswith(GIT_LFS_POINTER):
+        raise git_lfs_pointer(name)
     elif data:
         other = [kind for kind, signature in _OTHER_FORMATS.items() if re.match(signature, data, re.DOTALL)]
         remedy = f" but {other[0]}; convert it" if other else ""

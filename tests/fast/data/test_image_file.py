@@ -142,6 +142,12 @@ def test_image_of_another_format_is_named_with_the_remedy(kind: str) -> None:
         inspect(OTHER_FORMATS[kind], LIMIT, "a.png")
 
 
+def test_git_lfs_pointer_is_named_with_the_remedy() -> None:
+    pointer = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a214614ab2935\nsize 12345\n"
+    with pytest.raises(DataError, match=r"^a\.png is a Git LFS pointer without .*; run `git lfs pull` in its rep"):
+        inspect(pointer, LIMIT, "a.png")
+
+
 def test_file_among_others_is_an_image_by_its_suffix_or_else_by_its_content(tmp_path: Path) -> None:
     for name in ("a.png", "a.JPG", "a.b.jpeg", "a.jfif", "a.heif", "broken.webp"):
         (tmp_path / name).write_bytes(b"")

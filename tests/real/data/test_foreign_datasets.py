@@ -340,6 +340,16 @@ def test_a_saved_dataset_is_complete(hub, tmp_path: Path) -> None:
         hub()
 
 
+@pytest.mark.parametrize("name", ["huggingface/a.parquet", "huggingface/a.arrow", "webdataset/a.tar"])
+def test_git_lfs_pointers_are_named_with_the_remedy(tmp_path: Path, name: str) -> None:
+    path = tmp_path / name
+    path.parent.mkdir()
+    path.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:4d7a214614ab2935\nsize 12345\n")
+    kind = path.parent.name
+    with pytest.raises(DataError, match=rf"^{re.escape(path.name)} is a Git LFS pointer .* `git lfs pull`"):
+        Listing(f"{kind}:{tmp_path / kind}")
+
+
 @pytest.mark.parametrize(
     ("files", "missing"),
     [

@@ -207,6 +207,9 @@ def test_left_out_rows_are_counted_and_named(tree, table, run_ingest) -> None:
     assert manifest.problem_counts["duplicate_row"] == 2
 
 
+POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a214614ab2935\nsize 12345\n"
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -222,6 +225,9 @@ def test_left_out_rows_are_counted_and_named(tree, table, run_ingest) -> None:
         ("path,label\n/etc/hostname,a\n", "'/etc/hostname' in line 2 of labels.csv is neither relative"),
         ("path,label\n~/a.png,a\n", "is neither relative"),
         ("path,label\nC:\\images\\a.png,a\n", "is neither relative"),
+        ("path,label\nC:/images/a.png,a\n", "is neither relative"),
+        ("path,label\n\\\\server\\images\\a.png,a\n", "is neither relative"),
+        (POINTER, r"^labels\.csv is a Git LFS pointer .* `git lfs pull`"),
         ("path,label\nhttps://example.org/a.png,a\n", "is neither relative"),
         ("path,label\ns3://bucket,a\n", "names no object"),
         (
@@ -255,7 +261,10 @@ def test_numbers_of_any_length_are_in_order(tree, table, run_ingest) -> None:
 def test_other_encodings_are_refused(tree, run_ingest) -> None:
     path = tree / "labels.csv"
     path.write_bytes("path,label\n1/000.png,käse\n".encode("latin-1"))
-    with pytest.raises(DataError, match=r"labels.csv is not UTF-8 after line .; save it as CSV UTF-8"):
+    with pytest.raises(DataError, match=r"Line 2 of labels.csv is not UTF-8; save it as CSV UTF-8"):
+        run_ingest(f"table:{path}")
+    path.write_bytes("path,label\n1/000.png,käse\n".encode("utf-16")[:-1])
+    with pytest.raises(DataError, match=r"^labels.csv is not UTF-8; save it as CSV UTF-8"):
         run_ingest(f"table:{path}")
 
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from evernear.common.disk import disk_errors
+from evernear.common.disk import disk_errors, require_no_pointer
 from evernear.data.sources.base import field_text
 from evernear.errors import DataError
 
@@ -92,6 +92,7 @@ def _class_of(number: str, column: str, place: str, names: Sequence[str]) -> str
 
 @contextmanager
 def open_arrow_file(path: Path, name: str) -> Generator[ArrowFile]:
+    require_no_pointer(path, name)
     with disk_errors(path):
         with path.open("rb") as start:
             is_arrow = start.read(4) != b"PAR1" and not name.endswith((".parquet", ".pq"))

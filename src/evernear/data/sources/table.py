@@ -36,6 +36,8 @@ _PAGE = 20_000
 _MAX_LISTED = 100_000
 """Number of objects among which a missing one is looked for under a similar name."""
 _S3 = "s3://"
+_WINDOWS_ABSOLUTE = re.compile(r"[A-Za-z]:[\\/]|\\\\")
+"""A drive or a share, as in ``C:/images`` and ``\\\\server\\images``."""
 _ROWS = pa.schema([
     ("number", pa.int64()), ("name", pa.string()), ("where", pa.string()), ("bucket", pa.string()),
     ("key", pa.string()),
@@ -203,7 +205,7 @@ class Table(FileSource):
             return text, bucket, key
         if not text.strip() or "\0" in text:
             raise DataError(f"{refused} is {'empty' if not text.strip() else 'not a path'}; correct or remove the row.")
-        if "://" in text or text.startswith(("/", "~")) or text[1:3] == ":\\":
+        if "://" in text or text.startswith(("/", "~")) or _WINDOWS_ABSOLUTE.match(text):
             raise DataError(
                 f"{refused} is neither relative to the table's folder {self._root} nor an object s3://bucket/key; write"
                 " it relative to the folder, or move the table to a folder that contains the images."

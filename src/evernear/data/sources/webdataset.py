@@ -19,7 +19,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from evernear.common.disk import disk_errors
+from evernear.common.disk import disk_errors, require_no_pointer
 from evernear.common.output import named
 from evernear.data.sources.base import FileEntry, field_text
 from evernear.data.sources.names import has_image_suffix, skipped_path
@@ -205,6 +205,7 @@ def _content(tar: tarfile.TarFile, info: tarfile.TarInfo) -> bytes:
 
 @contextmanager
 def _opened(path: Path, file: str) -> Generator[tarfile.TarFile]:
+    require_no_pointer(path, file)
     with disk_errors(path):
         try:
             with tarfile.open(path) as tar:
