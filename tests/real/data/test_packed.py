@@ -16,6 +16,7 @@ from evernear.data.books import opened_books
 from evernear.data.ingest import ingest_source
 from evernear.data.manifest import Manifest
 from evernear.data.source_diff import diff_source
+from evernear.data.sources import open_source
 from evernear.data.sources.packed import PackedFiles
 from evernear.errors import DataError, SettingsError
 from evernear.review.label_target import open_label_target
@@ -338,6 +339,18 @@ def test_corrupt_compression_is_one_sentence(tmp_path, noise_images, run_ingest)
         path.write_bytes(data[:start] + b"\xff" * 16 + data[start + 16 :])
         with pytest.raises(DataError, match=r"a\.tar is not a complete tar \([^\n:]+\); write it again\.$"):
             run_ingest(f"webdataset:{tmp_path / 'wds'}")
+
+
+def test_location_of_a_file_names_its_directory(tmp_path, noise_images, bucket: str) -> None:
+    path = tmp_path / "wds" / "a.tar"
+    tar(path, [("0.jpg", noise_images[0]), ("0.cls", b"1")])
+    open_store(f"s3://{bucket}/wds").put("a.tar", path)
+    for folder in (str(path.parent), f"s3://{bucket}/wds"):
+        with pytest.raises(DataError, match=rf"/a\.tar is not a directory; name the one .* file, {folder}\."):
+            [*open_source(f"webdataset:{folder}/a.tar", DataSettings()).entries()]
+        (_,) = open_source(f"webdataset:{folder}", DataSettings()).entries()
+        with pytest.raises(DataError, match=r"contains no Parquet or Arrow files .*\. It has a\.tar\."):
+            [*open_source(f"huggingface:{folder}", DataSettings()).entries()]
 
 
 def test_mistakes_in_tables_are_one_sentence(tmp_path, noise_images, run_ingest) -> None:

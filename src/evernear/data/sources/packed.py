@@ -71,7 +71,7 @@ class PackedFiles(FileSource):
         self._location, self._settings = location, settings
         self._store = open_store(location) if location.startswith("s3://") else None
         if self._store is None and not Path(location).is_dir():
-            raise missing_directory("directory", Path(location))
+            raise self._one_file() or missing_directory("directory", Path(location))
         self.name = dataset_name(location.removeprefix("s3://") if self._store else Path(location).resolve().name)
         self._notes: defaultdict[str, NameSample] = defaultdict(NameSample)
         self.notes = self._notes
@@ -200,11 +200,25 @@ class PackedFiles(FileSource):
                 f" others a split (or none to leave them out), as in {option}."
             )
         if not files:
-            but = f", except {named(sorted(litter))}, which belong to no dataset" if litter else ""
-            raise DataError(f"{self._location} contains no {self.kind} ({', '.join(self.suffixes)}){but}.")
+            raise self._no_files(litter)
         self._require_complete([file.name for file in files])
         splits.finish()
         return sorted(files), splits
+
+    def _one_file(self) -> DataError | None:
+        """The error for the location of one of the files instead of their directory."""
+        folder, _, file = self._location.rpartition("/")
+        if not file.lower().endswith(self.suffixes):
+            return None
+        return DataError(f"{self._location} is not a directory; name the one that contains the file, {folder}.")
+
+    def _no_files(self, litter: Collection[str] = ()) -> DataError:
+        if error := self._one_file():
+            return error
+        others = self._notes["not_an_image"]
+        but = f", except {named(sorted(litter))}, which belong to no dataset" if litter else ""
+        has = f" It has {named(others.names, others.count)}." if others.count else ""
+        return DataError(f"{self._location} contains no {self.kind} ({', '.join(self.suffixes)}){but}.{has}")
 
     def _require_complete(self, names: Sequence[str]) -> None:
         """Reject ``train-00000-of-00003`` without the others, whose images would be missing."""
