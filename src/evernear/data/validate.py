@@ -359,12 +359,12 @@ def _pretrained(manifest: Manifest) -> Iterator[Finding]:
 def _empty_splits(manifest: Manifest, counts: Counts) -> Iterator[Finding]:
     empty = [split for split in SPLITS if not any(counts[split].values())]
     if empty:
-        remedy = "add images, or raise its share (data.*_fraction)"
+        shares = [f"data.{split}_fraction" for split in empty if split != "train"]
+        add = "add images"
         if manifest.groups:
             groups = quantity(manifest.groups, "group")
-            remedy = (
-                f"a group is in one split, and data.group makes {groups}: add other scenes, or choose smaller groups"
-            )
+            add = f"a group is in one split, and data.group makes {groups}: add other scenes, choose smaller groups"
+        remedy = f"{add}, or raise {' and '.join(shares)}" if shares else add
         message = (
             f"No images in the split {_listed(empty)}; {remedy} in a new dataset (--set data.dataset=NAME), because"
             " images never change their splits."

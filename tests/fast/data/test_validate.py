@@ -297,7 +297,7 @@ def test_empty_split_and_missing_class_are_reported(tmp_path: Path, run_ingest, 
     assert messages == {
         "empty_split": (
             "error",
-            "No images in the split query; add images, or raise its share (data.*_fraction) in a new dataset"
+            "No images in the split query; add images, or raise data.query_fraction in a new dataset"
             " (--set data.dataset=NAME), because images never change their splits.",
         ),
         "missing_in_gallery": (
@@ -311,6 +311,16 @@ def test_empty_split_and_missing_class_are_reported(tmp_path: Path, run_ingest, 
             " the gallery split: b; training images fill the gallery instead.",
         ),
     }
+
+
+def test_split_without_a_group_is_filled_by_a_larger_share(tmp_path: Path, run_ingest, make_image) -> None:
+    names = [f"{label}/scene-{scene}/{number}.png" for label in "ab" for scene in range(6) for number in range(4)]
+    write_files(tmp_path / "tree", {name: make_image(number) for number, name in enumerate(names)})
+    (finding,) = check(run_ingest(tmp_path / "tree", group="folder")).findings
+    remedy = "add other scenes, choose smaller groups, or raise data.query_fraction in a new dataset"
+    assert finding.message.startswith("No images in the split query; a group is in one split, and data.group makes 6 ")
+    assert f" groups: {remedy} (--set data.dataset=NAME)" in finding.message
+    assert not check(run_ingest(tmp_path / "tree", group="folder", dataset="new", query_fraction=0.2)).findings
 
 
 def test_a_given_gallery_may_lack_classes(tmp_path: Path, run_ingest, make_image) -> None:
