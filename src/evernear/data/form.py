@@ -16,7 +16,7 @@ from evernear.data.sources import ArraySource, FileEntry, FileSource
 from evernear.data.sources.packed import PackedFiles
 from evernear.errors import DataError, MissingObjectError
 from evernear.settings import DataSettings
-from evernear.settings.data import MAX_SIZE_PX
+from evernear.settings.data import LARGEST_SIZE_PX, MAX_SIZE_PX
 
 Shape = tuple[int, int, int]
 
@@ -100,8 +100,9 @@ class _Sample:
 
         If most images have the same size, the dataset has that size. Otherwise, dataset images are
         square, because photographs can be in portrait or landscape orientation. The side length is
-        the median of the shorter sides. No side is longer than ``max_size_px``, or for photographs
-        ``photo_size_px``. If most images are gray, the dataset is gray.
+        the median of the shorter sides. No side is longer than ``max_size_px``. Of photographs for
+        a pretrained network, the shorter side is limited instead, to ``photo_size_px``, because a
+        network sees a center crop of it. If most images are gray, the dataset is gray.
         """
         if not isinstance(self._source, FileSource):
             return *next(self._source.blocks()).images.shape[1:], 1
@@ -113,10 +114,10 @@ class _Sample:
             height = width = statistics.median_low(min(size) for size in sizes)
         grays = sum(channels == 1 for *_, channels in shapes)
         channels = (1 if 2 * grays > len(shapes) else 3) if shapes else first[2]
-        shape = _limited(height, width, channels, self._max_size_px)
-        if is_photographic(shape) and self._photo_size_px > self._max_size_px:
-            return _limited(height, width, channels, self._photo_size_px)
-        return shape
+        scale = min(1.0, self._max_size_px / max(height, width))
+        if self._photo_size_px > MAX_SIZE_PX and is_photographic((height, width, channels)):
+            scale = min(1.0, self._photo_size_px / min(height, width), LARGEST_SIZE_PX / max(height, width))
+        return max(1, round(height * scale)), max(1, round(width * scale)), channels
 
     def bit_depth(self) -> BitDepth:
         """The smallest bit depth for all values in 16-bit files, or 16 if there are none."""
@@ -145,11 +146,6 @@ class _Sample:
                 images = ((entry, None) for entry in sample(self._db, _SAMPLED_FILES))
             described = pool.map(describe, images)
             return [file for file in described if file is not None]
-
-
-def _limited(height: int, width: int, channels: int, max_size_px: int) -> Shape:
-    scale = min(1.0, max_size_px / max(height, width))
-    return max(1, round(height * scale)), max(1, round(width * scale)), channels
 
 
 def _first_file_shape(source: FileSource, db: Database, settings: DataSettings) -> Shape:

@@ -66,7 +66,7 @@ from evernear.data.sources.packed import PackedFiles
 from evernear.data.writer import ShardWriter
 from evernear.errors import MissingObjectError, SettingsError, StoreError
 from evernear.settings import DataSettings
-from evernear.settings.data import MAX_SIZE_PX
+from evernear.settings.data import LARGEST_SIZE_PX, MAX_SIZE_PX
 
 SHARD_SIZE_BYTES = 32 * 2**20
 """Ingest holds one open shard per split, and a reader downloads whole shards."""
@@ -101,8 +101,9 @@ def ingest_source(
     an uninterrupted ingest. Memory use does not grow with the number of images. ``report`` is
     called with progress messages about once a second. ``warn`` is called with one sentence for each
     change that may be a mistake. ``minimum`` decides which classes wait for more images from
-    review. ``max_size_px`` limits the size that a new dataset gets if ``data.size_px`` is not set,
-    and ``photo_size_px`` that of photographs, if it is larger.
+    review. ``max_size_px`` limits the longer side of a new dataset's images if ``data.size_px`` is
+    not set, and ``photo_size_px`` the shorter side of photographs, if a pretrained network sees
+    them.
     ``reread`` and ``moved_from`` are those of `evernear.settings.OneRun`. ``left_out`` becomes a
     CSV file of all files that were left out, or empty.
 
@@ -308,13 +309,14 @@ def _small_photographs(shape: tuple[int, int, int], db: Database, photo_size_px:
     """A sentence if a new dataset would store these photographs larger, because each keeps its
     size."""
     height, width, _ = shape
-    if is_photographic(shape) and max(height, width) < photo_size_px and most_are_larger(db, height, width):
-        times = (photo_size_px / max(height, width)) ** 2
+    has_pretrained = photo_size_px > MAX_SIZE_PX
+    could_be_larger = min(height, width) < photo_size_px and max(height, width) < LARGEST_SIZE_PX
+    if has_pretrained and is_photographic(shape) and could_be_larger and most_are_larger(db, height, width):
         yield (
-            f"this dataset keeps its photographs at {width} x {height} pixels, although the pretrained network sees "
-            f"{photo_size_px}; to store them larger, start over with another --workdir or store, which reads all "
-            f"images again, takes about {times:.0f} times the space, draws new splits, and compares its first release "
-            "with none"
+            f"this dataset keeps its photographs at {width} x {height} pixels, although a new one would keep "
+            f"{photo_size_px} of their shorter side for the pretrained network; to store them larger, start over with "
+            "another --workdir or store, which reads all images again, takes more space, draws new splits, and "
+            "compares its first release with none"
         )
 
 

@@ -60,6 +60,7 @@ class Resize(nn.Module):
         self.top, self.left = (shape[0] - self.height) // 2, (shape[1] - self.width) // 2
         self.size = [size.height_px, size.width_px]
         self.fixed, self.training_size = fixed, self.size
+        self.is_crop = [self.height, self.width] == self.size
         self.mode = str(size.interpolation)
         # Antialiased interpolation takes as long as EfficientNet-Lite0, these products a tenth.
         self.register_buffer("rows", self._matrix(self.height, size.height_px), persistent=False)
@@ -76,7 +77,7 @@ class Resize(nn.Module):
         if self.training:
             return F.interpolate(pixels, self.training_size, mode=self.mode, align_corners=False, antialias=True)
         center = pixels[:, :, self.top : self.top + self.height, self.left : self.left + self.width]
-        return self.rows @ center @ self.columns
+        return center if self.is_crop else self.rows @ center @ self.columns
 
     def _matrix(self, length: int, resized_length: int) -> Tensor:
         """The matrix (resized length, length) that resizes a column of pixels."""

@@ -35,8 +35,9 @@ from evernear.settings.train import TrainSettings
 from evernear.settings.triggers import ConsoleSettings, PermissionSettings, SlackSettings, WatchSettings
 from evernear.settings.validation import ValidationSettings
 
-PRETRAINED_SIZE_PX = 224
-"""Largest automatic image size for a pretrained backbone, as in most pretraining."""
+PRETRAINED_SIZE_PX = 256
+"""Automatic size of the shorter side of photographs for a pretrained backbone, as in most
+pretraining, whose center crop of 7/8 then has the 224 pixels that the backbone sees."""
 PARAMETERS = {"source": "data.source", "serving_image": "kubernetes.image", "target": "target", "store": "store"}
 """The settings that are separate pipeline parameters, keyed by parameter."""
 
@@ -88,7 +89,7 @@ class RunSettings(Section):
 
     @property
     def max_size_px(self) -> int:
-        """Largest side of the dataset's images, unless ``data.size_px`` is set."""
+        """Limit of the size of the dataset's images, unless ``data.size_px`` is set."""
         return PRETRAINED_SIZE_PX if self.train.weights else MAX_SIZE_PX
 
 

@@ -40,6 +40,7 @@ BUILT_IN_SOURCES = ("digits", "mnist")
 PATH_KINDS = ("folder", "huggingface", "mnist", "table", "webdataset")
 """Kinds whose location is a path. Some also accept the URI of an object."""
 MAX_SIZE_PX = 128
+LARGEST_SIZE_PX = 1024
 """Largest automatic size, because the compact network divides larger images into patches."""
 TABLE_PATH = re.compile(r"(?:(?!\w+:)|s3://).+\.(?:csv|tsv|parquet|pq)", re.IGNORECASE)
 """The location of a table that needs no ``table:`` prefix."""
@@ -77,9 +78,9 @@ class DataSettings(Section):
     size_px: int | None = Field(
         default=None,
         ge=1,
-        le=1024,
-        description="Height and width of resized images. Default: the images' median size, at most 128, or 224 with "
-        "pretrained weights, which photographs get by default.",
+        le=LARGEST_SIZE_PX,
+        description="Height and width of resized images. Default: the images' median size, at most 128. Photographs "
+        "get pretrained weights by default, and then keep a shorter side of 256.",
     )
     resize: Literal["crop", "letterbox", "stretch"] | None = Field(
         default=None,

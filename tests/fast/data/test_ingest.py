@@ -125,10 +125,11 @@ def test_dataset_is_gray_if_most_images_are(modes: str, channels: int, tmp_path:
 
 
 @pytest.mark.parametrize(("mode", "size", "shape"), [
-    ("RGB", (400, 300), (168, 224, 3)),
+    ("RGB", (400, 300), (256, 341, 3)),
     ("L", (400, 300), (96, 128, 1)),
-    ("RGB", (400, 180), (58, 128, 3)),
+    ("RGB", (400, 180), (180, 400, 3)),
     ("RGB", (150, 120), (120, 150, 3)),
+    ("RGB", (1200, 200), (171, 1024, 3)),
 ])  # fmt: skip
 def test_photographs_of_a_new_dataset_have_the_size_that_their_weights_see(
     mode: str, size: tuple[int, int], shape: tuple[int, int, int], tmp_path: Path, run_ingest
@@ -138,10 +139,10 @@ def test_photographs_of_a_new_dataset_have_the_size_that_their_weights_see(
         path.parent.mkdir(parents=True, exist_ok=True)
         Image.new(mode, size, 9 * number).save(path)
     warnings = list[str]()
-    first = run_ingest(tmp_path / "images", photo_size_px=224, warn=warnings.append, shard_size_bytes=2**20)
+    first = run_ingest(tmp_path / "images", photo_size_px=256, warn=warnings.append, shard_size_bytes=2**20)
     assert (first.shape, warnings) == (shape, [])
     assert (
-        run_ingest(tmp_path / "images", photo_size_px=224, warn=warnings.append, shard_size_bytes=2**20).shape == shape
+        run_ingest(tmp_path / "images", photo_size_px=256, warn=warnings.append, shard_size_bytes=2**20).shape == shape
     )
     assert warnings == []
 
@@ -155,13 +156,13 @@ def test_older_dataset_keeps_small_photographs_and_says_how_to_move(tmp_path: Pa
     assert run_ingest(tmp_path / "images", warn=warnings.append).shape == (96, 128, 3)
     assert run_ingest(tmp_path / "images", warn=warnings.append).shape == (96, 128, 3)
     assert warnings == []
-    assert run_ingest(tmp_path / "images", photo_size_px=224, warn=warnings.append, shard_size_bytes=2**20).shape == (
+    assert run_ingest(tmp_path / "images", photo_size_px=256, warn=warnings.append, shard_size_bytes=2**20).shape == (
         96,
         128,
         3,
     )
     assert [
-        "keeps its photographs at 128 x 96 pixels, although the pretrained network sees 224" in sentence
+        "keeps its photographs at 128 x 96 pixels, although a new one would keep 256 of" in sentence
         and "another --workdir or store" in sentence
         for sentence in warnings
     ] == [True]
