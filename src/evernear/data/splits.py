@@ -125,7 +125,7 @@ class Placer:
         self, label: str, digest: bytes, group: str | None, given: Split | None, earlier: Split | None, reviewed: bool
     ) -> Split:
         counts = self._counts[label]
-        split = given or earlier
+        split = earlier or given
         candidates, fractions = self._candidates, self._chosen
         if reviewed:
             candidates: tuple[Split, ...] = tuple(each for each in candidates if each in TRAINING) or TRAINING[:1]

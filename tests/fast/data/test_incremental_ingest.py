@@ -202,6 +202,24 @@ def test_split_that_the_source_names_later_is_said_to_have_no_effect(tree, run_i
     assert again.problem_counts == {}
 
 
+def test_image_never_moves_to_a_split_that_the_source_names_later(
+    tmp_path, run_ingest, make_image, contents, digest_of, monkeypatch
+) -> None:
+    names = {number: f"{('train', 'test')[number % 2]}/{'ab'[number // 2 % 2]}/{number}.png" for number in range(40)}
+    root = write_files(tmp_path / "given", {name: make_image(number) for number, name in names.items()})
+    before = contents(run_ingest(root)).split
+    (root / names[0]).rename(root / "test" / "a" / "0.png")
+    assert contents(run_ingest(root)).split == before
+    monkeypatch.setattr("evernear.data.ingest.code_digest", lambda *_: "other code")
+    again = run_ingest(root)  # all images are decoded again
+    assert (contents(again).split, again.problem_counts) == (before, {"earlier_split": 1})
+    (root / "test" / "a" / "0.png").unlink()
+    assert digest_of(make_image(0)) not in contents(run_ingest(root)).split
+    write_files(root, {"test/a/0.png": make_image(0)})
+    returned = run_ingest(root)
+    assert (contents(returned).split, returned.problem_counts) == (before, {"earlier_split": 1})
+
+
 def test_changed_image_shape_requires_another_store(tree, run_ingest, tmp_path: Path) -> None:
     before = run_ingest(tree)
     advice = (
