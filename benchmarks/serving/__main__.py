@@ -143,9 +143,7 @@ def settings_of(arguments: argparse.Namespace, scratch: Path) -> Settings:
     """The preset fast, the default index, and a large gallery, which train images join; or the
     preset photos."""
     values = {"workdir": str(scratch / "work"), "data.source": arguments.source}
-    if arguments.photographs:
-        values |= {"data.size_px": "224"}
-    else:
+    if not arguments.photographs:
         values |= {"data.gallery_fraction": "0.80", "data.query_fraction": "0.05"}
     flags = [*(f"{key}={value}" for key, value in values.items()), *arguments.set]
     settings = load(preset="photos" if arguments.photographs else "fast", environment={}, overrides=flags)
