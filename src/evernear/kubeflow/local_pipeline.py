@@ -80,7 +80,7 @@ def main() -> int:
     from kfp import components, local
     from kfp.local.subprocess_task_handler import SubprocessTaskHandler
 
-    order = json.loads(sys.stdin.readline())
+    request = json.loads(sys.stdin.readline())
     os.environ[RUNNER_VARIABLE] = str(os.getpid())
     threading.Thread(target=_end_with_parent, daemon=True).start()
     # kfp guesses from the image's name whether it contains Python. A local run uses none.
@@ -89,12 +89,12 @@ def main() -> int:
     # the exit status, and fails if the output is not UTF-8.
     SubprocessTaskHandler.run = lambda self: _run_task(self)
     # workspace_root is not set, because kfp deletes this directory after the run.
-    local.init(local.SubprocessRunner(use_venv=False), pipeline_root=order["pipeline_root"])
-    compiled = Path(order["pipeline"])
+    local.init(local.SubprocessRunner(use_venv=False), pipeline_root=request["pipeline_root"])
+    compiled = Path(request["pipeline"])
     path = compiled if compiled.suffix else GOLDEN / f"{compiled}.yaml"
     pipeline = components.load_component_from_text(_for_this_machine(path.read_text()))
     try:
-        pipeline(**order["arguments"])
+        pipeline(**request["arguments"])
     except RuntimeError as error:  # a task failed and has already printed the reason
         print_line(str(error), sys.stderr)
         return 1
@@ -111,7 +111,8 @@ def _run_task(task: "SubprocessTaskHandler") -> "Status":
 
 def run_step(source: str, arguments: Sequence[str], variables: Mapping[str, str]) -> int:
     """Run a component in a process, print its output, and return the exit status. Steps record
-    their own errors. If one ended without, for example killed, this records how."""
+    their own errors. If a step could not, for example because it was killed, this records how it
+    ended."""
     oom_kills_before = oom_kills()
     last_output = b""
     with start_step(source, arguments, {**os.environ, **variables, KFP_RUNTIME: "true"}) as (process, output):

@@ -68,14 +68,6 @@ class PredictPart(Part):
     files: tuple[tuple[str, int], ...]
 
 
-class PredictResult(Frozen):
-    """``failed`` contains the names of up to 10 images without a prediction."""
-
-    images: int = Field(ge=0)
-    errors: int = Field(ge=0)
-    failed: tuple[str, ...] = ()
-
-
 class Shared(Frozen):
     source: str
     store_uri: str
@@ -83,10 +75,12 @@ class Shared(Frozen):
     part_images: int = Field(default=PART_IMAGES, ge=1)
 
 
-class BatchSummary(Frozen):
-    images: int
-    errors: int
-    failed: tuple[str, ...]
+class PredictResult(Frozen):
+    """Counts the images of a part, or of all parts."""
+
+    images: int = Field(ge=0)
+    errors: int = Field(ge=0)
+    failed: tuple[str, ...] = ()
     """The names of the first images without a prediction."""
 
     def predicted(self) -> str:
@@ -127,14 +121,14 @@ def plan_predictions(shared: Shared, out: Store) -> Parts:
     return Parts.make(out, FOLDER, KIND, shared.model_dump(), every, lambda: _notes(tree.skipped, shared.source))
 
 
-def summarize(parts: Parts) -> BatchSummary:
+def summarize(parts: Parts) -> PredictResult:
     images = errors = 0
     failed: list[str] = []
     for stored in parts.results():
         result = PredictResult.from_json(stored.value, f"a result in {parts.store.uri}")
         images, errors = images + result.images, errors + result.errors
         failed += result.failed[: _SHOWN - len(failed)]
-    return BatchSummary(images=images, errors=errors, failed=tuple(failed))
+    return PredictResult(images=images, errors=errors, failed=tuple(failed))
 
 
 def open_worker(parts: Parts, on_images: Callable[[int], None] = lambda _: None) -> Worker:

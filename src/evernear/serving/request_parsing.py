@@ -20,7 +20,7 @@ import numpy as np
 from evernear.data.preprocess import Pixels
 from evernear.errors import DataError, EvernearError
 from evernear.release.manifest import ReleaseManifest
-from evernear.serving.responses import MAX_IMAGES, PIXELS_FIELD, PREPROCESSING_FIELD, Rejection
+from evernear.serving.responses import MESSAGE_MAX_IMAGES, PIXELS_FIELD, PREPROCESSING_FIELD, Rejection
 
 FIELDS = ("body", "data", "image", "file")
 # An 8 x 8 grayscale PNG image.
@@ -118,9 +118,9 @@ def images_from_fields(
             Rejection(code=HTTPStatus.CONFLICT, type="OtherPreprocessing", message=message, version=release.version)
         ]
     count, rest = divmod(len(data), math.prod(shape.shape))
-    if rest or not 1 <= count <= MAX_IMAGES:
+    if rest or not 1 <= count <= MESSAGE_MAX_IMAGES:
         size = " x ".join(map(str, shape.shape))
-        message = f"{len(data)} bytes are not the pixels of 1 to {MAX_IMAGES} images of {size} bytes."
+        message = f"{len(data)} bytes are not the pixels of 1 to {MESSAGE_MAX_IMAGES} images of {size} bytes."
         return [Rejection(type="BadPixels", message=message)]
     return list(np.frombuffer(data, np.uint8).reshape(count, *shape.shape))
 

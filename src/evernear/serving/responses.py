@@ -17,11 +17,11 @@ EMBEDDING_FIELD = "evernear-embedding"
 
 
 PIXELS_FIELD = "evernear-pixels"
-"""The gRPC input with the prepared pixels of 1 to `MAX_IMAGES` images, instead of an image file.
-The response is a list of predictions."""
+"""The gRPC input with the prepared pixels of 1 to `MESSAGE_MAX_IMAGES` images, instead of an
+image file. The response is a list of predictions."""
 PREPROCESSING_FIELD = "evernear-preprocessing"
 """The preprocessing that the pixels have, in JSON."""
-MAX_IMAGES = 32
+MESSAGE_MAX_IMAGES = 32
 
 
 class Neighbor(Frozen, extra="ignore"):

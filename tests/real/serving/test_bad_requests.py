@@ -31,7 +31,7 @@ from evernear.serving.request_parsing import (
     image_from_fields,
     images_from_fields,
 )
-from evernear.serving.responses import MAX_IMAGES, PIXELS_FIELD, PREPROCESSING_FIELD, Rejection
+from evernear.serving.responses import MESSAGE_MAX_IMAGES, PIXELS_FIELD, PREPROCESSING_FIELD, Rejection
 from tests import heic, hostile
 from tests.hostile_requests import Request, RequestTarget, form, form_of, is_refusal, json_request, picture, torchserve
 from tests.served import Served
@@ -260,14 +260,14 @@ def pixel_fields(shape: Preprocessing, pixels: bytes) -> dict[str, bytes]:
 
 
 def test_pixels_are_several_images(parts: ReleaseParts) -> None:
-    pixels = np.random.default_rng(0).integers(0, 256, (MAX_IMAGES, 8, 8, 1), dtype=np.uint8)
-    for count in (1, 2, MAX_IMAGES):
+    pixels = np.random.default_rng(0).integers(0, 256, (MESSAGE_MAX_IMAGES, 8, 8, 1), dtype=np.uint8)
+    for count in (1, 2, MESSAGE_MAX_IMAGES):
         fields = pixel_fields(parts.manifest.preprocessing, pixels[:count].tobytes())
         assert np.array_equal(images_from_fields(fields, parts.manifest), pixels[:count])
     assert images_from_fields({"body": PNG}, parts.manifest) == [PNG]
 
 
-@pytest.mark.parametrize("size", [0, 1, 63, 65, 64 * (MAX_IMAGES + 1), 64 * MAX_IMAGES - 1])
+@pytest.mark.parametrize("size", [0, 1, 63, 65, 64 * (MESSAGE_MAX_IMAGES + 1), 64 * MESSAGE_MAX_IMAGES - 1])
 def test_other_sizes_are_not_pixels(parts: ReleaseParts, size: int) -> None:
     (refusal,) = images_from_fields(pixel_fields(parts.manifest.preprocessing, bytes(size)), parts.manifest)
     assert isinstance(refusal, Rejection)
@@ -296,7 +296,7 @@ def test_refused_pixels_do_not_affect_other_requests(served: Served) -> None:
         transport = AsyncGrpcTransport(target)
         try:
             return await asyncio.gather(
-                transport.predict_pixels([pixels] * MAX_IMAGES, right, [b""] * MAX_IMAGES),
+                transport.predict_pixels([pixels] * MESSAGE_MAX_IMAGES, right, [b""] * MESSAGE_MAX_IMAGES),
                 transport.predict_pixels([pixels[1:]], right, [b""]),
                 transport.predict_pixels([pixels], other.encode(), [b""]),
                 transport.predict(image, None),
@@ -308,7 +308,7 @@ def test_refused_pixels_do_not_affect_other_requests(served: Served) -> None:
     for _ in range(4):
         predictions, short, of_another, file = asyncio.run(ask())
         assert {prediction.pred for prediction in predictions} == {query.pred}
-        assert len({prediction.id for prediction in predictions}) == MAX_IMAGES
+        assert len({prediction.id for prediction in predictions}) == MESSAGE_MAX_IMAGES
         assert file.pred == query.pred
         assert isinstance(short, PredictionRejectedError)
         assert short.version == ""

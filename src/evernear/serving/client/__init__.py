@@ -22,6 +22,8 @@ from evernear.settings.serving import MODEL_NAME, PREP_TIMEOUT_S, RESPONSE_TIMEO
 from evernear.settings.sources import TOKEN_FILE_VARIABLE, TOKEN_VARIABLE
 
 Format = Literal["rest", "grpc", "prep"]
+GRPC_FRAME_BYTES = 448
+"""Upper bound for the rest of a message: names, lengths and a trace context."""
 
 
 @dataclass(frozen=True)
@@ -87,6 +89,10 @@ class Target:
         )
 
     @property
+    def max_image_size_bytes(self) -> int:
+        return self.max_size_bytes - (GRPC_FRAME_BYTES if self.format == "grpc" else 0)
+
+    @property
     def address(self) -> str:
         return host_and_port(self.host, self.port)
 
@@ -141,9 +147,6 @@ def token_refused(target: Target) -> PredictionRejectedError:
     )
 
 
-GRPC_FRAME_BYTES = 448  # upper bound for the rest of a message: names, lengths and a trace context
-
-
 class Client:
     """A thread-safe client for one model, usable as a context manager.
 
@@ -196,7 +199,7 @@ class Client:
     @property
     def max_size_bytes(self) -> int:
         """The server's limit of an image."""
-        return _max_size_bytes(self._target)
+        return self._target.max_image_size_bytes
 
     def metadata(self) -> Metadata:
         """Ask the preprocessing server for the model's metadata. Raises the errors of `predict`.
@@ -256,13 +259,9 @@ def read_file(path: Path) -> bytes:
         raise DataError(f"{path} cannot be read: {error.strerror}.") from None
 
 
-def _max_size_bytes(target: Target) -> int:
-    return target.max_size_bytes - (GRPC_FRAME_BYTES if target.format == "grpc" else 0)
-
-
 def require_bounded(image: bytes, target: Target) -> None:
     """Check the server's size limit before sending."""
-    limit = _max_size_bytes(target)
+    limit = target.max_image_size_bytes
     if len(image) > limit:
         raise PredictionRejectedError(f"The image has {len(image)} bytes; the server's limit is {limit}.")
 

@@ -14,7 +14,6 @@ from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, suppress
 from http import HTTPStatus
 from ipaddress import IPv4Address, ip_address
-from pathlib import Path
 from typing import Any, TypeVar
 
 import grpc
@@ -161,7 +160,7 @@ class Channel:
         options = channel_options(target.address, target.attempts)
         if target.tls:
             tls_context()  # raises a SettingsError for an unusable file
-            credentials = grpc.ssl_channel_credentials(Path(authorities_file()).read_bytes())
+            credentials = grpc.ssl_channel_credentials(authorities_file().read_bytes())
             channel = api.secure_channel(address, credentials, options=options)
         else:
             channel = api.insecure_channel(address, options=options)
@@ -192,9 +191,9 @@ class AsyncGrpcTransport(Channel):
     async def predict_pixels(
         self, images: Sequence[bytes], preprocessing: bytes, traces: Sequence[bytes], *, embedding: bool = False
     ) -> list[Prediction]:
-        """Recognize the pixels of at most `MAX_IMAGES` images. ``traces`` has the trace field of
-        each, which may be empty. Raises the errors of `evernear.serving.client.Client.predict`.
-        """
+        """Recognize the pixels of at most `MESSAGE_MAX_IMAGES` images. ``traces`` has the trace
+        field of each, which may be empty. Raises the errors of
+        `evernear.serving.client.Client.predict`."""
         pixels = b"".join(images)
         require_bounded(pixels, self._target)
         fields = {PIXELS_FIELD: pixels, PREPROCESSING_FIELD: preprocessing}

@@ -65,7 +65,7 @@ def _methods(service: Service) -> list[Callable[[Any], Awaitable[Any]]]:
 
 
 def _answered(
-    service: Service, name: str, method: Callable[[Any], Awaitable[Any]], asked: Any, message: Any
+    service: Service, name: str, method: Callable[[Any], Awaitable[Any]], request_type: Any, response_type: Any
 ) -> Callable[[bytes, Any], Awaitable[Any]]:
     """Parse the requests of a method, trace and count it, and convert its errors to statuses."""
     telemetry = service.telemetry
@@ -75,15 +75,15 @@ def _answered(
         with request_span(telemetry.tracer, parent) as span:
             response, status, reason = None, 200, ""
             try:
-                response = await method(_parsed(asked, request))
+                response = await method(_parsed(request_type, request))
             except (EvernearError, HTTPException) as error:
                 status, reason, _ = status_of(error)
             telemetry.requests.labels(name, status).inc()
             describe_response(span, "gRPC", name, status, getattr(response, "model_version", ""))
         if isinstance(response, dict):  # REST's answers have more fields
-            return ParseDict(response, message(), ignore_unknown_fields=True)
+            return ParseDict(response, response_type(), ignore_unknown_fields=True)
         if response is None and name.endswith("Ready") and status == 503:
-            return message(ready=False)
+            return response_type(ready=False)
         if response is None:
             await context.abort(grpc.StatusCode[_STATUS.get(status, "UNAVAILABLE")], reason)
         return response

@@ -123,9 +123,9 @@ def parse_grpc(request: ModelInferRequest) -> InferRequest:
     if raw and (len(raw) != len(request.inputs) or any(tensor.HasField("contents") for tensor in request.inputs)):
         raise invalid("Send the data of all inputs in raw_input_contents, or of all in contents.")
     listed = [tensor.contents.bytes_contents or tensor.contents.uint_contents for tensor in request.inputs]
-    data = raw or map(list, listed)
     inputs = [
-        Tensor(each.name, each.datatype, list(each.shape), of) for each, of in zip(request.inputs, data, strict=True)
+        Tensor(each.name, each.datatype, list(each.shape), data)
+        for each, data in zip(request.inputs, raw or map(list, listed), strict=True)
     ]
     outputs = _outputs({output.name: bool(raw) for output in request.outputs}, bool(raw))
     return InferRequest(request.id or str(uuid4()), inputs, outputs)

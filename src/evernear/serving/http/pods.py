@@ -25,7 +25,7 @@ from evernear.serving.http import open_inference
 from evernear.serving.http.batching import Batcher
 from evernear.serving.http.open_inference import HEADER_LENGTH
 from evernear.serving.http.open_inference_pb2 import ModelInferRequest, ModelInferResponse
-from evernear.serving.responses import MAX_IMAGES, Prediction
+from evernear.serving.responses import MESSAGE_MAX_IMAGES, Prediction
 from evernear.serving.tracing import TRACE_FIELD, trace_fields
 
 MESSAGES_IN_FLIGHT = 8
@@ -68,7 +68,7 @@ class TorchServe:
 
     async def recognize(self, prepared: Sequence[PreparedImage]) -> list[Prediction]:
         trace = trace_fields().get(TRACE_FIELD, b"")
-        size = max(len(prepared[0].pixels), math.ceil(self._message_size_bytes / MAX_IMAGES))
+        size = max(len(prepared[0].pixels), math.ceil(self._message_size_bytes / MESSAGE_MAX_IMAGES))
         count = max(1, self._message_size_bytes // size)
         parts = [prepared[at : at + count] for at in range(0, len(prepared), count)]
         kind = prepared[0].preprocessing

@@ -94,7 +94,7 @@ class Remote:
         self._latest: ReleaseManifest | None = None  # the release of the latest prediction
 
     async def expected_release(self) -> ReleaseManifest:
-        """The release that made the latest prediction, or before the first, the first."""
+        """The release that made the latest prediction or, before any, that of `Releases.first`."""
         if self._latest is None:
             self._latest = await self._releases.first()
             self._telemetry.release.info({"version": self._latest.version})
