@@ -25,7 +25,8 @@ from evernear.evaluation.live_accuracy import LabeledQuery
 from evernear.release.manifest import ReleaseManifest
 from evernear.review.answers import Answer
 from evernear.review.live_labels import correct_label
-from evernear.review.live_mistakes import LiveMistakes, live_mistakes, logged_picture, nearest_of_logged
+from evernear.review.live_mistakes import LiveMistakes, live_mistakes, nearest_of_logged
+from evernear.review.queue import logged_picture
 
 PAGE_MISTAKES = 24
 _CACHED_PAGES = 8

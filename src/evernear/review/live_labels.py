@@ -21,15 +21,15 @@ from evernear.common.disk import sha256_bytes
 from evernear.common.frozen import Frozen
 from evernear.common.store import ObjectInfo, Store
 from evernear.common.text import class_name, column_positions, csv_rows
-from evernear.errors import IntegrityError, StoreError
+from evernear.errors import DataError, IntegrityError, StoreError
 from evernear.evaluation.examples import Examples
 from evernear.evaluation.live_accuracy import LabeledQuery, LiveAccuracy, accuracy_by_week
 from evernear.evaluation.measure import Measurement
 from evernear.release.manifest import version_time
 from evernear.release.registry import Registry
-from evernear.review.suspects import picture
+from evernear.review.queue import logged_picture
 from evernear.serving.live_queries import live_distances
-from evernear.serving.query_log_files import MAX_FILE_BYTES, QUERIES, closed_at, parse_file, sampled_queries
+from evernear.serving.query_log_files import QUERIES, closed_at, is_log, read_log
 
 LIVE_LABELS = "live-labels/"
 _COLUMNS = ("id", "label")
@@ -45,8 +45,7 @@ Labels: TypeAlias = dict[_Text, _Text]
 """The true label of each query, keyed by query ID, as a type for `pydantic.TypeAdapter`."""
 WEEKLY = 12
 WEEK_FILES = 50
-"""Maximum number of log files to read per week, chosen at random. Files larger than
-`MAX_FILE_BYTES` are skipped."""
+"""Maximum number of log files to read per week, chosen at random."""
 
 
 class ImportedLabels(Frozen):
@@ -137,15 +136,14 @@ def _logged(store: Store, labels: Mapping[str, str], now: datetime) -> tuple[lis
     """The queries in the log, and whether the files that were read for them are only a sample."""
     missing, dropped = dict(labels), 0
     found: list[LabeledQuery] = []
-    keys = [info.key for info in store.list(QUERIES) if closed_at(info.key) and info.size_bytes <= MAX_FILE_BYTES]
+    keys = [info.key for info in store.list(QUERIES) if is_log(info)]
     for key in sorted(keys, reverse=True):
         if not missing:
             break
-        stored = store.find(key)  # the file may have been removed since
-        try:
-            period, queries = parse_file(stored[0] if stored else b"", key)
-        except IntegrityError:  # the watcher reports the damage
+        log = read_log(store, key)
+        if log is None:
             continue
+        period, queries = log
         dropped += period.queries - len(queries)
         found += [
             LabeledQuery(
@@ -278,7 +276,7 @@ class RandomQueries:
         return Week(labels, pending)
 
     def _of_release(self, version: str, monday: datetime) -> Iterator[_Drawn]:
-        logs = (info for info in self._store.list(QUERIES) if info.size_bytes <= MAX_FILE_BYTES)
+        logs = filter(is_log, self._store.list(QUERIES))
         of_week = [info for info in logs if (closed := closed_at(info.key)) and closed >= monday]
         chosen = sorted(of_week, key=lambda info: sha256_bytes(info.key.encode()))[:WEEK_FILES]
         self._drawn = {info: self._drawn.get(info) or self._draw(info) for info in chosen}
@@ -289,21 +287,20 @@ class RandomQueries:
     def _draw(self, log: ObjectInfo) -> tuple[str, list[_Drawn]]:
         """The release that answered the queries in a log file, and those queries whose image file
         was logged, with arrival times."""
-        stored = self._store.find(log.key)  # the file may have been removed since
-        try:
-            period, rows = parse_file(stored[0] if stored else b"", log.key)
-        except IntegrityError:  # the watcher reports the damage
+        read = read_log(self._store, log.key)
+        if read is None:
             return "", []
+        period, rows = read
         ids = [row.id for row in rows if row.id and row.file]
         return period.version, [_Drawn(_arrival(each, period.queries / len(ids)), each, log) for each in ids]
 
     def _image(self, drawn: _Drawn) -> bytes | None:
-        if drawn not in self._images:
-            stored = self._store.find(drawn.log.key)
-            queries = sampled_queries(stored[0], drawn.log.key) if stored else []
-            file = next((query.file for query in queries if query.id == drawn.id), None)
-            return picture(lambda _: file, drawn.id)
-        return self._images[drawn]
+        if drawn in self._images:
+            return self._images[drawn]
+        try:
+            return logged_picture(self._store, drawn.log.key, drawn.id)
+        except DataError:
+            return None
 
 
 def _arrival(query: str, rate: float) -> float:

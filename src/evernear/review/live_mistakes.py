@@ -1,16 +1,14 @@
 """The labeled live queries that a release named wrong or called unknown, with their images from the
 query log."""
 
-import base64
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from evernear.common.store import Store
-from evernear.errors import DataError, IntegrityError
 from evernear.evaluation.live_accuracy import LabeledQuery
 from evernear.review.live_labels import labels_of_release
-from evernear.review.queue import read_all, thumbnail
-from evernear.serving.query_log_files import QUERIES, LoggedQuery, closed_at, parse_file
+from evernear.review.queue import read_all
+from evernear.serving.query_log_files import QUERIES, read_log
 
 
 class LiveMistakes(NamedTuple):
@@ -33,29 +31,5 @@ def live_mistakes(store: Store, version: str) -> LiveMistakes:
 
 def nearest_of_logged(store: Store, queries: Sequence[LabeledQuery]) -> Mapping[str, tuple[int, ...]]:
     """The rows of each query's neighbors in the gallery, by query ID."""
-    logs = read_all(lambda key: _rows(store, key), sorted({query.log for query in queries}))
-    return {row.id: row.neighbors for rows in logs for row in rows}
-
-
-def logged_picture(store: Store, log: str, query: str, side_px: int) -> bytes:
-    """A PNG version of a logged image.
-
-    Raises:
-        DataError: the log no longer has the image, or the image is damaged.
-    """
-    rows = _rows(store, log) if log.startswith(QUERIES) and closed_at(log) else ()
-    row = next((row for row in rows if row.id == query), None)
-    if row is None:
-        raise DataError("The query log no longer has the image.")
-    try:
-        return thumbnail(base64.b64decode(row.file or row.image, validate=True), side_px)
-    except ValueError:  # includes binascii.Error
-        raise DataError("The image in the query log is damaged.") from None
-
-
-def _rows(store: Store, log: str) -> Sequence[LoggedQuery]:
-    stored = store.find(log)  # the file may have been removed since
-    try:
-        return parse_file(stored[0], log)[1] if stored else ()
-    except IntegrityError:  # the watcher reports the damage
-        return ()
+    logs = read_all(lambda key: read_log(store, key), sorted({query.log for query in queries}))
+    return {row.id: row.neighbors for log in logs if log for row in log.queries}

@@ -34,19 +34,18 @@ from evernear.errors import DataError, IntegrityError
 from evernear.serving.decoding import inspect_image
 from evernear.serving.query_log_files import (
     MAX_CHARACTERS,
-    MAX_FILE_BYTES,
     QUERIES,
     LoggedQuery,
     closed_at,
     decode_embedding,
-    parse_file,
+    is_log,
+    read_log,
 )
 from evernear.serving.responses import Prediction
 from evernear.settings.section import MAX_PIXELS
 
 MAX_FILES = 200
-"""Maximum number of log files to read, newest first. Files larger than `MAX_FILE_BYTES` are
-skipped."""
+"""Maximum number of log files to read, newest first."""
 CACHED_BYTES = 32 * 2**20
 """Maximum total size of logged images that are cached in memory."""
 LOGGED_MAX_PIXELS = 2**20
@@ -77,8 +76,8 @@ class Item(NamedTuple):
     embedding: NDArray[np.float32] | None = None
 
 
-class _LogFile(NamedTuple):
-    """``items`` is None if they are not cached."""
+class _CachedFile(NamedTuple):
+    """A log file. ``items`` is None if they are not cached."""
 
     written: tuple[AwareDatetime, int]
     """The time of the last change and the size in bytes, which detect a change of the file.
@@ -99,7 +98,7 @@ class Queue:
         self._store = store
         self._listing = Listing(store, QUERIES)
         self._lock = threading.Lock()
-        self._files: dict[str, _LogFile] = {}
+        self._files: dict[str, _CachedFile] = {}
 
     def pending(self, answered: Collection[str], limit: int) -> list[Item]:
         """The newest ``limit`` items that are not in ``answered``, newest first. Damaged files and
@@ -128,8 +127,7 @@ class Queue:
 
     def _infos(self, listed: Mapping[str, ObjectInfo]) -> list[ObjectInfo]:
         """The newest log files, newest first. Cached items from other files are dropped."""
-        logs = [info for info in listed.values() if closed_at(info.key) and info.size_bytes <= MAX_FILE_BYTES]
-        infos = sorted(logs, key=lambda info: info.key, reverse=True)[:MAX_FILES]
+        infos = sorted(filter(is_log, listed.values()), key=lambda info: info.key, reverse=True)[:MAX_FILES]
         written = {info.key: _written(info) for info in infos}
         with self._lock:
             self._files = {key: file for key, file in self._files.items() if file.written == written.get(key)}
@@ -143,9 +141,10 @@ class Queue:
         file = self._files.get(info.key)
         if file is not None and file.items is not None:
             return file.items
-        items = tuple(item for version, query in _queries(self._store, info.key) if (item := _item(version, query)))
+        log = read_log(self._store, info.key)
+        items = tuple(item for query in log.queries if (item := _item(log.period.version, query))) if log else ()
         with self._lock:
-            self._files[info.key] = _LogFile(_written(info), frozenset(item.id for item in items), items)
+            self._files[info.key] = _CachedFile(_written(info), frozenset(item.id for item in items), items)
             self._drop_oldest()
         return items
 
@@ -160,18 +159,6 @@ class Queue:
 
 def _written(info: ObjectInfo) -> tuple[AwareDatetime, int]:
     return info.modified, info.size_bytes
-
-
-def _queries(store: Store, key: str) -> list[tuple[str, LoggedQuery]]:
-    """Each with the release that answered it."""
-    try:
-        stored = store.find(key)  # the watcher may have removed the file
-        if stored is None:
-            return []
-        period, queries = parse_file(stored[0], key)
-    except IntegrityError:  # the watcher reports the damage
-        return []
-    return [(period.version, query) for query in queries]
 
 
 def _item(version: str, query: LoggedQuery) -> Item | None:
@@ -317,6 +304,22 @@ class Listing:
         with self._lock:
             listed_s, found = self._listed
             return found if time.monotonic() - listed_s < RECENT_S else self.now()
+
+
+def logged_picture(store: Store, key: str, query: str, side_px: int = SIDE_PX) -> bytes:
+    """A PNG version of the image of a query in the log file ``key``.
+
+    Raises:
+        DataError: the log no longer has the image, or the image is damaged.
+    """
+    log = read_log(store, key) if key.startswith(QUERIES) and closed_at(key) else None
+    row = next((row for row in log.queries if row.id == query), None) if log else None
+    if row is None:
+        raise DataError("The query log no longer has the image.")
+    try:
+        return thumbnail(base64.b64decode(row.file or row.image, validate=True), side_px)
+    except ValueError:  # includes binascii.Error
+        raise DataError("The image in the query log is damaged.") from None
 
 
 def thumbnail(image: bytes, side_px: int = SIDE_PX) -> bytes:

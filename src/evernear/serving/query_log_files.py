@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from pydantic import AwareDatetime, Field
 
 from evernear.common.frozen import Document, Frozen
+from evernear.common.store import ObjectInfo, Store
 from evernear.errors import IntegrityError
 from evernear.release.drift_baseline import PROJECTED_DIM
 
@@ -74,6 +75,11 @@ class LoggedQuery(Frozen, allow_inf_nan=False):
     larger than `evernear.serving.query_log.SENT_MAX_BYTES`."""
 
 
+class LogFile(NamedTuple):
+    period: Period
+    queries: list[LoggedQuery]
+
+
 class SampledQuery(NamedTuple):
     """A query from the uniform sample of files, and the answer from release ``version``."""
 
@@ -87,7 +93,7 @@ class SampledQuery(NamedTuple):
     preprocessed: bool
 
 
-def parse_file(data: bytes, source: str) -> tuple[Period, list[LoggedQuery]]:
+def parse_file(data: bytes, source: str) -> LogFile:
     """Parse an untrusted log file from ``source``.
 
     Raises:
@@ -95,9 +101,18 @@ def parse_file(data: bytes, source: str) -> tuple[Period, list[LoggedQuery]]:
     """
     try:
         first, *rest = data[: MAX_FILE_BYTES + 1].splitlines()
-        return Period.from_json(first, source), [LoggedQuery.model_validate_json(line) for line in rest]
+        return LogFile(Period.from_json(first, source), [LoggedQuery.model_validate_json(line) for line in rest])
     except (IntegrityError, ValueError):  # includes pydantic's ValidationError
         raise IntegrityError(f"{source} is not a file of the query log.") from None
+
+
+def read_log(store: Store, key: str) -> LogFile | None:
+    """Read a log file. None if it was removed, or is damaged, which the watcher reports."""
+    stored = store.find(key)
+    try:
+        return parse_file(stored[0], key) if stored else None
+    except IntegrityError:
+        return None
 
 
 def sampled_queries(data: bytes, source: str) -> list[SampledQuery]:
@@ -132,3 +147,8 @@ def closed_at(key: str) -> datetime | None:
         return datetime.strptime(PurePosixPath(key).name[:16], TIME_FORMAT).replace(tzinfo=UTC)
     except ValueError:
         return None
+
+
+def is_log(info: ObjectInfo) -> bool:
+    """Whether ``info`` is a log file that is not too large to read."""
+    return closed_at(info.key) is not None and info.size_bytes <= MAX_FILE_BYTES

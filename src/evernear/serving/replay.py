@@ -22,7 +22,7 @@ from evernear.evaluation.evaluate import ReleasedSystem
 from evernear.evaluation.examples import Answer, Replay, Replayed, ReplayExamples, changed_answers, count_changes
 from evernear.evaluation.recognizer import Recognizer
 from evernear.serving.decoding import decode_image, inspect_image
-from evernear.serving.query_log_files import MAX_FILE_BYTES, QUERIES, SampledQuery, closed_at, sampled_queries
+from evernear.serving.query_log_files import QUERIES, SampledQuery, is_log, sampled_queries
 
 QUERIES_MAX = 500
 MAX_FILES = 400
@@ -65,12 +65,13 @@ def replay(
 
 def stored_queries(store: Store, limit: int = QUERIES_MAX) -> list[SampledQuery]:
     """The newest queries in the log's uniform sample, newest first. Skips damaged files."""
-    logs = [info for info in store.list(QUERIES) if closed_at(info.key) and info.size_bytes <= MAX_FILE_BYTES]
+    keys = [info.key for info in store.list(QUERIES) if is_log(info)]
     found: list[SampledQuery] = []
-    for info in sorted(logs, key=lambda info: info.key, reverse=True)[:MAX_FILES]:
-        stored = store.find(info.key)  # the file may have been removed since
+    for key in sorted(keys, reverse=True)[:MAX_FILES]:
+        stored = store.find(key)  # the file may have been removed since
         if stored is not None:
-            found += _parse(stored[0], info.key)
+            with suppress(IntegrityError):
+                found += sampled_queries(stored[0], key)
         if len(found) >= limit:
             break
     return sorted(found, key=lambda query: query.at, reverse=True)[:limit]
@@ -128,9 +129,3 @@ def _thumbnail(image: Pixels) -> NDArray[np.float32]:
     gray = np.asarray(picture.resize((THUMBNAIL_PX, THUMBNAIL_PX), Image.Resampling.BOX), np.float32).ravel()
     centered = gray - gray.mean()
     return centered / max(float(np.linalg.norm(centered)), 1e-6)
-
-
-def _parse(data: bytes, key: str) -> list[SampledQuery]:
-    with suppress(IntegrityError):  # the watcher reports damaged files
-        return sampled_queries(data, key)
-    return []

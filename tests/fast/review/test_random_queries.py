@@ -72,6 +72,9 @@ def test_query_is_as_likely_in_a_busy_period_as_in_a_quiet_one(store: Store) -> 
 
 def test_broken_images_and_damaged_files_are_skipped(store: Store) -> None:
     log(store, ["broken"], queries=10**9, file=b"no image")
+    log(store, ["not-base64"], queries=10**9)
+    (key,) = (info.key for info in store.list(QUERIES) if "not-base64" in info.key)
+    store.put(key, store.get(key).replace(b'"file":"', b'"file":"%'))
     log(store, ["whole"], queries=1)
     store.put("queries/20260204/20260204T120000Z-v-host-2-0.jsonl", b"damaged")
     queries = RandomQueries(store)
