@@ -18,6 +18,8 @@ if Path("/sys/kernel/mm/transparent_hugepage").exists():
 
 CODE = ("data/shards.py", "embedding")
 """The files and folders whose code trains a network and computes its outputs."""
+NETWORK_FILE = "network.pt"
+"""The exported network for PyTorch."""
 DESCRIPTION_FILE = "network.json"
 """Describes the network in the output of the train step and of the export step."""
 OPENVINO_MODEL_FILE, OPENVINO_WEIGHTS_FILE = OPENVINO_FILES = ("network.xml", "network.bin")

@@ -110,7 +110,6 @@ def _download_from_hub(name: str) -> tuple[str, Path]:
 DEFAULT_PRETRAINED = "resnet18"
 """Chosen if only ``train.weights`` is set: small, widely available, and fast on a CPU."""
 _EVERNEAR_PREFIX = "members.0.backbone."
-REASON_MAX_CHARACTERS = 200
 
 
 def choose_backbone(settings: TrainingChoices) -> str:
@@ -226,4 +225,4 @@ def _mismatch(error: Exception) -> str:
     """The first error of `nn.Module.load_state_dict`, shortened."""
     lines = [line.strip() for line in str(error).splitlines()]
     message = re.sub(r'"([^"]*)"', r"\1", lines[1] if len(lines) > 1 else lines[0] if lines else type(error).__name__)
-    return printable(message.replace(" in state_dict", "").rstrip(". "), REASON_MAX_CHARACTERS)
+    return printable(message.replace(" in state_dict", "").rstrip(". "), _REASON_MAX_CHARACTERS)

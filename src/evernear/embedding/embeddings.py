@@ -195,7 +195,7 @@ class CachedShard:
 
     def __init__(self, cached: Rows, file: BinaryIO | None = None) -> None:
         self._cached, self._file = cached, file
-        digests = _as_bytes(cached["digest"])
+        digests = digest_strings(cached["digest"])
         self._order = np.argsort(digests)
         self._digests = digests[self._order]
         self.new = 0
@@ -204,7 +204,7 @@ class CachedShard:
     def find(self, digests: NDArray[np.uint8]) -> tuple[Vectors, NDArray[np.bool_]]:
         """Embeddings (N, D) of images by ``digests`` (N, 32), and whether each is cached (N,)."""
         vectors = np.zeros((len(digests), self._cached["embedding"].shape[1]), np.float32)
-        queries = _as_bytes(digests)
+        queries = digest_strings(digests)
         positions = np.searchsorted(self._digests, queries)
         is_cached = positions < len(self._digests)
         is_cached[is_cached] = self._digests[positions[is_cached]] == queries[is_cached]
@@ -223,12 +223,12 @@ class CachedShard:
 def cached_digests(path: Path, key: str) -> NDArray[np.bytes_]:
     """The image digests (N,) in ``path``, a copy of the cached object ``key``."""
     try:
-        return _as_bytes(np.load(path, mmap_mode="r", allow_pickle=False)["digest"])
+        return digest_strings(np.load(path, mmap_mode="r", allow_pickle=False)["digest"])
     except (ValueError, IndexError):
         raise IntegrityError(f"{key} in the store has no embeddings; delete it and run again.") from None
 
 
-def _as_bytes(digests: NDArray[np.uint8]) -> NDArray[np.bytes_]:
+def digest_strings(digests: NDArray[np.uint8]) -> NDArray[np.bytes_]:
     """N byte strings of digests (N, 32). NumPy ignores trailing zeros, which is harmless because
     all digests have the same length."""
     return np.ascontiguousarray(digests).view("S32").ravel()

@@ -19,6 +19,7 @@ from evernear.data.preprocess import Preprocessing
 from evernear.data.shards import Dataset
 from evernear.embedding import (
     DESCRIPTION_FILE,
+    NETWORK_FILE,
     OPENVINO_FILES,
     OPENVINO_MODEL_FILE,
     OPENVINO_WEIGHTS_FILE,
@@ -48,7 +49,6 @@ from evernear.embedding.whitening import Whitening, whiten
 from evernear.errors import IntegrityError, TrainingError
 from evernear.settings import ClassSettings
 
-NETWORK_FILE = "network.pt"
 PARITY_TOLERANCE = 1e-4
 """Largest difference of a coordinate. Rounding differs by about 1e-7."""
 PARITY_IMAGES = 256

@@ -136,10 +136,8 @@ def with_defaults(settings: TrainSettings | Recipe, dataset: Dataset, **chosen: 
     if isinstance(settings, Recipe):
         return settings
     given = settings.model_dump(exclude_none=True)
-    values: Values = (
-        _defaults(settings, dataset) | ({"label_smoothing": 0.0} if settings.scale else {}) | given | chosen
-    )
-    recipe = Recipe(**values)
+    unsmoothed: Values = {"label_smoothing": 0.0} if settings.scale else {}
+    recipe = Recipe(**(_defaults(settings, dataset) | unsmoothed | given | chosen))
     images = dataset.manifest.count("train")
     if settings.minutes and not settings.keeps_backbone and not {"epochs", "min_steps"} & {*given, *chosen}:
         passes = MOST_PASSES * (images // min(recipe.batch_size, images))
@@ -203,11 +201,6 @@ def expected_probe_s(recipe: Recipe, probe_epochs: int, dataset: Dataset) -> Cal
 
 
 def _defaults(settings: TrainSettings, dataset: Dataset) -> Values:
-    values = _values_for(settings, dataset)
-    return values | {"label_smoothing": 0.0} if settings.scale else values
-
-
-def _values_for(settings: TrainSettings, dataset: Dataset) -> Values:
     color = dataset.shape[2] == 3
     if settings.keeps_backbone:
         return HEAD | {"views": 0 if settings.frozen else _choose_views(dataset.count("train"))}

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from evernear.embedding.embeddings import digest_strings
 from evernear.evaluation.headline import AnswerCounts
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ class CorrectedCounter:
 
     def add(self, answered: "AnsweredBlock") -> None:
         block, answers = answered.block, answered.answers
-        among = np.isin(np.ascontiguousarray(block.digests).view("S32").ravel(), self._digests)
+        among = np.isin(digest_strings(block.digests), self._digests)
         right = answers.labels == block.labels
         for place, chosen in enumerate((right & ~answers.unknown, ~right & ~answers.unknown, answers.unknown)):
             self._counts[place] += np.count_nonzero(among & chosen)

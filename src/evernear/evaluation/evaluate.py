@@ -15,6 +15,7 @@ from evernear.data.manifest import Split
 from evernear.data.near_duplicates import NearDuplicates
 from evernear.data.shards import Dataset
 from evernear.data.split_digests import split_digests
+from evernear.embedding.embeddings import digest_strings
 from evernear.errors import IntegrityError
 from evernear.evaluation.baselines import Baseline, FewGroups, measure_baselines, measure_pretrained
 from evernear.evaluation.compare import Comparison, compare, compare_refusals
@@ -311,9 +312,7 @@ def count_leakage(dataset: Dataset, training_dataset: Dataset, splits: Sequence[
 
 
 def _digests(dataset: Dataset, split: Split) -> Iterator[Digests]:
-    for digests in split_digests(dataset, split):
-        # NumPy's comparison ignores trailing zeros, which is harmless for equal lengths
-        yield np.ascontiguousarray(digests).view("S32").ravel()
+    return map(digest_strings, split_digests(dataset, split))
 
 
 def _merge_blocks(blocks: Iterator[Digests]) -> Iterator[Digests]:

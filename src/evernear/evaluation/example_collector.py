@@ -4,7 +4,7 @@ candidate's measurement (`evernear.evaluation.measure`), so no image is embedded
 import hashlib
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from statistics import median
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 from evernear.common.step_results import Computed, compute_once, result_key
 from evernear.common.store import Store
 from evernear.data.gallery import image_blocks
-from evernear.data.manifest import SPLITS, Manifest
 from evernear.data.preprocess import Pixels
 from evernear.data.shards import Dataset
 from evernear.evaluation.examples import (
@@ -108,13 +107,13 @@ class ExampleCollector:
             distances_wrong=tuple(self._histograms[1].tolist()),
             samples=_samples(self._dataset, tiles),
             new_images=_new_images(self._dataset, champion_dataset, tiles) if champion_dataset else (),
-            images_before=_images(champion_dataset.manifest) if champion_dataset else None,
+            images_before=champion_dataset.manifest.images_by_class() if champion_dataset else None,
             index=self._index_figures(),
             images=tiles.sheet(),
             map_images=map_tiles.sheet(),
         )
 
-    def _with_neighbors(self, tiles: "Tiles") -> tuple[Mistake, ...]:
+    def _with_neighbors(self, tiles: Tiles) -> tuple[Mistake, ...]:
         wanted = {int(row) for query in self._mistakes for row in query.rows if row >= 0}
         gallery = {row: tiles.add(image) for row, image in self._gallery_images(wanted)}
         return tuple(
@@ -219,11 +218,6 @@ def _pick(dataset: Dataset, wanted: dict[str, int], shards: set[str], tiles: Til
             if not missing:
                 break
     return tuple(Sample(label=label, tiles=tuple(numbers)) for label, numbers in picked.items() if numbers)
-
-
-def _images(manifest: Manifest) -> dict[str, int]:
-    counts: Sequence[dict[str, int]] = [manifest.label_counts(split) for split in SPLITS]
-    return {label: total for label in manifest.labels if (total := sum(count[label] for count in counts))}
 
 
 MAP_CODE = ("evaluation/example_collector.py",)

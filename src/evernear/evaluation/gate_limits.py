@@ -15,9 +15,9 @@ TEST_OVERLAP_FLOOR = 0.9
 """Smallest share of a release's test images that the test split must still contain for a
 comparison."""
 LARGEST_DROP = 0.05
-"""Of the label right of a class, if it is significant."""
+"""Largest significant drop of the share of a class's images that are named right."""
 LARGEST_INCREASE = 0.05
-"""Of the share of known images that are called unknown, and of images of unseen classes that are
-accepted, if it is significant."""
+"""Largest significant increase of the share of known images that are called unknown, and of the
+share of images of unseen classes that are accepted."""
 REFUSALS_LEVEL = (1 - CONFIDENCE) / 2
-"""Of the one-sided test whether more known images are called unknown."""
+"""Level of the one-sided test whether more known images are called unknown."""

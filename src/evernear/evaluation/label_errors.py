@@ -19,7 +19,7 @@ from torch import nn
 
 from evernear.common.disk import sha256_bytes
 from evernear.common.store import open_store
-from evernear.data.manifest import SPLITS, Manifest, Shard, Split
+from evernear.data.manifest import SPLITS, Manifest, Shard
 from evernear.data.shards import Block, Dataset
 from evernear.data.writer import row_dtype, shard_key
 from evernear.embedding.artifact import load_trained
@@ -76,7 +76,8 @@ def embed_folds(
             others = _without_fold(dataset, fold, Path(scratch))
             train_network(others, recipe, Path(scratch) / "trained", on_step=on_step)
             network = _as_exported(Path(scratch) / "trained", others)
-        blocks = [_selected(block, _fold_of(block) == fold) for split in SPLITS for block in _blocks(dataset, split)]
+        stored = (block for split in SPLITS for block in dataset.blocks(split, _BATCH_IMAGES))
+        blocks = [block.select(_fold_of(block) == fold) for block in stored]
         yield Embedded(
             np.concatenate([embed_images(network, block.images) for block in blocks if len(block)]),
             np.concatenate([block.labels for block in blocks]),
@@ -169,7 +170,7 @@ def _without_fold(dataset: Dataset, fold: int, directory: Path) -> Dataset:
     shards: list[Shard] = []
     for split in ("train", "gallery"):
         for shard in dataset.shards(split):
-            blocks = [_selected(block, _fold_of(block) != fold) for block in dataset.shard_blocks(shard)]
+            blocks = [block.select(_fold_of(block) != fold) for block in dataset.shard_blocks(shard)]
             rows = np.empty(sum(map(len, blocks)), row_dtype(dataset.shape))
             if not len(rows):
                 continue
@@ -190,14 +191,6 @@ def _without_fold(dataset: Dataset, fold: int, directory: Path) -> Dataset:
     return Dataset(manifest, store)
 
 
-def _blocks(dataset: Dataset, split: Split) -> Iterator[Block]:
-    return dataset.blocks(split, _BATCH_IMAGES)
-
-
 def _fold_of(block: Block) -> NDArray[np.uint8]:
     """The fold of each image, derived from the content so that all copies are in the same fold."""
     return block.digests[:, -1] % FOLDS
-
-
-def _selected(block: Block, rows: NDArray[np.bool_]) -> Block:
-    return block.select(rows)

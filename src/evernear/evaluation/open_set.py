@@ -56,7 +56,7 @@ class OpenSet(Frozen):
     """Whether unknown is off because a threshold that spares the known images would accept most
     images of held-out classes, although these are significantly farther away."""
     threshold: float | None = None
-    """That of a frozen backbone, or of the release whose network is reused, or
+    """The threshold of a frozen backbone, or of the release whose network is reused, or
     `evernear.index.description.MAX_DISTANCE` if the distances do not separate unseen classes."""
     relative_threshold: float | None = None
     """The threshold as a multiple of `evernear.index.calibrate.unit_of` known query images, so that

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from evernear.common.frozen import Frozen
-from evernear.index.description import clopper_pearson
+from evernear.index.description import clopper_pearson, wilson
 
 ROC_POINTS = 200
 CONFIDENCE = 0.95
@@ -92,16 +92,8 @@ class Roc(Frozen):
 
 def proportion(count: int, total: int, confidence: float, effective: float | None = None) -> Proportion:
     """``count`` out of ``total`` (at least 1), with an interval. See `effective_totals`."""
-    low, high = _wilson(count / total, total if effective is None else effective, deviations(confidence))
+    low, high = wilson(count / total, total if effective is None else effective, deviations(confidence))
     return Proportion(count=count, total=total, low=low, high=high, effective=effective)
-
-
-def _wilson(share: float, n: float, z: float) -> tuple[float, float]:
-    """The limits of Wilson's interval (1927) for a ``share`` of ``n`` independent images."""
-    middle = (share + z**2 / (2 * n)) / (1 + z**2 / n)
-    half = z * math.sqrt(share * (1 - share) / n + (z / n) ** 2 / 4) / (1 + z**2 / n)
-    # at 0 and 1, rounding errors may move a limit past the value by 1e-17
-    return max(0.0, min(middle - half, share)), min(1.0, max(middle + half, share))
 
 
 def is_higher(share: Proportion | Interval, other: Proportion | Interval) -> bool:
@@ -252,7 +244,7 @@ def _delong(value: float, placements: Placements, known: float, unknown: float, 
         return value, value
     variance = sum(float(part.var(ddof=1) / count) for part, count in zip(placements, (known, unknown), strict=True))
     # On the log-odds scale, the interval of 0.993 reached to 0.459 because of one image.
-    return _wilson(value, value * (1 - value) / variance, z) if variance else (value, value)
+    return wilson(value, value * (1 - value) / variance, z) if variance else (value, value)
 
 
 def _newcombe(value: float, m: float, n: float, z: float) -> tuple[float, float]:

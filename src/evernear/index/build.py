@@ -28,6 +28,7 @@ from evernear.index.description import (
     TOWARD_MEAN,
     IndexDescription,
     index_parts,
+    wilson,
 )
 from evernear.index.faiss_compat import FaissIndex, faiss
 from evernear.index.vectors import (
@@ -142,10 +143,8 @@ def tune_index(index: VectorIndex, candidates: Sequence[str], queries: Embedding
 
 
 def _lower_bound(count: int, total: int) -> float:
-    """Lower end of the 95% Wilson interval (1927) for the share ``count`` / ``total``."""
-    z, share = NormalDist().inv_cdf(0.975), count / total
-    half = z * math.sqrt(share * (1 - share) / total + (z / total) ** 2 / 4)
-    return (share + z**2 / (2 * total) - half) / (1 + z**2 / total)
+    """Lower end of the 95% confidence interval for the share ``count`` / ``total``."""
+    return wilson(count / total, total, NormalDist().inv_cdf(0.975))[0]
 
 
 def _number_of_lists(size: int) -> int:

@@ -1,5 +1,6 @@
 """``index.json``, which describes an index, its network and its classification rule."""
 
+import math
 import re
 from pathlib import Path
 from typing import Literal
@@ -56,6 +57,14 @@ def collection_owner(name: str) -> str | None:
     """The store in the name of a collection, or None if no store owns it."""
     owned = re.search("_s([0-9a-f]{12})_[0-9a-f]{32}$", name)
     return owned[1] if owned else None
+
+
+def wilson(share: float, n: float, z: float) -> tuple[float, float]:
+    """The limits of Wilson's interval (1927) for a ``share`` of ``n`` independent images."""
+    middle = (share + z**2 / (2 * n)) / (1 + z**2 / n)
+    half = z * math.sqrt(share * (1 - share) / n + (z / n) ** 2 / 4) / (1 + z**2 / n)
+    # at 0 and 1, rounding errors may move a limit past the value by 1e-17
+    return max(0.0, min(middle - half, share)), min(1.0, max(middle + half, share))
 
 
 def clopper_pearson(events: float, total: float, tail: float) -> tuple[float, float]:

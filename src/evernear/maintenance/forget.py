@@ -42,7 +42,7 @@ from evernear.data.repair import stored_digests
 from evernear.data.shards import Dataset, remove_cached
 from evernear.data.snapshots import DATASETS, Snapshots, parts_prefix
 from evernear.data.writer import shard_key
-from evernear.embedding.embeddings import EMBEDDINGS_PREFIX, cached_digests
+from evernear.embedding.embeddings import EMBEDDINGS_PREFIX, cached_digests, digest_strings
 from evernear.errors import ConflictError, IntegrityError
 from evernear.evaluation.answer_table import ANSWERS_FILE
 from evernear.maintenance.kinds import require_all_current
@@ -332,7 +332,7 @@ def _state(store: Store, name: str) -> _DatasetState:
 def _removed(dataset: Dataset, shard: Shard, current: Digests) -> dict[bytes, str]:
     removed: dict[bytes, str] = {}
     for block in dataset.shard_blocks(shard):
-        for row in np.flatnonzero(~_contains(current, np.ascontiguousarray(block.digests).view("S32").ravel())):
+        for row in np.flatnonzero(~_contains(current, digest_strings(block.digests))):
             removed[block.digests[row].tobytes()] = dataset.labels[block.labels[row]]
     return removed
 

@@ -22,8 +22,7 @@ from evernear.data.manifest import Split
 from evernear.data.shards import Block, Dataset
 from evernear.embedding import OPENVINO_FILES
 from evernear.embedding.embed import ExportedEmbedder
-from evernear.embedding.export import DESCRIPTION_FILE as NETWORK_DESCRIPTION
-from evernear.embedding.export import NETWORK_FILE, ExportedNetwork, describe_network
+from evernear.embedding.export import ExportedNetwork, describe_network
 from evernear.errors import DataError, EvernearError, IntegrityError
 from evernear.evaluation.evaluate import Evaluation
 from evernear.index.description import DESCRIPTION_FILE as INDEX_DESCRIPTION
@@ -35,6 +34,8 @@ from evernear.release.manifest import (
     DRIFT_BASELINE_FILE,
     HANDLER_FILE,
     MODEL_CONFIG_FILE,
+    NETWORK_DESCRIPTION_FILE,
+    NETWORK_FILE,
     PREPROCESSING_FILE,
     SMOKE_FILE,
     VERDICT_FILE,
@@ -159,7 +160,7 @@ def make_archive(
 
 def _link_parts(parts: Path, candidate: Candidate, index_names: Iterable[str], handler: Path) -> None:
     converted = OPENVINO_FILES if describe_network(candidate.network_dir).openvino else ()
-    network_files = [candidate.network_dir / name for name in (NETWORK_FILE, NETWORK_DESCRIPTION, *converted)]
+    network_files = [candidate.network_dir / name for name in (NETWORK_FILE, NETWORK_DESCRIPTION_FILE, *converted)]
     index_files = [candidate.index_dir / name for name in index_names]
     for file in (*network_files, *index_files):
         link_or_copy(file, parts / file.name)

@@ -12,7 +12,8 @@ from pydantic import AwareDatetime, Field, JsonValue, model_validator
 
 from evernear.common.frozen import Document, Frozen
 from evernear.data.preprocess import Preprocessing
-from evernear.embedding import OPENVINO_FILES, OPENVINO_MODEL_FILE, openvino_version
+from evernear.embedding import DESCRIPTION_FILE as NETWORK_DESCRIPTION_FILE
+from evernear.embedding import NETWORK_FILE, OPENVINO_FILES, OPENVINO_MODEL_FILE, openvino_version
 from evernear.index.description import DESCRIPTION_FILE as INDEX_FILE
 from evernear.index.description import PARTS as INDEX_PARTS
 from evernear.index.description import Collection, index_parts
@@ -22,8 +23,6 @@ QUOTED_MAX = 100
 VERSION_PATTERN = r"^\d{8}\.\d{6}\.[0-9a-f]{8}$"
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 Version = Annotated[str, Field(pattern=VERSION_PATTERN)]
-NETWORK_FILE = "network.pt"  # the export module has the same name, but imports torch
-NETWORK_DESCRIPTION_FILE = "network.json"
 HANDLER_FILE = "handler.py"
 MODEL_CONFIG_FILE = "model-config.yaml"
 PREPROCESSING_FILE = "preprocessing.json"
