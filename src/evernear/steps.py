@@ -54,7 +54,7 @@ def ingest(run: str, store: str, parameters: dict[str, str], settings: Tree, dat
         from evernear.release.champion import live_classes
         from evernear.review.renames import with_renames
 
-        chosen, swaps = resolve({"source": ""} | given), list[str]()
+        chosen = resolve({"source": ""} | given)
         require_runnable(chosen)
         stored = current_store(chosen.store_uri)
         classes = chosen.classes
@@ -67,21 +67,21 @@ def ingest(run: str, store: str, parameters: dict[str, str], settings: Tree, dat
         starts_pretrained = is_default and is_installed(WEIGHTS_OF_PHOTOGRAPHS)
         left_out = Path(dataset).with_name(LEFT_OUT_FILE)
         left_out.parent.mkdir(parents=True, exist_ok=True)
+        warnings: list[str] = []
         manifest = ingest_source(
             chosen.data,
             chosen.store_uri,
-            running.report,
-            swaps.append,
-            nodes.run,
-            minimum,
-            chosen.max_size_px,
-            PRETRAINED_SIZE_PX if starts_pretrained else chosen.max_size_px,
+            report=running.report,
+            warn=warnings.append,
+            run=nodes.run,
+            minimum=minimum,
+            max_size_px=chosen.max_size_px,
+            photo_size_px=PRETRAINED_SIZE_PX if starts_pretrained else chosen.max_size_px,
             reread=chosen.reread,
             moved_from=chosen.moved_from,
             left_out=left_out,
         )
-        present = [label for label, count in manifest.images_by_class().items() if count]
-        chosen = chosen.model_copy(update={"classes": with_renames(classes, stored, present)})
+        chosen = chosen.model_copy(update={"classes": with_renames(classes, stored, list(manifest.images_by_class()))})
         if starts_pretrained and manifest.has_photographs:
             train = train.model_copy(update={"weights": WEIGHTS_OF_PHOTOGRAPHS})
             chosen = chosen.model_copy(update={"train": train})
@@ -94,7 +94,7 @@ def ingest(run: str, store: str, parameters: dict[str, str], settings: Tree, dat
         record.save(settings=chosen.model_dump(mode="json"), parts_ingest=nodes.ran)
         if left_out.stat().st_size:
             record.put(LEFT_OUT_FILE, left_out)
-        running.summary = manifest.summary() + nodes.summary() + warned(swaps)
+        running.summary = manifest.summary() + nodes.summary() + warned(warnings)
     # Argo copies the settings several times per step. With defaults, it would compress the workflow
     # status, which KFP's API server cannot read, so the last steps would not be reported.
     return manifest.digest, chosen.model_dump(mode="json", exclude_defaults=True)

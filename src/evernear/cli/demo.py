@@ -20,11 +20,11 @@ from evernear.kubeflow.local_run import RunResult, run_pipeline
 from evernear.serving.client import Client
 from evernear.serving.endpoints import home_of
 from evernear.serving.responses import answer as in_words
+from evernear.serving.responses import nearest
 from evernear.serving.torchserve import stop_server
 from evernear.settings import Settings
 from evernear.settings.layers import command_for
 
-SHOWN_NEIGHBORS = 3
 SHOWN_UNSEEN = 3
 NEW_CLASS = "new class"
 """The label of images whose class is not in the source, so the right answer is unknown."""
@@ -69,11 +69,10 @@ def _recognize(settings: Settings, result: RunResult, console: Console, unseen: 
     images = chain(unseen_images(dataset, settings.workdir / "demo-images"), ((NEW_CLASS, path) for path in new))
     for label, path in images:
         answer = client.predict_file(path)
-        neighbors = " ".join(f"{n['label']}:{n['dist']:.2f}" for n in answer["neighbors"][:SHOWN_NEIGHBORS])
         text = in_words(answer["pred"], answer["unknown"])
         right = answer["unknown"] if label == NEW_CLASS else answer["pred"] == label
         color = "green" if right else "red"
-        cells = (path.name, ""), (label, ""), (text, color), (f"{answer['dist']:.3f}", ""), (neighbors, "")
+        cells = (path.name, ""), (label, ""), (text, color), (f"{answer['dist']:.3f}", ""), (nearest(answer), "")
         table.add_row(*(Text(printable(text), style) for text, style in cells))
     console.print(table)
 

@@ -116,13 +116,11 @@ def upload(
     cluster, such as pipeline.task_memory. The newest version with the same name and content is left
     unchanged. An older one is uploaded again with a number after its name, so that it starts.
     """
-    from evernear.kubeflow.publish import compile_pipelines, default_version, words_of_section
+    from evernear.kubeflow.publish import Publisher, compile_pipelines, default_version, words_of_section
 
     of_server, defaults = words_of_section(defaults)
     server = _server_settings(of_server, endpoint, namespace, config)
     named = default_version(version, server, defaults)
-    from evernear.kubeflow.publish import Publisher
-
     compiled = compile_pipelines(pipelines, image, defaults, server)
     publisher = Publisher(server)
     uploaded = [publisher.upload(content, named) for content in compiled.values()]

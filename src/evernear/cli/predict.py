@@ -32,6 +32,7 @@ from evernear.errors import (
     SettingsError,
 )
 from evernear.serving.responses import answer as in_words
+from evernear.serving.responses import nearest
 from evernear.settings import DataSettings, Settings, parse
 from evernear.settings.section import host_name
 from evernear.settings.serving import MODEL_NAME
@@ -42,7 +43,6 @@ if TYPE_CHECKING:
 
 Format = Literal["rest", "grpc", "prep"]
 STDIN = Path("-")
-SHOWN_NEIGHBORS = 3
 SHOWN_SKIPPED = 10
 PIPE_WIDTH = 10_000
 """Table width in characters without a terminal, at which no row wraps."""
@@ -283,15 +283,8 @@ def _print_table(answers: Iterator[Answer], *, alone: bool) -> int:
                 exit_code = answer.exit_code
                 table.add_row(Text(printable(str(file))), Text(printable(str(answer)), "red"))
                 continue
-            neighbors = " ".join(f"{n['label']}:{n['dist']:.2f}" for n in answer["neighbors"][:SHOWN_NEIGHBORS])
             label = in_words(answer["pred"], answer["unknown"])
-            cells = (
-                str(file),
-                label,
-                f"{answer['dist']:.3f}",
-                neighbors,
-                answer["version"],
-            )
+            cells = (str(file), label, f"{answer['dist']:.3f}", nearest(answer), answer["version"])
             table.add_row(*(Text(printable(text)) for text in cells))
     finally:
         if table.row_count:

@@ -23,7 +23,7 @@ _SETTLED_NS = 10**9
 """Some file systems store whole seconds: after two changes in one second, the time is the same."""
 Value = TypeVar("Value")
 _NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
-"""What Lustre, NFS and file systems of user processes answer that have no locks."""
+"""The errors of file systems without locks, such as some of Lustre, NFS and FUSE."""
 
 
 def open_regular(path: Path) -> BufferedReader:

@@ -42,8 +42,8 @@ def not_installed(name: str, requirement: str) -> str:
 
 
 def missing_library(error: ModuleNotFoundError) -> EvernearError | None:
-    """The error for a user without the extras that what raised ``error`` needs. None for a missing
-    module of evernear, which is a bug."""
+    """The error that names the extras with the library whose import raised ``error``. None for a
+    missing module of evernear, which is a bug."""
     name = error.name or ""
     if name.partition(".")[0] in ("", "evernear", "pipelines", "components"):
         return None
@@ -59,7 +59,8 @@ def require_libraries(*names: str) -> None:
 
 
 def _extras(name: str, modules: Sequence[str]) -> tuple[str, ...]:
-    """The extras to install for ``name``. ``modules`` import each other, the last one ``name``."""
+    """The extras to install for ``name``. Each of ``modules`` imports the next, and the last one
+    ``name``."""
     containing = {extra for extra, names in _requirements().items() if _distribution(name) in names}
     needed = (_needed_by(module) for module in modules if module.startswith("evernear.") and ".cli." not in module)
     for extras in needed:

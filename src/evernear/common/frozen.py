@@ -75,7 +75,7 @@ def own_version() -> str:
 
 
 def stamp() -> dict[str, Any]:
-    """The fields of a stored document that say what reads it."""
+    """The fields of a stored document with its format and the version that wrote it."""
     return {"format": FORMAT, "evernear_version": own_version()}
 
 

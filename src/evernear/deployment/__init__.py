@@ -108,9 +108,7 @@ def apply(settings: RunSettings, *, cause: Cause | None = None) -> Deployment:
     registry = Registry(current_store(settings.store_uri))
     if (made := _made_before(registry, cause)) is not None:
         return _finish(made, settings, registry)
-    champion = registry.champion()
-    if champion is None:
-        raise StoreError(registry.explain_no_champion())
+    champion = registry.require_champion()
     if settings.target != "kubernetes":
         raise SettingsError(
             f"Release {champion.version} is already the champion, and target {settings.target} applies no settings to "
@@ -138,7 +136,7 @@ def roll_back(settings: RunSettings, *, cause: Cause | None = None, expected: st
         raise ConflictError(f"The champion is now {champion.version}, not {expected}; check it and decide again.")
     target = champion.rollback_target()
     deployed = _roll_out(target, settings, registry, lambda: registry.roll_back(champion, cause))
-    champion_moved(registry.store, champion and champion.version)
+    champion_moved(registry.store, champion.version)
     return deployed
 
 

@@ -119,19 +119,12 @@ class Follower:
     def poll(self) -> None:
         """Switch to the champion unless it is live. After a failure, the live release stays."""
         try:
-            champion = self._registry.champion()
-            if champion is None:
-                self._keep(self._registry.explain_no_champion())
-                return
-        except FormatError as error:
-            if not self._live:
+            version = self._registry.require_champion().version
+        except (StoreError, IntegrityError) as error:
+            if isinstance(error, FormatError) and not self._live:
                 raise
             self._keep(str(error))
             return
-        except (StoreError, IntegrityError) as error:
-            self._keep(str(error))
-            return
-        version = champion.version
         if version == self._live:
             self._settle()
             return

@@ -25,7 +25,7 @@ class Clock:
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self.passes_after = 1.0
-        """How often the time that was given to `reserve` is left at the end."""
+        """Duration of the work after the training, in passes over its images (see `reserve`)."""
         self._now, self._started_s = now, now()
         self._given_s, self._reserved_s = math.inf, 0.0
 
@@ -47,7 +47,7 @@ class Clock:
         self._started_s -= used_s
 
     def reserve(self, pass_s: float) -> None:
-        """Leave time for `passes_after` more passes over the same images."""
+        """Leave time for the work after the training, given the duration of one pass."""
         self._reserved_s = self.passes_after * pass_s
 
     def required(self, images: int, on_images: Callable[[int], None] | None = None) -> Callable[[int], None]:

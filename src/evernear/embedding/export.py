@@ -178,9 +178,9 @@ def _frozen(
     store: Store | None,
     on_images: OnImages | None,
 ) -> _Exportable:
-    from evernear.embedding.features import (
+    from evernear.embedding.features import (  # timm is not installed where releases are served
         FrozenBackbone,
-        FrozenFeatures,  # timm is not installed where releases are served
+        FrozenFeatures,
         FrozenHead,
         FrozenNetwork,
         WithFeatures,

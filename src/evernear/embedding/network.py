@@ -38,8 +38,7 @@ class Architecture(Frozen):
     """Dimensions of the whole embedding, of which each ensemble member computes an equal share."""
     members: int = 1
     backbone: str = "compact"
-    """A name in `MEMBERS`, or a timm model. ``input`` and ``frozen``
-    apply only to timm models."""
+    """A name in `MEMBERS`, or a timm model. ``input`` and ``frozen`` apply only to timm models."""
     input: NetworkInput | None = None
     frozen: bool = False
     """Whether only an affine map of the backbone's features was fitted or trained."""

@@ -29,7 +29,7 @@ ADAMW_RMS = 0.2
 
 
 class AdamW(torch.optim.AdamW):
-    """Without the wrappers that exclude an optimizer from compilation. For that they import
+    """Without the wrappers that exclude an optimizer from compilation, because they import
     torch._dynamo, SymPy and Triton, which takes a second and 140 MB."""
 
     step = torch.no_grad()(unwrap(torch.optim.AdamW.step))

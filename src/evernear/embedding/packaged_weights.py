@@ -67,9 +67,6 @@ def weights_sha256(settings: TrainingChoices, store: Store) -> str | None:
         return package.sha256
     if (path := Path(settings.weights)).is_file():
         return sha256_file(path)
-    from evernear.embedding.backbone import (
-        choose_backbone,  # timm takes seconds to import
-        read_weights,
-    )
+    from evernear.embedding.backbone import choose_backbone, read_weights  # timm takes seconds to import
 
     return read_weights(settings.weights, choose_backbone(settings), store).sha256

@@ -46,7 +46,6 @@ from evernear.embedding.embeddings import EMBEDDINGS_PREFIX, cached_digests, dig
 from evernear.errors import ConflictError, IntegrityError
 from evernear.evaluation.answer_table import ANSWERS_FILE
 from evernear.maintenance.kinds import require_all_current
-from evernear.release.manifest import NETWORK_DESCRIPTION_FILE
 from evernear.release.pruning import remove_releases
 from evernear.release.registry import Registry
 from evernear.review.answers import ANSWERS, labels_given
@@ -205,8 +204,8 @@ class _Forgetting:
         affected: list[str] = []
         for version, record in self._records.items():
             manifest = record.manifest
-            network = manifest.parts[NETWORK_DESCRIPTION_FILE].sha256
-            snapshots = {manifest.dataset_digest, trained_on.setdefault(network, manifest.dataset_digest)}
+            trained = trained_on.setdefault(manifest.network_description_sha256, manifest.dataset_digest)
+            snapshots = {manifest.dataset_digest, trained}
             if version in published and not snapshots <= clean:
                 affected.append(version)
         return affected

@@ -23,7 +23,6 @@ from evernear.data.snapshots import DATASETS, DatasetHead, Snapshots, parts_fold
 from evernear.data.tables import table_key
 from evernear.data.writer import shard_key
 from evernear.errors import IntegrityError
-from evernear.release.manifest import NETWORK_DESCRIPTION_FILE, ReleaseManifest
 from evernear.release.promotions import CHAMPION, HISTORY, Promotion
 from evernear.release.records import MANIFESTS, PRUNED, Record
 from evernear.release.registry import Registry
@@ -132,10 +131,8 @@ def _of_releases(store: Store, retired: frozenset[str]) -> Iterator[Reference | 
             continue
         release = record.manifest
         built_from = (release.dataset_name, release.dataset_digest)
-        # The oldest release with a network was built from the network's training snapshot. A
-        # reindex copies the network.
-        network = _network(release)
-        trained = trained_on.setdefault(network, built_from)
+        # The oldest release with a network was built from the network's training snapshot.
+        trained = trained_on.setdefault(release.network_description_sha256, built_from)
         if folder == PRUNED or version in retired:
             continue
         yield Reference(key, owner)
@@ -173,10 +170,6 @@ def _of_manifest(manifest: Manifest, owner: str) -> Iterator[Reference]:
             yield Reference(table_key(manifest.name, table, partition.sha256), owner, partition.sha256)
     for shard in manifest.shards:
         yield Reference(shard_key(manifest.name, shard.sha256), owner, shard.sha256)
-
-
-def _network(release: ReleaseManifest) -> str:
-    return release.parts[NETWORK_DESCRIPTION_FILE].sha256
 
 
 def _read(store: Store, key: str, model: type[_Document], owner: str) -> _Document | Unreadable:

@@ -110,6 +110,11 @@ class ReleaseManifest(Document):
                 raise ValueError(f"{name} has the sha256 {self.parts[name].sha256[:12]}, but should have {sha256[:12]}")
         return self
 
+    @property
+    def network_description_sha256(self) -> str:
+        """Equal in all releases with this network, which a reindex copies."""
+        return self.parts[NETWORK_DESCRIPTION_FILE].sha256
+
 
 def new_version(created: datetime, content_sha256: str) -> str:
     """Create a version such as ``20261120.140501.1a2b3c4d``: ``created`` in UTC, and the first

@@ -144,8 +144,8 @@ def whoami() -> str:
 
 
 class ChampionPointer:
-    """Reads and moves the champion pointer of one store. What writes it raises `ConflictError` if
-    another process did in the meantime. Nothing was changed then."""
+    """Reads and moves the champion pointer of one store. Methods that move it raise `ConflictError`
+    if another process moved it in the meantime. Nothing was changed then."""
 
     def __init__(self, store: Store) -> None:
         self._store = store

@@ -1,5 +1,4 @@
-"""Releases in the object store, and the pointer to the champion, which is the live
-release.
+"""Releases in the object store, and the pointer to the champion, which is the live release.
 
 ::
 

@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple
 from evernear.common.frozen import Document
 from evernear.common.output import quantity
 from evernear.common.progress import RunCommand
-from evernear.common.run_record import OUTCOME, RunRecord, StepRecord, StopRecord
+from evernear.common.run_record import EXIT_STEP, OUTCOME, RunRecord, StepRecord, StopRecord
 from evernear.common.store import Store
 from evernear.evaluation.headline import headline
 from evernear.evaluation.verdict import Rule
@@ -25,10 +25,6 @@ NO_ERROR = (
     "The run's page there shows which."
 )
 """The last step cannot ask Kubeflow Pipelines, which tells it that a stopped run is RUNNING."""
-EXIT_STEP = "notify"
-"""When this step derives the outcome, its own record still has the state "running"."""
-
-
 FEW_EPOCHS = 10
 _RULES_OF_DATA = {"same_test_set", "test_images_unseen", "classes_kept"}
 """Rules that fail because of the data, however long the network is trained."""

@@ -1,6 +1,7 @@
 """Everything that a run recorded, for the run page (`evernear.reporting.page`) and for
 integrations."""
 
+from collections import Counter
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -10,7 +11,7 @@ from typing import Any, NamedTuple, TypeAlias
 from evernear.common.output import named
 from evernear.common.parts import STEPS_IN_PARTS, PartsRecord
 from evernear.common.progress import duration
-from evernear.common.run_record import LEFT_OUT_FILE, RunRecord, StepRecord
+from evernear.common.run_record import EXIT_STEP, LEFT_OUT_FILE, RunRecord, StepRecord
 from evernear.common.store import Store
 from evernear.data.near_duplicates import NearDuplicatePair, NearDuplicatePairs
 from evernear.data.validate import Report
@@ -25,7 +26,7 @@ from evernear.evaluation.verdict import Verdict
 from evernear.release.manifest import is_version
 from evernear.release.records import Record
 from evernear.release.registry import Registry
-from evernear.reporting.notify import EXIT_STEP, RunOutcome
+from evernear.reporting.notify import RunOutcome
 from evernear.settings import CostSettings, OneRun
 from evernear.settings.sources import flat
 
@@ -313,13 +314,7 @@ def _release_lineage(release: Record) -> dict[str, str]:
 
 
 def _class_counts(validation: Report | None) -> dict[str, int]:
-    if validation is None:
-        return {}
-    totals: dict[str, int] = {}
-    for counts in validation.counts.values():
-        for label, count in counts.items():
-            totals[label] = totals.get(label, 0) + count
-    return {label: total for label, total in totals.items() if total}
+    return dict(sum(map(Counter, validation.counts.values()), Counter[str]())) if validation else {}
 
 
 HOUR_S = 3600

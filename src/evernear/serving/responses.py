@@ -1,8 +1,9 @@
 """The bodies of all responses. Clients can import this module without torch, FAISS or NumPy."""
 
+from collections.abc import Mapping
 from datetime import datetime
 from operator import not_
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pydantic import Field
 
@@ -61,6 +62,11 @@ class Prediction(Frozen, extra="ignore"):
 def answer(pred: str, unknown: bool) -> str:
     """A prediction in words, the same in all commands and pages."""
     return f"unknown, nearest {pred}" if unknown else pred
+
+
+def nearest(answer: Mapping[str, Any]) -> str:
+    """The first neighbors of a `Prediction` in JSON, for a table."""
+    return " ".join(f"{each['label']}:{each['dist']:.2f}" for each in answer["neighbors"][:3])
 
 
 class Rejection(Frozen, extra="ignore"):

@@ -39,7 +39,7 @@ CONTAINER_URI = "http://169.254.170.2"
 INSTANCE_URI = "http://169.254.169.254"
 """The metadata server of EC2."""
 DMI = Path("/sys/class/dmi/id")
-"""What a machine says about its maker, on Linux."""
+"""The directory in which Linux names the maker of the machine."""
 INSTANCE_TIMEOUT_S = 1.0
 RENEW_BEFORE = timedelta(minutes=5)
 """Keys are renewed this long before they expire, or when a fifth of their lifetime is left."""

@@ -311,7 +311,7 @@ class S3Store(Store):
             try:
                 response = self._connection.put(self.bucket, self._prefix + key, data, headers)
                 return required_etag(response.headers.get("etag"), self._connection.endpoint), True
-            except (urllib3.exceptions.ProtocolError, urllib3.exceptions.ReadTimeoutError):
+            except _BROKEN_OFF:
                 return None, False
             except (S3Error, InvalidResponseError) as error:
                 status = status_of(error)

@@ -1,5 +1,4 @@
-"""The watcher: check the source and the live queries, choose an action, and propose or
-start the action.
+"""The watcher: check the source and the live queries, choose an action, and propose or start it.
 
 ::
 

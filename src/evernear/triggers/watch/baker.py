@@ -278,7 +278,7 @@ class PodMetrics:
             return {}
         with ThreadPoolExecutor(min(8, len(pods)), "pod-metrics") as threads:
             counters = threads.map(self._read, pods)
-            return {pod: its for pod, its in zip(pods, counters, strict=True) if its is not None}
+            return {pod: read for pod, read in zip(pods, counters, strict=True) if read is not None}
 
     def _read(self, pod: str) -> PodCounters | None:
         try:

@@ -78,11 +78,10 @@ class WatchDecision:
 
 
 def decide_action(observation: Observation, settings: Settings) -> WatchDecision:
-    """Choose ``retrain`` if there are many new training images, drift, or fewer live
-    queries with the right label.
+    """Choose ``retrain`` if there are many new training images, drift, or fewer live queries with
+    the right label, and ``reindex`` if there are new classes or gallery images.
 
-    Choose ``reindex`` if there are new classes or gallery images. ``retrain`` takes precedence
-    because a training run also builds an index.
+    ``retrain`` takes precedence because a training run also builds an index.
     """
     figures = _figures(observation, settings)
     remarks = (*_remarks(observation), *_gone_classes(observation, settings))

@@ -107,8 +107,8 @@ def _weights(
     each class add up to zero.
     """
     weights = np.zeros((len(classes), count))
-    for its in np.unique(classes):
-        rows = np.flatnonzero(classes == its)
+    for label in np.unique(classes):
+        rows = np.flatnonzero(classes == label)
         share = is_live[rows].sum() / is_live.sum()
         signed = np.where(is_live[rows], 1 / is_live.sum(), -share / max(1, (~is_live[rows]).sum()))
         columns = np.repeat(signed[:, None], count, axis=1)

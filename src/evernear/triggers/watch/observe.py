@@ -62,7 +62,7 @@ class SourceChanges:
     gallery: SourceDiff
     """Since the champion's index was built."""
     train: SourceDiff
-    """Since its network was trained."""
+    """Since the champion's network was trained."""
     trained_on: int
     """Number of images with which the network was trained."""
     new_classes: Mapping[str, int]
