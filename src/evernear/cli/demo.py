@@ -5,8 +5,6 @@ from collections.abc import Callable, Iterator
 from itertools import chain
 from pathlib import Path
 
-import numpy as np
-from PIL import Image
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -18,6 +16,7 @@ from evernear.common.progress import Event, RunCommand
 from evernear.data.shards import Dataset
 from evernear.kubeflow.local_run import RunResult, run_pipeline
 from evernear.serving.client import Client
+from evernear.serving.decoding import as_picture
 from evernear.serving.endpoints import home_of
 from evernear.serving.responses import answer as in_words
 from evernear.serving.responses import nearest
@@ -88,7 +87,7 @@ def unseen_images(dataset: Dataset, directory: Path) -> Iterator[tuple[str, Path
                 remaining.remove(label)
                 path = directory / f"{printable(dataset.labels[label])}-{bytes(block.digests[row]).hex()[:8]}.png"
                 with disk_errors(path):
-                    Image.fromarray(np.squeeze(block.images[row])).save(path)
+                    as_picture(block.images[row]).save(path)
                 yield dataset.labels[label], path
         if not remaining:
             return

@@ -344,9 +344,12 @@ class RunProgress(Frozen):
     """The step that reported last. Empty before the first report."""
     message: str = ""
 
+    @property
+    def where(self) -> str:
+        return ": ".join(filter(None, [self.step, self.message])) or "starting"
+
     def __str__(self) -> str:
-        where = ": ".join(filter(None, [self.step, self.message])) or "starting"
-        return f"{where} (since {self.started:%Y-%m-%d %H:%M:%S} UTC, process {self.process}, {self.directory})"
+        return f"{self.where} (since {self.started:%Y-%m-%d %H:%M:%S} UTC, process {self.process}, {self.directory})"
 
 
 def progress(workdir: Path) -> RunProgress | None:

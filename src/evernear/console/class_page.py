@@ -7,8 +7,6 @@ from itertools import islice
 from typing import NamedTuple
 from urllib.parse import urlencode
 
-import numpy as np
-from PIL import Image
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -22,7 +20,6 @@ from evernear.console.web import Form, action, field, list_page, page, png
 from evernear.data.books import opened_books, source_uri
 from evernear.data.manifest import Manifest, Shard, Split
 from evernear.data.preprocess import Pixels
-from evernear.data.shards import Dataset
 from evernear.data.sources.names import answer_in
 from evernear.errors import DataError
 from evernear.evaluation.answer_table import KINDS, Kind
@@ -30,6 +27,7 @@ from evernear.review.answers import Answer
 from evernear.review.queue import read_all
 from evernear.review.renames import Rename, files_to_rename, rename_class
 from evernear.review.suspects import picture
+from evernear.serving.decoding import as_picture
 
 PAGE_IMAGES = 60
 RECENT_ANSWERS = 6
@@ -148,10 +146,8 @@ class ClassPage:
 
     def _read(self, name: str, digest: str, label: str) -> Images:
         """Sorted by the names of their files."""
-        dataset = Dataset.find(self._backend.store, name, digest)
-        if dataset is None:
-            raise DataError("The snapshot was deleted in the meantime; reload the page.")
-        manifest, shards = dataset.manifest, {shard.sha256: shard for shard in dataset.manifest.shards}
+        manifest = self._backend.dataset(name, digest).manifest
+        shards = {shard.sha256: shard for shard in manifest.shards}
         with opened_books(self._backend.store, manifest, ("files", "images")) as books:
             rows = books.rows(_OF_CLASS, source=source_uri(manifest.source), label=label)
         return {
@@ -193,7 +189,7 @@ class ClassPage:
 
 def encoded(pixels: Pixels, side_px: int) -> bytes:
     """A PNG file of ``pixels`` (H, W, C), at most ``side_px`` wide and high."""
-    image = Image.fromarray(np.squeeze(pixels))
+    image = as_picture(pixels)
     image.thumbnail((side_px, side_px))
     buffer = BytesIO()
     image.save(buffer, format="PNG")

@@ -5,10 +5,7 @@ a release or rolls back, with a reason."""
 import shlex
 from collections.abc import Callable
 from functools import lru_cache
-from io import BytesIO
 
-import numpy as np
-from PIL import Image
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import Response
@@ -17,12 +14,12 @@ from starlette.routing import Route
 from evernear.common.store import FileStore, Store
 from evernear.console.access import User, require
 from evernear.console.backend import PAGE_RELEASES, Backend
+from evernear.console.class_page import TILE_PX, encoded
 from evernear.console.runs import Done
 from evernear.console.web import Form, Predictor, action, field, list_page, page, png
 from evernear.data.books import opened_books
 from evernear.data.example_queries import duckdb_query, pandas_query
 from evernear.data.manifest import Manifest, find_manifest
-from evernear.data.preprocess import Pixels
 from evernear.data.shards import Dataset
 from evernear.data.snapshots import DATASETS
 from evernear.errors import DataError, SettingsError
@@ -32,7 +29,6 @@ from evernear.serving.responses import Prediction
 PAGE_CLASSES = 24
 SAMPLES = 3
 _CACHED = 512
-_SIDE_PX = 96
 SHOWN_NEIGHBORS = 6
 FORGOTTEN = """<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 96 96" role="img" aria-label="forgotten">
 <rect width="96" height="96" fill="#8884"/>
@@ -104,8 +100,7 @@ class DataPage:
         return _counts(manifest) if manifest else {}
 
     def _read_samples(self, name: str, digest: str, label: str) -> tuple[bytes, ...]:
-        dataset = Dataset.find(self._backend.store, name, digest)
-        return _samples(dataset, label) if dataset else ()
+        return _samples(self._backend.dataset(name, digest), label)
 
     def _sample(self, request: Request) -> Response:
         manifest = self._backend.snapshot()
@@ -142,15 +137,7 @@ def _samples(dataset: Dataset, label: str) -> tuple[bytes, ...]:
     with opened_books(dataset.store, dataset.manifest, ("images",)) as books:
         places = books.rows(_SAMPLES, label=label, most=SAMPLES)
     shards = {shard.sha256: shard for shard in dataset.manifest.shards}
-    return tuple(_png(dataset.image(shards[sha256], row).images[0]) for sha256, row in places)
-
-
-def _png(pixels: Pixels) -> bytes:
-    image = Image.fromarray(np.squeeze(pixels))
-    image.thumbnail((_SIDE_PX, _SIDE_PX))
-    buffer = BytesIO()
-    image.save(buffer, format="PNG")
-    return buffer.getvalue()
+    return tuple(encoded(dataset.image(shards[sha256], row).images[0], TILE_PX) for sha256, row in places)
 
 
 class TryPage:

@@ -98,8 +98,7 @@ class LocalRuns:
     def state(self) -> RunState:
         running = progress(self._settings.workdir)
         if running is not None:
-            where = ": ".join(filter(None, [running.step, running.message])) or "starting"
-            return RunState(f"A run is in progress: {where}", is_running=True)
+            return RunState(f"A run is in progress: {running.where}", is_running=True)
         status = self._process.poll() if self._process else 0
         if status is None:
             return RunState("A run is in progress: starting", is_running=True)
@@ -125,8 +124,8 @@ class PipelineRuns:
         self._runs = KfpRuns(settings.pipeline)
 
     def start(self, kind: Kind, by: str) -> Done:
-        """Two simultaneous clicks start only one run, because both requests
-        derive the same key from the newest run."""
+        """Two simultaneous clicks start only one run, because both requests derive the same key
+        from the newest run."""
         runs = [run for pipeline in _PIPELINES.values() for run in self._runs.list(pipeline, limit=10)]
         if any(not run.state.is_final for run in runs):
             raise BusyError("A run is already in progress; wait for it to end.")
@@ -135,8 +134,7 @@ class PipelineRuns:
         return Done("The run has started.", self._start(pipeline, by, request_id("run", pipeline, newest), {}))
 
     def promote(self, version: str, why: str, by: str, *, force: bool) -> Done:
-        """The pipeline does not reject a release with the verdict hold, so
-        this method checks ``force``."""
+        """Check ``force``, because the pipeline does not reject a release with the verdict hold."""
         registry = Registry(self._store)
         if not registry.get(version).verdict.promote and not force:
             raise SettingsError("The verdict on this release is hold; confirm that it is to be promoted anyway.")

@@ -6,12 +6,10 @@ it was built from an affected snapshot or if its network was trained on an affec
 only reads. `forget_images` deletes:
 
 - affected releases, with their archives and Milvus collections
-- affected snapshots, the shards that no other snapshot has,
-  and the table rows of removed images
-- cached embeddings of removed images, all training checkpoints, and all step parts with
-  their results
-- sample images, run pages and the list of suspect labels, if they show an affected
-  snapshot
+- affected snapshots, the shards that no other snapshot has, and the table rows of removed images
+- cached embeddings of removed images, all training checkpoints, and all step parts with their
+  results
+- sample images, run pages and the list of suspect labels, if they show an affected snapshot
 - logged queries and submitted images that may show a class of a removed image
 
 The champion is never deleted. `forget_images` refuses to run while the champion is affected. If the

@@ -1,17 +1,16 @@
 """Delete the unneeded objects that accumulate in a store with every run.
 
-`surplus` only reads. `prune_store` removes old releases (`prune_releases`) and then
-deletes, in this order:
+`surplus` only reads. `prune_store` removes old releases (`prune_releases`) and then deletes, in
+this order:
 
-- run records, except the newest records and records of runs that made a remaining
-  release
+- run records, except the newest records and records of runs that made a remaining release
 - training checkpoints that are older than the newest release or than `RESUMABLE`
 - parts and results of steps other than ingest, by the same rule as checkpoints
-- cached embeddings, or cached backbone features for a frozen network, if no remaining
-  release has the network or the shard begins with a removed image
+- cached embeddings, or cached backbone features for a frozen network, if no remaining release has
+  the network or the shard begins with a removed image
 - pretrained weights that no remaining release uses, by the same rule as checkpoints
-- unfinished ingests that cannot be resumed, and snapshots, tables and shards that no
-  document references (see `references`)
+- unfinished ingests that cannot be resumed, and snapshots, tables and shards that no document
+  references (see `references`)
 - archives without a release
 
 A document is deleted before the objects that it references, so that a kill never leaves a document

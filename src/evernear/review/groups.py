@@ -17,7 +17,6 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image
 
 from evernear.data.image_file import inspect
 from evernear.data.preprocess import decode_inspected
@@ -25,14 +24,15 @@ from evernear.errors import IntegrityError
 from evernear.release.manifest import is_version
 from evernear.release.records import Record
 from evernear.review.queue import Item
+from evernear.serving.decoding import gray_vector
 from evernear.settings.section import MAX_PIXELS
 
 DEFAULT_DISTANCE = 1.0
 """``group_distance`` for releases that have none or were pruned, as an L2 distance between unit
 vectors (0 to 2)."""
 PIXEL_DISTANCE = 0.9
-"""``group_distance`` for the vectors from `_gray`. It corresponds to a correlation of 0.6 between
-two images."""
+"""``group_distance`` for the vectors from `gray_vector`. It corresponds to a correlation of 0.6
+between two images."""
 _SIDE_PX = 12
 Vector = NDArray[np.float32]
 
@@ -81,7 +81,7 @@ def _compared(item: Item, release: _Release) -> tuple[_Space, Vector]:
     if item.embedding is not None:
         vector = item.embedding / np.float32(np.linalg.norm(item.embedding))
         return _Space("embedding", release.network, len(vector), release.group_distance), vector
-    vector = _gray(item.image)
+    vector = gray_vector(decode_inspected(inspect(item.image, MAX_PIXELS), 16).image, _SIDE_PX)
     return _Space("pixels", "", len(vector), PIXEL_DISTANCE), vector
 
 
@@ -96,13 +96,3 @@ def _cluster(members: Sequence[tuple[Item, Vector]], distance: float) -> list[li
     for (item, _), number in zip(members, numbers.tolist(), strict=True):
         groups[number].append(item)
     return list(groups.values())
-
-
-def _gray(image: bytes) -> Vector:
-    """The gray values of an image at `_SIDE_PX` x `_SIDE_PX` pixels, minus their mean, as a unit
-    vector. All are zero for an image of uniform brightness."""
-    picture = decode_inspected(inspect(image, MAX_PIXELS), 16).image
-    gray = picture.convert("L").resize((_SIDE_PX, _SIDE_PX), Image.Resampling.BOX)
-    vector = np.asarray(gray, np.float32).ravel()
-    vector = vector - vector.mean()
-    return vector / max(float(np.linalg.norm(vector)), 1e-6)

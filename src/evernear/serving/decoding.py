@@ -6,6 +6,8 @@ from contextlib import contextmanager
 from io import BytesIO
 from typing import TypeVar
 
+import numpy as np
+from numpy.typing import NDArray
 from PIL import Image
 
 from evernear.data.encoded_image import EncodedImage
@@ -98,9 +100,21 @@ def prepare(file: EncodedImage, shape: Preprocessing) -> bytes:
 def encode_png(pixels: Pixels) -> bytes:
     """Encode a uint8 array of shape (H, W, C) as PNG (lossless), fast rather than small."""
     buffer = BytesIO()
-    image = Image.fromarray(pixels[:, :, 0] if pixels.shape[2] == 1 else pixels)
-    image.save(buffer, format="PNG", compress_level=1)
+    as_picture(pixels).save(buffer, format="PNG", compress_level=1)
     return buffer.getvalue()
+
+
+def as_picture(pixels: Pixels) -> Image.Image:
+    return Image.fromarray(pixels[:, :, 0] if pixels.shape[2] == 1 else pixels)
+
+
+def gray_vector(picture: Image.Image, side_px: int) -> NDArray[np.float32]:
+    """The gray values of ``picture`` at ``side_px`` x ``side_px`` pixels, minus their mean, as a
+    unit vector, so that the product of two is their correlation. Zero for uniform brightness."""
+    gray = picture.convert("L").resize((side_px, side_px), Image.Resampling.BOX)
+    values = np.asarray(gray, np.float32).ravel()
+    centered = values - values.mean()
+    return centered / max(float(np.linalg.norm(centered)), 1e-6)
 
 
 def pool_size_bytes(large: int, max_pixels: int) -> int:

@@ -12,8 +12,6 @@ from contextlib import suppress
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
-from PIL import Image
 
 from evernear.common.store import Store
 from evernear.data.preprocess import Pixels
@@ -21,7 +19,7 @@ from evernear.errors import DataError, IntegrityError
 from evernear.evaluation.evaluate import ReleasedSystem
 from evernear.evaluation.examples import Answer, Replay, Replayed, ReplayExamples, changed_answers, count_changes
 from evernear.evaluation.recognizer import Recognizer
-from evernear.serving.decoding import decode_image, inspect_image
+from evernear.serving.decoding import as_picture, decode_image, gray_vector, inspect_image
 from evernear.serving.query_log_files import QUERIES, SampledQuery, is_log, sampled_queries
 
 QUERIES_MAX = 500
@@ -96,7 +94,7 @@ def _decode(
         except DataError:
             left_out[UNREADABLE] += 1
             continue
-        thumbnail = _thumbnail(decoded.for_champion)
+        thumbnail = gray_vector(as_picture(decoded.for_champion), THUMBNAIL_PX)
         if (thumbnails @ thumbnail >= DUPLICATE_CORRELATION).any():
             left_out[NEAR_DUPLICATE] += 1
             continue
@@ -121,11 +119,3 @@ def _recognize(recognizer: Recognizer, images: list[Pixels]) -> list[Answer]:
         embedded = recognizer.embed(np.stack(images[start : start + BATCH]))
         answers += [Answer(each.pred, each.dist, each.unknown) for each in recognizer.gallery.recognize(embedded)]
     return answers
-
-
-def _thumbnail(image: Pixels) -> NDArray[np.float32]:
-    """A grayscale thumbnail as a vector with mean 0 and length 1, or zero if it is uniform."""
-    picture = Image.fromarray(np.squeeze(image, axis=2) if image.shape[2] == 1 else image).convert("L")
-    gray = np.asarray(picture.resize((THUMBNAIL_PX, THUMBNAIL_PX), Image.Resampling.BOX), np.float32).ravel()
-    centered = gray - gray.mean()
-    return centered / max(float(np.linalg.norm(centered)), 1e-6)
