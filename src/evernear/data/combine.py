@@ -379,6 +379,20 @@ def swapped_classes(db: Database) -> list[str]:
     ]
 
 
+_MANY = 0.1
+_GONE = "SELECT count(*) FROM changes WHERE gone AND NOT again AND label IS NULL"
+
+
+def many_gone(db: Database) -> list[str]:
+    """A sentence if more than a tenth of the earlier images are in no file. After `combine`."""
+    if not db.value("SELECT count(*) FROM changes"):
+        return []
+    gone, earlier = db.value(_GONE), db.value("SELECT count(*) FROM old_images")
+    if gone <= _MANY * earlier:
+        return []
+    return [f"of {earlier:,} earlier images, {gone:,} have changed or are no longer in the source"]
+
+
 def most_are_larger(db: Database, height_px: int, width_px: int) -> bool:
     """Whether most images were larger before they were resized."""
     query = "SELECT 2 * count(*) FILTER (width_px > $width AND height_px > $height) > count(*) FROM images"

@@ -38,6 +38,7 @@ from evernear.data.combine import (
     combine,
     count_decoded_again,
     list_arrays,
+    many_gone,
     most_are_larger,
     swapped_classes,
 )
@@ -267,8 +268,8 @@ def _combine(work: _Work, listed: _Listed, planned: _Planned, decoded: _Decoded)
         _Progress(asked.report, planned.pending, " combined").add,
         decode_again=planned.decode_again,
     )
-    for swap in swapped_classes(db):
-        asked.warn(swap)
+    for sentence in [*swapped_classes(db), *many_gone(db)]:
+        asked.warn(sentence)
     if work.parent is not None and asked.settings.size_px is None:
         for sentence in _small_photographs(form.shape, db, max(asked.sizes_px)):
             asked.warn(sentence)

@@ -339,6 +339,29 @@ def test_swapped_classes_are_named(tree, run_ingest, make_image) -> None:
     assert len(warnings) == 1
 
 
+def test_many_images_that_are_gone_are_counted(tmp_path: Path, make_image) -> None:
+    names = [f"{label}/{number}.png" for label in "ab" for number in range(20)]
+    tree = write_files(tmp_path / "tree", {name: make_image(number) for number, name in enumerate(names)})
+    warnings: list[str] = []
+
+    def ingest(**options: bool) -> None:
+        store = (tmp_path / "store").as_uri()
+        ingest_source(DataSettings(source=f"folder:{tree}"), store, warn=warnings.append, **options)
+
+    ingest()
+    for name in names[:4]:
+        (tree / name).unlink()
+    ingest()
+    assert not warnings
+    for name in names[4:10]:
+        (tree / name).unlink()
+    (tree / names[10]).write_bytes((tree / names[11]).read_bytes())
+    ingest()
+    assert warnings == ["of 36 earlier images, 7 have changed or are no longer in the source"]
+    ingest(reread=True)
+    assert len(warnings) == 1
+
+
 def test_splits_survive_the_return_to_an_earlier_digest(tree, run_ingest, make_image, contents) -> None:
     """A network may have been trained on images that were removed and restored."""
 
