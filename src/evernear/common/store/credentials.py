@@ -49,7 +49,7 @@ _CONTAINER_HOSTS = ("localhost", "169.254.170.2", "169.254.170.23", "fd00:ec2::2
 """The hosts that AWS's tools ask for keys by plain HTTP, besides loopback addresses."""
 _OTHER_WAYS = {"role_arn": "a role", "sso_session": "SSO", "sso_start_url": "SSO", "login_session": "a login"}
 _CODE = re.compile(r'<Code>([\w.]{1,80})<|"(?:Code|code)"\s*:\s*"([\w.]{1,80})"')
-_OVERLOADED = (429, 500, 502, 503, 504)
+OVERLOADED = (429, 500, 502, 503, 504)
 
 
 class Keys(Provider):
@@ -106,7 +106,7 @@ class Keys(Provider):
         try:
             return self._make().retrieve()
         except ServerError as error:
-            kind = TransientStoreError if error.status_code in _OVERLOADED else StoreError
+            kind = TransientStoreError if error.status_code in OVERLOADED else StoreError
             raise kind(f"There are no keys for {self.source}: {error}; {self.remedy}.") from None
         except urllib3.exceptions.HTTPError as error:
             raise TransientStoreError(f"The keys for {self.source} cannot be requested: {root_cause(error)}.") from None
@@ -345,7 +345,7 @@ def _client(server: str, certificates: Path | None) -> urllib3.PoolManager:
     """Without ``certificates``, the server is on this machine or link, and no proxy is used."""
     retries = urllib3.Retry(
         3,
-        status_forcelist=_OVERLOADED,
+        status_forcelist=OVERLOADED,
         allowed_methods=None,
         backoff_factor=0.2,
         raise_on_status=False,

@@ -25,7 +25,7 @@ from minio.helpers import DictType
 
 from evernear.common.environment import authorities, proxy_of, proxy_options, server_address
 from evernear.common.output import root_cause
-from evernear.common.store.credentials import KEY_NAMES, Keys, Profile, find_keys
+from evernear.common.store.credentials import KEY_NAMES, OVERLOADED, Keys, Profile, find_keys
 from evernear.common.store.patience import patiently
 from evernear.errors import SettingsError, StoreError, TransientStoreError
 
@@ -41,7 +41,6 @@ _NEXT_TOKEN = re.compile(rb"<NextContinuationToken>([^<]+)<")
 # Codes for a missing object. A missing bucket is an error.
 MISSING_OBJECT = frozenset({"NoSuchKey", "NoSuchObject"})
 
-_OVERLOADED = (429, 500, 502, 503, 504)
 _BAD_KEYS = frozenset(
     {
         "AuthFailure",
@@ -193,7 +192,7 @@ class S3Connection:
         try:
             yield
         except S3Error as error:
-            transient = error.response.status in _OVERLOADED or error.code in _DAMAGED
+            transient = error.response.status in OVERLOADED or error.code in _DAMAGED
             kind = TransientStoreError if transient else StoreError
             sentence = self._explain(error, permission, bucket, location)
             raise kind(sentence, is_denied=_is_denied(error)) from error
@@ -244,7 +243,7 @@ class S3Connection:
             return f"The bucket {bucket!r} is not in the region {self.region} ({error.message}); set AWS_REGION."
         if code in _DAMAGED:
             return f"The upload of {location} was damaged in transit ({code}); nothing was stored, run again."
-        if status in _OVERLOADED:
+        if status in OVERLOADED:
             fault = f"is overloaded or broken ({status} {code}) after {MAX_ATTEMPTS} attempts"
             return f"{self.endpoint} {fault}; run again later."
         refused = f"{self.endpoint} refused {permission} on {location}: {(error.message or code).rstrip('.')}."
@@ -331,7 +330,7 @@ def _retries(only_unexecuted: bool = False) -> urllib3.Retry:
         MAX_ATTEMPTS - 1,
         read=False if only_unexecuted else None,
         other=0 if only_unexecuted else None,
-        status_forcelist=(429, 503) if only_unexecuted else _OVERLOADED,
+        status_forcelist=(429, 503) if only_unexecuted else OVERLOADED,
         allowed_methods=None,
         backoff_factor=BACKOFF_S,
         raise_on_status=False,
