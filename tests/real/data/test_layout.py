@@ -182,6 +182,15 @@ def test_split_folders_that_do_not_exist_are_named(make_tree, run_ingest) -> Non
     assert run_ingest(root, split_folders={"holdout": "none"}).count("test") == 2 * COUNT
 
 
+@pytest.mark.parametrize("folders", [["a", "b", "unlabeled"], in_each(["train", "test", "unlabeled"])])
+def test_misspelled_folder_to_leave_out_is_named(make_tree, run_ingest, folders: list[str]) -> None:
+    root = make_tree([*folders, *in_each(["a", "b"], ["raw2"])] if "a" in folders else folders)
+    with pytest.raises(DataError, match=r"leaves out unlabled, which tree does not have; write 'unlabeled' if"):
+        run_ingest(root, split_folders={"unlabled": "none"})
+    used = run_ingest(root, split_folders={"unlabeled": "none", "unlabeled2": "none", "raw2": "none"})
+    assert used.labels == ("a", "b")
+
+
 def test_two_folders_may_have_one_split_if_the_settings_say_so(make_tree, run_ingest) -> None:
     root = make_tree(in_each(["fold1", "fold2", "fold3"]))
     manifest = run_ingest(root, split_folders={"fold1": "train", "fold2": "train", "fold3": "test"})

@@ -157,9 +157,16 @@ def test_settings_answer_for_an_unknown_split(tree, run_ingest) -> None:
     assert """--set 'data.split_folders={"fold 1": "test"}'""" in str(caught.value)
     with pytest.raises(DataError, match=r"split_folders names fold 3, but no image of labels\.csv has this split"):
         run_ingest(source, split_folders={"fold 1": "test", "fold 2": "none", "fold 3": "test"})
-    manifest = run_ingest(source, split_folders={"fold 1": "test", "fold 2": "none"})
+    manifest = run_ingest(source, split_folders={"fold 1": "test", "fold 2": "none", "fold 3": "none"})
     assert manifest.count("test") == 12
     assert sum(shard.count for shard in manifest.shards) == 24
+
+
+def test_misspelled_split_to_leave_out_is_named(tree, run_ingest) -> None:
+    rows = [row | {"split": ("train", "test")[number % 2]} for number, row in enumerate(rows_of(tree))]
+    source = f"table:{write_csv(tree / 'labels.csv', rows)}"
+    with pytest.raises(DataError, match=r"leaves out tests, which labels\.csv does not have; write 'test' if you mean"):
+        run_ingest(source, split_folders={"tests": "none"})
 
 
 def test_table_without_a_group_column_is_refused_for_groups(tree, run_ingest) -> None:

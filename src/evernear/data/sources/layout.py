@@ -14,6 +14,7 @@ import shlex
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from typing import Final, Literal, NamedTuple
 
 from evernear.common.output import quantity
@@ -35,6 +36,7 @@ SPLIT_WORDS: Final[dict[str, Split]] = {
 # Matches the beginning of names such as trainset, tests or Validate.
 _BEGINS_LIKE_SPLIT = re.compile(r"(?<![a-z])(?:train|test|valid|gallery|query)")
 _MAX_NAMES = 5
+_SPELLING_SIMILARITY = 0.8
 
 
 class Contents(NamedTuple):
@@ -163,6 +165,8 @@ class NestedFolders:
 def choose_layout(name: str, folders: Mapping[str, Contents], settings: DataSettings) -> Layout:
     ignored = frozenset(folder for folder, split in settings.split_folders.items() if split == "none")
     left_out, left_out_inside = ignored & folders.keys(), ignored - folders.keys()
+    for folder in left_out_inside.difference(*(contents.folders for contents in folders.values())):
+        _reject_misspelled(name, folder, folders.keys() - ignored)
     given: dict[str, Split] = {folder: split for folder, split in settings.split_folders.items() if split != "none"}
     folders = {
         folder: Contents(contents.folders - left_out_inside, contents.has_images)
@@ -291,6 +295,17 @@ def _question(
     )
 
 
+def _reject_misspelled(name: str, folder: str, known: Collection[str]) -> None:
+    """A folder to leave out may have been removed, and fold1 be there without fold2. With another
+    spelling, it would be used."""
+    others = [other for other in known if re.sub(r"\d+", "", other) != re.sub(r"\d+", "", folder)]
+    if close := get_close_matches(folder, others, n=1, cutoff=_SPELLING_SIMILARITY):
+        raise DataError(
+            f"data.split_folders leaves out {folder}, which {name} does not have; write {close[0]!r} if you mean that,"
+            " or remove the setting."
+        )
+
+
 def split_option(folder: str, split: str) -> str:
     if re.search(r"[.=\s]|__", folder):
         return f"--set {shlex.quote(f'data.split_folders={json.dumps({folder: split}, ensure_ascii=False)}')}"
@@ -334,7 +349,9 @@ class NamedSplits:
     def finish(self) -> None:
         """Determine the splits to which ingest assigns images, after the last `add`."""
         for word, split in self._given.items():
-            if split != "none" and word not in self._words:
+            if split == "none" and word not in self._words:
+                _reject_misspelled(self._name, word, self._words - self._given.keys())
+            elif word not in self._words:
                 raise DataError(
                     f"data.split_folders names {word}, but no image of {self._name} has this split; correct the name or"
                     " remove the setting."
