@@ -234,6 +234,23 @@ def test_class_names_of_every_form_of_features(hub, tmp_path: Path, feature: obj
     assert hub().labels == {"ant": 1, "cat": 1}
 
 
+def test_numbers_with_and_without_names_are_not_mixed(hub, tmp_path: Path) -> None:
+    write(tmp_path / "train-0.parquet", rows([0, 1, 2], features(CLASS_LABEL)))
+    write(tmp_path / "train-1.parquet", rows([0, 1, 2]))
+    message = r"features of train-0\.parquet name the classes of its column label, and train-1\.parquet has numbers"
+    with pytest.raises(DataError, match=message):
+        hub()
+    write(tmp_path / "train-1.parquet", rows([0, 1, 2], features(CLASS_LABEL)))
+    assert hub().labels == dict.fromkeys(NAMES, 2)
+    write(tmp_path / "train-1.parquet", rows(NAMES))  # names in the rows
+    assert hub().labels == dict.fromkeys(NAMES, 2)
+    write(tmp_path / "test-0.parquet", rows([-1, -1]))
+    with pytest.raises(
+        DataError, match=r"2 images of test in .* have no label, .* --set data\.split_folders\.test=none"
+    ):
+        hub()
+
+
 def test_class_numbers_are_positions_even_if_the_names_are_numbers(hub, tmp_path: Path) -> None:
     write(tmp_path / "a.parquet", rows([0, 1, 2], features({"_type": "ClassLabel", "names": ["2", "1", "0"]})))
     assert [entry.label for entry in hub().entries] == ["2", "1", "0"]

@@ -42,6 +42,11 @@ class HuggingFace(PackedFiles):
     suffixes = (".parquet", ".arrow")
     kind = "Parquet or Arrow files"
 
+    def entries(self) -> Iterator[FileEntry]:
+        self._numbered: dict[bool, str] = {}
+        """A file with class numbers that have names, and one whose numbers have none."""
+        return super().entries()
+
     def _strays(self, names: Sequence[str]) -> set[str]:
         strays, splits = stray_files(names, self._small_file), self._settings.split_folders
         own = [name for name in names if name.lower().endswith(self.suffixes) and name not in strays]
@@ -54,8 +59,25 @@ class HuggingFace(PackedFiles):
         with open_arrow_file(path, file) as table:
             columns = self._columns(table)
             texts = table.texts([columns.label, *([columns.group] if columns.group else ())])
+            labels = set[str]()
             for row, (label, *group) in enumerate(texts):
+                labels.add(label)
                 yield Member(f"{row:09}", label, group="".join(group))
+            if labels - {"", "-1"}:  # otherwise, the labels are hidden
+                self._require_same_names(table, columns.label)
+
+    def _require_same_names(self, table: ArrowFile, label: str) -> None:
+        """Reject class numbers of which only some files have the names: 0 would be another class
+        than its name."""
+        if not pa.types.is_integer(table.schema.field(label).type):
+            return
+        self._numbered[label in class_names(table.schema)] = table.name
+        if len(self._numbered) > 1:
+            raise DataError(
+                f"The features of {self._numbered[True]} name the classes of its column {label}, and"
+                f" {self._numbered[False]} has numbers without names; write all files with the same features"
+                " (`cast` of datasets)."
+            )
 
     def _images(self, path: Path, file: str, wanted: Mapping[str, FileEntry]) -> Iterator[tuple[str, bytes]]:
         row = 0
