@@ -226,6 +226,10 @@ POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a214614ab29
         ("path,label\n1/000.png,a,b\n", "Line 2 of labels.csv has 3 of 2 columns"),
         ("path,label\n1/000.png\n", "Line 2 of labels.csv has 1 of 2 columns"),
         ('path,label\n"1/000.png,a\n', "labels.csv is not valid CSV after line"),
+        (
+            'path,label,note\n1/000.png,a,"big\n1/001.png,a,\n2/001.png,b,small"\n',
+            r"A quotation mark in line 2 of labels\.csv opens a value .* rows, such as '1/001\.png,a,'; remove it",
+        ),
         ("path,label\n,a\n", "The path '' in line 2 of labels.csv is empty"),
         ("path,label\n../secret.png,a\n", r"leads out of the table's folder with '\.\.'"),
         ("path,label\n1/../../secret.png,a\n", r"leads out of the table's folder with '\.\.'"),

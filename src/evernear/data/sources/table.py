@@ -10,7 +10,7 @@ import posixpath
 import re
 import tempfile
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from functools import cache
 from itertools import islice
@@ -28,7 +28,7 @@ from evernear.data.database import Database, batched
 from evernear.data.sources.base import FileEntry, FileSource, NameSample, file_etag, read_file
 from evernear.data.sources.folder import dataset_name
 from evernear.data.sources.layout import NamedSplits
-from evernear.data.sources.names import names_other_kind, skipped_path
+from evernear.data.sources.names import has_image_suffix, names_other_kind, skipped_path
 from evernear.errors import DataError, SettingsError
 from evernear.settings.data import DataSettings
 
@@ -341,8 +341,24 @@ def _csv_rows(file: Path, name: str) -> Iterator[Row]:
     rows = csv_rows(file, name)
     at = column_positions(next(rows)[1], name, REQUIRED, OPTIONAL)
     for line, cells in rows:
+        if row := _row_within(cells, at["path"]):
+            start = line - sum(cell.count("\n") for cell in cells)
+            raise DataError(
+                f"A quotation mark in line {start:,} of {name} opens a value that contains other rows, such as {row!r};"
+                ' remove it, or double it in a quoted value ("5"" screen").'
+            )
         values = (cells[at[column]] if column in at else "" for column in (*REQUIRED, *OPTIONAL))
         yield Row(f"line {line:,}", *values)
+
+
+def _row_within(cells: Sequence[str], path: int) -> str:
+    """The first line within a cell that is the row of an image, or an empty string. A single
+    quotation mark opens a value that ends at the next one, rows later."""
+    for line in (line for cell in cells if "\n" in cell for line in cell.splitlines()[1:-1]):
+        parts = re.split(r"[,;\t]", line)
+        if len(parts) == len(cells) and has_image_suffix(parts[path].strip()):
+            return line
+    return ""
 
 
 def _parquet_rows(file: Path, name: str) -> Iterator[Row]:
