@@ -49,12 +49,6 @@ def file_etag(stat: os.stat_result) -> str:
     return f"{stat.st_size}-{stat.st_mtime_ns} {stat.st_ctime_ns}-{stat.st_ino}"
 
 
-def without_change_time(etag: str) -> str:
-    """The part that stays when a file is copied with its times, or when its mode or owner changes.
-    That of an object is its whole etag, which cannot contain a space (RFC 9110)."""
-    return etag.partition(" ")[0]
-
-
 @dataclass
 class NameSample:
     """The number of names, and the first ones in sort order."""

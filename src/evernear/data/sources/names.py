@@ -101,14 +101,6 @@ def exported_stem(position: int, digest: str) -> str:
     return f"{position:09}-{digest}"
 
 
-def exported_position(path: str) -> int | None:
-    name = path.rpartition("/")[2]
-    if not name[:9].isdecimal():  # false for most names, and faster than a regular expression match
-        return None
-    matched = re.fullmatch(r"([0-9]{9,16})-[0-9a-f]{64}\.[^.]+", name)
-    return int(matched[1]) if matched else None
-
-
 def has_image_suffix(name: str) -> bool:
     """Without pathlib, which is ten times slower and would matter for millions of files."""
     return posixpath.splitext(name)[1].rstrip(".").lower() in IMAGE_SUFFIXES
