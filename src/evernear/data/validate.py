@@ -32,8 +32,11 @@ _PRETRAINED_COMMAND = (
 )
 _ORDER = ("error", "warn", "info")
 
-_MISSING_VALUES = frozenset({"nan", "NaN", "null", "NULL", "None", "<NA>", "NA", "N/A", "#N/A", "NaT"})
-"""As Python, pandas, databases and spreadsheets write them. ``none`` may be a class."""
+_MISSING_VALUES = frozenset(
+    {"nan", "NaN", "null", "NULL", "None", "<NA>", "NA", "N/A", "#N/A", "NaT"}
+    | {form(word) for word in ("unknown", "unlabeled", "unlabelled") for form in (str, str.capitalize, str.upper)}
+)
+"""As Python, pandas, databases, spreadsheets and people write them. ``none`` may be a class."""
 _LIST_MARKS = " '\"[]"
 _LEFT_OUT = ("undecodable", "conflicting_labels")
 """Rules about images that were left out, which occur in any large dataset."""

@@ -75,7 +75,7 @@ RULES = {
     "similar_classes": Rule(
         "warn",
         "Names of classes differ only in case, width, zeros (7 and 07 and 7.0) or characters that nobody sees, are "
-        "written like missing values (nan), or join names of others (cat|dog).",
+        "written like missing values (nan, unknown), or join names of others (cat|dog).",
     ),
     "nested_folder": Rule("warn", "A class folder contains folders, which may be classes. See data.layout."),
     "outside_link": Rule("info", "A link leads to a folder outside of the source. Its images are used."),

@@ -76,6 +76,7 @@ def test_case_and_width_are_different_classes_with_a_warning(make_folders, run_i
         (("1", "1.0", "2", "2.5"), "look alike: '1' and '1.0'; rename"),
         (("007", "7", "-7", "70"), "look alike: '007' and '7'; rename"),
         (("nan", "None", "bee", "cat"), "like missing values: None (12 images), nan (12 images); if"),
+        (("Unknown", "bee", "cat"), "like missing values: Unknown (12 images); if"),
         (("cat", "dog", "cat|dog", "cat|cow", "cat|cat"), "join names of others: cat|dog (12 images). An image"),
         (("['cat']", "['dog']", "['cat', 'dog']"), "join names of others: ['cat', 'dog'] (12 images). An image"),
         (("salt", "pepper", "salt, pepper", "a, b"), "join names of others: salt, pepper (12 images). An image"),
