@@ -133,8 +133,8 @@ def mask(text: str) -> str:
 
 
 def mask_values(value: Any) -> Any:
-    """A JSON value with secrets masked in its strings. The names of its fields are kept: a document
-    without a field that is called like a password could not be read again."""
+    """A JSON value with secrets masked in its strings. Keys are kept, because a document could not
+    be read again if a password that is part of a key were masked there."""
     if isinstance(value, str):
         return mask(value)
     if isinstance(value, Mapping):

@@ -264,8 +264,7 @@ class Releases:
         return found
 
     def rollback_target(self, champion: Champion | None) -> str:
-        """The release that a rollback restores, or an empty string if there is none, or if it was
-        pruned."""
+        """The release that a rollback restores. Empty if there is none or it was pruned."""
         previous = champion.previous if champion else None
         return previous if previous and self._registry.is_published(previous) else ""
 

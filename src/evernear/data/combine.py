@@ -379,7 +379,7 @@ def swapped_classes(db: Database) -> list[str]:
     ]
 
 
-_MANY = 0.1
+_MANY_SHARE = 0.1
 _GONE = "SELECT count(*) FROM changes WHERE gone AND NOT again AND label IS NULL"
 
 
@@ -388,7 +388,7 @@ def many_gone(db: Database) -> list[str]:
     if not db.value("SELECT count(*) FROM changes"):
         return []
     gone, earlier = db.value(_GONE), db.value("SELECT count(*) FROM old_images")
-    if gone <= _MANY * earlier:
+    if gone <= _MANY_SHARE * earlier:
         return []
     return [f"of {earlier:,} earlier images, {gone:,} have changed or are no longer in the source"]
 

@@ -40,8 +40,8 @@ BUILT_IN_SOURCES = ("digits", "mnist")
 PATH_KINDS = ("folder", "huggingface", "mnist", "table", "webdataset")
 """Kinds whose location is a path. Some also accept the URI of an object."""
 MAX_SIZE_PX = 128
-LARGEST_SIZE_PX = 1024
 """Largest automatic size, because the compact network divides larger images into patches."""
+LARGEST_SIZE_PX = 1024
 TABLE_PATH = re.compile(r"(?:(?!\w+:)|s3://).+\.(?:csv|tsv|parquet|pq)", re.IGNORECASE)
 """The location of a table that needs no ``table:`` prefix."""
 
@@ -80,7 +80,7 @@ class DataSettings(Section):
         ge=1,
         le=LARGEST_SIZE_PX,
         description="Height and width of resized images. Default: the images' median size, at most 128. Photographs "
-        "get pretrained weights by default, and then keep a shorter side of 256.",
+        "get pretrained weights by default, and then keep up to 256 pixels of their shorter side.",
     )
     resize: Literal["crop", "letterbox", "stretch"] | None = Field(
         default=None,

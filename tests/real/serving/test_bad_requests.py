@@ -73,6 +73,10 @@ ACCEPTED = {
     "image as text": Request(PNG, ((b"Content-Type", b"text/plain"),)),
     "JSON without a type": Request(json.dumps({"data": base64.b64encode(PNG).decode()}).encode()),
     "as curl --data-binary sends it": Request(PNG, ((b"Content-Type", b"application/x-www-form-urlencoded"),)),
+    "JSON as curl -d sends it": Request(
+        json.dumps({"data": base64.b64encode(PNG).decode()}).encode(),
+        ((b"Content-Type", b"application/x-www-form-urlencoded"),),
+    ),
     "JSON": json_request({"data": base64.b64encode(PNG).decode()}),
 }
 REFUSED = {
